@@ -1,0 +1,166 @@
+"""The frozen configuration: every part of the engine owns one dataclass here (floor 1).
+
+All sizes are in bytes unless a name says otherwise. Objects are built by `offloadzero.config.load_config`,
+which validates; nothing below re-checks what the loader has checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+
+class TierName(str, Enum):
+    """A place with a capacity and a bandwidth."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+class SegmentKind(str, Enum):
+    """One contiguous piece of a record."""
+
+    PARAM = "param"
+    MASTER = "master"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+    GRAD = "grad"
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """train_batch_size = micro_batch_size * gradient_accumulation_steps * world size, already resolved."""
+
+    train_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    gradient_accumulation_steps: int = 1
+
+
+@dataclass(frozen=True)
+class LossScaleConfig:
+    """Loss scaling for fp16: `static` = 0.0 means dynamic (Micikevicius et al. 2018, section 3.2)."""
+
+    static: float = 0.0
+    initial_scale_power: int = 16
+    window: int = 1000
+    hysteresis: int = 2
+    min_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """`param_dtype` None keeps the model's own dtypes; `grad_accum_dtype` None is the parameter's dtype."""
+
+    param_dtype: str | None = None  # "bf16" | "fp16" | "fp32"
+    loss_scale: LossScaleConfig | None = None  # only with fp16
+    grad_accum_dtype: str | None = None  # "bf16" | "fp16" | "fp32"
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """An Adam of the JSON's `optimizer` block."""
+
+    type: str = "AdamW"  # "Adam" | "AdamW"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled_weight_decay: bool = True  # AdamW; False is Adam with L2 in the gradient
+    bias_correction: bool = True
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """A learning-rate schedule by name, with its keyword arguments."""
+
+    type: str
+    params: MappingProxyType[str, Any]
+
+
+@dataclass(frozen=True)
+class BudgetConfig:
+    """Bytes each tier may use; None lets the planner choose from what the machine has."""
+
+    device: int | None = None
+    host: int | None = None
+    nvme: int | None = None
+
+
+@dataclass(frozen=True)
+class PlacementRule:
+    """Homes for the segments of the units whose name matches the glob `units`; later rules win."""
+
+    units: str = "*"
+    tiers: MappingProxyType[SegmentKind, TierName] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """Rules in order. `host_update_ratio` is the share of the optimizer state kept off the device."""
+
+    rules: tuple[PlacementRule, ...] = ()
+    host_update_ratio: float = 1.0
+
+
+@dataclass(frozen=True)
+class UnitConfig:
+    """How units are cut: `patterns` are globs of module names, empty = the default cut."""
+
+    patterns: tuple[str, ...] = ()
+    # Leaf modules outside the repeated blocks with at least this many elements are units of their own.
+    min_leaf_elements: int = 100_000
+    # Unit leases the device arena holds beside homes when no device budget is given.
+    prefetch_units: int = 2
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """`in_backward`: "auto" updates a unit as soon as its gradient has landed when that is exact."""
+
+    in_backward: bool | None = None  # None = auto
+    on_nonfinite: str = "error"  # "error" | "skip"; fp16 always skips
+    chunk_elements: int = 4 * 1024 * 1024
+    num_chunks_in_flight: int = 3
+    num_threads: int | None = None  # None = the cores this process may use
+
+
+@dataclass(frozen=True)
+class AioConfig:
+    """The file engine: `backend` is "auto", "io_uring", "native_aio" or "aiofiles"."""
+
+    backend: str = "auto"
+    block_size: int = 1024 * 1024
+    queue_depth: int = 32
+    num_threads: int = 1
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """The whole configuration, validated."""
+
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    gradient_clipping: float = 0.0
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    zero_stage: int = 0
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    budgets: BudgetConfig = field(default_factory=BudgetConfig)
+    nvme_paths: tuple[Path, ...] = ()
+    pin_memory: bool = True
+    state_layout: str = "fp32"
+    units: UnitConfig = field(default_factory=UnitConfig)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    aio: AioConfig = field(default_factory=AioConfig)
+    # stage3_max_live_parameters, when given: parameters (elements) on the device at once.
+    max_live_parameters: int | None = None
+    gather_16bit_weights_on_save: bool = False
+    poison_released_leases: bool = False  # fill released leases with NaN (tests)
+    device: str | None = None  # None = "cuda" if there is one, else "cpu"
+    steps_per_print: int | None = None
+    # One line per DeepSpeed key that is accepted and changes nothing here.
+    notices: tuple[str, ...] = ()
