@@ -1,0 +1,33 @@
+// The kernels of one instruction set, as function pointers over an element range [begin, end).
+#pragma once
+
+#include "cpu_adam.h"
+
+namespace offloadzero::cpu_adam {
+
+using AdamKernel = void (*)(const AdamBuffers&, const AdamScalars&, size_t begin, size_t end);
+using SqNormKernel = double (*)(const void* grad, size_t begin, size_t end);
+using AccumulateKernel = void (*)(void* acc, const void* grad, size_t begin, size_t end);
+using SplitKernel = void (*)(const float* master, uint16_t* param, int16_t* remainder, size_t begin,
+                             size_t end);
+using JoinKernel = void (*)(const uint16_t* param, const int16_t* remainder, float* master, size_t begin,
+                            size_t end);
+
+struct KernelTable {
+    AdamKernel adam[NUM_LAYOUTS][NUM_DTYPES][2];  // [layout][grad][0: decoupled or no decay, 1: L2]
+    SqNormKernel sq_norm[NUM_DTYPES];
+    AccumulateKernel accumulate[NUM_DTYPES][NUM_DTYPES];  // [acc][grad]
+    SplitKernel split;
+    JoinKernel join;
+};
+
+const KernelTable& scalar_kernels();
+#if defined(__x86_64__)
+const KernelTable& avx2_kernels();
+const KernelTable& avx512_kernels();
+#endif
+
+// Null when this CPU or this build lacks the instruction set.
+const KernelTable* kernels_for(Isa isa);
+
+}  // namespace offloadzero::cpu_adam

@@ -1,0 +1,20 @@
+// The kernels for any CPU.
+#include <cstddef>
+#include <cstdint>
+
+#include "kernel_table.h"
+#include "target.h"
+
+namespace offloadzero::cpu_adam {
+namespace scalar {
+// The body needs the vector types: keep this order.
+// clang-format off
+#include "vec_scalar.h"
+#include "kernel_body.h"
+// clang-format on
+
+static constexpr KernelTable TABLE = make_kernel_table<Scalar>();
+}  // namespace scalar
+
+const KernelTable& scalar_kernels() { return scalar::TABLE; }
+}  // namespace offloadzero::cpu_adam

@@ -1,0 +1,64 @@
+// Eight elements at a time with AVX2 and F16C. Included inside the AVX2 target region; see vec_scalar.h.
+
+struct Avx2 {
+    using F = __m256;
+    using D = __m256d;
+    static constexpr size_t WIDTH = 8;
+    static constexpr size_t DOUBLE_WIDTH = 4;
+
+    OFFLOADZERO_INLINE F set(float x) { return _mm256_set1_ps(x); }
+    OFFLOADZERO_INLINE F add(F a, F b) { return _mm256_add_ps(a, b); }
+    OFFLOADZERO_INLINE F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+    OFFLOADZERO_INLINE F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+    OFFLOADZERO_INLINE F div(F a, F b) { return _mm256_div_ps(a, b); }
+    OFFLOADZERO_INLINE F sqrt(F a) { return _mm256_sqrt_ps(a); }
+
+    OFFLOADZERO_INLINE D zero_double() { return _mm256_setzero_pd(); }
+    OFFLOADZERO_INLINE D to_double(F x, size_t half) {
+        return _mm256_cvtps_pd(half == 0 ? _mm256_castps256_ps128(x) : _mm256_extractf128_ps(x, 1));
+    }
+    OFFLOADZERO_INLINE D add_square(D sum, D x) { return _mm256_add_pd(sum, _mm256_mul_pd(x, x)); }
+    OFFLOADZERO_INLINE void store_double(double* p, D x) { _mm256_storeu_pd(p, x); }
+
+    OFFLOADZERO_INLINE __m128i load_16bit(const void* p) {
+        return _mm_loadu_si128(static_cast<const __m128i*>(p));
+    }
+    // The low halves of eight 32-bit numbers below 2^16, in order.
+    OFFLOADZERO_INLINE void store_16bit(void* p, __m256i x) {
+        const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(x, x), 0x08);
+        _mm_storeu_si128(static_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+    }
+
+    OFFLOADZERO_INLINE F load_fp32(const float* p) { return _mm256_loadu_ps(p); }
+    OFFLOADZERO_INLINE void store_fp32(float* p, F x) { _mm256_storeu_ps(p, x); }
+
+    OFFLOADZERO_INLINE F load_bf16(const uint16_t* p) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16bit(p)), 16));
+    }
+    OFFLOADZERO_INLINE void store_bf16(uint16_t* p, F x) {
+        const __m256i bits = _mm256_castps_si256(x);
+        const __m256i high = _mm256_srli_epi32(bits, 16);
+        const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+        const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
+        const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
+        const __m256i quiet_nan = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+        const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+        store_16bit(p, _mm256_blendv_epi8(rounded, quiet_nan, is_nan));
+    }
+
+    OFFLOADZERO_INLINE F load_fp16(const uint16_t* p) { return _mm256_cvtph_ps(load_16bit(p)); }
+    OFFLOADZERO_INLINE void store_fp16(uint16_t* p, F x) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                         _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
+
+    OFFLOADZERO_INLINE F load_split(const uint16_t* hi, const int16_t* lo) {
+        const __m256i high = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16bit(hi)), 16);
+        return _mm256_castsi256_ps(_mm256_add_epi32(high, _mm256_cvtepi16_epi32(load_16bit(lo))));
+    }
+    OFFLOADZERO_INLINE void store_split(uint16_t* hi, int16_t* lo, F x) {
+        const __m256i bits = _mm256_castps_si256(x);
+        store_16bit(hi, _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x8000)), 16));
+        store_16bit(lo, _mm256_and_si256(bits, _mm256_set1_epi32(0xFFFF)));
+    }
+};

@@ -1,0 +1,89 @@
+// One element at a time, in plain C++: the baseline, and the tail of every vector kernel.
+//
+// Included inside an ISA's namespace and target region (so that the tails of AVX kernels are VEX-encoded): it
+// has no include guard and includes nothing. The conversions give the bits of the F16C instructions.
+
+struct Scalar {
+    using F = float;
+    using D = double;
+    static constexpr size_t WIDTH = 1;
+    static constexpr size_t DOUBLE_WIDTH = 1;
+
+    OFFLOADZERO_INLINE uint32_t bits_of(float x) {
+        uint32_t bits;
+        __builtin_memcpy(&bits, &x, sizeof bits);
+        return bits;
+    }
+    OFFLOADZERO_INLINE float from_bits(uint32_t bits) {
+        float x;
+        __builtin_memcpy(&x, &bits, sizeof x);
+        return x;
+    }
+
+    OFFLOADZERO_INLINE F set(float x) { return x; }
+    OFFLOADZERO_INLINE F add(F a, F b) { return a + b; }
+    OFFLOADZERO_INLINE F sub(F a, F b) { return a - b; }
+    OFFLOADZERO_INLINE F mul(F a, F b) { return a * b; }
+    OFFLOADZERO_INLINE F div(F a, F b) { return a / b; }
+    OFFLOADZERO_INLINE F sqrt(F a) { return __builtin_sqrtf(a); }
+
+    OFFLOADZERO_INLINE D zero_double() { return 0.0; }
+    OFFLOADZERO_INLINE D to_double(F x, size_t) { return static_cast<double>(x); }
+    OFFLOADZERO_INLINE D add_square(D sum, D x) { return sum + x * x; }
+    OFFLOADZERO_INLINE void store_double(double* p, D x) { *p = x; }
+
+    OFFLOADZERO_INLINE F load_fp32(const float* p) { return *p; }
+    OFFLOADZERO_INLINE void store_fp32(float* p, F x) { *p = x; }
+
+    OFFLOADZERO_INLINE F load_bf16(const uint16_t* p) { return from_bits(static_cast<uint32_t>(*p) << 16); }
+    OFFLOADZERO_INLINE void store_bf16(uint16_t* p, F x) {
+        const uint32_t bits = bits_of(x);
+        const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+        const uint32_t quiet_nan = (bits >> 16) | 0x40u;
+        *p = static_cast<uint16_t>(x != x ? quiet_nan : rounded);
+    }
+
+    OFFLOADZERO_INLINE F load_fp16(const uint16_t* p) {
+        const uint32_t half = *p;
+        const uint32_t sign = (half & 0x8000u) << 16;
+        const uint32_t magnitude = (half & 0x7FFFu) << 13;
+        if (magnitude < 0x00800000u) {  // zero and subnormal: an integer times 2^-24, exact in fp32
+            const float value = static_cast<float>(half & 0x7FFFu) * 0x1p-24f;
+            return from_bits(sign | bits_of(value));
+        }
+        if (magnitude >= 0x0F800000u) {  // infinity, NaN (made quiet)
+            const uint32_t quiet = magnitude > 0x0F800000u ? 0x00400000u : 0u;
+            return from_bits(sign | magnitude | 0x7F800000u | quiet);
+        }
+        return from_bits(sign | (magnitude + (112u << 23)));
+    }
+    OFFLOADZERO_INLINE void store_fp16(uint16_t* p, F x) {
+        const uint32_t bits = bits_of(x);
+        const uint32_t sign = (bits >> 16) & 0x8000u;
+        const uint32_t magnitude = bits & 0x7FFFFFFFu;
+        uint32_t half;
+        if (magnitude > 0x7F800000u) {
+            half = 0x7E00u | ((magnitude >> 13) & 0x3FFu);
+        } else if (magnitude >= 0x47800000u) {  // 2^16 and above
+            half = 0x7C00u;
+        } else if (magnitude < 0x38800000u) {
+            // Below 2^-14: adding 0.5 puts fp16's subnormal grid at the sum's last bit, so the addition
+            // rounds.
+            half = bits_of(from_bits(magnitude) + 0.5f) - 0x3F000000u;
+        } else {  // rebias the exponent, round to nearest even; a carry runs into the exponent, up to
+                  // infinity
+            half = (magnitude - (112u << 23) + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+        }
+        *p = static_cast<uint16_t>(sign | half);
+    }
+
+    OFFLOADZERO_INLINE F load_split(const uint16_t* hi, const int16_t* lo) {
+        return from_bits((static_cast<uint32_t>(*hi) << 16) +
+                         static_cast<uint32_t>(static_cast<int32_t>(*lo)));
+    }
+    OFFLOADZERO_INLINE void store_split(uint16_t* hi, int16_t* lo, F x) {
+        const uint32_t bits = bits_of(x);
+        *hi = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+        *lo = static_cast<int16_t>(bits & 0xFFFFu);
+    }
+};
