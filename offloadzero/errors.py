@@ -12,7 +12,7 @@ class OffloadError(Exception):
 
 
 class ConfigError(OffloadError, ValueError):
-    """A mistake in the configuration or in a call: names key, value, what is allowed, the nearest key."""
+    """A mistake in the configuration or in a call: names key, value, what is allowed, the nearest match."""
 
     def __init__(
         self,
@@ -21,11 +21,13 @@ class ConfigError(OffloadError, ValueError):
         allowed: str,
         *,
         known_keys: Iterable[str] = (),
+        known_values: Iterable[str] = (),
     ) -> None:
         self.key = key
         self.value = value
         self.allowed = allowed
         near = difflib.get_close_matches(key.rsplit(".", 1)[-1], list(known_keys), n=1, cutoff=0.5)
+        near += difflib.get_close_matches(str(value), list(known_values), n=1, cutoff=0.5)
         self.nearest = near[0] if near else None
         hint = f" (did you mean {self.nearest!r}?)" if self.nearest else ""
         super().__init__(f"{key} = {value!r}: {allowed}{hint}")

@@ -1,0 +1,40 @@
+"""The configuration: a frozen schema, and `load_config`, which reads a DeepSpeed JSON into it.
+
+Nothing here imports torch.
+"""
+
+from offloadzero.config.load import load_config
+from offloadzero.config.schema import (
+    AioConfig,
+    BatchConfig,
+    BudgetConfig,
+    LossScaleConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    PlacementConfig,
+    PlacementRule,
+    PrecisionConfig,
+    SchedulerConfig,
+    SegmentKind,
+    TierName,
+    UnitConfig,
+    UpdateConfig,
+)
+
+__all__ = [
+    "AioConfig",
+    "BatchConfig",
+    "BudgetConfig",
+    "LossScaleConfig",
+    "OffloadConfig",
+    "OptimizerConfig",
+    "PlacementConfig",
+    "PlacementRule",
+    "PrecisionConfig",
+    "SchedulerConfig",
+    "SegmentKind",
+    "TierName",
+    "UnitConfig",
+    "UpdateConfig",
+    "load_config",
+]

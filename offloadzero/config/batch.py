@@ -1,0 +1,53 @@
+"""The batch arithmetic: train batch = micro batch * accumulation steps * ranks; any two give the third."""
+
+from __future__ import annotations
+
+from offloadzero.config.block import Block
+from offloadzero.config.parse import read_int
+from offloadzero.config.schema import BatchConfig
+from offloadzero.errors import ConfigError
+
+_TRAIN = "train_batch_size"
+_MICRO = "train_micro_batch_size_per_gpu"
+_STEPS = "gradient_accumulation_steps"
+
+
+def read_batch(top: Block, *, world_size: int) -> BatchConfig:
+    """Raises ConfigError, with the product, where the three keys and `world_size` contradict each other."""
+    train: int | None = top.read(_TRAIN, read_int, None, minimum=1)
+    micro: int | None = top.read(_MICRO, read_int, None, minimum=1)
+    steps: int | None = top.read(_STEPS, read_int, None, minimum=1)
+    return resolve_batch(train, micro, steps, world_size=world_size)
+
+
+def resolve_batch(train: int | None, micro: int | None, steps: int | None, *, world_size: int) -> BatchConfig:
+    """Fill in what is None. One size alone means one accumulation step; with none all sizes stay None."""
+    if train is None:
+        if micro is None:
+            return BatchConfig(None, None, 1 if steps is None else steps)
+        steps = 1 if steps is None else steps
+        return BatchConfig(micro * steps * world_size, micro, steps)
+    if micro is None:
+        steps = 1 if steps is None else steps
+        micro = _divide(
+            train, by=steps * world_size, product=f"{_MICRO} * {steps} ({_STEPS}) * {world_size} (ranks)"
+        )
+    elif steps is None:
+        steps = _divide(
+            train, by=micro * world_size, product=f"{micro} ({_MICRO}) * {_STEPS} * {world_size} (ranks)"
+        )
+    if micro * steps * world_size != train:
+        raise ConfigError(
+            _TRAIN,
+            train,
+            f"must equal {_MICRO} * {_STEPS} * ranks = {micro} * {steps} * {world_size}"
+            f" = {micro * steps * world_size}",
+        )
+    return BatchConfig(train, micro, steps)
+
+
+def _divide(train: int, *, by: int, product: str) -> int:
+    quotient, rest = divmod(train, by)
+    if rest or quotient < 1:
+        raise ConfigError(_TRAIN, train, f"must equal {product}: not a multiple of {by}")
+    return quotient

@@ -1,0 +1,112 @@
+"""One JSON object checked against its table of known keys, with typed access to what is to be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action, KeySpec, KeyTable, Kind
+from offloadzero.config.parse import any_enabled, read_bool, read_float, read_mapping, read_str
+from offloadzero.errors import ConfigError
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+# The HF Trainer resolves "auto" before us; where nobody did, our default stands.
+AUTO = "auto"
+
+
+class Block:
+    """The values of one JSON object under the names of its table.
+
+    Building one raises ConfigError for an unknown key, a refused value, or two spellings of one key that
+    disagree; it appends one line per accepted key to `notices`. null and "auto" count as absent.
+    """
+
+    def __init__(self, path: str, value: object, *, table: KeyTable, notices: list[str]) -> None:
+        self._path = path
+        self._values: dict[str, Any] = {}
+        self._written: dict[str, str] = {}
+        for key, entry in read_mapping(path or "the configuration", value).items():
+            self._take(key, entry, table, notices)
+
+    def _take(self, key: str, value: Any, table: KeyTable, notices: list[str]) -> None:
+        spec = table.get(key)
+        if spec is None:
+            raise _unknown_key(self._dotted(key), key, value, table)
+        name = key
+        if spec.action is Action.ALIAS:
+            name = spec.note
+            spec = table[name]
+        if value is None or (isinstance(value, str) and value == AUTO):
+            return
+        if name in self._values and self._values[name] != value:
+            other = self._dotted(self._written[name])
+            raise ConfigError(self._dotted(key), value, f"contradicts {other} = {self._values[name]!r}")
+        if spec.action in (Action.ACCEPT, Action.REFUSE):
+            self._dismiss(key, value, spec, notices)
+        self._values[name] = value
+        self._written[name] = key
+
+    def _dismiss(self, key: str, value: Any, spec: KeySpec, notices: list[str]) -> None:
+        dotted = self._dotted(key)
+        _check_kind(dotted, value, spec.kind)
+        is_off = not any_enabled(value) if spec.kind is Kind.SWITCHED else value in spec.off
+        if is_off:
+            return
+        if spec.action is Action.REFUSE:
+            raise ConfigError(dotted, value, spec.note)
+        notices.append(f"{dotted}: accepted, changes nothing: {spec.note}")
+
+    def _dotted(self, key: str) -> str:
+        return f"{self._path}.{key}" if self._path else key
+
+    def dotted(self, name: str) -> str:
+        """The full path of a key as the user spelled it."""
+        return self._dotted(self._written.get(name, name))
+
+    @property
+    def path(self) -> str:
+        """The dotted path of this object; empty at the top level."""
+        return self._path
+
+    def written(self) -> dict[str, Any]:
+        """The values as the user spelled their keys."""
+        return {key: self._values[name] for name, key in self._written.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def raw(self, name: str) -> Any:
+        """The value as written; None when absent."""
+        return self._values.get(name)
+
+    def read(self, name: str, reader: Callable[..., T], default: D, **bounds: Any) -> T | D:
+        """`reader(dotted key, value, **bounds)`, or `default` when the key is absent."""
+        if name not in self._values:
+            return default
+        return reader(self.dotted(name), self._values[name], **bounds)
+
+    def sub_block(self, name: str, *, table: KeyTable, notices: list[str]) -> Block:
+        """The nested object `name`; an empty one when it is absent."""
+        value: Mapping[str, Any] = self._values.get(name, {})
+        return Block(self.dotted(name), value, table=table, notices=notices)
+
+
+def _unknown_key(dotted: str, key: str, value: object, table: KeyTable) -> ConfigError:
+    tables = (*DEEPSPEED_KEYS.items(), *OWN_KEYS.items())
+    homes = [path or "the top level" for path, known in tables if key in known]
+    if homes:
+        return ConfigError(dotted, value, f"unknown key here; it belongs in {' or '.join(homes)}")
+    return ConfigError(dotted, value, "unknown key", known_keys=table)
+
+
+def _check_kind(key: str, value: object, kind: Kind) -> None:
+    if kind is Kind.BOOL:
+        read_bool(key, value)
+    elif kind is Kind.NUMBER:
+        read_float(key, value)
+    elif kind is Kind.TEXT:
+        read_str(key, value)
+    elif kind is Kind.SWITCHED:
+        read_mapping(key, value)

@@ -1,0 +1,257 @@
+"""A DeepSpeed JSON (the facts of version 0.19.8) read into the schema."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from offloadzero.config.batch import read_batch
+from offloadzero.config.block import Block
+from offloadzero.config.keys import DEEPSPEED_KEYS
+from offloadzero.config.nvme_paths import NvmePath, read_nvme_paths
+from offloadzero.config.optimizer import read_optimizer, read_scheduler
+from offloadzero.config.parse import read_bool, read_enum, read_float, read_int, read_num_bytes
+from offloadzero.config.schema import (
+    AioConfig,
+    LossScaleConfig,
+    OffloadConfig,
+    PlacementConfig,
+    PlacementRule,
+    PrecisionConfig,
+    SegmentKind,
+    TierName,
+    UnitConfig,
+    UpdateConfig,
+)
+from offloadzero.errors import ConfigError
+
+DEFAULT_GRADIENT_CLIPPING = 1.0
+MIN_SUB_GROUP_ELEMENTS = 65_536
+# O_DIRECT wants lengths and offsets in multiples of the logical block, at most a page; chunks of 4096
+# elements keep every segment of a chunk on that grid.
+ALIGNMENT = 4096
+
+_DTYPES = {
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
+}
+_OFFLOAD_TIERS = {"cpu": TierName.HOST, "nvme": TierName.NVME}
+OPTIMIZER_SEGMENTS = (SegmentKind.MASTER, SegmentKind.EXP_AVG, SegmentKind.EXP_AVG_SQ)
+
+
+@dataclass
+class Reading:
+    """What one load gathers beside the configuration itself."""
+
+    notices: list[str] = field(default_factory=list)
+    nvme_paths: list[NvmePath] = field(default_factory=list)
+    # Keys that would have had to name a directory; one of them is blamed when nobody names any.
+    nvme_path_wanted: list[str] = field(default_factory=list)
+
+    def block(self, path: str, value: object) -> Block:
+        return Block(path, value, table=DEEPSPEED_KEYS[path], notices=self.notices)
+
+    def sub_block(self, parent: Block, name: str, path: str) -> Block:
+        return parent.sub_block(name, table=DEEPSPEED_KEYS[path], notices=self.notices)
+
+
+def read_deepspeed(top: Block, *, world_size: int, reading: Reading) -> OffloadConfig:
+    """All keys but our own block; nvme paths and notices go to `reading`. Raises ConfigError."""
+    precision = _read_precision(top, reading)
+    for name in ("activation_checkpointing", "checkpoint"):
+        reading.sub_block(top, name, name)
+    zero = _read_zero(top, reading)
+    return OffloadConfig(
+        batch=read_batch(top, world_size=world_size),
+        precision=precision,
+        gradient_clipping=_read_clipping(top, reading),
+        optimizer=read_optimizer(top, reading.notices),
+        scheduler=read_scheduler(top, reading.notices),
+        zero_stage=zero.stage,
+        placement=_read_placement(zero, reading),
+        pin_memory=_read_pin_memory(zero),
+        units=_read_units(zero.block),
+        update=_read_update(zero.block, reading),
+        aio=_read_aio(top, reading),
+        max_live_parameters=zero.block.read("max_live_parameters", read_int, None, minimum=0),
+        gather_16bit_weights_on_save=zero.block.read("gather_16bit_weights_on_model_save", read_bool, False),
+        steps_per_print=_read_steps_per_print(top),
+    )
+
+
+def _read_clipping(top: Block, reading: Reading) -> float:
+    if "gradient_clipping" not in top:
+        reading.notices.append(
+            f"gradient_clipping: absent, so {DEFAULT_GRADIENT_CLIPPING} as in DeepSpeed; 0 turns clipping off"
+        )
+    return top.read("gradient_clipping", read_float, DEFAULT_GRADIENT_CLIPPING, minimum=0)
+
+
+def _read_steps_per_print(top: Block) -> int | None:
+    # accelerate writes infinity for "never".
+    if top.raw("steps_per_print") == math.inf:
+        return None
+    return top.read("steps_per_print", read_int, None, minimum=1)
+
+
+def _read_precision(top: Block, reading: Reading) -> PrecisionConfig:
+    fp16 = reading.sub_block(top, "fp16", "fp16")
+    bf16 = reading.sub_block(top, "bf16", "bf16")
+    loss_scale = _read_loss_scale(fp16)  # checked whether or not fp16 is on
+    use_fp16 = fp16.read("enabled", read_bool, False)
+    use_bf16 = bf16.read("enabled", read_bool, False)
+    if use_fp16 and use_bf16:
+        raise ConfigError(
+            bf16.dotted("enabled"), True, f"{fp16.dotted('enabled')} is true as well: choose one"
+        )
+    types = reading.sub_block(top, "data_types", "data_types")
+    accum = types.read("grad_accum_dtype", read_enum, None, allowed=_DTYPES)
+    return PrecisionConfig(
+        param_dtype="fp16" if use_fp16 else "bf16" if use_bf16 else None,
+        loss_scale=loss_scale if use_fp16 else None,
+        grad_accum_dtype=_DTYPES[accum] if accum is not None else None,
+    )
+
+
+def _read_loss_scale(fp16: Block) -> LossScaleConfig:
+    default = LossScaleConfig()
+    return LossScaleConfig(
+        static=fp16.read("loss_scale", read_float, default.static, minimum=0),
+        initial_scale_power=fp16.read(
+            "initial_scale_power", read_int, default.initial_scale_power, minimum=0, maximum=127
+        ),
+        window=fp16.read("loss_scale_window", read_int, default.window, minimum=1),
+        hysteresis=fp16.read("hysteresis", read_int, default.hysteresis, minimum=1),
+        min_scale=fp16.read("min_loss_scale", read_float, default.min_scale, minimum=0),
+    )
+
+
+@dataclass(frozen=True)
+class _Zero:
+    """The zero_optimization block and the two offload blocks inside it."""
+
+    block: Block
+    stage: int
+    param: Block
+    optimizer: Block
+
+
+def _read_zero(top: Block, reading: Reading) -> _Zero:
+    """The oldest form is a bare `"zero_optimization": true`, which is stage 1."""
+    if isinstance(top.raw("zero_optimization"), bool):
+        block = reading.block("zero_optimization", {"stage": top.raw("zero_optimization")})
+    else:
+        block = reading.sub_block(top, "zero_optimization", "zero_optimization")
+    return _Zero(
+        block=block,
+        stage=_read_stage(block),
+        param=_offload_block(block, "offload_param", "cpu_offload_param", reading),
+        optimizer=_offload_block(block, "offload_optimizer", "cpu_offload", reading),
+    )
+
+
+def _read_stage(block: Block) -> int:
+    value = block.raw("stage")
+    if isinstance(value, bool):
+        return int(value)
+    if value is not None and value not in (0, 1, 2, 3):
+        raise ConfigError(block.dotted("stage"), value, "allowed 0, 1, 2, 3")
+    return block.read("stage", read_int, 0)
+
+
+def _offload_block(zero: Block, name: str, old_name: str, reading: Reading) -> Block:
+    """The offload block, or the one its old boolean name stands for."""
+    path = f"zero_optimization.{name}"
+    if not zero.read(old_name, read_bool, False):
+        return reading.sub_block(zero, name, path)
+    if name in zero:
+        raise ConfigError(
+            zero.dotted(old_name), True, f"the old name of {path}, which is given too: keep one"
+        )
+    return reading.block(path, {"device": "cpu"})
+
+
+def _read_placement(zero: _Zero, reading: Reading) -> PlacementConfig:
+    """A segment that no rule names stays on the device."""
+    param_tier = _offload_tier(zero.param, stage=zero.stage, min_stage=3, reading=reading)
+    optimizer_tier = _offload_tier(zero.optimizer, stage=zero.stage, min_stage=1, reading=reading)
+    ratio = zero.optimizer.read(
+        "ratio", read_float, PlacementConfig().host_update_ratio, minimum=0, maximum=1
+    )
+    rules: list[PlacementRule] = []
+    if param_tier is not None:
+        rules.append(PlacementRule(tiers=MappingProxyType({SegmentKind.PARAM: param_tier})))
+    if optimizer_tier is None:
+        return PlacementConfig(rules=tuple(rules))
+    rules.append(PlacementRule(tiers=MappingProxyType(dict.fromkeys(OPTIMIZER_SEGMENTS, optimizer_tier))))
+    return PlacementConfig(rules=tuple(rules), host_update_ratio=ratio)
+
+
+def _offload_tier(block: Block, *, stage: int, min_stage: int, reading: Reading) -> TierName | None:
+    device = block.read("device", read_enum, "none", allowed=("none", *_OFFLOAD_TIERS))
+    if device == "none":
+        return None
+    if stage < min_stage:
+        stages = " or ".join(str(allowed) for allowed in range(min_stage, 4))
+        raise ConfigError(
+            block.dotted("device"), device, f"needs zero_optimization.stage {stages}, it is {stage}"
+        )
+    if device == "nvme":
+        paths = block.read("nvme_path", read_nvme_paths, ())
+        reading.nvme_paths.extend(paths)
+        if not paths:
+            reading.nvme_path_wanted.append(block.dotted("nvme_path"))
+    return _OFFLOAD_TIERS[device]
+
+
+def _read_pin_memory(zero: _Zero) -> bool:
+    """One arena serves both blocks: pinned unless every wish that is written down says no."""
+    wishes = [
+        zero.block.read("cpu_offload_use_pin_memory", read_bool, None),
+        zero.param.read("pin_memory", read_bool, None),
+        zero.optimizer.read("pin_memory", read_bool, None),
+    ]
+    written = [wish for wish in wishes if wish is not None]
+    return any(written) if written else True
+
+
+def _read_units(zero: Block) -> UnitConfig:
+    default = UnitConfig().min_leaf_elements
+    return UnitConfig(
+        min_leaf_elements=zero.read("param_persistence_threshold", read_int, default, minimum=0)
+    )
+
+
+def _read_update(zero: Block, reading: Reading) -> UpdateConfig:
+    """`sub_group_size` bounds a tile from above: its usual 1e9 must not become a buffer of 1e9 elements."""
+    default = UpdateConfig()
+    given: int | None = zero.read("sub_group_size", read_int, None, minimum=1)
+    if given is None:
+        return default
+    if given >= default.chunk_elements:
+        reading.notices.append(
+            f"{zero.dotted('sub_group_size')}: accepted, changes nothing: the update's pieces are smaller"
+            f" ({default.chunk_elements} elements, set by offloadzero.update.chunk_elements)"
+        )
+        return default
+    return UpdateConfig(chunk_elements=_round_up(max(given, MIN_SUB_GROUP_ELEMENTS)))
+
+
+def _read_aio(top: Block, reading: Reading) -> AioConfig:
+    aio = reading.sub_block(top, "aio", "aio")
+    default = AioConfig()
+    given = aio.read("block_size", read_num_bytes, default.block_size, minimum=1)
+    block_size = _round_up(given)
+    if block_size != given:
+        reading.notices.append(f"{aio.dotted('block_size')}: {given} is rounded up to {block_size}")
+    return AioConfig(
+        block_size=block_size,
+        queue_depth=aio.read("queue_depth", read_int, default.queue_depth, minimum=1, maximum=4096),
+        num_threads=aio.read("intra_op_parallelism", read_int, default.num_threads, minimum=1, maximum=256),
+    )
+
+
+def _round_up(number: int) -> int:
+    return -(-number // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,376 @@
+"""Every key the loader knows, what it does here, and why: the single source of docs/config.md's tables.
+
+A table maps the path of a JSON object ("" is the top level) to its keys. A key in no table is a ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+
+class Action(str, Enum):
+    """What the loader does with a key."""
+
+    USE = "use"  # honoured as DeepSpeed means it
+    MAP = "map"  # read as a setting of ours
+    ALIAS = "alias"  # another spelling of the key that the note names
+    ACCEPT = "accept"  # checked for its type, changes nothing, one line in OffloadConfig.notices
+    REFUSE = "refuse"  # a ConfigError with the reason, unless the value says "off"
+
+
+class Kind(str, Enum):
+    """The type an accepted or refused value must have."""
+
+    ANY = "any"
+    BOOL = "bool"
+    NUMBER = "number"
+    TEXT = "text"
+    SWITCHED = "switched"  # a JSON object that is off unless something in it says "enabled": true
+
+
+@dataclass(frozen=True)
+class KeySpec:
+    """One known key. A value in `off` asks for nothing: no line when accepted, no error when refused."""
+
+    action: Action
+    note: str
+    kind: Kind = Kind.ANY
+    off: tuple[object, ...] = ()
+
+
+KeyTable = Mapping[str, KeySpec]
+
+
+def _use(note: str) -> KeySpec:
+    return KeySpec(Action.USE, note)
+
+
+def _map(note: str) -> KeySpec:
+    return KeySpec(Action.MAP, note)
+
+
+def _alias(canonical: str) -> KeySpec:
+    return KeySpec(Action.ALIAS, canonical)
+
+
+def _accept(note: str, kind: Kind = Kind.ANY, *off: object) -> KeySpec:
+    return KeySpec(Action.ACCEPT, note, kind, off)
+
+
+def _refuse(note: str, kind: Kind = Kind.BOOL, *off: object) -> KeySpec:
+    return KeySpec(Action.REFUSE, note, kind, off or ((False,) if kind is Kind.BOOL else ()))
+
+
+_BOOL, _NUMBER, _TEXT, _SWITCHED = Kind.BOOL, Kind.NUMBER, Kind.TEXT, Kind.SWITCHED
+
+_TRACKER = "metrics are not sent to trackers from here; log what the engine reports"
+_LEASES = "leases are sized from the units and the budgets (offloadzero.budgets)"
+_COLLECTIVES = "collectives move one flat buffer per unit"
+_PIPELINE = "reads, the update and writes always overlap (offloadzero.update.num_chunks_in_flight)"
+_REPLACEMENT = "what stays on the device follows from the recorded order of use (offloadzero.budgets.device)"
+_QUANTIZED = "quantized communication is not built; it would change the numbers"
+_SCHEDULED_BITS = "not built; ignoring it would change what is trained"
+
+_TOP: dict[str, KeySpec] = {
+    "train_batch_size": _use(
+        "samples per optimizer step over all ranks = micro batch * accumulation * ranks"
+    ),
+    "train_micro_batch_size_per_gpu": _use("samples per forward on one rank"),
+    "gradient_accumulation_steps": _use("micro batches per optimizer step; 1 when it does not follow"),
+    "gradient_clipping": _use(
+        "largest global gradient norm; 1.0 when the key is absent, 0 turns clipping off"
+    ),
+    "optimizer": _use("the optimizer to build"),
+    "scheduler": _use("the learning-rate schedule to build"),
+    "fp16": _use("fp16 parameters with loss scaling"),
+    "bf16": _use("bf16 parameters"),
+    "bfloat16": _alias("bf16"),
+    "data_types": _use("the dtype gradients are accumulated in"),
+    "zero_optimization": _use("what is sharded and offloaded; `true` is stage 1"),
+    "aio": _use("the file engine"),
+    "activation_checkpointing": _use("refused where it asks for what is not built"),
+    "checkpoint": _use("accepted, nothing in it is needed here"),
+    "offloadzero": _use("our own block, below"),
+    "steps_per_print": _use("a progress line every so many optimizer steps; infinity is never"),
+    "wall_clock_breakdown": _accept("every step's waits are measured anyway", _BOOL, False),
+    "memory_breakdown": _accept("the tiers' bytes are reported anyway", _BOOL, False),
+    "dump_state": _accept("print the OffloadConfig instead", _BOOL, False),
+    "zero_allow_untested_optimizer": _accept(
+        "an optimizer passed in is used or refused by its type", _BOOL, False
+    ),
+    "zero_force_ds_cpu_optimizer": _accept("the update runs where the optimizer state lives", _BOOL),
+    "prescale_gradients": _accept("gradients are averaged in the reduction", _BOOL, False),
+    "gradient_predivide_factor": _accept("gradients are averaged in the reduction", _NUMBER, 1),
+    "gradient_allreduce_op": _refuse("gradients are averaged: allowed mean", _TEXT, "mean"),
+    "communication_data_type": _accept("gradients travel in their own dtype", _TEXT),
+    "seq_parallel_comm_data_type": _accept("there is no sequence parallelism", _TEXT),
+    "sequence_parallel_size": _refuse("sequence parallelism is not built: allowed 1", _NUMBER, 1),
+    "use_data_before_expert_parallelism": _accept("there is no expert parallelism", _BOOL, False),
+    "disable_allgather": _accept(_COLLECTIVES, _BOOL, False),
+    "allgather_size": _accept(_COLLECTIVES, _NUMBER),
+    "graph_harvesting": _accept("kernels are launched as the model launches them", _BOOL, False),
+    "sparse_gradients": _refuse("sparse gradients are not built"),
+    "sparse_attention": _refuse("the model's attention is used as it is", Kind.ANY),
+    "dataloader_drop_last": _refuse("not built: pass a DataLoader with drop_last=True"),
+    "tensorboard": _accept(_TRACKER, _SWITCHED),
+    "wandb": _accept(_TRACKER, _SWITCHED),
+    "csv_monitor": _accept(_TRACKER, _SWITCHED),
+    "comet": _accept(_TRACKER, _SWITCHED),
+    "monitor_config": _accept(_TRACKER, _SWITCHED),
+    "flops_profiler": _accept("no profile is printed; use torch.profiler", _SWITCHED),
+    "comms_logger": _accept("collectives are not logged one by one", _SWITCHED),
+    "autotuning": _accept("the placement is planned from the budgets, nothing is tuned by trial", _SWITCHED),
+    "compile": _accept("compile the model's blocks with torch.compile before wrapping", _SWITCHED),
+    "nebula": _accept("checkpoints are written by this package", _SWITCHED),
+    "datastates": _accept("checkpoints are written by this package", _SWITCHED),
+    "pipeline": _accept("there is no pipeline parallelism", Kind.ANY),
+    "elasticity": _refuse("it would choose the batch size, which is not built", _SWITCHED),
+    "amp": _refuse("apex AMP changes the numbers and is not built: use bf16 or fp16", _SWITCHED),
+    "torch_autocast": _refuse("not built here: open torch.autocast in the script", _SWITCHED),
+    "compression_training": _refuse(_SCHEDULED_BITS, _SWITCHED),
+    "data_efficiency": _refuse(_SCHEDULED_BITS, _SWITCHED),
+    "curriculum_learning": _refuse(_SCHEDULED_BITS, _SWITCHED),
+    "progressive_layer_drop": _refuse(_SCHEDULED_BITS, _SWITCHED),
+    "quantize_training": _refuse(_SCHEDULED_BITS, _SWITCHED),
+    "eigenvalue": _refuse(_SCHEDULED_BITS, _SWITCHED),
+    "hybrid_engine": _refuse("generation inside training is not built", _SWITCHED),
+    "expert_parallel": _refuse("expert parallelism is not built", _SWITCHED),
+}
+
+_OPTIMIZER: dict[str, KeySpec] = {
+    "type": _use("Adam or AdamW, in any case"),
+    "params": _use("the optimizer's arguments"),
+    "legacy_fusion": _accept("there is one fused update", _BOOL, False),
+}
+
+_OPTIMIZER_PARAMS: dict[str, KeySpec] = {
+    "lr": _use("learning rate, at least 0; 1e-3 when absent"),
+    "betas": _use("two numbers in [0, 1); 0.9, 0.999 when absent"),
+    "eps": _use("at least 0; 1e-8 when absent"),
+    "weight_decay": _use("at least 0; 0 when absent"),
+    "adam_w_mode": _use('true when absent: "Adam" then means AdamW (decoupled weight decay)'),
+    "bias_correction": _use("true when absent"),
+    "torch_adam": _accept(
+        "the update is this package's own Adam, on the host and on the device", _BOOL, False
+    ),
+    "amsgrad": _refuse("AMSGrad's third moment is not built"),
+    "max_grad_norm": _refuse("write gradient_clipping at the top level instead", Kind.ANY),
+}
+
+_SCHEDULER: dict[str, KeySpec] = {
+    "type": _use("WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest or a torch scheduler"),
+    "params": _use("the schedule's arguments, checked when it is built"),
+}
+
+_FP16: dict[str, KeySpec] = {
+    "enabled": _use("parameters and gradients in fp16"),
+    "loss_scale": _use("a fixed loss scale; 0 (when absent) is dynamic"),
+    "initial_scale_power": _use("the dynamic scale starts at 2 to this power; 16 when absent"),
+    "loss_scale_window": _use("good steps before the scale doubles; 1000 when absent"),
+    "hysteresis": _use("overflows before the scale halves; 2 when absent"),
+    "min_loss_scale": _use("the dynamic scale's floor; 1 when absent"),
+    "consecutive_hysteresis": _refuse("not built"),
+    "auto_cast": _accept("inputs are not cast: hand over floating-point inputs in fp16", _BOOL, False),
+    "fused_mode": _accept("there is one fused update", _BOOL),
+    "fp16_master_weights_and_grads": _refuse("the master weight is always exact fp32"),
+}
+
+_BF16: dict[str, KeySpec] = {
+    "enabled": _use("parameters and gradients in bf16, the fp32 master weight exact"),
+    "immediate_grad_update": _accept("a gradient leaves the device as soon as it is complete", _BOOL),
+    "check_grad_overflow": _accept("gradients are always checked (offloadzero.update.on_nonfinite)", _BOOL),
+    "bf16_master_weights_and_grads": _refuse("the master weight is always exact fp32"),
+    "bf16_optimizer_states": _refuse("smaller optimizer states (state_layout compact) are not built yet"),
+}
+
+_ZERO: dict[str, KeySpec] = {
+    "stage": _use("0, 1, 2 or 3; `true` is 1"),
+    "offload_param": _use("home of the parameters; needs stage 3"),
+    "offload_optimizer": _use("home of master weights and moments; needs stage 1, 2 or 3"),
+    "cpu_offload": _map('old name of offload_optimizer {"device": "cpu"}'),
+    "cpu_offload_param": _map('old name of offload_param {"device": "cpu"}'),
+    "cpu_offload_params": _alias("cpu_offload_param"),
+    "cpu_offload_use_pin_memory": _map("old name of pin_memory"),
+    "max_live_parameters": _map("a bound on the parameters on the device at once, beside the device budget"),
+    "stage3_max_live_parameters": _alias("max_live_parameters"),
+    "param_persistence_threshold": _map("units.min_leaf_elements: smaller leaves join the resident unit"),
+    "stage3_param_persistence_threshold": _alias("param_persistence_threshold"),
+    "sub_group_size": _map("an upper bound on update.chunk_elements, at least 65536"),
+    "gather_16bit_weights_on_model_save": _use("saving the model gathers its 16-bit weights"),
+    "stage3_gather_16bit_weights_on_model_save": _alias("gather_16bit_weights_on_model_save"),
+    "gather_fp16_weights_on_model_save": _alias("gather_16bit_weights_on_model_save"),
+    "stage3_gather_fp16_weights_on_model_save": _alias("gather_16bit_weights_on_model_save"),
+    "prefetch_bucket_size": _accept(
+        "whole units are fetched ahead as far as the leases allow (offloadzero.budgets)",
+        _NUMBER,
+    ),
+    "stage3_prefetch_bucket_size": _alias("prefetch_bucket_size"),
+    "max_reuse_distance": _accept(_REPLACEMENT, _NUMBER),
+    "stage3_max_reuse_distance": _alias("max_reuse_distance"),
+    "model_persistence_threshold": _accept(_REPLACEMENT, _NUMBER),
+    "stage3_model_persistence_threshold": _alias("model_persistence_threshold"),
+    "module_granularity_threshold": _accept("units are cut by offloadzero.units", _NUMBER, 0),
+    "stage3_module_granularity_threshold": _alias("module_granularity_threshold"),
+    "leaf_module": _accept("units are cut by offloadzero.units"),
+    "use_all_reduce_for_fetch_params": _accept(_COLLECTIVES, _BOOL, False),
+    "stage3_use_all_reduce_for_fetch_params": _alias("use_all_reduce_for_fetch_params"),
+    "allgather_sequential": _accept(_COLLECTIVES, _BOOL, False),
+    "stage3_allgather_sequential": _alias("allgather_sequential"),
+    "partition_stream_chunk_size": _accept("parameters are moved unit by unit", _NUMBER, 0),
+    "stage3_partition_stream_chunk_size": _alias("partition_stream_chunk_size"),
+    "overlap_comm": _accept("transfers always overlap the computation", _BOOL),
+    "contiguous_gradients": _accept("a unit's gradients are one flat buffer", _BOOL),
+    "reduce_scatter": _accept("gradients are always reduce-scattered", _BOOL),
+    "reduce_bucket_size": _accept(_COLLECTIVES, _NUMBER),
+    "use_multi_rank_bucket_allreduce": _accept(_COLLECTIVES, _BOOL),
+    "allgather_partitions": _accept(_COLLECTIVES, _BOOL),
+    "allgather_bucket_size": _accept(_COLLECTIVES, _NUMBER),
+    "round_robin_gradients": _accept("a gradient leaves the device as soon as it is complete", _BOOL, False),
+    "ignore_unused_parameters": _accept("a parameter without a gradient counts as a zero gradient", _BOOL),
+    "load_from_fp32_weights": _accept("master weights are always restored exactly", _BOOL),
+    "elastic_checkpoint": _accept("checkpoints load on any number of ranks", _BOOL, False),
+    "legacy_stage1": _accept("there is one stage 1", _BOOL, False),
+    "memory_efficient_linear": _accept("the model's linear layers are used as they are", _BOOL),
+    "override_module_apply": _accept("Module.apply is left alone", _BOOL),
+    "pipeline_loading_checkpoint": _accept("checkpoints are read unit by unit", _BOOL, False),
+    "log_trace_cache_warnings": _accept("a change in the order of use is always reported", _BOOL, False),
+    "enable_sanity_checks": _accept("the checks are always on", _BOOL, False),
+    "save_muon_momentum_buffer_in_memory": _accept("Muon is not built", _BOOL, False),
+    "zero_hpz_partition_size": _refuse("secondary shards are not built: allowed 1", _NUMBER, 0, 1),
+    "zero_quantized_weights": _refuse(_QUANTIZED),
+    "zero_quantized_nontrainable_weights": _refuse(_QUANTIZED),
+    "zero_quantized_gradients": _refuse(_QUANTIZED),
+    "zeropp_loco_param": _refuse(_QUANTIZED, Kind.ANY),
+    "mics_shard_size": _refuse("MiCS shard groups are not built: allowed -1", _NUMBER, -1),
+    "mics_hierarchical_params_gather": _refuse("MiCS shard groups are not built"),
+    "zenflow": _refuse("updates with stale gradients are not built; they change the numbers", Kind.ANY),
+}
+
+_OFFLOAD_PARAM: dict[str, KeySpec] = {
+    "device": _use("none, cpu (our host tier) or nvme; none when absent"),
+    "nvme_path": _use("a directory or a list of them (striped), needed by nvme, read only then"),
+    "pin_memory": _use("true when absent; one pinned arena serves both blocks"),
+    "buffer_count": _accept(_LEASES, _NUMBER),
+    "buffer_size": _accept(_LEASES, _NUMBER),
+    "max_in_cpu": _accept("the host tier's share is offloadzero.budgets.host", _NUMBER),
+}
+
+_OFFLOAD_OPTIMIZER: dict[str, KeySpec] = {
+    "device": _OFFLOAD_PARAM["device"],
+    "nvme_path": _OFFLOAD_PARAM["nvme_path"],
+    "pin_memory": _OFFLOAD_PARAM["pin_memory"],
+    "ratio": _use("share of the optimizer state kept off the device, 0 to 1; 1 when absent"),
+    "buffer_count": _accept(_LEASES, _NUMBER),
+    "buffer_size": _accept(_LEASES, _NUMBER),
+    "pipeline": _accept(_PIPELINE, _BOOL),
+    "pipeline_read": _accept(_PIPELINE, _BOOL),
+    "pipeline_write": _accept(_PIPELINE, _BOOL),
+    "fast_init": _accept("the state is written once, at its home", _BOOL),
+    "super_offload": _accept("the update overlaps backward or the next forward, and is exact", _BOOL, False),
+    "cpuadam_cores_perc": _accept("the update's threads are offloadzero.update.num_threads", _NUMBER),
+    "convert_grad_on_cpu": _accept("gradients are converted inside the fused update", _BOOL),
+}
+
+_AIO: dict[str, KeySpec] = {
+    "block_size": _use("bytes per request, rounded up to a multiple of 4096; 1 MiB when absent"),
+    "queue_depth": _use("requests in flight per thread, 1 to 4096; 32 when absent"),
+    "intra_op_parallelism": _use("threads of the file engine, 1 to 256; 1 when absent"),
+    "thread_count": _alias("intra_op_parallelism"),
+    "num_threads": _refuse(
+        "DeepSpeed's tuning tool prints this key and its parser ignores it: "
+        "write intra_op_parallelism (or thread_count)",
+        Kind.ANY,
+    ),
+    "single_submit": _accept("requests are submitted in batches", _BOOL, False),
+    "overlap_events": _accept("submission and completion always overlap", _BOOL),
+    "use_gds": _refuse("GPUDirect Storage is not built: reads land in pinned host memory"),
+}
+
+_ACTIVATION_CHECKPOINTING: dict[str, KeySpec] = {
+    "partition_activations": _refuse("not built yet"),
+    "cpu_checkpointing": _refuse("not built yet: activations stay on the device"),
+    "contiguous_memory_optimization": _accept("activations belong to torch's allocator", _BOOL, False),
+    "number_checkpoints": _accept("the model places its own checkpoints", _NUMBER),
+    "synchronize_checkpoint_boundary": _accept("the launching thread never waits there", _BOOL, False),
+    "profile": _accept("use torch.profiler", _BOOL, False),
+}
+
+_CHECKPOINT: dict[str, KeySpec] = {
+    "tag_validation": _accept("the ranks agree on the tag before they write", _TEXT),
+    "load_universal": _accept("a checkpoint's format is recognised when it is loaded", _BOOL, False),
+    "use_node_local_storage": _accept("each rank writes where save_dir points on its node", _BOOL, False),
+    "parallel_write": _accept("every rank writes its own shard"),
+    "writer": _accept("every rank writes its own shard"),
+}
+
+DEEPSPEED_KEYS: Mapping[str, KeyTable] = MappingProxyType(
+    {
+        "": _TOP,
+        "optimizer": _OPTIMIZER,
+        "optimizer.params": _OPTIMIZER_PARAMS,
+        "scheduler": _SCHEDULER,
+        "fp16": _FP16,
+        "bf16": _BF16,
+        "data_types": {"grad_accum_dtype": _use("fp32, bf16 or fp16; the parameter's dtype when absent")},
+        "zero_optimization": _ZERO,
+        "zero_optimization.offload_param": _OFFLOAD_PARAM,
+        "zero_optimization.offload_optimizer": _OFFLOAD_OPTIMIZER,
+        "aio": _AIO,
+        "activation_checkpointing": _ACTIVATION_CHECKPOINTING,
+        "checkpoint": _CHECKPOINT,
+    }
+)
+
+_SEGMENTS: dict[str, KeySpec] = {
+    "param": _use("home of the parameters: device, host or nvme"),
+    "master": _use("home of the master weights' remainder"),
+    "exp_avg": _use("home of the first moment"),
+    "exp_avg_sq": _use("home of the second moment"),
+    "grad": _use("home of the gradients between backward and update; the planner decides when absent"),
+}
+
+OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
+    {
+        "offloadzero": {
+            "budgets": _use("bytes each tier may use; from what the machine has when absent"),
+            "placement": _use(
+                "a tier for everything, tiers by segment, or a list of rules; wins over offload_*"
+            ),
+            "nvme_path": _use("a directory or a list of them (striped), after those of the offload blocks"),
+            "state_layout": _use("fp32 (exact); compact is not built yet"),
+            "units": _use("how the model is cut"),
+            "update": _use("how the optimizer's update runs"),
+            "aio": _use("which file engine"),
+            "device": _use('cpu, cuda or cuda:N; "cuda" if there is one when absent'),
+            "poison_released_leases": _use("fill released leases with NaN (a debugging aid)"),
+        },
+        "offloadzero.budgets": {
+            "device": _use('bytes, such as 17179869184 or "16GiB"'),
+            "host": _use("bytes"),
+            "nvme": _use("bytes"),
+        },
+        "offloadzero.placement": _SEGMENTS,
+        "offloadzero.placement[]": {
+            "units": _use("a glob of unit names; * when absent; later rules win"),
+            **_SEGMENTS,
+        },
+        "offloadzero.units": {
+            "patterns": _use("globs of module names that are units; the default cut when absent"),
+            "min_leaf_elements": _use("leaves of at least so many elements are units of their own; 100000"),
+            "prefetch_units": _use("unit leases beside the homes when no device budget is given; 2"),
+        },
+        "offloadzero.update": {
+            "in_backward": _use('true, false or "auto": update a unit as soon as that is exact'),
+            "on_nonfinite": _use("error or skip, when a gradient holds NaN or Inf; fp16 always skips"),
+            "chunk_elements": _use("elements per pipelined piece, a multiple of 4096; 4194304"),
+            "num_chunks_in_flight": _use("pieces being read, updated and written at once; 3"),
+            "num_threads": _use("threads of the update; the cores this process may use when absent"),
+        },
+        "offloadzero.aio": {
+            "backend": _use("auto, io_uring, native_aio or aiofiles; one asked for by name never falls back"),
+        },
+    }
+)

@@ -1,0 +1,152 @@
+"""The `offloadzero` block: settings of our own, applied over what the DeepSpeed keys say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from offloadzero.config.block import Block
+from offloadzero.config.deepspeed import ALIGNMENT, OPTIMIZER_SEGMENTS, Reading
+from offloadzero.config.keys import OWN_KEYS
+from offloadzero.config.nvme_paths import read_nvme_paths
+from offloadzero.config.parse import (
+    read_bool,
+    read_enum,
+    read_int,
+    read_num_bytes,
+    read_str,
+    read_str_list,
+)
+from offloadzero.config.schema import (
+    AioConfig,
+    BudgetConfig,
+    OffloadConfig,
+    PlacementConfig,
+    PlacementRule,
+    SegmentKind,
+    TierName,
+    UnitConfig,
+    UpdateConfig,
+)
+from offloadzero.errors import ConfigError
+
+BACKENDS = ("auto", "io_uring", "native_aio", "aiofiles")
+RECORD_SEGMENTS = (SegmentKind.PARAM, *OPTIMIZER_SEGMENTS)
+
+_ROOT = "offloadzero"
+_TIERS = tuple(tier.value for tier in TierName)
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?", re.ASCII)
+
+
+def read_own_block(top: Block, base: OffloadConfig, *, reading: Reading) -> OffloadConfig:
+    """`base` with the own block's settings over it; nvme paths go to `reading`. Raises ConfigError."""
+    own = top.sub_block(_ROOT, table=OWN_KEYS[_ROOT], notices=reading.notices)
+    reading.nvme_paths.extend(own.read("nvme_path", read_nvme_paths, ()))
+    return replace(
+        base,
+        placement=_read_placement(own, base.placement, reading),
+        budgets=_read_budgets(_part(own, "budgets", reading)),
+        state_layout=own.read("state_layout", _read_state_layout, base.state_layout),
+        units=_read_units(_part(own, "units", reading), base.units),
+        update=_read_update(_part(own, "update", reading), base.update),
+        aio=_read_aio(_part(own, "aio", reading), base.aio),
+        device=own.read("device", _read_device, base.device),
+        poison_released_leases=own.read("poison_released_leases", read_bool, base.poison_released_leases),
+    )
+
+
+def _part(own: Block, name: str, reading: Reading) -> Block:
+    return own.sub_block(name, table=OWN_KEYS[f"{_ROOT}.{name}"], notices=reading.notices)
+
+
+def _read_budgets(block: Block) -> BudgetConfig:
+    return BudgetConfig(
+        device=block.read("device", read_num_bytes, None),
+        host=block.read("host", read_num_bytes, None),
+        nvme=block.read("nvme", read_num_bytes, None),
+    )
+
+
+def _read_placement(own: Block, base: PlacementConfig, reading: Reading) -> PlacementConfig:
+    """Our rules come after those of the offload blocks, so they win."""
+    if "placement" not in own:
+        return base
+    rules = _read_rules(own.dotted("placement"), own.raw("placement"), reading)
+    return replace(base, rules=(*base.rules, *rules))
+
+
+def _read_rules(key: str, value: object, reading: Reading) -> tuple[PlacementRule, ...]:
+    """A tier for every record segment, an object of tiers by segment, or a list of rules with globs."""
+    if isinstance(value, str):
+        tier = TierName(read_enum(key, value, _TIERS))
+        return (PlacementRule(tiers=MappingProxyType(dict.fromkeys(RECORD_SEGMENTS, tier))),)
+    if isinstance(value, (list, tuple)):
+        table = OWN_KEYS[f"{_ROOT}.placement[]"]
+        blocks = [
+            Block(f"{key}[{index}]", rule, table=table, notices=reading.notices)
+            for index, rule in enumerate(value)
+        ]
+        return tuple(_read_rule(block) for block in blocks)
+    if isinstance(value, Mapping):
+        return (_read_rule(Block(key, value, table=OWN_KEYS[f"{_ROOT}.placement"], notices=reading.notices)),)
+    raise ConfigError(
+        key, value, f"one of {', '.join(_TIERS)}, an object of tiers by segment, or a list of rules"
+    )
+
+
+def _read_rule(block: Block) -> PlacementRule:
+    tiers = {
+        kind: TierName(read_enum(block.dotted(kind.value), block.raw(kind.value), _TIERS))
+        for kind in SegmentKind
+        if kind.value in block
+    }
+    if not tiers:
+        segments = ", ".join(kind.value for kind in SegmentKind)
+        raise ConfigError(block.path, block.written(), f"a rule needs at least one of {segments}")
+    return PlacementRule(units=block.read("units", read_str, "*"), tiers=MappingProxyType(tiers))
+
+
+def _read_state_layout(key: str, value: object) -> str:
+    if value == "compact":
+        raise ConfigError(key, value, "not built yet: available is fp32")
+    return read_enum(key, value, ("fp32",))
+
+
+def _read_units(block: Block, base: UnitConfig) -> UnitConfig:
+    return UnitConfig(
+        patterns=block.read("patterns", read_str_list, base.patterns),
+        min_leaf_elements=block.read("min_leaf_elements", read_int, base.min_leaf_elements, minimum=0),
+        prefetch_units=block.read("prefetch_units", read_int, base.prefetch_units, minimum=1),
+    )
+
+
+def _read_update(block: Block, base: UpdateConfig) -> UpdateConfig:
+    return UpdateConfig(
+        in_backward=block.read("in_backward", read_bool, base.in_backward),
+        on_nonfinite=block.read("on_nonfinite", read_enum, base.on_nonfinite, allowed=("error", "skip")),
+        chunk_elements=block.read("chunk_elements", _read_chunk_elements, base.chunk_elements),
+        num_chunks_in_flight=block.read(
+            "num_chunks_in_flight", read_int, base.num_chunks_in_flight, minimum=1
+        ),
+        num_threads=block.read("num_threads", read_int, base.num_threads, minimum=1),
+    )
+
+
+def _read_chunk_elements(key: str, value: object) -> int:
+    number = read_int(key, value, minimum=ALIGNMENT)
+    if number % ALIGNMENT:
+        raise ConfigError(key, value, f"a multiple of {ALIGNMENT}")
+    return number
+
+
+def _read_aio(block: Block, base: AioConfig) -> AioConfig:
+    return replace(base, backend=block.read("backend", read_enum, base.backend, allowed=BACKENDS))
+
+
+def _read_device(key: str, value: object) -> str:
+    text = read_str(key, value)
+    if _DEVICE.fullmatch(text) is None:
+        raise ConfigError(key, value, "allowed cpu, cuda, cuda:N")
+    return text

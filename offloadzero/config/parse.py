@@ -1,0 +1,153 @@
+"""Typed readers of JSON values: each names the full dotted key in its ConfigError.
+
+JSON writers print large counts as floats (`5e8`, `0.9 * h * h`), so an integral float is an integer here;
+true and false are never numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any, TypeGuard
+
+from offloadzero.errors import ConfigError
+
+BYTE_UNITS: Mapping[str, int] = MappingProxyType(
+    {
+        "B": 1,
+        "KB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "TB": 10**12,
+        "KiB": 2**10,
+        "MiB": 2**20,
+        "GiB": 2**30,
+        "TiB": 2**40,
+    }
+)
+
+_BYTE_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)", re.ASCII)
+_BYTE_SIZE_ALLOWED = 'a whole number of bytes, or text such as "16GiB" (2**30 each) or "512MB" (10**6 each)'
+
+
+def _range_text(what: str, minimum: float | None, maximum: float | None) -> str:
+    bounds = [
+        f"{word} {bound}"
+        for word, bound in (("at least", minimum), ("at most", maximum))
+        if bound is not None
+    ]
+    return " ".join([what, " and ".join(bounds)]).strip()
+
+
+def _is_whole(value: object) -> TypeGuard[int | float]:
+    if isinstance(value, float):
+        return value.is_integer()  # false for infinity and NaN as well
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_bool(key: str, value: object) -> bool:
+    """Raises ConfigError for anything but true and false."""
+    if not isinstance(value, bool):
+        raise ConfigError(key, value, "allowed true, false")
+    return value
+
+
+def read_int(key: str, value: object, *, minimum: int | None = None, maximum: int | None = None) -> int:
+    """An integer or an integral float within the bounds (both inclusive)."""
+    allowed = _range_text("a whole number", minimum, maximum)
+    if not _is_whole(value):
+        raise ConfigError(key, value, allowed)
+    number = int(value)
+    if (minimum is not None and number < minimum) or (maximum is not None and number > maximum):
+        raise ConfigError(key, value, allowed)
+    return number
+
+
+def read_float(
+    key: str, value: object, *, minimum: float | None = None, maximum: float | None = None
+) -> float:
+    """A finite number within the bounds (both inclusive)."""
+    allowed = _range_text("a finite number", minimum, maximum)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(key, value, allowed)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond the range of a float
+        raise ConfigError(key, value, allowed) from None
+    if not math.isfinite(number):
+        raise ConfigError(key, value, allowed)
+    if (minimum is not None and number < minimum) or (maximum is not None and number > maximum):
+        raise ConfigError(key, value, allowed)
+    return number
+
+
+def read_str(key: str, value: object) -> str:
+    """Text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ConfigError(key, value, "text that is not empty")
+    return value
+
+
+def read_enum(key: str, value: object, allowed: Iterable[str]) -> str:
+    """One of the words `allowed`, compared exactly."""
+    words = list(allowed)
+    if not isinstance(value, str) or value not in words:
+        raise ConfigError(key, value, "allowed " + ", ".join(words), known_values=words)
+    return value
+
+
+def read_num_bytes(key: str, value: object, *, minimum: int = 0) -> int:
+    """A byte size: a whole number, or a number with a unit of `BYTE_UNITS` ("16GiB", "1.5 GB").
+
+    A bare "16G" is refused: tools disagree whether it means 10**9 or 2**30. A fraction of a byte is refused.
+    """
+    if isinstance(value, str):
+        match = _BYTE_SIZE.fullmatch(value.strip())
+        unit = BYTE_UNITS.get((match[2] or "B") if match else "")
+        if match is None or unit is None:
+            raise ConfigError(key, value, _BYTE_SIZE_ALLOWED)
+        exact = Fraction(match[1]) * unit  # decimal arithmetic: "0.1GB" is 10**8, not a binary neighbour
+        if exact.denominator != 1:
+            raise ConfigError(key, value, _BYTE_SIZE_ALLOWED)
+        num_bytes = exact.numerator
+    elif _is_whole(value):
+        num_bytes = int(value)
+    else:
+        raise ConfigError(key, value, _BYTE_SIZE_ALLOWED)
+    if num_bytes < minimum:
+        raise ConfigError(key, value, f"at least {minimum} bytes")
+    return num_bytes
+
+
+def read_str_list(key: str, value: object) -> tuple[str, ...]:
+    """A list of texts, or one text alone."""
+    if isinstance(value, str):
+        return (read_str(key, value),)
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(key, value, "a text or a list of texts")
+    return tuple(read_str(f"{key}[{index}]", entry) for index, entry in enumerate(value))
+
+
+def read_mapping(key: str, value: object) -> Mapping[str, Any]:
+    """A JSON object; keys must be text."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(key, value, "a JSON object {...}")
+    for name in value:
+        if not isinstance(name, str):
+            raise ConfigError(key, name, "keys must be text")
+    return value
+
+
+def any_enabled(value: object) -> bool:
+    """Whether an `"enabled": true` (or anything truthy) stands anywhere in this JSON value."""
+    if isinstance(value, Mapping):
+        own = value.get("enabled")
+        return (own not in (None, "auto") and bool(own)) or any(
+            any_enabled(entry) for entry in value.values()
+        )
+    if isinstance(value, (list, tuple)):
+        return any(any_enabled(entry) for entry in value)
+    return False
