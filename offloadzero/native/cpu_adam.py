@@ -2,8 +2,8 @@
 
 All tensors are contiguous CPU tensors of the same number of elements, at any address that their element size
 allows; their shape does not matter. A tensor that does not fit raises ConfigError (a ValueError) naming the
-argument. Every call releases the GIL, may be made from several threads at once, and gives the same bits for every
-instruction set and every number of threads: see [Note: Adam arithmetic] in csrc/cpu_adam/cpu_adam.h.
+argument. Every call releases the GIL, may be made from several threads at once, and gives the same bits for
+every instruction set and number of threads: see [Note: Adam arithmetic] in csrc/cpu_adam/cpu_adam.h.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class AdamScalars(NamedTuple):
     decoupled: bool
 
 
-_TEN_FLOATS = struct.Struct("10f")
+_TEN_FLOATS = struct.Struct("<10f")  # the standard sizes: native "f" does not report overflow
 
 
 def adam_scalars(hyper: AdamHyper, *, step: int, grad_scale: float = 1.0) -> AdamScalars:

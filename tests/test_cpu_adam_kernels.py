@@ -1,0 +1,617 @@
+"""The optimizer kernels: the same bits everywhere, and the right ones.
+
+Oracles: numpy in fp64 for one Adam step, torch's own rounding for the dtype conversions, math.fsum for sums.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from offloadzero.errors import ConfigError
+from offloadzero.native import _cpu_adam, cpu_adam
+from offloadzero.native.cpu_adam import AdamHyper, Isa
+from torch import Tensor
+
+ISAS = [isa for isa in Isa if cpu_adam.isa_supported(isa)]
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+LAYOUTS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "bf16_split": (torch.bfloat16, torch.int16),
+    "fp32": (torch.float32, None),
+    "fp16_master": (torch.float16, torch.float32),
+    "bf16_master": (torch.bfloat16, torch.float32),
+}
+ADAMW = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
+L2 = replace(ADAMW, decoupled=False)
+SIZES = [1, 15, 16, 17, 511, 4097, 1_000_003]
+
+
+def to_bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+
+
+def place(values: Tensor, offset: int) -> Tensor:
+    """A copy that starts `offset` elements into its buffer: aligned to an element and no more."""
+    buffer = torch.empty(values.numel() + offset, dtype=values.dtype)
+    buffer[offset:] = values
+    return buffer[offset:]
+
+
+@dataclass
+class State:
+    param: Tensor
+    master: Tensor | None
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.param, self.master, self.exp_avg, self.exp_avg_sq) if t is not None]
+
+    def copy(self, *, offset: int = 0) -> State:
+        master = None if self.master is None else place(self.master, offset)
+        moments = (place(self.exp_avg, offset), place(self.exp_avg_sq, offset))
+        return State(place(self.param, offset), master, *moments)
+
+    def piece(self, begin: int, end: int) -> State:
+        master = None if self.master is None else self.master[begin:end]
+        return State(self.param[begin:end], master, self.exp_avg[begin:end], self.exp_avg_sq[begin:end])
+
+    def weights(self) -> np.ndarray:
+        """The fp32 master weights, put together with numpy integers."""
+        if self.master is None:
+            return self.param.numpy().copy()
+        if self.master.dtype == torch.float32:
+            return self.master.numpy().copy()
+        hi = self.param.view(torch.int16).numpy().astype(np.int64)
+        bits = (hi * 65536 + self.master.numpy().astype(np.int64)) % 2**32
+        return bits.astype(np.uint32).view(np.float32)
+
+    def step(self, grad: Tensor, **kwargs: object) -> None:
+        cpu_adam.adam_step(self.param, grad, self.exp_avg, self.exp_avg_sq, master=self.master, **kwargs)
+
+    def assert_same_bits(self, other: State) -> None:
+        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
+            assert torch.equal(to_bits(mine), to_bits(theirs))
+
+
+def with_specials(values: Tensor, specials: list[float], seed: int) -> Tensor:
+    if values.numel() < 15:
+        return values
+    places = torch.randperm(values.numel(), generator=torch.Generator().manual_seed(seed))
+    for value, at in zip(specials, places.tolist(), strict=False):
+        values[at] = value
+    return values
+
+
+def make_state(layout: str, n: int, *, seed: int = 0, scale: float = 0.05, specials: bool = True) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(n, generator=generator) * scale
+    exp_avg = torch.randn(n, generator=generator) * 1e-3
+    exp_avg_sq = torch.rand(n, generator=generator) * 1e-6
+    if specials:
+        with_specials(weights, [0.0, -0.0, 1e-40, -1e-45, 3e-39, 60000.0, -1e-20], seed)
+        with_specials(exp_avg, [0.0, -0.0, 1e-42, -3e-39, 1e10], seed + 1)
+        with_specials(exp_avg_sq, [0.0, 1e-45, 1e-40, 1e20], seed + 2)
+    param_dtype, master_dtype = LAYOUTS[layout]
+    if master_dtype == torch.int16:
+        bits = weights.numpy().view(np.uint32).astype(np.uint64)
+        hi = ((bits + 0x8000) >> 16).astype(np.uint16).view(np.int16)
+        lo = (bits & 0xFFFF).astype(np.uint16).view(np.int16)
+        param, master = torch.from_numpy(hi.copy()).view(torch.bfloat16), torch.from_numpy(lo.copy())
+        return State(param, master, exp_avg, exp_avg_sq)
+    master = None if master_dtype is None else weights.clone()
+    return State(weights.to(param_dtype), master, exp_avg, exp_avg_sq)
+
+
+def make_grad(n: int, dtype: torch.dtype, *, seed: int = 100, specials: bool = True) -> Tensor:
+    grad = torch.randn(n, generator=torch.Generator().manual_seed(seed)) * 1e-2
+    if specials:
+        with_specials(grad, [0.0, -0.0, 1e-7, 6e-8, 1e-40, -1e-45, 65504.0, -1e18, 1e-25, 3e38], seed)
+    return grad.clamp(-65504, 65504).to(dtype) if dtype == torch.float16 else grad.to(dtype)
+
+
+# --- the same bits whatever runs ---
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_step_same_bits_for_every_isa_thread_count_and_alignment(
+    layout: str, grad_dtype: torch.dtype, n: int
+) -> None:
+    start, grad = make_state(layout, n), make_grad(n, grad_dtype)
+    for hyper in (ADAMW, L2) if n < 10_000 else (ADAMW,):
+        kwargs = {"hyper": hyper, "step": 3, "grad_scale": 0.37}
+        expected = start.copy()
+        expected.step(grad, isa=Isa.SCALAR, num_threads=1, **kwargs)
+        assert not torch.equal(to_bits(expected.exp_avg), to_bits(start.exp_avg))
+        runs = [(isa, 1 + i % 3, offset) for i, isa in enumerate(ISAS) for offset in (0, 1, 7)]
+        runs += [(ISAS[-1], num_threads, 0) for num_threads in (1, 2, 3)]
+        for isa, num_threads, offset in runs:
+            actual = start.copy(offset=offset)
+            actual.step(place(grad, offset), isa=isa, num_threads=num_threads, **kwargs)
+            actual.assert_same_bits(expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_step_same_bits_however_a_range_is_cut(layout: str, isa: Isa) -> None:
+    n = 70_001
+    start, grad = make_state(layout, n), make_grad(n, torch.bfloat16)
+    whole, cut = start.copy(), start.copy()
+    whole.step(grad, hyper=ADAMW, step=2, isa=isa, num_threads=2)
+    edges = [0, 1, 18, 4096, 40_003, 40_004, n]
+    for begin, end in itertools.pairwise(edges):
+        cut.piece(begin, end).step(grad[begin:end], hyper=ADAMW, step=2, isa=isa)
+    cut.assert_same_bits(whole)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_step_ignores_the_callers_flush_to_zero_mode(isa: Isa) -> None:
+    n = 50_000
+    start = make_state("fp32", n)
+    start.param.mul_(1e-38)
+    start.exp_avg.mul_(1e-38)
+    start.exp_avg_sq.mul_(1e-35)
+    grad = torch.randn(n, generator=torch.Generator().manual_seed(3)) * 1e-38
+    hyper = replace(ADAMW, lr=1e-40, eps=1e-8)
+    expected, flushed = start.copy(), start.copy()
+    expected.step(grad, hyper=hyper, step=1, isa=isa)
+    tiny = expected.exp_avg.abs()
+    assert ((tiny > 0) & (tiny < 1.1754944e-38)).any()
+    assert torch.set_flush_denormal(True)
+    try:
+        flushed.step(grad, hyper=hyper, step=1, isa=isa)
+    finally:
+        torch.set_flush_denormal(False)
+    flushed.assert_same_bits(expected)
+
+
+def torch_step(state: State, grad: Tensor, scalars: cpu_adam.AdamScalars) -> list[Tensor]:
+    """[Note: Adam arithmetic] as separate torch operations: (weights, exp_avg, exp_avg_sq) in fp32."""
+    p = torch.from_numpy(state.weights()).to(grad.device)
+    m, v = state.exp_avg.to(grad.device), state.exp_avg_sq.to(grad.device)
+    g = grad.float() * scalars.grad_scale
+    if scalars.decoupled:
+        p = p * scalars.decay
+    elif scalars.weight_decay:
+        g = g + p * scalars.weight_decay
+    m = m * scalars.beta1 + g * scalars.one_minus_beta1
+    v = v * scalars.beta2 + (g * scalars.one_minus_beta2) * g
+    # On the CPU torch hands sqrt to MKL, which is not correctly rounded; rounding a double's root twice is.
+    root = v.sqrt() if v.is_cuda else v.double().sqrt().float()
+    denom = root * scalars.inv_sqrt_bias_correction2 + scalars.eps
+    p = p - (m * scalars.step_size) / denom
+    return [t.cpu() for t in (p, m, v)]
+
+
+@pytest.mark.parametrize(
+    "hyper", [ADAMW, L2, replace(L2, weight_decay=0.0), replace(ADAMW, bias_correction=False)]
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_separate_torch_operations_give_the_same_bits(device: str, layout: str, hyper: AdamHyper) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    n = 20_011
+    state, grad = make_state(layout, n), make_grad(n, torch.bfloat16)
+    scalars = cpu_adam.adam_scalars(hyper, step=5, grad_scale=1 / 3)
+    weights, exp_avg, exp_avg_sq = torch_step(state, grad.to(device), scalars)
+    state.step(grad, hyper=hyper, step=5, grad_scale=1 / 3)
+    assert torch.equal(to_bits(torch.from_numpy(state.weights())), to_bits(weights))
+    assert torch.equal(to_bits(state.exp_avg), to_bits(exp_avg))
+    assert torch.equal(to_bits(state.exp_avg_sq), to_bits(exp_avg_sq))
+    if state.master is not None and state.master.dtype == torch.float32:
+        assert torch.equal(to_bits(state.param), to_bits(weights.to(state.param.dtype)))
+
+
+# --- the right numbers ---
+
+
+def oracle_step(
+    weights: np.ndarray, m: np.ndarray, v: np.ndarray, g: np.ndarray, hyper: AdamHyper, step: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Algorithm 2 of Loshchilov & Hutter 2019 (and Adam with L2) in fp64; `g` is already scaled."""
+    p, m, v = (x.astype(np.float64) for x in (weights, m, v))
+    if not hyper.decoupled:
+        g = g + hyper.weight_decay * p
+    m = hyper.beta1 * m + (1 - hyper.beta1) * g
+    v = hyper.beta2 * v + (1 - hyper.beta2) * g * g
+    m_hat = m / (1 - hyper.beta1**step) if hyper.bias_correction else m
+    v_hat = v / (1 - hyper.beta2**step) if hyper.bias_correction else v
+    decay = hyper.lr * hyper.weight_decay * p if hyper.decoupled else 0.0
+    return p - decay - hyper.lr * m_hat / (np.sqrt(v_hat) + hyper.eps), m, v
+
+
+HYPERS = {
+    "adamw": ADAMW,
+    "l2": L2,
+    "no_decay": replace(ADAMW, weight_decay=0.0),
+    "no_bias_correction": replace(ADAMW, bias_correction=False),
+    "llm": AdamHyper(lr=3e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1),
+    "large_lr_and_eps": AdamHyper(lr=0.1, beta1=0.5, beta2=0.9, eps=1e-3, weight_decay=0.0, decoupled=False),
+    "betas_zero": AdamHyper(lr=1e-2, beta1=0.0, beta2=0.0, eps=1e-8, weight_decay=0.01),
+}
+
+
+@pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS)
+@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_step_against_fp64(layout: str, grad_dtype: torch.dtype, hyper: AdamHyper) -> None:
+    """Each of 6 steps is within 1e-6 * max(|before|, |after|, lr) of the fp64 step from the same state.
+
+    Elementwise, of the fp32 weight. lr is the scale of one update: it stands in where a weight is near zero.
+    """
+    n, grad_scale = 9_973, 0.125
+    state = make_state(layout, n, specials=False)
+    state.exp_avg.zero_()
+    state.exp_avg_sq.zero_()
+    for step in range(1, 7):
+        grad = make_grad(n, grad_dtype, seed=step, specials=False)
+        before = state.weights()
+        p, m, v = oracle_step(
+            before,
+            state.exp_avg.numpy(),
+            state.exp_avg_sq.numpy(),
+            grad.double().numpy() * grad_scale,
+            hyper,
+            step,
+        )
+        state.step(grad, hyper=hyper, step=step, grad_scale=grad_scale)
+        after = state.weights()
+        scale = np.maximum(np.maximum(np.abs(before), np.abs(p)), hyper.lr)
+        assert (np.abs(after - p) <= 1e-6 * scale).all()
+        g_scale = np.abs(grad.double().numpy() * grad_scale) + hyper.weight_decay * np.abs(before)
+        assert (np.abs(state.exp_avg.numpy() - m) <= 5e-7 * (np.abs(m) + g_scale)).all()
+        assert (np.abs(state.exp_avg_sq.numpy() - v) <= 1e-6 * (v + g_scale**2)).all()
+        nearest = torch.from_numpy(after).to(state.param.dtype)
+        if layout == "bf16_split":  # ties go away from zero: at most the remainder's half unit apart
+            error = (state.param.double().numpy() - after).astype(np.float64)
+            assert (np.abs(error) <= np.abs(nearest.double().numpy() - after)).all()
+        else:
+            assert torch.equal(state.param, nearest)
+
+
+def test_extreme_gradients_leave_finite_weights() -> None:
+    """1e30 squared overflows exp_avg_sq: the update is then 0, never NaN; a zero gradient moves nothing."""
+    grad = torch.tensor([1e30, -1e30, 0.0, -0.0, 1e-45, 1e-30])
+    state = State(torch.full((6,), 0.5), None, torch.zeros(6), torch.zeros(6))
+    state.step(grad, hyper=replace(ADAMW, weight_decay=0.0), step=1)
+    assert state.param.isfinite().all()
+    assert state.param[:4].tolist() == [0.5] * 4
+    assert state.exp_avg_sq[:2].isinf().all()
+
+
+def test_weight_beyond_bf16_keeps_its_master() -> None:
+    """A finite weight that rounds to a bf16 infinity is still exact in the pair."""
+    weights = torch.tensor([3.4028234e38, -3.4028234e38, 3.3961776e38])
+    param, remainder = torch.empty(3, dtype=torch.bfloat16), torch.empty(3, dtype=torch.int16)
+    cpu_adam.split_master(weights, param, remainder)
+    assert param[:2].isinf().all()
+    back = torch.empty(3)
+    cpu_adam.join_master(param, remainder, back)
+    assert torch.equal(back, weights)
+
+
+# --- split and join ---
+
+
+def patterns_of_every_exponent() -> np.ndarray:
+    random = np.random.default_rng(5).integers(0, 2**23, 200)
+    edges = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x10000, 0x17FFF, 0x18000, 0x7F7FFF, 0x7F8000, 0x7FFFFF]
+    mantissas = np.concatenate([np.array(edges), random])
+    tops = np.arange(512)
+    return (tops[:, None] * 2**23 + mantissas[None, :]).astype(np.uint32).ravel()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_split_and_join_against_numpy(isa: Isa) -> None:
+    bits = patterns_of_every_exponent()
+    master = torch.from_numpy(bits.view(np.float32).copy())
+    n = master.numel()
+    param, remainder = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int16)
+    cpu_adam.split_master(master, param, remainder, isa=isa)
+    hi = ((bits.astype(np.uint64) + 0x8000) >> 16).astype(np.uint16)
+    assert (param.view(torch.int16).numpy().view(np.uint16) == hi).all()
+    assert (remainder.numpy().view(np.uint16) == (bits & 0xFFFF)).all()
+    back = torch.empty(n)
+    cpu_adam.join_master(param, remainder, back, isa=isa, num_threads=3)
+    assert (back.numpy().view(np.uint32) == bits).all()
+    not_a_tie = torch.from_numpy((bits & 0xFFFF) != 0x8000)  # ties aside, it is round to nearest even
+    same = master.isfinite() & not_a_tie
+    assert torch.equal(param[same], master.to(torch.bfloat16)[same])
+
+
+def test_split_and_join_exhaustively() -> None:
+    """All 2^32 patterns on the widest instruction set; the tails and the others are covered above."""
+    code = cpu_adam._ISA_CODE[ISAS[-1]]
+    assert _cpu_adam.split_join_exhaustive(code, cpu_adam.get_default_num_threads()) == 0
+
+
+# --- conversions and accumulation ---
+
+
+def assert_equal_bits_or_both_nan(actual: Tensor, expected: Tensor) -> None:
+    same = (to_bits(actual) == to_bits(expected)) | (actual.isnan() & expected.isnan())
+    assert same.all(), (actual[~same][:5], expected[~same][:5])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16bit_pattern_widens_exactly(dtype: torch.dtype, isa: Isa) -> None:
+    grad = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    acc = torch.full((2**16,), -0.0)  # -0 + x is x, the sign of zero included
+    cpu_adam.accumulate(acc, grad, isa=isa)
+    assert_equal_bits_or_both_nan(acc, grad.float())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrowing_rounds_to_nearest_even(dtype: torch.dtype, isa: Isa) -> None:
+    """Every 16-bit value, every midpoint between neighbours and its fp32 neighbours, and random patterns."""
+    values = torch.arange(2**15 - 1, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    values = values[values.isfinite()]
+    midpoints = (values[:-1].double() + values[1:].double()).div(2).float()
+    bits = torch.cat([values, midpoints]).view(torch.int32)
+    random = torch.randint(-(2**31), 2**31 - 1, (200_000,), generator=torch.Generator().manual_seed(1))
+    positive = torch.cat([bits, bits + 1, (bits - 1).clamp_min(0)]).view(torch.float32)
+    grad = torch.cat([positive, -positive, random.to(torch.int32).view(torch.float32)])
+    acc = torch.full((grad.numel(),), -0.0, dtype=dtype)
+    cpu_adam.accumulate(acc, grad, isa=isa)
+    assert_equal_bits_or_both_nan(acc, grad.to(dtype))
+
+
+@pytest.mark.parametrize("n", [1, 17, 4097, 100_003])
+@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("acc_dtype", FLOATS, ids=str)
+def test_accumulate_against_torch(acc_dtype: torch.dtype, grad_dtype: torch.dtype, n: int) -> None:
+    start, grad = make_grad(n, acc_dtype, seed=7), make_grad(n, grad_dtype, seed=8)
+    if acc_dtype == grad_dtype:
+        expected = start.clone().add_(grad)
+    else:
+        expected = (start.float() + grad.float()).to(acc_dtype)
+    for isa in ISAS:
+        for num_threads, offset in ((1, 0), (2, 3), (3, 1)):
+            acc = place(start, offset)
+            cpu_adam.accumulate(acc, place(grad, offset), isa=isa, num_threads=num_threads)
+            assert_equal_bits_or_both_nan(acc, expected)
+
+
+# --- the norm ---
+
+
+@pytest.mark.parametrize("n", [0, *SIZES])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_sq_norm_against_exact_sum(dtype: torch.dtype, n: int) -> None:
+    grad = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+    exact = math.fsum((grad.double().numpy() ** 2).tolist())
+    expected = cpu_adam.sq_norm(grad, isa=Isa.SCALAR, num_threads=1)
+    assert expected == pytest.approx(exact, rel=1e-14)
+    for isa in ISAS:
+        for num_threads, offset in ((1, 0), (2, 1), (3, 5)):
+            assert cpu_adam.sq_norm(place(grad, offset), isa=isa, num_threads=num_threads) == expected
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_sq_norm_of_huge_finite_gradients_is_finite(dtype: torch.dtype, isa: Isa) -> None:
+    grad = torch.full((100_003,), 3e38, dtype=dtype)
+    result = cpu_adam.sq_norm(grad, isa=isa)
+    assert math.isfinite(result)
+    assert result == pytest.approx(100_003 * float(grad[0]) ** 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_sq_norm_of_subnormal_gradients(isa: Isa) -> None:
+    grad = torch.full((5,), 1e-45)
+    assert cpu_adam.sq_norm(grad, isa=isa) == pytest.approx(5 * float(grad[0]) ** 2, rel=1e-15)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_sq_norm_reports_one_bad_element_anywhere(bad: float, dtype: torch.dtype, isa: Isa) -> None:
+    n = 70_005
+    for at in (0, 13, 4095, 4096, 40_000, n - 1):
+        grad = torch.ones(n, dtype=dtype)
+        grad[at] = bad
+        result = cpu_adam.sq_norm(grad, isa=isa)
+        assert math.isnan(result) if math.isnan(bad) else result == math.inf
+
+
+# --- copy ---
+
+
+@pytest.mark.parametrize("n", [0, 1, 4097, 3_000_001])
+@pytest.mark.parametrize("num_threads", [1, 2, 3, None])
+def test_copy(n: int, num_threads: int | None) -> None:
+    src = torch.randint(-128, 127, (n,), dtype=torch.int8, generator=torch.Generator().manual_seed(n))
+    guarded = torch.full((n + 2,), 99, dtype=torch.int8)
+    cpu_adam.copy(guarded[1 : n + 1], src, num_threads=num_threads)
+    assert torch.equal(guarded[1 : n + 1], src)
+    assert guarded[0] == 99
+    assert guarded[-1] == 99
+
+
+def test_copy_between_dtypes_copies_bytes() -> None:
+    dst = torch.empty(2, dtype=torch.float32)
+    cpu_adam.copy(dst, torch.tensor([0, 0x3F80, 0, 0x4000], dtype=torch.int16))
+    assert dst.tolist() == [1.0, 2.0]
+
+
+def test_copy_refuses_overlap_and_other_sizes() -> None:
+    buffer = torch.zeros(100)
+    with pytest.raises(ConfigError, match=r"dst.*overlap"):
+        cpu_adam.copy(buffer[:60], buffer[40:])
+    with pytest.raises(ConfigError, match=r"dst.*400 bytes"):
+        cpu_adam.copy(buffer[:60], torch.zeros(100))
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("param", torch.zeros(8, dtype=torch.float64)),
+        ("param", torch.zeros(16, dtype=torch.bfloat16)[::2]),
+        ("grad", torch.zeros(8, dtype=torch.float64)),
+        ("grad", torch.zeros(9)),
+        ("grad", torch.zeros(16)[::2]),
+        ("grad", torch.zeros(8, device="meta")),
+        ("grad", torch.zeros(8).to_sparse()),
+        ("exp_avg", torch.zeros(8, dtype=torch.bfloat16)),
+        ("exp_avg", torch.zeros(7)),
+        ("exp_avg_sq", torch.zeros(1).expand(8)),
+        ("master", torch.zeros(4, dtype=torch.int16)),
+    ],
+)
+def test_step_names_the_bad_argument(name: str, bad: Tensor) -> None:
+    tensors: dict[str, Tensor] = {
+        "param": torch.zeros(8, dtype=torch.bfloat16),
+        "grad": torch.zeros(8),
+        "exp_avg": torch.zeros(8),
+        "exp_avg_sq": torch.zeros(8),
+        "master": torch.zeros(8, dtype=torch.int16),
+    }
+    tensors[name] = bad
+    with pytest.raises(ConfigError, match=f"^{name} "):
+        cpu_adam.adam_step(**tensors, hyper=ADAMW, step=1)
+
+
+def test_other_mistakes_are_named() -> None:
+    state = make_state("fp32", 8)
+    grad = torch.zeros(8)
+    with pytest.raises(ConfigError, match=r"^param .*no master"):
+        cpu_adam.adam_step(torch.zeros(8).bfloat16(), grad, grad, grad, hyper=ADAMW, step=1)
+    with pytest.raises(ConfigError, match=r"^step "):
+        state.step(grad, hyper=ADAMW, step=0)
+    with pytest.raises(ConfigError, match=r"^num_threads "):
+        state.step(grad, hyper=ADAMW, step=1, num_threads=0)
+    with pytest.raises(ConfigError, match=r"^hyper "):
+        state.step(grad, hyper=ADAMW, step=1, grad_scale=1e300)
+    with pytest.raises(ConfigError, match=r"^beta2 "):
+        replace(ADAMW, beta2=1.0)
+    with pytest.raises(ConfigError, match=r"^lr "):
+        replace(ADAMW, lr=math.nan)
+    with pytest.raises(ConfigError, match=r"^acc "):
+        cpu_adam.accumulate(torch.zeros(8, dtype=torch.int32), grad)
+
+
+def test_default_num_threads() -> None:
+    before = cpu_adam.get_default_num_threads()
+    assert before == len(os.sched_getaffinity(0))
+    try:
+        cpu_adam.set_default_num_threads(3)
+        assert cpu_adam.get_default_num_threads() == 3
+        with pytest.raises(ConfigError):
+            cpu_adam.set_default_num_threads(0)
+    finally:
+        cpu_adam.set_default_num_threads(before)
+
+
+# --- processes and threads ---
+
+
+def run_script(script: str, *, isa: str | None = None) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if key != cpu_adam.ISA_ENV}
+    if isa is not None:
+        env[cpu_adam.ISA_ENV] = isa
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_environment_chooses_the_isa(isa: Isa) -> None:
+    script = "from offloadzero.native import cpu_adam as c; print(c.active_isa().value, c.isa_reason())"
+    done = run_script(script, isa=isa.value)
+    assert done.stdout.split() == [isa.value, f"OFFLOADZERO_ISA={isa.value}"], done.stderr
+
+
+def test_environment_with_an_unknown_isa_is_refused() -> None:
+    done = run_script("from offloadzero.native import cpu_adam as c; c.active_isa()", isa="avx")
+    assert done.returncode == 1
+    assert "OFFLOADZERO_ISA = 'avx': allowed scalar, avx2, avx512" in done.stderr
+
+
+def test_forked_child_works_even_while_another_thread_calls() -> None:
+    done = run_script(
+        """
+        import os, threading, time
+        import torch
+        from offloadzero.native import cpu_adam as c
+        grad = torch.ones(1_000_000)
+        stop = False
+        def hammer():
+            while not stop:
+                c.sq_norm(grad, num_threads=3)
+        thread = threading.Thread(target=hammer)
+        thread.start()
+        for _ in range(20):
+            pid = os.fork()
+            if pid == 0:
+                ok = all(c.sq_norm(grad, num_threads=3) == 1_000_000 for _ in range(5))
+                os._exit(0 if ok else 1)
+            deadline = time.monotonic() + 20
+            while (reaped := os.waitpid(pid, os.WNOHANG))[0] == 0:
+                assert time.monotonic() < deadline, "the child hangs"
+                time.sleep(0.001)
+            assert reaped[1] == 0, reaped
+        stop = True
+        thread.join()
+        assert c.sq_norm(grad, num_threads=3) == 1_000_000
+        print("done")
+        """
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
+def test_interpreter_exits_while_a_daemon_thread_calls() -> None:
+    done = run_script(
+        """
+        import threading, time
+        import torch
+        from offloadzero.native import cpu_adam as c
+        grad = torch.ones(1_000_000)
+        def hammer():
+            while True:
+                c.sq_norm(grad, num_threads=3)
+        for _ in range(2):
+            threading.Thread(target=hammer, daemon=True).start()
+        time.sleep(0.1)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_several_threads_call_at_once() -> None:
+    n, num_callers, num_steps = 150_001, 4, 10
+    grads = [make_grad(n, torch.bfloat16, seed=i) for i in range(num_callers)]
+    expected = [make_state("bf16_split", n, seed=i) for i in range(num_callers)]
+    actual = [state.copy() for state in expected]
+
+    def train(state: State, grad: Tensor, num_threads: int) -> None:
+        for step in range(1, num_steps + 1):
+            state.step(grad, hyper=ADAMW, step=step, num_threads=num_threads)
+
+    for state, grad in zip(expected, grads, strict=True):
+        train(state, grad, 1)
+    threads = [
+        threading.Thread(target=train, args=(state, grad, num_threads))
+        for state, grad, num_threads in zip(actual, grads, [1, 2, 3, 5], strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for mine, theirs in zip(actual, expected, strict=True):
+        mine.assert_same_bits(theirs)
