@@ -98,7 +98,7 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """`tokens` (batch, seq) int64 to logits (batch, seq, 256), or with `targets` to the mean loss in nats."""
+        """Logits (batch, seq, 256) for tokens (batch, seq) int64; with `targets`, the mean loss in nats."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             if self.checkpoint_activations and torch.is_grad_enabled():

@@ -1,0 +1,70 @@
+# Two set-ups: `make train` and `make test`. Needs python3 >= 3.10, make and a C++17 compiler.
+# A torch that python3 already has (a CUDA build) is kept; otherwise TORCH is installed first, so that no other
+# dependency chooses one.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+STEPS ?= 400
+CONFIG ?= examples/configs/nvme.json
+MODEL ?= tiny
+DEEPSPEED_PYTHON ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+NATIVE_SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h)
+HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
+HAS_CUDA := import sys, torch; sys.exit(not torch.cuda.is_available())
+
+.PHONY: train test lint gpu-test bench clean
+
+train: $(STAMPS)/native $(STAMPS)/examples | offload-files
+	$(BIN)/python examples/train_gpt.py --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
+
+test: $(STAMPS)/native $(STAMPS)/dev
+	if $(BIN)/python -c '$(HAS_CUDA)'; then $(BIN)/python -m pytest; \
+	else $(BIN)/python -m pytest -m "not gpu"; fi
+
+lint: $(STAMPS)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
+
+gpu-test: $(STAMPS)/native $(STAMPS)/dev
+	$(BIN)/python -m pytest -m gpu
+
+bench: $(STAMPS)/native $(STAMPS)/examples | offload-files
+	$(BIN)/python benchmarks/side_by_side.py \
+		$(if $(DEEPSPEED_PYTHON),--deepspeed-python $(DEEPSPEED_PYTHON))
+
+clean:
+	rm -rf $(VENV) build *.egg-info offloadzero/native/*.so
+
+offload-files:
+	mkdir -p $@
+
+# Everything below is done once: a stamp is newer than what it was made from.
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "python3 >= 3.10 is needed"; exit 1; }
+	$(PYTHON) -m venv $(VENV) $$($(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null && echo --system-site-packages)
+	$(PIP) "setuptools>=77" wheel
+	mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/torch: $(STAMPS)/venv
+	$(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null || $(PIP) "$(TORCH)"
+	touch $@
+
+$(STAMPS)/examples: pyproject.toml setup.py | $(STAMPS)/native
+	$(PIP) --no-build-isolation -e ".[examples]"
+	touch $@
+
+$(STAMPS)/dev: pyproject.toml setup.py | $(STAMPS)/native
+	$(PIP) --no-build-isolation -e ".[dev]"
+	touch $@
+
+$(STAMPS)/native: $(NATIVE_SOURCES) setup.py | $(STAMPS)/torch
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
