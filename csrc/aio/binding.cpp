@@ -1,0 +1,312 @@
+// The only file here that knows Python. Arguments are plain: addresses, sizes, capsules; failures come back
+// as negative errno or tuples, and offloadzero/native/aio.py turns them into its exceptions.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <new>
+
+#include "engine.h"
+
+namespace {
+
+using namespace offloadzero::aio;
+
+constexpr char kEngineName[] = "offloadzero.aio.engine";
+constexpr char kFileName[] = "offloadzero.aio.file";
+constexpr char kOperationName[] = "offloadzero.aio.operation";
+
+using FileHandle = std::shared_ptr<File>;
+using OperationHandle = std::shared_ptr<Operation>;
+
+// Lets other Python threads run for its lifetime, whichever way the scope is left.
+class GilRelease {
+  public:
+    GilRelease() : state_(PyEval_SaveThread()) {}
+    ~GilRelease() { PyEval_RestoreThread(state_); }
+    GilRelease(const GilRelease&) = delete;
+    GilRelease& operator=(const GilRelease&) = delete;
+
+  private:
+    PyThreadState* state_;
+};
+
+template <typename T>
+T* unwrap(PyObject* capsule, const char* name) {
+    return static_cast<T*>(PyCapsule_GetPointer(capsule, name));
+}
+
+void destroy_engine(PyObject* capsule) {
+    auto* engine = unwrap<Engine>(capsule, kEngineName);
+    // A forked child has the memory but not the threads: leaving it alone is all that is safe.
+    if (engine->is_in_own_process()) delete engine;
+}
+
+void destroy_file(PyObject* capsule) { delete unwrap<FileHandle>(capsule, kFileName); }
+
+void destroy_operation(PyObject* capsule) { delete unwrap<OperationHandle>(capsule, kOperationName); }
+
+// engine_create(is_uring, block_size, queue_depth, num_threads) -> engine | -errno
+PyObject* engine_create(PyObject*, PyObject* args) {
+    int is_uring;
+    unsigned long long block_size;
+    EngineOptions options;
+    if (!PyArg_ParseTuple(args, "pKII", &is_uring, &block_size, &options.queue_depth, &options.num_threads)) {
+        return nullptr;
+    }
+    options.kernel = is_uring ? KernelInterface::kUring : KernelInterface::kNativeAio;
+    options.block_size = block_size;
+    std::unique_ptr<Engine> engine;
+    int status;
+    {
+        GilRelease release;
+        status = Engine::create(options, &engine);
+    }
+    if (status < 0) return PyLong_FromLong(status);
+    PyObject* capsule = PyCapsule_New(engine.get(), kEngineName, destroy_engine);
+    if (capsule != nullptr) engine.release();
+    return capsule;
+}
+
+// engine_close(engine, should_cancel)
+PyObject* engine_close(PyObject*, PyObject* args) {
+    PyObject* capsule;
+    int should_cancel;
+    if (!PyArg_ParseTuple(args, "Op", &capsule, &should_cancel)) return nullptr;
+    auto* engine = unwrap<Engine>(capsule, kEngineName);
+    if (engine == nullptr) return nullptr;
+    {
+        GilRelease release;
+        engine->close(should_cancel != 0);
+    }
+    Py_RETURN_NONE;
+}
+
+// engine_stats(engine) -> (bytes_read, bytes_written, operations, blocks, retries, bounced)
+PyObject* engine_stats(PyObject*, PyObject* capsule) {
+    auto* engine = unwrap<Engine>(capsule, kEngineName);
+    if (engine == nullptr) return nullptr;
+    EngineStats stats = engine->stats();
+    return Py_BuildValue(
+        "(KKKKKK)", static_cast<unsigned long long>(stats.bytes_read),
+        static_cast<unsigned long long>(stats.bytes_written),
+        static_cast<unsigned long long>(stats.operations), static_cast<unsigned long long>(stats.blocks),
+        static_cast<unsigned long long>(stats.retries), static_cast<unsigned long long>(stats.bounced));
+}
+
+// engine_inject(engine, kind, nth, value); kind: 0 errno, 1 short, 2 delay
+PyObject* engine_inject(PyObject*, PyObject* args) {
+    PyObject* capsule;
+    int kind;
+    unsigned long long nth;
+    long long value;
+    if (!PyArg_ParseTuple(args, "OiKL", &capsule, &kind, &nth, &value)) return nullptr;
+    auto* engine = unwrap<Engine>(capsule, kEngineName);
+    if (engine == nullptr) return nullptr;
+    engine->faults().inject(static_cast<FaultKind>(kind), nth, value);
+    Py_RETURN_NONE;
+}
+
+PyObject* engine_clear_faults(PyObject*, PyObject* capsule) {
+    auto* engine = unwrap<Engine>(capsule, kEngineName);
+    if (engine == nullptr) return nullptr;
+    engine->faults().clear();
+    Py_RETURN_NONE;
+}
+
+// file_open(path, can_create, is_readonly, direct, block_size) -> (file, direct_refusal, alignment) | -errno
+// direct: 0 off, 1 on, 2 auto; direct_refusal: -errno; direct in fact: alignment > 1
+PyObject* file_open(PyObject*, PyObject* args) {
+    const char* path;
+    OpenOptions options;
+    int can_create, is_readonly, direct;
+    unsigned long long block_size;
+    if (!PyArg_ParseTuple(args, "yppiK", &path, &can_create, &is_readonly, &direct, &block_size))
+        return nullptr;
+    options.can_create = can_create != 0;
+    options.is_readonly = is_readonly != 0;
+    options.direct = static_cast<DirectMode>(direct);
+    options.block_size = block_size;
+    FileHandle file;
+    int status;
+    {
+        GilRelease release;
+        status = File::open(path, options, &file);
+    }
+    if (status < 0) return PyLong_FromLong(status);
+    auto handle = std::make_unique<FileHandle>(std::move(file));
+    File& opened = **handle;
+    PyObject* capsule = PyCapsule_New(handle.get(), kFileName, destroy_file);
+    if (capsule == nullptr) return nullptr;
+    handle.release();
+    return Py_BuildValue("(NiK)", capsule, opened.direct_refusal(),
+                         static_cast<unsigned long long>(opened.is_direct() ? opened.alignment() : 1));
+}
+
+// file_num_bytes(file) -> size | -errno
+PyObject* file_num_bytes(PyObject*, PyObject* capsule) {
+    auto* file = unwrap<FileHandle>(capsule, kFileName);
+    if (file == nullptr) return nullptr;
+    int64_t num_bytes;
+    {
+        GilRelease release;
+        num_bytes = (*file)->num_bytes();
+    }
+    return PyLong_FromLongLong(num_bytes);
+}
+
+// file_preallocate(file, num_bytes) -> 0 | -errno
+PyObject* file_preallocate(PyObject*, PyObject* args) {
+    PyObject* capsule;
+    long long num_bytes;
+    if (!PyArg_ParseTuple(args, "OL", &capsule, &num_bytes)) return nullptr;
+    auto* file = unwrap<FileHandle>(capsule, kFileName);
+    if (file == nullptr) return nullptr;
+    int status;
+    {
+        GilRelease release;
+        status = (*file)->preallocate(num_bytes);
+    }
+    return PyLong_FromLong(status);
+}
+
+// file_sync(file) -> 0 | -errno
+PyObject* file_sync(PyObject*, PyObject* capsule) {
+    auto* file = unwrap<FileHandle>(capsule, kFileName);
+    if (file == nullptr) return nullptr;
+    int status;
+    {
+        GilRelease release;
+        status = (*file)->sync();
+    }
+    return PyLong_FromLong(status);
+}
+
+// submit(engine, file, is_write, address, num_bytes, offset, priority, token) -> operation | -errno
+PyObject* submit(PyObject*, PyObject* args) {
+    PyObject *engine_capsule, *file_capsule;
+    int is_write;
+    unsigned long long address, num_bytes, token;
+    long long offset, priority;
+    if (!PyArg_ParseTuple(args, "OOpKKLLK", &engine_capsule, &file_capsule, &is_write, &address, &num_bytes,
+                          &offset, &priority, &token)) {
+        return nullptr;
+    }
+    auto* engine = unwrap<Engine>(engine_capsule, kEngineName);
+    if (engine == nullptr) return nullptr;
+    auto* file = unwrap<FileHandle>(file_capsule, kFileName);
+    if (file == nullptr) return nullptr;
+    OperationRequest request;
+    request.is_write = is_write != 0;
+    request.file = *file;
+    request.data = reinterpret_cast<char*>(address);
+    request.num_bytes = num_bytes;
+    request.offset = offset;
+    request.priority = priority;
+    request.token = token;
+    // Made first: once the engine has the operation, nothing here may fail.
+    auto handle = std::make_unique<OperationHandle>();
+    PyObject* capsule = PyCapsule_New(handle.get(), kOperationName, destroy_operation);
+    if (capsule == nullptr) return nullptr;
+    OperationHandle* operation = handle.release();
+    int status;
+    {
+        GilRelease release;
+        status = engine->submit(std::move(request), operation);
+    }
+    if (status == 0) return capsule;
+    Py_DecRef(capsule);
+    return PyLong_FromLong(status);
+}
+
+// collect_finished(engine) -> [token]
+PyObject* collect_finished(PyObject*, PyObject* capsule) {
+    auto* engine = unwrap<Engine>(capsule, kEngineName);
+    if (engine == nullptr) return nullptr;
+    std::vector<uint64_t> tokens = engine->collect_finished();
+    PyObject* list = PyList_New(0);
+    for (size_t i = 0; list != nullptr && i < tokens.size(); ++i) {
+        PyObject* token = PyLong_FromUnsignedLongLong(tokens[i]);
+        if (token == nullptr || PyList_Append(list, token) < 0) {
+            Py_DecRef(list);
+            list = nullptr;
+        }
+        if (token != nullptr) Py_DecRef(token);
+    }
+    return list;
+}
+
+// is_done(operation) -> bool
+PyObject* is_done(PyObject*, PyObject* capsule) {
+    auto* operation = unwrap<OperationHandle>(capsule, kOperationName);
+    if (operation == nullptr) return nullptr;
+    return PyBool_FromLong((*operation)->is_done());
+}
+
+// wait(operation, timeout_s) -> (errno, offset) | None when the time is over; timeout_s < 0: no limit
+PyObject* wait(PyObject*, PyObject* args) {
+    using Clock = std::chrono::steady_clock;
+    PyObject* capsule;
+    double timeout_s;
+    if (!PyArg_ParseTuple(args, "Od", &capsule, &timeout_s)) return nullptr;
+    auto* handle = unwrap<OperationHandle>(capsule, kOperationName);
+    if (handle == nullptr) return nullptr;
+    OperationHandle operation = *handle;
+    bool is_limited = timeout_s >= 0 && timeout_s < 1e9;
+    auto limit = std::chrono::nanoseconds(is_limited ? static_cast<int64_t>(timeout_s * 1e9) : 0);
+    auto deadline = Clock::now() + limit;
+    while (!operation->is_done()) {
+        int64_t left_ns = is_limited ? std::max<int64_t>((deadline - Clock::now()).count(), 0) : -1;
+        int status;
+        {
+            GilRelease release;
+            status = operation->wait(left_ns);
+        }
+        if (status == -ETIMEDOUT) Py_RETURN_NONE;
+        if (status == -EINTR && PyErr_CheckSignals() < 0) return nullptr;
+    }
+    return Py_BuildValue("(iL)", operation->error(), static_cast<long long>(operation->error_offset()));
+}
+
+// The core may run out of memory while it queues things; no C++ exception may cross into Python.
+template <PyObject* (*function)(PyObject*, PyObject*)>
+PyObject* guarded(PyObject* self, PyObject* argument) {
+    try {
+        return function(self, argument);
+    } catch (const std::bad_alloc&) {
+        return PyErr_NoMemory();
+    }
+}
+
+PyMethodDef kMethods[] = {
+    {"engine_create", guarded<engine_create>, METH_VARARGS, nullptr},
+    {"engine_close", guarded<engine_close>, METH_VARARGS, nullptr},
+    {"engine_stats", guarded<engine_stats>, METH_O, nullptr},
+    {"engine_inject", guarded<engine_inject>, METH_VARARGS, nullptr},
+    {"engine_clear_faults", guarded<engine_clear_faults>, METH_O, nullptr},
+    {"file_open", guarded<file_open>, METH_VARARGS, nullptr},
+    {"file_num_bytes", guarded<file_num_bytes>, METH_O, nullptr},
+    {"file_preallocate", guarded<file_preallocate>, METH_VARARGS, nullptr},
+    {"file_sync", guarded<file_sync>, METH_O, nullptr},
+    {"submit", guarded<submit>, METH_VARARGS, nullptr},
+    {"collect_finished", guarded<collect_finished>, METH_O, nullptr},
+    {"is_done", guarded<is_done>, METH_O, nullptr},
+    {"wait", guarded<wait>, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef kModule = {PyModuleDef_HEAD_INIT,
+                       "_aio",
+                       "The asynchronous file engine (see offloadzero.native.aio).",
+                       -1,
+                       kMethods,
+                       nullptr,
+                       nullptr,
+                       nullptr,
+                       nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__aio() { return PyModule_Create(&kModule); }

@@ -1,0 +1,187 @@
+#include "engine.h"
+
+#include <cerrno>
+
+#include "worker.h"
+
+namespace offloadzero::aio {
+
+Engine::Engine(const EngineOptions& options) : options_(options), pid_(getpid()) {}
+
+int Engine::create(const EngineOptions& options, std::unique_ptr<Engine>* engine) {
+    std::unique_ptr<Engine> made(new Engine(options));
+    unsigned depth = (options.queue_depth + options.num_threads - 1) / options.num_threads;
+    std::vector<std::unique_ptr<Worker>> workers;
+    for (unsigned i = 0; i < options.num_threads; ++i) {
+        std::unique_ptr<KernelQueue> kernel;
+        bool is_uring = options.kernel == KernelInterface::kUring;
+        int status = is_uring ? make_uring_queue(depth, &kernel) : make_native_aio_queue(depth, &kernel);
+        if (status < 0) return status;
+        workers.push_back(std::make_unique<Worker>(made.get(), std::move(kernel), depth));
+    }
+    made->workers_ = std::move(workers);
+    for (auto& worker : made->workers_) {
+        int status = worker->start_thread();
+        if (status < 0) return status;
+    }
+    *engine = std::move(made);
+    return 0;
+}
+
+Engine::~Engine() { close(true); }
+
+int Engine::submit(OperationRequest request, std::shared_ptr<Operation>* operation) {
+    auto submitted = std::make_shared<Operation>(std::move(request));
+    size_t num_bytes = submitted->request.num_bytes;
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (is_closing_) return -ESHUTDOWN;
+    if (abandoned_ != 0) return -abandoned_;
+    *operation = submitted;
+    submitted->sequence = next_sequence_++;
+    outstanding_.emplace(submitted.get(), submitted);
+    if (num_bytes == 0) {
+        complete(submitted);
+        return 0;
+    }
+    queue_.push(submitted);
+    wake_for((num_bytes + options_.block_size - 1) / options_.block_size);
+    return 0;
+}
+
+std::vector<uint64_t> Engine::collect_finished() {
+    std::vector<uint64_t> tokens;
+    std::lock_guard<std::mutex> guard(mutex_);
+    tokens.swap(finished_);
+    return tokens;
+}
+
+void Engine::close(bool should_cancel) {
+    std::lock_guard<std::mutex> close_guard(close_mutex_);
+    {
+        std::lock_guard<std::mutex> guard(mutex_);
+        is_closing_ = true;
+        if (should_cancel) {
+            is_cancelling_ = true;
+            // A copy: what has no block in flight completes, and leaves outstanding_, at once.
+            auto outstanding = outstanding_;
+            for (auto& [key, operation] : outstanding) {
+                if (operation->is_fully_cut()) continue;
+                operation->fail(ECANCELED,
+                                operation->request.offset + static_cast<int64_t>(operation->num_cut));
+                complete_if_finished(operation);
+            }
+        }
+        for (auto& worker : workers_) worker->wake();
+    }
+    for (auto& worker : workers_) worker->join();
+    workers_.clear();
+}
+
+EngineStats Engine::stats() const {
+    EngineStats stats;
+    stats.bytes_read = bytes_read_;
+    stats.bytes_written = bytes_written_;
+    stats.operations = num_operations_;
+    stats.blocks = num_blocks_;
+    stats.retries = num_retries_;
+    stats.bounced = num_bounced_;
+    return stats;
+}
+
+Block* Engine::take_block(Worker* worker) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    worker->is_waiting = false;
+    if (!worker->granted.empty()) {
+        Block* block = worker->granted.front();
+        worker->granted.pop_front();
+        return block;
+    }
+    while (!queue_.empty()) {
+        // Failed and cancelled operations leave the queue here.
+        if (queue_.top()->is_fully_cut()) {
+            queue_.pop();
+        } else if (Block* block = cut_block(worker)) {
+            return block;
+        }
+    }
+    worker->is_waiting = true;
+    return nullptr;
+}
+
+// The next block of the first operation; null when it has to wait for its unit's lock.
+Block* Engine::cut_block(Worker* worker) {
+    auto* block = new Block;
+    block->operation = queue_.top();
+    block->piece = cut_piece(block->operation.get(), options_.block_size);
+    ++block->operation->num_live;
+    if (block->piece.path != Path::kPartUnit) return block;
+    UnitKey key = unit_key(*block->operation->request.file, block->piece.offset);
+    return unit_locks_.acquire(key, {worker, block}) ? block : nullptr;
+}
+
+void Engine::release_unit(const Block& block) {
+    Waiter next;
+    if (!unit_locks_.release(unit_key(*block.operation->request.file, block.piece.offset), &next)) return;
+    next.worker->granted.push_back(next.block);
+    wake(next.worker);
+}
+
+void Engine::block_finished(Block* block, int error, int64_t error_offset) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    std::unique_ptr<Block> owned(block);
+    const std::shared_ptr<Operation>& operation = block->operation;
+    if (error != 0) operation->fail(error, error_offset);
+    if (block->piece.path == Path::kPartUnit) release_unit(*block);
+    --operation->num_live;
+    complete_if_finished(operation);
+}
+
+void Engine::complete_if_finished(const std::shared_ptr<Operation>& operation) {
+    if (operation->is_fully_cut() && operation->num_live == 0) complete(operation);
+}
+
+void Engine::complete(const std::shared_ptr<Operation>& operation) {
+    const OperationRequest& request = operation->request;
+    if (!operation->has_failed()) (request.is_write ? bytes_written_ : bytes_read_) += request.num_bytes;
+    ++num_operations_;
+    finished_.push_back(request.token);
+    outstanding_.erase(operation.get());
+    operation->publish_done();
+    if (is_closing_ && outstanding_.empty()) {
+        for (auto& worker : workers_) worker->wake();
+    }
+}
+
+void Engine::wake(Worker* worker) {
+    if (!worker->is_waiting) return;
+    worker->is_waiting = false;
+    worker->wake();
+}
+
+void Engine::wake_for(size_t num_blocks) {
+    for (auto& worker : workers_) {
+        if (num_blocks == 0) return;
+        if (!worker->is_waiting) continue;
+        wake(worker.get());
+        --num_blocks;
+    }
+}
+
+bool Engine::should_exit() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return is_closing_ && outstanding_.empty();
+}
+
+void Engine::abandon(int error) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    abandoned_ = error;
+    for (auto& [key, operation] : outstanding_) {
+        operation->fail(error, operation->request.offset);
+        if (operation->num_live == 0) finished_.push_back(operation->request.token);
+        operation->publish_done();
+    }
+    outstanding_.clear();
+    for (auto& worker : workers_) worker->wake();
+}
+
+}  // namespace offloadzero::aio

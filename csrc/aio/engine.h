@@ -1,0 +1,125 @@
+// The engine: one queue over all operations and files, served in blocks by one or more workers.
+#pragma once
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <queue>
+#include <unordered_map>
+#include <vector>
+
+#include "faults.h"
+#include "operation.h"
+#include "unit_locks.h"
+
+namespace offloadzero::aio {
+
+class Worker;
+struct Block;
+
+enum class KernelInterface { kUring, kNativeAio };
+
+struct EngineOptions {
+    KernelInterface kernel = KernelInterface::kUring;
+    size_t block_size = 1 << 20;  // a multiple of 4096
+    unsigned queue_depth = 32;    // transfers in the kernel at once, over all workers
+    unsigned num_threads = 1;     // workers; each has its own kernel queue and its share of the depth
+};
+
+struct EngineStats {
+    uint64_t bytes_read = 0;
+    uint64_t bytes_written = 0;
+    uint64_t operations = 0;
+    uint64_t blocks = 0;
+    uint64_t retries = 0;  // transfers repeated or continued: short, EINTR, EAGAIN
+    uint64_t bounced = 0;  // blocks that went through a bounce buffer
+};
+
+class Engine {
+  public:
+    // 0, or -errno when the kernel refuses the interface.
+    static int create(const EngineOptions& options, std::unique_ptr<Engine>* engine);
+    // Cancels what has not started, waits for what has.
+    ~Engine();
+    Engine(const Engine&) = delete;
+    Engine& operator=(const Engine&) = delete;
+
+    size_t block_size() const { return options_.block_size; }
+    // False in a forked child: nothing but this may be called there, not even the destructor.
+    bool is_in_own_process() const { return getpid() == pid_; }
+
+    // 0 or -ESHUTDOWN. Operations in flight together must not overlap unless both read.
+    int submit(OperationRequest request, std::shared_ptr<Operation>* operation);
+    // Moves the tokens of operations whose memory the engine will not touch again.
+    std::vector<uint64_t> collect_finished();
+    // Ends all operations and the threads. Cancelled blocks report ECANCELED. Idempotent.
+    void close(bool should_cancel);
+
+    Faults& faults() { return faults_; }
+    EngineStats stats() const;
+
+  private:
+    friend class Worker;
+
+    struct RunsLater {
+        bool operator()(const std::shared_ptr<Operation>& a, const std::shared_ptr<Operation>& b) const {
+            if (a->request.priority != b->request.priority) return a->request.priority > b->request.priority;
+            return a->sequence > b->sequence;
+        }
+    };
+
+    struct Waiter {
+        Worker* worker;
+        Block* block;
+    };
+
+    explicit Engine(const EngineOptions& options);
+
+    // For workers. The next block to run, new or with a unit lock just granted; null when there is none, and
+    // the worker is then marked as waiting: whoever brings work wakes it.
+    Block* take_block(Worker* worker);
+    void block_finished(Block* block, int error, int64_t error_offset);
+    // Queues are idle and close() was called: the worker may leave.
+    bool should_exit();
+    // A worker's kernel queue broke: every operation ends with `error`, and no token of one that was running
+    // is ever collected, as the kernel may still write to its memory.
+    void abandon(int error);
+
+    // With the mutex held.
+    Block* cut_block(Worker* worker);
+    void release_unit(const Block& block);
+    void complete(const std::shared_ptr<Operation>& operation);
+    void complete_if_finished(const std::shared_ptr<Operation>& operation);
+    void wake(Worker* worker);
+    void wake_for(size_t num_blocks);
+
+    const EngineOptions options_;
+    const pid_t pid_;
+    std::vector<std::unique_ptr<Worker>> workers_;
+    Faults faults_;
+
+    std::mutex mutex_;
+    std::priority_queue<std::shared_ptr<Operation>, std::vector<std::shared_ptr<Operation>>, RunsLater>
+        queue_;
+    UnitLocks<Waiter> unit_locks_;
+    std::vector<uint64_t> finished_;
+    std::unordered_map<Operation*, std::shared_ptr<Operation>> outstanding_;
+    uint64_t next_sequence_ = 0;
+    int abandoned_ = 0;
+    bool is_closing_ = false;
+    std::atomic<bool> is_cancelling_{false};
+
+    std::mutex close_mutex_;
+
+    std::atomic<uint64_t> bytes_read_{0};
+    std::atomic<uint64_t> bytes_written_{0};
+    std::atomic<uint64_t> num_operations_{0};
+    std::atomic<uint64_t> num_blocks_{0};
+    std::atomic<uint64_t> num_retries_{0};
+    std::atomic<uint64_t> num_bounced_{0};
+};
+
+}  // namespace offloadzero::aio

@@ -1,0 +1,158 @@
+#include "file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace offloadzero::aio {
+namespace {
+
+constexpr size_t kDefaultAlignment = 4096;
+
+int open_retrying(const std::string& path, int flags) {
+    int fd;
+    do {
+        fd = ::open(path.c_str(), flags | O_CLOEXEC, 0600);
+    } while (fd < 0 && errno == EINTR);
+    return fd < 0 ? -errno : fd;
+}
+
+struct DirectAlignment {
+    bool is_known = false;
+    uint32_t memory = 0;
+    uint32_t offset = 0;  // 0: no direct I/O on this file
+};
+
+// STATX_DIOALIGN (Linux 6.1), by number: the headers the package is built with may be older.
+DirectAlignment query_direct_alignment(int fd) {
+    constexpr unsigned kStatxDioAlign = 0x2000;
+    constexpr size_t kMaskAt = 0, kMemoryAlignAt = 0x98, kOffsetAlignAt = 0x9c;
+    char statx_memory[256] = {};
+    DirectAlignment found;
+    if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, kStatxDioAlign, statx_memory) < 0) return found;
+    uint32_t mask;
+    memcpy(&mask, statx_memory + kMaskAt, sizeof mask);
+    if (!(mask & kStatxDioAlign)) return found;
+    found.is_known = true;
+    memcpy(&found.memory, statx_memory + kMemoryAlignAt, sizeof found.memory);
+    memcpy(&found.offset, statx_memory + kOffsetAlignAt, sizeof found.offset);
+    return found;
+}
+
+}  // namespace
+
+int File::open(const std::string& path, const OpenOptions& options, std::shared_ptr<File>* file) {
+    int flags = (options.is_readonly ? O_RDONLY : O_RDWR) | (options.can_create ? O_CREAT : 0);
+    std::shared_ptr<File> opened(new File());
+    opened->path_ = path;
+    opened->is_readonly_ = options.is_readonly;
+    if (options.direct != DirectMode::kOff) {
+        int fd = open_retrying(path, flags | O_DIRECT);
+        if (fd >= 0) {
+            opened->fd_ = fd;
+            opened->direct_refusal_ = opened->query_alignment(options.block_size);
+            opened->is_direct_ = opened->direct_refusal_ == 0;
+        } else if (fd == -EINVAL) {
+            opened->direct_refusal_ = fd;
+        } else {
+            return fd;
+        }
+        if (!opened->is_direct_ && options.direct == DirectMode::kOn) return opened->direct_refusal_;
+    }
+    if (!opened->is_direct_) {
+        if (opened->fd_ >= 0) ::close(opened->fd_);
+        opened->fd_ = open_retrying(path, flags);
+        if (opened->fd_ < 0) return opened->fd_;
+    }
+    struct stat status;
+    if (fstat(opened->fd_, &status) < 0) return -errno;
+    if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode))
+        return S_ISDIR(status.st_mode) ? -EISDIR : -EINVAL;
+    opened->device_ = status.st_dev;
+    opened->inode_ = status.st_ino;
+    *file = std::move(opened);
+    return 0;
+}
+
+File::~File() {
+    if (fd_ >= 0) ::close(fd_);
+    if (buffered_fd_ >= 0) ::close(buffered_fd_);
+}
+
+int File::query_alignment(size_t block_size) {
+    DirectAlignment demand = query_direct_alignment(fd_);
+    if (demand.is_known && demand.offset == 0) return -EOPNOTSUPP;
+    size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    alignment_ = std::max({kDefaultAlignment, page, static_cast<size_t>(demand.offset)});
+    read_alignment_ = demand.is_known ? demand.offset : alignment_;
+    memory_alignment_ = demand.is_known ? std::max<size_t>(demand.memory, 1) : alignment_;
+    if (block_size % alignment_ == 0) return 0;
+    alignment_ = read_alignment_ = memory_alignment_ = 1;
+    return -EOPNOTSUPP;
+}
+
+int64_t File::num_bytes() const {
+    struct stat status;
+    if (fstat(fd_, &status) < 0) return -errno;
+    if (S_ISBLK(status.st_mode)) {
+        // A block device has no size of its own in stat.
+        off_t end = lseek(fd_, 0, SEEK_END);
+        return end < 0 ? -errno : end;
+    }
+    return status.st_size;
+}
+
+int File::preallocate(int64_t num_bytes) const {
+    int64_t old_num_bytes = this->num_bytes();
+    if (old_num_bytes < 0) return static_cast<int>(old_num_bytes);
+    if (num_bytes == 0) return 0;
+    int status;
+    do {
+        status = fallocate(fd_, 0, 0, num_bytes) < 0 ? -errno : 0;
+    } while (status == -EINTR);
+    if (status == 0) return 0;
+    if (status != -EOPNOTSUPP && status != -ENOSYS) {
+        // A fallocate that ran out of space half way may have grown the file.
+        if (this->num_bytes() > old_num_bytes && ftruncate(fd_, old_num_bytes) < 0) return -errno;
+        return status;
+    }
+    struct statvfs space;
+    if (fstatvfs(fd_, &space) < 0) return -errno;
+    int64_t num_free = static_cast<int64_t>(space.f_bavail) * static_cast<int64_t>(space.f_frsize);
+    if (num_bytes - old_num_bytes > num_free) return -ENOSPC;
+    if (num_bytes > old_num_bytes && ftruncate(fd_, num_bytes) < 0) return -errno;
+    return 0;
+}
+
+int File::sync() const {
+    int status;
+    do {
+        status = fdatasync(fd_);
+    } while (status < 0 && errno == EINTR);
+    return status < 0 ? -errno : 0;
+}
+
+int File::buffered_fd() {
+    std::lock_guard<std::mutex> guard(buffered_mutex_);
+    if (buffered_fd_ >= 0) return buffered_fd_;
+    int flags = is_readonly_ ? O_RDONLY : O_RDWR;
+    // Through /proc the file is found even after a rename or an unlink.
+    int fd = open_retrying("/proc/self/fd/" + std::to_string(fd_), flags);
+    if (fd < 0) fd = open_retrying(path_, flags);
+    if (fd < 0) return fd;
+    struct stat status;
+    if (fstat(fd, &status) < 0 || status.st_dev != device_ || status.st_ino != inode_) {
+        ::close(fd);
+        return -ESTALE;
+    }
+    buffered_fd_ = fd;
+    return fd;
+}
+
+}  // namespace offloadzero::aio

@@ -1,0 +1,67 @@
+// A file under the engine: how it was opened, what direct I/O demands of it, its space.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+
+namespace offloadzero::aio {
+
+enum class DirectMode { kOff, kOn, kAuto };
+
+struct OpenOptions {
+    bool can_create = false;  // mode 0600; an existing file is kept as it is
+    bool is_readonly = false;
+    DirectMode direct = DirectMode::kAuto;
+    size_t block_size = 0;  // an alignment that does not divide it counts as "no direct I/O"
+};
+
+class File {
+  public:
+    // 0 or -errno. EINVAL under kOn: the filesystem has no direct I/O.
+    static int open(const std::string& path, const OpenOptions& options, std::shared_ptr<File>* file);
+    ~File();
+    File(const File&) = delete;
+    File& operator=(const File&) = delete;
+
+    int fd() const { return fd_; }
+    bool is_direct() const { return is_direct_; }
+    // Why the file is not direct: -errno of the refusal; 0 when direct or not asked for.
+    int direct_refusal() const { return direct_refusal_; }
+    // Offsets and lengths of direct writes are multiples of `alignment`: at least a page, so that the page
+    // cache (see Note: the end of the file, in worker.cpp) and a direct write never meet in one page.
+    size_t alignment() const { return alignment_; }
+    size_t read_alignment() const { return read_alignment_; }
+    size_t memory_alignment() const { return memory_alignment_; }
+    dev_t device() const { return device_; }
+    ino_t inode() const { return inode_; }
+
+    int64_t num_bytes() const;                 // or -errno
+    int preallocate(int64_t num_bytes) const;  // 0 or -errno; the size afterwards is at least num_bytes
+    int sync() const;                          // fdatasync; 0 or -errno
+    // A second, buffered descriptor of the same inode, opened at first use; or -errno.
+    int buffered_fd();
+
+  private:
+    File() = default;
+    int query_alignment(size_t block_size);
+
+    std::string path_;
+    int fd_ = -1;
+    int buffered_fd_ = -1;
+    std::mutex buffered_mutex_;
+    bool is_readonly_ = false;
+    bool is_direct_ = false;
+    int direct_refusal_ = 0;
+    size_t alignment_ = 1;
+    size_t read_alignment_ = 1;
+    size_t memory_alignment_ = 1;
+    dev_t device_ = 0;
+    ino_t inode_ = 0;
+};
+
+}  // namespace offloadzero::aio

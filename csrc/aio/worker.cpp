@@ -1,0 +1,270 @@
+// [Note: the end of the file]
+// A direct write moves whole alignment units, so part of a unit is read, changed in a bounce buffer and
+// written back, under the unit's lock. Where the file ends inside that unit (or before it), writing the whole
+// unit would make the file too long, and cutting it back could cut what another operation has just appended.
+// There the bytes asked for, and no others, go through a second, buffered descriptor: the kernel grows the
+// file exactly. That is coherent because a unit is at least a page, the unit's lock keeps every other partial
+// write away from the page, and the kernel writes the page back before a later direct transfer touches it.
+#include "worker.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <iterator>
+#include <system_error>
+
+namespace offloadzero::aio {
+namespace {
+
+constexpr unsigned kMaxStalls = 16;
+constexpr unsigned kMaxBusy = 64;
+constexpr unsigned kMaxBusyAtOnce = 3;  // retried without a pause
+constexpr size_t kUnitPoolNumBytes = 4096;
+
+int64_t now_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(
+               std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+}
+
+int64_t round_down(int64_t value, size_t step) { return value - value % static_cast<int64_t>(step); }
+
+int64_t round_up(int64_t value, size_t step) {
+    return round_down(value + static_cast<int64_t>(step) - 1, step);
+}
+
+}  // namespace
+
+Worker::Worker(Engine* engine, std::unique_ptr<KernelQueue> kernel, unsigned depth)
+    : engine_(*engine),
+      kernel_(std::move(kernel)),
+      depth_(depth),
+      unit_pool_(kUnitPoolNumBytes),
+      block_pool_(engine->block_size()) {}
+
+int Worker::start_thread() {
+    // Signals are for the caller's threads: a new thread inherits the mask it is created under.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int status = 0;
+    try {
+        thread_ = std::thread([this] { run(); });
+    } catch (const std::system_error& error) {
+        status = -error.code().value();
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return status;
+}
+
+void Worker::run() {
+    for (;;) {
+        fill();
+        if (is_idle() && engine_.should_exit()) return;
+        int status = kernel_->submit_and_wait(wait_timeout_ns());
+        if (status < 0) return engine_.abandon(-status);
+        reap();
+        run_deferred();
+    }
+}
+
+void Worker::fill() {
+    while (num_in_kernel_ < depth_) {
+        Block* block;
+        if (!ready_.empty()) {
+            block = ready_.front();
+            ready_.pop_front();
+        } else {
+            block = engine_.take_block(this);
+            if (block == nullptr) return;
+        }
+        start(block);
+    }
+}
+
+void Worker::reap() {
+    completions_.clear();
+    kernel_->reap(&completions_);
+    num_in_kernel_ -= static_cast<unsigned>(completions_.size());
+    for (const Completion& completion : completions_) {
+        on_completion(reinterpret_cast<Block*>(completion.tag), completion.result);
+    }
+}
+
+void Worker::run_deferred() {
+    if (deferred_.empty()) return;
+    int64_t now = engine_.is_cancelling_ ? INT64_MAX : now_ns();
+    std::vector<Deferred> due;
+    auto is_due = [now](const Deferred& deferred) { return deferred.due_ns <= now; };
+    std::copy_if(deferred_.begin(), deferred_.end(), std::back_inserter(due), is_due);
+    deferred_.erase(std::remove_if(deferred_.begin(), deferred_.end(), is_due), deferred_.end());
+    for (const Deferred& deferred : due) {
+        if (deferred.is_retry) {
+            resume(deferred.block);
+        } else {
+            on_result(deferred.block, deferred.result);
+        }
+    }
+}
+
+int64_t Worker::wait_timeout_ns() const {
+    if (deferred_.empty()) return kWaitForever;
+    int64_t first = INT64_MAX;
+    for (const Deferred& deferred : deferred_) first = std::min(first, deferred.due_ns);
+    return std::max<int64_t>(first - now_ns(), 0);
+}
+
+void Worker::defer(Block* block, int64_t delay_ns, bool is_retry, int64_t result) {
+    deferred_.push_back({now_ns() + delay_ns, block, is_retry, result});
+}
+
+void Worker::start(Block* block) {
+    if (!block->is_prepared) {
+        block->is_prepared = true;
+        engine_.num_blocks_.fetch_add(1, std::memory_order_relaxed);
+        block->fault = engine_.faults_.next_block();
+        int error = prepare(block);
+        if (error != 0) return finish(block, error);
+    }
+    if (block->operation->has_failed()) return finish(block, 0);
+    if (block->fault.error != 0) {
+        defer(block, block->fault.delay_ns, false, -block->fault.error);
+        block->fault = BlockFault();
+        return;
+    }
+    stage(block);
+}
+
+void Worker::stage(Block* block) {
+    const Block::Window& window = block->window;
+    size_t num_bytes = window.num_bytes - block->num_done;
+    if (block->fault.short_bytes >= 0) {
+        size_t limit = static_cast<size_t>(round_up(block->fault.short_bytes, window.granularity));
+        if (limit == 0) {
+            block->fault.short_bytes = -1;
+            return defer(block, 0, false, 0);
+        }
+        num_bytes = std::min(num_bytes, limit);
+    }
+    ++num_in_kernel_;
+    kernel_->stage({window.is_write, window.fd, window.data + block->num_done, num_bytes,
+                    window.offset + static_cast<int64_t>(block->num_done),
+                    reinterpret_cast<uint64_t>(block)});
+}
+
+int Worker::take_bounce(Block* block, size_t num_bytes) {
+    block->pool = num_bytes <= kUnitPoolNumBytes ? &unit_pool_ : &block_pool_;
+    block->bounce = block->pool->take();
+    if (block->bounce == nullptr) return ENOMEM;
+    engine_.num_bounced_.fetch_add(1, std::memory_order_relaxed);
+    return 0;
+}
+
+// Sets up the block's first window. 0 or errno.
+int Worker::prepare(Block* block) {
+    const OperationRequest& request = block->operation->request;
+    const File& file = *request.file;
+    const Piece& piece = block->piece;
+    Block::Window& window = block->window;
+    window.is_write = request.is_write;
+    window.fd = file.fd();
+    window.data = piece.data;
+    window.offset = piece.offset;
+    window.num_bytes = window.num_needed = piece.num_bytes;
+    window.granularity = request.is_write ? file.alignment() : file.read_alignment();
+    if (piece.path == Path::kPlain) return 0;
+
+    int64_t end = piece.offset + static_cast<int64_t>(piece.num_bytes);
+    window.offset = round_down(piece.offset, window.granularity);
+    window.num_bytes = static_cast<size_t>(round_up(end, window.granularity) - window.offset);
+    window.num_needed = static_cast<size_t>(end - window.offset);
+    int error = take_bounce(block, window.num_bytes);
+    if (error != 0) return error;
+    window.data = block->bounce;
+    if (piece.path == Path::kPartUnit) {
+        block->phase = Block::Phase::kFetchUnit;
+        window.is_write = false;
+        window.num_needed = window.num_bytes;
+    } else if (request.is_write) {
+        memcpy(block->bounce, piece.data, piece.num_bytes);
+    }
+    return 0;
+}
+
+void Worker::on_completion(Block* block, int64_t result) {
+    BlockFault fault = block->fault;
+    block->fault = BlockFault();
+    if (fault.short_bytes >= 0) result = std::min(result, fault.short_bytes);
+    if (fault.delay_ns > 0) return defer(block, fault.delay_ns, false, result);
+    on_result(block, result);
+}
+
+void Worker::on_result(Block* block, int64_t result) {
+    if (result == -EINTR || result == -EAGAIN) return retry_busy(block, static_cast<int>(-result));
+    if (result < 0) return finish(block, static_cast<int>(-result));
+    block->num_busy = 0;
+    if (block->num_done + static_cast<size_t>(result) < block->window.num_needed)
+        return on_short(block, result);
+    block->num_done = block->window.num_needed;
+    end_phase(block);
+}
+
+void Worker::on_short(Block* block, int64_t result) {
+    const Block::Window& window = block->window;
+    size_t num_before = block->num_done;
+    block->num_done += static_cast<size_t>(result);
+    int64_t position = window.offset + static_cast<int64_t>(block->num_done);
+    if (!window.is_write && (result == 0 || position >= block->operation->request.file->num_bytes())) {
+        return block->phase == Block::Phase::kFetchUnit ? append(block) : finish(block, ENODATA);
+    }
+    block->num_done -= block->num_done % window.granularity;
+    block->num_stalls = block->num_done > num_before ? 0 : block->num_stalls + 1;
+    if (block->num_stalls > kMaxStalls) return finish(block, EIO);
+    engine_.num_retries_.fetch_add(1, std::memory_order_relaxed);
+    resume(block);
+}
+
+void Worker::retry_busy(Block* block, int error) {
+    if (++block->num_busy > kMaxBusy) return finish(block, error);
+    engine_.num_retries_.fetch_add(1, std::memory_order_relaxed);
+    if (block->num_busy <= kMaxBusyAtOnce) return resume(block);
+    defer(block, 1'000'000LL << std::min(block->num_busy - kMaxBusyAtOnce, 6u), true, 0);
+}
+
+void Worker::end_phase(Block* block) {
+    const Piece& piece = block->piece;
+    Block::Window& window = block->window;
+    size_t skip = static_cast<size_t>(piece.offset - window.offset);
+    if (block->phase == Block::Phase::kFetchUnit) {
+        memcpy(block->bounce + skip, piece.data, piece.num_bytes);
+        block->phase = Block::Phase::kStoreUnit;
+        window.is_write = true;
+        block->num_done = 0;
+        return resume(block);
+    }
+    if (piece.path == Path::kBounce && !window.is_write)
+        memcpy(piece.data, block->bounce + skip, piece.num_bytes);
+    finish(block, 0);
+}
+
+void Worker::append(Block* block) {
+    const Piece& piece = block->piece;
+    block->num_done = 0;
+    int fd = block->operation->request.file->buffered_fd();
+    if (fd < 0) return finish(block, -fd);
+    block->phase = Block::Phase::kAppend;
+    block->window = {true, fd, piece.data, piece.offset, piece.num_bytes, piece.num_bytes, 1};
+    resume(block);
+}
+
+void Worker::finish(Block* block, int error) {
+    if (block->bounce != nullptr) block->pool->give_back(block->bounce);
+    int64_t reached = block->window.offset + static_cast<int64_t>(block->num_done);
+    engine_.block_finished(block, error, std::max(reached, block->piece.offset));
+}
+
+}  // namespace offloadzero::aio

@@ -1,0 +1,107 @@
+// One thread with one kernel queue: takes blocks from the engine, moves them, checks every completion.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "bounce.h"
+#include "engine.h"
+#include "kernel_queue.h"
+
+namespace offloadzero::aio {
+
+// A piece of an operation on its way. Owned by exactly one of: a worker's lists, the kernel, a unit lock's
+// queue.
+struct Block {
+    enum class Phase {
+        kTransfer,   // the bytes asked for, direct or through the bounce buffer
+        kFetchUnit,  // part of a unit, step 1: read the unit
+        kStoreUnit,  // step 2: write it back, changed
+        kAppend,     // step 2 where the file ends inside the unit
+    };
+
+    // What the kernel is asked to move. A transfer is complete when `num_needed` bytes are there; a short one
+    // continues at a multiple of `granularity`.
+    struct Window {
+        bool is_write = false;
+        int fd = -1;
+        char* data = nullptr;
+        int64_t offset = 0;
+        size_t num_bytes = 0;
+        size_t num_needed = 0;
+        size_t granularity = 1;
+    };
+
+    std::shared_ptr<Operation> operation;
+    Piece piece;
+    Phase phase = Phase::kTransfer;
+    Window window;
+    size_t num_done = 0;  // of the window
+    BouncePool* pool = nullptr;
+    char* bounce = nullptr;
+    bool is_prepared = false;
+    unsigned num_stalls = 0;  // short transfers in a row that got no further
+    unsigned num_busy = 0;    // EINTR and EAGAIN
+    BlockFault fault;
+};
+
+class Worker {
+  public:
+    Worker(Engine* engine, std::unique_ptr<KernelQueue> kernel, unsigned depth);
+    // The thread must have been joined.
+    ~Worker() = default;
+
+    int start_thread();  // 0 or -errno
+    void join() {
+        if (thread_.joinable()) thread_.join();
+    }
+    void wake() { kernel_->wake(); }
+
+    // Guarded by the engine's mutex.
+    bool is_waiting = false;     // in the kernel with room for more: needs a wake() to see new work
+    std::deque<Block*> granted;  // blocks of this worker whose unit lock came free
+
+  private:
+    struct Deferred {
+        int64_t due_ns;
+        Block* block;
+        bool is_retry;  // run it again; otherwise deliver `result`
+        int64_t result;
+    };
+
+    void run();
+    void fill();
+    void reap();
+    void run_deferred();
+    int64_t wait_timeout_ns() const;
+    bool is_idle() const { return num_in_kernel_ == 0 && deferred_.empty() && ready_.empty(); }
+
+    void start(Block* block);
+    int prepare(Block* block);
+    int take_bounce(Block* block, size_t num_bytes);
+    void stage(Block* block);
+    void on_completion(Block* block, int64_t result);
+    void on_result(Block* block, int64_t result);
+    void on_short(Block* block, int64_t result);
+    void retry_busy(Block* block, int error);
+    void end_phase(Block* block);
+    void append(Block* block);
+    void finish(Block* block, int error);
+    void resume(Block* block) { ready_.push_front(block); }
+    void defer(Block* block, int64_t delay_ns, bool is_retry, int64_t result);
+
+    Engine& engine_;
+    std::unique_ptr<KernelQueue> kernel_;
+    const unsigned depth_;
+    unsigned num_in_kernel_ = 0;
+    std::deque<Block*> ready_;  // blocks begun, with more to transfer
+    std::vector<Deferred> deferred_;
+    std::vector<Completion> completions_;
+    BouncePool unit_pool_;
+    BouncePool block_pool_;
+    std::thread thread_;
+};
+
+}  // namespace offloadzero::aio

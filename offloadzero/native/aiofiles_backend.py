@@ -1,0 +1,358 @@
+"""The portable backend of AioEngine: the `aiofiles` package on a private event loop (floor 2).
+
+The loop runs in a daemon thread; blocking calls run in a small thread pool. Files are buffered, and each has
+one descriptor with one position: transfers of one file take turns, those of different files overlap. Loaded
+only when this backend is chosen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiofiles
+
+_MAX_NUM_THREADS = 8
+_MAX_STALLS = 16
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """What the injected faults that hit one block add up to."""
+
+    error: int = 0
+    short_bytes: int | None = None
+    delay_s: float = 0.0
+
+
+class _Faults:
+    """Faults waiting for their block; counted in the loop's thread, injected from any."""
+
+    def __init__(self) -> None:
+        self._armed: list[tuple[str, int, int]] = []
+        self._lock = threading.Lock()
+
+    def inject(self, kind: str, nth: int, value: int) -> None:
+        with self._lock:
+            self._armed.append((kind, nth, value))
+
+    def clear(self) -> None:
+        with self._lock:
+            self._armed.clear()
+
+    def next_block(self) -> _Fault:
+        with self._lock:
+            hits = {kind: value for kind, nth, value in self._armed if nth == 1}
+            self._armed = [(kind, nth - 1, value) for kind, nth, value in self._armed if nth > 1]
+        return _Fault(hits.get("errno", 0), hits.get("short"), hits.get("delay", 0) / 1000)
+
+
+class AiofilesFile:
+    """One file: a buffered descriptor and the lock of its position."""
+
+    direct_reason = "aiofiles: buffered only"
+    alignment = 1
+
+    def __init__(self, handle: Any, engine: AiofilesEngine) -> None:
+        self._engine = engine
+        self.handle = handle
+        self.position_lock = asyncio.Lock()
+        # In the loop's thread: the descriptor closes when the owner has closed it and no operation is left.
+        self.num_users = 1
+
+    def num_bytes(self) -> int:
+        return os.fstat(self.handle.fileno()).st_size
+
+    def preallocate(self, num_bytes: int) -> None:
+        if num_bytes == 0:
+            return
+        descriptor = self.handle.fileno()
+        old_num_bytes = self.num_bytes()
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        except OSError:
+            if self.num_bytes() > old_num_bytes:
+                os.ftruncate(descriptor, old_num_bytes)
+            raise
+
+    def sync(self) -> None:
+        os.fdatasync(self.handle.fileno())
+
+    def close(self) -> None:
+        self._engine.release_file(self)
+
+
+@dataclass(eq=False)
+class AiofilesOperation:
+    """One operation; but for `finished`, it belongs to the loop's thread until it is done."""
+
+    file: AiofilesFile
+    is_write: bool
+    view: memoryview
+    offset: int
+    priority: int
+    token: int
+    num_left: int = 0
+    error: tuple[int, int] = (0, 0)
+    finished: threading.Event = field(default_factory=threading.Event)
+
+    def done(self) -> bool:
+        return self.finished.is_set()
+
+    def wait(self, timeout_s: float) -> tuple[int, int] | None:
+        is_done = self.finished.wait(None if timeout_s < 0 else min(timeout_s, threading.TIMEOUT_MAX))
+        return self.error if is_done else None
+
+    def fail(self, code: int, offset: int) -> None:
+        if not self.error[0]:
+            self.error = (code, offset)
+
+
+@dataclass(order=True)
+class _Block:
+    """A block in the queue; compares by what it is served by."""
+
+    priority: int
+    sequence: int
+    operation: AiofilesOperation = field(compare=False)
+    offset: int = field(compare=False)
+    view: memoryview = field(compare=False)
+
+
+class AiofilesEngine:
+    """The engine core behind AioEngine(backend="aiofiles"); offloadzero.native.aio describes the methods."""
+
+    def __init__(self, *, block_size: int, queue_depth: int) -> None:
+        self._block_size = block_size
+        self._num_consumers = min(queue_depth, _MAX_NUM_THREADS)
+        self._executor = ThreadPoolExecutor(self._num_consumers, thread_name_prefix="offloadzero-aiofiles")
+        self._faults = _Faults()
+        self._stats = dict.fromkeys(
+            ("bytes_read", "bytes_written", "operations", "blocks", "retries", "bounced"), 0
+        )
+        self._finished_tokens: list[int] = []
+        self._finished_lock = threading.Lock()
+        self._num_outstanding = 0
+        self._sequence = 0
+        self._files: set[AiofilesFile] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_cancelling = False
+        self._loop = asyncio.new_event_loop()
+        self._blocks: asyncio.PriorityQueue[_Block] = asyncio.PriorityQueue()
+        self._close_asked = asyncio.Event()
+        self._cancel_asked = asyncio.Event()
+        self._is_drained = asyncio.Event()
+        self._is_drained.set()
+        self._thread = threading.Thread(target=self._run_loop, name="offloadzero-aiofiles", daemon=True)
+        self._thread.start()
+
+    # Called from any thread.
+
+    def open(self, path: str, *, create: bool, readonly: bool, direct: str) -> AiofilesFile:
+        if direct == "on":
+            raise OSError(errno.EOPNOTSUPP, "aiofiles is buffered only")
+        opened = self._open(path, create=create, readonly=readonly)
+        return asyncio.run_coroutine_threadsafe(opened, self._loop).result()
+
+    def submit(
+        self,
+        file: AiofilesFile,
+        *,
+        is_write: bool,
+        address: int,
+        num_bytes: int,
+        offset: int,
+        priority: int,
+        token: int,
+    ) -> AiofilesOperation:
+        memory = (ctypes.c_char * num_bytes).from_address(address) if num_bytes else bytearray()
+        view = memoryview(memory).cast("B")
+        operation = AiofilesOperation(file, is_write, view, offset, priority, token)
+        self._loop.call_soon_threadsafe(self._enqueue, operation)
+        return operation
+
+    def collect_finished(self) -> list[int]:
+        with self._finished_lock:
+            tokens, self._finished_tokens = self._finished_tokens, []
+        return tokens
+
+    def inject(self, kind: str, nth: int, value: int) -> None:
+        self._faults.inject(kind, nth, value)
+
+    def clear_faults(self) -> None:
+        self._faults.clear()
+
+    def stats(self) -> dict[str, int]:
+        return dict(self._stats)
+
+    def release_file(self, file: AiofilesFile) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._release_file, file)
+
+    def close(self, *, cancel: bool) -> None:
+        self._loop.call_soon_threadsafe(self._begin_close, cancel)
+        self._thread.join()
+
+    # In the loop's thread from here on.
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+        self._executor.shutdown(wait=False)
+
+    async def _serve(self) -> None:
+        consumers = [asyncio.ensure_future(self._consume()) for _ in range(self._num_consumers)]
+        await self._close_asked.wait()
+        await self._is_drained.wait()
+        for consumer in consumers:
+            consumer.cancel()
+        await asyncio.gather(*consumers, *self._tasks, return_exceptions=True)
+        for file in list(self._files):
+            await self._close_file(file)
+
+    def _begin_close(self, cancel: bool) -> None:
+        self._close_asked.set()
+        if cancel:
+            self._is_cancelling = True
+            self._cancel_asked.set()
+
+    async def _open(self, path: str, *, create: bool, readonly: bool) -> AiofilesFile:
+        def opener(name: str, flags: int) -> int:
+            return os.open(name, flags | (os.O_CREAT if create else 0), 0o600)
+
+        handle = await aiofiles.open(
+            path,
+            "rb" if readonly else "r+b",
+            buffering=0,
+            opener=opener,
+            loop=self._loop,
+            executor=self._executor,
+        )
+        file = AiofilesFile(handle, self)
+        self._files.add(file)
+        return file
+
+    def _release_file(self, file: AiofilesFile) -> None:
+        file.num_users -= 1
+        if file.num_users == 0 and file in self._files:
+            task = asyncio.ensure_future(self._close_file(file))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _close_file(self, file: AiofilesFile) -> None:
+        self._files.discard(file)
+        # RuntimeError: an interpreter on its way out starts no more work in threads; its end closes the file.
+        with contextlib.suppress(RuntimeError):
+            await file.handle.close()
+
+    def _enqueue(self, operation: AiofilesOperation) -> None:
+        self._num_outstanding += 1
+        self._is_drained.clear()
+        operation.file.num_users += 1
+        self._sequence += 1
+        starts = range(0, len(operation.view), self._block_size)
+        operation.num_left = len(starts)
+        if not starts:
+            self._complete(operation)
+        for start in starts:
+            view = operation.view[start : start + self._block_size]
+            offset = operation.offset + start
+            # Blocks of one operation compare equal: the heap need not keep their order.
+            self._blocks.put_nowait(_Block(operation.priority, self._sequence, operation, offset, view))
+
+    async def _consume(self) -> None:
+        while True:
+            block = await self._blocks.get()
+            fault = self._begin_block(block)
+            if fault is not None:
+                code, reached = await self._transfer(block, fault)
+                if fault.delay_s:
+                    task = asyncio.ensure_future(self._finish_late(block, code, reached, fault.delay_s))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+                    continue
+                self._finish_block(block, code, reached)
+
+    def _begin_block(self, block: _Block) -> _Fault | None:
+        """None: the block's operation has failed or is cancelled, and the block is finished."""
+        if self._is_cancelling and not block.operation.error[0]:
+            block.operation.fail(errno.ECANCELED, block.offset)
+        if block.operation.error[0]:
+            self._finish_block(block, 0, block.offset)
+            return None
+        self._stats["blocks"] += 1
+        return self._faults.next_block()
+
+    async def _finish_late(self, block: _Block, code: int, reached: int, delay_s: float) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):  # the usual end of the delay
+            await asyncio.wait_for(self._cancel_asked.wait(), delay_s)
+        self._finish_block(block, code, reached)
+
+    async def _transfer(self, block: _Block, fault: _Fault) -> tuple[int, int]:
+        """Moves a whole block. (errno or 0, file offset reached)."""
+        num_done = 0
+        num_stalls = 0
+        error, short_bytes = fault.error, fault.short_bytes
+        while num_done < len(block.view):
+            left = block.view[num_done:]
+            try:
+                if error:
+                    injected, error = error, 0
+                    raise OSError(injected, os.strerror(injected))
+                num_moved = await self._move(
+                    block, num_done, left if short_bytes is None else left[:short_bytes]
+                )
+            except OSError as failure:
+                if failure.errno not in (errno.EINTR, errno.EAGAIN):
+                    return failure.errno or errno.EIO, block.offset + num_done
+                num_moved = None
+            except RuntimeError:
+                # The interpreter is on its way out: the thread pool takes no more work.
+                return errno.ECANCELED, block.offset + num_done
+            short_bytes = None
+            if num_moved == 0 and not block.operation.is_write:
+                return errno.ENODATA, block.offset + num_done
+            num_done += num_moved or 0
+            num_stalls = 0 if num_moved else num_stalls + 1
+            if num_stalls > _MAX_STALLS:
+                return errno.EIO, block.offset + num_done
+            self._stats["retries"] += num_done < len(block.view)
+        return 0, block.offset + num_done
+
+    async def _move(self, block: _Block, num_done: int, view: memoryview) -> int | None:
+        """One seek and one transfer. None: it would have blocked."""
+        file = block.operation.file
+        async with file.position_lock:
+            await file.handle.seek(block.offset + num_done)
+            call = file.handle.write if block.operation.is_write else file.handle.readinto
+            num_moved: int | None = await call(view)
+        return num_moved
+
+    def _finish_block(self, block: _Block, code: int, reached: int) -> None:
+        operation = block.operation
+        if code:
+            operation.fail(code, reached)
+        operation.num_left -= 1
+        if operation.num_left == 0:
+            self._complete(operation)
+
+    def _complete(self, operation: AiofilesOperation) -> None:
+        self._stats["operations"] += 1
+        if not operation.error[0]:
+            direction = "bytes_written" if operation.is_write else "bytes_read"
+            self._stats[direction] += len(operation.view)
+        self._release_file(operation.file)
+        with self._finished_lock:
+            self._finished_tokens.append(operation.token)
+        operation.finished.set()
+        self._num_outstanding -= 1
+        if self._num_outstanding == 0:
+            self._is_drained.set()
