@@ -1,6 +1,6 @@
 # Two set-ups: `make train` and `make test`. Needs python3 >= 3.10, make and a C++17 compiler.
 # A torch that python3 already has (a CUDA build) is kept; otherwise TORCH is installed first, so that no other
-# dependency chooses one.
+# dependency chooses one. `make VENV=PATH ...` uses an environment you already have.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -9,15 +9,16 @@ CONFIG ?= examples/configs/nvme.json
 MODEL ?= tiny
 DEEPSPEED_PYTHON ?=
 
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
-STAMPS := $(VENV)/stamps
+STAMPS := $(VENV)/offloadzero-stamps
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+export PATH := $(abspath $(BIN)):$(PATH)
 NATIVE_SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
 HAS_CUDA := import sys, torch; sys.exit(not torch.cuda.is_available())
 
-.PHONY: train test lint gpu-test bench clean
+.PHONY: train test lint gpu-test bench
 
 train: $(STAMPS)/native $(STAMPS)/examples | offload-files
 	$(BIN)/python examples/train_gpt.py --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
@@ -27,10 +28,10 @@ test: $(STAMPS)/native $(STAMPS)/dev
 	else $(BIN)/python -m pytest -m "not gpu"; fi
 
 lint: $(STAMPS)/dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict
-	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
+	ruff check .
+	ruff format --check .
+	mypy --strict
+	clang-format --dry-run -Werror $(NATIVE_SOURCES)
 
 gpu-test: $(STAMPS)/native $(STAMPS)/dev
 	$(BIN)/python -m pytest -m gpu
@@ -39,17 +40,15 @@ bench: $(STAMPS)/native $(STAMPS)/examples | offload-files
 	$(BIN)/python benchmarks/side_by_side.py \
 		$(if $(DEEPSPEED_PYTHON),--deepspeed-python $(DEEPSPEED_PYTHON))
 
-clean:
-	rm -rf $(VENV) build *.egg-info offloadzero/native/*.so
-
 offload-files:
 	mkdir -p $@
 
 # Everything below is done once: a stamp is newer than what it was made from.
 
 $(STAMPS)/venv:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "python3 >= 3.10 is needed"; exit 1; }
-	$(PYTHON) -m venv $(VENV) $$($(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null && echo --system-site-packages)
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "python3 >= 3.10 is needed"'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+		$$($(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null && echo --system-site-packages)
 	$(PIP) "setuptools>=77" wheel
 	mkdir -p $(STAMPS) && touch $@
 
