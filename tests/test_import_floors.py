@@ -22,6 +22,8 @@ FLOORS: Mapping[str, int] = {
     "integrations": 7,
     "engine": 6,
     "zero": 6,
+    "optimizer": 6,
+    "runtime": 6,
     "checkpoint": 5,
     "streaming": 5,
     "optim": 4,

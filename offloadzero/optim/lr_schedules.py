@@ -371,7 +371,7 @@ def _warmup_type(value: object) -> str:
 
 
 def _has_betas(optimizer: Optimizer) -> bool:
-    if "betas" in optimizer.defaults:
+    if all("betas" in group for group in optimizer.param_groups):
         return True
     name = type(optimizer).__name__
     warnings.warn(f"OneCycle: {name} has no betas, so cycle_momentum is off", stacklevel=3)
