@@ -109,25 +109,28 @@ int64_t File::num_bytes() const {
 }
 
 int File::preallocate(int64_t num_bytes) const {
-    int64_t old_num_bytes = this->num_bytes();
-    if (old_num_bytes < 0) return static_cast<int>(old_num_bytes);
-    if (num_bytes == 0) return 0;
-    int status;
-    do {
-        status = fallocate(fd_, 0, 0, num_bytes) < 0 ? -errno : 0;
-    } while (status == -EINTR);
-    if (status == 0) return 0;
-    if (status != -EOPNOTSUPP && status != -ENOSYS) {
-        // A fallocate that ran out of space half way may have grown the file.
-        if (this->num_bytes() > old_num_bytes && ftruncate(fd_, old_num_bytes) < 0) return -errno;
-        return status;
-    }
+    struct stat status;
     struct statvfs space;
-    if (fstatvfs(fd_, &space) < 0) return -errno;
-    int64_t num_free = static_cast<int64_t>(space.f_bavail) * static_cast<int64_t>(space.f_frsize);
-    if (num_bytes - old_num_bytes > num_free) return -ENOSPC;
-    if (num_bytes > old_num_bytes && ftruncate(fd_, num_bytes) < 0) return -errno;
-    return 0;
+    if (fstat(fd_, &status) < 0 || fstatvfs(fd_, &space) < 0) return -errno;
+    int64_t num_missing = num_bytes - static_cast<int64_t>(status.st_blocks) * 512;
+    auto num_bytes_of = [&space](fsblkcnt_t blocks) {
+        return static_cast<int64_t>(blocks) * static_cast<int64_t>(space.f_frsize);
+    };
+    if (num_bytes == 0 || S_ISBLK(status.st_mode)) return num_bytes > this->num_bytes() ? -ENOSPC : 0;
+    // What cannot fit is refused here: some filesystems would first fill the disk and then fail.
+    if (num_missing > num_bytes_of(space.f_bfree)) return -ENOSPC;
+    int error;
+    do {
+        error = fallocate(fd_, 0, 0, num_bytes) < 0 ? errno : 0;
+    } while (error == EINTR);
+    if (error == EOPNOTSUPP || error == ENOSYS) {
+        if (num_missing > num_bytes_of(space.f_bavail)) return -ENOSPC;
+        error = num_bytes > status.st_size && ftruncate(fd_, num_bytes) < 0 ? errno : 0;
+    } else if (error != 0 && this->num_bytes() > status.st_size && ftruncate(fd_, status.st_size) < 0) {
+        // It had grown the file before it ran out of space, and that cannot be undone.
+        return -errno;
+    }
+    return -error;
 }
 
 int File::sync() const {

@@ -592,7 +592,7 @@ def _parse(enum: Any, key: str, value: str) -> Any:
         return enum(value)
     except ValueError:
         names = [member.value for member in enum]
-        raise ConfigError(key, value, f"allowed: {', '.join(names)}", known_keys=names) from None
+        raise ConfigError(key, value, f"allowed: {', '.join(names)}") from None
 
 
 @atexit.register

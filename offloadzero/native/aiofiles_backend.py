@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import io
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -75,6 +76,10 @@ class AiofilesFile:
             return
         descriptor = self.handle.fileno()
         old_num_bytes = self.num_bytes()
+        space = os.fstatvfs(descriptor)
+        if num_bytes - os.fstat(descriptor).st_blocks * 512 > space.f_bfree * space.f_frsize:
+            # Refused here: some filesystems would first fill the disk and then fail.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         try:
             os.posix_fallocate(descriptor, 0, num_bytes)
         except OSError:
@@ -121,8 +126,8 @@ class _Block:
 
     priority: int
     sequence: int
+    offset: int
     operation: AiofilesOperation = field(compare=False)
-    offset: int = field(compare=False)
     view: memoryview = field(compare=False)
 
 
@@ -265,8 +270,7 @@ class AiofilesEngine:
         for start in starts:
             view = operation.view[start : start + self._block_size]
             offset = operation.offset + start
-            # Blocks of one operation compare equal: the heap need not keep their order.
-            self._blocks.put_nowait(_Block(operation.priority, self._sequence, operation, offset, view))
+            self._blocks.put_nowait(_Block(operation.priority, self._sequence, offset, operation, view))
 
     async def _consume(self) -> None:
         while True:
@@ -310,6 +314,9 @@ class AiofilesEngine:
                 num_moved = await self._move(
                     block, num_done, left if short_bytes is None else left[:short_bytes]
                 )
+            except io.UnsupportedOperation:
+                # A write to a file opened for reading: the number the kernel would give.
+                return errno.EBADF, block.offset + num_done
             except OSError as failure:
                 if failure.errno not in (errno.EINTR, errno.EAGAIN):
                     return failure.errno or errno.EIO, block.offset + num_done
