@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from offloadzero.errors import AioError, ConfigError
 from offloadzero.native.aio import AioEngine, AioFile
 
