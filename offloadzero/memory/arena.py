@@ -1,0 +1,170 @@
+"""Arenas, leases and pools: fixed memory reserved at start (floor 3)."""
+
+from __future__ import annotations
+
+import mmap
+import queue
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from offloadzero.errors import BudgetError, StateError
+from offloadzero.memory.tickets import FINISHED, Failures, Ticket
+
+ALIGN_BYTES = 4096  # what O_DIRECT wants of addresses; a multiple of what copies and kernels want
+
+
+def align_up(num_bytes: int, alignment: int = ALIGN_BYTES) -> int:
+    """`num_bytes` rounded up to a multiple of `alignment`."""
+    return -(-num_bytes // alignment) * alignment
+
+
+def allocate_host(num_bytes: int) -> torch.Tensor:
+    """Host memory of exactly `num_bytes`, page-aligned, zero: uint8, shape (num_bytes,)."""
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+class Lease:
+    """A fixed-address slice of an arena, lent until `release()`."""
+
+    def __init__(self, arena: Arena, offset: int, num_bytes: int, label: str) -> None:
+        self._arena = arena
+        self.offset = offset
+        self.num_bytes = num_bytes
+        self.label = label
+        self._released = False
+
+    def view(self, dtype: torch.dtype, num_elements: int, *, start_byte: int = 0) -> torch.Tensor:
+        """`num_elements` of `dtype` from `start_byte` on: shape (num_elements,)."""
+        size = num_elements * dtype.itemsize
+        if start_byte + size > self.num_bytes:
+            raise AssertionError(f"{self.label}: view of {start_byte}+{size} in {self.num_bytes} bytes")
+        start = self.offset + start_byte
+        return self._arena.buffer[start : start + size].view(dtype)
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """The whole lease as uint8."""
+        return self._arena.buffer[self.offset : self.offset + self.num_bytes]
+
+    def release(self) -> None:
+        """Give the slice back; it must not be touched afterwards."""
+        if self._released:
+            raise StateError(f"lease {self.label} was released twice")
+        self._released = True
+        self._arena._free(self)
+
+
+class Arena:
+    """One buffer from which leases are cut, best fit first; thread-safe."""
+
+    def __init__(self, name: str, buffer: torch.Tensor, *, poison: bool = False) -> None:
+        self.name = name
+        self.buffer = buffer
+        self._poison = poison
+        self._lock = threading.Lock()
+        self._holes: list[tuple[int, int]] = [(0, buffer.numel())] if buffer.numel() else []  # (offset, size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Capacity."""
+        return self.buffer.numel()
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in no lease (perhaps not in one piece)."""
+        with self._lock:
+            return sum(size for _, size in self._holes)
+
+    def try_lease(self, num_bytes: int, label: str) -> Lease | None:
+        """A lease of `num_bytes` (rounded up to the alignment), or None when no hole is large enough."""
+        size = align_up(max(num_bytes, 1))
+        with self._lock:
+            fitting = [(hole_size, offset) for offset, hole_size in self._holes if hole_size >= size]
+            if not fitting:
+                return None
+            hole_size, offset = min(fitting)
+            self._holes.remove((offset, hole_size))
+            if hole_size > size:
+                self._holes.append((offset + size, hole_size - size))
+        return Lease(self, offset, size, label)
+
+    def lease(self, num_bytes: int, label: str) -> Lease:
+        """Like `try_lease`; raises BudgetError."""
+        lease = self.try_lease(num_bytes, label)
+        if lease is None:
+            raise BudgetError(
+                f"{label}: {num_bytes:,} bytes do not fit in the {self.name} arena "
+                f"({self.free_bytes:,} of {self.num_bytes:,} bytes free)"
+            )
+        return lease
+
+    def _free(self, lease: Lease) -> None:
+        if self._poison:
+            lease.bytes.fill_(0xFF)  # NaN in bf16, fp16 and fp32
+        with self._lock:
+            merged: list[tuple[int, int]] = []
+            for offset, size in sorted([*self._holes, (lease.offset, lease.num_bytes)]):
+                if merged and merged[-1][0] + merged[-1][1] == offset:
+                    merged[-1] = (merged[-1][0], merged[-1][1] + size)
+                else:
+                    merged.append((offset, size))
+            self._holes = merged
+
+
+class PooledBuffer:
+    """One buffer of a pool, and the ticket of its last use; a `temporary` one belongs to no pool."""
+
+    def __init__(self, bytes_: torch.Tensor, *, temporary: bool = False) -> None:
+        self.bytes = bytes_
+        self.temporary = temporary
+        self.last_use: Ticket = FINISHED
+
+    def view(self, dtype: torch.dtype, num_elements: int, *, start_byte: int = 0) -> torch.Tensor:
+        """`num_elements` of `dtype` from `start_byte` on: shape (num_elements,)."""
+        return self.bytes[start_byte : start_byte + num_elements * dtype.itemsize].view(dtype)
+
+
+class BufferPool:
+    """Equal buffers handed out one at a time; `take` blocks until one is free.
+
+    A buffer may be given back before its last transfer is complete: its next taker gets `last_use` to wait for.
+    """
+
+    def __init__(self, leases: Sequence[Lease], *, failures: Failures, poison: bool = False) -> None:
+        self.num_buffers = len(leases)
+        self._failures = failures
+        self._poison = poison
+        self._free: queue.SimpleQueue[PooledBuffer] = queue.SimpleQueue()
+        for lease in leases:
+            self._free.put(PooledBuffer(lease.bytes))
+
+    def take(self) -> PooledBuffer:
+        """A free buffer; blocks. Raises the engine's failure if there is one.
+
+        After a failure buffers may never come back, so the wait looks up now and then.
+        """
+        while True:
+            try:
+                return self._free.get(timeout=0.5)
+            except queue.Empty:
+                self._failures.check()
+
+    def try_take(self) -> PooledBuffer | None:
+        """A free buffer or None."""
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            return None
+
+    def give_back(self, buffer: PooledBuffer, *, last_use: Ticket = FINISHED) -> None:
+        """The next taker must wait for `last_use` before it writes."""
+        buffer.last_use = last_use
+        if self._poison and last_use.done():
+            buffer.bytes.fill_(0xFF)
+        self._free.put(buffer)

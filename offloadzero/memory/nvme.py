@@ -1,0 +1,223 @@
+"""The NVMe tier: extents in preallocated files, striped over the given directories (floor 3)."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import itertools
+import logging
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from offloadzero.config import AioConfig
+from offloadzero.errors import AioError, BudgetError
+from offloadzero.memory.arena import align_up
+from offloadzero.memory.tickets import AllOf, Ticket
+from offloadzero.native.aio import AioEngine, AioFile
+
+log = logging.getLogger("offloadzero.nvme")
+
+FILE_PREFIX = "offloadzero-"
+STRIPE_BYTES = 4 * 1024 * 1024
+_file_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Extent:
+    """`num_bytes` from `offset` on in the striped space of all files."""
+
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a transfer that lies in one file."""
+
+    file_index: int
+    file_offset: int
+    buffer_offset: int
+    num_bytes: int
+
+
+def stripe_pieces(offset: int, num_bytes: int, num_files: int) -> Iterator[Piece]:
+    """Cut a range of the striped space into pieces, one per file and contiguous run."""
+    if num_files == 1:
+        if num_bytes:
+            yield Piece(0, offset, 0, num_bytes)
+        return
+    position = offset
+    end = offset + num_bytes
+    while position < end:
+        stripe, inside = divmod(position, STRIPE_BYTES)
+        size = min(STRIPE_BYTES - inside, end - position)
+        yield Piece(stripe % num_files, stripe // num_files * STRIPE_BYTES + inside, position - offset, size)
+        position += size
+
+
+def remove_stale_files(directory: Path) -> list[Path]:
+    """Remove files that a killed process of ours left in `directory`: those whose lock nobody holds."""
+    removed = []
+    for path in directory.glob(f"{FILE_PREFIX}*.bin"):
+        try:
+            descriptor = os.open(path, os.O_RDWR)
+        except OSError:
+            continue  # another user's, or gone already
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            removed.append(path)
+        except BlockingIOError:
+            pass  # its process lives
+        finally:
+            os.close(descriptor)
+    if removed:
+        log.warning("removed files of processes that are gone: %s", ", ".join(map(str, removed)))
+    return removed
+
+
+class _BackingFile:
+    """One file of mode 0600, locked while its process lives, removed on close."""
+
+    def __init__(self, engine: AioEngine, directory: Path) -> None:
+        name = f"{FILE_PREFIX}{os.getpid()}-{next(_file_numbers)}.bin"
+        self.path = directory / name
+        self.file: AioFile = engine.open(self.path, create=True)
+        # The lock tells a later process that this one lives; it needs a descriptor of its own.
+        self._lock_descriptor = os.open(self.path, os.O_RDWR)
+        fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self.file.close()
+        os.close(self._lock_descriptor)
+
+
+class NvmeTier:
+    """A striped address space of `num_bytes`, reserved on disk before anything is written.
+
+    Fresh extents read as zeros. Raises BudgetError when a filesystem has no room, AioError for other failures.
+    """
+
+    def __init__(self, directories: Sequence[Path], *, num_bytes: int, aio: AioConfig) -> None:
+        self.num_bytes = align_up(num_bytes)
+        self._next_offset = 0
+        self._files: list[_BackingFile] = []
+        self.engine = AioEngine(
+            backend=aio.backend,
+            block_size=aio.block_size,
+            queue_depth=aio.queue_depth,
+            num_threads=aio.num_threads,
+        )
+        _open_tiers.add(self)
+        try:
+            for directory in directories:
+                remove_stale_files(directory)
+            for directory in directories:
+                self._files.append(_BackingFile(self.engine, directory))
+            self._preallocate()
+        except BaseException:
+            self.close()
+            raise
+
+    def _preallocate(self) -> None:
+        num_files = len(self._files)
+        per_file = self.num_bytes if num_files == 1 else self._striped_file_bytes(num_files)
+        for backing in self._files:
+            try:
+                backing.file.preallocate(per_file)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                free = os.statvfs(backing.path.parent)
+                raise BudgetError(
+                    f"nvme: {per_file:,} bytes are needed in {backing.path.parent}, "
+                    f"{free.f_bavail * free.f_frsize:,} are free ({os.strerror(error.errno)})"
+                ) from error
+
+    def _striped_file_bytes(self, num_files: int) -> int:
+        return -(-self.num_bytes // (STRIPE_BYTES * num_files)) * STRIPE_BYTES
+
+    @property
+    def files(self) -> list[tuple[Path, int]]:
+        """Path and size in bytes of each backing file."""
+        return [(backing.path, backing.path.stat().st_size) for backing in self._files]
+
+    @property
+    def description(self) -> str:
+        """The file engine in use and why, and whether the files bypass the page cache."""
+        direct = "; ".join(sorted({backing.file.direct_reason for backing in self._files}))
+        return f"{self.engine.backend.value} ({self.engine.reason}); {direct}"
+
+    def allocate(self, num_bytes: int, label: str) -> Extent:
+        """The next `num_bytes`, rounded up to whole blocks."""
+        size = align_up(num_bytes)
+        if self._next_offset + size > self.num_bytes:
+            raise BudgetError(f"{label}: {size:,} bytes past the {self.num_bytes:,} bytes reserved on nvme")
+        extent = Extent(self._next_offset, size)
+        self._next_offset += size
+        return extent
+
+    def read(
+        self, extent: Extent, buffer: torch.Tensor, *, start_byte: int, priority: int, label: str
+    ) -> Ticket:
+        """Fill `buffer` (host, contiguous) from `start_byte` of the extent on."""
+        return self._transfer("read", extent, buffer, start_byte, priority, label)
+
+    def write(
+        self, extent: Extent, buffer: torch.Tensor, *, start_byte: int, priority: int, label: str
+    ) -> Ticket:
+        """Write `buffer` (host, contiguous) at `start_byte` of the extent."""
+        return self._transfer("write", extent, buffer, start_byte, priority, label)
+
+    def _transfer(
+        self, verb: str, extent: Extent, buffer: torch.Tensor, start_byte: int, priority: int, label: str
+    ) -> Ticket:
+        data = buffer.view(torch.uint8)
+        if start_byte + data.numel() > extent.num_bytes:
+            raise AioError(
+                operation=verb,
+                path=str(self._files[0].path),
+                offset=extent.offset + start_byte,
+                num_bytes=data.numel(),
+                errno=errno.EINVAL,
+                label=label,
+                detail=f"past the extent's {extent.num_bytes} bytes",
+            )
+        submit = self.engine.read if verb == "read" else self.engine.write
+        tickets = [
+            submit(
+                self._files[piece.file_index].file,
+                data[piece.buffer_offset : piece.buffer_offset + piece.num_bytes],
+                offset=piece.file_offset,
+                priority=priority,
+                label=label,
+            )
+            for piece in stripe_pieces(extent.offset + start_byte, data.numel(), len(self._files))
+        ]
+        return tickets[0] if len(tickets) == 1 else AllOf(tickets)
+
+    def close(self) -> None:
+        """End all transfers and remove the files."""
+        _open_tiers.discard(self)
+        with contextlib.ExitStack() as stack:  # each file is removed even when another's removal fails
+            for backing in self._files:
+                stack.callback(backing.close)
+            stack.callback(self.engine.close)  # runs first
+        self._files = []
+
+
+_open_tiers: weakref.WeakSet[NvmeTier] = weakref.WeakSet()
+
+
+@atexit.register
+def _remove_files_at_exit() -> None:
+    for tier in list(_open_tiers):
+        tier.close()

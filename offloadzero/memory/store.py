@@ -1,0 +1,175 @@
+"""The tiered store: every segment has one home, and one way in and out of it (floor 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from offloadzero.config import AioConfig, SegmentKind, TierName
+from offloadzero.memory.arena import Arena, align_up, allocate_host
+from offloadzero.memory.lanes import Accelerator, Lane
+from offloadzero.memory.nvme import Extent, NvmeTier
+from offloadzero.memory.tickets import FINISHED, Failures, Ticket
+
+# What the computation waits for overtakes what only has to be home in time.
+FETCH_PRIORITY = 0
+UPDATE_PRIORITY = 1
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One contiguous piece of a record: `num_elements` of `dtype` with one home.
+
+    `home` is the typed memory, shape (num_elements,), for device and host; `extent` the place on NVMe.
+    """
+
+    record: str
+    kind: SegmentKind
+    dtype: torch.dtype
+    num_elements: int
+    tier: TierName
+    home: torch.Tensor | None = None
+    extent: Extent | None = None
+
+    @property
+    def label(self) -> str:
+        """For errors: `blocks.3.exp_avg`."""
+        return f"{self.record}.{self.kind.value}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the data."""
+        return self.num_elements * self.dtype.itemsize
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The home of a segment that lives in memory."""
+        if self.home is None:
+            raise AssertionError(f"{self.label} lives on {self.tier.value}, not in memory")
+        return self.home
+
+
+@dataclass(frozen=True)
+class StoreSizes:
+    """Bytes to reserve before the first step."""
+
+    device: int
+    host: int
+    nvme: int
+
+
+class TieredStore:
+    """Owns the arenas, the NVMe files and the copy lanes.
+
+    Everything is reserved in the constructor: BudgetError or AioError there, never later.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        *,
+        sizes: StoreSizes,
+        nvme_paths: Sequence[Path],
+        aio: AioConfig,
+        failures: Failures,
+        pin_memory: bool = True,
+        poison: bool = False,
+    ) -> None:
+        self.accelerator = accelerator
+        self.failures = failures
+        self.poison = poison
+        self._pinned = False
+        self.nvme = NvmeTier(nvme_paths, num_bytes=sizes.nvme, aio=aio) if sizes.nvme else None
+        self.host = Arena("host", allocate_host(align_up(sizes.host)), poison=poison)
+        self.device = Arena("device", accelerator.allocate(align_up(sizes.device)), poison=poison)
+        if pin_memory:
+            accelerator.pin(self.host.buffer)
+            self._pinned = True
+        # State traffic has lanes of its own. Fetches wait for updates on theirs; an update that had to queue
+        # behind such a fetch would never end.
+        self.h2d: Lane = accelerator.lane("state-h2d", failures)
+        self.d2h: Lane = accelerator.lane("state-d2h", failures)
+
+    def create(
+        self, record: str, kind: SegmentKind, dtype: torch.dtype, num_elements: int, tier: TierName
+    ) -> Segment:
+        """Reserve a segment's home; its content is zero."""
+        size = num_elements * dtype.itemsize
+        label = f"{record}.{kind.value}"
+        if tier is TierName.NVME:
+            if self.nvme is None:
+                raise AssertionError(f"{label}: no nvme was reserved")
+            extent = self.nvme.allocate(size, label)
+            return Segment(record, kind, dtype, num_elements, tier, extent=extent)
+        arena = self.device if tier is TierName.DEVICE else self.host
+        home = arena.lease(size, label).view(dtype, num_elements)
+        if tier is TierName.DEVICE:
+            home.zero_()  # the host arena is fresh, hence zero
+        return Segment(record, kind, dtype, num_elements, tier, home=home)
+
+    def read(
+        self, segment: Segment, target: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
+    ) -> Ticket:
+        """Copy elements [start, start + target.numel()) of a segment into host memory.
+
+        A caller that launched kernels which write a device segment waits for them first.
+
+        Args:
+            target: host, contiguous, the segment's dtype; shape (n,).
+        """
+        if segment.tier is TierName.NVME:
+            return self._nvme.read(
+                self._extent(segment),
+                target,
+                start_byte=start * segment.dtype.itemsize,
+                priority=priority,
+                label=segment.label,
+            )
+        source = segment.memory[start : start + target.numel()]
+        if segment.tier is TierName.DEVICE:
+            return self.d2h.submit(lambda: self.accelerator.copy(target, source))
+        target.copy_(source)
+        return FINISHED
+
+    def write(
+        self, segment: Segment, source: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
+    ) -> Ticket:
+        """Commit host memory to elements [start, start + source.numel()) of a segment's home."""
+        if segment.tier is TierName.NVME:
+            return self._nvme.write(
+                self._extent(segment),
+                source,
+                start_byte=start * segment.dtype.itemsize,
+                priority=priority,
+                label=segment.label,
+            )
+        target = segment.memory[start : start + source.numel()]
+        if segment.tier is TierName.DEVICE:
+            return self.h2d.submit(lambda: self.accelerator.copy(target, source))
+        target.copy_(source)
+        return FINISHED
+
+    @property
+    def _nvme(self) -> NvmeTier:
+        if self.nvme is None:
+            raise AssertionError("the store has no nvme tier")
+        return self.nvme
+
+    @staticmethod
+    def _extent(segment: Segment) -> Extent:
+        if segment.extent is None:
+            raise AssertionError(f"{segment.label} has no extent")
+        return segment.extent
+
+    def close(self) -> None:
+        """Drain the lanes, end the file transfers, remove the files, unpin."""
+        self.h2d.close()
+        self.d2h.close()
+        if self.nvme is not None:
+            self.nvme.close()
+        if self._pinned:
+            self.accelerator.unpin(self.host.buffer)
+            self._pinned = False

@@ -1,0 +1,108 @@
+"""Handles of asynchronous work: only `wait()` blocks (floor 3)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class Ticket(Protocol):
+    """The handle of one asynchronous transfer or task."""
+
+    def wait(self) -> None:
+        """Block until the work is done; raise what made it fail."""
+
+    def done(self) -> bool:
+        """Whether `wait()` would return (or raise) at once."""
+
+
+class Finished:
+    """A ticket of work that needs no waiting."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+
+FINISHED = Finished()
+
+
+class AllOf:
+    """Done when all of `tickets` are; raises the first failure, after all have come to an end.
+
+    Waiting for every ticket even when one has failed keeps buffers alive under transfers still in flight.
+    """
+
+    def __init__(self, tickets: Iterable[Ticket]) -> None:
+        self._tickets = tuple(tickets)
+
+    def wait(self) -> None:
+        """Block until all are done."""
+        failure: BaseException | None = None
+        for ticket in self._tickets:
+            try:
+                ticket.wait()
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def done(self) -> bool:
+        """Whether all are done."""
+        return all(ticket.done() for ticket in self._tickets)
+
+
+class Promise:
+    """A ticket that another thread fulfils, once: with further tickets to wait for, or with an error."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._then: Ticket = FINISHED
+        self._error: BaseException | None = None
+
+    def fulfil(self, then: Ticket = FINISHED) -> None:
+        """The work was done, or was handed on to `then`."""
+        self._then = then
+        self._event.set()
+
+    def fail(self, error: BaseException) -> None:
+        """The work failed."""
+        self._error = error
+        self._event.set()
+
+    def wait(self) -> None:
+        """Block until fulfilled, then for what it was handed on to."""
+        self._event.wait()
+        if self._error is not None:
+            raise self._error
+        self._then.wait()
+
+    def done(self) -> bool:
+        """Whether `wait()` would not block."""
+        return self._event.is_set() and (self._error is not None or self._then.done())
+
+
+class Failures:
+    """The first failure of any background thread; every later use of the engine raises it.
+
+    A failed write must stop the step even when nobody waits for that very write.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.first: BaseException | None = None
+
+    def record(self, error: BaseException) -> None:
+        """Remember `error` unless another came first."""
+        with self._lock:
+            if self.first is None:
+                self.first = error
+
+    def check(self) -> None:
+        """Raise the first failure, if there was one."""
+        if self.first is not None:
+            raise self.first
