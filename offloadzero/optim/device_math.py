@@ -1,0 +1,113 @@
+"""The arithmetic of gradients and updates where the memory is: native kernels on the host, torch on CUDA (4).
+
+[Note: one arithmetic]
+The CUDA form repeats the native kernel's operations one by one (see [Note: Adam arithmetic] in
+csrc/cpu_adam): separate torch operations, each rounded to fp32, none of them a fused multiply-add, so an update
+on the device and one on the host give the same bits as far as the chip's fp32 multiply, add, divide and square
+root are correctly rounded, which CUDA's are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from offloadzero.native import cpu_adam
+from offloadzero.native.cpu_adam import AdamHyper
+
+
+def sq_norm(grad: torch.Tensor, *, num_threads: int | None = None) -> float:
+    """Sum of squares of a flat gradient; not finite if an element is not. Blocks the host on CUDA."""
+    if grad.device.type == "cpu":
+        return cpu_adam.sq_norm(grad, num_threads=num_threads)
+    return float(grad.double().square_().sum())
+
+
+def accumulate(acc: torch.Tensor, grad: torch.Tensor, *, num_threads: int | None = None) -> None:
+    """acc += grad, rounded to acc's dtype."""
+    if acc.device.type == "cpu":
+        cpu_adam.accumulate(acc, grad, num_threads=num_threads)
+    else:
+        acc.add_(grad)
+
+
+def adam_step(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    hyper: AdamHyper,
+    step: int,
+    grad_scale: float,
+    master: torch.Tensor | None,
+    num_threads: int | None = None,
+) -> None:
+    """One Adam step in place on flat tensors of one device; see `native.cpu_adam.adam_step`."""
+    if param.device.type == "cpu":
+        cpu_adam.adam_step(
+            param,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            hyper=hyper,
+            step=step,
+            grad_scale=grad_scale,
+            master=master,
+            num_threads=num_threads,
+        )
+        return
+    torch_adam_step(
+        param, grad, exp_avg, exp_avg_sq, hyper=hyper, step=step, grad_scale=grad_scale, master=master
+    )
+
+
+def join_master(param: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
+    """The fp32 master weights of (bf16, int16 remainder), (fp16, fp32) or (fp32, None): a new tensor."""
+    if master is None:
+        return param.clone()
+    if master.dtype == torch.float32:
+        return master.clone()
+    high = param.view(torch.int16).to(torch.int32) << 16
+    return (high + master.to(torch.int32)).view(torch.float32)
+
+
+def split_master(weights: torch.Tensor, param: torch.Tensor, master: torch.Tensor | None) -> None:
+    """Write fp32 master weights into a record's parameter and remainder (or fp32 master)."""
+    if master is None:
+        param.copy_(weights)
+    elif master.dtype == torch.float32:
+        master.copy_(weights)
+        param.copy_(weights)
+    else:
+        bits = weights.view(torch.int32)
+        param.view(torch.int16).copy_((bits + 0x8000) >> 16)
+        master.copy_(bits)  # keeps the low 16 bits
+
+
+def torch_adam_step(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    hyper: AdamHyper,
+    step: int,
+    grad_scale: float,
+    master: torch.Tensor | None,
+) -> None:
+    """The kernel's arithmetic in torch operations (any device): [Note: one arithmetic]."""
+    weights = join_master(param, master)
+    g = grad.float() * grad_scale
+    if hyper.weight_decay and not hyper.decoupled:
+        g = g + weights * hyper.weight_decay
+    if hyper.weight_decay and hyper.decoupled:
+        weights = weights * (1.0 - hyper.lr * hyper.weight_decay)
+    exp_avg.copy_(exp_avg * hyper.beta1 + g * (1.0 - hyper.beta1))
+    exp_avg_sq.copy_(exp_avg_sq * hyper.beta2 + (g * (1.0 - hyper.beta2)) * g)
+    correction1 = 1.0 - hyper.beta1**step if hyper.bias_correction else 1.0
+    correction2 = math.sqrt(1.0 - hyper.beta2**step) if hyper.bias_correction else 1.0
+    denominator = exp_avg_sq.sqrt() / correction2 + hyper.eps
+    weights = weights - (exp_avg * (hyper.lr / correction1)) / denominator
+    split_master(weights, param, master)

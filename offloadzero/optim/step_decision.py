@@ -1,0 +1,69 @@
+"""Whether a step is applied and with which factor: pure functions (floor 4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from offloadzero.config import LossScaleConfig
+
+
+@dataclass(frozen=True)
+class StepDecision:
+    """What the gradients say. `grad_scale` multiplies every gradient element (unscale and clip in one)."""
+
+    apply: bool
+    grad_scale: float
+    grad_norm: float
+
+
+def decide_step(sq_norms: Sequence[float], *, loss_scale: float, max_norm: float) -> StepDecision:
+    """Decide from the squared norms of the scaled gradients of all records, in the records' order.
+
+    The factor is that of `torch.nn.utils.clip_grad_norm_`: min(1, max_norm / (norm + 1e-6)); `max_norm` 0
+    switches clipping off. A norm that is not finite means that some gradient is not: apply is False then.
+    """
+    norm = math.sqrt(math.fsum(sq_norms)) / loss_scale if all(map(math.isfinite, sq_norms)) else math.nan
+    if not math.isfinite(norm):
+        return StepDecision(apply=False, grad_scale=0.0, grad_norm=norm)
+    factor = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+    return StepDecision(apply=True, grad_scale=float(np.float32(factor / loss_scale)), grad_norm=norm)
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The state of loss scaling (Micikevicius et al. 2018, section 3.2; hysteresis as in Megatron-LM).
+
+    Static when `config.static` is not 0. Dynamic: a non-finite step uses one unit of hysteresis and, when none
+    is left, halves the scale; `window` good steps in a row double it and restore the hysteresis.
+    """
+
+    config: LossScaleConfig
+    scale: float
+    good_steps: int
+    hysteresis_left: int
+
+    @staticmethod
+    def initial(config: LossScaleConfig | None) -> LossScale:
+        """The state before the first step; None is no scaling."""
+        if config is None:
+            config = LossScaleConfig(static=1.0)
+        scale = config.static or 2.0**config.initial_scale_power
+        return LossScale(config, scale, good_steps=0, hysteresis_left=config.hysteresis)
+
+    def after_step(self, *, finite: bool) -> LossScale:
+        """The state after one step."""
+        if self.config.static:
+            return self
+        if not finite:
+            if self.hysteresis_left > 1:
+                return replace(self, good_steps=0, hysteresis_left=self.hysteresis_left - 1)
+            scale = max(self.scale / 2, self.config.min_scale)
+            return replace(self, scale=scale, good_steps=0)
+        good_steps = self.good_steps + 1
+        if good_steps < self.config.window:
+            return replace(self, good_steps=good_steps)
+        return replace(self, scale=self.scale * 2, good_steps=0, hysteresis_left=self.config.hysteresis)

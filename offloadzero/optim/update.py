@@ -1,0 +1,282 @@
+"""The update pipeline: Adam over records whose segments live anywhere (floor 4).
+
+[Note: update pipeline]
+One thread takes record updates in order and cuts each into chunks. Segments in host memory are updated in
+place; those on NVMe or on the device are staged through slots of pinned memory. With three slots, the reads of
+chunk k+1, Adam on chunk k and the write-back of chunk k-1 run at once, across the borders of records. A chunk's
+slot is used again only when its writes are complete. A record whose update lives wholly on the device is
+updated there in one piece, on a lane of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from offloadzero.config import SegmentKind, TierName
+from offloadzero.errors import OffloadError
+from offloadzero.memory.arena import Lease, align_up
+from offloadzero.memory.lanes import Fence
+from offloadzero.memory.store import Segment, TieredStore
+from offloadzero.memory.tickets import FINISHED, AllOf, Promise, Ticket
+from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.optim import device_math
+from offloadzero.optim.records import Record, UpdateRange
+
+
+@dataclass(eq=False)
+class RecordUpdate:
+    """One record's update of one step.
+
+    `grad` holds record.num_trainable elements in memory, or is an NVMe segment. `on_consumed` is called on the
+    pipeline's thread when the gradient has been read. `ticket` is done when everything is home.
+    """
+
+    record: Record
+    ranges: Sequence[UpdateRange]
+    hypers: Sequence[AdamHyper]  # by group index
+    grad: torch.Tensor | Segment
+    grad_scale: float
+    on_consumed: Callable[[], None] | None = None
+    fence: Fence = None  # behind which a gradient on the device is complete
+    ticket: Promise = field(default_factory=Promise)
+    writes: list[Ticket] = field(default_factory=list)
+
+
+class _Slot:
+    """Pinned memory for the staged segments of one chunk."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.writes: Ticket = FINISHED
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """Elements [start, stop) of one record's update."""
+
+    update: RecordUpdate
+    start: int
+    stop: int
+    is_last: bool
+    slot: _Slot | None = None
+    buffers: dict[SegmentKind, torch.Tensor] = field(default_factory=dict)
+    reads: list[Ticket] = field(default_factory=list)
+    staged: list[SegmentKind] = field(default_factory=list)
+
+
+class UpdatePipeline:
+    """Runs record updates and decisions in the order of their submission on its own thread."""
+
+    def __init__(
+        self,
+        store: TieredStore,
+        *,
+        slot_leases: Sequence[Lease],
+        chunk_elements: int,
+        num_threads: int | None,
+    ) -> None:
+        self._store = store
+        self._failures = store.failures
+        self._chunk_elements = chunk_elements
+        self._num_threads = num_threads
+        self._slots = [_Slot(lease) for lease in slot_leases]
+        self._next_slot = 0
+        self._device_lane = store.accelerator.lane("update-device", store.failures)
+        self._condition = threading.Condition()
+        self._work: deque[RecordUpdate | Callable[[], None]] = deque()
+        self._chunks: deque[_Chunk] = deque()  # of the record being cut
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="offloadzero-update", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: RecordUpdate | Callable[[], None]) -> None:
+        """Queue an update, or a call that runs on the pipeline's thread between updates."""
+        with self._condition:
+            if self._closing:
+                raise OffloadError("the update pipeline is closed")
+            self._work.append(work)
+            self._condition.notify()
+
+    def submit_first(self, updates: Sequence[RecordUpdate]) -> None:
+        """Queue updates before all others; for calls that run on the pipeline's thread."""
+        with self._condition:
+            self._work.extendleft(reversed(updates))
+            self._condition.notify()
+
+    def close(self) -> None:
+        """Finish what was submitted and stop the thread."""
+        with self._condition:
+            if self._closing:
+                return
+            self._closing = True
+            self._condition.notify()
+        self._thread.join()
+        self._device_lane.close()
+
+    # --- the pipeline's thread ---
+
+    def _run(self) -> None:
+        window: deque[_Chunk] = deque()
+        depth = max(1, len(self._slots) - 1)
+        while True:
+            chunk = self._next_chunk(block=not window)
+            if chunk is None and not window:
+                return
+            try:
+                if chunk is not None:
+                    self._start_reads(chunk)
+                    window.append(chunk)
+                if window and (chunk is None or len(window) >= depth):
+                    self._compute(window.popleft())
+            except BaseException as error:
+                self._failures.record(error)
+                self._fail([*window, *([chunk] if chunk is not None else [])], error)
+                window.clear()
+
+    def _next_chunk(self, *, block: bool) -> _Chunk | None:
+        """The next chunk to start; None when there is none now (or, blocking, ever again)."""
+        while not self._chunks:
+            with self._condition:
+                while block and not self._work and not self._closing:
+                    self._condition.wait()
+                if not self._work:
+                    return None
+                work = self._work.popleft()
+            if isinstance(work, RecordUpdate):
+                self._begin(work)
+            else:
+                try:
+                    work()
+                except BaseException as error:
+                    self._failures.record(error)
+        return self._chunks.popleft()
+
+    def _begin(self, update: RecordUpdate) -> None:
+        if self._failures.first is not None:
+            self._fail_update(update, self._failures.first)
+            return
+        if update.record.updates_on_device and isinstance(update.grad, torch.Tensor):
+            self._update_on_device(update, update.grad)
+            return
+        bounds = [(r.start, r.stop) for r in update.ranges]
+        if not bounds:
+            self._finish(update)
+            return
+        first, last = bounds[0][0], bounds[-1][1]
+        size = self._chunk_elements
+        # Chunks lie on a fixed grid, so that file offsets stay whole blocks.
+        starts = range(first // size * size, last, size)
+        for start in starts:
+            stop = min(start + size, update.record.num_trainable)
+            self._chunks.append(_Chunk(update, start, stop, is_last=start == starts[-1]))
+
+    def _update_on_device(self, update: RecordUpdate, grad: torch.Tensor) -> None:
+        buffers = {kind: segment.memory for kind, segment in update.record.segments.items()}
+        buffers[SegmentKind.GRAD] = grad
+
+        def task() -> None:
+            self._adam(update, buffers, start=0, stop=update.record.num_trainable)
+            self._consumed(update)
+
+        update.ticket.fulfil(self._device_lane.submit(task, fence=update.fence))
+
+    def _start_reads(self, chunk: _Chunk) -> None:
+        record = chunk.update.record
+        segments = {
+            kind: segment for kind, segment in record.segments.items() if kind is not SegmentKind.GRAD
+        }
+        count = chunk.stop - chunk.start
+        offset = 0
+        for kind, segment in segments.items():
+            if segment.tier is TierName.HOST:
+                chunk.buffers[kind] = segment.memory[chunk.start : chunk.stop]
+                continue
+            chunk.buffers[kind] = buffer = self._slot_view(chunk, segment.dtype, count, offset)
+            offset += align_up(buffer.numel() * buffer.itemsize)
+            chunk.reads.append(self._store.read(segment, buffer, start=chunk.start))
+            chunk.staged.append(kind)
+        grad = chunk.update.grad
+        if isinstance(grad, torch.Tensor) and grad.device.type == "cpu":
+            chunk.buffers[SegmentKind.GRAD] = grad[chunk.start : chunk.stop]
+            return
+        buffer = self._slot_view(chunk, record.grad_dtype, count, offset)
+        chunk.buffers[SegmentKind.GRAD] = buffer
+        if isinstance(grad, Segment):
+            chunk.reads.append(self._store.read(grad, buffer, start=chunk.start))
+        else:
+            source = grad[chunk.start : chunk.stop]
+            copy = self._store.accelerator.copy
+            chunk.reads.append(self._store.d2h.submit(lambda: copy(buffer, source)))
+
+    def _slot_view(self, chunk: _Chunk, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
+        if chunk.slot is None:
+            chunk.slot = self._slots[self._next_slot]
+            self._next_slot = (self._next_slot + 1) % len(self._slots)
+            chunk.slot.writes.wait()
+        return chunk.slot.lease.view(dtype, count, start_byte=offset)
+
+    def _compute(self, chunk: _Chunk) -> None:
+        update = chunk.update
+        if self._failures.first is not None:
+            self._fail_update(update, self._failures.first)
+            return
+        try:
+            AllOf(chunk.reads).wait()
+            self._adam(update, chunk.buffers, start=chunk.start, stop=chunk.stop)
+            writes = [
+                self._store.write(update.record.segments[kind], chunk.buffers[kind], start=chunk.start)
+                for kind in chunk.staged
+            ]
+        except BaseException as error:
+            self._failures.record(error)
+            self._fail_update(update, error)
+            return
+        if chunk.slot is not None:
+            chunk.slot.writes = AllOf(writes)
+        update.writes.extend(writes)
+        if chunk.is_last:
+            self._finish(update)
+
+    def _adam(
+        self, update: RecordUpdate, buffers: dict[SegmentKind, torch.Tensor], *, start: int, stop: int
+    ) -> None:
+        for part in update.ranges:
+            low, high = max(part.start, start) - start, min(part.stop, stop) - start
+            if low >= high:
+                continue
+            master = buffers.get(SegmentKind.MASTER)
+            device_math.adam_step(
+                buffers[SegmentKind.PARAM][low:high],
+                buffers[SegmentKind.GRAD][low:high],
+                buffers[SegmentKind.EXP_AVG][low:high],
+                buffers[SegmentKind.EXP_AVG_SQ][low:high],
+                hyper=update.hypers[part.group_index],
+                step=part.step,
+                grad_scale=update.grad_scale,
+                master=None if master is None else master[low:high],
+                num_threads=self._num_threads,
+            )
+
+    @staticmethod
+    def _consumed(update: RecordUpdate) -> None:
+        if update.on_consumed is not None:
+            update.on_consumed()
+            update.on_consumed = None
+
+    def _finish(self, update: RecordUpdate) -> None:
+        self._consumed(update)
+        update.ticket.fulfil(AllOf(update.writes))
+
+    def _fail_update(self, update: RecordUpdate, error: BaseException) -> None:
+        update.ticket.fail(error)
+        self._consumed(update)
+
+    def _fail(self, chunks: Sequence[_Chunk], error: BaseException) -> None:
+        for chunk in (*chunks, *self._chunks):
+            self._fail_update(chunk.update, error)
+        self._chunks.clear()
