@@ -1,0 +1,326 @@
+"""Where each segment lives and what each tier must hold: decided before the first step (floor 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from offloadzero.config import OffloadConfig, SegmentKind, TierName
+from offloadzero.errors import BudgetError, ConfigError
+from offloadzero.memory.arena import ALIGN_BYTES, align_up
+from offloadzero.optim.records import Record
+
+NUM_GRAD_LEASES = 2  # one being filled by backward, one on its way
+NUM_STAGING_LEASES = 2  # one being read from a file, one being copied to the device
+
+Placement = Mapping[tuple[int, SegmentKind], TierName]
+
+
+@dataclass(frozen=True)
+class PlanLine:
+    """One row of the table of bytes."""
+
+    tier: TierName
+    what: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Homes, and the buffers between them. Sizes in bytes; a lease size of 0 means that none is needed."""
+
+    placement: Placement
+    lines: tuple[PlanLine, ...]
+    update_in_backward: bool
+    grads_have_homes: bool
+    unit_lease_bytes: int  # the part of the device arena from which units are leased
+    device_grad_bytes: int  # one gradient lease on the device
+    host_grad_bytes: int  # one passing gradient lease on the host
+    num_host_grads: int
+    grad_staging_bytes: int  # where a gradient lands that is added to one already there
+    param_staging_bytes: int
+    slot_bytes: int
+    num_slots: int
+
+    def tier_bytes(self, tier: TierName) -> int:
+        """Everything reserved in `tier`."""
+        return sum(line.num_bytes for line in self.lines if line.tier is tier)
+
+    def table(self) -> str:
+        """The bytes per tier for people."""
+        rows = []
+        for tier in TierName:
+            total = self.tier_bytes(tier)
+            if not total:
+                continue
+            rows.append(f"{tier.value:<8}{format_bytes(total):>12}")
+            rows += [
+                f"    {line.what:<28}{format_bytes(line.num_bytes):>12}"
+                for line in self.lines
+                if line.tier is tier and line.num_bytes
+            ]
+        return "\n".join(rows)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Three figures and a binary unit."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def updates_in_backward(config: OffloadConfig) -> bool:
+    """Whether a record may be updated before backward has ended, with the numbers of a blocking step.
+
+    Clipping needs the global norm first, and fp16 and `on_nonfinite: skip` must know that every gradient is
+    finite before any state changes.
+    """
+    reasons = {
+        "gradient_clipping": config.gradient_clipping > 0,
+        "fp16": config.precision.param_dtype == "fp16",
+        'offloadzero.update.on_nonfinite = "skip"': config.update.on_nonfinite == "skip",
+    }
+    binding = [name for name, holds in reasons.items() if holds]
+    if config.update.in_backward and binding:
+        raise ConfigError(
+            "offloadzero.update.in_backward",
+            True,
+            f"impossible with {', '.join(binding)}: all gradients must be known before the first update",
+        )
+    return not binding if config.update.in_backward is None else config.update.in_backward
+
+
+def place(records: Sequence[Record], config: OffloadConfig) -> dict[tuple[int, SegmentKind], TierName]:
+    """The home of every segment, gradients included (a gradient stays where its update runs)."""
+    placement: dict[tuple[int, SegmentKind], TierName] = {}
+    for record in records:
+        homes = dict.fromkeys(record.layout(), TierName.DEVICE)
+        grad: TierName | None = None
+        for rule in config.placement.rules:
+            if fnmatchcase(record.name, rule.units):
+                homes.update({kind: tier for kind, tier in rule.tiers.items() if kind in homes})
+                grad = rule.tiers.get(SegmentKind.GRAD, grad)
+        if record.resident:
+            homes[SegmentKind.PARAM] = TierName.DEVICE
+        placement.update({(record.index, kind): tier for kind, tier in homes.items()})
+        if record.num_trainable:
+            on_device = all(tier is TierName.DEVICE for tier in homes.values())
+            default = TierName.DEVICE if on_device else TierName.HOST
+            placement[record.index, SegmentKind.GRAD] = grad if grad and not on_device else default
+    _move_share_to_device(records, config.placement.host_update_ratio, placement)
+    return placement
+
+
+def _move_share_to_device(
+    records: Sequence[Record], host_ratio: float, placement: dict[tuple[int, SegmentKind], TierName]
+) -> None:
+    """Twin-Flow (ZeRO-Offload++): the last records of the forward update on the device.
+
+    Their updates are the first that backward makes possible. A record is moved while the share stays within
+    1 - `host_ratio` of all trainable elements.
+    """
+    if host_ratio >= 1.0:
+        return
+    total = sum(record.num_trainable for record in records)
+    allowed = (1.0 - host_ratio) * total
+    for record in reversed(records):
+        if record.num_trainable and record.num_trainable <= allowed:
+            allowed -= record.num_trainable
+            for kind in (*record.layout(), SegmentKind.GRAD):
+                placement[record.index, kind] = TierName.DEVICE
+
+
+class _Sheet:
+    """Adds up lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[PlanLine] = []
+
+    def add(self, tier: TierName, what: str, num_bytes: int) -> None:
+        if num_bytes:
+            self.lines.append(PlanLine(tier, what, num_bytes))
+
+    def total(self, tier: TierName) -> int:
+        return sum(line.num_bytes for line in self.lines if line.tier is tier)
+
+
+def plan_memory(
+    records: Sequence[Record], config: OffloadConfig, *, together: Sequence[Collection[int]] = ()
+) -> MemoryPlan:
+    """Place every segment and size every buffer.
+
+    Args:
+        together: sets of record indices that must be on the device at once.
+
+    Raises:
+        BudgetError: with the table, when a budget is too small.
+    """
+    plan = _plan(records, config, place(records, config), together)
+    host_budget = config.budgets.host
+    if host_budget is not None and plan.tier_bytes(TierName.HOST) > host_budget and config.nvme_paths:
+        plan = _move_grads_to_nvme(records, config, plan, host_budget, together)
+    _check_budgets(plan, config)
+    return plan
+
+
+def _move_grads_to_nvme(
+    records: Sequence[Record],
+    config: OffloadConfig,
+    plan: MemoryPlan,
+    host_budget: int,
+    together: Sequence[Collection[int]],
+) -> MemoryPlan:
+    """Gradients that are kept until the step may live on NVMe: the last to be needed go first."""
+    placement = dict(plan.placement)
+    for record in reversed(records):
+        if not plan.grads_have_homes or plan.tier_bytes(TierName.HOST) <= host_budget:
+            break
+        if placement.get((record.index, SegmentKind.GRAD)) is TierName.HOST:
+            placement[record.index, SegmentKind.GRAD] = TierName.NVME
+            plan = _plan(records, config, placement, together)
+    return plan
+
+
+def _plan(
+    records: Sequence[Record],
+    config: OffloadConfig,
+    placement: Placement,
+    together: Sequence[Collection[int]],
+) -> MemoryPlan:
+    in_backward = updates_in_backward(config)
+    grads_have_homes = not in_backward or config.batch.gradient_accumulation_steps > 1
+    sheet = _Sheet()
+    _add_homes(sheet, records, placement, grads_have_homes)
+
+    streamed = [r for r in records if placement[r.index, SegmentKind.PARAM] is not TierName.DEVICE]
+    leaving = [
+        r for r in records if r.num_trainable and placement[r.index, SegmentKind.GRAD] is not TierName.DEVICE
+    ]
+    device_grad_bytes = _largest(r.num_trainable * r.dtype.itemsize for r in leaving)
+    sheet.add(TierName.DEVICE, "gradient leases", NUM_GRAD_LEASES * device_grad_bytes)
+    unit_lease_bytes = _unit_lease_bytes(streamed, config, together, taken=sheet.total(TierName.DEVICE))
+    sheet.add(TierName.DEVICE, "unit leases", unit_lease_bytes)
+
+    from_files = [r for r in streamed if placement[r.index, SegmentKind.PARAM] is TierName.NVME]
+    param_staging_bytes = _largest(r.param_bytes for r in from_files)
+    sheet.add(TierName.HOST, "parameter staging", NUM_STAGING_LEASES * param_staging_bytes)
+
+    passing = [
+        r for r in leaving if not grads_have_homes or placement[r.index, SegmentKind.GRAD] is TierName.NVME
+    ]
+    host_grad_bytes = _largest(r.num_trainable * r.grad_dtype.itemsize for r in passing)
+    num_host_grads = NUM_GRAD_LEASES if host_grad_bytes else 0
+    sheet.add(TierName.HOST, "gradients in passing", num_host_grads * host_grad_bytes)
+    grad_staging_bytes = device_grad_bytes if grads_have_homes else 0
+    sheet.add(TierName.HOST, "gradient staging", grad_staging_bytes)
+
+    slot_bytes = _slot_bytes(records, config, placement)
+    num_slots = max(2, config.update.num_chunks_in_flight) if slot_bytes else 0
+    sheet.add(TierName.HOST, "update staging", num_slots * slot_bytes)
+    return MemoryPlan(
+        placement=placement,
+        lines=tuple(sheet.lines),
+        update_in_backward=in_backward,
+        grads_have_homes=grads_have_homes,
+        unit_lease_bytes=unit_lease_bytes,
+        device_grad_bytes=device_grad_bytes,
+        host_grad_bytes=host_grad_bytes,
+        num_host_grads=num_host_grads,
+        grad_staging_bytes=grad_staging_bytes,
+        param_staging_bytes=param_staging_bytes,
+        slot_bytes=slot_bytes,
+        num_slots=num_slots,
+    )
+
+
+def _largest(sizes: Iterable[int]) -> int:
+    return align_up(max(sizes, default=0))
+
+
+def _add_homes(
+    sheet: _Sheet, records: Sequence[Record], placement: Placement, grads_have_homes: bool
+) -> None:
+    totals: dict[tuple[TierName, SegmentKind], int] = {}
+    for record in records:
+        layout = record.layout()
+        for kind, (dtype, num_elements) in layout.items():
+            key = (placement[record.index, kind], kind)
+            totals[key] = totals.get(key, 0) + align_up(num_elements * dtype.itemsize)
+        if record.num_trainable:
+            tier = placement[record.index, SegmentKind.GRAD]
+            if grads_have_homes or tier is TierName.DEVICE:
+                key = (tier, SegmentKind.GRAD)
+                size = align_up(record.num_trainable * record.grad_dtype.itemsize)
+                totals[key] = totals.get(key, 0) + size
+    for kind in SegmentKind:
+        for tier in TierName:
+            sheet.add(tier, f"home: {kind.value}", totals.get((tier, kind), 0))
+
+
+def _unit_lease_bytes(
+    streamed: Sequence[Record], config: OffloadConfig, together: Sequence[Collection[int]], *, taken: int
+) -> int:
+    """Room for unit leases: what the device budget leaves, else the largest need and the units prefetched."""
+    if not streamed:
+        return 0
+    sizes = {record.index: align_up(record.param_bytes) for record in streamed}
+    total = sum(sizes.values())
+    at_least = max(
+        max(sizes.values()), *(sum(sizes.get(index, 0) for index in group) for group in together), 0
+    )
+    if config.budgets.device is not None:
+        wanted = (config.budgets.device - taken) // ALIGN_BYTES * ALIGN_BYTES
+    elif config.max_live_parameters is not None:
+        wanted = align_up(config.max_live_parameters * streamed[0].dtype.itemsize)
+    else:
+        wanted = at_least + max(sizes.values()) * config.units.prefetch_units
+    return max(at_least, min(total, wanted))
+
+
+def _slot_bytes(records: Sequence[Record], config: OffloadConfig, placement: Placement) -> int:
+    """Bytes of one update slot: the staged segments of one chunk of the neediest record."""
+    largest = 0
+    for record in records:
+        if not record.num_trainable:
+            continue
+        layout = record.layout()
+        tiers = {kind: placement[record.index, kind] for kind in layout}
+        grad_tier = placement[record.index, SegmentKind.GRAD]
+        if grad_tier is TierName.DEVICE and all(tier is TierName.DEVICE for tier in tiers.values()):
+            continue
+        count = min(config.update.chunk_elements, record.num_trainable)
+        staged = [dtype.itemsize for kind, (dtype, _) in layout.items() if tiers[kind] is not TierName.HOST]
+        if grad_tier is not TierName.HOST:
+            staged.append(record.grad_dtype.itemsize)
+        largest = max(largest, sum(align_up(count * itemsize) for itemsize in staged))
+    return largest
+
+
+def _check_budgets(plan: MemoryPlan, config: OffloadConfig) -> None:
+    budgets = {
+        TierName.DEVICE: config.budgets.device,
+        TierName.HOST: config.budgets.host,
+        TierName.NVME: config.budgets.nvme,
+    }
+    for tier, budget in budgets.items():
+        needed = plan.tier_bytes(tier)
+        if budget is not None and needed > budget:
+            raise BudgetError(
+                f"offloadzero.budgets.{tier.value}: {format_bytes(needed)} are needed, "
+                f"{format_bytes(budget)} are allowed ({format_bytes(needed - budget)} short).\n"
+                f"{plan.table()}\n{_advice(tier)}"
+            )
+
+
+def _advice(tier: TierName) -> str:
+    return {
+        TierName.DEVICE: "What would make it fit: parameters or states on host or nvme, smaller units "
+        "(offloadzero.units.patterns), or a larger budget.",
+        TierName.HOST: "What would make it fit: segments on nvme, a smaller offloadzero.update.chunk_elements, "
+        "smaller units, or a larger budget.",
+        TierName.NVME: "What would make it fit: segments on host, or a larger budget.",
+    }[tier]
