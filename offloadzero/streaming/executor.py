@@ -1,0 +1,419 @@
+"""Which units are on the device, and their way there (floor 5).
+
+[Note: what protects a lease]
+A lease may be given up when nothing reads it any more. A unit is protected while (1) a module that needs it is
+in its forward (pins), (2) its fetch is on the way, or (3) it is one of the two units last touched from inside an
+operation: by a saved tensor that backward unpacks, or by a parameter read outside the sites. The third rule is
+what keeps an operation's first weight in place while its second, of another unit, is fetched. It ends early
+when all gradients of the unit have arrived: every operation that could read its weights has run then.
+Work launched on a CUDA stream is covered by fences: a fetch into a lease waits, on its stream, for what the
+launching thread had launched when the lease was given up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from offloadzero.config import SegmentKind, TierName
+from offloadzero.errors import BudgetError, StateError
+from offloadzero.memory.arena import Arena, BufferPool, Lease, PooledBuffer
+from offloadzero.memory.lanes import Lane, LaneTicket, order_compute_after
+from offloadzero.memory.store import FETCH_PRIORITY, TieredStore
+from offloadzero.memory.tickets import FINISHED, Promise, Ticket
+from offloadzero.observe.clock import StepClock
+from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.schedule.prefetch import Evict, eviction_order, next_uses, plan_prefetch
+from offloadzero.schedule.trace import Trace
+
+
+class Residency(Enum):
+    """Where the parameters of a unit are, seen from the device."""
+
+    RELEASED = "released"
+    FETCHING = "fetching"
+    READY = "ready"
+    HOME = "home"  # they live on the device
+
+
+@dataclass(eq=False)
+class _Unit:
+    record: Record
+    residency: Residency
+    flat: torch.Tensor | None = None  # the parameters on the device, shape (num_elements,)
+    lease: Lease | None = None
+    fetched: LaneTicket | None = None
+    updated: Ticket = FINISHED  # the last update; a fetch or a use comes after it
+    generation: int = 0  # counts updates: a saved tensor of an older one is refused
+    pins: int = 0
+
+
+@dataclass(frozen=True)
+class SavedWeight:
+    """What autograd keeps instead of a weight: where it lies in its unit."""
+
+    unit: int
+    generation: int
+    byte_offset: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class _Staged:
+    """A unit's parameters in pinned memory on their way from a file to the device."""
+
+    read: Promise = field(default_factory=Promise)
+    buffer: PooledBuffer | None = None
+    data: torch.Tensor | None = None
+
+
+class Executor:
+    """Fetches units before they are used, gives up those whose next use is furthest away."""
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        store: TieredStore,
+        *,
+        unit_arena: Arena,
+        staging: BufferPool,
+        clock: StepClock,
+    ) -> None:
+        self._store = store
+        self._arena = unit_arena
+        self._staging = staging
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._fetch_lane = store.accelerator.lane("fetch", store.failures)
+        self._stage_lane = Lane("stage", store.failures)
+        self._units: list[_Unit] = []
+        device = store.accelerator.device
+        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
+        for record in records:
+            home = record.segments[SegmentKind.PARAM]
+            unit = _Unit(record, Residency.RELEASED)
+            if home.tier is TierName.DEVICE:
+                unit.residency = Residency.HOME
+                unit.flat = home.memory
+            fill = float("nan") if record.dtype.is_floating_point else 0
+            self._placeholders.setdefault(
+                record.dtype, torch.full((1,), fill, dtype=record.dtype, device=device)
+            )
+            self._units.append(unit)
+            self._assign(unit)
+        self._streamed = [u.record.index for u in self._units if u.residency is not Residency.HOME]
+        self._num_bytes = {index: records[index].param_bytes for index in self._streamed}
+        self._trace = Trace(self._streamed)
+        self._current = -1
+        self._guarded: deque[int] = deque(maxlen=2)
+        # Addresses in which a saved tensor is a weight of ours.
+        self._address_range = (
+            store.device.buffer.data_ptr(),
+            store.device.buffer.data_ptr() + store.device.num_bytes,
+        )
+
+    # --- use ---
+
+    def touch(self, index: int, *, guard: bool = False, record: bool = True) -> None:
+        """Unit `index` is used now: wait for it if it is not there, and start what comes next.
+
+        `guard` protects it as long as the running operation may read it: [Note: what protects a lease].
+        """
+        unit = self._units[index]
+        if unit.residency is Residency.HOME:
+            if not unit.updated.done():
+                with self._clock.waiting("update"):
+                    order_compute_after(unit.updated)
+            self._store.failures.check()
+            return
+        with self._lock:
+            if guard and (not self._guarded or self._guarded[-1] != index):
+                self._guarded.append(index)
+            if index == self._current and unit.residency is Residency.READY:
+                return
+            self._store.failures.check()
+            self._current = index
+            self._trace.advance(index, record=record)
+            if unit.residency is Residency.RELEASED:
+                self._start_fetch(unit, self._lease_on_demand(unit))
+            self._prefetch()
+            if unit.residency is Residency.FETCHING:
+                self._complete_fetch(unit)
+
+    def pin(self, index: int) -> None:
+        """Touch and keep until `unpin`."""
+        self._units[index].pins += 1
+        try:
+            self.touch(index)
+        except BaseException:
+            self._units[index].pins -= 1
+            raise
+
+    def unpin(self, index: int) -> None:
+        """The site's forward is over."""
+        unit = self._units[index]
+        if unit.pins < 1:
+            raise StateError(f"{unit.record.name} is not pinned")
+        unit.pins -= 1
+
+    def is_pinned(self, index: int) -> bool:
+        """Whether a site that needs the unit is in its forward."""
+        return self._units[index].pins > 0
+
+    def lend_copy(self, index: int, slot: ParamSlot) -> None:
+        """Point a streamed parameter at a copy of its own until the unit's next fetch or release."""
+        unit = self._units[index]
+        if unit.residency is not Residency.HOME and unit.flat is not None:
+            slot.param.data = slot.view_in(unit.flat).clone()
+
+    def gradients_complete(self, index: int) -> None:
+        """No operation of this backward reads the unit's weights any more."""
+        with self._lock:
+            if index in self._guarded:
+                self._guarded = deque((u for u in self._guarded if u != index), maxlen=2)
+            if index == self._current:
+                self._current = -1
+            self._prefetch()
+
+    # --- saved tensors ---
+
+    def save(self, tensor: torch.Tensor) -> SavedWeight | None:
+        """A handle when `tensor` lies in device memory of ours, else None."""
+        address = tensor.data_ptr()
+        low, high = self._address_range
+        if not low <= address < high:
+            return None
+        recent = (self._units[self._current],) if self._current >= 0 else ()
+        for unit in (*recent, *self._units):
+            if unit.flat is not None:
+                offset = address - unit.flat.data_ptr()
+                if 0 <= offset < unit.record.param_bytes:
+                    return SavedWeight(
+                        unit.record.index,
+                        unit.generation,
+                        offset,
+                        tensor.dtype,
+                        tuple(tensor.size()),
+                        tensor.stride(),
+                    )
+        raise StateError("a tensor saved for backward lies in a released lease")
+
+    def load(self, saved: SavedWeight) -> torch.Tensor:
+        """The weight that `saved` stands for, fetched again if need be."""
+        unit = self._units[saved.unit]
+        if unit.generation != saved.generation:
+            raise StateError(
+                f"{unit.record.name}: its weights were updated between this forward and its backward "
+                "(a backward pass through a graph from before the last step?)"
+            )
+        self.touch(saved.unit, guard=True)
+        if unit.flat is None:
+            raise AssertionError(f"{unit.record.name} is not on the device")
+        flat = unit.flat if unit.flat.dtype == saved.dtype else unit.flat.view(saved.dtype)
+        start = flat.storage_offset() + saved.byte_offset // saved.dtype.itemsize
+        return flat.as_strided(saved.size, saved.stride, start)
+
+    # --- updates ---
+
+    def update_ticket(self, index: int) -> Ticket:
+        """The last update of the unit."""
+        return self._units[index].updated
+
+    def begin_update(self, index: int, ticket: Ticket) -> None:
+        """The unit's weights are about to change: its lease is stale, its next use comes after `ticket`."""
+        with self._lock:
+            unit = self._units[index]
+            unit.updated = ticket
+            unit.generation += 1
+            if unit.residency is Residency.HOME:
+                return
+            if unit.pins:
+                raise StateError(f"{unit.record.name} is updated while a module uses it")
+            if unit.residency is Residency.FETCHING and unit.fetched is not None:
+                unit.fetched.wait()
+            if unit.residency is not Residency.RELEASED:
+                self._release(unit)
+
+    def next_use_order(self, indices: Sequence[int]) -> list[int]:
+        """`indices` in the order in which the next forward uses them; what never leaves the device first."""
+        distances = next_uses(self._trace.upcoming())
+        return sorted(indices, key=lambda index: (distances.get(index, -1), index))
+
+    def finish_step(self) -> None:
+        """All updates of this step have begun: start what the next forward needs."""
+        with self._lock:
+            self._trace.finish_step()
+            self._current = -1
+            self._guarded.clear()
+            self._prefetch()
+
+    def wait_updates(self) -> None:
+        """Block until every update is home."""
+        for unit in self._units:
+            unit.updated.wait()
+        self._store.failures.check()
+
+    def close(self) -> None:
+        """Finish the transfers and stop the lanes."""
+        self._stage_lane.close()
+        self._fetch_lane.close()
+
+    # --- fetch and release ---
+
+    def _protected(self) -> set[int]:
+        return {
+            index
+            for index in self._streamed
+            if self._units[index].pins
+            or self._units[index].residency is Residency.FETCHING
+            or index == self._current
+            or index in self._guarded
+        }
+
+    def _present(self) -> list[int]:
+        return [i for i in self._streamed if self._units[i].residency is not Residency.RELEASED]
+
+    def _prefetch(self) -> None:
+        present = self._present()
+        if len(present) == len(self._streamed):
+            return
+        operations = plan_prefetch(
+            self._trace.upcoming_in_step(),
+            num_bytes=self._num_bytes,
+            present=present,
+            protected=self._protected(),
+            free_bytes=self._arena.free_bytes,
+        )
+        for operation in operations:
+            unit = self._units[operation.unit]
+            if isinstance(operation, Evict):
+                self._release(unit)
+                continue
+            lease = self._arena.try_lease(unit.record.param_bytes, unit.record.name)
+            if lease is None:
+                return  # the free bytes lie in several holes; the next use tries again
+            self._start_fetch(unit, lease)
+
+    def _lease_on_demand(self, unit: _Unit) -> Lease:
+        name, size = unit.record.name, unit.record.param_bytes
+        distances = next_uses(self._trace.upcoming())
+        while (lease := self._arena.try_lease(size, name)) is None:
+            victims = eviction_order(set(self._present()) - self._protected(), distances)
+            if victims:
+                self._release(self._units[victims[0]])
+                continue
+            arriving = [u for u in self._units if u.residency is Residency.FETCHING]
+            if not arriving:
+                raise self._no_room(name, size)
+            for other in arriving:  # fetched for later: their room is needed now
+                self._complete_fetch(other)
+        return lease
+
+    def _no_room(self, name: str, size: int) -> BudgetError:
+        kept = [self._units[i].record.name for i in sorted(self._protected()) if self._units[i].lease]
+        return BudgetError(
+            f"{name}: {size:,} bytes do not fit beside {', '.join(kept) or 'nothing'}, which are in use "
+            f"({self._arena.free_bytes:,} of {self._arena.num_bytes:,} bytes of unit leases are free): "
+            "raise offloadzero.budgets.device or cut smaller units"
+        )
+
+    def _start_fetch(self, unit: _Unit, lease: Lease) -> None:
+        record = unit.record
+        home = record.segments[SegmentKind.PARAM]
+        target = lease.view(record.dtype, record.num_elements)
+        copy = self._store.accelerator.copy
+        fence = self._store.accelerator.fence()
+        if home.tier is TierName.HOST:
+            unit.fetched = self._fetch_lane.submit(
+                lambda: copy(target, home.memory), after=[unit.updated], fence=fence
+            )
+        else:
+            staged = self._stage(unit)
+            unit.fetched = self._fetch_lane.submit(lambda: self._unstage(staged, target), fence=fence)
+        unit.lease = lease
+        unit.flat = target
+        unit.residency = Residency.FETCHING
+
+    def _stage(self, unit: _Unit) -> _Staged:
+        """Read a unit from its file into pinned memory, after its last update."""
+        record = unit.record
+        home = record.segments[SegmentKind.PARAM]
+        updated = unit.updated
+        staged = _Staged()
+
+        def read() -> None:
+            try:
+                updated.wait()
+                buffer = self._staging.take()
+                buffer.last_use.wait()
+                staged.data = buffer.view(record.dtype, record.num_elements)
+                staged.buffer = buffer
+                staged.read.fulfil(self._store.read(home, staged.data, priority=FETCH_PRIORITY))
+            except BaseException as error:
+                staged.read.fail(error)
+                raise
+
+        self._stage_lane.submit(read)
+        return staged
+
+    def _unstage(self, staged: _Staged, target: torch.Tensor) -> None:
+        accelerator = self._store.accelerator
+        try:
+            staged.read.wait()
+            if staged.data is None:
+                raise AssertionError("nothing was staged")
+            accelerator.copy(target, staged.data)
+        finally:
+            if staged.buffer is not None:
+                self._staging.give_back(staged.buffer, last_use=accelerator.launched())
+
+    def _complete_fetch(self, unit: _Unit) -> None:
+        if unit.fetched is None:
+            raise AssertionError(f"{unit.record.name} is not being fetched")
+        if not unit.fetched.done():
+            with self._clock.waiting("fetch"):
+                unit.fetched.order_compute()
+        else:
+            unit.fetched.order_compute()
+        unit.residency = Residency.READY
+        self._assign(unit)
+
+    def _release(self, unit: _Unit) -> None:
+        if unit.lease is None:
+            raise AssertionError(f"{unit.record.name} holds no lease")
+        lease, unit.lease, unit.flat = unit.lease, None, None
+        unit.residency = Residency.RELEASED
+        self._assign(unit)
+        lease.release()
+
+    def _assign(self, unit: _Unit) -> None:
+        """Point the parameters at the unit's memory, or at a placeholder that keeps their shape.
+
+        The placeholder is one NaN expanded: autograd's shape checks hold, and a use that nobody foresaw shows.
+        """
+        if unit.flat is not None:
+            for slot in unit.record.slots:
+                slot.param.data = slot.view_in(unit.flat)
+        else:
+            placeholder = self._placeholders[unit.record.dtype]
+            for slot in unit.record.slots:
+                slot.param.data = placeholder.expand(slot.shape)
+
+    def flat_parameters(self, index: int) -> torch.Tensor:
+        """The unit's parameters on the device, shape (num_elements,); the unit must be pinned."""
+        unit = self._units[index]
+        if unit.flat is None or unit.residency is Residency.FETCHING:
+            raise StateError(f"{unit.record.name} is not on the device")
+        return unit.flat
+
+    @property
+    def resident_units(self) -> Collection[str]:
+        """Names of the units on the device now (for reports and tests)."""
+        return [u.record.name for u in self._units if u.residency is not Residency.RELEASED]

@@ -1,0 +1,366 @@
+"""Gradients on their way from autograd to where their update runs (floor 5).
+
+[Note: a gradient's way]
+A parameter's gradient is copied into its unit's gradient lease on the device the moment autograd has it. When
+the unit's last gradient has arrived the lease goes to the host in one copy, and from there (on the landing
+thread) into its home, where micro batches add up. What is left at the end of backward, because some parameters
+took no part, lands then; parameters without a gradient are left out of the norm and of the update, as
+torch.optim leaves out parameters whose grad is None. A gradient whose update runs on the device is accumulated in
+its home there and never leaves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from offloadzero.config import SegmentKind, TierName
+from offloadzero.errors import ConfigError
+from offloadzero.memory.arena import BufferPool, PooledBuffer
+from offloadzero.memory.lanes import Fence, Lane, order_compute_after
+from offloadzero.memory.store import Segment, TieredStore
+from offloadzero.memory.tickets import FINISHED, AllOf, Promise, Ticket
+from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.observe.clock import StepClock
+from offloadzero.optim import device_math
+from offloadzero.optim.records import ParamSlot, Record, UpdateRange, update_ranges
+
+log = logging.getLogger("offloadzero.gradients")
+
+
+@dataclass(frozen=True, eq=False)
+class BegunUpdate:
+    """An update that waits for its gradient to land: its ticket, and the hyperparameters by group index."""
+
+    ticket: Promise
+    hypers: Sequence[AdamHyper]
+
+
+@dataclass(eq=False)
+class RecordGradient:
+    """The gradient of one record in one accumulation window."""
+
+    record: Record
+    # In backward:
+    lease: PooledBuffer | None = None
+    flat: torch.Tensor | None = None  # on the device, shape (num_trainable,)
+    arrived: list[ParamSlot] = field(default_factory=list)
+    # In the window:
+    present: set[int] = field(default_factory=set)  # offsets of the slots that have a gradient
+    landed: Ticket = FINISHED
+    fence: Fence = None
+    sq_norm: float = 0.0  # of what has landed
+    closed: bool = False  # its last micro batch is landing; on_landed follows
+    update: BegunUpdate | None = None  # set in backward when the update follows the landing
+    passing: PooledBuffer | None = None  # the host buffer of a gradient without a home
+
+    @property
+    def home(self) -> Segment | None:
+        """Where it is kept until the step; None: it is consumed as it lands."""
+        return self.record.segments.get(SegmentKind.GRAD)
+
+    @property
+    def present_slots(self) -> Iterator[ParamSlot]:
+        """The parameters that have a gradient."""
+        return (slot for slot in self.record.trainable_slots if slot.offset in self.present)
+
+    def ranges(self) -> list[UpdateRange]:
+        """What has a gradient, as ranges of the record (with the steps done so far)."""
+        return update_ranges(self.record, self.present_slots)
+
+    def in_memory(self) -> torch.Tensor | None:
+        """The accumulated gradient, shape (num_trainable,), unless it lives on NVMe."""
+        if self.passing is not None:
+            return self.passing.view(self.record.grad_dtype, self.record.num_trainable)
+        home = self.home
+        return None if home is None or home.tier is TierName.NVME else home.memory
+
+
+class GradientCollector:
+    """Takes gradients from autograd record by record and lands them."""
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        store: TieredStore,
+        *,
+        device_leases: BufferPool,
+        passing: BufferPool,
+        staging: BufferPool,
+        clock: StepClock,
+        num_threads: int | None,
+        previous_update: Callable[[int], Ticket],
+        on_complete: Callable[[RecordGradient], None],
+        on_landed: Callable[[RecordGradient], None],
+    ) -> None:
+        """Args:
+        device_leases, passing, staging: gradient leases on the device; host buffers of gradients without a
+            home; host buffers for gradients that are added to one already there.
+        previous_update: the last update of a record, which may still read its gradient's home.
+        on_complete: called in backward when a record's gradients have all arrived and their landing begins.
+        on_landed: called on the landing thread when the gradient of the whole window is home.
+        """
+        self._store = store
+        self._device_leases = device_leases
+        self._passing = passing
+        self._staging = staging
+        self._clock = clock
+        self._num_threads = num_threads
+        self._previous_update = previous_update
+        self._on_complete = on_complete
+        self._on_landed = on_landed
+        self._d2h = store.accelerator.lane("gradient-d2h", store.failures)
+        self._landing = Lane("landing", store.failures)
+        self.gradients = {r.index: RecordGradient(r) for r in records if r.num_trainable}
+        self._num_filling = 0
+        self.last_micro_batch = True  # whether the running backward closes the window
+
+    # --- in backward ---
+
+    def add(self, index: int, slot: ParamSlot) -> None:
+        """Take `slot.param.grad` away from the parameter."""
+        grad = slot.param.grad
+        slot.param.grad = None
+        if grad is None:
+            raise AssertionError(f"{slot.name} has no gradient")
+        if grad.is_sparse:
+            raise ConfigError(
+                slot.name, "sparse gradient", "dense gradients only: build the module sparse=False"
+            )
+        state = self.gradients[index]
+        if state.flat is None:
+            self._begin(state)
+        if state.flat is None:
+            raise AssertionError("a gradient lease was not taken")
+        target = slot.view_in(state.flat)
+        if state.lease is None and slot.offset in state.present:
+            target.add_(grad)
+        else:
+            target.copy_(grad)
+        state.arrived.append(slot)
+        if len(state.arrived) == len(state.record.trainable_slots):
+            self._complete(state)
+
+    def flush(self) -> None:
+        """Backward is over: land the records of which some parameter took no part.
+
+        In the last micro batch records that only earlier ones reached are closed too.
+        """
+        for state in self.gradients.values():
+            if state.arrived:
+                self._complete(state)
+            elif self.last_micro_batch and state.present and not state.closed:
+                earlier = state.landed
+                state.landed = Promise()
+                state.closed = True
+                self._on_complete(state)
+                self._land(state, state.landed, [earlier], None)
+
+    def _begin(self, state: RecordGradient) -> None:
+        record = state.record
+        home = state.home
+        if home is not None and home.tier is TierName.DEVICE:
+            # An update of the last step may still read it.
+            order_compute_after(self._previous_update(record.index))
+            state.flat = home.memory
+        else:
+            state.lease = self._take_device_lease(record)
+            state.flat = state.lease.view(record.dtype, record.num_trainable)
+        for start, stop in record.padding():
+            state.flat[start:stop].zero_()
+
+    def _take_device_lease(self, record: Record) -> PooledBuffer:
+        lease = self._device_leases.try_take()
+        if lease is None and self._num_filling >= self._device_leases.num_buffers:
+            # Every lease waits for gradients that may come after this one's: waiting would never end.
+            log.warning("%s: more units in backward at once than gradient leases", record.name)
+            size = record.num_trainable * record.dtype.itemsize
+            lease = PooledBuffer(self._store.accelerator.allocate(size), temporary=True)
+        elif lease is None:
+            with self._clock.waiting("gradient lease"):
+                lease = self._device_leases.take()
+        self._num_filling += not lease.temporary
+        if not lease.last_use.done():
+            with self._clock.waiting("gradient lease"):
+                order_compute_after(lease.last_use)
+        return lease
+
+    def _complete(self, state: RecordGradient) -> None:
+        record = state.record
+        arrived, state.arrived = state.arrived, []
+        lease, state.lease, flat, state.flat = state.lease, None, state.flat, None
+        if flat is None:
+            raise AssertionError(f"{record.name} has no gradient lease")
+        fresh = [slot for slot in arrived if slot.offset not in state.present]
+        known = [slot for slot in arrived if slot.offset in state.present]
+        is_first = not state.present
+        state.present.update(slot.offset for slot in arrived)
+        before = self._previous_update(record.index)  # on_complete replaces it
+        state.fence = self._store.accelerator.fence()
+        done = Promise()
+        state.landed = done
+        state.closed = self.last_micro_batch
+        self._on_complete(state)
+        if lease is None:
+            arrival: Ticket = self._store.accelerator.launched()
+            self._land(state, done, [arrival], None)
+            return
+        self._num_filling -= not lease.temporary
+        target = self._landing_place(state, is_first)
+        copied = self._copy_to_host(state, flat, lease, target, before)
+        if target.in_place:
+            self._land(state, done, [copied], None)
+        else:
+            self._land(state, done, [copied], lambda: self._merge(state, target, fresh, known))
+
+    def _landing_place(self, state: RecordGradient, is_first: bool) -> _Landing:
+        record = state.record
+        home = state.home
+        same_dtype = record.grad_dtype == record.dtype
+        if home is not None and home.tier is TierName.HOST and is_first and same_dtype:
+            return _Landing(home.memory, None, in_place=True)
+        if home is None and same_dtype:
+            state.passing = self._take_host(self._passing)
+            view = state.passing.view(record.dtype, record.num_trainable)
+            return _Landing(view, None, in_place=True)
+        buffer = self._take_host(self._staging)
+        return _Landing(buffer.view(record.dtype, record.num_trainable), buffer, in_place=False)
+
+    def _take_host(self, pool: BufferPool) -> PooledBuffer:
+        buffer = pool.try_take()
+        if buffer is None:
+            # Updates are slower than backward: this is where backward waits for them.
+            with self._clock.waiting("gradient buffer on the host"):
+                buffer = pool.take()
+        return buffer
+
+    def _copy_to_host(
+        self,
+        state: RecordGradient,
+        flat: torch.Tensor,
+        lease: PooledBuffer,
+        target: _Landing,
+        before: Ticket,
+    ) -> Ticket:
+        accelerator = self._store.accelerator
+
+        def copy() -> None:
+            try:
+                before.wait()  # the last update may still read the gradient's home
+                accelerator.copy(target.flat, flat)
+            finally:
+                if not lease.temporary:
+                    self._device_leases.give_back(lease, last_use=accelerator.launched())
+
+        return self._d2h.submit(copy, fence=state.fence)
+
+    # --- on the landing thread ---
+
+    def _land(
+        self, state: RecordGradient, done: Promise, after: Sequence[Ticket], merge: Callable[[], None] | None
+    ) -> None:
+        closed = state.closed
+
+        def task() -> None:
+            try:
+                AllOf(after).wait()
+                if merge is not None:
+                    merge()
+                self._measure(state)
+                if closed:
+                    self._on_landed(state)
+                done.fulfil()
+            except BaseException as error:
+                done.fail(error)
+                if state.update is not None:
+                    state.update.ticket.fail(error)
+                self.release_passing(state)
+                raise
+
+        self._landing.submit(task)
+
+    def _measure(self, state: RecordGradient) -> None:
+        """Take the norm while the gradient is in memory; put one that lives on NVMe away."""
+        grad = state.in_memory()
+        if grad is None:
+            return  # on its file, measured by an earlier micro batch
+        state.sq_norm = sum(
+            device_math.sq_norm(grad[part.start : part.stop], num_threads=self._num_threads)
+            for part in state.ranges()
+        )
+        home = state.home
+        if home is not None and home.tier is TierName.NVME:
+            self._store.write(home, grad).wait()
+            self.release_passing(state)
+
+    def _merge(
+        self,
+        state: RecordGradient,
+        landing: _Landing,
+        fresh: Sequence[ParamSlot],
+        known: Sequence[ParamSlot],
+    ) -> None:
+        """Copy what is the first of its window, add the rest."""
+        record = state.record
+        home = state.home
+        on_file = home is not None and home.tier is TierName.NVME
+        if on_file or home is None:
+            state.passing = self._passing.take()
+        acc = state.in_memory()
+        if acc is None:
+            raise AssertionError(f"{record.name}: no memory for its gradient")
+        if on_file and known and home is not None:
+            self._store.read(home, acc).wait()
+        for part in update_ranges(record, fresh):
+            acc[part.start : part.stop].copy_(landing.flat[part.start : part.stop])
+        for part in update_ranges(record, known):
+            device_math.accumulate(
+                acc[part.start : part.stop],
+                landing.flat[part.start : part.stop],
+                num_threads=self._num_threads,
+            )
+        if landing.buffer is not None:
+            self._staging.give_back(landing.buffer)
+
+    # --- after backward ---
+
+    def abandon_window(self) -> None:
+        """Drop the window's gradients, those of a backward that did not finish included."""
+        for state in self.gradients.values():
+            if state.lease is not None:
+                self._num_filling -= not state.lease.temporary
+                if not state.lease.temporary:
+                    self._device_leases.give_back(state.lease, last_use=self._store.accelerator.launched())
+                state.lease = None
+        for state in self.take_window():
+            state.landed.wait()
+            self.release_passing(state)
+
+    def release_passing(self, state: RecordGradient) -> None:
+        """The update has read the gradient."""
+        if state.passing is not None:
+            buffer, state.passing = state.passing, None
+            self._passing.give_back(buffer)
+
+    def take_window(self) -> list[RecordGradient]:
+        """Close the window: its gradients, in the records' order, now belong to the caller."""
+        window = [state for state in self.gradients.values() if state.present]
+        self.gradients = {index: RecordGradient(state.record) for index, state in self.gradients.items()}
+        return window
+
+    def close(self) -> None:
+        """Finish the copies and stop the lanes."""
+        self._d2h.close()
+        self._landing.close()
+
+
+@dataclass(frozen=True, eq=False)
+class _Landing:
+    """Where a gradient's bytes arrive on the host; `in_place`: that is where it stays."""
+
+    flat: torch.Tensor
+    buffer: PooledBuffer | None
+    in_place: bool

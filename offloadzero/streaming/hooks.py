@@ -1,0 +1,255 @@
+"""The only file that touches nn.Module and autograd hooks (floor 5).
+
+[Note: hooks]
+A *site* is a module whose forward needs units. Its pre-forward hook pins them on the device and pushes
+saved-tensor hooks; its forward hook (`always_call`, so that it also runs when the forward raises, as the early
+stop of non-reentrant checkpointing does) pops and unpins.
+
+What autograd saves for backward and lies in a lease becomes a handle (unit, offset, size, stride), so a lease can
+be given to another unit right after the forward. Unpacking the handle in backward fetches the unit again: that is
+the pre-backward hook. It needs no hook on outputs, hence tuples, dicts, dataclasses, modules called twice and
+outputs without gradient are no special cases.
+
+Saved-tensor hooks do not nest: only the innermost pair runs. Under an outer pair that is not ours (activation
+checkpointing, save_on_cpu) ours hands everything that is no weight on to it; without that, checkpointing would
+silently keep all activations.
+
+Parameters read outside their sites (`F.linear(x, self.wte.weight)` in another module) are caught at the read:
+the dict behind `module.weight` touches the unit. Inside the root's forward our saved-tensor hooks turn what
+autograd saves of it into a handle. Where they do not reach (a loss function outside the model, a foreign pair of
+hooks) the read gets a private copy, which autograd may keep as long as it likes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.streaming.executor import Executor, SavedWeight
+from offloadzero.streaming.stepping import Stepper
+from offloadzero.streaming.units import Site, UnitCut
+
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+def _innermost() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+class _WatchedParameters(dict[str, nn.Parameter | None]):
+    """`module._parameters` that touches a unit when one of its parameters is read."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None], touch: Callable[[int], None]) -> None:
+        super().__init__(parameters)
+        self._touch = touch
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        param = super().__getitem__(name)
+        if param is not None:
+            self._touch(id(param))
+        return param
+
+
+class _SiteHooks:
+    """The two forward hooks of one site."""
+
+    def __init__(self, site: Site, hooks: ModelHooks) -> None:
+        self._site = site
+        self._hooks = hooks
+        self._entered: list[bool] = []  # one entry a running forward: whether hooks were pushed
+
+    def pre_forward(self, module: nn.Module, args: Any) -> None:
+        executor = self._hooks.executor
+        pinned: list[int] = []
+        try:
+            for index in self._site.records:
+                executor.pin(index)
+                pinned.append(index)
+        except BaseException:
+            for index in pinned:
+                executor.unpin(index)
+            raise
+        pushed = torch.is_grad_enabled()
+        if pushed:
+            self._hooks.push_saved_tensor_hooks()
+        self._entered.append(pushed)
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._entered:
+            return  # the pre-forward hook raised
+        if self._entered.pop():
+            _pop()
+        for index in self._site.records:
+            self._hooks.executor.unpin(index)
+
+
+class ModelHooks:
+    """Everything attached to a model; `remove()` takes it off again."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: UnitCut,
+        *,
+        executor: Executor,
+        stepper: Stepper,
+        read_weight: Callable[[Record, ParamSlot], torch.Tensor],
+        write_weight: Callable[[Record, ParamSlot, torch.Tensor], None],
+    ) -> None:
+        """`read_weight` gives a parameter's value as a new host tensor in its shape, `write_weight` sets it."""
+        self.executor = executor
+        self._model = model
+        self._stepper = stepper
+        self._read_weight = read_weight
+        self._write_weight = write_weight
+        self._loaded: set[str] = set()
+        self._records = cut.records
+        self._record_of = {id(slot.param): r.index for r in cut.records for slot in r.slots}
+        self._slot_of = {id(slot.param): slot for r in cut.records for slot in r.slots}
+        self._handles: list[RemovableHandle] = []
+        self._owners = cut.owners
+        self._attach(model, cut)
+
+    def _attach(self, model: nn.Module, cut: UnitCut) -> None:
+        sites = list(cut.sites)
+        if not any(site.module is model for site in sites):
+            sites.insert(0, Site("", model, ()))  # for its saved-tensor hooks
+        for site in sites:
+            hooks = _SiteHooks(site, self)
+            self._handles += [
+                site.module.register_forward_pre_hook(hooks.pre_forward),
+                site.module.register_forward_hook(hooks.post_forward, always_call=True),
+            ]
+        for module in cut.owners:
+            module._parameters = _WatchedParameters(module._parameters, self._on_read)
+            # torch marks the hook with an attribute, which a bound method does not take.
+            fill = functools.partial(self._fill_state_dict)
+            self._handles.append(module.register_state_dict_post_hook(fill))
+        for record in cut.records:
+            for slot in record.slots:
+                if slot.param.requires_grad:
+                    hook = self._gradient_hook(record, slot)
+                    self._handles.append(slot.param.register_post_accumulate_grad_hook(hook))
+        self._handles += [
+            model.register_load_state_dict_pre_hook(self._take_state_dict),
+            model.register_load_state_dict_post_hook(self._forgive_missing),
+        ]
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for module in self._owners:
+            module._parameters = dict(module._parameters)
+
+    # --- reads ---
+
+    def _on_read(self, param_id: int) -> None:
+        slot = self._slot_of.get(param_id)
+        if slot is None:
+            return
+        index = self._record_of[param_id]
+        if self.executor.is_pinned(index):
+            return
+        with_grad = torch.is_grad_enabled()
+        self.executor.touch(index, guard=True, record=with_grad)
+        if with_grad and self._own_innermost() is None:
+            self.executor.lend_copy(index, slot)
+
+    @staticmethod
+    def _own_innermost() -> _SavedTensorHooks | None:
+        """The innermost saved-tensor hooks if they are ours."""
+        top = _innermost()
+        owner = getattr(top[0], "__self__", None) if top is not None else None
+        return owner if isinstance(owner, _SavedTensorHooks) else None
+
+    # --- saved tensors ---
+
+    def push_saved_tensor_hooks(self) -> None:
+        """Ours become the innermost pair; they hand on to the pair that was."""
+        hooks = self._own_innermost() or _SavedTensorHooks(self.executor, _innermost())
+        _push(hooks.pack, hooks.unpack)
+
+    # --- gradients ---
+
+    def _gradient_hook(self, record: Record, slot: ParamSlot) -> Callable[[torch.Tensor], None]:
+        def take(param: torch.Tensor) -> None:
+            self._stepper.on_gradient(record.index, slot)
+
+        def drop(param: torch.Tensor) -> None:
+            param.grad = None
+
+        return take if slot.trainable else drop
+
+    # --- state dict ---
+
+    def _fill_state_dict(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        """Replace the placeholders of one module's own parameters by their values, in host memory."""
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if prefix + name in state_dict and id(param) in self._slot_of:
+                state_dict[prefix + name] = self._read_weight(
+                    self._records[self._record_of[id(param)]], self._slot_of[id(param)]
+                )
+
+    def _take_state_dict(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        """Write weights to their homes; torch's own loading finds them gone and reports them missing."""
+        self._loaded = set()
+        for name, param in self._model.named_parameters(remove_duplicate=False):
+            value = state_dict.get(prefix + name)
+            slot = self._slot_of.get(id(param))
+            if value is None or slot is None:
+                continue
+            if value.shape != slot.shape:
+                errors.append(f"{name} is {tuple(value.shape)} in the state dict, {tuple(slot.shape)} here")
+                continue
+            self._write_weight(self._records[self._record_of[id(param)]], slot, value)
+            del state_dict[prefix + name]
+            self._loaded.add(prefix + name)
+
+    def _forgive_missing(self, module: nn.Module, incompatible: Any) -> None:
+        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in self._loaded]
+
+
+class _SavedTensorHooks:
+    """One pair of saved-tensor hooks; `outer` is a foreign pair that gets what is no weight of ours."""
+
+    def __init__(self, executor: Executor, outer: Sequence[Callable[[Any], Any]] | None) -> None:
+        self._save = executor.save
+        self._load = executor.load
+        self._outer = outer
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        saved = self._save(tensor)
+        if saved is not None:
+            return saved
+        if self._outer is not None:
+            return self._outer[0](tensor)
+        # An output that kept its grad_fn here would keep its own graph alive.
+        return tensor.detach() if tensor.requires_grad else tensor
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, SavedWeight):
+            return self._load(packed)
+        if self._outer is not None:
+            return self._outer[1](packed)  # type: ignore[no-any-return]
+        return packed  # type: ignore[no-any-return]

@@ -1,0 +1,111 @@
+"""Parameters that left memory while their model was being built (floor 5).
+
+`zero.Init` hands large parameters over as soon as their module exists; the runtime takes them back one unit at a
+time. On host they wait in the parameter's final dtype; on NVMe each has a file of its own until then.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from pathlib import Path
+
+import torch
+
+
+class Spilled:
+    """The value of one parameter, outside the module."""
+
+    def __init__(self, value: torch.Tensor, directory: Path | None) -> None:
+        """Keep `value` in host memory, or in an unnamed file in `directory`."""
+        self.dtype = value.dtype
+        self.shape = value.shape
+        self._value: torch.Tensor | None = value
+        self._descriptor: int | None = None
+        if directory is not None:
+            self._descriptor = _write_unnamed(value, directory)
+            self._value = None
+            weakref.finalize(self, os.close, self._descriptor)
+
+    def load(self) -> torch.Tensor:
+        """The value: a new tensor if it was on a file."""
+        if self._value is not None:
+            return self._value
+        if self._descriptor is None:
+            raise AssertionError("nothing was spilled")
+        target = torch.empty(self.shape, dtype=self.dtype)
+        view = _as_bytes(target)
+        position = 0
+        while position < len(view):
+            count = os.preadv(self._descriptor, [view[position:]], position)
+            if count <= 0:
+                raise OSError("short read of a spilled parameter")
+            position += count
+        return target
+
+
+def _as_bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _write_unnamed(value: torch.Tensor, directory: Path) -> int:
+    """A file without a name: it is gone when its descriptor closes, however the process ends."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        descriptor = os.dup(file.fileno())
+    view = _as_bytes(value.contiguous())
+    position = 0
+    while position < len(view):
+        position += os.pwrite(descriptor, view[position:], position)
+    # Written pages are to leave memory, not to pile up in the page cache.
+    os.fdatasync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    return descriptor
+
+
+class _Registry:
+    """Spilled values by parameter; tensors compare elementwise, so by identity."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, Spilled] = {}
+
+    def put(self, param: torch.nn.Parameter, value: Spilled) -> None:
+        key = id(param)
+        if key not in self._values:
+            weakref.finalize(param, self._values.pop, key, None)
+        self._values[key] = value
+
+    def get(self, param: torch.nn.Parameter) -> Spilled | None:
+        return self._values.get(id(param))
+
+    def take(self, param: torch.nn.Parameter) -> Spilled | None:
+        return self._values.pop(id(param), None)
+
+
+_registry = _Registry()
+
+
+def spill(param: torch.nn.Parameter, *, dtype: torch.dtype, directory: Path | None) -> None:
+    """Take the parameter's value out of its module, cast to `dtype`; a placeholder keeps its shape."""
+    value = param.data.to(dtype)
+    shape = param.shape
+    _registry.put(param, Spilled(value, directory))
+    param.data = torch.full((1,), float("nan"), dtype=dtype).expand(shape)
+
+
+def is_spilled(param: torch.nn.Parameter) -> bool:
+    """Whether the parameter's value is elsewhere."""
+    return _registry.get(param) is not None
+
+
+def take_spilled(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """The value, which is forgotten here; None if the parameter holds it itself."""
+    value = _registry.take(param)
+    return None if value is None else value.load()
+
+
+def restore(param: torch.nn.Parameter) -> None:
+    """Put the value back into the parameter."""
+    value = take_spilled(param)
+    if value is not None:
+        param.data = value

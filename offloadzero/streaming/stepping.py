@@ -1,0 +1,291 @@
+"""When gradients become updates: backward, step, clipping, loss scaling (floor 5).
+
+[Note: two ways to step]
+*In backward*: a record is updated as soon as its gradient has landed; `step()` only closes the account. Exact
+when nothing about the update depends on other gradients.
+*At the step*: `step()` hands the window's gradients to the update thread and returns. That thread waits until
+they have landed, decides (global norm, finite or not), and updates in the order in which the next forward needs
+the units; each unit's next fetch waits for its own update. No thread that launches computation ever waits for
+the norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offloadzero.config import LossScaleConfig
+from offloadzero.errors import NonFiniteError, StateError
+from offloadzero.memory.store import Segment
+from offloadzero.memory.tickets import FINISHED, Failures, Promise, Ticket
+from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.observe.clock import StepClock
+from offloadzero.optim.records import ParamSlot
+from offloadzero.optim.step_decision import LossScale, StepDecision, decide_step
+from offloadzero.optim.update import RecordUpdate, UpdatePipeline
+from offloadzero.streaming.executor import Executor
+from offloadzero.streaming.gradients import BegunUpdate, GradientCollector, RecordGradient
+
+Hypers = Sequence[AdamHyper]
+
+
+@dataclass(frozen=True)
+class StepPolicy:
+    """What decides over a step."""
+
+    update_in_backward: bool
+    gradient_accumulation_steps: int
+    max_norm: float  # 0 = no clipping
+    skip_nonfinite: bool
+    loss_scale: LossScaleConfig | None
+
+
+@dataclass(eq=False)
+class _Window:
+    """The gradients of one step and what was decided over them."""
+
+    gradients: list[RecordGradient]
+    tickets: dict[int, Promise]
+    hypers: Hypers
+    decided: Ticket = FINISHED
+    decision: StepDecision | None = None
+
+
+@dataclass
+class StepCounts:
+    """What has happened so far."""
+
+    micro_steps: int = 0
+    global_steps: int = 0
+    skipped_steps: int = 0
+
+
+class Stepper:
+    """Turns gradients into updates; the autograd hooks and the optimizer call it."""
+
+    def __init__(
+        self,
+        policy: StepPolicy,
+        *,
+        executor: Executor,
+        pipeline: UpdatePipeline,
+        failures: Failures,
+        clock: StepClock,
+        current_hypers: Callable[[], Hypers],
+    ) -> None:
+        """`current_hypers` reads the hyperparameters by group index from the optimizer's param_groups."""
+        self.policy = policy
+        self.counts = StepCounts()
+        # Who counts micro batches (the engine does), and what must hold before a backward begins.
+        self.boundary: Callable[[], bool] | None = None
+        self.before_backward: Callable[[], None] | None = None
+        self._executor = executor
+        self._pipeline = pipeline
+        self._failures = failures
+        self._clock = clock
+        self._current_hypers = current_hypers
+        self._scale = LossScale.initial(policy.loss_scale)
+        self._in_backward = False
+        self._window_micro_steps = 0
+        self._hypers: Hypers = ()
+        self._tickets: dict[int, Promise] = {}  # updates that backward has begun
+        self._last = _Window([], {}, ())
+        self.collector: GradientCollector  # set by `attach`: each needs the other
+
+    def attach(self, collector: GradientCollector) -> None:
+        """The collector whose `on_complete` and `on_landed` are this object's."""
+        self.collector = collector
+
+    # --- backward ---
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss for the next backward; waits for the last decision when it is dynamic."""
+        if self.policy.loss_scale is not None:
+            self._wait_decided()
+        return self._scale.scale
+
+    def is_boundary(self) -> bool:
+        """Whether the next (or running) backward is the last before `step()`."""
+        if self.boundary is not None:
+            return self.boundary()
+        return (self._window_micro_steps + 1) % self.policy.gradient_accumulation_steps == 0
+
+    def on_gradient(self, index: int, slot: ParamSlot) -> None:
+        """Autograd has accumulated `slot.param.grad`."""
+        if not self._in_backward:
+            self._begin_backward()
+        self.collector.add(index, slot)
+
+    def _begin_backward(self) -> None:
+        self._failures.check()
+        if self.before_backward is not None:
+            self.before_backward()
+        if self._tickets:
+            raise StateError(
+                "backward() after the last micro batch of a step and before step(): the weights are updated in "
+                "backward. Set gradient_accumulation_steps to the number of backward passes per step, or "
+                '"offloadzero": {"update": {"in_backward": false}}'
+            )
+        self._in_backward = True
+        self.collector.last_micro_batch = self.is_boundary()
+        self._hypers = self._current_hypers() if self._updates_now else ()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    @property
+    def _updates_now(self) -> bool:
+        return self.policy.update_in_backward and self.collector.last_micro_batch
+
+    def _end_backward(self) -> None:
+        self.collector.flush()
+        self._in_backward = False
+        self._window_micro_steps += 1
+        self.counts.micro_steps += 1
+
+    def on_complete(self, state: RecordGradient) -> None:
+        """All gradients of a record have arrived (called in backward)."""
+        index = state.record.index
+        self._executor.gradients_complete(index)
+        if self._updates_now:
+            ticket = self._tickets[index] = Promise()
+            state.update = BegunUpdate(ticket, self._hypers)
+            self._executor.begin_update(index, ticket)
+
+    def on_landed(self, state: RecordGradient) -> None:
+        """A record's gradient of the whole window is home (called on the landing thread)."""
+        begun = state.update
+        if begun is None:
+            return
+        if not math.isfinite(state.sq_norm):
+            error = self._non_finite([state])
+            begun.ticket.fail(error)
+            raise error
+        self._pipeline.submit(self._update(state, begun.ticket, begun.hypers, grad_scale=1.0))
+
+    # --- step ---
+
+    def step(self) -> None:
+        """Apply the window's gradients: [Note: two ways to step]."""
+        self._failures.check()
+        if self._in_backward:
+            raise StateError("step() inside backward, or after a backward that did not finish")
+        window = _Window(self.collector.take_window(), self._tickets, self._hypers)
+        self._tickets = {}
+        if window.tickets:
+            self._last = window
+        elif window.gradients:
+            self._step_at_once(window)
+        self._window_micro_steps = 0
+        self.counts.global_steps += 1
+        self._executor.finish_step()
+        self._clock.finish_step()
+
+    def _step_at_once(self, window: _Window) -> None:
+        window.hypers = self._current_hypers()
+        window.decided = decided = Promise()
+        for state in window.gradients:
+            ticket = window.tickets[state.record.index] = Promise()
+            self._executor.begin_update(state.record.index, ticket)
+        order = self._executor.next_use_order(list(window.tickets))
+        self._last = window
+
+        def decide() -> None:
+            try:
+                self._decide(window, order)
+                decided.fulfil()
+            except BaseException as error:
+                for ticket in window.tickets.values():
+                    ticket.fail(error)
+                decided.fail(error)
+                raise
+
+        self._pipeline.submit(decide)
+
+    def _decide(self, window: _Window, order: Sequence[int]) -> None:
+        """On the update thread: all gradients are known now."""
+        for state in window.gradients:
+            state.landed.wait()
+        scale = self._scale
+        decision = decide_step(
+            [state.sq_norm for state in window.gradients],
+            loss_scale=scale.scale,
+            max_norm=self.policy.max_norm,
+        )
+        window.decision = decision
+        self._scale = scale.after_step(finite=decision.apply)
+        if decision.apply:
+            states = {state.record.index: state for state in window.gradients}
+            self._pipeline.submit_first(
+                [
+                    self._update(states[i], window.tickets[i], window.hypers, grad_scale=decision.grad_scale)
+                    for i in order
+                ]
+            )
+            return
+        if not self.policy.skip_nonfinite:
+            raise self._non_finite(window.gradients)
+        self.counts.skipped_steps += 1
+        for state in window.gradients:
+            self.collector.release_passing(state)
+            window.tickets[state.record.index].fulfil()
+
+    def _non_finite(self, gradients: Sequence[RecordGradient]) -> NonFiniteError:
+        names = [state.record.name for state in gradients if not math.isfinite(state.sq_norm)]
+        return NonFiniteError(
+            f"step {self.counts.global_steps + 1}: the gradient of {', '.join(names)} holds NaN or Inf; nothing "
+            'of it was applied. ("offloadzero": {"update": {"on_nonfinite": "skip"}} skips such steps.)'
+        )
+
+    def _update(
+        self, state: RecordGradient, ticket: Promise, hypers: Hypers, *, grad_scale: float
+    ) -> RecordUpdate:
+        for slot in state.present_slots:
+            slot.step += 1
+        grad = state.in_memory()
+        source: torch.Tensor | Segment | None = grad if grad is not None else state.home
+        if source is None:
+            raise AssertionError(f"{state.record.name} has no gradient")
+        return RecordUpdate(
+            record=state.record,
+            ranges=state.ranges(),
+            hypers=hypers,
+            grad=source,
+            grad_scale=grad_scale,
+            on_consumed=lambda: self.collector.release_passing(state),
+            fence=state.fence,
+            ticket=ticket,
+        )
+
+    def discard_gradients(self) -> None:
+        """Drop what was accumulated since the last step (`optimizer.zero_grad()`)."""
+        if self._tickets:
+            raise StateError(
+                "zero_grad() without step() after a backward that has updated the weights: set "
+                '"offloadzero": {"update": {"in_backward": false}} to be able to drop gradients'
+            )
+        self._in_backward = False
+        self.collector.abandon_window()
+        self._window_micro_steps = 0
+
+    # --- what was decided ---
+
+    def _wait_decided(self) -> None:
+        with self._clock.waiting("decision"):
+            self._last.decided.wait()
+
+    def was_applied(self) -> bool:
+        """Whether the last step changed the weights; waits for the decision."""
+        self._wait_decided()
+        return self._last.decision.apply if self._last.decision is not None else bool(self._last.gradients)
+
+    def grad_norm(self) -> float:
+        """The global gradient norm of the last step, before clipping; waits for it. NaN if not finite."""
+        self._wait_decided()
+        if self._last.decision is not None:
+            return self._last.decision.grad_norm
+        for state in self._last.gradients:
+            state.landed.wait()
+        return decide_step([s.sq_norm for s in self._last.gradients], loss_scale=1.0, max_norm=0.0).grad_norm

@@ -1,0 +1,194 @@
+"""Cutting a module into units, without changing it (floor 5)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from offloadzero.config import UnitConfig
+from offloadzero.errors import ConfigError
+from offloadzero.optim.records import Record, make_record
+
+REST = "(rest)"  # no module can have this name
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module whose forward needs `records` on the device."""
+
+    name: str
+    module: nn.Module
+    records: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class UnitCut:
+    """The records of a model, the sites that need them, and what must be on the device at once."""
+
+    records: tuple[Record, ...]
+    sites: tuple[Site, ...]
+    together: tuple[frozenset[int], ...]
+    # Modules that own parameters directly.
+    owners: tuple[nn.Module, ...]
+
+
+def cut_units(
+    model: nn.Module,
+    config: UnitConfig,
+    *,
+    group_of: Mapping[int, int],
+    param_dtype: torch.dtype | None,
+) -> UnitCut:
+    """Cut `model` into units and lay out their records.
+
+    A unit is each element of the outermost repeated ModuleList or Sequential, each other leaf module of at
+    least `config.min_leaf_elements` elements, and, resident on the device, the small rest. A parameter that
+    several modules share belongs to the unit of the first. `config.patterns` (globs of module names) replace
+    the first rule.
+
+    Args:
+        group_of: id of a parameter -> index of its optimizer group; parameters that are absent are frozen.
+        param_dtype: dtype of all floating-point parameters; None keeps each parameter's own.
+
+    Raises:
+        ConfigError: the model has no parameters, or a pattern matches nothing.
+    """
+    roots = _unit_roots(model, config)
+    owned = _assign_parameters(model, roots, config.min_leaf_elements)
+    if not owned:
+        raise ConfigError("model", type(model).__name__, "a module with parameters: this one has none")
+    records: list[Record] = []
+    record_of: dict[int, int] = {}
+    for unit_name, params in owned.items():
+        for dtype, members in _by_dtype(params, param_dtype).items():
+            name = unit_name if not _holds(records, unit_name) else f"{unit_name}#{_dtype_name(dtype)}"
+            placed = [
+                (param_name, param, group_of.get(id(param)) if param.requires_grad else None)
+                for param_name, param in members
+            ]
+            record = make_record(len(records), name, dtype, placed, resident=unit_name == REST)
+            records.append(record)
+            record_of.update({id(param): record.index for _, param in members})
+    sites, together = _sites(model, records, record_of)
+    owners = tuple(module for module in model.modules() if any(_own_parameters(module)))
+    return UnitCut(tuple(records), sites, together, owners)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _holds(records: Sequence[Record], name: str) -> bool:
+    return any(record.name == name for record in records)
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return module.named_parameters(recurse=False)
+
+
+def _num_elements(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _unit_roots(model: nn.Module, config: UnitConfig) -> dict[int, str]:
+    """id of each unit's root module -> its name."""
+    if not config.patterns:
+        return {id(module): name for name, module in _repeated(model, "")}
+    roots: dict[int, str] = {}
+    used: Counter[str] = Counter()
+    covered: set[int] = set()
+    for name, module in model.named_modules():
+        matching = [pattern for pattern in config.patterns if fnmatchcase(name, pattern)]
+        used.update(matching)
+        if matching and id(module) not in covered:
+            roots[id(module)] = name
+            covered.update(map(id, module.modules()))
+    for pattern in config.patterns:
+        if not used[pattern]:
+            names = [name for name, _ in model.named_modules()]
+            raise ConfigError(
+                "offloadzero.units.patterns", pattern, "matches no module of the model", known_keys=names
+            )
+    return roots
+
+
+def _repeated(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The elements of the outermost containers of modules of one class."""
+    children = [(n, child) for n, child in module.named_children() if _num_elements(child)]
+    is_container = isinstance(module, nn.ModuleList | nn.Sequential)
+    classes = {type(child) for _, child in children}
+    if is_container and len(classes) == 1 and not issubclass(next(iter(classes)), nn.ModuleList):
+        for child_name, child in children:
+            yield f"{name}.{child_name}" if name else child_name, child
+        return
+    for child_name, child in children:
+        yield from _repeated(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _assign_parameters(
+    model: nn.Module, roots: Mapping[int, str], min_leaf_elements: int
+) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """Unit name -> its parameters, in the order of the model's modules."""
+    owned: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, name: str, unit: str | None) -> None:
+        unit = unit or roots.get(id(module))
+        is_leaf = not any(module.children())
+        params = [(n, p) for n, p in _own_parameters(module) if id(p) not in seen]
+        if params:
+            seen.update(id(param) for _, param in params)
+            large = is_leaf and sum(param.numel() for _, param in params) >= min_leaf_elements
+            target = unit or (name if large and name else REST)
+            owned.setdefault(target, []).extend(
+                (f"{name}.{param_name}" if name else param_name, param) for param_name, param in params
+            )
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name, unit)
+
+    visit(model, "", None)
+    return owned
+
+
+def _by_dtype(
+    params: Sequence[tuple[str, nn.Parameter]], param_dtype: torch.dtype | None
+) -> dict[torch.dtype, list[tuple[str, nn.Parameter]]]:
+    groups: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in params:
+        cast = param_dtype is not None and param.is_floating_point()
+        dtype = param_dtype if cast and param_dtype is not None else param.dtype
+        groups.setdefault(dtype, []).append((name, param))
+    return groups
+
+
+def _sites(
+    model: nn.Module, records: Sequence[Record], record_of: Mapping[int, int]
+) -> tuple[tuple[Site, ...], tuple[frozenset[int], ...]]:
+    """Each module needs what its own parameters and those of its unit need, unless an outer site has it."""
+    unit_records: dict[str, set[int]] = {}
+    for record in records:
+        unit_records.setdefault(record.name.split("#")[0], set()).add(record.index)
+    resident = {record.index for record in records if record.resident}
+    sites: list[Site] = []
+    together: list[frozenset[int]] = []
+    placed: set[int] = set()
+
+    def visit(module: nn.Module, name: str, held: frozenset[int]) -> None:
+        needed = {record_of[id(param)] for _, param in _own_parameters(module)} | (
+            unit_records.get(name, set()) if name else resident
+        )
+        needed -= held if name else set()
+        if needed and id(module) not in placed:
+            placed.add(id(module))
+            sites.append(Site(name, module, tuple(sorted(needed))))
+            together.append(frozenset(needed | held))
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name, held | needed)
+
+    visit(model, "", frozenset(resident))
+    return tuple(sites), tuple(together)

@@ -1,0 +1,158 @@
+"""Weights and optimizer states in and out of their homes, one parameter at a time (floor 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from offloadzero.config import SegmentKind
+from offloadzero.errors import ConfigError
+from offloadzero.memory.store import Segment, TieredStore
+from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
+from offloadzero.optim import device_math
+from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.streaming.executor import Executor
+from offloadzero.streaming.spill import take_spilled
+
+
+class WeightAccess:
+    """Reads and edits parameters and states between steps; waits for the unit's own update only."""
+
+    def __init__(self, store: TieredStore, executor: Executor) -> None:
+        self._store = store
+        self._executor = executor
+
+    # --- the first values ---
+
+    @staticmethod
+    def load_initial(record: Record, store: TieredStore) -> None:
+        """Write the module's present values to the record's homes and free them in the module.
+
+        fp32 values keep all their bits: what the parameter's dtype cannot hold goes to the master.
+        """
+        layout = record.layout()
+        param = torch.zeros(record.num_elements, dtype=record.dtype)
+        master_layout = layout.get(SegmentKind.MASTER)
+        master = None if master_layout is None else torch.zeros(master_layout[1], dtype=master_layout[0])
+        for slot in record.slots:
+            spilled = take_spilled(slot.param)
+            value = slot.param.data if spilled is None else spilled
+            _encode(slot, value.detach().to("cpu"), param, master)
+            slot.param.data = torch.zeros(1, dtype=record.dtype).expand(slot.shape)
+        writes: list[Ticket] = [store.write(record.segments[SegmentKind.PARAM], param)]
+        if master is not None and bool(torch.count_nonzero(master)):
+            writes.append(store.write(record.segments[SegmentKind.MASTER], master))
+        AllOf(writes).wait()
+
+    # --- parameters ---
+
+    def read(self, record: Record, slot: ParamSlot) -> torch.Tensor:
+        """The parameter in its own dtype: a new host tensor in its shape."""
+        return self._read(record, slot, SegmentKind.PARAM).view(slot.shape)
+
+    def read_master(self, record: Record, slot: ParamSlot) -> torch.Tensor:
+        """The fp32 master weight: a new host tensor in the parameter's shape."""
+        param = self._read(record, slot, SegmentKind.PARAM)
+        master = None
+        if slot.trainable and SegmentKind.MASTER in record.segments:
+            master = self._read(record, slot, SegmentKind.MASTER)
+        joined = param.float() if master is None else device_math.join_master(param, master)
+        return joined.view(slot.shape)
+
+    def write(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> None:
+        """Set the parameter and its master; fp32 values keep all their bits."""
+        param = torch.zeros(slot.num_elements, dtype=record.dtype)
+        master = None
+        segment = record.segments.get(SegmentKind.MASTER)
+        if segment is not None and slot.trainable:
+            master = torch.zeros(slot.num_elements, dtype=segment.dtype)
+        _encode(slot, value.detach().to("cpu"), param, master, base=slot.offset)
+        self._write(record, slot, SegmentKind.PARAM, param)
+        if master is not None:
+            self._write(record, slot, SegmentKind.MASTER, master)
+
+    def snapshot(self, record: Record, slots: Sequence[ParamSlot]) -> dict[ParamSlot, torch.Tensor]:
+        """Copies of parameters of a pinned unit, on the device, flat."""
+        flat = self._executor.flat_parameters(record.index)
+        return {slot: slot.view_in(flat).reshape(-1).clone() for slot in slots}
+
+    def edits(
+        self, record: Record, before: Mapping[ParamSlot, torch.Tensor]
+    ) -> dict[ParamSlot, torch.Tensor]:
+        """The parameters of a pinned unit that differ from `before`, as fp32 masters to be.
+
+        Elements whose bits are unchanged keep their master.
+        """
+        flat = self._executor.flat_parameters(record.index)
+        edits: dict[ParamSlot, torch.Tensor] = {}
+        for slot, old in before.items():
+            new = slot.view_in(flat).detach().reshape(-1)
+            changed = (_bits(new) != _bits(old)).to("cpu")
+            if bool(changed.any()):
+                master = self.read_master(record, slot).reshape(-1)
+                edits[slot] = torch.where(changed, new.to("cpu").float(), master)
+        return edits
+
+    def undo(self, record: Record, before: Mapping[ParamSlot, torch.Tensor]) -> None:
+        """Put a snapshot back into the pinned unit."""
+        flat = self._executor.flat_parameters(record.index)
+        for slot, old in before.items():
+            slot.view_in(flat).detach().reshape(-1).copy_(old)
+
+    def commit(self, record: Record, edits: Mapping[ParamSlot, torch.Tensor]) -> None:
+        """Write what `edits` found."""
+        for slot, weights in edits.items():
+            self.write(record, slot, weights)
+
+    # --- optimizer states ---
+
+    def read_state(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> torch.Tensor:
+        """exp_avg or exp_avg_sq: a new fp32 host tensor in the parameter's shape."""
+        return self._read(record, slot, kind).view(slot.shape)
+
+    def write_state(self, record: Record, slot: ParamSlot, kind: SegmentKind, value: torch.Tensor) -> None:
+        """Set exp_avg or exp_avg_sq."""
+        flat = value.detach().to("cpu", torch.float32).reshape(-1).contiguous()
+        if flat.numel() != slot.num_elements:
+            raise ConfigError(f"{slot.name}.{kind.value}", tuple(value.shape), f"shape {tuple(slot.shape)}")
+        self._write(record, slot, kind, flat)
+
+    # --- segments ---
+
+    def _segment(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> Segment:
+        if kind is not SegmentKind.PARAM and not slot.trainable:
+            raise ConfigError(slot.name, kind.value, "a frozen parameter has no optimizer state")
+        return record.segments[kind]
+
+    def _read(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> torch.Tensor:
+        segment = self._segment(record, slot, kind)
+        self._executor.update_ticket(record.index).wait()
+        target = torch.empty(slot.num_elements, dtype=segment.dtype)
+        self._store.read(segment, target, start=slot.offset).wait()
+        return target
+
+    def _write(self, record: Record, slot: ParamSlot, kind: SegmentKind, source: torch.Tensor) -> None:
+        segment = self._segment(record, slot, kind)
+        self._executor.update_ticket(record.index).wait()
+        if kind is SegmentKind.PARAM:
+            self._executor.begin_update(record.index, FINISHED)
+        self._store.write(segment, source, start=slot.offset).wait()
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The patterns of floating-point values as integers: NaN equals itself, -0 differs from 0."""
+    return values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
+
+
+def _encode(
+    slot: ParamSlot, value: torch.Tensor, param: torch.Tensor, master: torch.Tensor | None, *, base: int = 0
+) -> None:
+    """Write `value` into a parameter and its master, both flat and starting at element `base` of the record."""
+    flat = value.reshape(-1)
+    start, stop = slot.offset - base, slot.offset - base + slot.num_elements
+    target = param[start:stop]
+    if master is None or not slot.trainable:
+        target.copy_(flat)
+    else:
+        device_math.split_master(flat.float(), target, master[start:stop])
