@@ -1,0 +1,246 @@
+"""`initialize()` and the Engine, with DeepSpeed's names and returns (floor 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from offloadzero.config import OffloadConfig, load_config
+from offloadzero.errors import ConfigError
+from offloadzero.observe.clock import StepReport
+from offloadzero.optim.lr_schedules import build_lr_scheduler
+from offloadzero.optimizer import ConfigSource, OffloadedOptimizer, check_optimizer, group_defaults
+
+OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
+SchedulerSource = Any  # a torch scheduler, or a callable that makes one from the optimizer
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerSource = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: SchedulerSource = None,
+    *,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: ConfigSource | None = None,
+    config_params: ConfigSource | None = None,
+) -> tuple[Engine, OffloadedOptimizer, DataLoader[Any] | None, Any]:
+    """Make a training engine of `model` from a DeepSpeed-shaped JSON.
+
+    Args:
+        args: an object whose `deepspeed_config` names the JSON, when `config` is None.
+        optimizer: a torch.optim.Adam or AdamW, or a callable that makes one from the parameters; None takes the
+            config's optimizer block.
+        model_parameters: parameters or param groups for the config's optimizer; None takes all trainable ones.
+        training_data: a dataset for the returned DataLoader, at the micro batch size.
+        lr_scheduler: a scheduler or a callable that makes one from the optimizer; None takes the config's.
+        config, config_params: a dict, a path, or an OffloadConfig.
+
+    Returns:
+        (engine, optimizer, dataloader or None, lr_scheduler or None).
+
+    Raises:
+        ConfigError, BudgetError, AioError.
+    """
+    source = config if config is not None else config_params
+    if source is None:
+        source = getattr(args, "deepspeed_config", None)
+    if source is None:
+        raise ConfigError("config", None, "a dict, the path of a JSON file, or an OffloadConfig")
+    if model is None:
+        raise ConfigError("model", None, "an nn.Module")
+    settings = load_config(source)
+    groups = _param_groups(model, optimizer, model_parameters, settings)
+    offloaded = OffloadedOptimizer(model, groups, settings)
+    scheduler = _make_scheduler(lr_scheduler, settings, offloaded)
+    engine = Engine(model, offloaded, scheduler)
+    loader = None
+    if training_data is not None:
+        loader = DataLoader(
+            training_data, batch_size=settings.batch.micro_batch_size or 1, collate_fn=collate_fn
+        )
+    return engine, offloaded, loader, scheduler
+
+
+def _param_groups(
+    model: nn.Module, optimizer: OptimizerSource, model_parameters: Any, config: OffloadConfig
+) -> list[dict[str, Any]]:
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    if not any(True for _ in model.parameters()):
+        raise ConfigError("model", type(model).__name__, "a module with parameters: this one has none")
+    if optimizer is not None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = optimizer(model_parameters if model_parameters is not None else trainable)
+        check_optimizer(optimizer)
+        return optimizer.param_groups
+    if config.optimizer is None:
+        raise ConfigError("optimizer", None, "pass one to initialize() or name one in the config")
+    defaults = group_defaults(config.optimizer)
+    given: list[Any] = list(model_parameters) if model_parameters is not None else list(trainable)
+    groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
+    return [{**defaults, **group, "params": list(group["params"])} for group in groups]
+
+
+def _make_scheduler(source: SchedulerSource, config: OffloadConfig, optimizer: OffloadedOptimizer) -> Any:
+    if source is None:
+        return build_lr_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
+    if isinstance(source, torch.optim.lr_scheduler.LRScheduler) or not callable(source):
+        return source
+    return source(optimizer)
+
+
+class Engine:
+    """Trains one model: `loss = engine(batch); engine.backward(loss); engine.step()`.
+
+    Attributes it does not have are the module's.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: OffloadedOptimizer, lr_scheduler: Any) -> None:
+        self.module = model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self._runtime = optimizer.runtime
+        self._boundary_override: bool | None = None
+        self._num_micro_steps = 0
+        self._stepper = optimizer.runtime.stepper
+        self._stepper.boundary = self.is_gradient_accumulation_boundary
+
+    # --- the loop ---
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        return self.module(*inputs, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """Backward of `loss` / accumulation steps; returns that quotient."""
+        scaled = loss / self.gradient_accumulation_steps() if self.gradient_accumulation_steps() > 1 else loss
+        self.optimizer.scale(scaled).backward()
+        return scaled
+
+    def step(self) -> None:
+        """At an accumulation boundary: update the weights and advance the learning-rate schedule."""
+        boundary = self.is_gradient_accumulation_boundary()
+        self._num_micro_steps += 1
+        if not boundary:
+            return
+        self.optimizer.step()
+        may_skip = self._runtime.config.precision.param_dtype == "fp16"
+        if self.lr_scheduler is not None and (not may_skip or self.was_step_applied()):
+            self.lr_scheduler.step()
+        every = self._runtime.config.steps_per_print
+        if every and self.global_steps % every == 0:
+            print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}", flush=True)
+
+    def zero_grad(self) -> None:
+        """Drop gradients that no step has used."""
+        self.optimizer.zero_grad()
+
+    def train(self, mode: bool = True) -> Engine:
+        """The module's training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """The module's evaluation mode."""
+        return self.train(False)
+
+    # --- accumulation ---
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro batches per step."""
+        return self._runtime.config.batch.gradient_accumulation_steps
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        """As configured."""
+        return self._runtime.config.batch.micro_batch_size
+
+    def train_batch_size(self) -> int | None:
+        """As configured or resolved."""
+        return self._runtime.config.batch.train_batch_size
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether `step()` after the present micro batch updates the weights."""
+        if self._boundary_override is not None:
+            return self._boundary_override
+        return (self._num_micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Override the counting, until set again."""
+        self._boundary_override = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Micro batches inside are no boundary."""
+        previous = self._boundary_override
+        self._boundary_override = False
+        try:
+            yield
+        finally:
+            self._boundary_override = previous
+
+    # --- what happened ---
+
+    def get_global_grad_norm(self) -> float:
+        """Of the last step, before clipping; waits until it is known."""
+        return self.optimizer.grad_norm()
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def was_step_applied(self) -> bool:
+        """False when the last step was skipped; waits until it is known."""
+        return self.optimizer.was_step_applied()
+
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale (1.0 without fp16)."""
+        return self._stepper.loss_scale
+
+    @property
+    def device(self) -> torch.device:
+        """Where the computation runs."""
+        return self._runtime.accelerator.device
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+        return self._stepper.counts.global_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of `step()` so far."""
+        return self._num_micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped for non-finite gradients."""
+        return self._stepper.counts.skipped_steps
+
+    def memory_table(self) -> str:
+        """Bytes per tier, the files on NVMe and the file engine in use."""
+        return self._runtime.memory_table()
+
+    def last_step_report(self) -> StepReport:
+        """Seconds of the last step and what the training thread lost in which wait."""
+        return self._runtime.clock.last
+
+    def synchronize(self) -> None:
+        """Block until all updates are home; raises what failed."""
+        self._runtime.synchronize()
+
+    def close(self) -> None:
+        """Finish the updates, stop the threads, remove the files. Raises the first failure."""
+        self._runtime.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "module" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.module, name)

@@ -1,0 +1,221 @@
+"""The PyTorch-native form: `model, optimizer = offload(model, optimizer, config)` (floor 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from offloadzero.config import OffloadConfig, OptimizerConfig, SegmentKind, load_config
+from offloadzero.errors import ConfigError, StateError
+from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.runtime import Runtime
+
+ConfigSource = Mapping[str, Any] | str | Path | OffloadConfig
+
+# Options of torch.optim.Adam that change the numbers and are not built.
+_REFUSED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False}
+
+
+def offload(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: ConfigSource
+) -> tuple[nn.Module, OffloadedOptimizer]:
+    """Move the states of `model` and `optimizer` to the tiers that `config` says.
+
+    The model stays the same nn.Module and the loop stays `loss.backward(); optimizer.step();
+    optimizer.zero_grad()`. Learning-rate schedulers work on the returned optimizer's param_groups, which are
+    those of `optimizer`.
+
+    Raises:
+        ConfigError: an optimizer other than torch.optim.Adam or AdamW, or one that has stepped already.
+        BudgetError: something does not fit.
+    """
+    settings = load_config(config)
+    if isinstance(optimizer, OffloadedOptimizer):
+        raise ConfigError("optimizer", type(optimizer).__name__, "is offloaded already")
+    check_optimizer(optimizer)
+    return model, OffloadedOptimizer(model, optimizer.param_groups, settings)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what the offloaded update would not compute exactly."""
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        raise ConfigError(
+            "optimizer", type(optimizer).__name__, "allowed: torch.optim.Adam, torch.optim.AdamW"
+        )
+    if optimizer.state:
+        raise ConfigError("optimizer", type(optimizer).__name__, "offload it before its first step")
+    for index, group in enumerate(optimizer.param_groups):
+        for option, allowed in _REFUSED_OPTIONS.items():
+            if group.get(option, allowed) != allowed:
+                raise ConfigError(
+                    f"optimizer.param_groups[{index}].{option}", group[option], f"allowed: {allowed}"
+                )
+        # The class says how weight decay works; it must say so in the group to survive the class.
+        group.setdefault("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+
+
+def adam_hyper(group: Mapping[str, Any]) -> AdamHyper:
+    """The hyperparameters of one param group as of now."""
+    beta1, beta2 = group["betas"]
+    return AdamHyper(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        decoupled=bool(group["decoupled_weight_decay"]),
+        bias_correction=bool(group.get("bias_correction", True)),
+    )
+
+
+def group_defaults(config: OptimizerConfig) -> dict[str, Any]:
+    """A param group's options from the JSON's optimizer block."""
+    return {
+        "lr": config.lr,
+        "betas": config.betas,
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+        "decoupled_weight_decay": config.decoupled_weight_decay,
+        "bias_correction": config.bias_correction,
+    }
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """An Adam whose states live in the tiers; made by `offload()` or `initialize()`.
+
+    `param.grad` is None after backward: gradients leave the device as they appear. Clip through the config's
+    `gradient_clipping`; `grad_norm()` gives the norm.
+    """
+
+    def __init__(self, model: nn.Module, param_groups: list[dict[str, Any]], config: OffloadConfig) -> None:
+        super().__init__(param_groups, {})
+        self.param_groups = param_groups  # the caller's own dicts: schedulers made on them stay connected
+        self.runtime = Runtime(model, config, param_groups=param_groups, current_hypers=self._current_hypers)
+        self._scaled = False
+        if self.runtime.config.precision.param_dtype == "fp16":
+            self.runtime.stepper.before_backward = self._check_scaled
+
+    def _current_hypers(self) -> list[AdamHyper]:
+        return [adam_hyper(group) for group in self.param_groups]
+
+    # --- the loop ---
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """fp16: `optimizer.scale(loss).backward()`, as with torch.amp.GradScaler. Otherwise the loss itself."""
+        self._scaled = True
+        factor = self.runtime.stepper.loss_scale
+        return loss if factor == 1.0 else loss * factor
+
+    def _check_scaled(self) -> None:
+        if not self._scaled:
+            raise StateError(
+                "fp16 gradients need loss scaling: optimizer.scale(loss).backward(), or engine.backward(loss)"
+            )
+        self._scaled = False
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Apply the gradients accumulated since the last step. Returns before the update is done.
+
+        Raises:
+            NonFiniteError, AioError: of this or an earlier step's update; the latest at the next use.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.runtime.stepper.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
+        """Drop gradients that no step has used."""
+        self.runtime.stepper.discard_gradients()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while the optimizer is being made: the units are laid out once."""
+        if hasattr(self, "runtime"):
+            raise StateError("add_param_group after offload(): add the group before")
+        super().add_param_group(param_group)
+
+    # --- what happened ---
+
+    def grad_norm(self) -> float:
+        """Global gradient norm of the last step before clipping; waits until it is known."""
+        return self.runtime.stepper.grad_norm()
+
+    def was_step_applied(self) -> bool:
+        """False when the last step was skipped for a non-finite gradient; waits until it is known."""
+        return self.runtime.stepper.was_applied()
+
+    def synchronize(self) -> None:
+        """Block until all updates are home; raises what failed."""
+        self.runtime.synchronize()
+
+    def close(self) -> None:
+        """Finish the updates, stop the threads, remove the files."""
+        self.runtime.close()
+
+    # --- state dict ---
+
+    def _numbered(self) -> Iterable[tuple[int, Record, ParamSlot]]:
+        number = 0
+        for group in self.param_groups:
+            for param in group["params"]:
+                if id(param) in self.runtime.slots:
+                    record, slot = self.runtime.slots[id(param)]
+                    if slot.trainable:
+                        yield number, record, slot
+                number += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch.optim.AdamW's format, all of it in host memory, with the fp32 master weights beside it."""
+        weights = self.runtime.weights
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for number, record, slot in self._numbered():
+            record_state = {
+                "step": torch.tensor(float(slot.step)),
+                "exp_avg": weights.read_state(record, slot, SegmentKind.EXP_AVG),
+                "exp_avg_sq": weights.read_state(record, slot, SegmentKind.EXP_AVG_SQ),
+            }
+            if record.dtype != torch.float32:
+                record_state["master"] = weights.read_master(record, slot)
+            state[number] = record_state
+        groups: list[dict[str, Any]] = []
+        first = 0
+        for group in self.param_groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            count = len(group["params"])
+            groups.append({**options, "params": list(range(first, first + count))})
+            first += count
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the format of `state_dict()` or of torch.optim.AdamW (whose weights stay what they are)."""
+        groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in groups]
+        own_sizes = [len(group["params"]) for group in self.param_groups]
+        if sizes != own_sizes:
+            raise ConfigError("state_dict.param_groups", sizes, f"parameters per group here: {own_sizes}")
+        weights = self.runtime.weights
+        for number, record, slot in self._numbered():
+            values = state_dict["state"].get(number)
+            if values is None:
+                continue
+            weights.write_state(record, slot, SegmentKind.EXP_AVG, values["exp_avg"])
+            weights.write_state(record, slot, SegmentKind.EXP_AVG_SQ, values["exp_avg_sq"])
+            if "master" in values:
+                weights.write(record, slot, values["master"])
+            slot.step = int(values["step"])
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})

@@ -1,0 +1,296 @@
+"""Builds the parts of one offloaded model and wires them (floor 6)."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from offloadzero.config import OffloadConfig, SegmentKind, TierName
+from offloadzero.errors import BudgetError, StateError
+from offloadzero.memory.arena import Arena, BufferPool, Lease
+from offloadzero.memory.lanes import make_accelerator
+from offloadzero.memory.store import StoreSizes, TieredStore
+from offloadzero.memory.tickets import Failures
+from offloadzero.observe.clock import StepClock
+from offloadzero.optim.records import Record
+from offloadzero.optim.update import UpdatePipeline
+from offloadzero.planning.memory_plan import (
+    NUM_GRAD_LEASES,
+    NUM_STAGING_LEASES,
+    MemoryPlan,
+    format_bytes,
+    plan_memory,
+)
+from offloadzero.planning.probe import available_bytes
+from offloadzero.streaming.executor import Executor
+from offloadzero.streaming.gradients import GradientCollector
+from offloadzero.streaming.hooks import ModelHooks
+from offloadzero.streaming.stepping import Hypers, Stepper, StepPolicy
+from offloadzero.streaming.units import cut_units
+from offloadzero.streaming.weights import WeightAccess
+
+log = logging.getLogger("offloadzero")
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
+
+
+class Runtime:
+    """One model whose states live on device, host and NVMe."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OffloadConfig,
+        *,
+        param_groups: Sequence[Mapping[str, object]],
+        current_hypers: Callable[[], Hypers],
+    ) -> None:
+        """Take the states of `model` over: its parameters are placeholders from here on.
+
+        Args:
+            param_groups: of a torch optimizer; parameters in none of them are frozen.
+            current_hypers: reads the hyperparameters by group index.
+
+        Raises:
+            ConfigError, BudgetError, AioError: before any parameter has been touched.
+        """
+        self.config = config
+        self.model = model
+        self.clock = StepClock()
+        self.failures = Failures()
+        self.accelerator = make_accelerator(config.device)
+        cut = cut_units(
+            model,
+            config.units,
+            group_of=_group_of(param_groups),
+            param_dtype=DTYPES[config.precision.param_dtype],
+        )
+        self.records = cut.records
+        self.plan = _plan(self.records, config, cut.together, self.accelerator.device)
+        self.store = _open_store(self, config)
+        _live.add(self)
+        try:
+            self._build(cut.records, current_hypers)
+            self.hooks = ModelHooks(
+                model,
+                cut,
+                executor=self.executor,
+                stepper=self.stepper,
+                read_weight=self.weights.read,
+                write_weight=self.weights.write,
+            )
+        except BaseException:
+            self.store.close()
+            _live.discard(self)
+            raise
+        self.slots = {id(slot.param): (record, slot) for record in self.records for slot in record.slots}
+        _move_buffers(model, self.accelerator.device)
+        for notice in config.notices:
+            log.info("%s", notice)
+
+    def _build(self, records: Sequence[Record], current_hypers: Callable[[], Hypers]) -> None:
+        config, plan, store = self.config, self.plan, self.store
+        _create_segments(records, plan, store)
+        for record in records:
+            WeightAccess.load_initial(record, store)
+        poison = config.poison_released_leases
+        self.executor = Executor(
+            records,
+            store,
+            unit_arena=self._unit_arena(plan.unit_lease_bytes),
+            staging=self._host_pool("parameter staging", NUM_STAGING_LEASES, plan.param_staging_bytes),
+            clock=self.clock,
+        )
+        self.weights = WeightAccess(store, self.executor)
+        self.pipeline = UpdatePipeline(
+            store,
+            slot_leases=[
+                store.host.lease(plan.slot_bytes, f"update slot {i}") for i in range(plan.num_slots)
+            ],
+            chunk_elements=config.update.chunk_elements,
+            num_threads=config.update.num_threads,
+        )
+        policy = StepPolicy(
+            update_in_backward=plan.update_in_backward,
+            gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
+            max_norm=config.gradient_clipping,
+            skip_nonfinite=config.precision.param_dtype == "fp16" or config.update.on_nonfinite == "skip",
+            loss_scale=config.precision.loss_scale if config.precision.param_dtype == "fp16" else None,
+        )
+        self.stepper = Stepper(
+            policy,
+            executor=self.executor,
+            pipeline=self.pipeline,
+            failures=self.failures,
+            clock=self.clock,
+            current_hypers=current_hypers,
+        )
+        device_leases = [
+            store.device.lease(plan.device_grad_bytes, f"gradient lease {i}")
+            for i in range(NUM_GRAD_LEASES if plan.device_grad_bytes else 0)
+        ]
+        self.collector = GradientCollector(
+            records,
+            store,
+            device_leases=BufferPool(device_leases, failures=self.failures, poison=poison),
+            passing=self._host_pool("passing gradient", plan.num_host_grads, plan.host_grad_bytes),
+            staging=self._host_pool("gradient staging", 1, plan.grad_staging_bytes),
+            clock=self.clock,
+            num_threads=config.update.num_threads,
+            previous_update=self.executor.update_ticket,
+            on_complete=self.stepper.on_complete,
+            on_landed=self.stepper.on_landed,
+        )
+        self.stepper.attach(self.collector)
+
+    def _host_pool(self, label: str, count: int, num_bytes: int) -> BufferPool:
+        leases: list[Lease] = []
+        if num_bytes:
+            leases = [self.store.host.lease(num_bytes, f"{label} {i}") for i in range(count)]
+        return BufferPool(leases, failures=self.failures, poison=self.config.poison_released_leases)
+
+    def _unit_arena(self, num_bytes: int) -> Arena:
+        """The part of the device arena from which units are leased."""
+        buffer = self.store.device.lease(num_bytes, "unit leases").bytes if num_bytes else torch.empty(0)
+        return Arena("unit lease", buffer, poison=self.config.poison_released_leases)
+
+    def memory_table(self) -> str:
+        """Bytes per tier, the backing files and the file engine in use."""
+        lines = [self.plan.table()]
+        if self.store.nvme is not None:
+            lines += [f"    {path}  {format_bytes(size)}" for path, size in self.store.nvme.files]
+            lines.append(f"    file engine: {self.store.nvme.description}")
+        return "\n".join(lines)
+
+    def synchronize(self) -> None:
+        """Block until all updates are home; raises what failed."""
+        self.executor.wait_updates()
+        self.failures.check()
+
+    def close(self) -> None:
+        """Finish all updates, stop the threads, remove the files. Raises the first failure."""
+        if self not in _live:
+            return
+        _live.discard(self)
+        failed_before = self.failures.first
+        try:
+            if failed_before is None:
+                self.executor.wait_updates()
+        finally:
+            self.collector.close()
+            self.pipeline.close()
+            self.executor.close()
+            self.store.close()
+            first = self.failures.first
+            self.failures.record(StateError("the engine of this model is closed"))
+        if first is not None and first is not failed_before:
+            raise first
+
+
+_live: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """A failure that nobody has seen must not end in exit status 0."""
+    for runtime in list(_live):
+        try:
+            runtime.close()
+        except BaseException:
+            traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def runtime_of(param: nn.Parameter) -> Runtime | None:
+    """The runtime that holds a parameter's states."""
+    return next((runtime for runtime in _live if id(param) in runtime.slots), None)
+
+
+def _group_of(param_groups: Sequence[Mapping[str, object]]) -> dict[int, int]:
+    groups: dict[int, int] = {}
+    for index, group in enumerate(param_groups):
+        params = group["params"]
+        if not isinstance(params, list):
+            raise AssertionError("a param group without a list of parameters")
+        groups.update({id(param): index for param in params})
+    return groups
+
+
+def _plan(
+    records: Sequence[Record],
+    config: OffloadConfig,
+    together: Sequence[frozenset[int]],
+    device: torch.device,
+) -> MemoryPlan:
+    wanted = DTYPES[config.precision.grad_accum_dtype]
+    for record in records:
+        record.grad_dtype = wanted or record.dtype
+    plan = plan_memory(records, config, together=together)
+    if not plan.grads_have_homes and wanted is not None:
+        # One micro batch per step: nothing is added up, the parameter's dtype holds the gradient exactly.
+        for record in records:
+            record.grad_dtype = record.dtype
+        plan = plan_memory(records, config, together=together)
+    _check_machine(plan, device)
+    return plan
+
+
+def _check_machine(plan: MemoryPlan, device: torch.device) -> None:
+    needs = {TierName.HOST: plan.tier_bytes(TierName.HOST), TierName.DEVICE: plan.tier_bytes(TierName.DEVICE)}
+    if device.type == "cpu":
+        needs = {TierName.HOST: sum(needs.values())}
+    for tier, needed in needs.items():
+        free = available_bytes("cpu" if tier is TierName.HOST else device)
+        if needed > free:
+            raise BudgetError(
+                f"{tier.value}: {format_bytes(needed)} are needed, {format_bytes(free)} are available\n"
+                f"{plan.table()}\nWhat would make it fit: segments on a slower tier."
+            )
+
+
+def _open_store(runtime: Runtime, config: OffloadConfig) -> TieredStore:
+    plan = runtime.plan
+    return TieredStore(
+        runtime.accelerator,
+        sizes=StoreSizes(
+            device=plan.tier_bytes(TierName.DEVICE),
+            host=plan.tier_bytes(TierName.HOST),
+            nvme=plan.tier_bytes(TierName.NVME),
+        ),
+        nvme_paths=config.nvme_paths,
+        aio=config.aio,
+        failures=runtime.failures,
+        pin_memory=config.pin_memory,
+        poison=config.poison_released_leases,
+    )
+
+
+def _create_segments(records: Sequence[Record], plan: MemoryPlan, store: TieredStore) -> None:
+    for record in records:
+        for kind, (dtype, num_elements) in record.layout().items():
+            tier = plan.placement[record.index, kind]
+            record.segments[kind] = store.create(record.name, kind, dtype, num_elements, tier)
+        if record.num_trainable:
+            tier = plan.placement[record.index, SegmentKind.GRAD]
+            if plan.grads_have_homes or tier is TierName.DEVICE:
+                record.segments[SegmentKind.GRAD] = store.create(
+                    record.name, SegmentKind.GRAD, record.grad_dtype, record.num_trainable, tier
+                )
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device != device:
+                persistent = name not in module._non_persistent_buffers_set
+                module.register_buffer(name, buffer.to(device), persistent=persistent)

@@ -1,0 +1,268 @@
+"""`Init`, `GatheredParameters` and the full-state accessors, with DeepSpeed's names (floor 6)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from offloadzero.config import OffloadConfig, SegmentKind, TierName, load_config
+from offloadzero.errors import ConfigError, StateError
+from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.optimizer import ConfigSource
+from offloadzero.runtime import DTYPES, Runtime, runtime_of
+from offloadzero.streaming.spill import is_spilled, restore, spill
+
+# Smaller parameters stay in memory until the model is offloaded: a file each would cost more than it saves.
+MIN_SPILL_ELEMENTS = 4096
+
+
+class Init:
+    """Build a model whose parameters leave memory as soon as their module exists.
+
+    Inside `with Init(config_dict_or_path=config): model = Model(...)` every module's own parameters are cast to
+    the configured dtype and moved to the tier that holds parameters when the module's constructor returns; a model
+    larger than host memory can be built with parameters on NVMe. `module.apply(fn)` inside the block brings each
+    module's parameters back for the call. `initialize()` or `offload()` then takes them over one unit at a time.
+
+    With `module`, that module's parameters are moved at once and no block is needed.
+    """
+
+    _active: ClassVar[Init | None] = None
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,  # noqa: ARG002 (DeepSpeed's signature)
+        remote_device: str | None = None,
+        pin_memory: bool = False,  # noqa: ARG002
+        config_dict_or_path: ConfigSource | None = None,
+        config: ConfigSource | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if data_parallel_group is not None:
+            raise ConfigError("data_parallel_group", data_parallel_group, "one rank only: not built yet")
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        self._settings = load_config(source) if source is not None else OffloadConfig()
+        self._enabled = enabled
+        self._dtype = dtype or DTYPES[self._settings.precision.param_dtype]
+        self._directory = self._spill_directory(remote_device)
+        self._originals: list[tuple[type[nn.Module], Callable[..., None]]] = []
+        self._original_apply: Callable[..., nn.Module] | None = None
+        if module is not None and enabled:
+            for child in module.modules():
+                self._release(child)
+
+    def _spill_directory(self, remote_device: str | None) -> Path | None:
+        on_nvme = remote_device == TierName.NVME.value
+        if remote_device is None:
+            on_nvme = any(
+                rule.tiers.get(SegmentKind.PARAM) is TierName.NVME for rule in self._settings.placement.rules
+            )
+        if not on_nvme:
+            return None
+        if not self._settings.nvme_paths:
+            raise ConfigError("nvme_path", None, "parameters are to wait on nvme: name a directory")
+        return self._settings.nvme_paths[0]
+
+    def __enter__(self) -> Init:
+        if not self._enabled:
+            return self
+        if Init._active is not None:
+            raise StateError("zero.Init inside zero.Init")
+        Init._active = self
+        self._original_init_subclass = nn.Module.__init_subclass__
+        for cls in _all_subclasses(nn.Module):
+            self._wrap(cls)
+        nn.Module.__init_subclass__ = classmethod(_wrap_new_subclass)  # type: ignore[assignment]
+        self._original_apply = nn.Module.apply
+        nn.Module.apply = _gathering_apply(nn.Module.apply)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._enabled:
+            return
+        for cls, original in self._originals:
+            setattr(cls, "__init__", original)  # noqa: B010
+        self._originals = []
+        nn.Module.__init_subclass__ = self._original_init_subclass  # type: ignore[method-assign]
+        if self._original_apply is not None:
+            nn.Module.apply = self._original_apply  # type: ignore[method-assign]
+        Init._active = None
+
+    def _wrap(self, cls: type[nn.Module]) -> None:
+        original = cls.__dict__.get("__init__")
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
+            # Constructors of base classes return first; only the outermost has a finished module.
+            active = Init._active
+            if type(module).__init__ is init and active is not None:
+                active._release(module)
+
+        self._originals.append((cls, original))
+        setattr(cls, "__init__", init)  # noqa: B010 (assigning to a method is what this does)
+
+    def _release(self, module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            if is_spilled(param):
+                continue
+            dtype = self._dtype if self._dtype is not None and param.is_floating_point() else param.dtype
+            if param.numel() >= MIN_SPILL_ELEMENTS:
+                spill(param, dtype=dtype, directory=self._directory)
+            else:
+                param.data = param.data.to(dtype)
+
+
+def _all_subclasses(cls: type[nn.Module]) -> list[type[nn.Module]]:
+    found: dict[type[nn.Module], None] = {}
+    pending = [cls]
+    while pending:
+        for sub in pending.pop().__subclasses__():
+            if sub not in found:
+                found[sub] = None
+                pending.append(sub)
+    return list(found)
+
+
+def _wrap_new_subclass(cls: type[nn.Module], **kwargs: Any) -> None:
+    super(nn.Module, cls).__init_subclass__(**kwargs)
+    if Init._active is not None:
+        Init._active._wrap(cls)
+
+
+def _gathering_apply(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """`module.apply(fn)` that brings each module's own parameters back for its call."""
+
+    @functools.wraps(apply)
+    def gathering(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+        active = Init._active
+
+        def call(child: nn.Module) -> None:
+            for param in child.parameters(recurse=False):
+                restore(param)
+            fn(child)
+            if active is not None:
+                active._release(child)
+
+        return apply(module, call)
+
+    return gathering
+
+
+class GatheredParameters:
+    """Full parameters on the device inside the block: `with GatheredParameters(params, modifier_rank=0): ...`.
+
+    Edits are committed on exit with `modifier_rank=0`; with None a change raises StateError. Elements whose value
+    is unchanged keep the low bits of their fp32 master. Works on parameters of an offloaded model and on those of
+    a model built under `Init` that is not offloaded yet.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,  # noqa: ARG002 (DeepSpeed's signature)
+        enabled: bool = True,
+    ) -> None:
+        self._params = [params] if isinstance(params, nn.Parameter) else list(params)
+        self._may_edit = modifier_rank is not None
+        self._enabled = enabled
+        self._pinned: list[tuple[Runtime, Record, dict[ParamSlot, torch.Tensor]]] = []
+        self._built: list[
+            tuple[nn.Parameter, torch.Tensor]
+        ] = []  # not offloaded yet, with the value at entry
+
+    def __enter__(self) -> None:
+        if not self._enabled:
+            return
+        by_record: dict[tuple[int, int], tuple[Runtime, Record, list[ParamSlot]]] = {}
+        for param in self._params:
+            runtime = runtime_of(param)
+            if runtime is not None:
+                record, slot = runtime.slots[id(param)]
+                key = (id(runtime), record.index)
+                by_record.setdefault(key, (runtime, record, []))[2].append(slot)
+            elif is_spilled(param):
+                restore(param)
+                self._built.append((param, param.data.clone()))
+        for runtime, record, slots in by_record.values():
+            runtime.executor.pin(record.index)
+            self._pinned.append((runtime, record, runtime.weights.snapshot(record, slots)))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        changed: list[str] = []
+        for runtime, record, before in self._pinned:
+            edits = runtime.weights.edits(record, before)
+            if edits and not self._may_edit:
+                changed += [slot.name for slot in edits]
+                runtime.weights.undo(record, before)
+            runtime.executor.unpin(record.index)
+            if self._may_edit:
+                runtime.weights.commit(record, edits)
+        self._pinned = []
+        for param, value in self._built:
+            if not self._may_edit and not torch.equal(value, param.data):
+                changed.append(f"parameter of shape {tuple(param.shape)}")
+                param.data = value
+            spill(param, dtype=param.dtype, directory=Init._active._directory if Init._active else None)
+        self._built = []
+        if changed and error is None:
+            raise StateError(f"{', '.join(changed)} changed under GatheredParameters(modifier_rank=None)")
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing to do: a parameter read outside its module is fetched at the read."""
+
+
+def _located(param: nn.Parameter) -> tuple[Runtime, Record, ParamSlot]:
+    runtime = runtime_of(param)
+    if runtime is None:
+        raise ConfigError("param", tuple(param.shape), "a parameter of an offloaded model")
+    return (runtime, *runtime.slots[id(param)])
+
+
+def _kind(optim_state_key: str) -> SegmentKind:
+    kinds = {kind.value: kind for kind in (SegmentKind.EXP_AVG, SegmentKind.EXP_AVG_SQ)}
+    if optim_state_key not in kinds:
+        allowed = f"allowed: {', '.join(kinds)}"
+        raise ConfigError("optim_state_key", optim_state_key, allowed, known_keys=kinds)
+    return kinds[optim_state_key]
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    """The fp32 master weight: a new host tensor in the parameter's shape."""
+    runtime, record, slot = _located(param)
+    return runtime.weights.read_master(record, slot)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the fp32 master weight and with it the parameter."""
+    runtime, record, slot = _located(param)
+    runtime.weights.write(record, slot, value)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor:
+    """ "exp_avg" or "exp_avg_sq": a new fp32 host tensor in the parameter's shape."""
+    runtime, record, slot = _located(param)
+    return runtime.weights.read_state(record, slot, _kind(optim_state_key))
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set "exp_avg" or "exp_avg_sq"."""
+    runtime, record, slot = _located(param)
+    runtime.weights.write_state(record, slot, _kind(optim_state_key), value)
