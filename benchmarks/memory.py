@@ -46,9 +46,10 @@ def bare_torch() -> dict[str, Any]:
 
 def train(args: argparse.Namespace, nvme_path: str) -> dict[str, Any]:
     """Build, train `args.steps` steps, and report peaks, losses and seconds per step."""
-    import offloadzero
     import torch
     from gpt_model import GPT, SIZES, Text, num_params
+
+    import offloadzero
 
     torch.manual_seed(0)
     settings = config(args, nvme_path)

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +167,7 @@ def serve(name: str, work: Work, nvme_path: Path) -> None:
     generator = torch.Generator().manual_seed(SEED)
     step = contender_step(name, work, nvme_path)
     framework = name.partition("-")[0]
-    print(json.dumps({"version": version(framework), "torch": torch.__version__}), file=channel, flush=True)
+    print(json.dumps({"version": sys.modules[framework].__version__}), file=channel, flush=True)
     for line in sys.stdin:
         answer: dict[str, Any] = {"step_s": [], "loss": []}
         for _ in range(int(line)):

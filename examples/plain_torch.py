@@ -1,6 +1,6 @@
 """The baseline: the same model, data and hyperparameters in plain PyTorch, every state resident.
 
-bf16 weights and gradients, fp32 master weights and moments, torch.optim.AdamW, gradient clipping.
+bf16 weights and gradients, fp32 master weights (from the bf16 weights) and moments, torch.optim.AdamW, clipping.
 Reads the same JSON as train_gpt.py and leaves its `zero_optimization` and `offloadzero` blocks aside.
 """
 

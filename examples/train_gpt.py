@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-import offloadzero
 import torch
 from gpt_model import GPT, SIZES, Text
 from torch import Tensor
 from tqdm import tqdm
+
+import offloadzero
 
 NUM_VALIDATION_BATCHES = 16
 
@@ -43,7 +44,7 @@ def train(args: argparse.Namespace, text: Text) -> None:
     engine, _, _, _ = offloadzero.initialize(model=model, config=args.config)
     print(engine.memory_table(), flush=True)
 
-    batch_size = json.loads(Path(args.config).read_text())["train_micro_batch_size_per_gpu"]
+    batch_size = engine.train_micro_batch_size_per_gpu() or 1
     num_micro_batches = engine.gradient_accumulation_steps()
     tokens_per_step = num_micro_batches * batch_size * args.seq_len
     generator = torch.Generator().manual_seed(args.seed)

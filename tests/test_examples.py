@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -189,3 +192,84 @@ def test_configurations_differ_only_in_where_states_live(name: str) -> None:
         k: v for k, v in resident.items() if k not in placement
     }
     assert config["zero_optimization"]["stage"] == 3
+
+
+# --- the script
+
+
+def run_script(directory: Path, config: dict[str, Any], *options: str) -> subprocess.CompletedProcess[str]:
+    """`train_gpt.py` in `directory`, which also gets the text and the place for the files."""
+    (directory / "offload-files").mkdir(parents=True)
+    (directory / "text").write_bytes(SENTENCE * 40)
+    (directory / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, str(EXAMPLES / "train_gpt.py"), "--config", "config.json", "--data", "text"]
+    return subprocess.run(
+        [*command, "--seq-len", "16", *options],
+        cwd=directory,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, list[dict[str, Any]]]]:
+    """Output and log of four steps with each shipped configuration."""
+    results = {}
+    for name in CONFIG_NAMES:
+        directory = tmp_path_factory.mktemp("train") / name
+        done = run_script(directory, load_config(name), "--steps", "4", "--log", "log.jsonl")
+        assert done.returncode == 0, done.stderr
+        assert not list((directory / "offload-files").iterdir())
+        rows = [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
+        results[name] = (done.stdout, rows)
+    return results
+
+
+@pytest.mark.parametrize("name", CONFIG_NAMES)
+def test_script_reports_memory_progress_and_validation(name: str, runs: Any) -> None:
+    output, rows = runs[name]
+    assert re.search(r"^device +[0-9.]+ [KM]iB$", output, re.MULTILINE)
+    assert ("offload-files/" in output) == (name in ("nvme", "mixed"))
+    assert re.search(r"^step 4/4: loss [0-9.]+, [0-9]+ tokens/s, [0-9.]+ s in waits$", output, re.MULTILINE)
+    assert re.search(r"^validation loss [0-9.]+ nats/byte, [0-9]+ tokens/s", output, re.MULTILINE)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["wait_s"] >= 0 for row in rows)
+    assert rows[0]["loss"] == pytest.approx(math.log(256), abs=0.2)
+
+
+@pytest.mark.parametrize("name", CONFIG_NAMES[1:])
+def test_losses_do_not_depend_on_where_states_live(name: str, runs: Any) -> None:
+    (resident_output, resident_rows), (output, rows) = runs["resident"], runs[name]
+    assert [row["loss"] for row in rows] == [row["loss"] for row in resident_rows]
+    validation = re.compile(r"validation loss [0-9.]+")
+    assert validation.findall(output) == validation.findall(resident_output)
+
+
+def test_an_accumulated_step_counts_all_its_micro_batches(tmp_path: Path) -> None:
+    config = load_config("host") | {"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 2}
+    done = run_script(tmp_path / "run", config, "--steps", "2", "--log", "log.jsonl", "--untied")
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_wrong_key_is_one_clear_line(tmp_path: Path) -> None:
+    config = load_config("nvme")
+    config["gradient_cliping"] = config.pop("gradient_clipping")
+    done = run_script(tmp_path / "run", config, "--steps", "1")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [done.stderr.strip()]
+    assert done.stderr.startswith("ConfigError: gradient_cliping = 1.0: ")
+    assert "did you mean 'gradient_clipping'?" in done.stderr
+
+
+def test_a_missing_directory_is_one_clear_line(tmp_path: Path) -> None:
+    config = load_config("nvme")
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = "no-such-directory"
+    done = run_script(tmp_path / "run", config, "--steps", "1")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [done.stderr.strip()]
+    assert done.stderr.startswith("ConfigError: ")
+    assert "no-such-directory" in done.stderr
