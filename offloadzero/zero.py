@@ -78,12 +78,11 @@ class Init:
         if Init._active is not None:
             raise StateError("zero.Init inside zero.Init")
         Init._active = self
-        self._original_init_subclass = nn.Module.__init_subclass__
         for cls in _all_subclasses(nn.Module):
             self._wrap(cls)
-        nn.Module.__init_subclass__ = classmethod(_wrap_new_subclass)  # type: ignore[assignment]
+        setattr(nn.Module, "__init_subclass__", classmethod(_wrap_new_subclass))  # type: ignore[arg-type] # noqa: B010
         self._original_apply = nn.Module.apply
-        nn.Module.apply = _gathering_apply(nn.Module.apply)  # type: ignore[method-assign]
+        setattr(nn.Module, "apply", _gathering_apply(nn.Module.apply))  # noqa: B010
         return self
 
     def __exit__(
@@ -94,9 +93,9 @@ class Init:
         for cls, original in self._originals:
             setattr(cls, "__init__", original)  # noqa: B010
         self._originals = []
-        nn.Module.__init_subclass__ = self._original_init_subclass  # type: ignore[method-assign]
+        del nn.Module.__init_subclass__  # object's again
         if self._original_apply is not None:
-            nn.Module.apply = self._original_apply  # type: ignore[method-assign]
+            setattr(nn.Module, "apply", self._original_apply)  # noqa: B010
         Init._active = None
 
     def _wrap(self, cls: type[nn.Module]) -> None:
@@ -109,7 +108,8 @@ class Init:
             original(module, *args, **kwargs)
             # Constructors of base classes return first; only the outermost has a finished module.
             active = Init._active
-            if type(module).__init__ is init and active is not None:
+            outermost: Any = type(module).__init__
+            if active is not None and outermost is init:
                 active._release(module)
 
         self._originals.append((cls, original))
@@ -137,7 +137,7 @@ def _all_subclasses(cls: type[nn.Module]) -> list[type[nn.Module]]:
     return list(found)
 
 
-def _wrap_new_subclass(cls: type[nn.Module], **kwargs: Any) -> None:
+def _wrap_new_subclass(cls: type[nn.Module], /, **kwargs: Any) -> None:
     super(nn.Module, cls).__init_subclass__(**kwargs)
     if Init._active is not None:
         Init._active._wrap(cls)

@@ -9,12 +9,10 @@ root are correctly rounded, which CUDA's are.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from offloadzero.native import cpu_adam
-from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.native.cpu_adam import AdamHyper, adam_scalars
 
 
 def sq_norm(grad: torch.Tensor, *, num_threads: int | None = None) -> float:
@@ -98,16 +96,20 @@ def torch_adam_step(
     master: torch.Tensor | None,
 ) -> None:
     """The kernel's arithmetic in torch operations (any device): [Note: one arithmetic]."""
+    scalars = adam_scalars(hyper, step=step, grad_scale=grad_scale)
     weights = join_master(param, master)
-    g = grad.float() * grad_scale
+    g = grad.float() * scalars.grad_scale
     if hyper.weight_decay and not hyper.decoupled:
-        g = g + weights * hyper.weight_decay
-    if hyper.weight_decay and hyper.decoupled:
-        weights = weights * (1.0 - hyper.lr * hyper.weight_decay)
-    exp_avg.copy_(exp_avg * hyper.beta1 + g * (1.0 - hyper.beta1))
-    exp_avg_sq.copy_(exp_avg_sq * hyper.beta2 + (g * (1.0 - hyper.beta2)) * g)
-    correction1 = 1.0 - hyper.beta1**step if hyper.bias_correction else 1.0
-    correction2 = math.sqrt(1.0 - hyper.beta2**step) if hyper.bias_correction else 1.0
-    denominator = exp_avg_sq.sqrt() / correction2 + hyper.eps
-    weights = weights - (exp_avg * (hyper.lr / correction1)) / denominator
+        g = g + weights * scalars.weight_decay
+    if hyper.decoupled:
+        weights = weights * scalars.decay
+    exp_avg.copy_(exp_avg * scalars.beta1 + g * scalars.one_minus_beta1)
+    exp_avg_sq.copy_(exp_avg_sq * scalars.beta2 + (g * scalars.one_minus_beta2) * g)
+    denominator = _sqrt(exp_avg_sq) * scalars.inv_sqrt_bias_correction2 + scalars.eps
+    weights = weights - (exp_avg * scalars.step_size) / denominator
     split_master(weights, param, master)
+
+
+def _sqrt(values: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded: torch's vectorised fp32 square root on the CPU is not."""
+    return values.sqrt() if values.device.type == "cuda" else values.double().sqrt().float()
