@@ -80,7 +80,7 @@ class Init:
         Init._active = self
         for cls in _all_subclasses(nn.Module):
             self._wrap(cls)
-        setattr(nn.Module, "__init_subclass__", classmethod(_wrap_new_subclass))  # type: ignore[arg-type] # noqa: B010
+        setattr(nn.Module, "__init_subclass__", classmethod(_wrap_new_subclass))  # noqa: B010
         self._original_apply = nn.Module.apply
         setattr(nn.Module, "apply", _gathering_apply(nn.Module.apply))  # noqa: B010
         return self
