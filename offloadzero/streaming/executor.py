@@ -5,7 +5,8 @@ A lease may be given up when nothing reads it any more. A unit is protected whil
 in its forward (pins), (2) its fetch is on the way, or (3) it is one of the two units last touched from inside an
 operation: by a saved tensor that backward unpacks, or by a parameter read outside the sites. The third rule is
 what keeps an operation's first weight in place while its second, of another unit, is fetched. It ends early
-when all gradients of the unit have arrived: every operation that could read its weights has run then.
+when all gradients of the unit have arrived, and in backward when another node unpacks: the nodes before it have
+run. Without that a frozen unit, which gets no gradients, would stay protected.
 Work launched on a CUDA stream is covered by fences: a fetch into a lease waits, on its stream, for what the
 launching thread had launched when the lease was given up.
 """
@@ -113,6 +114,7 @@ class Executor:
         self._trace = Trace(self._streamed)
         self._current = -1
         self._guarded: deque[int] = deque(maxlen=2)
+        self._unpacking: tuple[int, int] | None = None  # the backward and the node that last unpacked a weight
         # Addresses in which a saved tensor is a weight of ours.
         self._address_range = (
             store.device.buffer.data_ptr(),
@@ -213,12 +215,24 @@ class Executor:
                 f"{unit.record.name}: its weights were updated between this forward and its backward "
                 "(a backward pass through a graph from before the last step?)"
             )
+        self._end_guards_of_earlier_nodes()
         self.touch(saved.unit, guard=True)
         if unit.flat is None:
             raise AssertionError(f"{unit.record.name} is not on the device")
         flat = unit.flat if unit.flat.dtype == saved.dtype else unit.flat.view(saved.dtype)
         start = flat.storage_offset() + saved.byte_offset // saved.dtype.itemsize
         return flat.as_strided(saved.size, saved.stride, start)
+
+    def _end_guards_of_earlier_nodes(self) -> None:
+        """Nodes run one after another: what an earlier one unpacked it has read."""
+        node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
+        if node is None:
+            return
+        current = (torch._C._current_graph_task_id(), node._sequence_nr())
+        if current != self._unpacking:
+            with self._lock:
+                self._unpacking = current
+                self._guarded.clear()
 
     # --- updates ---
 
