@@ -51,7 +51,13 @@ class _Unit:
     fetched: LaneTicket | None = None
     updated: Ticket = FINISHED  # the last update; a fetch or a use comes after it
     generation: int = 0  # counts updates: a saved tensor of an older one is refused
+    edits: int = 0  # the same for frozen weights, which no update changes: counts writes by the user
     pins: int = 0
+
+    def generation_at(self, byte_offset: int) -> int:
+        """Of the weights at an offset: an update leaves the frozen ones, which come last, as they are."""
+        frozen = byte_offset >= self.record.num_trainable * self.record.dtype.itemsize
+        return self.edits if frozen else self.generation
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ class Executor:
         self._trace = Trace(self._streamed)
         self._current = -1
         self._guarded: deque[int] = deque(maxlen=2)
-        self._unpacking: tuple[int, int] | None = None  # the backward and the node that last unpacked a weight
+        self._unpacking: tuple[int, int] | None = None  # backward and node of the last load
         # Addresses in which a saved tensor is a weight of ours.
         self._address_range = (
             store.device.buffer.data_ptr(),
@@ -199,7 +205,7 @@ class Executor:
                 if 0 <= offset < unit.record.param_bytes:
                     return SavedWeight(
                         unit.record.index,
-                        unit.generation,
+                        unit.generation_at(offset),
                         offset,
                         tensor.dtype,
                         tuple(tensor.size()),
@@ -210,7 +216,7 @@ class Executor:
     def load(self, saved: SavedWeight) -> torch.Tensor:
         """The weight that `saved` stands for, fetched again if need be."""
         unit = self._units[saved.unit]
-        if unit.generation != saved.generation:
+        if unit.generation_at(saved.byte_offset) != saved.generation:
             raise StateError(
                 f"{unit.record.name}: its weights were updated between this forward and its backward "
                 "(a backward pass through a graph from before the last step?)"
@@ -241,19 +247,27 @@ class Executor:
         return self._units[index].updated
 
     def begin_update(self, index: int, ticket: Ticket) -> None:
-        """The unit's weights are about to change: its lease is stale, its next use comes after `ticket`."""
+        """The unit's trainable weights are about to change: its next use comes after `ticket`."""
         with self._lock:
-            unit = self._units[index]
-            unit.updated = ticket
-            unit.generation += 1
-            if unit.residency is Residency.HOME:
-                return
-            if unit.pins:
-                raise StateError(f"{unit.record.name} is updated while a module uses it")
-            if unit.residency is Residency.FETCHING and unit.fetched is not None:
-                unit.fetched.wait()
-            if unit.residency is not Residency.RELEASED:
-                self._release(unit)
+            self._make_stale(self._units[index], ticket)
+
+    def begin_edit(self, index: int) -> None:
+        """Any of the unit's weights are about to be written by the caller."""
+        with self._lock:
+            self._units[index].edits += 1
+            self._make_stale(self._units[index], FINISHED)
+
+    def _make_stale(self, unit: _Unit, ticket: Ticket) -> None:
+        unit.updated = ticket
+        unit.generation += 1
+        if unit.residency is Residency.HOME:
+            return
+        if unit.pins:
+            raise StateError(f"{unit.record.name} is updated while a module uses it")
+        if unit.residency is Residency.FETCHING and unit.fetched is not None:
+            unit.fetched.wait()
+        if unit.residency is not Residency.RELEASED:
+            self._release(unit)
 
     def next_use_order(self, indices: Sequence[int]) -> list[int]:
         """`indices` in the order in which the next forward uses them; what never leaves the device first."""

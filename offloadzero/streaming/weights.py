@@ -9,7 +9,7 @@ import torch
 from offloadzero.config import SegmentKind
 from offloadzero.errors import ConfigError
 from offloadzero.memory.store import Segment, TieredStore
-from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
+from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.optim import device_math
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.streaming.executor import Executor
@@ -136,7 +136,7 @@ class WeightAccess:
         segment = self._segment(record, slot, kind)
         self._executor.update_ticket(record.index).wait()
         if kind is SegmentKind.PARAM:
-            self._executor.begin_update(record.index, FINISHED)
+            self._executor.begin_edit(record.index)
         self._store.write(segment, source, start=slot.offset).wait()
 
 
