@@ -111,7 +111,7 @@ class Executor:
                 unit.flat = home.memory
             fill = float("nan") if record.dtype.is_floating_point else 0
             self._placeholders.setdefault(
-                record.dtype, torch.full((1,), fill, dtype=record.dtype, device=device)
+                record.dtype, torch.full((), fill, dtype=record.dtype, device=device)
             )
             self._units.append(unit)
             self._assign(unit)

@@ -90,7 +90,7 @@ def spill(param: torch.nn.Parameter, *, dtype: torch.dtype, directory: Path | No
     value = param.data.to(dtype)
     shape = param.shape
     _registry.put(param, Spilled(value, directory))
-    param.data = torch.full((1,), float("nan"), dtype=dtype).expand(shape)
+    param.data = torch.full((), float("nan"), dtype=dtype).expand(shape)
 
 
 def is_spilled(param: torch.nn.Parameter) -> bool:

@@ -39,7 +39,7 @@ class WeightAccess:
             spilled = take_spilled(slot.param)
             value = slot.param.data if spilled is None else spilled
             _encode(slot, value.detach().to("cpu"), param, master)
-            slot.param.data = torch.zeros(1, dtype=record.dtype).expand(slot.shape)
+            slot.param.data = torch.zeros((), dtype=record.dtype).expand(slot.shape)
         writes: list[Ticket] = [store.write(record.segments[SegmentKind.PARAM], param)]
         if master is not None and bool(torch.count_nonzero(master)):
             writes.append(store.write(record.segments[SegmentKind.MASTER], master))
