@@ -184,10 +184,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         state: dict[int, dict[str, torch.Tensor]] = {}
         for number, record, slot in self._numbered():
             record_state = {
-                "step": torch.tensor(float(slot.step)),
                 "exp_avg": weights.read_state(record, slot, SegmentKind.EXP_AVG),
                 "exp_avg_sq": weights.read_state(record, slot, SegmentKind.EXP_AVG_SQ),
             }
+            # Reading has waited for the update, which counts the step.
+            record_state["step"] = torch.tensor(float(slot.step))
             if record.dtype != torch.float32:
                 record_state["master"] = weights.read_master(record, slot)
             state[number] = record_state
