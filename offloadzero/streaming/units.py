@@ -12,7 +12,7 @@ from torch import nn
 
 from offloadzero.config import UnitConfig
 from offloadzero.errors import ConfigError
-from offloadzero.optim.records import Record, make_record
+from offloadzero.optim.records import MASTER_DTYPES, Record, make_record
 
 REST = "(rest)"  # no module can have this name
 
@@ -71,12 +71,22 @@ def cut_units(
                 (param_name, param, group_of.get(id(param)) if param.requires_grad else None)
                 for param_name, param in members
             ]
+            _expect_trainable_dtype(dtype, placed)
             record = make_record(len(records), name, dtype, placed, resident=unit_name == REST)
             records.append(record)
             record_of.update({id(param): record.index for _, param in members})
     sites, together = _sites(model, records, record_of)
     owners = tuple(module for module in model.modules() if any(_own_parameters(module)))
     return UnitCut(tuple(records), sites, together, owners)
+
+
+def _expect_trainable_dtype(
+    dtype: torch.dtype, params: Sequence[tuple[str, nn.Parameter, int | None]]
+) -> None:
+    for name, _, group_index in params:
+        if group_index is not None and dtype not in MASTER_DTYPES:
+            allowed = ", ".join(map(_dtype_name, MASTER_DTYPES))
+            raise ConfigError(f"{name}.dtype", _dtype_name(dtype), f"trainable parameters: {allowed}")
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
