@@ -120,6 +120,7 @@ class Runtime:
         )
         policy = StepPolicy(
             update_in_backward=plan.update_in_backward,
+            keeps_gradients=plan.grads_have_homes,
             gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
             max_norm=config.gradient_clipping,
             skip_nonfinite=config.precision.param_dtype == "fp16" or config.update.on_nonfinite == "skip",

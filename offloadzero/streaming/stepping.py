@@ -37,6 +37,7 @@ class StepPolicy:
     """What decides over a step."""
 
     update_in_backward: bool
+    keeps_gradients: bool  # from one backward to the next
     gradient_accumulation_steps: int
     max_norm: float  # 0 = no clipping
     skip_nonfinite: bool
@@ -117,7 +118,11 @@ class Stepper:
     def on_gradient(self, index: int, slot: ParamSlot) -> None:
         """Autograd has accumulated `slot.param.grad`."""
         if not self._in_backward:
-            self._begin_backward()
+            try:
+                self._begin_backward()
+            except BaseException:
+                slot.param.grad = None  # or the next backward would add to it
+                raise
         self.collector.add(index, slot)
 
     def _begin_backward(self) -> None:
@@ -130,8 +135,15 @@ class Stepper:
                 "backward. Set gradient_accumulation_steps to the number of backward passes per step, or "
                 '"offloadzero": {"update": {"in_backward": false}}'
             )
+        last_micro_batch = self.is_boundary()
+        if not last_micro_batch and not self.policy.keeps_gradients:
+            raise StateError(
+                "backward() of a micro batch that is not the last of its step, but gradients are not kept: set "
+                "gradient_accumulation_steps to the number of backward passes per step, or "
+                '"offloadzero": {"update": {"in_backward": false}}'
+            )
         self._in_backward = True
-        self.collector.last_micro_batch = self.is_boundary()
+        self.collector.last_micro_batch = last_micro_batch
         self._hypers = self._current_hypers() if self._updates_now else ()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -172,6 +184,11 @@ class Stepper:
         self._failures.check()
         if self._in_backward:
             raise StateError("step() inside backward, or after a backward that did not finish")
+        if self._tickets and list(self._current_hypers()) != list(self._hypers):
+            raise StateError(
+                "the optimizer's param_groups have changed since backward(), which has updated the weights with the "
+                'old ones: change them after step(), or set "offloadzero": {"update": {"in_backward": false}}'
+            )
         window = _Window(self.collector.take_window(), self._tickets, self._hypers)
         self._tickets = {}
         if window.tickets:
