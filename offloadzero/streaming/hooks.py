@@ -105,7 +105,6 @@ class ModelHooks:
     ) -> None:
         """`read_weight` gives a parameter's value as a new host tensor in its shape, `write_weight` sets it."""
         self.executor = executor
-        self._model = model
         self._stepper = stepper
         self._read_weight = read_weight
         self._write_weight = write_weight
@@ -131,16 +130,16 @@ class ModelHooks:
             module._parameters = _WatchedParameters(module._parameters, self._on_read)
             # torch marks the hook with an attribute, which a bound method does not take.
             fill = functools.partial(self._fill_state_dict)
-            self._handles.append(module.register_state_dict_post_hook(fill))
+            self._handles += [
+                module.register_state_dict_post_hook(fill),
+                module.register_load_state_dict_pre_hook(self._take_state_dict),
+                module.register_load_state_dict_post_hook(self._forgive_missing),
+            ]
         for record in cut.records:
             for slot in record.slots:
                 if slot.param.requires_grad:
                     hook = self._gradient_hook(record, slot)
                     self._handles.append(slot.param.register_post_accumulate_grad_hook(hook))
-        self._handles += [
-            model.register_load_state_dict_pre_hook(self._take_state_dict),
-            model.register_load_state_dict_post_hook(self._forgive_missing),
-        ]
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -212,16 +211,13 @@ class ModelHooks:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Write weights to their homes; torch's own loading finds them gone and reports them missing."""
-        self._loaded = set()
-        for name, param in self._model.named_parameters(remove_duplicate=False):
+        """Write one module's own weights to their homes; torch finds them gone and reports them missing."""
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            self._loaded.discard(prefix + name)
             value = state_dict.get(prefix + name)
             slot = self._slot_of.get(id(param))
-            if value is None or slot is None:
-                continue
-            if value.shape != slot.shape:
-                errors.append(f"{name} is {tuple(value.shape)} in the state dict, {tuple(slot.shape)} here")
-                continue
+            if value is None or slot is None or value.shape != slot.shape:
+                continue  # torch reports what does not fit
             self._write_weight(self._records[self._record_of[id(param)]], slot, value)
             del state_dict[prefix + name]
             self._loaded.add(prefix + name)
