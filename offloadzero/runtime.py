@@ -16,6 +16,7 @@ from torch import nn
 from offloadzero.config import OffloadConfig, SegmentKind, TierName
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.memory.arena import Arena, BufferPool, Lease
+from offloadzero.memory.heap import FreedMemory
 from offloadzero.memory.lanes import make_accelerator
 from offloadzero.memory.store import StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
@@ -62,6 +63,7 @@ class Runtime:
         Raises:
             ConfigError, BudgetError, AioError: before any parameter has been touched.
         """
+        self._pid = os.getpid()
         self.config = config
         self.model = model
         self.clock = StepClock()
@@ -99,8 +101,11 @@ class Runtime:
     def _build(self, records: Sequence[Record], current_hypers: Callable[[], Hypers]) -> None:
         config, plan, store = self.config, self.plan, self.store
         _create_segments(records, plan, store)
+        freed = FreedMemory()
         for record in records:
             WeightAccess.load_initial(record, store)
+            freed.add(record.param_bytes)
+        freed.trim()
         poison = config.poison_released_leases
         self.executor = Executor(
             records,
@@ -177,13 +182,16 @@ class Runtime:
         self.failures.check()
 
     def close(self) -> None:
-        """Finish all updates, stop the threads, remove the files. Raises the first failure."""
-        if self not in _live:
+        """Finish all updates, stop the threads, remove the files. Raises the first failure nobody has seen.
+
+        In a forked child it does nothing: threads and files are the parent's.
+        """
+        if self not in _live or os.getpid() != self._pid:
             return
         _live.discard(self)
-        failed_before = self.failures.first
+        was_raised = self.failures.was_raised
         try:
-            if failed_before is None:
+            if self.failures.first is None:
                 self.executor.wait_updates()
         finally:
             self.collector.close()
@@ -192,7 +200,7 @@ class Runtime:
             self.store.close()
             first = self.failures.first
             self.failures.record(StateError("the engine of this model is closed"))
-        if first is not None and first is not failed_before:
+        if first is not None and not was_raised:
             raise first
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from offloadzero.config import OffloadConfig, SegmentKind, TierName, load_config
 from offloadzero.errors import ConfigError, StateError
+from offloadzero.memory.heap import FreedMemory
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.optimizer import ConfigSource
 from offloadzero.runtime import DTYPES, Runtime, runtime_of
@@ -54,6 +55,7 @@ class Init:
         self._enabled = enabled
         self._dtype = dtype or DTYPES[self._settings.precision.param_dtype]
         self._directory = self._spill_directory(remote_device)
+        self._freed = FreedMemory()
         self._originals: list[tuple[type[nn.Module], Callable[..., None]]] = []
         self._original_apply: Callable[..., nn.Module] | None = None
         if module is not None and enabled:
@@ -97,6 +99,7 @@ class Init:
         if self._original_apply is not None:
             setattr(nn.Module, "apply", self._original_apply)  # noqa: B010
         Init._active = None
+        self._freed.trim()
 
     def _wrap(self, cls: type[nn.Module]) -> None:
         original = cls.__dict__.get("__init__")
@@ -121,7 +124,9 @@ class Init:
                 continue
             dtype = self._dtype if self._dtype is not None and param.is_floating_point() else param.dtype
             if param.numel() >= MIN_SPILL_ELEMENTS:
+                num_bytes = param.data.nbytes
                 spill(param, dtype=dtype, directory=self._directory)
+                self._freed.add(num_bytes)
             else:
                 param.data = param.data.to(dtype)
 

@@ -26,6 +26,8 @@ def allocate_host(num_bytes: int) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_HUGEPAGE)
+    # open(2): direct I/O into a private mapping while the process forks (a DataLoader's workers) can go astray.
+    mapping.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 

@@ -107,6 +107,7 @@ class NvmeTier:
     """
 
     def __init__(self, directories: Sequence[Path], *, num_bytes: int, aio: AioConfig) -> None:
+        self._pid = os.getpid()
         self.num_bytes = align_up(num_bytes)
         self._next_offset = 0
         self._files: list[_BackingFile] = []
@@ -205,7 +206,9 @@ class NvmeTier:
         return tickets[0] if len(tickets) == 1 else AllOf(tickets)
 
     def close(self) -> None:
-        """End all transfers and remove the files."""
+        """End all transfers and remove the files; in a forked child nothing: they are the parent's."""
+        if os.getpid() != self._pid:
+            return
         _open_tiers.discard(self)
         with contextlib.ExitStack() as stack:  # each file is removed even when another's removal fails
             for backing in self._files:

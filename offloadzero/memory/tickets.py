@@ -95,6 +95,7 @@ class Failures:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.first: BaseException | None = None
+        self.was_raised = False  # whether the caller has seen it
 
     def record(self, error: BaseException) -> None:
         """Remember `error` unless another came first."""
@@ -105,4 +106,5 @@ class Failures:
     def check(self) -> None:
         """Raise the first failure, if there was one."""
         if self.first is not None:
+            self.was_raised = True
             raise self.first

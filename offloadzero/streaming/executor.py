@@ -405,11 +405,15 @@ class Executor:
     def _complete_fetch(self, unit: _Unit) -> None:
         if unit.fetched is None:
             raise AssertionError(f"{unit.record.name} is not being fetched")
-        if not unit.fetched.done():
-            with self._clock.waiting("fetch"):
+        try:
+            if not unit.fetched.done():
+                with self._clock.waiting("fetch"):
+                    unit.fetched.order_compute()
+            else:
                 unit.fetched.order_compute()
-        else:
-            unit.fetched.order_compute()
+        except Exception:
+            self._store.failures.check()  # what failed first is the cause
+            raise
         unit.residency = Residency.READY
         self._assign(unit)
 

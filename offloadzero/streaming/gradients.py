@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from offloadzero.config import SegmentKind, TierName
-from offloadzero.errors import ConfigError
+from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.lanes import Fence, Lane, order_compute_after
 from offloadzero.memory.store import Segment, TieredStore
@@ -156,8 +157,9 @@ class GradientCollector:
                 earlier = state.landed
                 state.landed = Promise()
                 state.closed = True
-                self._on_complete(state)
-                self._land(state, state.landed, [earlier], None)
+                with self._sending(state):
+                    self._on_complete(state)
+                    self._land(state, state.landed, [earlier], None)
 
     def _begin(self, state: RecordGradient) -> None:
         record = state.record
@@ -203,18 +205,36 @@ class GradientCollector:
         done = Promise()
         state.landed = done
         state.closed = self.last_micro_batch
-        self._on_complete(state)
-        if lease is None:
-            arrival: Ticket = self._store.accelerator.launched()
-            self._land(state, done, [arrival], None)
-            return
-        self._num_filling -= not lease.temporary
-        target = self._landing_place(state, is_first)
-        copied = self._copy_to_host(state, flat, lease, target, before)
-        if target.in_place:
-            self._land(state, done, [copied], None)
-        else:
-            self._land(state, done, [copied], lambda: self._merge(state, target, fresh, known))
+        with self._sending(state):
+            self._on_complete(state)
+            if lease is None:
+                arrival: Ticket = self._store.accelerator.launched()
+                self._land(state, done, [arrival], None)
+                return
+            self._num_filling -= not lease.temporary
+            target = self._landing_place(state, is_first)
+            copied = self._copy_to_host(state, flat, lease, target, before)
+            if target.in_place:
+                self._land(state, done, [copied], None)
+            else:
+                self._land(state, done, [copied], lambda: self._merge(state, target, fresh, known))
+
+    @contextmanager
+    def _sending(self, state: RecordGradient) -> Iterator[None]:
+        """What is raised inside (Ctrl-C in a wait, say) must not leave tickets that nobody will ever fulfil."""
+        done = state.landed
+        try:
+            yield
+        except BaseException as error:
+            lost = StateError(f"{state.record.name}: backward was interrupted while its gradient was on the way")
+            lost.__cause__ = error
+            self._store.failures.record(lost)
+            self._store.failures.was_raised = True
+            if isinstance(done, Promise):
+                done.fail(lost)
+            if state.update is not None:
+                state.update.ticket.fail(lost)
+            raise
 
     def _landing_place(self, state: RecordGradient, is_first: bool) -> _Landing:
         record = state.record

@@ -203,23 +203,35 @@ class Stepper:
     def _step_at_once(self, window: _Window) -> None:
         window.hypers = self._current_hypers()
         window.decided = decided = Promise()
-        for state in window.gradients:
-            ticket = window.tickets[state.record.index] = Promise()
-            self._executor.begin_update(state.record.index, ticket)
-        order = self._executor.next_use_order(list(window.tickets))
         self._last = window
+
+        def fail(error: BaseException) -> None:
+            for ticket in window.tickets.values():
+                ticket.fail(error)
+            decided.fail(error)
 
         def decide() -> None:
             try:
                 self._decide(window, order)
                 decided.fulfil()
             except BaseException as error:
-                for ticket in window.tickets.values():
-                    ticket.fail(error)
-                decided.fail(error)
+                fail(error)
                 raise
 
-        self._pipeline.submit(decide)
+        try:
+            for state in window.gradients:
+                ticket = window.tickets[state.record.index] = Promise()
+                self._executor.begin_update(state.record.index, ticket)
+            order = self._executor.next_use_order(list(window.tickets))
+            self._pipeline.submit(decide)
+        except BaseException as error:
+            # Ctrl-C in a wait, say: no ticket may be left that nobody will ever fulfil.
+            lost = StateError("step() was interrupted: the gradients of this step are lost")
+            lost.__cause__ = error
+            self._failures.record(lost)
+            self._failures.was_raised = True
+            fail(lost)
+            raise
 
     def _decide(self, window: _Window, order: Sequence[int]) -> None:
         """On the update thread: all gradients are known now."""

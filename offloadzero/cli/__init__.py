@@ -1,0 +1,1 @@
+"""The command line: `offloadzero bench nvme | copy` (floor 7)."""

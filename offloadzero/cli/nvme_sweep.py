@@ -1,0 +1,256 @@
+"""What `bench nvme` measures next, and what it concludes: pure decisions, no file and no clock (floor 7).
+
+[Note: step traffic]
+One optimizer step over P parameters in the `fp32` layout (bf16 parameter, 16-bit master remainder, two fp32
+moments) reads remainder and moments, 2 + 4 + 4 = 10 bytes per parameter, and writes those and the new
+parameter, 12 bytes. Mixed traffic has this ratio, so at a mixed rate of R bytes per second (both directions
+together) a step takes 22 P / R seconds. A drive whose write rate falls to W once its cache is full takes
+12 P / W at least. Forward and backward of parameters that live on the drive read 2 P bytes each, on top.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from typing import Any
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+READ_BYTES_PER_PARAM = 10
+WRITE_BYTES_PER_PARAM = 12
+STEP_BYTES_PER_PARAM = READ_BYTES_PER_PARAM + WRITE_BYTES_PER_PARAM
+STATE_BYTES_PER_PARAM = 12
+
+# Two medians closer than this are the same on a drive that others use as well.
+TOLERANCE = 0.03
+
+
+class Traffic(str, Enum):
+    """What moves; MIXED is the update of one layer after the other, see [Note: step traffic]."""
+
+    READ = "read"
+    WRITE = "write"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    """One setting of the file engine; the fields are the arguments of AioEngine."""
+
+    backend: str
+    block_size: int
+    queue_depth: int
+    num_threads: int
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes in the kernel at once."""
+        return self.block_size * self.queue_depth
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class SweepLimits:
+    """The points that may be measured. `backends` are those available, the one AUTO takes first."""
+
+    backends: tuple[str, ...]
+    max_in_flight_bytes: int
+    max_num_threads: int
+    min_block_size: int = 64 * KIB
+    max_block_size: int = 16 * MIB
+    max_queue_depth: int = 256
+
+    def allows(self, point: Point) -> bool:
+        return (
+            point.backend in self.backends
+            and self.min_block_size <= point.block_size <= self.max_block_size
+            and 1 <= point.queue_depth <= self.max_queue_depth
+            and 1 <= point.num_threads <= min(self.max_num_threads, point.queue_depth)
+            and point.in_flight_bytes <= self.max_in_flight_bytes
+        )
+
+
+def reference_point(backend: str) -> Point:
+    """What the engine uses when the configuration says nothing; measured on every drive, to compare them."""
+    return Point(backend, block_size=MIB, queue_depth=32, num_threads=1)
+
+
+def coarse_points(limits: SweepLimits) -> list[Point]:
+    """The grid, the most telling points first: the reference, block size by depth, backends, threads."""
+    first = limits.backends[0]
+    reference = reference_point(first)
+    grid = [
+        Point(first, block_size, queue_depth, 1)
+        for queue_depth in (8, 64, 2)
+        for block_size in (MIB, 256 * KIB, 4 * MIB, 16 * MIB)
+    ]
+    others = [replace(reference, backend=backend) for backend in limits.backends[1:]]
+    threads = [replace(reference, num_threads=num_threads) for num_threads in (2, 4)]
+    wanted = [*grid[:3], *others, *threads, *grid[3:]]
+    # The reference is measured even where it holds more in flight than the drive can use.
+    return [reference, *dict.fromkeys(point for point in wanted if limits.allows(point))]
+
+
+def neighbours(point: Point, limits: SweepLimits) -> list[Point]:
+    """The allowed points one step from `point`: block size, depth or threads doubled or halved, backends."""
+    steps = [
+        replace(point, block_size=point.block_size * 2),
+        replace(point, queue_depth=point.queue_depth * 2),
+        replace(point, block_size=point.block_size // 2),
+        replace(point, queue_depth=point.queue_depth // 2),
+        # The same bytes in flight, cut otherwise.
+        replace(point, block_size=point.block_size * 2, queue_depth=point.queue_depth // 2),
+        replace(point, block_size=point.block_size // 2, queue_depth=point.queue_depth * 2),
+        replace(point, num_threads=point.num_threads * 2),
+        replace(point, num_threads=point.num_threads // 2),
+        *(replace(point, backend=backend) for backend in limits.backends if backend != point.backend),
+    ]
+    return [step for step in steps if limits.allows(step)]
+
+
+def best(scores: Mapping[Point, float]) -> Point:
+    """The highest score; equal ones by the order of points, so that it does not depend on the mapping's."""
+    return max(sorted(scores), key=lambda point: scores[point])
+
+
+def next_refinement(scores: Mapping[Point, float], limits: SweepLimits) -> Point | None:
+    """An unmeasured neighbour of the best point, None when the best is better than all its neighbours."""
+    if not scores:
+        return None
+    return next((point for point in neighbours(best(scores), limits) if point not in scores), None)
+
+
+def finalists(scores: Mapping[Point, float], num_points: int) -> list[Point]:
+    """The `num_points` best, the best first."""
+    return sorted(scores, key=lambda point: (-scores[point], point))[:num_points]
+
+
+def recommend(
+    medians: Mapping[Point, float], backends: Sequence[str], *, tolerance: float = TOLERANCE
+) -> Point:
+    """The cheapest point within `tolerance` of the best: fewest threads, AUTO's backend, least in flight."""
+    limit = max(medians.values()) * (1.0 - tolerance)
+    return min(
+        (point for point, median in medians.items() if median >= limit),
+        key=lambda point: (
+            point.num_threads,
+            list(backends).index(point.backend),
+            point.in_flight_bytes,
+            point.queue_depth,
+        ),
+    )
+
+
+def medians_by_point(samples: Sequence[tuple[Point, float]]) -> dict[Point, float]:
+    """The median rate of each point."""
+    rates: dict[Point, list[float]] = {}
+    for point, rate in samples:
+        rates.setdefault(point, []).append(rate)
+    return {point: statistics.median(values) for point, values in rates.items()}
+
+
+# --- How the time is spent ---
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When each phase ends, in seconds from the start; one that is early leaves its time to those after it."""
+
+    fill_s: float
+    coarse_s: float
+    refine_s: float
+    confirm_s: float
+    scaling_s: float
+    fio_s: float
+    sustained_s: float
+
+
+def plan_schedule(time_s: float, *, num_paths: int, with_fio: bool) -> Schedule:
+    """Splits `time_s`; phases that do not apply get nothing."""
+    shares = {
+        "fill_s": 0.15,
+        "coarse_s": 0.12 if with_fio else 0.28,
+        "refine_s": 0.08 if with_fio else 0.16,
+        "confirm_s": 0.07 if with_fio else 0.22,
+        "scaling_s": 0.08 if num_paths > 1 else 0.0,
+        "fio_s": 0.45 if with_fio else 0.0,
+        "sustained_s": 0.19 if num_paths == 1 else 0.11,
+    }
+    scale = time_s / sum(shares.values())
+    ends: dict[str, float] = {}
+    end_s = 0.0
+    for name, share in shares.items():
+        end_s += share * scale
+        ends[name] = end_s
+    return Schedule(**ends)
+
+
+def sample_seconds(available_s: float, num_samples: int) -> float:
+    """How long one sample measures so that `num_samples`, each with its warm-up and drain, fit."""
+    return min(max(available_s / max(num_samples, 1) / 1.5, 0.05), 1.0)
+
+
+def max_in_flight_bytes(rate_bps: float, file_bytes: int) -> int:
+    """At most what the drive moves in 0.2 s, so that a sample ends soon after it is told to.
+
+    At least 8 MiB, at most 256 MiB and a quarter of the files (transfers in flight must not overlap).
+    """
+    return min(max(int(rate_bps * 0.2), 8 * MIB), 256 * MIB, file_bytes // 4)
+
+
+# --- Traffic shaped like an optimizer step ---
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where one chunk of parameters lies: four segments in a row, as parts of `num_bytes`."""
+
+    num_elements: int
+
+    @property
+    def num_bytes(self) -> int:
+        return STATE_BYTES_PER_PARAM * self.num_elements
+
+    def written(self) -> Iterator[tuple[int, int]]:
+        """(offset, num_bytes) of parameter, remainder, first and second moment."""
+        offset = 0
+        for element_bytes in (2, 2, 4, 4):
+            yield offset, element_bytes * self.num_elements
+            offset += element_bytes * self.num_elements
+
+    def read(self) -> Iterator[tuple[int, int]]:
+        """Those the update reads: the parameter is in memory already."""
+        yield from list(self.written())[1:]
+
+
+NUM_RECORDS_IN_FLIGHT = 4
+MAX_CHUNK_ELEMENTS = 4 * MIB  # the update pipeline's default chunk
+MIN_CHUNK_ELEMENTS = 4096  # its 2-byte segments are two blocks of 4 KiB
+
+
+def chunk_elements(in_flight_bytes: int, file_bytes: int) -> int:
+    """Parameters per record: the update's default, less on slow drives and in small files; a power of two."""
+    limit = min(in_flight_bytes, file_bytes // 2) // (NUM_RECORDS_IN_FLIGHT * STATE_BYTES_PER_PARAM)
+    power = 1 << (max(limit, MIN_CHUNK_ELEMENTS).bit_length() - 1)
+    return min(power, MAX_CHUNK_ELEMENTS)
+
+
+# --- What it means ---
+
+
+def step_seconds(num_params: float, *, mixed_bps: float, sustained_write_bps: float | None) -> float:
+    """Seconds of file traffic in one optimizer step: [Note: step traffic]."""
+    mixed_s = STEP_BYTES_PER_PARAM * num_params / mixed_bps
+    if not sustained_write_bps:
+        return mixed_s
+    return max(mixed_s, WRITE_BYTES_PER_PARAM * num_params / sustained_write_bps)
+
+
+def params_in(seconds: float, *, mixed_bps: float, sustained_write_bps: float | None) -> float:
+    """The number of parameters whose step takes `seconds`."""
+    return seconds / step_seconds(1.0, mixed_bps=mixed_bps, sustained_write_bps=sustained_write_bps)

@@ -1,0 +1,63 @@
+"""Results to standard output and to files (floor 7)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from offloadzero.errors import AioError, ConfigError
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    print("\n".join(lines), flush=True)
+
+
+def check_output(key: str, path: str | None) -> None:
+    """Raises ConfigError when a result could not be written there: better now than after the measurement."""
+    if path is None:
+        return
+    parent = Path(path).parent
+    if Path(path).is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(key, path, "not a file that can be written")
+
+
+def save_json(path: str, value: Mapping[str, Any]) -> None:
+    """Raises AioError."""
+    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise AioError(
+            operation="write", path=path, offset=0, num_bytes=len(text), errno=error.errno or 0
+        ) from error
+
+
+def load_json(key: str, path: str, *, format_name: str, format_version: int) -> dict[str, Any]:
+    """A result of ours. Raises ConfigError when it is not one, or of another version."""
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(key, path, f"cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(key, path, f"is not JSON: {error}") from error
+    if not isinstance(value, dict) or value.get("format") != format_name:
+        raise ConfigError(key, path, f"is not a result of this command (format {format_name})")
+    if value.get("format_version") != format_version:
+        raise ConfigError(key, path, f"has format_version {value.get('format_version')}, not {format_version}")
+    return value
+
+
+def text_table(header: Iterable[str], rows: Iterable[Iterable[str]], *, num_left: int = 1) -> list[str]:
+    """Aligned columns, the first `num_left` to the left."""
+    cells = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < num_left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]

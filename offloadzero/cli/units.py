@@ -1,0 +1,37 @@
+"""Sizes and times as people write and read them (floor 7)."""
+
+from __future__ import annotations
+
+import re
+
+from offloadzero.errors import ConfigError
+
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(s|sec|min|h)?", re.ASCII)
+_UNIT_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, None: 1.0}
+
+
+def read_seconds(key: str, text: str, *, minimum: float) -> float:
+    """ "90", "60s", "1.5min", "1h". Raises ConfigError."""
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(key, text, 'a time such as "60s" or "2min"')
+    seconds = float(match[1]) * _UNIT_S[match[2]]
+    if seconds < minimum:
+        raise ConfigError(key, text, f"at least {minimum:g} s")
+    return seconds
+
+
+def size_text(num_bytes: float) -> str:
+    """The largest binary unit that leaves at least 1: 4 GiB, 1.5 MiB, 512 B."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 999.5 * size else f"{num_bytes / size:.0f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def duration_text(seconds: float) -> str:
+    """With three digits: 430 us, 1.25 ms, 2.5 s."""
+    for unit, length in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
