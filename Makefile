@@ -13,6 +13,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/offloadzero-stamps
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# torch's OpenMP threads spin while they wait: with anything else running, that is many times slower.
+export OMP_WAIT_POLICY ?= passive
 export PATH := $(abspath $(BIN)):$(PATH)
 NATIVE_SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
