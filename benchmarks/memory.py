@@ -73,6 +73,7 @@ def train(args: argparse.Namespace, nvme_path: str) -> dict[str, Any]:
         step_s.append(time.perf_counter() - start)
     engine.close()
     return {
+        "reserved_bytes": engine.reserved_bytes(),
         "num_params": num_params(size, seq_len=args.seq_len),
         "built_rss_bytes": built_rss_bytes,
         "peak_rss_bytes": peak_rss_bytes(),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from offloadzero.config import OffloadConfig, load_config
+from offloadzero.config import OffloadConfig, TierName, load_config
 from offloadzero.errors import ConfigError
 from offloadzero.observe.clock import StepReport
 from offloadzero.optim.lr_schedules import build_lr_scheduler
@@ -227,6 +227,10 @@ class Engine:
     def memory_table(self) -> str:
         """Bytes per tier, the files on NVMe and the file engine in use."""
         return self._runtime.memory_table()
+
+    def reserved_bytes(self) -> dict[str, int]:
+        """Bytes reserved in each tier: "device", "host", "nvme"."""
+        return {tier.value: self._runtime.plan.tier_bytes(tier) for tier in TierName}
 
     def last_step_report(self) -> StepReport:
         """Seconds of the last step and what the training thread lost in which wait."""

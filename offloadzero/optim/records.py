@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -94,7 +95,7 @@ class Record:
         """Elements of the parameters without padding."""
         return sum(slot.num_elements for slot in self.slots)
 
-    @property
+    @cached_property
     def trainable_slots(self) -> tuple[ParamSlot, ...]:
         """The slots the optimizer updates."""
         return tuple(slot for slot in self.slots if slot.trainable)

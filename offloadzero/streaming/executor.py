@@ -14,6 +14,7 @@ launching thread had launched when the lease was given up.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -116,6 +117,10 @@ class Executor:
             self._units.append(unit)
             self._assign(unit)
         self._streamed = [u.record.index for u in self._units if u.residency is not Residency.HOME]
+        homes = [u for u in self._units if u.residency is Residency.HOME]
+        homes.sort(key=lambda unit: self._flat(unit).data_ptr())
+        self._homes = [unit.record.index for unit in homes]
+        self._home_addresses = [self._flat(unit).data_ptr() for unit in homes]
         self._num_bytes = {index: records[index].param_bytes for index in self._streamed}
         self._trace = Trace(self._streamed)
         self._current = -1
@@ -198,20 +203,31 @@ class Executor:
         low, high = self._address_range
         if not low <= address < high:
             return None
-        recent = (self._units[self._current],) if self._current >= 0 else ()
-        for unit in (*recent, *self._units):
-            if unit.flat is not None:
-                offset = address - unit.flat.data_ptr()
-                if 0 <= offset < unit.record.param_bytes:
-                    return SavedWeight(
-                        unit.record.index,
-                        unit.generation_at(offset),
-                        offset,
-                        tensor.dtype,
-                        tuple(tensor.size()),
-                        tensor.stride(),
-                    )
+        unit = self._unit_at(address)
+        return SavedWeight(
+            unit.record.index,
+            unit.generation,
+            address - self._flat(unit).data_ptr(),
+            tensor.dtype,
+            tuple(tensor.size()),
+            tensor.stride(),
+        )
+
+    def _unit_at(self, address: int) -> _Unit:
+        """The unit whose parameters on the device hold `address`."""
+        home = bisect_right(self._home_addresses, address) - 1
+        candidates = [self._units[self._homes[home]]] if home >= 0 else []
+        candidates += [self._units[i] for i in self._streamed if self._units[i].flat is not None]
+        for unit in candidates:
+            if 0 <= address - self._flat(unit).data_ptr() < unit.record.param_bytes:
+                return unit
         raise StateError("a tensor saved for backward lies in a released lease")
+
+    @staticmethod
+    def _flat(unit: _Unit) -> torch.Tensor:
+        if unit.flat is None:
+            raise StateError(f"{unit.record.name} is not on the device")
+        return unit.flat
 
     def load(self, saved: SavedWeight) -> torch.Tensor:
         """The weight that `saved` stands for, fetched again if need be."""
@@ -223,9 +239,8 @@ class Executor:
             )
         self._end_guards_of_earlier_nodes()
         self.touch(saved.unit, guard=True)
-        if unit.flat is None:
-            raise AssertionError(f"{unit.record.name} is not on the device")
-        flat = unit.flat if unit.flat.dtype == saved.dtype else unit.flat.view(saved.dtype)
+        flat = self._flat(unit)
+        flat = flat if flat.dtype == saved.dtype else flat.view(saved.dtype)
         start = flat.storage_offset() + saved.byte_offset // saved.dtype.itemsize
         return flat.as_strided(saved.size, saved.stride, start)
 
@@ -441,9 +456,9 @@ class Executor:
     def flat_parameters(self, index: int) -> torch.Tensor:
         """The unit's parameters on the device, shape (num_elements,); the unit must be pinned."""
         unit = self._units[index]
-        if unit.flat is None or unit.residency is Residency.FETCHING:
-            raise StateError(f"{unit.record.name} is not on the device")
-        return unit.flat
+        if unit.residency is Residency.FETCHING:
+            raise StateError(f"{unit.record.name} is on its way to the device")
+        return self._flat(unit)
 
     @property
     def resident_units(self) -> Collection[str]:

@@ -226,7 +226,9 @@ class GradientCollector:
         try:
             yield
         except BaseException as error:
-            lost = StateError(f"{state.record.name}: backward was interrupted while its gradient was on the way")
+            lost = StateError(
+                f"{state.record.name}: backward was interrupted while its gradient was on the way"
+            )
             lost.__cause__ = error
             self._store.failures.record(lost)
             self._store.failures.was_raised = True
