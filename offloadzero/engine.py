@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from offloadzero.checkpoint.states import (
+    States,
+    find_checkpoint,
+    load_states,
+    read_meta,
+    save_states,
+    save_weights,
+)
 from offloadzero.config import OffloadConfig, TierName, load_config
 from offloadzero.errors import ConfigError
 from offloadzero.observe.clock import StepReport
@@ -243,6 +252,83 @@ class Engine:
     def close(self) -> None:
         """Finish the updates, stop the threads, remove the files. Raises the first failure."""
         self._runtime.close()
+
+    # --- checkpoints ---
+
+    def _states(self) -> States:
+        return States(self.module, self._runtime.records, self._runtime.weights)
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write all states to `save_dir`/`tag` (default: global_stepN); the old checkpoint stays until this is whole.
+
+        `client_state` must be JSON. See [Note: checkpoint format] in offloadzero/checkpoint/states.py.
+        """
+        scheduler = getattr(self.lr_scheduler, "state_dict", None)
+        meta = {
+            "client_state": dict(client_state or {}),
+            "global_steps": self.global_steps,
+            "micro_steps": self.micro_steps,
+            "skipped_steps": self.skipped_steps,
+            "loss_scale": self._stepper.loss_scale_state(),
+            "lr_scheduler": scheduler() if callable(scheduler) else None,
+            "param_groups": [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in self.optimizer.param_groups
+            ],
+        }
+        save_states(
+            self._states(),
+            Path(save_dir),
+            tag=tag or f"global_step{self.global_steps}",
+            meta=meta,
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Take over a checkpoint, whatever the placement or dtype it was written from.
+
+        Returns:
+            (its path, client_state); (None, {}) when `load_dir` has no checkpoint.
+
+        Raises:
+            CheckpointError: it is not whole or does not fit the model.
+        """
+        path = find_checkpoint(Path(load_dir), tag)
+        if path is None:
+            return None, {}
+        meta = read_meta(path)
+        with_states = load_optimizer_states and not load_module_only
+        load_states(self._states(), path, strict=load_module_strict, load_optimizer_states=with_states)
+        if with_states:
+            self._num_micro_steps = meta["micro_steps"]
+            self._stepper.restore(meta["global_steps"], meta["skipped_steps"], meta["loss_scale"])
+            for group, saved in zip(self.optimizer.param_groups, meta["param_groups"], strict=True):
+                group.update(saved)
+        if load_lr_scheduler_states and not load_module_only and meta["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(meta["lr_scheduler"])
+        return str(path), meta["client_state"]
+
+    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
+        """One safetensors file with the weights in their training dtype."""
+        save_weights(self._states(), Path(save_dir) / save_filename)
+        return True
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "module" not in self.__dict__:

@@ -12,8 +12,8 @@ the norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -108,6 +108,27 @@ class Stepper:
         if self.policy.loss_scale is not None:
             self._wait_decided()
         return self._scale.scale
+
+    def loss_scale_state(self) -> dict[str, float]:
+        """For checkpoints; waits for the last decision."""
+        self._wait_decided()
+        scale = self._scale
+        return {
+            "scale": scale.scale,
+            "good_steps": scale.good_steps,
+            "hysteresis_left": scale.hysteresis_left,
+        }
+
+    def restore(self, global_steps: int, skipped_steps: int, loss_scale: Mapping[str, float]) -> None:
+        """Go on from a checkpoint."""
+        self.counts.global_steps = global_steps
+        self.counts.skipped_steps = skipped_steps
+        self._scale = replace(
+            self._scale,
+            scale=loss_scale["scale"],
+            good_steps=int(loss_scale["good_steps"]),
+            hysteresis_left=int(loss_scale["hysteresis_left"]),
+        )
 
     def is_boundary(self) -> bool:
         """Whether the next (or running) backward is the last before `step()`."""

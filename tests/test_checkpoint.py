@@ -1,0 +1,186 @@
+"""Checkpoints resume bitwise, from any placement into any other; a crash leaves the last one whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offloadzero
+from offloadzero.checkpoint import states as checkpoint_states
+from offloadzero.checkpoint.safetensors_file import CheckpointError, SafetensorsReader, SafetensorsWriter
+from offloadzero.errors import ConfigError
+
+
+class Net(nn.Module):
+    """Blocks with a buffer, a tied head and a frozen parameter."""
+
+    def __init__(self, width: int = 33) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(width), requires_grad=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.head = nn.Linear(width, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden)) * self.scale
+        return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), tokens.flatten())
+
+
+def make_engine(directory: Path, placement: str, dtype: str = "bf16", seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        dtype: {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-2}},
+        "offloadzero": {
+            "placement": placement,
+            "nvme_path": str(directory),
+            "units": {"min_leaf_elements": 100},
+        },
+    }
+    return offloadzero.initialize(model=Net(), config=config)[0]
+
+
+def train(engine: Any, num_steps: int, *, first: int) -> list[float]:
+    losses = []
+    for step in range(first, first + num_steps):
+        tokens = torch.randint(0, 64, (2, 7), generator=torch.Generator().manual_seed(step))
+        loss = engine(tokens)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("written", "read"), [("device", "nvme"), ("nvme", "host"), ("host", "device")])
+def test_resume_is_bitwise(tmp_path: Path, written: str, read: str, dtype: str) -> None:
+    engine = make_engine(tmp_path, written, dtype)
+    train(engine, 4, first=0)
+    assert engine.save_checkpoint(tmp_path / "ckpt", client_state={"epoch": 3})
+    expected = train(engine, 4, first=4)
+    weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.close()
+
+    other = make_engine(tmp_path, read, dtype, seed=99)
+    path, client_state = other.load_checkpoint(tmp_path / "ckpt")
+    assert path == str(tmp_path / "ckpt" / "global_step4")
+    assert client_state == {"epoch": 3}
+    assert other.global_steps == 4
+    assert train(other, 4, first=4) == expected
+    for name, value in other.module.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    other.close()
+
+
+def test_files_are_what_the_safetensors_library_reads(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    engine = make_engine(tmp_path, "nvme")
+    train(engine, 2, first=0)
+    engine.save_16bit_model(tmp_path / "out")
+    expected = engine.module.state_dict()
+    engine.close()
+    loaded = safetensors.load_file(tmp_path / "out" / "model.safetensors")
+    assert set(loaded) == set(expected) - {"head.weight"}  # tied: stored once
+    for name, value in loaded.items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_a_crash_while_writing_leaves_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(tmp_path, "host")
+    train(engine, 1, first=0)
+    engine.save_checkpoint(tmp_path / "ckpt", tag="best", client_state={"step": 1})
+    train(engine, 1, first=1)
+
+    def full_disk(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SafetensorsWriter, "add", full_disk)
+        with pytest.raises(OSError, match="No space"):
+            engine.save_checkpoint(tmp_path / "ckpt", tag="best", client_state={"step": 2})
+    assert engine.load_checkpoint(tmp_path / "ckpt")[1] == {"step": 1}
+    assert [path.name for path in (tmp_path / "ckpt").iterdir() if "partial" in path.name] == []
+
+    # Between the two renames of a replacement only the old one exists, under its second name.
+    (tmp_path / "ckpt" / "best").rename(tmp_path / "ckpt" / "best.replaced")
+    assert engine.load_checkpoint(tmp_path / "ckpt")[1] == {"step": 1}
+    engine.close()
+
+
+def test_replacing_a_checkpoint(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, "host")
+    for step in (1, 2):
+        engine.save_checkpoint(tmp_path / "ckpt", tag="best", client_state={"step": step})
+    assert engine.load_checkpoint(tmp_path / "ckpt", tag="best")[1] == {"step": 2}
+    assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == ["best", "latest"]
+    engine.close()
+
+
+def test_module_only_and_nothing_there(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, "host")
+    train(engine, 2, first=0)
+    assert engine.load_checkpoint(tmp_path / "nowhere") == (None, {})
+    engine.save_checkpoint(tmp_path / "ckpt")
+    engine.close()
+    other = make_engine(tmp_path, "host", seed=5)
+    other.load_checkpoint(tmp_path / "ckpt", load_module_only=True)
+    assert other.global_steps == 0
+    moments = offloadzero.zero.safe_get_full_optimizer_state(other.module.blocks[0].weight, "exp_avg")
+    assert not moments.any()
+    other.close()
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, "host")
+    engine.save_checkpoint(tmp_path / "ckpt", tag="a")
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    unit = next((tmp_path / "ckpt" / "a").glob("unit-0001*"))
+    data = unit.read_bytes()
+    unit.unlink()
+    with pytest.raises(CheckpointError, match="missing"):
+        engine.load_checkpoint(tmp_path / "ckpt")
+    unit.write_bytes(data[:-4])
+    with pytest.raises(CheckpointError, match="past the end of the file"):
+        engine.load_checkpoint(tmp_path / "ckpt")
+    unit.write_bytes(b"\xff" * 64)
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        engine.load_checkpoint(tmp_path / "ckpt")
+    meta = tmp_path / "ckpt" / "a" / "meta.json"
+    meta.write_text(json.dumps({"format": "other"}))
+    with pytest.raises(CheckpointError, match="format 'other'"):
+        engine.load_checkpoint(tmp_path / "ckpt")
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    with pytest.raises(ConfigError, match="client_state"):
+        engine.save_checkpoint(tmp_path / "ckpt", client_state={"object": object()})
+    with pytest.raises(ConfigError, match="tag"):
+        engine.save_checkpoint(tmp_path / "ckpt", tag="../up")
+    engine.close()
+
+
+@pytest.mark.parametrize("shape", [(0,), (), (1,), (511,), (3, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_safetensors_round_trip(tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = (torch.rand(shape) * 8 - 4).to(dtype)
+    writer = SafetensorsWriter(tmp_path / "x", [("x", dtype, tensor.shape)], metadata={})
+    writer.add(tensor)
+    writer.close()
+    with SafetensorsReader(tmp_path / "x") as reader:
+        assert torch.equal(reader.read("x"), tensor)
+        with pytest.raises(CheckpointError, match="there is no y"):
+            reader.read("y")
+    assert checkpoint_states.FORMAT == "offloadzero-1"
