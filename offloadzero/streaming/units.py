@@ -193,6 +193,8 @@ def _sites(
             unit_records.get(name, set()) if name else resident
         )
         needed -= held if name else set()
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            needed = set()  # nobody calls it: its children are the sites
         if needed and id(module) not in placed:
             placed.add(id(module))
             sites.append(Site(name, module, tuple(sorted(needed))))
