@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -26,9 +27,9 @@ MIN_SPILL_ELEMENTS = 4096
 class Init:
     """Build a model whose parameters leave memory as soon as their module exists.
 
-    Inside `with Init(config_dict_or_path=config): model = Model(...)` every module's own parameters are cast to
-    the configured dtype and moved to the tier that holds parameters when the module's constructor returns; a model
-    larger than host memory can be built with parameters on NVMe. `module.apply(fn)` inside the block brings each
+    Inside `with Init(config_dict_or_path=config): model = Model(...)` every module's own large parameters move to
+    the tier that holds parameters when the module's constructor returns, with all their bits; a model larger than
+    host memory can be built with parameters on NVMe. `module.apply(fn)` inside the block brings each
     module's parameters back for the call. `initialize()` or `offload()` then takes them over one unit at a time.
 
     With `module`, that module's parameters are moved at once and no block is needed.
@@ -127,8 +128,6 @@ class Init:
                 num_bytes = param.data.nbytes
                 spill(param, dtype=dtype, directory=self._directory)
                 self._freed.add(num_bytes)
-            else:
-                param.data = param.data.to(dtype)
 
 
 def _all_subclasses(cls: type[nn.Module]) -> list[type[nn.Module]]:
@@ -167,6 +166,16 @@ def _gathering_apply(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module
     return gathering
 
 
+@dataclass(frozen=True, eq=False)
+class _Built:
+    """A gathered parameter of a model that is not offloaded yet: its value at entry and where that was."""
+
+    param: nn.Parameter
+    value: torch.Tensor
+    dtype: torch.dtype
+    directory: Path | None
+
+
 class GatheredParameters:
     """Full parameters on the device inside the block: `with GatheredParameters(params, modifier_rank=0): ...`.
 
@@ -200,9 +209,11 @@ class GatheredParameters:
                 record, slot = runtime.slots[id(param)]
                 key = (id(runtime), record.index)
                 by_record.setdefault(key, (runtime, record, []))[2].append(slot)
-            elif is_spilled(param):
-                restore(param)
-                self._built.append((param, param.data.clone()))
+            else:
+                dtype = param.dtype
+                spilled = restore(param)
+                if spilled is not None:
+                    self._built.append(_Built(param, param.data.clone(), dtype, spilled.directory))
         for runtime, record, slots in by_record.values():
             runtime.executor.pin(record.index)
             self._pinned.append((runtime, record, runtime.weights.snapshot(record, slots)))
@@ -220,11 +231,11 @@ class GatheredParameters:
             if self._may_edit:
                 runtime.weights.commit(record, edits)
         self._pinned = []
-        for param, value in self._built:
-            if not self._may_edit and not torch.equal(value, param.data):
-                changed.append(f"parameter of shape {tuple(param.shape)}")
-                param.data = value
-            spill(param, dtype=param.dtype, directory=Init._active._directory if Init._active else None)
+        for built in self._built:
+            if not self._may_edit and not torch.equal(built.value, built.param.data):
+                changed.append(f"parameter of shape {tuple(built.param.shape)}")
+                built.param.data = built.value
+            spill(built.param, dtype=built.dtype, directory=built.directory)
         self._built = []
         if changed and error is None:
             raise StateError(f"{', '.join(changed)} changed under GatheredParameters(modifier_rank=None)")

@@ -1,7 +1,8 @@
 """Parameters that left memory while their model was being built (floor 5).
 
 `zero.Init` hands large parameters over as soon as their module exists; the runtime takes them back one unit at a
-time. On host they wait in the parameter's final dtype; on NVMe each has a file of its own until then.
+time. They wait with all bits they were initialised with, so a model built under `Init` trains exactly as one that
+was not; on NVMe each has a file of its own until then.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class Spilled:
         """Keep `value` in host memory, or in an unnamed file in `directory`."""
         self.dtype = value.dtype
         self.shape = value.shape
+        self.directory = directory
         self._value: torch.Tensor | None = value
         self._descriptor: int | None = None
         if directory is not None:
@@ -86,10 +88,9 @@ _registry = _Registry()
 
 
 def spill(param: torch.nn.Parameter, *, dtype: torch.dtype, directory: Path | None) -> None:
-    """Take the parameter's value out of its module, cast to `dtype`; a placeholder keeps its shape."""
-    value = param.data.to(dtype)
+    """Take the parameter's value out of its module; a placeholder of `dtype` keeps its shape."""
     shape = param.shape
-    _registry.put(param, Spilled(value, directory))
+    _registry.put(param, Spilled(param.data, directory))
     param.data = torch.full((), float("nan"), dtype=dtype).expand(shape)
 
 
@@ -104,8 +105,9 @@ def take_spilled(param: torch.nn.Parameter) -> torch.Tensor | None:
     return None if value is None else value.load()
 
 
-def restore(param: torch.nn.Parameter) -> None:
-    """Put the value back into the parameter."""
-    value = take_spilled(param)
-    if value is not None:
-        param.data = value
+def restore(param: torch.nn.Parameter) -> Spilled | None:
+    """Put a spilled value back into the parameter; returns where it was, None if it was not spilled."""
+    spilled = _registry.take(param)
+    if spilled is not None:
+        param.data = spilled.load()
+    return spilled
