@@ -195,9 +195,7 @@ class GatheredParameters:
         self._may_edit = modifier_rank is not None
         self._enabled = enabled
         self._pinned: list[tuple[Runtime, Record, dict[ParamSlot, torch.Tensor]]] = []
-        self._built: list[
-            tuple[nn.Parameter, torch.Tensor]
-        ] = []  # not offloaded yet, with the value at entry
+        self._built: list[_Built] = []
 
     def __enter__(self) -> None:
         if not self._enabled:
