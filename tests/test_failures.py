@@ -1,0 +1,459 @@
+"""Failing files, Ctrl-C, kill -9 and forks: a named error, the files removed, the process ended, nothing hangs.
+
+Most cases are whole processes from start to exit. They are forked from one Python that has imported torch already
+and has no engine yet, which makes them cheap; one that lives for PATIENCE_S is killed and counts as hanging.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import all_states, make_engine, run_script, settings, start_script, train
+
+PATIENCE_S = 30.0
+
+# Runs each case of the JSON file argv[1] in a child of its own; writes what became of it to argv[2].
+ZYGOTE = """
+import atexit, errno, json, os, signal, sys, threading, time, traceback
+import torch
+import torch._dynamo  # else every child would spend a second on it in its first optimizer
+import offloadzero, offloadzero.engine
+from offloadzero.errors import AioError
+from tests.tiny import make_engine, settings, tokens, train
+
+cases = json.load(open(sys.argv[1]))
+results = {}
+
+
+def make(case, **keys):
+    keys.setdefault("gradient_clipping", case.get("clipping", 0.0))
+    keys.setdefault("gradient_accumulation_steps", case.get("accumulation", 1))
+    config = settings(case["directory"], placement=case["placement"], update={"chunk_elements": 4096}, **keys)
+    engine = make_engine(config)
+    return engine, engine.optimizer.runtime.store.nvme.engine
+
+
+def eio(case):
+    engine, aio = make(case)
+    num_micro = case.get("accumulation", 1)
+    train(engine, num_steps=2 * num_micro)
+    engine.synchronize()
+    before = aio.stats()["blocks"]
+    train(engine, num_steps=num_micro)
+    engine.synchronize()
+    num_blocks = aio.stats()["blocks"] - before
+    aio.inject("errno", 1 + round(case["fraction"] * (num_blocks - 1)), errno.EIO)
+    train(engine, num_steps=num_micro)
+    finish(case, engine)
+
+
+def finish(case, engine):
+    print("TRAINED", flush=True)
+    if case["ending"] == "close":
+        engine.close()
+    elif case["ending"] == "sleep":
+        time.sleep(0.3)
+
+
+def interrupted(case):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    engine, aio = make(case)
+    train(engine, num_steps=1)
+    for nth in range(1, 2000):
+        aio.inject("delay", nth, 5)  # the training thread is caught waiting, not only computing
+    threading.Timer(case["after_s"], lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    train(engine, num_steps=100_000)
+
+
+def in_child(case):
+    os.dup2(os.open(case["output"], os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(1, 2)
+    {"eio": eio, "interrupted": interrupted}[case["kind"]](case)
+
+
+for case in cases:
+    started_s = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        if case["kind"] == "eio" and case["quick"]:
+            # What the interpreter does at the end of a script, without the second it takes to take torch apart.
+            try:
+                in_child(case)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+                status = 1
+            threading._shutdown()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            os._exit(status)
+        in_child(case)
+        sys.exit()
+    status = None
+    while status is None and time.monotonic() - started_s < float(sys.argv[3]):
+        done, raw = os.waitpid(pid, os.WNOHANG)
+        if done:
+            status = os.waitstatus_to_exitcode(raw)
+        else:
+            time.sleep(0.005)
+    if status is None:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    results[case["name"]] = {
+        "status": status,
+        "duration_s": time.monotonic() - started_s,
+        "output": open(case["output"]).read(),
+        "files": os.listdir(case["directory"]),
+    }
+    json.dump(results, open(sys.argv[2], "w"))
+"""
+
+PLACEMENTS: dict[str, Any] = {
+    "everything": {"placement": "nvme"},
+    "parameters": {
+        "placement": {"param": "nvme", "master": "host", "exp_avg": "host", "exp_avg_sq": "host"},
+    },
+    "states": {
+        "placement": {"param": "host", "master": "host", "exp_avg": "nvme", "exp_avg_sq": "host"},
+    },
+    "gradients": {
+        "placement": {
+            "param": "host", "master": "host", "exp_avg": "host", "exp_avg_sq": "host", "grad": "nvme",
+        },
+        "clipping": 1.0,
+        "accumulation": 2,
+    },
+}  # fmt: skip
+EVERY_NTH = [n / 19 for n in range(20)]
+SOME_NTH = [n / 5 for n in range(6)]
+
+
+def eio_cases() -> list[dict[str, Any]]:
+    cases: list[dict[str, Any]] = []
+    for what, keys in PLACEMENTS.items():
+        for clipping in (0.0, 1.0) if what != "gradients" else (1.0,):
+            for number, fraction in enumerate(EVERY_NTH if what == "everything" else SOME_NTH):
+                ending = ("close", "exit")[number % 2]
+                name = f"{what}-{fraction:.2f}-{'clipped-' if clipping else ''}{ending}"
+                cases.append(
+                    {**keys, "kind": "eio", "name": name, "what": what, "fraction": fraction,
+                     "clipping": clipping, "ending": ending, "quick": len(cases) % 7 != 0}
+                )  # fmt: skip
+    return cases
+
+
+# Only the update of the last step fails, nothing follows it, and close() is never called.
+LAST_WRITE_CASES = [
+    {**PLACEMENTS["states"], "kind": "eio", "name": f"last-write-{clipping}-{ending}", "what": "states",
+     "fraction": 1.0, "clipping": clipping, "ending": ending, "quick": False}
+    for clipping in (0.0, 1.0)
+    for ending in ("exit", "sleep")
+]  # fmt: skip
+INTERRUPTED_CASES = [
+    {**PLACEMENTS[what], "kind": "interrupted", "name": f"{what}-{clipping}-{after_s}", "after_s": after_s,
+     "clipping": clipping}
+    for what in ("everything", "states")
+    for clipping in (0.0, 1.0)
+    for after_s in (0.05, 0.3)
+]  # fmt: skip
+
+Result = dict[str, Any]
+
+
+def run_cases(cases: list[dict[str, Any]], folder: Path) -> dict[str, Result]:
+    for number, case in enumerate(cases):
+        case["directory"] = str(folder / f"nvme{number}")
+        case["output"] = str(folder / f"output{number}")
+        os.mkdir(case["directory"])
+    (folder / "cases.json").write_text(json.dumps(cases))
+    # Far more than it takes; a hang is found, and ended, case by case.
+    done = run_script(ZYGOTE, folder / "cases.json", folder / "results.json", PATIENCE_S, timeout_s=600)
+    assert done.returncode == 0, done.stderr
+    results: dict[str, Result] = json.loads((folder / "results.json").read_text())
+    assert len(results) == len(cases)
+    return results
+
+
+@pytest.fixture(scope="module")
+def eio_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    return run_cases([*eio_cases(), *LAST_WRITE_CASES], tmp_path_factory.mktemp("eio"))
+
+
+@pytest.fixture(scope="module")
+def interrupted_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    return run_cases(INTERRUPTED_CASES, tmp_path_factory.mktemp("interrupted"))
+
+
+NAMED = re.compile(
+    r"AioError: (?P<tensor>\S+)\.(?P<segment>param|master|exp_avg|exp_avg_sq|grad) \(nvme\): "
+    r"(?P<operation>pread|pwrite) (?P<file>\S+offloadzero-\S+\.bin)\+0x[0-9a-f]+, [0-9]+ bytes: Input/output error"
+)
+SEGMENTS = {"parameters": {"param"}, "states": {"exp_avg"}, "gradients": {"grad"}}
+
+
+@pytest.mark.parametrize("case", eio_cases(), ids=lambda case: case["name"])
+def test_a_failing_file_ends_the_process_with_a_named_error(
+    eio_results: dict[str, Result], case: dict[str, Any]
+) -> None:
+    result = eio_results[case["name"]]
+    assert result["status"] is not None, f"it hung: {result['output']}"
+    assert result["status"] not in (0, -signal.SIGSEGV, -signal.SIGABRT), result["output"]
+    assert result["files"] == []
+    assert result["duration_s"] < 15
+    named = NAMED.search(result["output"])
+    assert named is not None, result["output"]
+    if case["what"] in SEGMENTS:
+        assert {named["segment"]} == SEGMENTS[case["what"]]
+
+
+@pytest.mark.parametrize("what", list(PLACEMENTS))
+def test_the_cases_reach_reads_and_writes(eio_results: dict[str, Result], what: str) -> None:
+    """Else the test above would not say what it seems to."""
+    outputs = [result["output"] for name, result in eio_results.items() if name.startswith(what)]
+    found = [match for match in map(NAMED.search, outputs) if match is not None]
+    assert {match["operation"] for match in found} == {"pread", "pwrite"}
+    if what == "everything":
+        assert {match["segment"] for match in found} >= {"param", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("case", LAST_WRITE_CASES, ids=lambda case: case["name"])
+def test_a_failure_of_the_last_update_is_not_exit_status_0(
+    eio_results: dict[str, Result], case: dict[str, Any]
+) -> None:
+    result = eio_results[case["name"]]
+    assert result["status"] not in (None, 0), result["output"]
+    assert result["files"] == []
+    assert "TRAINED" in result["output"], "the failure came too early for this test"
+    named = NAMED.search(result["output"])
+    assert named is not None, result["output"]
+    assert named["operation"] == "pwrite"
+
+
+@pytest.mark.parametrize("case", INTERRUPTED_CASES, ids=lambda case: case["name"])
+def test_ctrl_c_ends_the_process_and_removes_the_files(
+    interrupted_results: dict[str, Result], case: dict[str, Any]
+) -> None:
+    result = interrupted_results[case["name"]]
+    assert result["status"] is not None, f"it hung: {result['output']}"
+    assert result["status"] == -signal.SIGINT, result["output"]
+    assert result["files"] == []
+    assert result["duration_s"] < 15
+    assert "KeyboardInterrupt" in result["output"]
+
+
+# --- in this process ---
+
+
+def test_a_failure_stops_every_later_use(tmp_path: Path) -> None:
+    engine = make_engine(settings(tmp_path, gradient_clipping=1.0))
+    train(engine, num_steps=1)
+    engine.synchronize()
+    nvme = engine.optimizer.runtime.store.nvme
+    assert nvme is not None
+    nvme.engine.inject("errno", 1, 5)
+    with pytest.raises(OSError, match="Input/output error"):
+        train(engine, num_steps=2)
+    for _ in range(2):
+        with pytest.raises(OSError, match="Input/output error"):
+            train(engine, num_steps=1)
+    with pytest.raises(OSError, match="Input/output error"):
+        engine.synchronize()
+    engine.close()  # the error has been seen
+    assert os.listdir(tmp_path) == []
+
+
+def test_close_is_idempotent_and_the_engine_is_unusable_afterwards(tmp_path: Path) -> None:
+    engine = make_engine(settings(tmp_path))
+    train(engine, num_steps=1)
+    engine.close()
+    engine.close()
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(RuntimeError, match="closed"):
+        train(engine, num_steps=1)
+
+
+def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for directory in directories:
+        directory.mkdir()
+    config = settings(None)
+    config["offloadzero"]["nvme_path"] = [str(directory) for directory in directories]
+    before = os.umask(0)
+    try:
+        engine = make_engine(config)
+    finally:
+        os.umask(before)
+    for directory in directories:
+        (name,) = os.listdir(directory)
+        assert stat.S_IMODE((directory / name).stat().st_mode) == 0o600
+    engine.close()
+
+
+# --- other processes ---
+
+KILLED = """
+    import os, signal, sys
+    from tests.tiny import make_engine, settings, train
+    engine = make_engine(settings(sys.argv[1]))
+    train(engine, num_steps=2)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    living = make_engine(settings(tmp_path))
+    (own,) = os.listdir(tmp_path)
+    (tmp_path / "offloadzero-notes.txt").write_text("not ours to remove")
+    (tmp_path / "another.bin").write_text("not ours to remove")
+    foreign = {"offloadzero-notes.txt", "another.bin"}
+    assert run_script(KILLED, tmp_path).returncode == -signal.SIGKILL
+    (left,) = set(os.listdir(tmp_path)) - foreign - {own}
+    following = make_engine(settings(tmp_path))
+    present = set(os.listdir(tmp_path))
+    assert left not in present
+    assert own in present, "the file of an engine that lives was removed"
+    assert len(present - foreign) == 2
+    train(living, num_steps=1)
+    living.close()
+    following.close()
+    assert set(os.listdir(tmp_path)) == foreign
+
+
+def test_the_file_of_another_living_process_stays(tmp_path: Path) -> None:
+    script = """
+        import sys
+        from tests.tiny import make_engine, settings, train
+        engine = make_engine(settings(sys.argv[1]))
+        print("ready", flush=True)
+        open(sys.argv[2]).read()
+        train(engine, num_steps=2)
+        engine.close()
+        print("fine", flush=True)
+    """
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    directory = tmp_path / "nvme"
+    directory.mkdir()
+    process = start_script(script, directory, gate)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", process.stderr and process.stderr.read()
+        (theirs,) = os.listdir(directory)
+        engine = make_engine(settings(directory))
+        assert theirs in os.listdir(directory)
+        engine.close()
+        assert os.listdir(directory) == [theirs]
+        gate.write_text("go")
+        stdout, stderr = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, stdout) == (0, "fine\n"), stderr
+    finally:
+        process.kill()
+        process.wait()
+    assert os.listdir(directory) == []
+
+
+FORKING = """
+    import os, sys
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+    from tests.tiny import make_engine, settings, tokens, train
+
+    class Tokens(Dataset):
+        def __len__(self):
+            return 12
+        def __getitem__(self, index):
+            return tokens(index, batch=1)[0]
+
+    engine = make_engine(settings(sys.argv[1], gradient_clipping=1.0))
+    losses = []
+    loader = DataLoader(Tokens(), batch_size=2, num_workers=int(sys.argv[2]), multiprocessing_context=(
+        "fork" if int(sys.argv[2]) else None))
+    for turn in range(2):
+        for batch in loader:
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    engine.synchronize()
+    assert len(os.listdir(sys.argv[1])) == 1, "a worker's exit removed the file"
+    engine.close()
+    print(losses)
+"""
+
+
+def test_forked_dataloader_workers_change_nothing(tmp_path: Path) -> None:
+    alone = run_script(FORKING, tmp_path, 0)
+    assert alone.returncode == 0, alone.stderr
+    forked = run_script(FORKING, tmp_path, 2)
+    assert forked.returncode == 0, forked.stderr
+    assert forked.stdout == alone.stdout
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_forked_child_that_exits_leaves_its_parent_alone(tmp_path: Path) -> None:
+    script = """
+        import os, sys
+        from tests.tiny import make_engine, settings, train
+        engine = make_engine(settings(sys.argv[1]))
+        train(engine, num_steps=1)
+        pid = os.fork()  # with updates in flight
+        if pid == 0:
+            sys.exit(7)  # runs the exit handlers it has inherited
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert len(os.listdir(sys.argv[1])) == 1, "the child removed its parent's file"
+        pid = os.fork()
+        if pid == 0:
+            engine.close()
+            os._exit(8)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 8
+        assert len(os.listdir(sys.argv[1])) == 1, "the child's close() removed its parent's file"
+        train(engine, num_steps=2)
+        engine.close()
+        print("fine")
+    """
+    done = run_script(script, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_host_arena_is_not_given_to_forked_children(tmp_path: Path) -> None:
+    """open(2): direct I/O on a private mapping and fork() do not go together unless MADV_DONTFORK is set."""
+    engine = make_engine(settings(tmp_path))
+    address = engine.optimizer.runtime.store.host.buffer.data_ptr()
+    flags: list[str] = []
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= address < int(match[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line.split()[1:]
+    assert "dc" in flags
+    engine.close()
+
+
+def test_states_survive_a_slow_disk(tmp_path: Path) -> None:
+    """Delays of single blocks reorder completions; they must not change a bit."""
+    results = []
+    for delayed in (False, True):
+        engine = make_engine(settings(tmp_path, update={"chunk_elements": 4096}))
+        nvme = engine.optimizer.runtime.store.nvme
+        assert nvme is not None
+        if delayed:
+            for nth in range(1, 600, 3):
+                nvme.engine.inject("delay", nth, 1 + nth % 7)
+        started_s = time.monotonic()
+        losses = train(engine, num_steps=3)
+        results.append((losses, all_states(engine)))
+        assert time.monotonic() - started_s < PATIENCE_S
+        engine.close()
+    assert results[0][0] == results[1][0]
+    assert all(bool((results[0][1][key] == results[1][1][key]).all()) for key in results[0][1])
