@@ -20,7 +20,7 @@ NATIVE_SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
 HAS_CUDA := import sys, torch; sys.exit(not torch.cuda.is_available())
 
-.PHONY: train test lint gpu-test bench
+.PHONY: train test lint gpu-test gpu bench
 
 train: $(STAMPS)/native $(STAMPS)/examples | offload-files
 	$(BIN)/python examples/train_gpt.py --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
@@ -37,6 +37,10 @@ lint: $(STAMPS)/dev
 
 gpu-test: $(STAMPS)/native $(STAMPS)/dev
 	$(BIN)/python -m pytest -m gpu
+
+# Everything that needs a CUDA device: the tests, then 7B parameters with host and with NVMe placement.
+gpu: $(STAMPS)/native $(STAMPS)/dev
+	PYTHON=$(BIN)/python benchmarks/gpu.sh
 
 bench: $(STAMPS)/native $(STAMPS)/examples | offload-files
 	$(BIN)/python benchmarks/side_by_side.py \

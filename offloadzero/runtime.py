@@ -34,6 +34,7 @@ from offloadzero.planning.probe import available_bytes
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.gradients import GradientCollector
 from offloadzero.streaming.hooks import ModelHooks
+from offloadzero.streaming.spill import host_bytes
 from offloadzero.streaming.stepping import Hypers, Stepper, StepPolicy
 from offloadzero.streaming.units import cut_units
 from offloadzero.streaming.weights import WeightAccess
@@ -106,6 +107,8 @@ class Runtime:
             WeightAccess.load_initial(record, store)
             freed.add(record.param_bytes)
         freed.trim()
+        if config.pin_memory:
+            store.pin()
         poison = config.poison_released_leases
         self.executor = Executor(
             records,
@@ -250,16 +253,19 @@ def _plan(
         for record in records:
             record.grad_dtype = record.dtype
         plan = plan_memory(records, config, together=together)
-    _check_machine(plan, device)
+    in_memory = (host_bytes(slot.param) for record in records for slot in record.slots)
+    _check_machine(plan, device, movable_bytes=sum(in_memory))
     return plan
 
 
-def _check_machine(plan: MemoryPlan, device: torch.device) -> None:
+def _check_machine(plan: MemoryPlan, device: torch.device, *, movable_bytes: int) -> None:
     needs = {TierName.HOST: plan.tier_bytes(TierName.HOST), TierName.DEVICE: plan.tier_bytes(TierName.DEVICE)}
     if device.type == "cpu":
         needs = {TierName.HOST: sum(needs.values())}
     for tier, needed in needs.items():
         free = available_bytes("cpu" if tier is TierName.HOST else device)
+        if tier is TierName.HOST:
+            free += movable_bytes  # they are freed as the arenas fill
         if needed > free:
             raise BudgetError(
                 f"{tier.value}: {format_bytes(needed)} are needed, {format_bytes(free)} are available\n"
@@ -279,7 +285,6 @@ def _open_store(runtime: Runtime, config: OffloadConfig) -> TieredStore:
         nvme_paths=config.nvme_paths,
         aio=config.aio,
         failures=runtime.failures,
-        pin_memory=config.pin_memory,
         poison=config.poison_released_leases,
     )
 

@@ -75,7 +75,6 @@ class TieredStore:
         nvme_paths: Sequence[Path],
         aio: AioConfig,
         failures: Failures,
-        pin_memory: bool = True,
         poison: bool = False,
     ) -> None:
         self.accelerator = accelerator
@@ -85,13 +84,16 @@ class TieredStore:
         self.nvme = NvmeTier(nvme_paths, num_bytes=sizes.nvme, aio=aio) if sizes.nvme else None
         self.host = Arena("host", allocate_host(align_up(sizes.host)), poison=poison)
         self.device = Arena("device", accelerator.allocate(align_up(sizes.device)), poison=poison)
-        if pin_memory:
-            accelerator.pin(self.host.buffer)
-            self._pinned = True
         # State traffic has lanes of its own. Fetches wait for updates on theirs; an update that had to queue
         # behind such a fetch would never end.
         self.h2d: Lane = accelerator.lane("state-h2d", failures)
         self.d2h: Lane = accelerator.lane("state-d2h", failures)
+
+    def pin(self) -> None:
+        """Page-lock the host arena. Done when the first weights are in it: pinning takes all pages at once."""
+        if not self._pinned:
+            self.accelerator.pin(self.host.buffer)
+            self._pinned = True
 
     def create(
         self, record: str, kind: SegmentKind, dtype: torch.dtype, num_elements: int, tier: TierName

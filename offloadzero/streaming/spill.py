@@ -30,6 +30,11 @@ class Spilled:
             self._value = None
             weakref.finalize(self, os.close, self._descriptor)
 
+    @property
+    def host_bytes(self) -> int:
+        """Of the value; 0 when it is on a file."""
+        return 0 if self._value is None else self._value.nbytes
+
     def load(self) -> torch.Tensor:
         """The value: a new tensor if it was on a file."""
         if self._value is not None:
@@ -111,3 +116,11 @@ def restore(param: torch.nn.Parameter) -> Spilled | None:
     if spilled is not None:
         param.data = spilled.load()
     return spilled
+
+
+def host_bytes(param: torch.nn.Parameter) -> int:
+    """Host memory that the parameter's value takes now."""
+    spilled = _registry.get(param)
+    if spilled is not None:
+        return spilled.host_bytes
+    return param.data.untyped_storage().nbytes() if param.device.type == "cpu" else 0

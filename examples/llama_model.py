@@ -1,0 +1,109 @@
+"""A Llama-shaped decoder in plain PyTorch: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class LlamaSize:
+    """Depth, width, heads and the widths of the feed-forward and of the vocabulary."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    hidden_width: int
+    vocab_size: int
+
+
+SIZES = {
+    "micro": LlamaSize(2, 64, 4, 2, 128, 256),
+    "1b": LlamaSize(16, 2048, 32, 8, 8192, 32000),
+    "7b": LlamaSize(32, 4096, 32, 32, 11008, 32000),
+    "13b": LlamaSize(40, 5120, 40, 40, 13824, 32000),
+    "30b": LlamaSize(60, 6656, 52, 52, 17920, 32000),
+}
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation with a learned gain (Zhang & Sennrich 2019)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, eps=1e-6)
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotary positions (Su et al. 2021) on (batch, heads, seq, head width); angles (seq, head width / 2)."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU, each behind a norm: (batch, seq, width) -> the same shape."""
+
+    def __init__(self, size: LlamaSize) -> None:
+        super().__init__()
+        self.head_width = size.width // size.num_heads
+        kv_width = self.head_width * size.num_kv_heads
+        self.attention_norm = RMSNorm(size.width)
+        self.query = nn.Linear(size.width, size.width, bias=False)
+        self.key = nn.Linear(size.width, kv_width, bias=False)
+        self.value = nn.Linear(size.width, kv_width, bias=False)
+        self.output = nn.Linear(size.width, size.width, bias=False)
+        self.mlp_norm = RMSNorm(size.width)
+        self.gate = nn.Linear(size.width, size.hidden_width, bias=False)
+        self.up = nn.Linear(size.width, size.hidden_width, bias=False)
+        self.down = nn.Linear(size.hidden_width, size.width, bias=False)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        batch, seq, _ = x.shape
+
+        def heads(y: Tensor) -> Tensor:
+            return y.view(batch, seq, -1, self.head_width).transpose(1, 2)
+
+        normed = self.attention_norm(x)
+        query = rotate(heads(self.query(normed)), angles)
+        key = rotate(heads(self.key(normed)), angles)
+        mixed = F.scaled_dot_product_attention(
+            query, key, heads(self.value(normed)), is_causal=True, enable_gqa=True
+        )
+        x = x + self.output(mixed.transpose(1, 2).reshape(batch, seq, -1))
+        normed = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Llama(nn.Module):
+    """tokens (batch, seq) and targets of the same shape -> mean loss in nats per token."""
+
+    def __init__(self, size: LlamaSize, *, checkpoint_activations: bool = False) -> None:
+        super().__init__()
+        self.size = size
+        self.checkpoint_activations = checkpoint_activations
+        self.embed = nn.Embedding(size.vocab_size, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.num_layers))
+        self.norm = RMSNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        half = self.size.width // self.size.num_heads // 2
+        frequencies = 10000.0 ** (-torch.arange(half, device=tokens.device) / half)
+        angles = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * frequencies
+        for block in self.blocks:
+            if self.checkpoint_activations and self.training:
+                x = checkpoint(block, x, angles, use_reentrant=False)
+            else:
+                x = block(x, angles)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
