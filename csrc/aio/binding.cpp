@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <new>
 
 #include "engine.h"
@@ -33,6 +32,10 @@ class GilRelease {
     PyThreadState* state_;
 };
 
+// Seconds that a clock in nanoseconds can hold; others mean "no limit".
+bool is_limit(double seconds) { return seconds >= 0 && seconds < 1e9; }
+int64_t to_ns(double seconds) { return static_cast<int64_t>(seconds * 1e9); }
+
 template <typename T>
 T* unwrap(PyObject* capsule, const char* name) {
     return static_cast<T*>(PyCapsule_GetPointer(capsule, name));
@@ -48,14 +51,18 @@ void destroy_file(PyObject* capsule) { delete unwrap<FileHandle>(capsule, kFileN
 
 void destroy_operation(PyObject* capsule) { delete unwrap<OperationHandle>(capsule, kOperationName); }
 
-// engine_create(is_uring, block_size, queue_depth, num_threads) -> engine | -errno
+// engine_create(is_uring, block_size, queue_depth, num_threads, fixed_files, fixed_buffers, defer_taskrun,
+//               sqpoll, iopoll) -> engine | -errno
 PyObject* engine_create(PyObject*, PyObject* args) {
-    int is_uring;
+    int is_uring, fixed_files, fixed_buffers, defer_taskrun, sqpoll, iopoll;
     unsigned long long block_size;
     EngineOptions options;
-    if (!PyArg_ParseTuple(args, "pKII", &is_uring, &block_size, &options.queue_depth, &options.num_threads)) {
+    if (!PyArg_ParseTuple(args, "pKIIppppp", &is_uring, &block_size, &options.queue_depth,
+                          &options.num_threads, &fixed_files, &fixed_buffers, &defer_taskrun, &sqpoll,
+                          &iopoll)) {
         return nullptr;
     }
+    options.uring = {fixed_files != 0, fixed_buffers != 0, defer_taskrun != 0, sqpoll != 0, iopoll != 0};
     options.kernel = is_uring ? KernelInterface::kUring : KernelInterface::kNativeAio;
     options.block_size = block_size;
     std::unique_ptr<Engine> engine;
@@ -84,16 +91,49 @@ PyObject* engine_close(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-// engine_stats(engine) -> (bytes_read, bytes_written, operations, blocks, retries, bounced)
+// engine_stats(engine) -> (bytes_read, bytes_written, operations, blocks, retries, bounced, fixed,
+//                          registered_bytes)
 PyObject* engine_stats(PyObject*, PyObject* capsule) {
     auto* engine = unwrap<Engine>(capsule, kEngineName);
     if (engine == nullptr) return nullptr;
     EngineStats stats = engine->stats();
     return Py_BuildValue(
-        "(KKKKKK)", static_cast<unsigned long long>(stats.bytes_read),
+        "(KKKKKKKK)", static_cast<unsigned long long>(stats.bytes_read),
         static_cast<unsigned long long>(stats.bytes_written),
         static_cast<unsigned long long>(stats.operations), static_cast<unsigned long long>(stats.blocks),
-        static_cast<unsigned long long>(stats.retries), static_cast<unsigned long long>(stats.bounced));
+        static_cast<unsigned long long>(stats.retries), static_cast<unsigned long long>(stats.bounced),
+        static_cast<unsigned long long>(stats.fixed),
+        static_cast<unsigned long long>(stats.registered_bytes));
+}
+
+// engine_register_buffer(engine, address, num_bytes) -> 0 | -errno
+PyObject* engine_register_buffer(PyObject*, PyObject* args) {
+    PyObject* capsule;
+    unsigned long long address, num_bytes;
+    if (!PyArg_ParseTuple(args, "OKK", &capsule, &address, &num_bytes)) return nullptr;
+    auto* engine = unwrap<Engine>(capsule, kEngineName);
+    if (engine == nullptr) return nullptr;
+    int status;
+    {
+        GilRelease release;
+        status = engine->register_buffer(reinterpret_cast<char*>(address), num_bytes);
+    }
+    return PyLong_FromLong(status);
+}
+
+// engine_unregister_buffer(engine, address) -> whether it was there
+PyObject* engine_unregister_buffer(PyObject*, PyObject* args) {
+    PyObject* capsule;
+    unsigned long long address;
+    if (!PyArg_ParseTuple(args, "OK", &capsule, &address)) return nullptr;
+    auto* engine = unwrap<Engine>(capsule, kEngineName);
+    if (engine == nullptr) return nullptr;
+    bool was_there;
+    {
+        GilRelease release;
+        was_there = engine->unregister_buffer(reinterpret_cast<char*>(address));
+    }
+    return PyBool_FromLong(was_there);
 }
 
 // engine_inject(engine, kind, nth, value); kind: 0 errno, 1 short, 2 delay
@@ -116,24 +156,25 @@ PyObject* engine_clear_faults(PyObject*, PyObject* capsule) {
     Py_RETURN_NONE;
 }
 
-// file_open(path, can_create, is_readonly, direct, block_size) -> (file, direct_refusal, alignment) | -errno
+// file_open(engine, path, can_create, is_readonly, direct) -> (file, direct_refusal, alignment) | -errno
 // direct: 0 off, 1 on, 2 auto; direct_refusal: -errno; direct in fact: alignment > 1
 PyObject* file_open(PyObject*, PyObject* args) {
+    PyObject* engine_capsule;
     const char* path;
     OpenOptions options;
     int can_create, is_readonly, direct;
-    unsigned long long block_size;
-    if (!PyArg_ParseTuple(args, "yppiK", &path, &can_create, &is_readonly, &direct, &block_size))
+    if (!PyArg_ParseTuple(args, "Oyppi", &engine_capsule, &path, &can_create, &is_readonly, &direct))
         return nullptr;
+    auto* engine = unwrap<Engine>(engine_capsule, kEngineName);
+    if (engine == nullptr) return nullptr;
     options.can_create = can_create != 0;
     options.is_readonly = is_readonly != 0;
     options.direct = static_cast<DirectMode>(direct);
-    options.block_size = block_size;
     FileHandle file;
     int status;
     {
         GilRelease release;
-        status = File::open(path, options, &file);
+        status = engine->open(path, options, &file);
     }
     if (status < 0) return PyLong_FromLong(status);
     auto handle = std::make_unique<FileHandle>(std::move(file));
@@ -184,14 +225,16 @@ PyObject* file_sync(PyObject*, PyObject* capsule) {
     return PyLong_FromLong(status);
 }
 
-// submit(engine, file, is_write, address, num_bytes, offset, priority, token) -> operation | -errno
+// submit(engine, file, is_write, address, num_bytes, offset, priority, deadline_s, token)
+//     -> operation | -errno; deadline_s: from now on, negative: none
 PyObject* submit(PyObject*, PyObject* args) {
     PyObject *engine_capsule, *file_capsule;
     int is_write;
     unsigned long long address, num_bytes, token;
     long long offset, priority;
-    if (!PyArg_ParseTuple(args, "OOpKKLLK", &engine_capsule, &file_capsule, &is_write, &address, &num_bytes,
-                          &offset, &priority, &token)) {
+    double deadline_s;
+    if (!PyArg_ParseTuple(args, "OOpKKLLdK", &engine_capsule, &file_capsule, &is_write, &address, &num_bytes,
+                          &offset, &priority, &deadline_s, &token)) {
         return nullptr;
     }
     auto* engine = unwrap<Engine>(engine_capsule, kEngineName);
@@ -205,6 +248,7 @@ PyObject* submit(PyObject*, PyObject* args) {
     request.num_bytes = num_bytes;
     request.offset = offset;
     request.priority = priority;
+    if (is_limit(deadline_s)) request.deadline_ns = now_ns() + to_ns(deadline_s);
     request.token = token;
     // Made first: once the engine has the operation, nothing here may fail.
     auto handle = std::make_unique<OperationHandle>();
@@ -238,36 +282,76 @@ PyObject* collect_finished(PyObject*, PyObject* capsule) {
     return list;
 }
 
-// is_done(operation) -> bool
-PyObject* is_done(PyObject*, PyObject* capsule) {
+// Null with an exception set.
+Operation* operation_of(PyObject* capsule) {
     auto* operation = unwrap<OperationHandle>(capsule, kOperationName);
-    if (operation == nullptr) return nullptr;
-    return PyBool_FromLong((*operation)->is_done());
+    return operation == nullptr ? nullptr : operation->get();
 }
 
-// wait(operation, timeout_s) -> (errno, offset) | None when the time is over; timeout_s < 0: no limit
-PyObject* wait(PyObject*, PyObject* args) {
-    using Clock = std::chrono::steady_clock;
-    PyObject* capsule;
-    double timeout_s;
-    if (!PyArg_ParseTuple(args, "Od", &capsule, &timeout_s)) return nullptr;
-    auto* handle = unwrap<OperationHandle>(capsule, kOperationName);
-    if (handle == nullptr) return nullptr;
-    OperationHandle operation = *handle;
-    bool is_limited = timeout_s >= 0 && timeout_s < 1e9;
-    auto limit = std::chrono::nanoseconds(is_limited ? static_cast<int64_t>(timeout_s * 1e9) : 0);
-    auto deadline = Clock::now() + limit;
-    while (!operation->is_done()) {
-        int64_t left_ns = is_limited ? std::max<int64_t>((deadline - Clock::now()).count(), 0) : -1;
+// is_done(engine, operation) -> bool
+PyObject* is_done(PyObject*, PyObject* args) {
+    PyObject *engine_capsule, *capsule;
+    if (!PyArg_ParseTuple(args, "OO", &engine_capsule, &capsule)) return nullptr;
+    auto* engine = unwrap<Engine>(engine_capsule, kEngineName);
+    Operation* operation = engine == nullptr ? nullptr : operation_of(capsule);
+    if (operation == nullptr) return nullptr;
+    return PyBool_FromLong(engine->is_done(operation));
+}
+
+// cancel(engine, operation) -> whether something was left to cancel
+PyObject* cancel(PyObject*, PyObject* args) {
+    PyObject *engine_capsule, *capsule;
+    if (!PyArg_ParseTuple(args, "OO", &engine_capsule, &capsule)) return nullptr;
+    auto* engine = unwrap<Engine>(engine_capsule, kEngineName);
+    Operation* operation = engine == nullptr ? nullptr : operation_of(capsule);
+    if (operation == nullptr) return nullptr;
+    return PyBool_FromLong(engine->cancel(operation));
+}
+
+// Repeats `wait(limit_ns)` after signals until it gives something else. 1: the time is over, 0: done,
+// -1: a signal handler raised.
+template <typename Wait>
+int wait_through_signals(double timeout_s, Wait wait) {
+    int64_t deadline_ns = is_limit(timeout_s) ? now_ns() + to_ns(timeout_s) : -1;
+    for (;;) {
+        int64_t left_ns = deadline_ns < 0 ? -1 : std::max<int64_t>(deadline_ns - now_ns(), 0);
         int status;
         {
             GilRelease release;
-            status = operation->wait(left_ns);
+            status = wait(left_ns);
         }
-        if (status == -ETIMEDOUT) Py_RETURN_NONE;
-        if (status == -EINTR && PyErr_CheckSignals() < 0) return nullptr;
+        if (status == 0) return 0;
+        if (status == -ETIMEDOUT) return 1;
+        if (PyErr_CheckSignals() < 0) return -1;
     }
+}
+
+// wait(engine, operation, timeout_s) -> (errno, offset) | None when the time is over; timeout_s < 0: no limit
+PyObject* wait(PyObject*, PyObject* args) {
+    PyObject *engine_capsule, *capsule;
+    double timeout_s;
+    if (!PyArg_ParseTuple(args, "OOd", &engine_capsule, &capsule, &timeout_s)) return nullptr;
+    auto* engine = unwrap<Engine>(engine_capsule, kEngineName);
+    Operation* operation = engine == nullptr ? nullptr : operation_of(capsule);
+    if (operation == nullptr) return nullptr;
+    int status = operation->done.is_set() ? 0 : wait_through_signals(timeout_s, [&](int64_t left_ns) {
+        return engine->wait(operation, left_ns);
+    });
+    if (status < 0) return nullptr;
+    if (status > 0) Py_RETURN_NONE;
     return Py_BuildValue("(iL)", operation->error(), static_cast<long long>(operation->error_offset()));
+}
+
+// wait_released(operation, timeout_s) -> whether the memory is the caller's again
+PyObject* wait_released(PyObject*, PyObject* args) {
+    PyObject* capsule;
+    double timeout_s;
+    if (!PyArg_ParseTuple(args, "Od", &capsule, &timeout_s)) return nullptr;
+    Operation* operation = operation_of(capsule);
+    if (operation == nullptr) return nullptr;
+    int status =
+        wait_through_signals(timeout_s, [&](int64_t left_ns) { return operation->released.wait(left_ns); });
+    return status < 0 ? nullptr : PyBool_FromLong(status == 0);
 }
 
 // The core may run out of memory while it queues things; no C++ exception may cross into Python.
@@ -284,6 +368,8 @@ PyMethodDef kMethods[] = {
     {"engine_create", guarded<engine_create>, METH_VARARGS, nullptr},
     {"engine_close", guarded<engine_close>, METH_VARARGS, nullptr},
     {"engine_stats", guarded<engine_stats>, METH_O, nullptr},
+    {"engine_register_buffer", guarded<engine_register_buffer>, METH_VARARGS, nullptr},
+    {"engine_unregister_buffer", guarded<engine_unregister_buffer>, METH_VARARGS, nullptr},
     {"engine_inject", guarded<engine_inject>, METH_VARARGS, nullptr},
     {"engine_clear_faults", guarded<engine_clear_faults>, METH_O, nullptr},
     {"file_open", guarded<file_open>, METH_VARARGS, nullptr},
@@ -292,8 +378,10 @@ PyMethodDef kMethods[] = {
     {"file_sync", guarded<file_sync>, METH_O, nullptr},
     {"submit", guarded<submit>, METH_VARARGS, nullptr},
     {"collect_finished", guarded<collect_finished>, METH_O, nullptr},
-    {"is_done", guarded<is_done>, METH_O, nullptr},
+    {"is_done", guarded<is_done>, METH_VARARGS, nullptr},
+    {"cancel", guarded<cancel>, METH_VARARGS, nullptr},
     {"wait", guarded<wait>, METH_VARARGS, nullptr},
+    {"wait_released", guarded<wait_released>, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -1,12 +1,14 @@
 #include "engine.h"
 
+#include <algorithm>
 #include <cerrno>
 
 #include "worker.h"
 
 namespace offloadzero::aio {
 
-Engine::Engine(const EngineOptions& options) : options_(options), pid_(getpid()) {}
+Engine::Engine(const EngineOptions& options)
+    : options_(options), pid_(getpid()), registry_(std::make_shared<Registry>(options.num_threads)) {}
 
 int Engine::create(const EngineOptions& options, std::unique_ptr<Engine>* engine) {
     std::unique_ptr<Engine> made(new Engine(options));
@@ -15,9 +17,10 @@ int Engine::create(const EngineOptions& options, std::unique_ptr<Engine>* engine
     for (unsigned i = 0; i < options.num_threads; ++i) {
         std::unique_ptr<KernelQueue> kernel;
         bool is_uring = options.kernel == KernelInterface::kUring;
-        int status = is_uring ? make_uring_queue(depth, &kernel) : make_native_aio_queue(depth, &kernel);
+        int status = is_uring ? make_uring_queue(depth, options.uring, &kernel)
+                              : make_native_aio_queue(depth, &kernel);
         if (status < 0) return status;
-        workers.push_back(std::make_unique<Worker>(made.get(), std::move(kernel), depth));
+        workers.push_back(std::make_unique<Worker>(made.get(), i, std::move(kernel), depth));
     }
     made->workers_ = std::move(workers);
     for (auto& worker : made->workers_) {
@@ -29,6 +32,13 @@ int Engine::create(const EngineOptions& options, std::unique_ptr<Engine>* engine
 }
 
 Engine::~Engine() { close(true); }
+
+int Engine::open(const std::string& path, OpenOptions options, std::shared_ptr<File>* file) {
+    options.block_size = options_.block_size;
+    int status = File::open(path, options, file);
+    if (status == 0) (*file)->join(registry_);
+    return status;
+}
 
 int Engine::submit(OperationRequest request, std::shared_ptr<Operation>* operation) {
     auto submitted = std::make_shared<Operation>(std::move(request));
@@ -46,6 +56,47 @@ int Engine::submit(OperationRequest request, std::shared_ptr<Operation>* operati
     queue_.push(submitted);
     wake_for((num_bytes + options_.block_size - 1) / options_.block_size);
     return 0;
+}
+
+int Engine::wait(Operation* operation, int64_t timeout_ns) {
+    int64_t deadline_ns = operation->request.deadline_ns;
+    if (deadline_ns != 0) {
+        int64_t left_ns = std::max<int64_t>(deadline_ns - now_ns(), 0);
+        if (timeout_ns < 0 || left_ns <= timeout_ns) {
+            int status = operation->done.wait(left_ns);
+            if (status != -ETIMEDOUT || is_done(operation)) return status == -EINTR ? status : 0;
+        }
+    }
+    return operation->done.wait(timeout_ns);
+}
+
+bool Engine::is_done(Operation* operation) {
+    if (operation->done.is_set() || !operation->is_late()) return operation->done.is_set();
+    std::lock_guard<std::mutex> guard(mutex_);
+    return drop_if_late(operation);
+}
+
+// Whether the operation is done now.
+bool Engine::drop_if_late(Operation* operation) {
+    if (operation->done.is_set()) return true;
+    if (!operation->is_late()) return false;
+    operation->fail(ETIMEDOUT, operation->cut_offset());
+    if (operation->num_live > 0) {
+        operation->done.set();
+    } else {
+        complete(outstanding_.at(operation));
+    }
+    return true;
+}
+
+bool Engine::cancel(Operation* operation) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    auto found = outstanding_.find(operation);
+    if (found == outstanding_.end() || operation->is_fully_cut()) return false;
+    std::shared_ptr<Operation> kept = found->second;
+    operation->fail(ECANCELED, operation->cut_offset());
+    complete_if_finished(kept);
+    return true;
 }
 
 std::vector<uint64_t> Engine::collect_finished() {
@@ -66,8 +117,7 @@ void Engine::close(bool should_cancel) {
             auto outstanding = outstanding_;
             for (auto& [key, operation] : outstanding) {
                 if (operation->is_fully_cut()) continue;
-                operation->fail(ECANCELED,
-                                operation->request.offset + static_cast<int64_t>(operation->num_cut));
+                operation->fail(ECANCELED, operation->cut_offset());
                 complete_if_finished(operation);
             }
         }
@@ -85,6 +135,8 @@ EngineStats Engine::stats() const {
     stats.blocks = num_blocks_;
     stats.retries = num_retries_;
     stats.bounced = num_bounced_;
+    stats.fixed = num_fixed_;
+    stats.registered_bytes = registry_->num_registered_bytes();
     return stats;
 }
 
@@ -97,7 +149,8 @@ Block* Engine::take_block(Worker* worker) {
         return block;
     }
     while (!queue_.empty()) {
-        // Failed and cancelled operations leave the queue here.
+        // Failed, late and cancelled operations leave the queue here.
+        drop_if_late(queue_.top().get());
         if (queue_.top()->is_fully_cut()) {
             queue_.pop();
         } else if (Block* block = cut_block(worker)) {
@@ -127,8 +180,9 @@ void Engine::release_unit(const Block& block) {
 }
 
 void Engine::block_finished(Block* block, int error, int64_t error_offset) {
-    std::lock_guard<std::mutex> guard(mutex_);
+    // Destroyed after the mutex is free: the block may hold the last reference to its file.
     std::unique_ptr<Block> owned(block);
+    std::lock_guard<std::mutex> guard(mutex_);
     const std::shared_ptr<Operation>& operation = block->operation;
     if (error != 0) operation->fail(error, error_offset);
     if (block->piece.path == Path::kPartUnit) release_unit(*block);
@@ -145,8 +199,11 @@ void Engine::complete(const std::shared_ptr<Operation>& operation) {
     if (!operation->has_failed()) (request.is_write ? bytes_written_ : bytes_read_) += request.num_bytes;
     ++num_operations_;
     finished_.push_back(request.token);
-    outstanding_.erase(operation.get());
-    operation->publish_done();
+    // May be the caller's reference itself: nothing but the events may follow.
+    std::shared_ptr<Operation> kept = operation;
+    outstanding_.erase(kept.get());
+    kept->released.set();
+    kept->done.set();
     if (is_closing_ && outstanding_.empty()) {
         for (auto& worker : workers_) worker->wake();
     }
@@ -177,8 +234,11 @@ void Engine::abandon(int error) {
     abandoned_ = error;
     for (auto& [key, operation] : outstanding_) {
         operation->fail(error, operation->request.offset);
-        if (operation->num_live == 0) finished_.push_back(operation->request.token);
-        operation->publish_done();
+        if (operation->num_live == 0) {
+            finished_.push_back(operation->request.token);
+            operation->released.set();
+        }
+        operation->done.set();
     }
     outstanding_.clear();
     for (auto& worker : workers_) worker->wake();

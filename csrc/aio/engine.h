@@ -12,7 +12,9 @@
 #include <vector>
 
 #include "faults.h"
+#include "kernel_queue.h"
 #include "operation.h"
+#include "registry.h"
 #include "unit_locks.h"
 
 namespace offloadzero::aio {
@@ -27,6 +29,7 @@ struct EngineOptions {
     size_t block_size = 1 << 20;  // a multiple of 4096
     unsigned queue_depth = 32;    // transfers in the kernel at once, over all workers
     unsigned num_threads = 1;     // workers; each has its own kernel queue and its share of the depth
+    UringOptions uring;
 };
 
 struct EngineStats {
@@ -36,6 +39,8 @@ struct EngineStats {
     uint64_t blocks = 0;
     uint64_t retries = 0;  // transfers repeated or continued: short, EINTR, EAGAIN
     uint64_t bounced = 0;  // blocks that went through a bounce buffer
+    uint64_t fixed = 0;    // transfers to or from registered memory
+    uint64_t registered_bytes = 0;
 };
 
 class Engine {
@@ -51,8 +56,21 @@ class Engine {
     // False in a forked child: nothing but this may be called there, not even the destructor.
     bool is_in_own_process() const { return getpid() == pid_; }
 
+    // As File::open, and known to the kernel queues.
+    int open(const std::string& path, OpenOptions options, std::shared_ptr<File>* file);
+    // See Registry.
+    int register_buffer(char* data, size_t num_bytes) { return registry_->add_buffer(data, num_bytes); }
+    bool unregister_buffer(char* data) { return registry_->remove_buffer(data); }
+
     // 0 or -ESHUTDOWN. Operations in flight together must not overlap unless both read.
     int submit(OperationRequest request, std::shared_ptr<Operation>* operation);
+    // Event::wait() on `done`. An operation whose deadline passes is failed with ETIMEDOUT here, in the
+    // caller's thread, so that a device that hangs and takes the worker with it cannot delay the news.
+    int wait(Operation* operation, int64_t timeout_ns);
+    bool is_done(Operation* operation);
+    // Drops what has not reached the kernel; the operation ends with ECANCELED as soon as what has is over.
+    // False: nothing was left to drop, it ends as it would have.
+    bool cancel(Operation* operation);
     // Moves the tokens of operations whose memory the engine will not touch again.
     std::vector<uint64_t> collect_finished();
     // Ends all operations and the threads. Cancelled blocks report ECANCELED. Idempotent.
@@ -91,6 +109,7 @@ class Engine {
     // With the mutex held.
     Block* cut_block(Worker* worker);
     void release_unit(const Block& block);
+    bool drop_if_late(Operation* operation);
     void complete(const std::shared_ptr<Operation>& operation);
     void complete_if_finished(const std::shared_ptr<Operation>& operation);
     void wake(Worker* worker);
@@ -98,6 +117,7 @@ class Engine {
 
     const EngineOptions options_;
     const pid_t pid_;
+    const std::shared_ptr<Registry> registry_;
     std::vector<std::unique_ptr<Worker>> workers_;
     Faults faults_;
 
@@ -120,6 +140,7 @@ class Engine {
     std::atomic<uint64_t> num_blocks_{0};
     std::atomic<uint64_t> num_retries_{0};
     std::atomic<uint64_t> num_bounced_{0};
+    std::atomic<uint64_t> num_fixed_{0};
 };
 
 }  // namespace offloadzero::aio

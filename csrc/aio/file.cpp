@@ -7,13 +7,18 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
+
+#include "registry.h"
 
 namespace offloadzero::aio {
 namespace {
 
 constexpr size_t kDefaultAlignment = 4096;
+
+std::atomic<uint64_t> next_file_id{1};
 
 int open_retrying(const std::string& path, int flags) {
     int fd;
@@ -80,7 +85,16 @@ int File::open(const std::string& path, const OpenOptions& options, std::shared_
     return 0;
 }
 
+File::File() : id_(next_file_id++) {}
+
+void File::join(std::shared_ptr<Registry> registry) {
+    registry_ = std::move(registry);
+    slot_ = registry_->add_file(id_, fd_);
+}
+
 File::~File() {
+    // In this order: a queue that has the file in its slot would keep it open.
+    if (slot_ != kNoSlot) registry_->remove_file(slot_);
     if (fd_ >= 0) ::close(fd_);
     if (buffered_fd_ >= 0) ::close(buffered_fd_);
 }

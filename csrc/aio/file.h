@@ -11,6 +11,8 @@
 
 namespace offloadzero::aio {
 
+class Registry;
+
 enum class DirectMode { kOff, kOn, kAuto };
 
 struct OpenOptions {
@@ -28,7 +30,12 @@ class File {
     File(const File&) = delete;
     File& operator=(const File&) = delete;
 
+    // Once, before the first transfer: gives the file its slot in the queues of an engine.
+    void join(std::shared_ptr<Registry> registry);
+
+    uint64_t id() const { return id_; }  // never used again in this process
     int fd() const { return fd_; }
+    int slot() const { return slot_; }
     bool is_direct() const { return is_direct_; }
     // Why the file is not direct: -errno of the refusal; 0 when direct or not asked for.
     int direct_refusal() const { return direct_refusal_; }
@@ -47,9 +54,12 @@ class File {
     int buffered_fd();
 
   private:
-    File() = default;
+    File();
     int query_alignment(size_t block_size);
 
+    const uint64_t id_;
+    std::shared_ptr<Registry> registry_;
+    int slot_ = -1;
     std::string path_;
     int fd_ = -1;
     int buffered_fd_ = -1;

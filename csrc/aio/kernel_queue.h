@@ -1,6 +1,7 @@
-// One kernel submission queue: io_uring or Linux native AIO behind the same four verbs.
+// One kernel submission queue: io_uring or Linux native AIO behind the same few verbs.
 #pragma once
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -8,9 +9,14 @@
 
 namespace offloadzero::aio {
 
+constexpr int kNoSlot = -1;
+
 struct Transfer {
     bool is_write;
+    bool is_direct;  // past the page cache
     int fd;
+    int file_slot;    // set_file() put `fd` there, or kNoSlot
+    int buffer_slot;  // all of `data` lies in what set_buffer() put there, or kNoSlot
     char* data;
     size_t num_bytes;
     int64_t offset;
@@ -24,10 +30,19 @@ struct Completion {
 
 constexpr int64_t kWaitForever = -1;
 
-// All methods but wake() belong to the one thread that owns the queue.
+// All methods but wake() belong to the one thread that called begin().
 class KernelQueue {
   public:
     virtual ~KernelQueue() = default;
+
+    // First and last call of the owning thread; no transfer is in flight at end(). 0 or -errno.
+    virtual int begin() { return 0; }
+    virtual void end() {}
+
+    // Registers a descriptor or memory under a slot, which stage() may then name; a negative fd and a null
+    // address clear it. 0 or -errno (EOPNOTSUPP: the queue has no such slots; ENOMEM: RLIMIT_MEMLOCK).
+    virtual int set_file(int /*slot*/, int /*fd*/) { return -EOPNOTSUPP; }
+    virtual int set_buffer(int /*slot*/, char* /*data*/, size_t /*num_bytes*/) { return -EOPNOTSUPP; }
 
     // Prepares one transfer. The caller keeps at most `depth` transfers between stage() and reap().
     virtual void stage(const Transfer& transfer) = 0;
@@ -43,8 +58,21 @@ class KernelQueue {
     virtual void wake() = 0;
 };
 
+struct UringOptions {
+    bool has_fixed_files = true;
+    bool has_fixed_buffers = true;
+    bool has_defer_taskrun = true;  // completions are delivered where the owner waits, not by interrupting it
+    bool has_sqpoll = false;        // a kernel thread looks for submissions
+    bool has_iopoll = false;        // completions of direct transfers are polled for; not with has_sqpoll
+};
+
+// Slots of one queue.
+constexpr int kNumFileSlots = 256;
+constexpr int kNumBufferSlots = 1024;
+constexpr size_t kMaxBufferNumBytes = 1 << 30;  // of one slot, the kernel's limit
+
 // 0, or -errno when the kernel refuses (EPERM: a seccomp filter; ENOSYS: not built in; ...).
-int make_uring_queue(unsigned depth, std::unique_ptr<KernelQueue>* queue);
+int make_uring_queue(unsigned depth, const UringOptions& options, std::unique_ptr<KernelQueue>* queue);
 int make_native_aio_queue(unsigned depth, std::unique_ptr<KernelQueue>* queue);
 
 }  // namespace offloadzero::aio

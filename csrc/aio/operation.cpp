@@ -12,41 +12,34 @@
 namespace offloadzero::aio {
 namespace {
 
-int64_t monotonic_ns() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
-}
-
 bool is_multiple(const char* address, size_t alignment) {
     return reinterpret_cast<uintptr_t>(address) % alignment == 0;
 }
 
 }  // namespace
 
-int Operation::wait(int64_t timeout_ns) {
+int Event::wait(int64_t timeout_ns) {
     static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a futex is a plain 32-bit word");
     // A deadline that overflows is as good as none.
-    int64_t deadline = timeout_ns < 0 || timeout_ns > INT64_MAX / 2 ? -1 : monotonic_ns() + timeout_ns;
-    while (!is_done()) {
+    int64_t deadline = timeout_ns < 0 || timeout_ns > INT64_MAX / 2 ? -1 : now_ns() + timeout_ns;
+    while (!is_set()) {
         timespec left = {0, 0};
         if (deadline >= 0) {
-            int64_t left_ns = deadline - monotonic_ns();
+            int64_t left_ns = deadline - now_ns();
             if (left_ns <= 0) return -ETIMEDOUT;
             left = {left_ns / 1'000'000'000, left_ns % 1'000'000'000};
         }
         const timespec* limit = deadline >= 0 ? &left : nullptr;
-        uint32_t running = kRunning;
-        if (!state_.compare_exchange_strong(running, kRunningWithWaiters) && running == kDone) return 0;
-        long status = syscall(SYS_futex, &state_, FUTEX_WAIT_PRIVATE, kRunningWithWaiters, limit, nullptr, 0);
-        // A raw wait, not a condition variable: it tells us of signals, so Ctrl-C reaches the caller.
-        if (status < 0 && errno == EINTR && !is_done()) return -EINTR;
+        uint32_t clear = kClear;
+        if (!state_.compare_exchange_strong(clear, kClearWithWaiters) && clear == kSet) return 0;
+        long status = syscall(SYS_futex, &state_, FUTEX_WAIT_PRIVATE, kClearWithWaiters, limit, nullptr, 0);
+        if (status < 0 && errno == EINTR && !is_set()) return -EINTR;
     }
     return 0;
 }
 
-void Operation::publish_done() {
-    if (state_.exchange(kDone, std::memory_order_acq_rel) != kRunningWithWaiters) return;
+void Event::set() {
+    if (state_.exchange(kSet, std::memory_order_acq_rel) != kClearWithWaiters) return;
     syscall(SYS_futex, &state_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "clock.h"
 #include "file.h"
 
 namespace offloadzero::aio {
@@ -15,8 +16,24 @@ struct OperationRequest {
     char* data = nullptr;  // the caller keeps it alive until the operation's token is collected
     size_t num_bytes = 0;
     int64_t offset = 0;
-    int64_t priority = 0;  // lower runs first
-    uint64_t token = 0;    // the caller's name for it
+    int64_t priority = 0;     // lower runs first
+    int64_t deadline_ns = 0;  // on now_ns()'s clock; 0: none
+    uint64_t token = 0;       // the caller's name for it
+};
+
+// A flag that threads wait for, once: a futex, not a condition variable, so that a waiting thread learns of
+// signals, and Ctrl-C reaches the caller.
+class Event {
+  public:
+    bool is_set() const { return state_.load(std::memory_order_acquire) == kSet; }
+    void set();
+    // 0 when set, -ETIMEDOUT, or -EINTR when a signal came first. Negative: no limit.
+    int wait(int64_t timeout_ns);
+
+  private:
+    enum State : uint32_t { kClear, kClearWithWaiters, kSet };
+
+    std::atomic<uint32_t> state_{kClear};
 };
 
 class Operation {
@@ -25,11 +42,11 @@ class Operation {
 
     const OperationRequest request;
 
-    bool is_done() const { return state_.load(std::memory_order_acquire) == kDone; }
-    // 0 when done, -ETIMEDOUT, or -EINTR when a signal came first. Negative: no limit.
-    int wait(int64_t timeout_ns);
-    // By the engine, after the last touch of the caller's memory.
-    void publish_done();
+    // Set when the result is known...
+    Event done;
+    // ...and when neither engine nor kernel will touch the caller's memory again: the same moment, but for an
+    // operation that missed its deadline with blocks in the kernel.
+    Event released;
 
     // The first error, 0 if none, and the file offset where it struck. Valid once done.
     int error() const { return error_.load(std::memory_order_relaxed); }
@@ -44,11 +61,11 @@ class Operation {
     bool is_fully_cut() const { return num_cut == request.num_bytes; }
     // Keeps the first error and cancels what is not cut yet.
     void fail(int error, int64_t offset);
+    bool is_late() const { return request.deadline_ns != 0 && now_ns() >= request.deadline_ns; }
+    // Where the next block would begin.
+    int64_t cut_offset() const { return request.offset + static_cast<int64_t>(num_cut); }
 
   private:
-    enum State : uint32_t { kRunning, kRunningWithWaiters, kDone };
-
-    std::atomic<uint32_t> state_{kRunning};  // a futex
     std::atomic<int> error_{0};
     int64_t error_offset_ = 0;
 };

@@ -1,212 +1,226 @@
-// io_uring through raw system calls: one ring, plain reads and writes, one read of an eventfd for wake().
-#include <cerrno>
-
-#include "kernel_queue.h"
-
-#if __has_include(<linux/io_uring.h>)
-
-#include <linux/io_uring.h>
-#include <poll.h>
+// io_uring as a kernel queue: reads and writes, and one read of an eventfd for wake().
 #include <sys/eventfd.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
+#include <sys/resource.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <ctime>
+#include <unordered_map>
+
+#include "clock.h"
+#include "kernel_queue.h"
+#include "uring_ring.h"
 
 namespace offloadzero::aio {
 namespace {
 
+using namespace uring;
+
 constexpr uint64_t kWakeTag = 0;
+constexpr int64_t kBackOffNs = 1'000'000;
 
-template <typename T>
-T load_acquire(const T* address) {
-    return __atomic_load_n(address, __ATOMIC_ACQUIRE);
-}
-
-template <typename T>
-void store_release(T* address, T value) {
-    __atomic_store_n(address, value, __ATOMIC_RELEASE);
-}
-
+// [Note: the polled ring]
+// A ring made with IORING_SETUP_IOPOLL takes direct transfers only, and nothing can end a wait on it: not an
+// eventfd, not another ring. So with has_iopoll there are two rings; while polled transfers are in flight the
+// owner spins over both, otherwise it sleeps on the main one. A file or a drive without polling answers
+// EOPNOTSUPP, and the transfer goes again through the main ring.
 class UringQueue final : public KernelQueue {
   public:
     ~UringQueue() override;
-    int init(unsigned depth);
+    int init(unsigned depth, const UringOptions& options);
 
+    int begin() override;
+    void end() override;
+    int set_file(int slot, int fd) override;
+    int set_buffer(int slot, char* data, size_t num_bytes) override;
     void stage(const Transfer& transfer) override;
     int submit_and_wait(int64_t timeout_ns) override;
     void reap(std::vector<Completion>* completions) override;
     void wake() override;
 
   private:
-    int map_rings(const io_uring_params& params);
-    int check_opcodes() const;
-    io_uring_sqe* next_sqe();
+    int init_main_ring(unsigned num_entries, const UringOptions& options);
+    void register_tables(const UringOptions& options);
+    int register_on_all(unsigned op, void* argument, unsigned num);
     void stage_wake_read();
-    int enter(unsigned num_submit, unsigned min_complete) const;
-    bool has_completion() const { return *cq_head_ != load_acquire(cq_tail_); }
+    static void fill(Sqe* sqe, const Transfer& transfer);
+    int spin(int64_t timeout_ns);
+    void reap_polled(std::vector<Completion>* completions);
 
-    int ring_fd_ = -1;
+    Ring main_;
+    std::unique_ptr<Ring> polled_;
+    std::unordered_map<uint64_t, Transfer> polled_transfers_;  // in flight on the polled ring, by tag
+    bool is_polling_refused_ = false;
+    int num_file_slots_ = 0;
+    int num_buffer_slots_ = 0;
     int wake_fd_ = -1;
     uint64_t wake_value_ = 0;
-    void* ring_ = MAP_FAILED;
-    size_t ring_num_bytes_ = 0;
-    void* sqes_ = MAP_FAILED;
-    size_t sqes_num_bytes_ = 0;
-    unsigned* sq_head_ = nullptr;
-    unsigned* sq_tail_ = nullptr;
-    unsigned* sq_array_ = nullptr;
-    unsigned sq_mask_ = 0;
-    unsigned sq_local_tail_ = 0;
-    unsigned* cq_head_ = nullptr;
-    unsigned* cq_tail_ = nullptr;
-    io_uring_cqe* cqes_ = nullptr;
-    unsigned cq_mask_ = 0;
+    bool is_waking_ = false;  // the wake read is in flight
+    bool is_ending_ = false;
 };
 
 UringQueue::~UringQueue() {
-    // The kernel cancelled the pending eventfd read when the owning thread exited.
-    if (sqes_ != MAP_FAILED) munmap(sqes_, sqes_num_bytes_);
-    if (ring_ != MAP_FAILED) munmap(ring_, ring_num_bytes_);
-    if (ring_fd_ >= 0) close(ring_fd_);
     if (wake_fd_ >= 0) close(wake_fd_);
 }
 
-int UringQueue::init(unsigned depth) {
-    io_uring_params params;
-    memset(&params, 0, sizeof params);
-    // One entry more than the transfers, for the eventfd read. The CQ has twice the entries: it cannot
-    // overflow.
-    long fd = syscall(__NR_io_uring_setup, depth + 1, &params);
-    if (fd < 0) return -errno;
-    ring_fd_ = static_cast<int>(fd);
-    int status = check_opcodes();
-    if (status == 0) status = map_rings(params);
+int UringQueue::init(unsigned depth, const UringOptions& options) {
+    if (options.has_sqpoll && options.has_iopoll) return -EINVAL;
+    // One entry more than the transfers, for the eventfd read.
+    int status = init_main_ring(depth + 1, options);
     if (status < 0) return status;
+    if (options.has_iopoll) {
+        polled_ = std::make_unique<Ring>();
+        status = polled_->init(depth, kSetupIoPoll);
+        if (status < 0) return status;
+    }
+    register_tables(options);
     wake_fd_ = eventfd(0, EFD_CLOEXEC);
-    if (wake_fd_ < 0) return -errno;
-    stage_wake_read();
-    return 0;
+    return wake_fd_ < 0 ? -errno : 0;
 }
 
-// IORING_OP_READ and WRITE came with 5.6, as did the probe itself.
-int UringQueue::check_opcodes() const {
-    constexpr unsigned kNumOps = 64;
-    alignas(io_uring_probe) char memory[sizeof(io_uring_probe) + kNumOps * sizeof(io_uring_probe_op)] = {};
-    auto* probe = reinterpret_cast<io_uring_probe*>(memory);
-    if (syscall(__NR_io_uring_register, ring_fd_, IORING_REGISTER_PROBE, probe, kNumOps) < 0) {
-        return errno == EINVAL ? -EOPNOTSUPP : -errno;
+int UringQueue::init_main_ring(unsigned num_entries, const UringOptions& options) {
+    constexpr uint32_t kDeferred = kSetupSingleIssuer | kSetupDeferTaskrun | kSetupDisabled;
+    if (options.has_sqpoll) return main_.init(num_entries, kSetupSqPoll);
+    // Deferred completions would cost the spinning owner one more system call in each turn.
+    if (options.has_defer_taskrun && !options.has_iopoll) {
+        int status = main_.init(num_entries, kDeferred);
+        if (status != -EINVAL) return status;
+        status = main_.init(num_entries, kSetupCoopTaskrun);
+        if (status != -EINVAL) return status;
     }
-    for (unsigned op : {unsigned(IORING_OP_READ), unsigned(IORING_OP_WRITE)}) {
-        if (op > probe->last_op || !(probe->ops[op].flags & IO_URING_OP_SUPPORTED)) return -EOPNOTSUPP;
+    return main_.init(num_entries, 0);
+}
+
+// The tables start empty. What is refused is done without: stage() is then never given a slot.
+void UringQueue::register_tables(const UringOptions& options) {
+    rlimit limit;
+    if (options.has_fixed_files && getrlimit(RLIMIT_NOFILE, &limit) == 0) {
+        int num = static_cast<int>(std::min<rlim_t>(kNumFileSlots, limit.rlim_cur));
+        std::vector<int> empty(static_cast<size_t>(num), -1);
+        int status = register_on_all(kRegisterFiles, empty.data(), static_cast<unsigned>(num));
+        num_file_slots_ = status == 0 ? num : 0;
     }
-    return 0;
+    if (options.has_fixed_buffers) {
+        ResourceRegister sparse = {kNumBufferSlots, kRegisterSparse, 0, 0, 0};
+        int status = register_on_all(kRegisterBuffers2, &sparse, sizeof sparse);
+        num_buffer_slots_ = status == 0 ? kNumBufferSlots : 0;
+    }
 }
 
-int UringQueue::map_rings(const io_uring_params& params) {
-    if (!(params.features & IORING_FEAT_SINGLE_MMAP)) return -EOPNOTSUPP;
-    size_t sq_num_bytes = params.sq_off.array + params.sq_entries * sizeof(unsigned);
-    size_t cq_num_bytes = params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe);
-    ring_num_bytes_ = sq_num_bytes > cq_num_bytes ? sq_num_bytes : cq_num_bytes;
-    sqes_num_bytes_ = params.sq_entries * sizeof(io_uring_sqe);
-    constexpr int kProtection = PROT_READ | PROT_WRITE;
-    ring_ =
-        mmap(nullptr, ring_num_bytes_, kProtection, MAP_SHARED | MAP_POPULATE, ring_fd_, IORING_OFF_SQ_RING);
-    if (ring_ == MAP_FAILED) return -errno;
-    sqes_ = mmap(nullptr, sqes_num_bytes_, kProtection, MAP_SHARED | MAP_POPULATE, ring_fd_, IORING_OFF_SQES);
-    if (sqes_ == MAP_FAILED) return -errno;
-    // A forked child must not be able to touch the parent's ring.
-    madvise(ring_, ring_num_bytes_, MADV_DONTFORK);
-    madvise(sqes_, sqes_num_bytes_, MADV_DONTFORK);
-
-    char* base = static_cast<char*>(ring_);
-    sq_head_ = reinterpret_cast<unsigned*>(base + params.sq_off.head);
-    sq_tail_ = reinterpret_cast<unsigned*>(base + params.sq_off.tail);
-    sq_mask_ = *reinterpret_cast<unsigned*>(base + params.sq_off.ring_mask);
-    sq_array_ = reinterpret_cast<unsigned*>(base + params.sq_off.array);
-    cq_head_ = reinterpret_cast<unsigned*>(base + params.cq_off.head);
-    cq_tail_ = reinterpret_cast<unsigned*>(base + params.cq_off.tail);
-    cq_mask_ = *reinterpret_cast<unsigned*>(base + params.cq_off.ring_mask);
-    cqes_ = reinterpret_cast<io_uring_cqe*>(base + params.cq_off.cqes);
-    return 0;
+int UringQueue::begin() {
+    int status = main_.enable();
+    if (status == 0) stage_wake_read();
+    return status;
 }
 
-io_uring_sqe* UringQueue::next_sqe() {
-    unsigned index = sq_local_tail_++ & sq_mask_;
-    sq_array_[index] = index;
-    auto* sqe = static_cast<io_uring_sqe*>(sqes_) + index;
-    memset(sqe, 0, sizeof *sqe);
-    return sqe;
+// The eventfd read must not outlive `wake_value_`.
+void UringQueue::end() {
+    is_ending_ = true;
+    wake();
+    std::vector<Completion> none;
+    while (is_waking_ && submit_and_wait(kWaitForever) == 0) reap(&none);
+}
+
+int UringQueue::register_on_all(unsigned op, void* argument, unsigned num) {
+    int status = main_.register_resource(op, argument, num);
+    return status == 0 && polled_ ? polled_->register_resource(op, argument, num) : status;
+}
+
+int UringQueue::set_file(int slot, int fd) {
+    if (slot >= num_file_slots_) return -EOPNOTSUPP;
+    FilesUpdate update = {static_cast<uint32_t>(slot), 0, reinterpret_cast<uint64_t>(&fd)};
+    return register_on_all(kRegisterFilesUpdate, &update, 1);
+}
+
+int UringQueue::set_buffer(int slot, char* data, size_t num_bytes) {
+    if (slot >= num_buffer_slots_) return -EOPNOTSUPP;
+    iovec memory = {data, num_bytes};
+    ResourceUpdate update = {static_cast<uint32_t>(slot), 0, reinterpret_cast<uint64_t>(&memory), 0, 1, 0};
+    return register_on_all(kRegisterBuffersUpdate, &update, sizeof update);
 }
 
 void UringQueue::stage_wake_read() {
-    io_uring_sqe* sqe = next_sqe();
-    sqe->opcode = IORING_OP_READ;
+    Sqe* sqe = main_.next_sqe();
+    sqe->opcode = kOpRead;
     sqe->fd = wake_fd_;
-    sqe->addr = reinterpret_cast<uint64_t>(&wake_value_);
-    sqe->len = sizeof wake_value_;
+    sqe->address = reinterpret_cast<uint64_t>(&wake_value_);
+    sqe->num_bytes = sizeof wake_value_;
     sqe->user_data = kWakeTag;
+    is_waking_ = true;
 }
 
-// Registered files and buffers would enter here: opcode, flags and buf_index depend on nothing else.
-void UringQueue::stage(const Transfer& transfer) {
-    io_uring_sqe* sqe = next_sqe();
-    sqe->opcode = transfer.is_write ? IORING_OP_WRITE : IORING_OP_READ;
-    sqe->fd = transfer.fd;
-    sqe->addr = reinterpret_cast<uint64_t>(transfer.data);
-    sqe->len = static_cast<uint32_t>(transfer.num_bytes);
-    sqe->off = static_cast<uint64_t>(transfer.offset);
+void UringQueue::fill(Sqe* sqe, const Transfer& transfer) {
+    bool is_fixed = transfer.buffer_slot != kNoSlot;
+    if (transfer.is_write) {
+        sqe->opcode = is_fixed ? kOpWriteFixed : kOpWrite;
+    } else {
+        sqe->opcode = is_fixed ? kOpReadFixed : kOpRead;
+    }
+    if (is_fixed) sqe->buffer_slot = static_cast<uint16_t>(transfer.buffer_slot);
+    bool has_slot = transfer.file_slot != kNoSlot;
+    sqe->flags = has_slot ? kSqeFixedFile : 0;
+    sqe->fd = has_slot ? transfer.file_slot : transfer.fd;
+    sqe->address = reinterpret_cast<uint64_t>(transfer.data);
+    sqe->num_bytes = static_cast<uint32_t>(transfer.num_bytes);
+    sqe->offset = static_cast<uint64_t>(transfer.offset);
     sqe->user_data = transfer.tag;
 }
 
-int UringQueue::enter(unsigned num_submit, unsigned min_complete) const {
-    unsigned flags = min_complete ? IORING_ENTER_GETEVENTS : 0;
-    long status = syscall(__NR_io_uring_enter, ring_fd_, num_submit, min_complete, flags, nullptr, 0);
-    return status < 0 ? -errno : static_cast<int>(status);
+void UringQueue::stage(const Transfer& transfer) {
+    bool is_polled = polled_ && transfer.is_direct && !is_polling_refused_;
+    if (is_polled) polled_transfers_.emplace(transfer.tag, transfer);
+    fill((is_polled ? *polled_ : main_).next_sqe(), transfer);
 }
 
 int UringQueue::submit_and_wait(int64_t timeout_ns) {
-    // The entries must be visible to the kernel before the tail that announces them.
-    store_release(sq_tail_, sq_local_tail_);
-    unsigned num_staged = sq_local_tail_ - load_acquire(sq_head_);
-    bool is_forever = timeout_ns < 0;
-    if (num_staged == 0 && (timeout_ns == 0 || has_completion())) return 0;
-    if (num_staged > 0 || is_forever) {
-        int status = enter(num_staged, is_forever ? 1 : 0);
-        if (status == -EAGAIN || status == -EBUSY) {
-            // The kernel lacks memory for more requests: what it has must complete first. With nothing
-            // to complete, the millisecond is the back-off; either way the entries stay staged.
-            timeout_ns = 1'000'000;
-        } else if (status < 0) {
-            return status == -EINTR ? 0 : status;
-        } else if (is_forever) {
-            return 0;
-        }
-    }
-    if (timeout_ns > 0 && !has_completion()) {
-        pollfd ring = {ring_fd_, POLLIN, 0};
-        timespec timeout = {timeout_ns / 1'000'000'000, timeout_ns % 1'000'000'000};
-        if (ppoll(&ring, 1, &timeout, nullptr) < 0 && errno != EINTR) return -errno;
-    }
+    int status = polled_transfers_.empty() ? main_.enter(timeout_ns) : spin(timeout_ns);
+    if (status != -EAGAIN && status != -EBUSY) return status;
+    // The kernel lacks memory for more requests: what it has must complete first. With nothing to complete,
+    // the millisecond is the back-off; either way the entries stay staged.
+    timespec pause = {0, kBackOffNs};
+    nanosleep(&pause, nullptr);
+    return 0;
+}
+
+int UringQueue::spin(int64_t timeout_ns) {
+    int64_t deadline = timeout_ns < 0 ? INT64_MAX : now_ns() + timeout_ns;
+    do {
+        int status = main_.enter(0);
+        if (status == 0) status = polled_->enter(0);
+        if (status < 0) return status;
+        if (main_.has_completion() || polled_->has_completion()) return 0;
+    } while (now_ns() < deadline);
     return 0;
 }
 
 void UringQueue::reap(std::vector<Completion>* completions) {
-    unsigned head = *cq_head_;
-    // Entries up to the tail are complete only once the tail has been seen.
-    unsigned tail = load_acquire(cq_tail_);
-    for (; head != tail; ++head) {
-        const io_uring_cqe& cqe = cqes_[head & cq_mask_];
+    if (polled_) reap_polled(completions);
+    bool is_woken = false;
+    main_.reap([&](const Cqe& cqe) {
         if (cqe.user_data == kWakeTag) {
-            stage_wake_read();
+            is_woken = true;
         } else {
-            completions->push_back({cqe.user_data, cqe.res});
+            completions->push_back({cqe.user_data, cqe.result});
         }
-    }
-    // The kernel may reuse the entries from here on.
-    store_release(cq_head_, head);
+    });
+    if (!is_woken) return;
+    is_waking_ = false;
+    if (!is_ending_) stage_wake_read();
+}
+
+void UringQueue::reap_polled(std::vector<Completion>* completions) {
+    polled_->reap([&](const Cqe& cqe) {
+        auto transfer = polled_transfers_.extract(cqe.user_data);
+        if (cqe.result == -EOPNOTSUPP) {
+            is_polling_refused_ = true;
+            fill(main_.next_sqe(), transfer.mapped());
+        } else {
+            completions->push_back({cqe.user_data, cqe.result});
+        }
+    });
 }
 
 void UringQueue::wake() {
@@ -217,21 +231,11 @@ void UringQueue::wake() {
 
 }  // namespace
 
-int make_uring_queue(unsigned depth, std::unique_ptr<KernelQueue>* queue) {
+int make_uring_queue(unsigned depth, const UringOptions& options, std::unique_ptr<KernelQueue>* queue) {
     auto made = std::make_unique<UringQueue>();
-    int status = made->init(depth);
+    int status = made->init(depth, options);
     if (status == 0) *queue = std::move(made);
     return status;
 }
 
 }  // namespace offloadzero::aio
-
-#else  // headers older than io_uring
-
-namespace offloadzero::aio {
-
-int make_uring_queue(unsigned, std::unique_ptr<KernelQueue>*) { return -ENOSYS; }
-
-}  // namespace offloadzero::aio
-
-#endif

@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <iterator>
 #include <system_error>
@@ -25,12 +24,6 @@ constexpr unsigned kMaxBusy = 64;
 constexpr unsigned kMaxBusyAtOnce = 3;  // retried without a pause
 constexpr size_t kUnitPoolNumBytes = 4096;
 
-int64_t now_ns() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(
-               std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-}
-
 int64_t round_down(int64_t value, size_t step) { return value - value % static_cast<int64_t>(step); }
 
 int64_t round_up(int64_t value, size_t step) {
@@ -39,8 +32,9 @@ int64_t round_up(int64_t value, size_t step) {
 
 }  // namespace
 
-Worker::Worker(Engine* engine, std::unique_ptr<KernelQueue> kernel, unsigned depth)
+Worker::Worker(Engine* engine, size_t index, std::unique_ptr<KernelQueue> kernel, unsigned depth)
     : engine_(*engine),
+      index_(index),
       kernel_(std::move(kernel)),
       depth_(depth),
       unit_pool_(kUnitPoolNumBytes),
@@ -53,7 +47,10 @@ int Worker::start_thread() {
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int status = 0;
     try {
-        thread_ = std::thread([this] { run(); });
+        std::promise<int> promise;
+        std::future<int> begun = promise.get_future();
+        thread_ = std::thread([this, owned = std::move(promise)]() mutable { run(std::move(owned)); });
+        status = begun.get();
     } catch (const std::system_error& error) {
         status = -error.code().value();
     }
@@ -61,12 +58,28 @@ int Worker::start_thread() {
     return status;
 }
 
-void Worker::run() {
+void Worker::run(std::promise<int> begun) {
+    int status = kernel_->begin();
+    if (status == 0) engine_.registry_->join(index_, kernel_.get());
+    begun.set_value(status);
+    if (status < 0) return;
+    status = serve();
+    engine_.registry_->leave(index_);
+    if (status == 0) {
+        kernel_->end();
+    } else {
+        engine_.abandon(-status);
+    }
+}
+
+// 0 when there is nothing left to do, -errno when the kernel queue broke.
+int Worker::serve() {
     for (;;) {
+        if (engine_.registry_->has_updates(index_)) engine_.registry_->apply_updates(index_, &slots_);
         fill();
-        if (is_idle() && engine_.should_exit()) return;
+        if (is_idle() && engine_.should_exit()) return 0;
         int status = kernel_->submit_and_wait(wait_timeout_ns());
-        if (status < 0) return engine_.abandon(-status);
+        if (status < 0) return status;
         reap();
         run_deferred();
     }
@@ -150,10 +163,20 @@ void Worker::stage(Block* block) {
         }
         num_bytes = std::min(num_bytes, limit);
     }
+    const File& file = *block->operation->request.file;
+    Transfer transfer;
+    transfer.is_write = window.is_write;
+    transfer.is_direct = window.fd == file.fd() && file.is_direct();
+    transfer.fd = window.fd;
+    transfer.file_slot = window.fd == file.fd() ? slots_.file_slot(file.slot(), file.id()) : kNoSlot;
+    transfer.data = window.data + block->num_done;
+    transfer.num_bytes = num_bytes;
+    transfer.buffer_slot = slots_.buffer_slot(transfer.data, num_bytes);
+    transfer.offset = window.offset + static_cast<int64_t>(block->num_done);
+    transfer.tag = reinterpret_cast<uint64_t>(block);
+    if (transfer.buffer_slot != kNoSlot) engine_.num_fixed_.fetch_add(1, std::memory_order_relaxed);
     ++num_in_kernel_;
-    kernel_->stage({window.is_write, window.fd, window.data + block->num_done, num_bytes,
-                    window.offset + static_cast<int64_t>(block->num_done),
-                    reinterpret_cast<uint64_t>(block)});
+    kernel_->stage(transfer);
 }
 
 int Worker::take_bounce(Block* block, size_t num_bytes) {

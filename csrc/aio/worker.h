@@ -2,6 +2,7 @@
 #pragma once
 
 #include <deque>
+#include <future>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -49,11 +50,11 @@ struct Block {
 
 class Worker {
   public:
-    Worker(Engine* engine, std::unique_ptr<KernelQueue> kernel, unsigned depth);
+    Worker(Engine* engine, size_t index, std::unique_ptr<KernelQueue> kernel, unsigned depth);
     // The thread must have been joined.
     ~Worker() = default;
 
-    int start_thread();  // 0 or -errno
+    int start_thread();  // 0 when it is running, or -errno
     void join() {
         if (thread_.joinable()) thread_.join();
     }
@@ -71,7 +72,8 @@ class Worker {
         int64_t result;
     };
 
-    void run();
+    void run(std::promise<int> begun);
+    int serve();
     void fill();
     void reap();
     void run_deferred();
@@ -93,6 +95,8 @@ class Worker {
     void defer(Block* block, int64_t delay_ns, bool is_retry, int64_t result);
 
     Engine& engine_;
+    const size_t index_;
+    QueueSlots slots_;
     std::unique_ptr<KernelQueue> kernel_;
     const unsigned depth_;
     unsigned num_in_kernel_ = 0;

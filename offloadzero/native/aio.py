@@ -13,6 +13,9 @@ any order: wait for a write before reading what it wrote. Offsets, sizes and buf
 transfers whose offset and size are multiples of `AioFile.alignment` travel without a copy; the others pass
 through an aligned bounce buffer, and writes of part of an alignment unit read and rewrite that unit. Such
 writes to one unit are serialised within an engine, not between engines or processes.
+
+Buffers that are used over and over, arenas above all, are worth registering: under io_uring the kernel then
+pins their pages once (`register_buffer`).
 """
 
 from __future__ import annotations
@@ -20,16 +23,35 @@ from __future__ import annotations
 import atexit
 import errno as errno_codes
 import itertools
-import logging
 import os
 import weakref
-from enum import Enum
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from offloadzero.errors import AioError, ConfigError, StateError
+from offloadzero.native.aio_backends import (
+    AioBackend,
+    DirectMode,
+    EngineOptions,
+    FaultKind,
+    FileCore,
+    OperationCore,
+    UringOptions,
+    choose_backend,
+    errno_name,
+)
+from offloadzero.native.aio_buffers import Memory, memory_of
 
-logger = logging.getLogger("offloadzero.aio")
+__all__ = [
+    "AioBackend",
+    "AioDeadlineError",
+    "AioEngine",
+    "AioFile",
+    "AioTicket",
+    "DirectMode",
+    "FaultKind",
+    "UringOptions",
+]
 
 MIN_BLOCK_SIZE = 4096
 MAX_BLOCK_SIZE = 1 << 30
@@ -37,198 +59,11 @@ MAX_QUEUE_DEPTH = 4096
 MAX_NUM_THREADS = 64
 
 
-class AioBackend(str, Enum):
-    """What moves the blocks."""
+class AioDeadlineError(AioError, TimeoutError):
+    """An operation was not complete at its deadline (errno ETIMEDOUT).
 
-    AUTO = "auto"
-    """The first of io_uring, native_aio, aiofiles that this machine allows; logged once with the reason."""
-    IO_URING = "io_uring"
-    """Linux io_uring (kernel 5.6 or later); many container runtimes forbid it."""
-    NATIVE_AIO = "native_aio"
-    """Linux native AIO, the kernel interface under libaio. Asynchronous on direct files only: on a buffered
-    file the engine's thread does the transfers one after the other."""
-    AIOFILES = "aiofiles"
-    """The `aiofiles` package on Python threads: portable, buffered, one transfer per file at a time."""
-
-
-class DirectMode(str, Enum):
-    """Whether a file bypasses the page cache (O_DIRECT)."""
-
-    OFF = "off"
-    """Never."""
-    ON = "on"
-    """Always; a filesystem without it is a ConfigError."""
-    AUTO = "auto"
-    """Where the filesystem has it; `AioFile.direct_reason` says why not."""
-
-
-class FaultKind(str, Enum):
-    """What `AioEngine.inject` does to a block."""
-
-    ERRNO = "errno"
-    """It fails with errno `value` before any transfer (EINTR and EAGAIN are retried, as real ones are)."""
-    SHORT = "short"
-    """Its first transfer reports `value` bytes at most."""
-    DELAY = "delay"
-    """Its completion is seen `value` milliseconds late; other blocks go on."""
-
-
-class _FileCore(Protocol):
-    """An open file of one backend. The methods raise OSError."""
-
-    @property
-    def direct_reason(self) -> str: ...
-    @property
-    def alignment(self) -> int: ...
-    def num_bytes(self) -> int: ...
-    def preallocate(self, num_bytes: int) -> None: ...
-    def sync(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class _OperationCore(Protocol):
-    """A submitted operation of one backend; wait() gives (errno or 0, file offset of the error), or None."""
-
-    def done(self) -> bool: ...
-    def wait(self, timeout_s: float) -> tuple[int, int] | None: ...
-
-
-class _EngineCore(Protocol):
-    """What a backend provides. `token` names the operation in collect_finished()."""
-
-    def open(self, path: str, *, create: bool, readonly: bool, direct: str) -> _FileCore: ...
-    def submit(
-        self,
-        file: Any,
-        *,
-        is_write: bool,
-        address: int,
-        num_bytes: int,
-        offset: int,
-        priority: int,
-        token: int,
-    ) -> _OperationCore: ...
-    def collect_finished(self) -> list[int]: ...
-    def inject(self, kind: str, nth: int, value: int) -> None: ...
-    def clear_faults(self) -> None: ...
-    def stats(self) -> dict[str, int]: ...
-    def close(self, *, cancel: bool) -> None: ...
-
-
-# --- Choosing a backend ---
-
-
-class _BackendRefused(Exception):  # noqa: N818 (a signal inside this file)
-    """The machine does not allow a backend; the text says why."""
-
-
-def _errno_name(code: int) -> str:
-    return errno_codes.errorcode.get(code, str(code))
-
-
-class _Choice(NamedTuple):
-    core: _EngineCore
-    backend: AioBackend
-    reason: str
-
-
-_AUTO_ORDER = (AioBackend.IO_URING, AioBackend.NATIVE_AIO, AioBackend.AIOFILES)
-_is_choice_logged = False
-
-
-def _make_core(backend: AioBackend, *, block_size: int, queue_depth: int, num_threads: int) -> _EngineCore:
-    if backend is not AioBackend.AIOFILES:
-        return _make_kernel_core(
-            backend, block_size=block_size, queue_depth=queue_depth, num_threads=num_threads
-        )
-    try:
-        from offloadzero.native.aiofiles_backend import AiofilesEngine
-    except ImportError as error:
-        raise _BackendRefused(f"aiofiles: {error}") from error
-    return AiofilesEngine(block_size=block_size, queue_depth=queue_depth)
-
-
-def _make_kernel_core(backend: AioBackend, **options: int) -> _EngineCore:
-    try:
-        from offloadzero.native.aio_kernel import KernelEngine
-    except ImportError as error:
-        raise _BackendRefused(f"{backend.value}: {error}") from error
-    try:
-        return KernelEngine(backend.value, **options)
-    except OSError as error:
-        raise _BackendRefused(f"{backend.value}: {_errno_name(error.errno or 0)}") from error
-
-
-def _choose(asked: AioBackend, **options: int) -> _Choice:
-    if asked is not AioBackend.AUTO:
-        try:
-            return _Choice(_make_core(asked, **options), asked, "asked for")
-        except _BackendRefused as refusal:
-            raise ConfigError("backend", asked.value, f"not available here ({refusal})") from refusal
-    refusals: list[str] = []
-    for backend in _AUTO_ORDER:
-        try:
-            core = _make_core(backend, **options)
-        except _BackendRefused as refusal:
-            refusals.append(str(refusal))
-            continue
-        choice = _Choice(core, backend, "; ".join(refusals) or "the kernel allows it")
-        _log_choice(choice, is_fallback=bool(refusals))
-        return choice
-    raise ConfigError("backend", asked.value, f"none is available here ({'; '.join(refusals)})")
-
-
-def _log_choice(choice: _Choice, *, is_fallback: bool) -> None:
-    global _is_choice_logged
-    if _is_choice_logged:
-        return
-    _is_choice_logged = True
-    level = logging.WARNING if is_fallback else logging.INFO
-    logger.log(level, "aio backend: %s (%s)", choice.backend.value, choice.reason)
-
-
-# --- Buffers ---
-
-
-class _Memory(NamedTuple):
-    """Where a buffer lies, and the object that keeps it there."""
-
-    address: int
-    num_bytes: int
-    owner: object
-
-
-def _memory_of(buffer: Any, *, must_be_writable: bool) -> _Memory:
-    if hasattr(buffer, "data_ptr"):
-        return _memory_of_tensor(buffer)
-    import numpy as np
-
-    if hasattr(buffer, "__array_interface__"):
-        array = buffer
-        if not array.flags.c_contiguous:
-            raise ConfigError("buffer", f"array with strides {array.strides}", "must be contiguous")
-    else:
-        view = memoryview(buffer)
-        if not view.c_contiguous:
-            raise ConfigError("buffer", f"memoryview with strides {view.strides}", "must be contiguous")
-        if view.nbytes == 0:
-            return _Memory(0, 0, view)
-        array = np.frombuffer(view.cast("B"), dtype=np.uint8)
-    if must_be_writable and not array.flags.writeable:
-        raise ConfigError("buffer", type(buffer).__name__, "must be writable to be read into")
-    return _Memory(array.__array_interface__["data"][0], array.nbytes, array)
-
-
-def _memory_of_tensor(tensor: Any) -> _Memory:
-    device = getattr(tensor, "device", None)
-    if device is not None and device.type != "cpu":
-        raise ConfigError("buffer", f"tensor on {device}", "must be in host memory (cpu)")
-    if not tensor.is_contiguous():
-        raise ConfigError("buffer", f"tensor with strides {tuple(tensor.stride())}", "must be contiguous")
-    return _Memory(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor)
-
-
-# --- The public face ---
+    Blocks that were in the kernel then may still move bytes: `AioTicket.wait_released` tells when they are over.
+    """
 
 
 class AioFile:
@@ -242,7 +77,7 @@ class AioFile:
     alignment: int
     """Bytes. Transfers whose offset and size are multiples of it need no copy; 1 when not direct."""
 
-    def __init__(self, core: _FileCore, path: str, engine: AioEngine) -> None:
+    def __init__(self, core: FileCore, path: str, engine: AioEngine) -> None:
         self._core = core
         self._engine = engine
         self._is_open = True
@@ -295,7 +130,7 @@ class AioFile:
     ) -> None:
         self.close()
 
-    def _open_core(self) -> _FileCore:
+    def _open_core(self) -> FileCore:
         if not self._is_open:
             raise StateError(f"{self.path}: the file is closed")
         return self._core
@@ -313,11 +148,21 @@ class AioFile:
 class AioTicket:
     """One read or write in flight; made by `AioEngine.read` and `AioEngine.write`."""
 
-    __slots__ = ("_core", "_engine", "_outcome", "label", "num_bytes", "offset", "operation", "path")
+    __slots__ = (
+        "_core",
+        "_engine",
+        "_is_cancelled",
+        "_outcome",
+        "label",
+        "num_bytes",
+        "offset",
+        "operation",
+        "path",
+    )
 
     def __init__(
         self,
-        core: _OperationCore,
+        core: OperationCore,
         engine: AioEngine,
         *,
         operation: str,
@@ -330,6 +175,7 @@ class AioTicket:
         # Keeps the engine, and through it the buffer, while the operation runs.
         self._engine: AioEngine | None = engine
         self._outcome: tuple[int, int] | None = None
+        self._is_cancelled = False
         self.operation = operation
         self.path = path
         self.offset = offset
@@ -338,13 +184,30 @@ class AioTicket:
 
     def done(self) -> bool:
         """Whether wait() would return, or raise, at once."""
-        return self._outcome is not None or self._core.done()
+        if self._outcome is not None:
+            return True
+        if self._engine is not None:
+            self._engine._check_process()
+        return self._core.done()
+
+    def cancel(self) -> bool:
+        """Drops the blocks that have not started: wait() then raises AioError ECANCELED, after those that have.
+
+        False: nothing is left to drop, and the operation ends as it would have.
+        """
+        if self._engine is None:
+            return False
+        self._engine._check_process()
+        is_cancelled = self._core.cancel()
+        self._is_cancelled = self._is_cancelled or is_cancelled
+        return is_cancelled
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Blocks until the operation is complete. May be called again, with the same result.
 
         Raises AioError (label, operation, path, offset and num_bytes of the operation, errno) when it failed,
-        TimeoutError when it is not complete within `timeout_s` seconds, StateError in a forked child.
+        AioDeadlineError when its deadline has passed, TimeoutError when it is not complete within `timeout_s`
+        seconds, StateError in a forked child.
         """
         outcome = self._outcome
         if outcome is None:
@@ -352,6 +215,14 @@ class AioTicket:
         error, error_offset = outcome
         if error:
             raise self._error(error, error_offset)
+
+    def wait_released(self, timeout_s: float | None = None) -> bool:
+        """Blocks until nothing touches the buffer any more. False: not within `timeout_s` seconds.
+
+        Needed after AioDeadlineError only, before the buffer, or a written range of the file, is used again;
+        in all other cases wait() has waited for it. (A dropped buffer is kept alive as long as needed.)
+        """
+        return self._core.wait_released(-1.0 if timeout_s is None else max(timeout_s, 0.0))
 
     def _await_outcome(self, timeout_s: float | None) -> tuple[int, int]:
         engine = self._engine
@@ -370,10 +241,11 @@ class AioTicket:
         if error == errno_codes.ENODATA:
             detail = f"end of file at {error_offset:#x}"
         elif error == errno_codes.ECANCELED:
-            detail = "the engine was closed"
+            detail = "" if self._is_cancelled else "the engine was closed"
         else:
             detail = f"at {error_offset:#x}" if error_offset != self.offset else ""
-        return AioError(
+        kind = AioDeadlineError if error == errno_codes.ETIMEDOUT else AioError
+        return kind(
             operation=self.operation,
             path=self.path,
             offset=self.offset,
@@ -394,6 +266,7 @@ class AioEngine:
         num_threads: threads that serve the queue, each with its own kernel queue and an equal share of
             `queue_depth`. One is enough for aligned direct transfers; more help where the thread itself
             copies (bounced blocks, buffered files under native_aio). aiofiles ignores it.
+        uring: for the io_uring backend.
 
     Raises ConfigError: a value out of range, or a backend that is not available, with the reason.
     An engine belongs to the process that made it; in a forked child its methods raise StateError.
@@ -403,6 +276,9 @@ class AioEngine:
     """The one in use, never AUTO."""
     reason: str
     """Why that one: "asked for", "the kernel allows it", or what the better ones were refused with."""
+    buffers_reason: str
+    """What became of register_buffer(): "none registered", "registered", "io_uring: ENOMEM (RLIMIT_MEMLOCK is
+    65536 bytes)", "native_aio has none"."""
 
     def __init__(
         self,
@@ -411,6 +287,7 @@ class AioEngine:
         block_size: int = 1 << 20,
         queue_depth: int = 32,
         num_threads: int = 1,
+        uring: UringOptions | None = None,
     ) -> None:
         self._is_closed = True  # until there is something to close
         self._pid = os.getpid()
@@ -421,8 +298,13 @@ class AioEngine:
             raise ConfigError("queue_depth", queue_depth, f"allowed: 1 to {MAX_QUEUE_DEPTH}")
         if not 1 <= num_threads <= MAX_NUM_THREADS:
             raise ConfigError("num_threads", num_threads, f"allowed: 1 to {MAX_NUM_THREADS}")
-        choice = _choose(asked, block_size=block_size, queue_depth=queue_depth, num_threads=num_threads)
-        self._core, self.backend, self.reason = choice
+        self.uring = uring or UringOptions()
+        if self.uring.sqpoll and self.uring.iopoll:
+            raise ConfigError("uring.iopoll", True, "not together with sqpoll")
+        options = EngineOptions(block_size, queue_depth, num_threads, self.uring)
+        self._core, self.backend, self.reason = choose_backend(asked, options)
+        self.buffers_reason = "none registered"
+        self._registered: dict[int, Memory] = {}
         self.block_size = block_size
         self.queue_depth = queue_depth
         self.num_threads = num_threads
@@ -457,37 +339,100 @@ class AioEngine:
         except OSError as error:
             code = error.errno or errno_codes.EIO
             if mode is DirectMode.ON and code in (errno_codes.EINVAL, errno_codes.EOPNOTSUPP):
-                refusal = f"{name} has no direct I/O here ({self.backend.value}: {_errno_name(code)})"
+                refusal = f"{name} has no direct I/O here ({self.backend.value}: {errno_name(code)})"
                 raise ConfigError("direct", direct, refusal) from error
             raise AioError(operation="open", path=name, offset=0, num_bytes=0, errno=code) from error
         return AioFile(core, name, self)
 
+    def register_buffer(self, buffer: Any) -> bool:
+        """Lets the kernel pin the buffer's pages now, once, instead of at every transfer to or from it.
+
+        buffer: as in read(), writable; any part of it may then be transferred. It stays pinned, and referenced,
+        until unregister_buffer() or close(). Each of `num_threads` counts it against RLIMIT_MEMLOCK.
+        False: the backend or the kernel refuses. `buffers_reason` says why, and transfers pin as they go, as
+        without this call. Raises ConfigError (it overlaps a registered one), StateError.
+        """
+        self._check_usable()
+        memory = memory_of(buffer, must_be_writable=True)
+        end = memory.address + memory.num_bytes
+        for other in self._registered.values():
+            if memory.address < other.address + other.num_bytes and other.address < end:
+                raise ConfigError("buffer", type(buffer).__name__, "must not overlap one that is registered")
+        if memory.num_bytes == 0:
+            return True
+        try:
+            self._core.register_buffer(memory.address, memory.num_bytes)
+        except OSError as error:
+            self.buffers_reason = self._buffer_refusal(error.errno or 0)
+            return False
+        self._registered[memory.address] = memory
+        self.buffers_reason = "registered"
+        return True
+
+    def unregister_buffer(self, buffer: Any) -> None:
+        """Unpins what register_buffer() has pinned, after the transfers in flight. Raises ConfigError."""
+        self._check_usable()
+        memory = memory_of(buffer, must_be_writable=True)
+        if memory.num_bytes == 0:
+            return
+        if memory.address not in self._registered:
+            raise ConfigError("buffer", type(buffer).__name__, "must be registered")
+        self._core.unregister_buffer(memory.address)
+        del self._registered[memory.address]
+
+    def _buffer_refusal(self, code: int) -> str:
+        if code == errno_codes.EOPNOTSUPP:
+            return f"{self.backend.value} has none"
+        limit = ""
+        if code == errno_codes.ENOMEM:
+            import resource
+
+            limit = f" (RLIMIT_MEMLOCK is {resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]} bytes)"
+        return f"{self.backend.value}: {errno_name(code)}{limit}"
+
     def read(
-        self, file: AioFile, buffer: Any, *, offset: int, priority: int = 0, label: str = ""
+        self,
+        file: AioFile,
+        buffer: Any,
+        *,
+        offset: int,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        label: str = "",
     ) -> AioTicket:
         """Fills `buffer` from the file's bytes at `offset`; the buffer belongs to the engine until wait().
 
         buffer: a contiguous CPU tensor, numpy array, or writable object with the buffer protocol.
         priority: lower runs first. label: the tensor's name, for errors.
+        deadline_s: seconds from now after which the operation counts as failed; what has not started by then
+        never does.
         A read past the end of the file fails with ENODATA. Raises ConfigError, StateError.
         """
-        return self._submit(False, file, buffer, offset, priority, label)
+        return self._submit(False, file, buffer, offset, priority, deadline_s, label)
 
     def write(
-        self, file: AioFile, buffer: Any, *, offset: int, priority: int = 0, label: str = ""
+        self,
+        file: AioFile,
+        buffer: Any,
+        *,
+        offset: int,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        label: str = "",
     ) -> AioTicket:
         """Writes `buffer` to the file at `offset`, growing the file if need be; otherwise as read().
 
         A finished write has been accepted by the file; `AioFile.sync` makes it survive a power failure.
         Writes in flight together must not overlap.
         """
-        return self._submit(True, file, buffer, offset, priority, label)
+        return self._submit(True, file, buffer, offset, priority, deadline_s, label)
 
     def stats(self) -> dict[str, int]:
         """Totals since the engine was made.
 
         bytes_read, bytes_written: of operations that succeeded. operations: that ended. blocks: begun.
         retries: transfers repeated or continued (short, EINTR, EAGAIN). bounced: blocks that were copied.
+        fixed: transfers to or from registered buffers. registered_bytes: of those buffers, now.
         """
         self._check_process()
         return self._core.stats()
@@ -518,6 +463,7 @@ class AioEngine:
         self._is_closed = True
         self._core.close(cancel=cancel)
         self._release_finished()
+        self._registered.clear()
 
     def __enter__(self) -> AioEngine:
         return self
@@ -532,15 +478,24 @@ class AioEngine:
         self.close()
 
     def _submit(
-        self, is_write: bool, file: AioFile, buffer: Any, offset: int, priority: int, label: str
+        self,
+        is_write: bool,
+        file: AioFile,
+        buffer: Any,
+        offset: int,
+        priority: int,
+        deadline_s: float | None,
+        label: str,
     ) -> AioTicket:
         self._check_usable()
         if file._engine is not self:
             raise ConfigError("file", file.path, "must have been opened by this engine")
         core_file = file._open_core()
-        memory = _memory_of(buffer, must_be_writable=not is_write)
+        memory = memory_of(buffer, must_be_writable=not is_write)
         if offset < 0 or offset + memory.num_bytes >= 1 << 63:
             raise ConfigError("offset", offset, "must not be negative or end past 2**63")
+        if deadline_s is not None and deadline_s < 0:
+            raise ConfigError("deadline_s", deadline_s, "must not be negative")
         token = next(self._tokens)
         # Held before the kernel hears of it.
         self._held[token] = memory.owner
@@ -553,6 +508,7 @@ class AioEngine:
                 num_bytes=memory.num_bytes,
                 offset=offset,
                 priority=priority,
+                deadline_s=-1.0 if deadline_s is None else deadline_s,
                 token=token,
             )
         except OSError as error:

@@ -5,19 +5,24 @@ Importing this file loads the compiled module. offloadzero.native.aio describes 
 
 from __future__ import annotations
 
-import errno as errno_codes
 import os
 
 from offloadzero.native import _aio
+from offloadzero.native.aio_backends import EngineOptions, errno_name
 
 # The values of the enums in csrc/aio, and the order of engine_stats().
 _DIRECT_CODE = {"off": 0, "on": 1, "auto": 2}
 _FAULT_CODE = {"errno": 0, "short": 1, "delay": 2}
-_STAT_NAMES = ("bytes_read", "bytes_written", "operations", "blocks", "retries", "bounced")
-
-
-def errno_name(code: int) -> str:
-    return errno_codes.errorcode.get(code, str(code))
+_STAT_NAMES = (
+    "bytes_read",
+    "bytes_written",
+    "operations",
+    "blocks",
+    "retries",
+    "bounced",
+    "fixed",
+    "registered_bytes",
+)
 
 
 class KernelFile:
@@ -55,31 +60,47 @@ def _checked(status: int) -> int:
 class KernelOperation:
     """A submitted operation."""
 
-    __slots__ = ("_handle",)
+    __slots__ = ("_engine", "_handle")
 
-    def __init__(self, handle: _aio._Operation) -> None:
+    def __init__(self, engine: _aio._Engine, handle: _aio._Operation) -> None:
+        self._engine = engine
         self._handle = handle
 
     def done(self) -> bool:
-        return _aio.is_done(self._handle)
+        return _aio.is_done(self._engine, self._handle)
 
     def wait(self, timeout_s: float) -> tuple[int, int] | None:
-        return _aio.wait(self._handle, timeout_s)
+        return _aio.wait(self._engine, self._handle, timeout_s)
+
+    def wait_released(self, timeout_s: float) -> bool:
+        return _aio.wait_released(self._handle, timeout_s)
+
+    def cancel(self) -> bool:
+        return _aio.cancel(self._engine, self._handle)
 
 
 class KernelEngine:
     """An engine on one kernel interface; OSError when the kernel refuses it."""
 
-    def __init__(self, backend: str, *, block_size: int, queue_depth: int, num_threads: int) -> None:
-        self._block_size = block_size
-        is_uring = backend == "io_uring"
-        handle = _aio.engine_create(is_uring, block_size, queue_depth, num_threads)
+    def __init__(self, backend: str, options: EngineOptions) -> None:
+        uring = options.uring
+        handle = _aio.engine_create(
+            backend == "io_uring",
+            options.block_size,
+            options.queue_depth,
+            options.num_threads,
+            uring.fixed_files,
+            uring.fixed_buffers,
+            uring.defer_taskrun,
+            uring.sqpoll,
+            uring.iopoll,
+        )
         if isinstance(handle, int):
             raise OSError(-handle, os.strerror(-handle))
         self._handle = handle
 
     def open(self, path: str, *, create: bool, readonly: bool, direct: str) -> KernelFile:
-        opened = _aio.file_open(os.fsencode(path), create, readonly, _DIRECT_CODE[direct], self._block_size)
+        opened = _aio.file_open(self._handle, os.fsencode(path), create, readonly, _DIRECT_CODE[direct])
         if isinstance(opened, int):
             raise OSError(-opened, os.strerror(-opened))
         handle, refusal, alignment = opened
@@ -98,17 +119,25 @@ class KernelEngine:
         num_bytes: int,
         offset: int,
         priority: int,
+        deadline_s: float,
         token: int,
     ) -> KernelOperation:
         handle = _aio.submit(
-            self._handle, file.handle(), is_write, address, num_bytes, offset, priority, token
+            self._handle, file.handle(), is_write, address, num_bytes, offset, priority, deadline_s, token
         )
         if isinstance(handle, int):
             raise OSError(-handle, os.strerror(-handle))
-        return KernelOperation(handle)
+        return KernelOperation(self._handle, handle)
 
     def collect_finished(self) -> list[int]:
         return _aio.collect_finished(self._handle)
+
+    def register_buffer(self, address: int, num_bytes: int, /) -> None:
+        _checked(_aio.engine_register_buffer(self._handle, address, num_bytes))
+
+    def unregister_buffer(self, address: int, /) -> None:
+        if not _aio.engine_unregister_buffer(self._handle, address):
+            raise AssertionError("the face keeps the list of registered buffers")
 
     def inject(self, kind: str, nth: int, value: int) -> None:
         _aio.engine_inject(self._handle, _FAULT_CODE[kind], nth, value)

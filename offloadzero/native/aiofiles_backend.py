@@ -14,6 +14,7 @@ import errno
 import io
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,28 +97,64 @@ class AiofilesFile:
 
 @dataclass(eq=False)
 class AiofilesOperation:
-    """One operation; but for `finished`, it belongs to the loop's thread until it is done."""
+    """One operation. The loop's thread runs it; any thread may ask, cancel it or find it late."""
 
     file: AiofilesFile
     is_write: bool
     view: memoryview
     offset: int
     priority: int
+    deadline: float | None  # on time.monotonic()
     token: int
     num_left: int = 0
+    num_not_begun: int = 0
     error: tuple[int, int] = (0, 0)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of `error` and `num_not_begun`
     finished: threading.Event = field(default_factory=threading.Event)
+    released: threading.Event = field(default_factory=threading.Event)
 
     def done(self) -> bool:
+        if not self.finished.is_set() and self._is_late():
+            self.fail(errno.ETIMEDOUT, self.offset)
+            self.finished.set()
         return self.finished.is_set()
 
     def wait(self, timeout_s: float) -> tuple[int, int] | None:
-        is_done = self.finished.wait(None if timeout_s < 0 else min(timeout_s, threading.TIMEOUT_MAX))
+        limit = _limit(timeout_s)
+        if self.deadline is not None:
+            limit = min(limit, max(self.deadline - time.monotonic(), 0.0))
+        is_done = self.finished.wait(limit) or self.done()
         return self.error if is_done else None
 
+    def wait_released(self, timeout_s: float) -> bool:
+        return self.released.wait(_limit(timeout_s))
+
+    def cancel(self) -> bool:
+        with self.lock:
+            if self.error[0] or not self.num_not_begun:
+                return False
+            self.error = (errno.ECANCELED, self.offset)
+        return True
+
     def fail(self, code: int, offset: int) -> None:
-        if not self.error[0]:
-            self.error = (code, offset)
+        with self.lock:
+            if not self.error[0] and not self.finished.is_set():
+                self.error = (code, offset)
+
+    def begin_block(self, offset: int) -> bool:
+        """Whether a block may run: False once the operation has failed, is late or was cancelled."""
+        if self._is_late():
+            self.fail(errno.ETIMEDOUT, offset)
+        with self.lock:
+            self.num_not_begun -= 1
+            return not self.error[0]
+
+    def _is_late(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+
+def _limit(timeout_s: float) -> float:
+    return threading.TIMEOUT_MAX if timeout_s < 0 else min(timeout_s, threading.TIMEOUT_MAX)
 
 
 @dataclass(order=True)
@@ -140,7 +177,17 @@ class AiofilesEngine:
         self._executor = ThreadPoolExecutor(self._num_consumers, thread_name_prefix="offloadzero-aiofiles")
         self._faults = _Faults()
         self._stats = dict.fromkeys(
-            ("bytes_read", "bytes_written", "operations", "blocks", "retries", "bounced"), 0
+            (
+                "bytes_read",
+                "bytes_written",
+                "operations",
+                "blocks",
+                "retries",
+                "bounced",
+                "fixed",
+                "registered_bytes",
+            ),
+            0,
         )
         self._finished_tokens: list[int] = []
         self._finished_lock = threading.Lock()
@@ -175,11 +222,14 @@ class AiofilesEngine:
         num_bytes: int,
         offset: int,
         priority: int,
+        deadline_s: float,
         token: int,
     ) -> AiofilesOperation:
         memory = (ctypes.c_char * num_bytes).from_address(address) if num_bytes else bytearray()
         view = memoryview(memory).cast("B")
-        operation = AiofilesOperation(file, is_write, view, offset, priority, token)
+        deadline = None if deadline_s < 0 else time.monotonic() + deadline_s
+        operation = AiofilesOperation(file, is_write, view, offset, priority, deadline, token)
+        operation.num_left = operation.num_not_begun = len(range(0, num_bytes, self._block_size))
         self._loop.call_soon_threadsafe(self._enqueue, operation)
         return operation
 
@@ -187,6 +237,12 @@ class AiofilesEngine:
         with self._finished_lock:
             tokens, self._finished_tokens = self._finished_tokens, []
         return tokens
+
+    def register_buffer(self, _address: int, _num_bytes: int, /) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    def unregister_buffer(self, _address: int, /) -> None:
+        raise AssertionError("nothing can have been registered")
 
     def inject(self, kind: str, nth: int, value: int) -> None:
         self._faults.inject(kind, nth, value)
@@ -263,11 +319,9 @@ class AiofilesEngine:
         self._is_drained.clear()
         operation.file.num_users += 1
         self._sequence += 1
-        starts = range(0, len(operation.view), self._block_size)
-        operation.num_left = len(starts)
-        if not starts:
+        if not operation.num_left:
             self._complete(operation)
-        for start in starts:
+        for start in range(0, len(operation.view), self._block_size):
             view = operation.view[start : start + self._block_size]
             offset = operation.offset + start
             self._blocks.put_nowait(_Block(operation.priority, self._sequence, offset, operation, view))
@@ -287,9 +341,9 @@ class AiofilesEngine:
 
     def _begin_block(self, block: _Block) -> _Fault | None:
         """None: the block's operation has failed or is cancelled, and the block is finished."""
-        if self._is_cancelling and not block.operation.error[0]:
+        if self._is_cancelling:
             block.operation.fail(errno.ECANCELED, block.offset)
-        if block.operation.error[0]:
+        if not block.operation.begin_block(block.offset):
             self._finish_block(block, 0, block.offset)
             return None
         self._stats["blocks"] += 1
@@ -359,7 +413,9 @@ class AiofilesEngine:
         self._release_file(operation.file)
         with self._finished_lock:
             self._finished_tokens.append(operation.token)
-        operation.finished.set()
+        operation.released.set()
+        with operation.lock:
+            operation.finished.set()
         self._num_outstanding -= 1
         if self._num_outstanding == 0:
             self._is_drained.set()

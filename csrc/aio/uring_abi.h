@@ -1,0 +1,139 @@
+// The part of the kernel's io_uring interface that is used here, by number and layout. Not
+// <linux/io_uring.h>: a package built against old headers must still use what a newer kernel has.
+#pragma once
+
+#include <cstdint>
+
+namespace offloadzero::aio::uring {
+
+// The same on every architecture but alpha.
+constexpr long kSysSetup = 425, kSysEnter = 426, kSysRegister = 427;
+
+enum SetupFlag : uint32_t {
+    kSetupIoPoll = 1u << 0,
+    kSetupSqPoll = 1u << 1,
+    kSetupDisabled = 1u << 6,       // 5.10
+    kSetupCoopTaskrun = 1u << 8,    // 5.19
+    kSetupSingleIssuer = 1u << 12,  // 6.0
+    kSetupDeferTaskrun = 1u << 13,  // 6.1
+};
+
+enum Feature : uint32_t {
+    kFeatureSingleMmap = 1u << 0,
+    kFeatureSqPollAnyFile = 1u << 7,
+    kFeatureExtArg = 1u << 8,
+};
+
+enum EnterFlag : uint32_t { kEnterGetEvents = 1u << 0, kEnterSqWakeup = 1u << 1, kEnterExtArg = 1u << 3 };
+
+enum SqRingFlag : uint32_t { kSqNeedWakeup = 1u << 0 };
+
+enum Opcode : uint8_t { kOpReadFixed = 4, kOpWriteFixed = 5, kOpRead = 22, kOpWrite = 23 };
+
+enum SqeFlag : uint8_t { kSqeFixedFile = 1u << 0 };
+
+enum RegisterOp : unsigned {
+    kRegisterFiles = 2,
+    kRegisterFilesUpdate = 6,
+    kRegisterProbe = 8,
+    kRegisterEnableRings = 12,
+    kRegisterBuffers2 = 15,
+    kRegisterBuffersUpdate = 16,
+};
+
+constexpr uint32_t kRegisterSparse = 1u << 0;
+
+constexpr uint64_t kOffsetRings = 0, kOffsetSqes = 0x10000000;
+
+struct SqOffsets {
+    uint32_t head, tail, ring_mask, ring_entries, flags, dropped, array, reserved;
+    uint64_t user_addr;
+};
+
+struct CqOffsets {
+    uint32_t head, tail, ring_mask, ring_entries, overflow, cqes, flags, reserved;
+    uint64_t user_addr;
+};
+
+struct Params {
+    uint32_t sq_entries, cq_entries, flags, sq_thread_cpu, sq_thread_idle_ms, features, wq_fd, reserved[3];
+    SqOffsets sq_off;
+    CqOffsets cq_off;
+};
+
+struct Sqe {
+    uint8_t opcode;
+    uint8_t flags;
+    uint16_t ioprio;
+    int32_t fd;  // a slot with kSqeFixedFile
+    uint64_t offset;
+    uint64_t address;
+    uint32_t num_bytes;
+    uint32_t rw_flags;
+    uint64_t user_data;
+    uint16_t buffer_slot;
+    uint16_t personality;
+    int32_t splice_fd;
+    uint64_t reserved[2];
+};
+
+struct Cqe {
+    uint64_t user_data;
+    int32_t result;
+    uint32_t flags;
+};
+
+struct GetEventsArg {
+    uint64_t signal_mask;
+    uint32_t signal_mask_num_bytes;
+    uint32_t min_wait_us;
+    uint64_t timeout;  // address of a timespec of two 64-bit words
+};
+
+struct KernelTimespec {
+    int64_t seconds;
+    long long nanoseconds;
+};
+
+struct FilesUpdate {
+    uint32_t offset;
+    uint32_t reserved;
+    uint64_t fds;
+};
+
+struct ResourceRegister {
+    uint32_t num_slots;
+    uint32_t flags;
+    uint64_t reserved;
+    uint64_t data;
+    uint64_t tags;
+};
+
+struct ResourceUpdate {
+    uint32_t offset;
+    uint32_t reserved1;
+    uint64_t data;
+    uint64_t tags;
+    uint32_t num_slots;
+    uint32_t reserved2;
+};
+
+struct ProbeOp {
+    uint8_t opcode;
+    uint8_t reserved1;
+    uint16_t flags;  // bit 0: supported
+    uint32_t reserved2;
+};
+
+struct Probe {
+    uint8_t last_op;
+    uint8_t num_ops;
+    uint16_t reserved1;
+    uint32_t reserved2[3];
+    ProbeOp ops[64];
+};
+
+static_assert(sizeof(Params) == 120 && sizeof(Sqe) == 64 && sizeof(Cqe) == 16);
+static_assert(sizeof(GetEventsArg) == 24 && sizeof(ResourceRegister) == 32 && sizeof(ResourceUpdate) == 32);
+
+}  // namespace offloadzero::aio::uring

@@ -1,0 +1,206 @@
+"""Which backend moves the blocks of an AioEngine, what each must provide, and why one was chosen (floor 2)."""
+
+from __future__ import annotations
+
+import errno as errno_codes
+import logging
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+from offloadzero.errors import ConfigError
+
+logger = logging.getLogger("offloadzero.aio")
+
+
+class AioBackend(str, Enum):
+    """What moves the blocks."""
+
+    AUTO = "auto"
+    """The first of io_uring, native_aio, aiofiles that this machine allows; logged once with the reason."""
+    IO_URING = "io_uring"
+    """Linux io_uring (kernel 5.6 or later); many container runtimes forbid it."""
+    NATIVE_AIO = "native_aio"
+    """Linux native AIO, the kernel interface under libaio. Asynchronous on direct files only: on a buffered
+    file the engine's thread does the transfers one after the other."""
+    AIOFILES = "aiofiles"
+    """The `aiofiles` package on Python threads: portable, buffered, one transfer per file at a time."""
+
+
+class DirectMode(str, Enum):
+    """Whether a file bypasses the page cache (O_DIRECT)."""
+
+    OFF = "off"
+    """Never."""
+    ON = "on"
+    """Always; a filesystem without it is a ConfigError."""
+    AUTO = "auto"
+    """Where the filesystem has it; `AioFile.direct_reason` says why not."""
+
+
+class FaultKind(str, Enum):
+    """What `AioEngine.inject` does to a block."""
+
+    ERRNO = "errno"
+    """It fails with errno `value` before any transfer (EINTR and EAGAIN are retried, as real ones are)."""
+    SHORT = "short"
+    """Its first transfer reports `value` bytes at most."""
+    DELAY = "delay"
+    """Its completion is seen `value` milliseconds late; other blocks go on."""
+
+
+@dataclass(frozen=True)
+class UringOptions:
+    """How the io_uring backend uses the kernel. What a kernel does not have it goes without, but for the last
+    two, which are asked for. Measured in benchmarks/aio_engine.md.
+    """
+
+    fixed_files: bool = True
+    """Open files are registered: no reference counting of the descriptor per transfer."""
+    fixed_buffers: bool = True
+    """`AioEngine.register_buffer` pins memory once instead of at every transfer."""
+    defer_taskrun: bool = True
+    """Completions are delivered where the engine's thread waits, not by interrupting it (Linux 6.1)."""
+    sqpoll: bool = False
+    """A kernel thread looks for submissions: it keeps a core busy while there are any, and 50 ms longer."""
+    iopoll: bool = False
+    """The engine's thread polls for completions of direct transfers instead of sleeping. For drives with
+    poll queues (`nvme.poll_queues`); where there are none, transfers go the ordinary way."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What `AioEngine` was asked for."""
+
+    block_size: int
+    queue_depth: int
+    num_threads: int
+    uring: UringOptions
+
+
+class FileCore(Protocol):
+    """An open file of one backend. The methods raise OSError."""
+
+    @property
+    def direct_reason(self) -> str: ...
+    @property
+    def alignment(self) -> int: ...
+    def num_bytes(self) -> int: ...
+    def preallocate(self, num_bytes: int) -> None: ...
+    def sync(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class OperationCore(Protocol):
+    """A submitted operation of one backend.
+
+    wait() gives (errno or 0, file offset of the error), or None when the time is over; wait_released() whether
+    the memory is free. A negative timeout is none.
+    """
+
+    def done(self) -> bool: ...
+    def wait(self, timeout_s: float) -> tuple[int, int] | None: ...
+    def wait_released(self, timeout_s: float) -> bool: ...
+    def cancel(self) -> bool: ...
+
+
+class EngineCore(Protocol):
+    """What a backend provides; open() and register_buffer() raise OSError.
+
+    `token` names the operation in collect_finished(). A negative deadline is none.
+    """
+
+    def open(self, path: str, *, create: bool, readonly: bool, direct: str) -> FileCore: ...
+    def submit(
+        self,
+        file: Any,
+        *,
+        is_write: bool,
+        address: int,
+        num_bytes: int,
+        offset: int,
+        priority: int,
+        deadline_s: float,
+        token: int,
+    ) -> OperationCore: ...
+    def register_buffer(self, address: int, num_bytes: int, /) -> None: ...
+    def unregister_buffer(self, address: int, /) -> None: ...
+    def collect_finished(self) -> list[int]: ...
+    def inject(self, kind: str, nth: int, value: int) -> None: ...
+    def clear_faults(self) -> None: ...
+    def stats(self) -> dict[str, int]: ...
+    def close(self, *, cancel: bool) -> None: ...
+
+
+class _BackendRefused(Exception):  # noqa: N818 (a signal inside this file)
+    """The machine does not allow a backend; the text says why."""
+
+
+def errno_name(code: int) -> str:
+    """ "EPERM" for 1, and so on."""
+    return errno_codes.errorcode.get(code, str(code))
+
+
+class Choice(NamedTuple):
+    """An engine core, its backend, and why that one."""
+
+    core: EngineCore
+    backend: AioBackend
+    reason: str
+
+
+_AUTO_ORDER = (AioBackend.IO_URING, AioBackend.NATIVE_AIO, AioBackend.AIOFILES)
+_is_choice_logged = False
+
+
+def _make_core(backend: AioBackend, options: EngineOptions) -> EngineCore:
+    if backend is not AioBackend.AIOFILES:
+        return _make_kernel_core(backend, options)
+    try:
+        from offloadzero.native.aiofiles_backend import AiofilesEngine
+    except ImportError as error:
+        raise _BackendRefused(f"aiofiles: {error}") from error
+    return AiofilesEngine(block_size=options.block_size, queue_depth=options.queue_depth)
+
+
+def _make_kernel_core(backend: AioBackend, options: EngineOptions) -> EngineCore:
+    try:
+        from offloadzero.native.aio_kernel import KernelEngine
+    except ImportError as error:
+        raise _BackendRefused(f"{backend.value}: {error}") from error
+    try:
+        return KernelEngine(backend.value, options)
+    except OSError as error:
+        raise _BackendRefused(f"{backend.value}: {errno_name(error.errno or 0)}") from error
+
+
+def choose_backend(asked: AioBackend, options: EngineOptions) -> Choice:
+    """The backend asked for, or under AUTO the first that works, logged once per process.
+
+    Raises ConfigError: it, or under AUTO each of them, is not available here.
+    """
+    if asked is not AioBackend.AUTO:
+        try:
+            return Choice(_make_core(asked, options), asked, "asked for")
+        except _BackendRefused as refusal:
+            raise ConfigError("backend", asked.value, f"not available here ({refusal})") from refusal
+    refusals: list[str] = []
+    for backend in _AUTO_ORDER:
+        try:
+            core = _make_core(backend, options)
+        except _BackendRefused as refusal:
+            refusals.append(str(refusal))
+            continue
+        choice = Choice(core, backend, "; ".join(refusals) or "the kernel allows it")
+        _log_choice(choice, is_fallback=bool(refusals))
+        return choice
+    raise ConfigError("backend", asked.value, f"none is available here ({'; '.join(refusals)})")
+
+
+def _log_choice(choice: Choice, *, is_fallback: bool) -> None:
+    global _is_choice_logged
+    if _is_choice_logged:
+        return
+    _is_choice_logged = True
+    level = logging.WARNING if is_fallback else logging.INFO
+    logger.log(level, "aio backend: %s (%s)", choice.backend.value, choice.reason)
