@@ -204,10 +204,11 @@ class Executor:
         if not low <= address < high:
             return None
         unit = self._unit_at(address)
+        offset = address - self._flat(unit).data_ptr()
         return SavedWeight(
             unit.record.index,
-            unit.generation,
-            address - self._flat(unit).data_ptr(),
+            unit.generation_at(offset),
+            offset,
             tensor.dtype,
             tuple(tensor.size()),
             tensor.stride(),
