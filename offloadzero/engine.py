@@ -230,7 +230,8 @@ class Engine:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped for non-finite gradients."""
+        """Steps skipped for non-finite gradients; waits until the last step is decided."""
+        self.was_step_applied()
         return self._stepper.counts.skipped_steps
 
     def memory_table(self) -> str:

@@ -38,6 +38,7 @@ class BegunUpdate:
 
     ticket: Promise
     hypers: Sequence[AdamHyper]
+    step: int
 
 
 @dataclass(eq=False)

@@ -48,6 +48,7 @@ class StepPolicy:
 class _Window:
     """The gradients of one step and what was decided over them."""
 
+    step: int
     gradients: list[RecordGradient]
     tickets: dict[int, Promise]
     hypers: Hypers
@@ -93,7 +94,7 @@ class Stepper:
         self._window_micro_steps = 0
         self._hypers: Hypers = ()
         self._tickets: dict[int, Promise] = {}  # updates that backward has begun
-        self._last = _Window([], {}, ())
+        self._last = _Window(0, [], {}, ())
         self.collector: GradientCollector  # set by `attach`: each needs the other
 
     def attach(self, collector: GradientCollector) -> None:
@@ -184,7 +185,7 @@ class Stepper:
         self._executor.gradients_complete(index)
         if self._updates_now:
             ticket = self._tickets[index] = Promise()
-            state.update = BegunUpdate(ticket, self._hypers)
+            state.update = BegunUpdate(ticket, self._hypers, self.counts.global_steps + 1)
             self._executor.begin_update(index, ticket)
 
     def on_landed(self, state: RecordGradient) -> None:
@@ -193,7 +194,7 @@ class Stepper:
         if begun is None:
             return
         if not math.isfinite(state.sq_norm):
-            error = self._non_finite([state])
+            error = self._non_finite([state], begun.step)
             begun.ticket.fail(error)
             raise error
         self._pipeline.submit(self._update(state, begun.ticket, begun.hypers, grad_scale=1.0))
@@ -210,7 +211,8 @@ class Stepper:
                 "the optimizer's param_groups have changed since backward(), which has updated the weights with the "
                 'old ones: change them after step(), or set "offloadzero": {"update": {"in_backward": false}}'
             )
-        window = _Window(self.collector.take_window(), self._tickets, self._hypers)
+        step = self.counts.global_steps + 1
+        window = _Window(step, self.collector.take_window(), self._tickets, self._hypers)
         self._tickets = {}
         if window.tickets:
             self._last = window
@@ -276,16 +278,17 @@ class Stepper:
             )
             return
         if not self.policy.skip_nonfinite:
-            raise self._non_finite(window.gradients)
+            raise self._non_finite(window.gradients, window.step)
         self.counts.skipped_steps += 1
         for state in window.gradients:
             self.collector.release_passing(state)
             window.tickets[state.record.index].fulfil()
 
-    def _non_finite(self, gradients: Sequence[RecordGradient]) -> NonFiniteError:
+    @staticmethod
+    def _non_finite(gradients: Sequence[RecordGradient], step: int) -> NonFiniteError:
         names = [state.record.name for state in gradients if not math.isfinite(state.sq_norm)]
         return NonFiniteError(
-            f"step {self.counts.global_steps + 1}: the gradient of {', '.join(names)} holds NaN or Inf; nothing "
+            f"step {step}: the gradient of {', '.join(names)} holds NaN or Inf; nothing "
             'of it was applied. ("offloadzero": {"update": {"on_nonfinite": "skip"}} skips such steps.)'
         )
 
