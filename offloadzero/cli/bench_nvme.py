@@ -8,6 +8,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from offloadzero.cli import nvme_compare, nvme_report
@@ -27,7 +28,6 @@ from offloadzero.cli.nvme_sweep import (
     medians_by_point,
     next_refinement,
     plan_schedule,
-    recommend,
     reference_point,
     sample_seconds,
 )
@@ -48,7 +48,8 @@ from offloadzero.native.aio import AioBackend, AioEngine
 
 MIN_SIZE = 16 * MIB
 MIN_TIME_S = 1.0
-WRITE_LIMIT_FACTOR = 16
+WRITE_LIMIT_FACTOR = 32
+_SUSTAINED_SHARE = 0.4  # of what may be written is kept for the sustained write
 _MAX_ARENA_BYTES = 320 * MIB
 _LARGEST_OPERATION = 16 * MIB
 
@@ -69,7 +70,9 @@ def add_parser(commands: Any) -> None:
         help=f"write no more than this to each PATH (default {WRITE_LIMIT_FACTOR} times --size)",
     )
     parser.add_argument("--json", metavar="FILE", help="every sample, the machine and the results")
-    parser.add_argument("--plot", metavar="FILE.png", help="throughput over block size and depth (matplotlib)")
+    parser.add_argument(
+        "--plot", metavar="FILE.png", help="throughput over block size and depth (matplotlib)"
+    )
     parser.add_argument("--verify-with-fio", action="store_true", help="the same points by fio, interleaved")
     parser.add_argument(
         "--compare", nargs=2, metavar=("A.json", "B.json"), help="two results side by side; measures nothing"
@@ -119,6 +122,9 @@ class _Settings:
             from offloadzero.cli.nvme_plot import check_plot
 
             check_plot(args.plot)
+        # What follows the measurement is part of the time: removing the files, the table, the plot.
+        finish_s = min(0.3 + (1.2 if args.plot else 0.0), 0.15 * self.time_s)
+        self.measuring_s = self.time_s - finish_s
         self.fio_version = fio_version() if args.verify_with_fio else None
 
     def to_json(self) -> dict[str, Any]:
@@ -197,6 +203,9 @@ class _Run:
         self._files = files
         self._backends, self._backend_words = available_backends()
         self._allowance = WriteAllowance(settings.write_limit * len(files))
+        self._allowance.held_bytes = int((settings.write_limit - settings.size) * _SUSTAINED_SHARE) * len(
+            files
+        )
         self._bench = Bench(
             files,
             in_memory=[entry["filesystem"] in MEMORY_FILESYSTEMS for entry in described],
@@ -210,7 +219,7 @@ class _Run:
 
     def measure(self) -> None:
         schedule = plan_schedule(
-            self._settings.time_s,
+            self._settings.measuring_s,
             num_paths=len(self._files),
             with_fio=self._settings.fio_version is not None,
         )
@@ -224,7 +233,7 @@ class _Run:
             self._verify(schedule)
         self._sustained(schedule)
         if self._allowance.left_bytes < self._shape.operation_bytes * 2:
-            self._note("the write limit was reached: --write-limit raises it")
+            self._note("the sustained write ended early at the write limit: --write-limit raises it")
 
     def to_json(self) -> dict[str, Any]:
         for index, file in enumerate(self._files):
@@ -313,7 +322,9 @@ class _Run:
     def _coarse(self, schedule: Schedule) -> None:
         self._progress.phase("coarse sweep")
         wanted = [(point, traffic) for point in coarse_points(self._limits) for traffic in _ORDER]
-        self._sample_s = sample_seconds(schedule.coarse_s - self._elapsed_s(), len(wanted))
+        self._sample_s = sample_seconds(
+            schedule.coarse_s - self._elapsed_s(), len(wanted), time_s=self._settings.time_s
+        )
         for point, traffic in wanted:
             if not self._fits(schedule.coarse_s):
                 break
@@ -336,20 +347,22 @@ class _Run:
                     is_moving = True
 
     def _confirm(self, schedule: Schedule) -> None:
-        """The two best of each traffic and the reference, again and again in turn: their medians decide."""
+        """The best of each traffic and the reference, again and again in turn: their medians decide.
+
+        The best two of mixed traffic: one of them is what the configuration will say.
+        """
         self._progress.phase("confirmation")
         reference = reference_point(self._backends[0])
+        candidates = finalists(self._scores(Traffic.MIXED), 2)
         wanted = {
-            traffic: list(dict.fromkeys([*finalists(scores, 2), reference]))
+            traffic: list(dict.fromkeys([*finalists(scores, 1), *candidates, reference]))
             for traffic in _ORDER
             if (scores := self._scores(traffic))
         }
         self._until(
             schedule.confirm_s,
             [
-                lambda traffic=traffic, point=point: self._take(
-                    "confirm", traffic, point, deadline_s=schedule.confirm_s
-                )
+                partial(self._take, "confirm", traffic, point, deadline_s=schedule.confirm_s)
                 for traffic, points in wanted.items()
                 for point in points
             ],
@@ -363,9 +376,7 @@ class _Run:
         self._until(
             schedule.scaling_s,
             [
-                lambda traffic=traffic, paths=paths: self._take(
-                    "scaling", traffic, point, deadline_s=schedule.scaling_s, paths=paths
-                )
+                partial(self._take, "scaling", traffic, point, deadline_s=schedule.scaling_s, paths=paths)
                 for traffic in _ORDER
                 for paths in groups
             ],
@@ -406,6 +417,9 @@ class _Run:
     def _sustained(self, schedule: Schedule) -> None:
         """Writes on and on in the time and the allowance that are left."""
         self._progress.phase("sustained write")
+        if self._allowance.left_bytes < self._shape.operation_bytes * 2:
+            self._note("writes of the sweep ended early at the write limit: --write-limit raises it")
+        self._allowance.held_bytes = 0
         scores = self._scores(Traffic.WRITE)
         seconds = schedule.sustained_s - self._elapsed_s()
         if not scores or seconds < self._sample_s:

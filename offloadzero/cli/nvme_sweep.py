@@ -190,9 +190,12 @@ def plan_schedule(time_s: float, *, num_paths: int, with_fio: bool) -> Schedule:
     return Schedule(**ends)
 
 
-def sample_seconds(available_s: float, num_samples: int) -> float:
-    """How long one sample measures so that `num_samples`, each with its warm-up and drain, fit."""
-    return min(max(available_s / max(num_samples, 1) / 1.5, 0.05), 1.0)
+def sample_seconds(available_s: float, num_samples: int, *, time_s: float) -> float:
+    """How long one sample measures so that `num_samples`, each with its warm-up and drain, fit.
+
+    At least a quarter of a second, in runs of less than 25 seconds a hundredth of the run: then fewer fit.
+    """
+    return min(max(available_s / max(num_samples, 1) / 1.5, min(0.25, time_s / 100)), 1.0)
 
 
 def max_in_flight_bytes(rate_bps: float, file_bytes: int) -> int:

@@ -46,7 +46,9 @@ def load_json(key: str, path: str, *, format_name: str, format_version: int) -> 
     if not isinstance(value, dict) or value.get("format") != format_name:
         raise ConfigError(key, path, f"is not a result of this command (format {format_name})")
     if value.get("format_version") != format_version:
-        raise ConfigError(key, path, f"has format_version {value.get('format_version')}, not {format_version}")
+        raise ConfigError(
+            key, path, f"has format_version {value.get('format_version')}, not {format_version}"
+        )
     return value
 
 

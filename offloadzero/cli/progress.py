@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from typing import Any
@@ -60,7 +61,7 @@ def _make_bar(total_s: float) -> Any:
     if not sys.stderr.isatty():
         return None
     try:
-        from tqdm import tqdm
+        tqdm: Any = importlib.import_module("tqdm").tqdm
     except ImportError:
         return None
     form = "{desc}: {bar} {n:.0f}/{total:.0f} s {postfix}"

@@ -25,7 +25,11 @@ def size_text(num_bytes: float) -> str:
     """The largest binary unit that leaves at least 1: 4 GiB, 1.5 MiB, 512 B."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(num_bytes) >= size:
-            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 999.5 * size else f"{num_bytes / size:.0f} {unit}"
+            return (
+                f"{num_bytes / size:.3g} {unit}"
+                if num_bytes < 999.5 * size
+                else f"{num_bytes / size:.0f} {unit}"
+            )
     return f"{num_bytes:.0f} B"
 
 
