@@ -84,6 +84,7 @@ class Record:
     resident: bool = False
     grad_dtype: torch.dtype = torch.float32
     segments: dict[SegmentKind, Segment] = field(default_factory=dict)
+    version: int = 0  # counts writes other than updates
 
     @property
     def param_bytes(self) -> int:

@@ -17,15 +17,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offloadzero.config import SegmentKind, TierName
+from offloadzero.config import SegmentKind
 from offloadzero.errors import OffloadError
-from offloadzero.memory.arena import Lease, align_up
+from offloadzero.memory.arena import Lease
 from offloadzero.memory.lanes import Fence
 from offloadzero.memory.store import Segment, TieredStore
-from offloadzero.memory.tickets import FINISHED, AllOf, Promise, Ticket
+from offloadzero.memory.tickets import AllOf, Promise, Ticket
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim import device_math
 from offloadzero.optim.records import Record, UpdateRange
+from offloadzero.optim.staging import ChunkStager, StagedChunk, chunk_bounds
 
 
 @dataclass(eq=False)
@@ -47,14 +48,6 @@ class RecordUpdate:
     writes: list[Ticket] = field(default_factory=list)
 
 
-class _Slot:
-    """Pinned memory for the staged segments of one chunk."""
-
-    def __init__(self, lease: Lease) -> None:
-        self.lease = lease
-        self.writes: Ticket = FINISHED
-
-
 @dataclass(eq=False)
 class _Chunk:
     """Elements [start, stop) of one record's update."""
@@ -63,10 +56,7 @@ class _Chunk:
     start: int
     stop: int
     is_last: bool
-    slot: _Slot | None = None
-    buffers: dict[SegmentKind, torch.Tensor] = field(default_factory=dict)
-    reads: list[Ticket] = field(default_factory=list)
-    staged: list[SegmentKind] = field(default_factory=list)
+    data: StagedChunk | None = None
 
 
 class UpdatePipeline:
@@ -84,8 +74,7 @@ class UpdatePipeline:
         self._failures = store.failures
         self._chunk_elements = chunk_elements
         self._num_threads = num_threads
-        self._slots = [_Slot(lease) for lease in slot_leases]
-        self._next_slot = 0
+        self._stager = ChunkStager(store, slot_leases, chunk_elements=chunk_elements)
         self._device_lane = store.accelerator.lane("update-device", store.failures)
         self._condition = threading.Condition()
         self._work: deque[RecordUpdate | Callable[[], None]] = deque()
@@ -108,6 +97,11 @@ class UpdatePipeline:
             self._work.extendleft(reversed(updates))
             self._condition.notify()
 
+    def read_ahead(self, records: Sequence[Record]) -> None:
+        """The next step updates `records` in this order: [Note: reading ahead]."""
+        if self._stager.num_slots:
+            self.submit(lambda: self._stager.read_ahead(records))
+
     def close(self) -> None:
         """Finish what was submitted and stop the thread."""
         with self._condition:
@@ -122,7 +116,7 @@ class UpdatePipeline:
 
     def _run(self) -> None:
         window: deque[_Chunk] = deque()
-        depth = max(1, len(self._slots) - 1)
+        depth = max(1, self._stager.num_slots - 1)
         while True:
             chunk = self._next_chunk(block=not window)
             if chunk is None and not window:
@@ -144,8 +138,8 @@ class UpdatePipeline:
             with self._condition:
                 while block and not self._work and not self._closing:
                     self._condition.wait()
-                if not self._work:
-                    return None
+                if not self._work or (not block and not isinstance(self._work[0], RecordUpdate)):
+                    return None  # a call comes after the updates before it
                 work = self._work.popleft()
             if isinstance(work, RecordUpdate):
                 self._begin(work)
@@ -168,12 +162,8 @@ class UpdatePipeline:
             self._finish(update)
             return
         first, last = bounds[0][0], bounds[-1][1]
-        size = self._chunk_elements
-        # Chunks lie on a fixed grid, so that file offsets stay whole blocks.
-        starts = range(first // size * size, last, size)
-        for start in starts:
-            stop = min(start + size, update.record.num_trainable)
-            self._chunks.append(_Chunk(update, start, stop, is_last=start == starts[-1]))
+        for start, stop in chunk_bounds(first, last, self._chunk_elements, update.record.num_trainable):
+            self._chunks.append(_Chunk(update, start, stop, is_last=stop >= last))
 
     def _update_on_device(self, update: RecordUpdate, grad: torch.Tensor) -> None:
         buffers = {kind: segment.memory for kind, segment in update.record.segments.items()}
@@ -186,59 +176,34 @@ class UpdatePipeline:
         update.ticket.fulfil(self._device_lane.submit(task, fence=update.fence))
 
     def _start_reads(self, chunk: _Chunk) -> None:
-        record = chunk.update.record
-        segments = {
-            kind: segment for kind, segment in record.segments.items() if kind is not SegmentKind.GRAD
-        }
-        count = chunk.stop - chunk.start
-        offset = 0
-        for kind, segment in segments.items():
-            if segment.tier is TierName.HOST:
-                chunk.buffers[kind] = segment.memory[chunk.start : chunk.stop]
-                continue
-            chunk.buffers[kind] = buffer = self._slot_view(chunk, segment.dtype, count, offset)
-            offset += align_up(buffer.numel() * buffer.itemsize)
-            chunk.reads.append(self._store.read(segment, buffer, start=chunk.start))
-            chunk.staged.append(kind)
+        chunk.data = data = self._stager.stage(chunk.update.record, chunk.start, chunk.stop)
         grad = chunk.update.grad
         if isinstance(grad, torch.Tensor) and grad.device.type == "cpu":
-            chunk.buffers[SegmentKind.GRAD] = grad[chunk.start : chunk.stop]
+            data.buffers[SegmentKind.GRAD] = grad[chunk.start : chunk.stop]
             return
-        buffer = self._slot_view(chunk, record.grad_dtype, count, offset)
-        chunk.buffers[SegmentKind.GRAD] = buffer
+        data.buffers[SegmentKind.GRAD] = buffer = self._stager.memory(data, chunk.update.record.grad_dtype)
         if isinstance(grad, Segment):
-            chunk.reads.append(self._store.read(grad, buffer, start=chunk.start))
+            data.reads.append(self._store.read(grad, buffer, start=chunk.start))
         else:
             source = grad[chunk.start : chunk.stop]
             copy = self._store.accelerator.copy
-            chunk.reads.append(self._store.d2h.submit(lambda: copy(buffer, source)))
-
-    def _slot_view(self, chunk: _Chunk, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
-        if chunk.slot is None:
-            chunk.slot = self._slots[self._next_slot]
-            self._next_slot = (self._next_slot + 1) % len(self._slots)
-            chunk.slot.writes.wait()
-        return chunk.slot.lease.view(dtype, count, start_byte=offset)
+            data.reads.append(self._store.d2h.submit(lambda: copy(buffer, source)))
 
     def _compute(self, chunk: _Chunk) -> None:
-        update = chunk.update
+        update, data = chunk.update, chunk.data
+        if data is None:
+            raise AssertionError("a chunk is computed that was not staged")
         if self._failures.first is not None:
             self._fail_update(update, self._failures.first)
             return
         try:
-            AllOf(chunk.reads).wait()
-            self._adam(update, chunk.buffers, start=chunk.start, stop=chunk.stop)
-            writes = [
-                self._store.write(update.record.segments[kind], chunk.buffers[kind], start=chunk.start)
-                for kind in chunk.staged
-            ]
+            AllOf(data.reads).wait()
+            self._adam(update, data.buffers, start=chunk.start, stop=chunk.stop)
+            update.writes.extend(self._stager.write_back(data))
         except BaseException as error:
             self._failures.record(error)
             self._fail_update(update, error)
             return
-        if chunk.slot is not None:
-            chunk.slot.writes = AllOf(writes)
-        update.writes.extend(writes)
         if chunk.is_last:
             self._finish(update)
 

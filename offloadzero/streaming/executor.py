@@ -285,9 +285,9 @@ class Executor:
         if unit.residency is not Residency.RELEASED:
             self._release(unit)
 
-    def next_use_order(self, indices: Sequence[int]) -> list[int]:
-        """`indices` in the order in which the next forward uses them; what never leaves the device first."""
-        distances = next_uses(self._trace.upcoming())
+    def step_order(self, indices: Sequence[int]) -> list[int]:
+        """`indices` in the order in which a step uses them first; what never leaves the device comes first."""
+        distances = next_uses(self._trace.order)
         return sorted(indices, key=lambda index: (distances.get(index, -1), index))
 
     def finish_step(self) -> None:

@@ -167,6 +167,9 @@ class Stepper:
         self._in_backward = True
         self.collector.last_micro_batch = last_micro_batch
         self._hypers = self._current_hypers() if self._updates_now else ()
+        if last_micro_batch and not self._updates_now:
+            records = {state.record.index: state.record for state in self.collector.gradients.values()}
+            self._pipeline.read_ahead([records[i] for i in self._executor.step_order(list(records))])
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     @property
@@ -245,7 +248,7 @@ class Stepper:
             for state in window.gradients:
                 ticket = window.tickets[state.record.index] = Promise()
                 self._executor.begin_update(state.record.index, ticket)
-            order = self._executor.next_use_order(list(window.tickets))
+            order = self._executor.step_order(list(window.tickets))
             self._pipeline.submit(decide)
         except BaseException as error:
             # Ctrl-C in a wait, say: no ticket may be left that nobody will ever fulfil.

@@ -137,7 +137,10 @@ class WeightAccess:
         self._executor.update_ticket(record.index).wait()
         if kind is SegmentKind.PARAM:
             self._executor.begin_edit(record.index)
+        # Before and after: what is read ahead meanwhile may hold either value.
+        record.version += 1
         self._store.write(segment, source, start=slot.offset).wait()
+        record.version += 1
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

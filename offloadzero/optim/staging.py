@@ -1,0 +1,142 @@
+"""Chunks of records in pinned memory, on their way to and from their update (floor 4).
+
+[Note: reading ahead]
+While backward runs the drive has little to do, and which chunks the step will update first is known: those that
+the next forward needs first. Their states are read then, into the slots that are free. When the update comes it
+takes a chunk that was read ahead if it is the one it needs and nobody has written the record since (`version`);
+otherwise everything read ahead is dropped and read again. Nothing but time depends on it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from offloadzero.config import SegmentKind, TierName
+from offloadzero.memory.arena import Lease, align_up
+from offloadzero.memory.store import TieredStore
+from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
+from offloadzero.optim.records import Record
+
+
+class _Slot:
+    """Pinned memory for the staged segments of one chunk."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.writes: Ticket = FINISHED
+
+
+@dataclass(eq=False)
+class StagedChunk:
+    """Elements [start, stop) of a record's segments in memory: in place, or in a slot once `reads` are done."""
+
+    record: Record
+    start: int
+    stop: int
+    version: int
+    buffers: dict[SegmentKind, torch.Tensor] = field(default_factory=dict)
+    staged: list[SegmentKind] = field(default_factory=list)
+    reads: list[Ticket] = field(default_factory=list)
+    slot: _Slot | None = None
+    used_bytes: int = 0  # of the slot
+
+    def matches(self, record: Record, start: int, stop: int) -> bool:
+        """Whether this is that chunk, as it is now."""
+        return (self.record, self.start, self.stop) == (
+            record,
+            start,
+            stop,
+        ) and self.version == record.version
+
+
+def chunk_bounds(first: int, last: int, chunk_elements: int, num_elements: int) -> Iterator[tuple[int, int]]:
+    """Chunks [start, stop) that cover [first, last), on a fixed grid: file offsets stay whole blocks."""
+    for start in range(first // chunk_elements * chunk_elements, last, chunk_elements):
+        yield start, min(start + chunk_elements, num_elements)
+
+
+class ChunkStager:
+    """Brings chunks into memory and back; used by one thread."""
+
+    def __init__(self, store: TieredStore, slot_leases: Sequence[Lease], *, chunk_elements: int) -> None:
+        self._store = store
+        self._chunk_elements = chunk_elements
+        self.num_slots = len(slot_leases)  # chunks that can be staged at once
+        self._free = deque(_Slot(lease) for lease in slot_leases)  # the one freed first comes first
+        self._ahead: deque[StagedChunk] = deque()
+
+    def stage(self, record: Record, start: int, stop: int) -> StagedChunk:
+        """Start to read a chunk, or take the one that was read ahead."""
+        if _needs_slot(record):
+            if self._ahead and self._ahead[0].matches(record, start, stop):
+                return self._ahead.popleft()
+            self._drop_ahead()
+        return self._read(record, start, stop)
+
+    def read_ahead(self, records: Sequence[Record]) -> None:
+        """Read what an update of `records` in this order stages first, as far as slots are free now."""
+        if self._ahead:
+            return  # of a step that was skipped or of gradients that were dropped
+        for record in records:
+            if not _needs_slot(record):
+                continue
+            trainable = record.num_trainable
+            for start, stop in chunk_bounds(0, trainable, self._chunk_elements, trainable):
+                if not self._free or not self._free[0].writes.done():
+                    return
+                self._ahead.append(self._read(record, start, stop))
+
+    def memory(self, chunk: StagedChunk, dtype: torch.dtype) -> torch.Tensor:
+        """More of the chunk's slot: uninitialised, one element of `dtype` for each of the chunk."""
+        if chunk.slot is None:
+            if not self._free:
+                self._drop_ahead()
+            chunk.slot = self._free.popleft()
+            chunk.slot.writes.wait()
+        view = chunk.slot.lease.view(dtype, chunk.stop - chunk.start, start_byte=chunk.used_bytes)
+        chunk.used_bytes += align_up(view.nbytes)
+        return view
+
+    def write_back(self, chunk: StagedChunk) -> list[Ticket]:
+        """Start to write what was staged; the slot is taken again only when that is complete."""
+        segments = chunk.record.segments
+        writes = [
+            self._store.write(segments[kind], chunk.buffers[kind], start=chunk.start) for kind in chunk.staged
+        ]
+        if chunk.slot is not None:
+            chunk.slot.writes = AllOf(writes)
+            self._free.append(chunk.slot)
+            chunk.slot = None
+        return writes
+
+    def _read(self, record: Record, start: int, stop: int) -> StagedChunk:
+        chunk = StagedChunk(record, start, stop, record.version)
+        for kind, segment in record.segments.items():
+            if kind is SegmentKind.GRAD:
+                continue
+            if segment.tier is TierName.HOST:
+                chunk.buffers[kind] = segment.memory[start:stop]
+                continue
+            chunk.buffers[kind] = self.memory(chunk, segment.dtype)
+            chunk.reads.append(self._store.read(segment, chunk.buffers[kind], start=start))
+            chunk.staged.append(kind)
+        return chunk
+
+    def _drop_ahead(self) -> None:
+        for chunk in self._ahead:
+            AllOf(chunk.reads).wait()  # its slot is taken again
+            if chunk.slot is not None:
+                self._free.append(chunk.slot)
+        self._ahead.clear()
+
+
+def _needs_slot(record: Record) -> bool:
+    return not record.updates_on_device and any(
+        segment.tier is not TierName.HOST
+        for kind, segment in record.segments.items()
+        if kind is not SegmentKind.GRAD
+    )
