@@ -401,6 +401,7 @@ class Executor:
                 staged.buffer = buffer
                 staged.read.fulfil(self._store.read(home, staged.data, priority=FETCH_PRIORITY))
             except BaseException as error:
+                self._store.failures.record(error)  # before anyone who waits can see it
                 staged.read.fail(error)
                 raise
 

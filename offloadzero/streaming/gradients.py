@@ -297,6 +297,7 @@ class GradientCollector:
                     self._on_landed(state)
                 done.fulfil()
             except BaseException as error:
+                self._store.failures.record(error)  # before anyone who waits can see it
                 done.fail(error)
                 if state.update is not None:
                     state.update.ticket.fail(error)

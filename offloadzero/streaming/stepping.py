@@ -198,6 +198,7 @@ class Stepper:
             return
         if not math.isfinite(state.sq_norm):
             error = self._non_finite([state], begun.step)
+            self._failures.record(error)
             begun.ticket.fail(error)
             raise error
         self._pipeline.submit(self._update(state, begun.ticket, begun.hypers, grad_scale=1.0))
@@ -232,6 +233,7 @@ class Stepper:
         self._last = window
 
         def fail(error: BaseException) -> None:
+            self._failures.record(error)  # before anyone who waits can see it
             for ticket in window.tickets.values():
                 ticket.fail(error)
             decided.fail(error)
