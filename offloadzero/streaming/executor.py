@@ -301,7 +301,11 @@ class Executor:
     def wait_updates(self) -> None:
         """Block until every update is home."""
         for unit in self._units:
-            unit.updated.wait()
+            try:
+                unit.updated.wait()
+            except Exception:
+                self._store.failures.check()  # which notes that the caller has seen it
+                raise
         self._store.failures.check()
 
     def close(self) -> None:
