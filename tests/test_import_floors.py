@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "offloadzero"
 FLOORS: Mapping[str, int] = {
     "": 7,
     "cli": 7,
+    "__main__": 7,
     "integrations": 7,
     "engine": 6,
     "zero": 6,

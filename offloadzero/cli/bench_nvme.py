@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import errno
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -49,7 +50,9 @@ from offloadzero.native.aio import AioBackend, AioEngine
 MIN_SIZE = 16 * MIB
 MIN_TIME_S = 1.0
 WRITE_LIMIT_FACTOR = 32
-_SUSTAINED_SHARE = 0.4  # of what may be written is kept for the sustained write
+# Shares of what may be written that are kept for the phases after the sweep.
+_SUSTAINED_SHARE = 0.35
+_FIO_SHARE = 0.35
 _MAX_ARENA_BYTES = 320 * MIB
 _LARGEST_OPERATION = 16 * MIB
 
@@ -203,9 +206,7 @@ class _Run:
         self._files = files
         self._backends, self._backend_words = available_backends()
         self._allowance = WriteAllowance(settings.write_limit * len(files))
-        self._allowance.held_bytes = int((settings.write_limit - settings.size) * _SUSTAINED_SHARE) * len(
-            files
-        )
+        self._hold(_SUSTAINED_SHARE + (_FIO_SHARE if settings.fio_version else 0.0))
         self._bench = Bench(
             files,
             in_memory=[entry["filesystem"] in MEMORY_FILESYSTEMS for entry in described],
@@ -254,6 +255,11 @@ class _Run:
             "notes": self._notes,
             "samples": [sample.to_json() for sample in self.samples],
         }
+
+    def _hold(self, share: float) -> None:
+        """Keeps a share of what may be written after the first write for later."""
+        spare_bytes = (self._settings.write_limit - self._settings.size) * len(self._files)
+        self._allowance.held_bytes = int(spare_bytes * share)
 
     # --- Phases ---
 
@@ -385,24 +391,37 @@ class _Run:
     def _verify(self, schedule: Schedule) -> None:
         """Ours and fio's in pairs, which of the two first in turn, at the best point and at the reference."""
         self._progress.phase("fio")
-        points = list(dict.fromkeys([self.chosen(), reference_point(self._backends[0])]))
-        rounds = 0
-        while self._fits(schedule.fio_s, 4 * self._sample_s + 2.0):
-            for point in points:
-                for traffic in _ORDER:
-                    if not self._fits(schedule.fio_s, 2 * self._sample_s + 1.0):
-                        return
-                    pair = [self._take_ours_for_pair, self._take_fio]
-                    for take in pair if rounds % 2 == 0 else reversed(pair):
-                        if take(traffic, point, schedule.fio_s) is None:
-                            return
-            rounds += 1
+        self._hold(_SUSTAINED_SHARE)
+        reference = reference_point(self._backends[0])
+        wanted = [
+            (traffic, point)
+            for traffic in _ORDER
+            if (scores := nvme_report.medians(self.samples, traffic))
+            for point in dict.fromkeys([best(scores), self.chosen(), reference])
+        ]
+        order = itertools.cycle((True, False))
+        while True:
+            is_ours_first = next(order)
+            num_before = len(self.samples)
+            for traffic, point in wanted:
+                # fio itself takes more than half a second to start and to end.
+                if not self._fits(schedule.fio_s, 2.6 * self._sample_s + 1.0):
+                    return
+                self._take_pair(traffic, point, schedule.fio_s, is_ours_first=is_ours_first)
+            if len(self.samples) == num_before:
+                return
 
-    def _take_ours_for_pair(self, traffic: Traffic, point: Point, deadline_s: float) -> Sample | None:
-        return self._take("verify", traffic, point, deadline_s=deadline_s)
+    def _take_pair(self, traffic: Traffic, point: Point, deadline_s: float, *, is_ours_first: bool) -> None:
+        """Kept only when there are both."""
+        ours = partial(self._measure, "verify", traffic, point, deadline_s=deadline_s)
+        fio = partial(self._measure_by_fio, traffic, point)
+        pair = [take() for take in ((ours, fio) if is_ours_first else (fio, ours))]
+        if None not in pair:
+            for sample in pair:
+                self._keep(sample)
 
-    def _take_fio(self, traffic: Traffic, point: Point, _deadline_s: float) -> Sample | None:
-        sample = run_fio(
+    def _measure_by_fio(self, traffic: Traffic, point: Point) -> Sample | None:
+        return run_fio(
             point,
             traffic,
             self._files,
@@ -412,14 +431,13 @@ class _Run:
             allowance=self._allowance,
             run_started_s=self._started_s,
         )
-        return self._keep(sample)
 
     def _sustained(self, schedule: Schedule) -> None:
         """Writes on and on in the time and the allowance that are left."""
         self._progress.phase("sustained write")
         if self._allowance.left_bytes < self._shape.operation_bytes * 2:
             self._note("writes of the sweep ended early at the write limit: --write-limit raises it")
-        self._allowance.held_bytes = 0
+        self._hold(0.0)
         scores = self._scores(Traffic.WRITE)
         seconds = schedule.sustained_s - self._elapsed_s()
         if not scores or seconds < self._sample_s:
@@ -441,7 +459,11 @@ class _Run:
         """The point that the results recommend."""
         return nvme_report.chosen_point(self.samples, self._backends)
 
-    def _take(
+    def _take(self, phase: str, traffic: Traffic, point: Point, **options: Any) -> Sample | None:
+        """Measures and keeps; the options are those of _measure."""
+        return self._keep(self._measure(phase, traffic, point, **options))
+
+    def _measure(
         self,
         phase: str,
         traffic: Traffic,
@@ -464,7 +486,7 @@ class _Run:
             max_bytes=max_bytes,
             with_timeline=with_timeline,
         )
-        return self._keep(self._bench.sample(request, shape or self._shape))
+        return self._bench.sample(request, shape or self._shape)
 
     def _keep(self, sample: Sample | None) -> Sample | None:
         if sample is not None:

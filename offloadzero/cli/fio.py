@@ -90,7 +90,7 @@ def run_fio(
 
     What it may write is reserved first and what it has not written is given back.
     """
-    max_bytes = int(rate_bps * seconds * 3) + point.in_flight_bytes * 2
+    max_bytes = int(rate_bps * seconds * 1.5) + point.in_flight_bytes * 2
     reserved = 0 if traffic is Traffic.READ else max_bytes
     if not allowance.take(reserved):
         return None

@@ -59,7 +59,8 @@ def _title(result: Mapping[str, Any]) -> str:
         paths.append(f"{entry['path']} ({', '.join(words)})")
     lines = [", ".join(paths)]
     if result["meaning"]:
-        lines.append(result["meaning"]["text"])
+        text = result["meaning"]["text"]
+        lines.append(text[0].upper() + text[1:])
     return "\n".join(lines)
 
 
@@ -120,12 +121,12 @@ def _draw_depth(
 ) -> None:
     from matplotlib import colormaps
 
-    shade = 0.35 + 0.6 * (rank / max(num_ranks - 1, 1))
+    shade = 0.9 * (1.0 - rank / max(num_ranks - 1, 1))
     axes.plot(
         *zip(*places, strict=True),
         marker="o",
         markersize=4,
-        color=colormaps["Blues"](shade),
+        color=colormaps["viridis"](shade),
         label=f"depth {depth}",
     )
 
@@ -154,16 +155,15 @@ def _mark_chosen(axes: Any, result: Mapping[str, Any], traffic: str) -> None:
     for row in result["results"]["traffic"]:
         if row["traffic"] == traffic and "config" in row["roles"]:
             at = (row["point"]["block_size"], row["gb_per_s"])
-            axes.plot(
-                *at, marker="o", markersize=12, markerfacecolor="none", color="#d62728", linestyle="none"
-            )
+            red = "#d62728"
+            axes.plot(*at, "o", markersize=12, markerfacecolor="none", color=red, label="config")
             axes.annotate(
                 f"{row['gb_per_s']:.2f}",
                 at,
-                xytext=(0, 10),
+                xytext=(0, 11),
                 textcoords="offset points",
                 ha="center",
-                color="#d62728",
+                color=red,
             )
 
 
