@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 
@@ -102,6 +103,18 @@ class Failures:
         with self._lock:
             if self.first is None:
                 self.first = error
+
+    @contextmanager
+    def handed_over(self) -> Iterator[None]:
+        """A wait whose failure reaches the caller: what failed first is raised, and counts as seen."""
+        try:
+            yield
+        except Exception as error:
+            self.record(error)
+            self.was_raised = True
+            if self.first is not None and self.first is not error:
+                raise self.first from None
+            raise
 
     def check(self) -> None:
         """Raise the first failure, if there was one."""

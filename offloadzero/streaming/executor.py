@@ -142,7 +142,7 @@ class Executor:
         unit = self._units[index]
         if unit.residency is Residency.HOME:
             if not unit.updated.done():
-                with self._clock.waiting("update"):
+                with self._clock.waiting("update"), self._store.failures.handed_over():
                     order_compute_after(unit.updated)
             self._store.failures.check()
             return
@@ -281,7 +281,8 @@ class Executor:
         if unit.pins:
             raise StateError(f"{unit.record.name} is updated while a module uses it")
         if unit.residency is Residency.FETCHING and unit.fetched is not None:
-            unit.fetched.wait()
+            with self._store.failures.handed_over():
+                unit.fetched.wait()
         if unit.residency is not Residency.RELEASED:
             self._release(unit)
 
@@ -300,12 +301,9 @@ class Executor:
 
     def wait_updates(self) -> None:
         """Block until every update is home."""
-        for unit in self._units:
-            try:
+        with self._store.failures.handed_over():
+            for unit in self._units:
                 unit.updated.wait()
-            except Exception:
-                self._store.failures.check()  # which notes that the caller has seen it
-                raise
         self._store.failures.check()
 
     def close(self) -> None:
@@ -426,15 +424,12 @@ class Executor:
     def _complete_fetch(self, unit: _Unit) -> None:
         if unit.fetched is None:
             raise AssertionError(f"{unit.record.name} is not being fetched")
-        try:
+        with self._store.failures.handed_over():
             if not unit.fetched.done():
                 with self._clock.waiting("fetch"):
                     unit.fetched.order_compute()
             else:
                 unit.fetched.order_compute()
-        except Exception:
-            self._store.failures.check()  # what failed first is the cause
-            raise
         unit.residency = Residency.READY
         self._assign(unit)
 

@@ -167,7 +167,8 @@ class GradientCollector:
         home = state.home
         if home is not None and home.tier is TierName.DEVICE:
             # An update of the last step may still read it.
-            order_compute_after(self._previous_update(record.index))
+            with self._store.failures.handed_over():
+                order_compute_after(self._previous_update(record.index))
             state.flat = home.memory
         else:
             state.lease = self._take_device_lease(record)
@@ -187,7 +188,7 @@ class GradientCollector:
                 lease = self._device_leases.take()
         self._num_filling += not lease.temporary
         if not lease.last_use.done():
-            with self._clock.waiting("gradient lease"):
+            with self._clock.waiting("gradient lease"), self._store.failures.handed_over():
                 order_compute_after(lease.last_use)
         return lease
 

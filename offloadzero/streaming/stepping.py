@@ -331,7 +331,7 @@ class Stepper:
     # --- what was decided ---
 
     def _wait_decided(self) -> None:
-        with self._clock.waiting("decision"):
+        with self._clock.waiting("decision"), self._failures.handed_over():
             self._last.decided.wait()
 
     def was_applied(self) -> bool:
@@ -344,6 +344,7 @@ class Stepper:
         self._wait_decided()
         if self._last.decision is not None:
             return self._last.decision.grad_norm
-        for state in self._last.gradients:
-            state.landed.wait()
+        with self._failures.handed_over():
+            for state in self._last.gradients:
+                state.landed.wait()
         return decide_step([s.sq_norm for s in self._last.gradients], loss_scale=1.0, max_norm=0.0).grad_norm

@@ -127,19 +127,22 @@ class WeightAccess:
 
     def _read(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> torch.Tensor:
         segment = self._segment(record, slot, kind)
-        self._executor.update_ticket(record.index).wait()
         target = torch.empty(slot.num_elements, dtype=segment.dtype)
-        self._store.read(segment, target, start=slot.offset).wait()
+        with self._store.failures.handed_over():
+            self._executor.update_ticket(record.index).wait()
+            self._store.read(segment, target, start=slot.offset).wait()
         return target
 
     def _write(self, record: Record, slot: ParamSlot, kind: SegmentKind, source: torch.Tensor) -> None:
         segment = self._segment(record, slot, kind)
-        self._executor.update_ticket(record.index).wait()
+        with self._store.failures.handed_over():
+            self._executor.update_ticket(record.index).wait()
         if kind is SegmentKind.PARAM:
             self._executor.begin_edit(record.index)
         # Before and after: what is read ahead meanwhile may hold either value.
         record.version += 1
-        self._store.write(segment, source, start=slot.offset).wait()
+        with self._store.failures.handed_over():
+            self._store.write(segment, source, start=slot.offset).wait()
         record.version += 1
 
 
