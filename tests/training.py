@@ -101,7 +101,7 @@ def differences(one: Outcome, other: Outcome) -> list[str]:
         for i, (a, b) in enumerate(zip(one.losses, other.losses, strict=True))
         if a != b
     ]
-    if one.norm != other.norm:
+    if repr(one.norm) != repr(other.norm):  # NaN equals NaN
         found.append(f"norm: {one.norm!r} != {other.norm!r}")
     found += _tensor_differences("weight", one.weights, other.weights)
     if one.states.keys() != other.states.keys():
