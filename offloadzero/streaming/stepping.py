@@ -11,6 +11,7 @@ the norm.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -169,7 +170,11 @@ class Stepper:
         self._hypers = self._current_hypers() if self._updates_now else ()
         if last_micro_batch and not self._updates_now:
             records = {state.record.index: state.record for state in self.collector.gradients.values()}
-            self._pipeline.read_ahead([records[i] for i in self._executor.step_order(list(records))])
+            order = self._executor.step_order(list(records))
+            # The forward has waited for the last update of each unit it used, not for those of the others: what
+            # is still being written back must not be read.
+            home = itertools.takewhile(lambda index: self._executor.update_ticket(index).done(), order)
+            self._pipeline.read_ahead([records[index] for index in home])
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     @property
