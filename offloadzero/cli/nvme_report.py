@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from offloadzero.cli.machine import MEMORY_FILESYSTEMS
 from offloadzero.cli.nvme_sweep import (
     STATE_BYTES_PER_PARAM,
     Point,
@@ -256,10 +257,10 @@ def _heading(result: Mapping[str, Any]) -> list[str]:
 
 
 def direct_words(path: Mapping[str, Any], direct: str) -> str:
+    if path["filesystem"] in MEMORY_FILESYSTEMS:  # newer kernels accept O_DIRECT there, too
+        return "in memory: no drive is measured"
     if direct == "O_DIRECT":
         return "O_DIRECT, past the page cache"
-    if path["filesystem"] in ("tmpfs", "ramfs"):
-        return "in memory: no drive is measured"
     return f"no O_DIRECT ({direct}): through the page cache, which is dropped before and written out within"
 
 
