@@ -20,7 +20,7 @@ NATIVE_SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
 HAS_CUDA := import sys, torch; sys.exit(not torch.cuda.is_available())
 
-.PHONY: train test lint gpu-test gpu bench
+.PHONY: train test lint gpu-test gpu bench native-test
 
 train: $(STAMPS)/native $(STAMPS)/examples | offload-files
 	$(BIN)/python examples/train_gpt.py --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
@@ -48,6 +48,19 @@ bench: $(STAMPS)/native $(STAMPS)/examples | offload-files
 
 offload-files:
 	mkdir -p $@
+
+# The core of the file engine without Python, under the sanitizers.
+NATIVE_TEST_SOURCES := $(filter-out %/binding.cpp,$(wildcard csrc/aio/*.cpp)) $(wildcard tests/native/*.cpp)
+
+native-test: build/native-test/address build/native-test/thread
+	for program in $^; do $$program || exit 1; done
+
+build/native-test/address: SANITIZERS := address,undefined
+build/native-test/thread: SANITIZERS := thread
+build/native-test/%: $(NATIVE_TEST_SOURCES) $(wildcard csrc/aio/*.h tests/native/*.h)
+	mkdir -p $(@D)
+	$(CXX) -std=c++17 -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=$(SANITIZERS) -fno-sanitize-recover=all \
+		$(filter %.cpp,$^) -o $@
 
 # Everything below is done once: a stamp is newer than what it was made from.
 

@@ -180,9 +180,8 @@ void Engine::release_unit(const Block& block) {
 }
 
 void Engine::block_finished(Block* block, int error, int64_t error_offset) {
-    // Destroyed after the mutex is free: the block may hold the last reference to its file.
-    std::unique_ptr<Block> owned(block);
     std::lock_guard<std::mutex> guard(mutex_);
+    std::unique_ptr<Block> owned(block);
     const std::shared_ptr<Operation>& operation = block->operation;
     if (error != 0) operation->fail(error, error_offset);
     if (block->piece.path == Path::kPartUnit) release_unit(*block);
@@ -202,6 +201,7 @@ void Engine::complete(const std::shared_ptr<Operation>& operation) {
     // May be the caller's reference itself: nothing but the events may follow.
     std::shared_ptr<Operation> kept = operation;
     outstanding_.erase(kept.get());
+    kept->request.file.reset();
     kept->released.set();
     kept->done.set();
     if (is_closing_ && outstanding_.empty()) {

@@ -40,7 +40,9 @@ class Operation {
   public:
     explicit Operation(OperationRequest what) : request(std::move(what)) {}
 
-    const OperationRequest request;
+    // Fixed but for the file, which the engine lets go of when the operation is complete: a caller who keeps
+    // the result does not keep the file open.
+    OperationRequest request;
 
     // Set when the result is known...
     Event done;

@@ -216,6 +216,7 @@ void UringQueue::reap_polled(std::vector<Completion>* completions) {
         auto transfer = polled_transfers_.extract(cqe.user_data);
         if (cqe.result == -EOPNOTSUPP) {
             is_polling_refused_ = true;
+            transfer.mapped().buffer_slot = kNoSlot;  // may have been cleared since
             fill(main_.next_sqe(), transfer.mapped());
         } else {
             completions->push_back({cqe.user_data, cqe.result});

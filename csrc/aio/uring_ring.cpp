@@ -93,7 +93,7 @@ Sqe* Ring::next_sqe() {
 // How many entries a call of the kernel has to submit.
 unsigned Ring::announce_staged() {
     // The entries must be visible to the kernel before the tail that announces them.
-    store_release(sq_tail_, sq_local_tail_);
+    __atomic_store_n(sq_tail_, sq_local_tail_, __ATOMIC_SEQ_CST);
     return sq_local_tail_ - load_acquire(sq_head_);
 }
 
@@ -103,9 +103,9 @@ int Ring::enter(int64_t timeout_ns) {
     // Where completions are delivered inside this call, nobody else brings them in.
     bool must_enter = setup_flags_ & (kSetupDeferTaskrun | kSetupIoPoll);
     if (setup_flags_ & kSetupSqPoll) {
-        // The kernel's thread looks at the tail before it sets the flag: this must not read it earlier.
-        __atomic_thread_fence(__ATOMIC_SEQ_CST);
-        must_enter = load_acquire(sq_flags_) & kSqNeedWakeup;
+        // The kernel's thread looks at the tail once more after it has set the flag. Sequentially consistent
+        // like the store of the tail: read earlier than that, a flag just set would be missed.
+        must_enter = __atomic_load_n(sq_flags_, __ATOMIC_SEQ_CST) & kSqNeedWakeup;
     } else if (num_staged > 0) {
         must_enter = true;
     }

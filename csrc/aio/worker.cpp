@@ -174,7 +174,8 @@ void Worker::stage(Block* block) {
     transfer.buffer_slot = slots_.buffer_slot(transfer.data, num_bytes);
     transfer.offset = window.offset + static_cast<int64_t>(block->num_done);
     transfer.tag = reinterpret_cast<uint64_t>(block);
-    if (transfer.buffer_slot != kNoSlot) engine_.num_fixed_.fetch_add(1, std::memory_order_relaxed);
+    block->is_fixed = transfer.buffer_slot != kNoSlot;
+    if (block->is_fixed) engine_.num_fixed_.fetch_add(1, std::memory_order_relaxed);
     ++num_in_kernel_;
     kernel_->stage(transfer);
 }
@@ -228,6 +229,12 @@ void Worker::on_completion(Block* block, int64_t result) {
 
 void Worker::on_result(Block* block, int64_t result) {
     if (result == -EINTR || result == -EAGAIN) return retry_busy(block, static_cast<int>(-result));
+    if (result == -EFAULT && block->is_fixed) {
+        // The memory was unregistered between stage() and the kernel's look at the slot: again, without.
+        const char* data = block->window.data + block->num_done;
+        bool is_registered = slots_.buffer_slot(data, block->window.num_bytes - block->num_done) != kNoSlot;
+        if (!is_registered) return resume(block);
+    }
     if (result < 0) return finish(block, static_cast<int>(-result));
     block->num_busy = 0;
     if (block->num_done + static_cast<size_t>(result) < block->window.num_needed)

@@ -43,6 +43,7 @@ struct Block {
     BouncePool* pool = nullptr;
     char* bounce = nullptr;
     bool is_prepared = false;
+    bool is_fixed = false;    // last staged to or from registered memory
     unsigned num_stalls = 0;  // short transfers in a row that got no further
     unsigned num_busy = 0;    // EINTR and EAGAIN
     BlockFault fault;

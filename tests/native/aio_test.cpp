@@ -1,0 +1,406 @@
+// The core of the file engine without Python, for the sanitizers: `make native-test`.
+#include <dirent.h>
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../../csrc/aio/engine.h"
+#include "check.h"
+
+namespace {
+
+using namespace offloadzero::aio;
+
+constexpr size_t kBlock = 16384;
+constexpr int64_t kWaitNs = 60'000'000'000;
+constexpr int64_t kMs = 1'000'000;
+using Bytes = std::vector<char>;
+using Ticket = std::shared_ptr<Operation>;
+
+// A folder of its own, gone afterwards.
+class Folder {
+  public:
+    Folder() {
+        const char* parent = getenv("TMPDIR");
+        name_ = std::string(parent ? parent : "/tmp") + "/aio_test.XXXXXX";
+        CHECK(mkdtemp(name_.data()) != nullptr);
+    }
+    ~Folder() {
+        for (const std::string& path : paths_) unlink(path.c_str());
+        CHECK_EQUAL(rmdir(name_.c_str()), 0);  // fails when a test left a file behind
+    }
+    std::string path(const std::string& file) {
+        paths_.push_back(name_ + "/" + file);
+        return paths_.back();
+    }
+
+  private:
+    std::string name_;
+    std::vector<std::string> paths_;
+};
+
+Bytes random_bytes(size_t num_bytes, unsigned seed) {
+    std::mt19937_64 generator(seed);
+    Bytes bytes(num_bytes);
+    for (char& byte : bytes) byte = static_cast<char>(generator());
+    return bytes;
+}
+
+void put(const std::string& path, const Bytes& bytes) {
+    int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    CHECK(fd >= 0);
+    CHECK_EQUAL(pwrite(fd, bytes.data(), bytes.size(), 0), static_cast<ssize_t>(bytes.size()));
+    close(fd);
+}
+
+Bytes get(const std::string& path) {
+    int fd = open(path.c_str(), O_RDONLY);
+    CHECK(fd >= 0);
+    Bytes bytes(static_cast<size_t>(lseek(fd, 0, SEEK_END)));
+    CHECK_EQUAL(pread(fd, bytes.data(), bytes.size(), 0), static_cast<ssize_t>(bytes.size()));
+    close(fd);
+    return bytes;
+}
+
+int num_open_descriptors() {
+    DIR* folder = opendir("/proc/self/fd");
+    CHECK(folder != nullptr);
+    int num = 0;
+    while (readdir(folder) != nullptr) ++num;
+    closedir(folder);
+    return num;
+}
+
+// One engine and one file in it.
+class Fixture {
+  public:
+    explicit Fixture(EngineOptions options, const Bytes& content = {}) : path(folder.path("data")) {
+        options.block_size = kBlock;
+        CHECK_EQUAL(Engine::create(options, &engine), 0);
+        put(path, content);
+        file = open_file();
+    }
+
+    std::shared_ptr<File> open_file() {
+        std::shared_ptr<File> opened;
+        CHECK_EQUAL(engine->open(path, OpenOptions(), &opened), 0);
+        return opened;
+    }
+
+    Ticket submit(bool is_write, char* data, size_t num_bytes, int64_t offset, int64_t deadline_ns = 0) {
+        OperationRequest request;
+        request.is_write = is_write;
+        request.file = file;
+        request.data = data;
+        request.num_bytes = num_bytes;
+        request.offset = offset;
+        request.deadline_ns = deadline_ns;
+        Ticket ticket;
+        CHECK_EQUAL(engine->submit(std::move(request), &ticket), 0);
+        return ticket;
+    }
+
+    int finish(const Ticket& ticket) {
+        CHECK_EQUAL(engine->wait(ticket.get(), kWaitNs), 0);
+        return ticket->error();
+    }
+
+    Folder folder;
+    std::string path;
+    std::unique_ptr<Engine> engine;
+    std::shared_ptr<File> file;
+};
+
+void test_odd_sizes_and_offsets(const EngineOptions& options) {
+    Bytes old = random_bytes(8 * kBlock + 77, 1);
+    for (size_t size : {size_t(0), size_t(1), size_t(511), size_t(4096), size_t(4097), 3 * kBlock - 1,
+                        3 * kBlock, 3 * kBlock + 1}) {
+        for (int64_t offset : {0, 1, 199, 4095, 4096, 65536 + 512}) {
+            Fixture fixture(options, old);
+            Bytes data = random_bytes(size, 2);
+            CHECK_EQUAL(fixture.finish(fixture.submit(true, data.data(), size, offset)), 0);
+            Bytes expected = old;
+            std::copy(data.begin(), data.end(), expected.begin() + offset);
+            CHECK(get(fixture.path) == expected);
+            Bytes back(size);
+            CHECK_EQUAL(fixture.finish(fixture.submit(false, back.data(), size, offset)), 0);
+            CHECK(back == data);
+        }
+    }
+}
+
+// Ranges next to each other, from several threads: most share an alignment unit with a neighbour.
+void test_threads_write_side_by_side(const EngineOptions& options) {
+    constexpr size_t kThreads = 4, kPieces = 120, kPiece = 1001;
+    Bytes data = random_bytes(kThreads * kPieces * kPiece, 3);
+    Fixture fixture(options, Bytes(data.size()));
+    std::vector<std::thread> threads;
+    for (size_t thread = 0; thread < kThreads; ++thread) {
+        threads.emplace_back([&, thread] {
+            std::vector<Ticket> tickets;
+            for (size_t piece = 0; piece < kPieces; ++piece) {
+                size_t at = (piece * kThreads + thread) * kPiece;
+                tickets.push_back(fixture.submit(true, &data[at], kPiece, static_cast<int64_t>(at)));
+            }
+            for (const Ticket& ticket : tickets) CHECK_EQUAL(fixture.finish(ticket), 0);
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+    CHECK(get(fixture.path) == data);
+    CHECK_EQUAL(fixture.engine->collect_finished().size(), kThreads * kPieces);
+}
+
+void test_short_transfers_continue(const EngineOptions& options) {
+    for (int64_t num_short : {1, 512, 4096, 5000}) {
+        Bytes data = random_bytes(5 * kBlock + 1001, 4);
+        Fixture fixture(options, Bytes(8 * kBlock));
+        for (uint64_t nth = 1; nth <= 4; ++nth)
+            fixture.engine->faults().inject(FaultKind::kShort, nth, num_short);
+        CHECK_EQUAL(fixture.finish(fixture.submit(true, data.data(), data.size(), kBlock - 7)), 0);
+        for (uint64_t nth = 1; nth <= 4; ++nth)
+            fixture.engine->faults().inject(FaultKind::kShort, nth, num_short);
+        Bytes back(data.size());
+        CHECK_EQUAL(fixture.finish(fixture.submit(false, back.data(), back.size(), kBlock - 7)), 0);
+        CHECK(back == data);
+        CHECK(fixture.engine->stats().retries > 0);
+    }
+}
+
+void test_faults_end_their_operation_only(const EngineOptions& options) {
+    Bytes content = random_bytes(64 * kBlock, 5);
+    Fixture fixture(options, content);
+    std::mt19937 random(6);
+    for (int turn = 0; turn < 150; ++turn) {
+        int error = turn % 3 == 0 ? EINTR : turn % 3 == 1 ? EIO : ENOSPC;
+        fixture.engine->faults().inject(FaultKind::kErrno, 1 + random() % 6, error);
+        fixture.engine->faults().inject(FaultKind::kDelay, 1 + random() % 6, random() % 3);
+        std::vector<Ticket> tickets;
+        std::vector<Bytes> backs(4, Bytes(3 * kBlock + 5));
+        for (size_t i = 0; i < backs.size(); ++i) {
+            tickets.push_back(fixture.submit(false, backs[i].data(), backs[i].size(), 1000 * int64_t(i)));
+        }
+        int num_failed = 0;
+        for (size_t i = 0; i < backs.size(); ++i) {
+            int outcome = fixture.finish(tickets[i]);
+            CHECK(outcome == 0 || outcome == error);
+            num_failed += outcome != 0;
+            if (outcome == 0) CHECK(memcmp(backs[i].data(), &content[1000 * i], backs[i].size()) == 0);
+        }
+        CHECK(num_failed == (error == EINTR ? 0 : 1));
+        fixture.engine->faults().clear();
+    }
+}
+
+void test_cancel_drops_what_has_not_started(const EngineOptions& options) {
+    Fixture fixture(options, Bytes(kBlock));
+    // One more delay than there is room in the kernel: whatever comes later is still queued.
+    size_t depth = options.queue_depth;
+    Bytes data(depth * kBlock, 'd');
+    for (uint64_t nth = 1; nth <= depth; ++nth) fixture.engine->faults().inject(FaultKind::kDelay, nth, 50);
+    Ticket first = fixture.submit(true, data.data(), data.size(), 0);
+    Bytes dropped(100 * kBlock, 'x');
+    std::vector<Ticket> late;
+    for (int i = 0; i < 20; ++i)
+        late.push_back(fixture.submit(true, dropped.data(), dropped.size(), 1 << 20));
+    int num_cancelled = 0;
+    for (const Ticket& ticket : late) num_cancelled += fixture.engine->cancel(ticket.get());
+    for (const Ticket& ticket : late) {
+        int error = fixture.finish(ticket);
+        CHECK(error == 0 || error == ECANCELED);
+        CHECK_EQUAL(ticket->released.wait(kWaitNs), 0);
+        CHECK(!fixture.engine->cancel(ticket.get()));
+    }
+    CHECK(num_cancelled > 0);
+    CHECK_EQUAL(fixture.finish(first), 0);
+    CHECK_EQUAL(fixture.engine->collect_finished().size(), late.size() + 1);
+}
+
+void test_deadline(const EngineOptions& options) {
+    Fixture fixture(options, Bytes(4 * kBlock));
+    auto memory = std::make_unique<Bytes>(4 * kBlock);
+    fixture.engine->faults().inject(FaultKind::kDelay, 2, 150);
+    int64_t begin = now_ns();
+    Ticket ticket = fixture.submit(false, memory->data(), memory->size(), 0, begin + 20 * kMs);
+    CHECK_EQUAL(fixture.finish(ticket), ETIMEDOUT);
+    CHECK(now_ns() - begin >= 20 * kMs);
+    // The caller learns of it at once; its memory is busy until the late block is there.
+    CHECK(!ticket->released.is_set());
+    CHECK(fixture.engine->collect_finished().empty());
+    CHECK_EQUAL(ticket->released.wait(kWaitNs), 0);
+    CHECK(now_ns() - begin >= 150 * kMs);
+    CHECK_EQUAL(fixture.engine->collect_finished().size(), size_t(1));
+    memory.reset();
+    // In time, and too late before it begins.
+    Bytes data(kBlock);
+    CHECK_EQUAL(fixture.finish(fixture.submit(false, data.data(), kBlock, 0, now_ns() + 60'000 * kMs)), 0);
+    ticket = fixture.submit(false, data.data(), kBlock, 0, now_ns() - 1);
+    int error = fixture.finish(ticket);
+    CHECK(error == ETIMEDOUT || error == 0);
+    CHECK_EQUAL(ticket->released.wait(kWaitNs), 0);
+}
+
+void test_close_with_work_in_flight(const EngineOptions& options) {
+    for (bool should_cancel : {false, true}) {
+        for (int turn = 0; turn < 10; ++turn) {
+            Fixture fixture(options, Bytes(kBlock));
+            fixture.engine->faults().inject(FaultKind::kDelay, 1, turn % 3);
+            if (turn % 2) fixture.engine->faults().inject(FaultKind::kErrno, 3, EIO);
+            Bytes data(4 * kBlock + 9, 'w');
+            std::atomic<bool> is_over{false};
+            std::vector<Ticket> tickets;
+            std::thread submitter([&] {
+                while (!is_over) {
+                    OperationRequest request;
+                    request.is_write = true;
+                    request.file = fixture.file;
+                    request.data = data.data();
+                    request.num_bytes = data.size();
+                    Ticket ticket;
+                    int status = fixture.engine->submit(std::move(request), &ticket);
+                    if (status == -ESHUTDOWN) return;
+                    CHECK_EQUAL(status, 0);
+                    tickets.push_back(ticket);
+                    if (tickets.size() > 200) std::this_thread::yield();
+                }
+            });
+            std::this_thread::sleep_for(std::chrono::milliseconds(turn % 4));
+            fixture.engine->close(should_cancel);
+            is_over = true;
+            submitter.join();
+            for (const Ticket& ticket : tickets) {
+                CHECK(ticket->done.is_set() && ticket->released.is_set());
+                CHECK(ticket->error() == 0 || ticket->error() == EIO || ticket->error() == ECANCELED);
+                CHECK(should_cancel || ticket->error() != ECANCELED);
+            }
+            CHECK_EQUAL(fixture.engine->collect_finished().size(), tickets.size());
+        }
+    }
+}
+
+void test_registered_memory(const EngineOptions& options) {
+    Bytes content = random_bytes(32 * kBlock, 7);
+    Fixture fixture(options, content);
+    constexpr size_t kNumBytes = 64 * kBlock;
+    char* memory = static_cast<char*>(aligned_alloc(4096, kNumBytes));
+    CHECK(memory != nullptr);
+    for (int turn = 0; turn < 5; ++turn) {
+        int status = fixture.engine->register_buffer(memory, kNumBytes);
+        bool is_refused = status == -EOPNOTSUPP || status == -ENOMEM || status == -EINVAL;
+        CHECK(status == 0 || is_refused);
+        CHECK_EQUAL(fixture.engine->stats().registered_bytes, status == 0 ? kNumBytes : 0);
+        std::vector<Ticket> tickets;
+        for (size_t i = 0; i < 2; ++i) {
+            tickets.push_back(fixture.submit(false, memory + i * 32 * kBlock, 32 * kBlock, 0));
+        }
+        // Taken back while the transfers are in flight: the kernel keeps what they need.
+        std::thread other([&] { CHECK_EQUAL(fixture.engine->unregister_buffer(memory), status == 0); });
+        for (const Ticket& ticket : tickets) CHECK_EQUAL(fixture.finish(ticket), 0);
+        other.join();
+        for (size_t i = 0; i < 2; ++i) {
+            CHECK(memcmp(memory + i * 32 * kBlock, content.data(), content.size()) == 0);
+        }
+    }
+    free(memory);
+}
+
+// More files than slots, opened and closed while others are read: a slot never shows the file it held before.
+void test_files_come_and_go(const EngineOptions& options) {
+    constexpr int kFiles = kNumFileSlots + 20;
+    Fixture fixture(options);
+    int num_before = num_open_descriptors();
+    {
+        std::vector<std::shared_ptr<File>> files;
+        for (int i = 0; i < kFiles; ++i) {
+            fixture.path = fixture.folder.path("file" + std::to_string(i));
+            put(fixture.path, Bytes(4096, static_cast<char>(i)));
+            files.push_back(fixture.open_file());
+            if (i % 3 == 2) files[static_cast<size_t>(i - 1)].reset();
+        }
+        for (int turn = 0; turn < 2; ++turn) {
+            for (int i = 0; i < kFiles; ++i) {
+                if (files[static_cast<size_t>(i)] == nullptr) continue;
+                char back[4096];
+                fixture.file = files[static_cast<size_t>(i)];
+                CHECK_EQUAL(fixture.finish(fixture.submit(false, back, sizeof back, 0)), 0);
+                CHECK(back[0] == static_cast<char>(i) && back[4095] == static_cast<char>(i));
+                if (turn == 0 && i % 5 == 0) files[static_cast<size_t>(i)].reset();
+            }
+        }
+        fixture.file.reset();
+    }
+    CHECK(num_open_descriptors() < num_before);
+}
+
+struct Test {
+    const char* name;
+    void (*function)(const EngineOptions&);
+};
+
+constexpr Test kTests[] = {
+    {"odd sizes and offsets", test_odd_sizes_and_offsets},
+    {"threads write side by side", test_threads_write_side_by_side},
+    {"short transfers continue", test_short_transfers_continue},
+    {"faults end their operation only", test_faults_end_their_operation_only},
+    {"cancel drops what has not started", test_cancel_drops_what_has_not_started},
+    {"deadline", test_deadline},
+    {"close with work in flight", test_close_with_work_in_flight},
+    {"registered memory", test_registered_memory},
+    {"files come and go", test_files_come_and_go},
+};
+
+struct Setup {
+    const char* name;
+    EngineOptions options;
+};
+
+std::vector<Setup> setups() {
+    std::vector<Setup> all;
+    auto add = [&all](const char* name, KernelInterface kernel, unsigned num_threads) -> EngineOptions& {
+        Setup setup = {name, EngineOptions()};
+        setup.options.kernel = kernel;
+        setup.options.queue_depth = 8;
+        setup.options.num_threads = num_threads;
+        all.push_back(setup);
+        return all.back().options;
+    };
+    add("io_uring", KernelInterface::kUring, 1);
+    add("io_uring, 3 threads", KernelInterface::kUring, 3);
+    add("io_uring, plain", KernelInterface::kUring, 1).uring = {false, false, false, false, false};
+    add("io_uring, SQPOLL", KernelInterface::kUring, 1).uring.has_sqpoll = true;
+    add("io_uring, IOPOLL", KernelInterface::kUring, 1).uring.has_iopoll = true;
+    add("native AIO", KernelInterface::kNativeAio, 1);
+    add("native AIO, 2 threads", KernelInterface::kNativeAio, 2);
+    return all;
+}
+
+}  // namespace
+
+int main() {
+    int num_before = num_open_descriptors();
+    for (const Setup& setup : setups()) {
+        std::unique_ptr<Engine> probe;
+        int status = Engine::create(setup.options, &probe);
+        probe.reset();
+        if (status < 0) {
+            std::printf("%-22s not available: %s\n", setup.name, strerror(-status));
+            continue;
+        }
+        for (const Test& test : kTests) {
+            int64_t begin = now_ns();
+            test.function(setup.options);
+            std::printf("%-22s %-36s %6.0f ms\n", setup.name, test.name, double(now_ns() - begin) / 1e6);
+            std::fflush(stdout);
+        }
+    }
+    CHECK_EQUAL(num_open_descriptors(), num_before);
+    std::printf("fine\n");
+}
