@@ -1,0 +1,146 @@
+"""Clipping against torch, loss scaling against a small model of the published rule."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offloadzero.config import LossScaleConfig
+from offloadzero.optim.step_decision import LossScale, decide_step
+
+
+def squared_norms(gradients: list[torch.Tensor]) -> list[float]:
+    return [float(grad.double().square().sum()) for grad in gradients]
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=6),
+    st.floats(1e-3, 1e3),
+    st.floats(1e-3, 1e3),
+    st.sampled_from([1.0, 2.0, 1024.0, 65536.0]),
+    st.integers(0, 2**31),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_factor_is_that_of_clip_grad_norm(
+    sizes: list[int], magnitude: float, max_norm: float, loss_scale: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    plain = [torch.randn(size, generator=generator, dtype=torch.float64) * magnitude for size in sizes]
+    params = [torch.nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in sizes]
+    for param, grad in zip(params, plain, strict=True):
+        param.grad = grad.clone()
+    norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
+
+    decision = decide_step(
+        squared_norms([grad * loss_scale for grad in plain]), loss_scale=loss_scale, max_norm=max_norm
+    )
+    assert decision.apply
+    assert decision.grad_norm == pytest.approx(float(norm), rel=1e-12)
+    assert decision.grad_scale == np.float32(decision.grad_scale), "the kernels multiply in fp32"
+    for param, grad in zip(params, plain, strict=True):
+        expected = param.grad
+        assert expected is not None
+        torch.testing.assert_close(grad * loss_scale * decision.grad_scale, expected, rtol=2e-7, atol=0)
+
+
+def test_small_norms_are_left_alone() -> None:
+    assert decide_step([0.25, 0.5], loss_scale=1.0, max_norm=1.0).grad_scale == 1.0
+    assert decide_step([0.0], loss_scale=1.0, max_norm=1.0).grad_scale == 1.0
+    assert decide_step([100.0], loss_scale=4.0, max_norm=0.0).grad_scale == 0.25
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_is_not_finite_is_not_applied(bad: float, max_norm: float, place: int) -> None:
+    norms = [1.0, 2.0, 3.0]
+    norms[place] = bad
+    decision = decide_step(norms, loss_scale=2.0, max_norm=max_norm)
+    assert not decision.apply
+    assert not math.isfinite(decision.grad_norm)
+    assert decision.grad_scale == 0.0
+
+
+def test_norms_whose_sum_would_lose_digits() -> None:
+    """The sum does not depend on the order of the records' sizes."""
+    norms = [1e16, 1.0, 1.0, 1.0, 1.0]
+    results = {
+        decide_step(order, loss_scale=1.0, max_norm=1.0).grad_norm for order in itertools.permutations(norms)
+    }
+    assert results == {math.sqrt(1e16 + 4.0)}
+
+
+# --- loss scaling ---
+
+
+class PublishedRule:
+    """Micikevicius et al. with Megatron's hysteresis, as two counters written down anew."""
+
+    def __init__(self, power: int, window: int, hysteresis: int, floor: float) -> None:
+        self.scale = 2.0**power
+        self.window, self.full, self.floor = window, hysteresis, floor
+        self.misses_left = hysteresis
+        self.run = 0
+
+    def step(self, finite: bool) -> None:
+        if finite:
+            self.run += 1
+            if self.run == self.window:
+                self.run = 0
+                self.scale *= 2
+                self.misses_left = self.full
+            return
+        self.run = 0
+        self.misses_left -= 1
+        if self.misses_left <= 0:
+            self.misses_left = 0
+            self.scale = max(self.scale / 2, self.floor)
+
+
+@given(
+    st.integers(0, 20),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.sampled_from([0.25, 1.0, 64.0]),
+    st.lists(st.booleans(), max_size=60),
+)
+@settings(max_examples=300, deadline=None)
+def test_dynamic_scaling_follows_the_rule(
+    power: int, window: int, hysteresis: int, floor: float, steps: list[bool]
+) -> None:
+    config = LossScaleConfig(initial_scale_power=power, window=window, hysteresis=hysteresis, min_scale=floor)
+    state = LossScale.initial(config)
+    model = PublishedRule(power, window, hysteresis, floor)
+    assert state.scale == model.scale
+    for finite in steps:
+        state = state.after_step(finite=finite)
+        model.step(finite)
+        assert state.scale == model.scale
+
+
+def test_by_hand() -> None:
+    state = LossScale.initial(LossScaleConfig(initial_scale_power=4, window=2, hysteresis=2))
+    scales = []
+    for finite in [True, False, False, True, True, False, True, False, False]:
+        state = state.after_step(finite=finite)
+        scales.append(state.scale)
+    assert scales == [16.0, 16.0, 8.0, 8.0, 16.0, 16.0, 16.0, 8.0, 4.0]
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_static_scaling_never_changes(finite: bool) -> None:
+    state = LossScale.initial(LossScaleConfig(static=512.0, window=1, hysteresis=1))
+    for _ in range(5):
+        state = state.after_step(finite=finite)
+    assert state.scale == 512.0
+
+
+def test_no_scaling_is_a_factor_of_one() -> None:
+    state = LossScale.initial(None)
+    assert (state.scale, state.after_step(finite=False).scale) == (1.0, 1.0)
