@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 
 import offloadzero
 from offloadzero import BudgetError, ConfigError, NonFiniteError
-from tests.tiny import TinyModel, all_states, make_engine, settings, tokens, train
+from tests.tiny import TinyModel, all_states, make_engine, settings, small_disk, tokens, train
 
 HOST = {"param": "host", "master": "host", "exp_avg": "host", "exp_avg_sq": "host"}
 
@@ -77,31 +76,10 @@ def test_a_tier_that_does_not_exist() -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 8 MiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)], capture_output=True, text=True, check=False
-    )  # fmt: skip
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting a tmpfs is not allowed here: {mounted.stderr.strip()}")
-    try:
+    with small_disk(tmp_path / "disk", size="8m") as path:
         yield path
-    finally:
-        unmount(path)
-
-
-def unmount(path: Path) -> None:
-    """The kernel closes what an io_uring held some moments after its end; a file that stays open is a failure."""
-    deadline_s = time.monotonic() + 5.0
-    while (
-        done := subprocess.run(["umount", str(path)], capture_output=True, text=True, check=False)
-    ).returncode:
-        if time.monotonic() > deadline_s:
-            subprocess.run(["umount", "--lazy", str(path)], check=False)
-            raise AssertionError(done.stderr)
-        time.sleep(0.05)
 
 
 def test_nvme_without_a_path() -> None:
@@ -124,10 +102,10 @@ def test_nvme_path_is_a_file(tmp_path: Path) -> None:
     assert "not a directory" in str(error)
 
 
-def test_nvme_path_on_a_readonly_filesystem(small_disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    error = refusal(settings(small_disk))
-    assert error.value == str(small_disk)
+def test_nvme_path_on_a_readonly_filesystem(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    error = refusal(settings(disk))
+    assert error.value == str(disk)
     assert "read-only" in str(error)
 
 
@@ -139,21 +117,21 @@ def test_nvme_path_without_permission(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fill", [False, True])
-def test_nvme_path_on_a_full_filesystem(small_disk: Path, fill: bool) -> None:
+def test_nvme_path_on_a_full_filesystem(disk: Path, fill: bool) -> None:
     """Too small from the start, or filled by something else: said before the first step, nothing left behind."""
     width = 48 if fill else 400
     if fill:
-        (small_disk / "foreign").write_bytes(bytes(8 * 1024 * 1024 - 4096))
+        (disk / "foreign").write_bytes(bytes(8 * 1024 * 1024 - 4096))
     torch.manual_seed(1)
     model = TinyModel(width)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(BudgetError) as caught:
-        make_engine(settings(small_disk), model)
+        make_engine(settings(disk), model)
     text = str(caught.value)
-    assert str(small_disk) in text
+    assert str(disk) in text
     assert "No space left" in text
     assert "are free" in text
-    assert set(os.listdir(small_disk)) <= {"foreign"}
+    assert set(os.listdir(disk)) <= {"foreign"}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

@@ -6,9 +6,13 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -141,3 +145,25 @@ def run_script(script: str, *arguments: object, timeout_s: float = 30.0) -> subp
         process.communicate()
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+@contextmanager
+def small_disk(path: Path, *, size: str) -> Iterator[Path]:
+    """A filesystem of `size` ("8m") at `path`; skips the test where mounting is not allowed."""
+    path.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"mounting a tmpfs is not allowed here: {mounted.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        # The kernel closes what an io_uring held some moments after its end; a file that stays open is a failure.
+        deadline_s = time.monotonic() + 5.0
+        while (
+            done := subprocess.run(["umount", str(path)], capture_output=True, text=True, check=False)
+        ).returncode:
+            if time.monotonic() > deadline_s:
+                subprocess.run(["umount", "--lazy", str(path)], check=False)
+                raise AssertionError(done.stderr)
+            time.sleep(0.05)
