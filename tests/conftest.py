@@ -14,10 +14,14 @@ import torch
 HANG_S = float(os.environ.get("OFFLOADZERO_TEST_HANG_S", "120"))
 
 
+SLOW_FACTOR = 6  # for tests marked slow
+
+
 @pytest.fixture(autouse=True)
-def never_hang() -> Iterator[None]:
+def never_hang(request: pytest.FixtureRequest) -> Iterator[None]:
     """Arm the timer before each test and disarm it after."""
-    faulthandler.dump_traceback_later(HANG_S, exit=True, file=sys.__stderr__)
+    limit_s = HANG_S * (SLOW_FACTOR if request.node.get_closest_marker("slow") else 1)
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()
 
