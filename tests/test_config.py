@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from offloadzero.config import (
     AioConfig,
     BatchConfig,

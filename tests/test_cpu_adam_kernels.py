@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from offloadzero.errors import ConfigError
 from offloadzero.native import _cpu_adam, cpu_adam
 from offloadzero.native.cpu_adam import AdamHyper, Isa
-from torch import Tensor
 
 ISAS = [isa for isa in Isa if cpu_adam.isa_supported(isa)]
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]

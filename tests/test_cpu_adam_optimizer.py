@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from offloadzero.errors import ConfigError
 from offloadzero.optim.cpu_adam import CPUAdam
-from torch import Tensor, nn
 
 SHAPES = [(257, 33), (1000,), (1,), (40_000,)]
 HALVES = [torch.bfloat16, torch.float16]

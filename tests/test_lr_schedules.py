@@ -12,6 +12,8 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import LRScheduler
+
 from offloadzero.config import SchedulerConfig
 from offloadzero.errors import ConfigError
 from offloadzero.optim.lr_schedules import (
@@ -23,7 +25,6 @@ from offloadzero.optim.lr_schedules import (
     WarmupLR,
     build_lr_scheduler,
 )
-from torch.optim.lr_scheduler import LRScheduler
 
 DOC = Path(__file__).parents[1] / "docs" / "config.md"
 
