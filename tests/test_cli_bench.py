@@ -400,6 +400,15 @@ def test_fio_output_that_makes_no_sense() -> None:
             fio.parse_fio(text, reference_point("io_uring"), Traffic.READ, paths=(0,), started_s=0.0)
 
 
+def test_fio_goes_on_where_the_last_sample_ended(tmp_path: Path) -> None:
+    with scratch.scratch_files([str(tmp_path)] * 2) as files:
+        for file in files:
+            file.num_bytes, file.cursor = 64 * MIB, 20 * MIB
+        assert fio.next_window(files, 32 * MIB, alignment=8 * MIB) == (16 * MIB, 16 * MIB)
+        assert fio.next_window(files, 120 * MIB, alignment=8 * MIB) == (0, 64 * MIB)
+        assert fio.next_window(files, 1 << 40, alignment=MIB) == (0, 64 * MIB)
+
+
 def test_compare_prints_ratios(
     run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -485,6 +485,7 @@ class _Run:
             deadline_s=self._started_s + deadline_s,
             max_bytes=max_bytes,
             with_timeline=with_timeline,
+            is_counted_whole=phase == "verify",
         )
         return self._bench.sample(request, shape or self._shape)
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from offloadzero.cli.nvme_sweep import READ_BYTES_PER_PARAM, STEP_BYTES_PER_PARAM, Point, Traffic
 from offloadzero.cli.nvme_traffic import Sample, WriteAllowance
@@ -33,8 +33,34 @@ def fio_version() -> str:
     return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=False).stdout.strip()
 
 
+class Window(NamedTuple):
+    """The part of each file that one sample goes through."""
+
+    offset: int
+    num_bytes: int
+
+
+def next_window(files: Sequence[ScratchFile], max_bytes: int, *, alignment: int) -> Window:
+    """The part after the one used last, as our own samples go on where the last one ended.
+
+    A tool that reads the same part each time finds it in the caches below: the drive's, a hypervisor's.
+    """
+    whole = min(file.num_bytes for file in files) // alignment * alignment
+    num_bytes = min(-(-max_bytes // len(files) // alignment) * alignment, whole)
+    offset = min(file.cursor for file in files) // alignment * alignment
+    if offset + num_bytes > whole:
+        offset = 0
+    return Window(offset, num_bytes)
+
+
 def fio_command(
-    point: Point, traffic: Traffic, files: Sequence[ScratchFile], *, seconds: float, max_bytes: int
+    point: Point,
+    traffic: Traffic,
+    files: Sequence[ScratchFile],
+    *,
+    window: Window,
+    seconds: float,
+    max_bytes: int,
 ) -> list[str]:
     """fio on files that exist and are written: it creates, grows and removes none.
 
@@ -42,7 +68,7 @@ def fio_command(
     traffic is one stream of reads and one of writes in a job, at the byte ratio of an optimizer step.
     """
     num_jobs = point.num_threads
-    per_file = min(file.num_bytes for file in files) // num_jobs // point.block_size * point.block_size
+    per_job = window.num_bytes // num_jobs // point.block_size * point.block_size
     return [
         "fio",
         "--name=verify",
@@ -52,8 +78,9 @@ def fio_command(
         f"--bs={point.block_size}",
         f"--iodepth={max(point.queue_depth // num_jobs, 1)}",
         f"--numjobs={num_jobs}",
-        f"--offset_increment={per_file}",
-        f"--size={per_file * len(files)}",
+        f"--offset={window.offset}",
+        f"--offset_increment={per_job}",
+        f"--size={per_job * len(files)}",
         f"--io_size={max(max_bytes // num_jobs, point.block_size)}",
         f"--runtime={max(int(seconds * 1e3), 1)}ms",
         "--ioengine=io_uring",
@@ -96,7 +123,8 @@ def run_fio(
         return None
     for file in files:
         file.check()
-    command = fio_command(point, traffic, files, seconds=seconds, max_bytes=max_bytes)
+    window = next_window(files, max_bytes, alignment=point.block_size * point.num_threads)
+    command = fio_command(point, traffic, files, window=window, seconds=seconds, max_bytes=max_bytes)
     started_s = time.monotonic() - run_started_s
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -104,6 +132,8 @@ def run_fio(
         raise FioError(f"fio ended with status {done.returncode}: {_last_line(done.stderr or done.stdout)}")
     sample = parse_fio(done.stdout, point, traffic, paths=paths, started_s=started_s)
     allowance.give_back(reserved - sample.bytes_written)
+    for file in files:
+        file.cursor = min(window.offset + sample.num_bytes // len(files), file.num_bytes)
     return sample
 
 

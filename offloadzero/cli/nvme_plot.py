@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -94,10 +95,9 @@ def _plot_traffic(axes: Any, result: Mapping[str, Any], traffic: str, rates: Map
     lines: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
     for (backend, num_threads, depth, block_size), rate in rates.items():
         lines.setdefault((backend, num_threads, depth), []).append((block_size, rate))
-    depths = sorted({depth for backend, threads, depth in lines if backend == first and threads == 1})
     for (backend, num_threads, depth), places in lines.items():
         if backend == first and num_threads == 1:
-            _draw_depth(axes, places, depths.index(depth), len(depths), depth)
+            _draw_depth(axes, places, depth)
         else:
             _draw_other(axes, places, backend, num_threads, is_first=backend == first)
     _mark_chosen(axes, result, traffic)
@@ -116,19 +116,12 @@ def _plot_traffic(axes: Any, result: Mapping[str, Any], traffic: str, rates: Map
         )
 
 
-def _draw_depth(
-    axes: Any, places: Sequence[tuple[int, float]], rank: int, num_ranks: int, depth: int
-) -> None:
+def _draw_depth(axes: Any, places: Sequence[tuple[int, float]], depth: int) -> None:
     from matplotlib import colormaps
 
-    shade = 0.9 * (1.0 - rank / max(num_ranks - 1, 1))
-    axes.plot(
-        *zip(*places, strict=True),
-        marker="o",
-        markersize=4,
-        color=colormaps["viridis"](shade),
-        label=f"depth {depth}",
-    )
+    # Darker is deeper, the same in every plot: 1 to 256.
+    color = colormaps["viridis"](0.9 * (1.0 - min(math.log2(depth) / 8, 1.0)))
+    axes.plot(*zip(*places, strict=True), marker="o", markersize=4, color=color, label=f"depth {depth}")
 
 
 def _draw_other(
@@ -164,6 +157,7 @@ def _mark_chosen(axes: Any, result: Mapping[str, Any], traffic: str) -> None:
                 textcoords="offset points",
                 ha="center",
                 color=red,
+                bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
             )
 
 

@@ -195,7 +195,7 @@ def sample_seconds(available_s: float, num_samples: int, *, time_s: float) -> fl
 
     At least a quarter of a second, in runs of less than 25 seconds a hundredth of the run: then fewer fit.
     """
-    return min(max(available_s / max(num_samples, 1) / 1.5, min(0.25, time_s / 100)), 1.0)
+    return min(max(available_s / max(num_samples, 1) / 1.5, min(0.25, time_s / 100)), 0.5)
 
 
 def max_in_flight_bytes(rate_bps: float, file_bytes: int) -> int:
