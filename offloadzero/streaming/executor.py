@@ -54,6 +54,7 @@ class _Unit:
     generation: int = 0  # counts updates: a saved tensor of an older one is refused
     edits: int = 0  # the same for frozen weights, which no update changes: counts writes by the user
     pins: int = 0
+    has_lent: bool = False  # some parameters point at copies of their own
 
     def generation_at(self, byte_offset: int) -> int:
         """Of the weights at an offset: an update leaves the frozen ones, which come last, as they are."""
@@ -161,13 +162,16 @@ class Executor:
                 self._complete_fetch(unit)
 
     def pin(self, index: int) -> None:
-        """Touch and keep until `unpin`."""
-        self._units[index].pins += 1
+        """Touch and keep until `unpin`; the parameters are those of the unit, not copies lent before."""
+        unit = self._units[index]
+        unit.pins += 1
         try:
             self.touch(index)
         except BaseException:
-            self._units[index].pins -= 1
+            unit.pins -= 1
             raise
+        if unit.has_lent:
+            self._assign(unit)
 
     def unpin(self, index: int) -> None:
         """The site's forward is over."""
@@ -181,10 +185,11 @@ class Executor:
         return self._units[index].pins > 0
 
     def lend_copy(self, index: int, slot: ParamSlot) -> None:
-        """Point a streamed parameter at a copy of its own until the unit's next fetch or release."""
+        """Point a streamed parameter at a copy of its own until the unit is pinned, fetched or released."""
         unit = self._units[index]
         if unit.residency is not Residency.HOME and unit.flat is not None:
             slot.param.data = slot.view_in(unit.flat).clone()
+            unit.has_lent = True
 
     def gradients_complete(self, index: int) -> None:
         """No operation of this backward reads the unit's weights any more."""
@@ -446,6 +451,7 @@ class Executor:
 
         The placeholder is one NaN expanded: autograd's shape checks hold, and a use that nobody foresaw shows.
         """
+        unit.has_lent = False
         if unit.flat is not None:
             for slot in unit.record.slots:
                 slot.param.data = slot.view_in(unit.flat)
