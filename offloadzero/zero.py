@@ -55,6 +55,8 @@ class Init:
         self._settings = load_config(source) if source is not None else OffloadConfig()
         self._enabled = enabled
         self._dtype = dtype or DTYPES[self._settings.precision.param_dtype]
+        # Without a precision block nobody casts what stays in memory later.
+        self._casts_all = dtype is not None and self._settings.precision.param_dtype is None
         self._directory = self._spill_directory(remote_device)
         self._freed = FreedMemory()
         self._originals: list[tuple[type[nn.Module], Callable[..., None]]] = []
@@ -128,6 +130,8 @@ class Init:
                 num_bytes = param.data.nbytes
                 spill(param, dtype=dtype, directory=self._directory)
                 self._freed.add(num_bytes)
+            elif self._casts_all:
+                param.data = param.data.to(dtype)
 
 
 def _all_subclasses(cls: type[nn.Module]) -> list[type[nn.Module]]:
@@ -212,9 +216,15 @@ class GatheredParameters:
                 spilled = restore(param)
                 if spilled is not None:
                     self._built.append(_Built(param, param.data.clone(), dtype, spilled.directory))
-        for runtime, record, slots in by_record.values():
-            runtime.executor.pin(record.index)
-            self._pinned.append((runtime, record, runtime.weights.snapshot(record, slots)))
+        try:
+            for runtime, record, slots in by_record.values():
+                runtime.executor.pin(record.index)
+                self._pinned.append((runtime, record, runtime.weights.snapshot(record, slots)))
+        except BaseException:  # they do not fit together: nothing stays behind
+            for runtime, record, _ in self._pinned:
+                runtime.executor.unpin(record.index)
+            self._pinned = []
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -254,7 +264,7 @@ def _kind(optim_state_key: str) -> SegmentKind:
     kinds = {kind.value: kind for kind in (SegmentKind.EXP_AVG, SegmentKind.EXP_AVG_SQ)}
     if optim_state_key not in kinds:
         allowed = f"allowed: {', '.join(kinds)}"
-        raise ConfigError("optim_state_key", optim_state_key, allowed, known_keys=kinds)
+        raise ConfigError("optim_state_key", optim_state_key, allowed, known_values=kinds)
     return kinds[optim_state_key]
 
 

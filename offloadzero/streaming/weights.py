@@ -62,6 +62,8 @@ class WeightAccess:
 
     def write(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> None:
         """Set the parameter and its master; fp32 values keep all their bits."""
+        if value.numel() != slot.num_elements:  # torch would broadcast a single one
+            raise ConfigError(slot.name, tuple(value.shape), f"shape {tuple(slot.shape)}")
         param = torch.zeros(slot.num_elements, dtype=record.dtype)
         master = None
         segment = record.segments.get(SegmentKind.MASTER)
