@@ -201,6 +201,7 @@ class Runtime:
             self.pipeline.close()
             self.executor.close()
             self.store.close()
+            self.hooks.remove_gradient_hooks()
             first = self.failures.first
             self.failures.record(StateError("the engine of this model is closed"))
         if first is not None and not was_raised:

@@ -113,6 +113,7 @@ class ModelHooks:
         self._record_of = {id(slot.param): r.index for r in cut.records for slot in r.slots}
         self._slot_of = {id(slot.param): slot for r in cut.records for slot in r.slots}
         self._handles: list[RemovableHandle] = []
+        self._gradient_handles: list[RemovableHandle] = []
         self._owners = cut.owners
         self._attach(model, cut)
 
@@ -139,10 +140,17 @@ class ModelHooks:
             for slot in record.slots:
                 if slot.param.requires_grad:
                     hook = self._gradient_hook(record, slot)
-                    self._handles.append(slot.param.register_post_accumulate_grad_hook(hook))
+                    self._gradient_handles.append(slot.param.register_post_accumulate_grad_hook(hook))
+
+    def remove_gradient_hooks(self) -> None:
+        """Take the hooks on gradients off: Python's collector does not see the cycle that they close."""
+        for handle in self._gradient_handles:
+            handle.remove()
+        self._gradient_handles = []
 
     def remove(self) -> None:
         """Take all hooks off."""
+        self.remove_gradient_hooks()
         for handle in self._handles:
             handle.remove()
         self._handles = []
