@@ -51,7 +51,7 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "nvme",
         {"zero_optimization": {"stage3_max_live_parameters": 30_000}},
     ),
-    "a device budget in bytes": ("mixed", own(budgets={"device": "256KiB"})),
+    "a device budget in bytes": ("mixed", own(budgets={"device": "384KiB"})),
     "all units on the device": ("nvme", MANY_LIVE),
     "all units on the device, from host": ("host", MANY_LIVE),
     "io_uring": ("nvme", own(aio={"backend": "io_uring"})),
