@@ -171,15 +171,14 @@ class TestThousandFaults:
         return None
 
 
+@pytest.mark.slow
 class TestMoreThanTwoGiB:
     """One operation past the 2**31 - 1 bytes that one system call moves, between odd places."""
 
     NUM_BYTES = 2 * GIB + 12_345
     OFFSET = 4099
 
-    @pytest.mark.parametrize(
-        "backend", ["io_uring", *(pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS[1:])]
-    )
+    @pytest.mark.parametrize("backend", BACKENDS)
     def test_read_matches_pread(self, backend: str, tmp_path: Path) -> None:
         path = tmp_path / "sparse"
         marks = [0, 1, 4095, GIB - 3, 2 * GIB - 1, 2 * GIB, self.NUM_BYTES - 7]
@@ -200,7 +199,6 @@ class TestMoreThanTwoGiB:
         finally:
             os.close(descriptor)
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("backend", BACKENDS)
     def test_write_matches_pread(self, backend: str, tmp_path: Path) -> None:
         path = tmp_path / "large"

@@ -80,7 +80,7 @@ bool Engine::is_done(Operation* operation) {
 bool Engine::drop_if_late(Operation* operation) {
     if (operation->done.is_set()) return true;
     if (!operation->is_late()) return false;
-    operation->fail(ETIMEDOUT, operation->cut_offset());
+    operation->expire();
     if (operation->num_live > 0) {
         operation->done.set();
     } else {

@@ -51,6 +51,12 @@ void Operation::fail(int error, int64_t offset) {
     num_cut = request.num_bytes;
 }
 
+void Operation::expire() {
+    error_offset_ = cut_offset();
+    error_.store(ETIMEDOUT, std::memory_order_relaxed);
+    num_cut = request.num_bytes;
+}
+
 Piece cut_piece(Operation* operation, size_t block_size) {
     const OperationRequest& request = operation->request;
     const File& file = *request.file;

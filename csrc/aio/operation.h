@@ -63,6 +63,8 @@ class Operation {
     bool is_fully_cut() const { return num_cut == request.num_bytes; }
     // Keeps the first error and cancels what is not cut yet.
     void fail(int error, int64_t offset);
+    // The deadline has passed: ETIMEDOUT whatever went wrong before, as blocks may still be in flight.
+    void expire();
     bool is_late() const { return request.deadline_ns != 0 && now_ns() >= request.deadline_ns; }
     // Where the next block would begin.
     int64_t cut_offset() const { return request.offset + static_cast<int64_t>(num_cut); }

@@ -114,9 +114,10 @@ class AiofilesOperation:
     released: threading.Event = field(default_factory=threading.Event)
 
     def done(self) -> bool:
-        if not self.finished.is_set() and self._is_late():
-            self.fail(errno.ETIMEDOUT, self.offset)
-            self.finished.set()
+        with self.lock:
+            if not self.finished.is_set() and self._is_late():
+                self.error = (errno.ETIMEDOUT, self.offset)
+                self.finished.set()
         return self.finished.is_set()
 
     def wait(self, timeout_s: float) -> tuple[int, int] | None:
