@@ -1,6 +1,7 @@
 // Cuts each call into blocks, and runs them on the pool.
 #include "cpu_adam.h"
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <memory>
@@ -70,33 +71,143 @@ void for_ranges(size_t num_elements, int num_threads, const Range& range) {
 
 }  // namespace
 
-int adam_step(const AdamBuffers& buffers, Layout layout, DType grad_dtype, const AdamScalars& scalars,
-              size_t num_elements, Isa isa, int num_threads) {
-    const KernelTable* kernels = kernels_for(isa);
-    if (kernels == nullptr) return -ENOTSUP;
-    const bool l2 = !scalars.decoupled && scalars.weight_decay != 0.0f;
-    const AdamKernel kernel = kernels->adam[static_cast<int>(layout)][static_cast<int>(grad_dtype)][l2];
-    for_ranges(num_elements, num_threads,
-               [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
+namespace {
+
+// Sums of squares per SQ_NORM_BLOCK, filled by the threads and added in index order.
+class SqNorm {
+  public:
+    static_assert(MIN_BLOCK % SQ_NORM_BLOCK == 0, "a range holds whole norm blocks");
+
+    SqNorm(const KernelTable& kernels, const void* grad, DType dtype, size_t num_elements)
+        : kernel_(kernels.sq_norm[static_cast<int>(dtype)]),
+          grad_(grad),
+          num_sums_(ceil_div(num_elements, SQ_NORM_BLOCK)),
+          sums_(new (std::nothrow) double[num_sums_]) {}
+
+    bool allocated() const { return sums_ != nullptr; }
+    void add(size_t begin, size_t end) const { sums_[begin / SQ_NORM_BLOCK] = kernel_(grad_, begin, end); }
+    double total() const {
+        double total = 0.0;
+        for (size_t i = 0; i < num_sums_; ++i) total += sums_[i];
+        return total;
+    }
+
+  private:
+    SqNormKernel kernel_;
+    const void* grad_;
+    size_t num_sums_;
+    std::unique_ptr<double[]> sums_;
+};
+
+// norm_block(begin, end) over the whole norm blocks of a range.
+template <class NormBlock>
+void for_norm_blocks(size_t begin, size_t end, const NormBlock& norm_block) {
+    for (size_t i = begin; i < end; i += SQ_NORM_BLOCK) {
+        norm_block(i, end - i < SQ_NORM_BLOCK ? end : i + SQ_NORM_BLOCK);
+    }
+}
+
+// update(begin, end) over everything. With `result`, each norm block of the gradient is summed right before
+// it is used: it comes from memory once.
+template <class Update>
+int update_ranges(const KernelTable& kernels, const void* grad, DType grad_dtype, size_t num_elements,
+                  int num_threads, double* result, const Update& update) {
+    if (result == nullptr) {
+        for_ranges(num_elements, num_threads, update);
+        return 0;
+    }
+    const SqNorm norm(kernels, grad, grad_dtype, num_elements);
+    if (!norm.allocated()) return -ENOMEM;
+    for_ranges(num_elements, num_threads, [&](size_t range_begin, size_t range_end) {
+        for_norm_blocks(range_begin, range_end, [&](size_t begin, size_t end) {
+            norm.add(begin, end);
+            update(begin, end);
+        });
+    });
+    *result = norm.total();
     return 0;
 }
 
-int sq_norm(const void* grad, DType dtype, size_t num_elements, Isa isa, int num_threads, double* result) {
-    static_assert(MIN_BLOCK % SQ_NORM_BLOCK == 0, "a range holds whole norm blocks");
+bool has_l2(const AdamScalars& scalars) { return !scalars.decoupled && scalars.weight_decay != 0.0f; }
+
+}  // namespace
+
+int adam_step(const AdamBuffers& buffers, Layout layout, DType grad_dtype, const AdamScalars& scalars,
+              size_t num_elements, Isa isa, int num_threads, double* sq_norm) {
     const KernelTable* kernels = kernels_for(isa);
     if (kernels == nullptr) return -ENOTSUP;
-    const SqNormKernel kernel = kernels->sq_norm[static_cast<int>(dtype)];
-    const size_t num_sums = ceil_div(num_elements, SQ_NORM_BLOCK);
-    std::unique_ptr<double[]> sums(new (std::nothrow) double[num_sums]);
-    if (sums == nullptr) return -ENOMEM;
+    const AdamKernel kernel =
+        kernels->adam[static_cast<int>(layout)][static_cast<int>(grad_dtype)][has_l2(scalars)];
+    return update_ranges(*kernels, buffers.grad, grad_dtype, num_elements, num_threads, sq_norm,
+                         [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
+}
+
+int compact_adam_step(const CompactBuffers& buffers, DType grad_dtype, const AdamScalars& scalars,
+                      size_t num_elements, Isa isa, int num_threads, double* sq_norm) {
+    static_assert(SQ_NORM_BLOCK % COMPACT_BLOCK == 0, "norm blocks and ranges hold whole compact blocks");
+    const KernelTable* kernels = kernels_for(isa);
+    if (kernels == nullptr) return -ENOTSUP;
+    const CompactKernel kernel = kernels->compact[static_cast<int>(grad_dtype)][has_l2(scalars)];
+    return update_ranges(*kernels, buffers.grad, grad_dtype, num_elements, num_threads, sq_norm,
+                         [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
+}
+
+int compact_encode(const Fp32State& state, const CompactBuffers& buffers, size_t num_elements, Isa isa,
+                   int num_threads) {
+    const KernelTable* kernels = kernels_for(isa);
+    if (kernels == nullptr) return -ENOTSUP;
+    for_ranges(num_elements, num_threads,
+               [&](size_t begin, size_t end) { kernels->compact_encode(state, buffers, begin, end); });
+    return 0;
+}
+
+int compact_decode(const CompactBuffers& buffers, const Fp32State& state, size_t num_elements, Isa isa,
+                   int num_threads) {
+    const KernelTable* kernels = kernels_for(isa);
+    if (kernels == nullptr) return -ENOTSUP;
+    for_ranges(num_elements, num_threads,
+               [&](size_t begin, size_t end) { kernels->compact_decode(buffers, state, begin, end); });
+    return 0;
+}
+
+int lion_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const AdamScalars& scalars,
+              size_t num_elements, Isa isa, int num_threads, double* sq_norm) {
+    const KernelTable* kernels = kernels_for(isa);
+    if (kernels == nullptr) return -ENOTSUP;
+    const MomentKernel kernel = kernels->lion[static_cast<int>(layout)][static_cast<int>(grad_dtype)];
+    return update_ranges(*kernels, buffers.grad, grad_dtype, num_elements, num_threads, sq_norm,
+                         [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
+}
+
+int adagrad_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const AdamScalars& scalars,
+                 size_t num_elements, Isa isa, int num_threads, double* sq_norm) {
+    const KernelTable* kernels = kernels_for(isa);
+    if (kernels == nullptr) return -ENOTSUP;
+    const MomentKernel kernel =
+        kernels->adagrad[static_cast<int>(layout)][static_cast<int>(grad_dtype)][has_l2(scalars)];
+    return update_ranges(*kernels, buffers.grad, grad_dtype, num_elements, num_threads, sq_norm,
+                         [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
+}
+
+int sq_norm(const void* grad, DType dtype, size_t num_elements, Isa isa, int num_threads, double* result) {
+    const KernelTable* kernels = kernels_for(isa);
+    if (kernels == nullptr) return -ENOTSUP;
+    return update_ranges(*kernels, grad, dtype, num_elements, num_threads, result, [](size_t, size_t) {});
+}
+
+int stream(const StreamArrays& arrays, size_t num_elements, Isa isa, int num_threads, uint64_t* sink) {
+    static_assert(MIN_BLOCK % STREAM_CHUNK == 0, "a range holds whole chunks");
+    const KernelTable* kernels = kernels_for(isa);
+    if (kernels == nullptr) return -ENOTSUP;
+    if (num_elements % STREAM_CHUNK != 0 || arrays.num_arrays > MAX_STREAM_ARRAYS ||
+        arrays.num_written > arrays.num_arrays) {
+        return -EINVAL;
+    }
+    std::atomic<uint64_t> total{0};
     for_ranges(num_elements, num_threads, [&](size_t begin, size_t end) {
-        for (size_t i = begin; i < end; i += SQ_NORM_BLOCK) {
-            sums[i / SQ_NORM_BLOCK] = kernel(grad, i, end - i < SQ_NORM_BLOCK ? end : i + SQ_NORM_BLOCK);
-        }
+        total.fetch_add(kernels->stream(arrays, begin, end), std::memory_order_relaxed);
     });
-    double total = 0.0;
-    for (size_t i = 0; i < num_sums; ++i) total += sums[i];
-    *result = total;
+    *sink = total.load();
     return 0;
 }
 

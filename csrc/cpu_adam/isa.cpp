@@ -29,7 +29,7 @@ CpuFeatures detect() {
     CpuFeatures features;
     unsigned eax, ebx, ecx, edx;
     if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return features;
-    if (!(ecx & bit_OSXSAVE) || !(ecx & bit_AVX) || !(ecx & bit_F16C)) return features;
+    if (!(ecx & bit_OSXSAVE) || !(ecx & bit_AVX) || !(ecx & bit_F16C) || !(ecx & bit_FMA)) return features;
     const uint64_t states = saved_states();
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return features;
     features.avx2 = (ebx & bit_AVX2) && (states & YMM_STATES) == YMM_STATES;

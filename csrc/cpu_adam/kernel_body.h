@@ -204,27 +204,3 @@ static void join_range(const uint16_t* param, const int16_t* remainder, float* m
         V::store_fp32(master + i, V::load_split(param + i, remainder + i));
     for (; i < end; ++i) master[i] = Scalar::load_split(param + i, remainder + i);
 }
-
-#define OFFLOADZERO_ADAM_GRADS(V, WEIGHT)                                        \
-    {                                                                            \
-        {adam_range<V, WEIGHT, Bf16, false>, adam_range<V, WEIGHT, Bf16, true>}, \
-        {adam_range<V, WEIGHT, Fp16, false>, adam_range<V, WEIGHT, Fp16, true>}, \
-        {adam_range<V, WEIGHT, Fp32, false>, adam_range<V, WEIGHT, Fp32, true>}, \
-    }
-
-#define OFFLOADZERO_ACCUMULATE_GRADS(V, ACC) \
-    {accumulate_range<V, ACC, Bf16>, accumulate_range<V, ACC, Fp16>, accumulate_range<V, ACC, Fp32>}
-
-// In the order of the enums in cpu_adam.h.
-template <class V>
-constexpr KernelTable make_kernel_table() {
-    return KernelTable{
-        {OFFLOADZERO_ADAM_GRADS(V, SplitWeight), OFFLOADZERO_ADAM_GRADS(V, PlainWeight),
-         OFFLOADZERO_ADAM_GRADS(V, MasterWeight<Fp16>), OFFLOADZERO_ADAM_GRADS(V, MasterWeight<Bf16>)},
-        {sq_norm_range<V, Bf16>, sq_norm_range<V, Fp16>, sq_norm_range<V, Fp32>},
-        {OFFLOADZERO_ACCUMULATE_GRADS(V, Bf16), OFFLOADZERO_ACCUMULATE_GRADS(V, Fp16),
-         OFFLOADZERO_ACCUMULATE_GRADS(V, Fp32)},
-        split_range<V>,
-        join_range<V>,
-    };
-}

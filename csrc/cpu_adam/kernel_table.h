@@ -13,12 +13,24 @@ using SplitKernel = void (*)(const float* master, uint16_t* param, int16_t* rema
 using JoinKernel = void (*)(const uint16_t* param, const int16_t* remainder, float* master, size_t begin,
                             size_t end);
 
+using MomentKernel = void (*)(const MomentBuffers&, const AdamScalars&, size_t begin, size_t end);
+using CompactKernel = void (*)(const CompactBuffers&, const AdamScalars&, size_t begin, size_t end);
+using EncodeKernel = void (*)(const Fp32State&, const CompactBuffers&, size_t begin, size_t end);
+using DecodeKernel = void (*)(const CompactBuffers&, const Fp32State&, size_t begin, size_t end);
+using StreamKernel = uint64_t (*)(const StreamArrays&, size_t begin, size_t end);
+
 struct KernelTable {
     AdamKernel adam[NUM_LAYOUTS][NUM_DTYPES][2];  // [layout][grad][0: decoupled or no decay, 1: L2]
     SqNormKernel sq_norm[NUM_DTYPES];
     AccumulateKernel accumulate[NUM_DTYPES][NUM_DTYPES];  // [acc][grad]
     SplitKernel split;
     JoinKernel join;
+    MomentKernel lion[NUM_LAYOUTS][NUM_DTYPES];
+    MomentKernel adagrad[NUM_LAYOUTS][NUM_DTYPES][2];  // last as for adam
+    CompactKernel compact[NUM_DTYPES][2];              // last as for adam
+    EncodeKernel compact_encode;
+    DecodeKernel compact_decode;
+    StreamKernel stream;
 };
 
 const KernelTable& scalar_kernels();

@@ -1,4 +1,4 @@
-// The kernels for AVX2 with F16C.
+// The kernels for AVX2 with FMA and F16C.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -9,7 +9,7 @@
 #include "kernel_table.h"
 #include "target.h"
 
-OFFLOADZERO_TARGET_BEGIN("avx2,f16c")
+OFFLOADZERO_TARGET_BEGIN("avx2,fma,f16c")
 
 namespace offloadzero::cpu_adam {
 namespace avx2 {
@@ -18,6 +18,10 @@ namespace avx2 {
 #include "vec_scalar.h"
 #include "vec_avx2.h"
 #include "kernel_body.h"
+#include "kernel_compact.h"
+#include "kernel_lion_adagrad.h"
+#include "kernel_stream.h"
+#include "make_kernel_table.h"
 // clang-format on
 
 static constexpr KernelTable TABLE = make_kernel_table<Avx2>();

@@ -15,7 +15,7 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
-OFFLOADZERO_TARGET_BEGIN("avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq")
+OFFLOADZERO_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")
 
 namespace offloadzero::cpu_adam {
 namespace avx512 {
@@ -24,6 +24,10 @@ namespace avx512 {
 #include "vec_scalar.h"
 #include "vec_avx512.h"
 #include "kernel_body.h"
+#include "kernel_compact.h"
+#include "kernel_lion_adagrad.h"
+#include "kernel_stream.h"
+#include "make_kernel_table.h"
 // clang-format on
 
 static constexpr KernelTable TABLE = make_kernel_table<Avx512>();

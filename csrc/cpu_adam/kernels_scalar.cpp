@@ -11,6 +11,10 @@ namespace scalar {
 // clang-format off
 #include "vec_scalar.h"
 #include "kernel_body.h"
+#include "kernel_compact.h"
+#include "kernel_lion_adagrad.h"
+#include "kernel_stream.h"
+#include "make_kernel_table.h"
 // clang-format on
 
 static constexpr KernelTable TABLE = make_kernel_table<Scalar>();

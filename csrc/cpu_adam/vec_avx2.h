@@ -5,6 +5,7 @@ struct Avx2 {
     using D = __m256d;
     static constexpr size_t WIDTH = 8;
     static constexpr size_t DOUBLE_WIDTH = 4;
+    static constexpr size_t PACK = 4;
 
     OFFLOADZERO_INLINE F set(float x) { return _mm256_set1_ps(x); }
     OFFLOADZERO_INLINE F add(F a, F b) { return _mm256_add_ps(a, b); }
@@ -60,5 +61,80 @@ struct Avx2 {
         const __m256i bits = _mm256_castps_si256(x);
         store_16bit(hi, _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x8000)), 16));
         store_16bit(lo, _mm256_and_si256(bits, _mm256_set1_epi32(0xFFFF)));
+    }
+
+    OFFLOADZERO_INLINE F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+    OFFLOADZERO_INLINE F fms(F a, F b, F c) { return _mm256_fmsub_ps(a, b, c); }
+    OFFLOADZERO_INLINE F abs(F x) {
+        return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFFFFFF)));
+    }
+    OFFLOADZERO_INLINE F sign(F x) {
+        const F sign_bit = _mm256_set1_ps(-0.0f);
+        const F signed_one = _mm256_or_ps(_mm256_and_ps(x, sign_bit), _mm256_set1_ps(1.0f));
+        return _mm256_blendv_ps(x, signed_one, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_OQ));
+    }
+    OFFLOADZERO_INLINE F max_bits(F a, F b) {
+        return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+    }
+    OFFLOADZERO_INLINE float reduce_max_bits(F x) {
+        const __m256i bits = _mm256_castps_si256(x);
+        __m128i m = _mm_max_epu32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+        m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4E));
+        m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0xB1));
+        return _mm_cvtss_f32(_mm_castsi128_ps(m));
+    }
+
+    OFFLOADZERO_INLINE __m128i load_8bit(const void* p) {
+        return _mm_loadl_epi64(static_cast<const __m128i*>(p));
+    }
+    OFFLOADZERO_INLINE F load_i8(const int8_t* p) {
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_8bit(p)));
+    }
+    OFFLOADZERO_INLINE F load_u8(const uint8_t* p) {
+        return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load_8bit(p)));
+    }
+    // The packs work on 128-bit halves; this puts the bytes of four packed vectors in order.
+    OFFLOADZERO_INLINE __m256i in_order(__m256i packed) {
+        return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    }
+    OFFLOADZERO_INLINE __m256i nearest_16bit(F a, F b) {
+        return _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b));
+    }
+    OFFLOADZERO_INLINE void store_i8(int8_t* p, const F* x) {
+        const __m256i packed = _mm256_packs_epi16(nearest_16bit(x[0], x[1]), nearest_16bit(x[2], x[3]));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), in_order(packed));
+    }
+    OFFLOADZERO_INLINE void store_u8_at_least_1(uint8_t* p, const F* x) {
+        const __m256i packed = _mm256_packus_epi16(nearest_16bit(x[0], x[1]), nearest_16bit(x[2], x[3]));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                            in_order(_mm256_max_epu8(packed, _mm256_set1_epi8(1))));
+    }
+
+    OFFLOADZERO_INLINE F load_compact(const uint16_t* hi, const int8_t* lo) {
+        const __m256i high = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16bit(hi)), 16);
+        return _mm256_castsi256_ps(
+            _mm256_add_epi32(high, _mm256_slli_epi32(_mm256_cvtepi8_epi32(load_8bit(lo)), 8)));
+    }
+    OFFLOADZERO_INLINE __m256i rounded_bits(F x) {
+        return _mm256_add_epi32(_mm256_castps_si256(x), _mm256_set1_epi32(0x80));
+    }
+    OFFLOADZERO_INLINE __m256i high_halves(__m256i a, __m256i b) {
+        const __m256i half = _mm256_set1_epi32(0x8000);
+        const __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(_mm256_add_epi32(a, half), 16),
+                                                   _mm256_srli_epi32(_mm256_add_epi32(b, half), 16));
+        return _mm256_permute4x64_epi64(packed, 0xD8);
+    }
+    OFFLOADZERO_INLINE __m256i second_bytes(__m256i a, __m256i b) {
+        const __m256i byte = _mm256_set1_epi32(0xFF);
+        return _mm256_packs_epi32(_mm256_and_si256(_mm256_srli_epi32(a, 8), byte),
+                                  _mm256_and_si256(_mm256_srli_epi32(b, 8), byte));
+    }
+    OFFLOADZERO_INLINE void store_compact(uint16_t* hi, int8_t* lo, const F* x) {
+        const __m256i a = rounded_bits(x[0]), b = rounded_bits(x[1]);
+        const __m256i c = rounded_bits(x[2]), d = rounded_bits(x[3]);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(hi), high_halves(a, b));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(hi + 16), high_halves(c, d));
+        const __m256i packed = _mm256_packus_epi16(second_bytes(a, b), second_bytes(c, d));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(lo), in_order(packed));
     }
 };

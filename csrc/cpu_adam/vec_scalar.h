@@ -8,6 +8,7 @@ struct Scalar {
     using D = double;
     static constexpr size_t WIDTH = 1;
     static constexpr size_t DOUBLE_WIDTH = 1;
+    static constexpr size_t PACK = 1;  // vectors of one store of bytes
 
     OFFLOADZERO_INLINE uint32_t bits_of(float x) {
         uint32_t bits;
@@ -85,5 +86,37 @@ struct Scalar {
         const uint32_t bits = bits_of(x);
         *hi = static_cast<uint16_t>((bits + 0x8000u) >> 16);
         *lo = static_cast<int16_t>(bits & 0xFFFFu);
+    }
+
+    OFFLOADZERO_INLINE F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
+    OFFLOADZERO_INLINE F fms(F a, F b, F c) { return __builtin_fmaf(a, b, -c); }
+    OFFLOADZERO_INLINE F abs(F x) { return from_bits(bits_of(x) & 0x7FFFFFFFu); }
+    // -1, 0 or 1; zeros and NaN are returned as they are.
+    OFFLOADZERO_INLINE F sign(F x) {
+        return x < 0.0f || x > 0.0f ? from_bits((bits_of(x) & 0x80000000u) | 0x3F800000u) : x;
+    }
+    // The larger pattern as an unsigned number: for values >= +0 the larger value, and NaN above all.
+    OFFLOADZERO_INLINE F max_bits(F a, F b) { return bits_of(a) < bits_of(b) ? b : a; }
+    OFFLOADZERO_INLINE float reduce_max_bits(F x) { return x; }
+
+    OFFLOADZERO_INLINE F load_i8(const int8_t* p) { return static_cast<float>(*p); }
+    OFFLOADZERO_INLINE F load_u8(const uint8_t* p) { return static_cast<float>(*p); }
+    // Rounds to nearest even; |x| < 2^22.
+    OFFLOADZERO_INLINE uint32_t nearest(F x) { return bits_of(x + 0x1.8p23f); }
+    OFFLOADZERO_INLINE void store_i8(int8_t* p, const F* x) { *p = static_cast<int8_t>(nearest(*x) & 0xFFu); }
+    OFFLOADZERO_INLINE void store_u8_at_least_1(uint8_t* p, const F* x) {
+        const uint32_t code = nearest(*x) & 0xFFu;
+        *p = static_cast<uint8_t>(code < 1u ? 1u : code);
+    }
+
+    // [Note: compact state]
+    OFFLOADZERO_INLINE F load_compact(const uint16_t* hi, const int8_t* lo) {
+        return from_bits((static_cast<uint32_t>(*hi) << 16) +
+                         (static_cast<uint32_t>(static_cast<int32_t>(*lo)) << 8));
+    }
+    OFFLOADZERO_INLINE void store_compact(uint16_t* hi, int8_t* lo, const F* x) {
+        const uint32_t bits = bits_of(*x) + 0x80u;
+        *hi = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+        *lo = static_cast<int8_t>((bits >> 8) & 0xFFu);
     }
 };

@@ -1,6 +1,10 @@
 # The compiled module (csrc/cpu_adam/binding.cpp). Layouts, dtypes and instruction sets are the enum values of
 # csrc/cpu_adam/cpu_adam.h; buffers are addresses.
 
+_Scalars = tuple[float, float, float, float, float, float, float, float, float, float, float, bool]
+_Compact = tuple[int, int, int, int, int]  # param, remainder, exp_avg, exp_avg_sq, scales
+_State = tuple[int, int, int]  # master, exp_avg, exp_avg_sq
+
 def isa_supported(isa: int, /) -> bool: ...
 def adam_step(
     layout: int,
@@ -13,9 +17,64 @@ def adam_step(
     num_elements: int,
     isa: int,
     num_threads: int,
-    scalars: tuple[float, float, float, float, float, float, float, float, float, float, bool],
+    scalars: _Scalars,
+    with_sq_norm: bool,
     /,
+) -> float | None: ...
+def lion_step(
+    layout: int,
+    grad_dtype: int,
+    param: int,
+    master: int,
+    exp_avg: int,
+    grad: int,
+    num_elements: int,
+    isa: int,
+    num_threads: int,
+    scalars: _Scalars,
+    with_sq_norm: bool,
+    /,
+) -> float | None: ...
+def adagrad_step(
+    layout: int,
+    grad_dtype: int,
+    param: int,
+    master: int,
+    square_sum: int,
+    grad: int,
+    num_elements: int,
+    isa: int,
+    num_threads: int,
+    scalars: _Scalars,
+    with_sq_norm: bool,
+    /,
+) -> float | None: ...
+def compact_adam_step(
+    grad_dtype: int,
+    compact: _Compact,
+    grad: int,
+    num_elements: int,
+    isa: int,
+    num_threads: int,
+    scalars: _Scalars,
+    with_sq_norm: bool,
+    /,
+) -> float | None: ...
+def compact_encode(
+    state: _State, compact: _Compact, num_elements: int, isa: int, num_threads: int, /
 ) -> None: ...
+def compact_decode(
+    compact: _Compact, state: _State, num_elements: int, isa: int, num_threads: int, /
+) -> None: ...
+def stream(
+    arrays: tuple[tuple[int, int], ...],
+    num_written: int,
+    prefetch: bool,
+    num_elements: int,
+    isa: int,
+    num_threads: int,
+    /,
+) -> int: ...
 def sq_norm(dtype: int, grad: int, num_elements: int, isa: int, num_threads: int, /) -> float: ...
 def accumulate(
     acc_dtype: int, grad_dtype: int, acc: int, grad: int, num_elements: int, isa: int, num_threads: int, /

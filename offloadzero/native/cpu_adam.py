@@ -12,6 +12,7 @@ import functools
 import math
 import os
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from offloadzero.errors import ConfigError
 from offloadzero.native import _cpu_adam
+from offloadzero.native.arguments import address, describe, float_code, layout_code, typed_address
 
 ISA_ENV = "OFFLOADZERO_ISA"
 
@@ -28,7 +30,7 @@ _MAX_THREADS = 1024
 
 
 class Isa(str, Enum):
-    """The instruction set of the kernels: plain C++ for any CPU, AVX2 with F16C, AVX-512 F, BW, VL and DQ."""
+    """The instruction set of the kernels: plain C++ for any CPU, AVX2 with FMA and F16C, AVX-512 F, BW, VL and DQ."""
 
     SCALAR = "scalar"
     AVX2 = "avx2"
@@ -37,14 +39,6 @@ class Isa(str, Enum):
 
 # The values of the enums in csrc/cpu_adam/cpu_adam.h.
 _ISA_CODE = {Isa.SCALAR: 0, Isa.AVX2: 1, Isa.AVX512: 2}
-_DTYPE_CODE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_LAYOUT_CODE: dict[tuple[torch.dtype, torch.dtype | None], int] = {
-    (torch.bfloat16, torch.int16): 0,
-    (torch.float32, None): 1,
-    (torch.float16, torch.float32): 2,
-    (torch.bfloat16, torch.float32): 3,
-}
-_FLOAT_DTYPES = "allowed torch.bfloat16, torch.float16, torch.float32"
 
 
 @functools.cache
@@ -93,10 +87,11 @@ def get_default_num_threads() -> int:
 def set_default_num_threads(num_threads: int) -> None:
     """Set the threads of calls that name no number (1 to 1024); the calling thread is one of them."""
     global _default_num_threads
-    _default_num_threads = _check_num_threads(num_threads)
+    _default_num_threads = check_num_threads(num_threads)
 
 
-def _check_num_threads(num_threads: int | None) -> int:
+def check_num_threads(num_threads: int | None) -> int:
+    """The number itself, or the default for None; raises ConfigError for one that is not allowed."""
     if num_threads is None:
         return _default_num_threads
     if not 1 <= num_threads <= _MAX_THREADS:
@@ -104,7 +99,8 @@ def _check_num_threads(num_threads: int | None) -> int:
     return num_threads
 
 
-def _isa_code(isa: Isa | None) -> int:
+def isa_code(isa: Isa | None) -> int:
+    """The kernels' number of an instruction set; None is the active one."""
     return _ISA_CODE[_choose_isa()[0] if isa is None else isa]
 
 
@@ -134,8 +130,8 @@ class AdamHyper:
 class AdamScalars(NamedTuple):
     """The scalars of one step, each computed in double and rounded to fp32 once.
 
-    The fields are those of the struct in csrc/cpu_adam/cpu_adam.h, in its order; [Note: Adam arithmetic]
-    there says how they are used.
+    The fields are those of the struct in csrc/cpu_adam/cpu_adam.h, in its order; the notes on arithmetic there
+    say how they are used. Lion and Adagrad leave those they have no use for at 0.
     """
 
     grad_scale: float
@@ -148,10 +144,11 @@ class AdamScalars(NamedTuple):
     inv_sqrt_bias_correction2: float
     decay: float
     weight_decay: float
+    sqrt_beta2: float
     decoupled: bool
 
 
-_TEN_FLOATS = struct.Struct("<10f")  # the standard sizes: native "f" does not report overflow
+_FLOATS = struct.Struct("<11f")  # the standard sizes: native "f" does not report overflow
 
 
 def adam_scalars(hyper: AdamHyper, *, step: int, grad_scale: float = 1.0) -> AdamScalars:
@@ -174,41 +171,48 @@ def adam_scalars(hyper: AdamHyper, *, step: int, grad_scale: float = 1.0) -> Ada
         1.0 / math.sqrt(bias_correction2),
         1.0 - hyper.lr * hyper.weight_decay if hyper.decoupled else 1.0,
         hyper.weight_decay,
+        math.sqrt(hyper.beta2),
     )
+    return round_scalars(exact, decoupled=hyper.decoupled, given=(hyper, grad_scale))
+
+
+def round_scalars(exact: Sequence[float], *, decoupled: bool, given: object) -> AdamScalars:
+    """The fields of AdamScalars but the last, rounded to fp32; raises ConfigError naming `given` if one overflows."""
     try:
-        rounded = _TEN_FLOATS.unpack(_TEN_FLOATS.pack(*exact))
+        rounded = _FLOATS.unpack(_FLOATS.pack(*exact))
     except OverflowError:
-        raise ConfigError("hyper", (hyper, grad_scale), "every number must fit fp32") from None
-    return AdamScalars._make((*rounded, hyper.decoupled))
+        raise ConfigError("hyper", given, "every number must fit fp32") from None
+    return AdamScalars._make((*rounded, decoupled))
 
 
-def _describe(tensor: Tensor) -> str:
-    layout = "contiguous" if tensor.is_contiguous() else "non-contiguous"
-    return f"{layout} {tensor.dtype} on {tensor.device}, shape {tuple(tensor.shape)}"
+class GradCheck(str, Enum):
+    """What a step does about gradients that are not finite.
+
+    OFF: nothing. REPORT: the step returns the gradient's squared norm, computed in the same pass over memory
+    (NaN or Inf exactly when an element is); the step is done whatever it is. REFUSE: the norm is computed first,
+    in a pass of its own over the gradient, and a step with a gradient that is not finite changes nothing.
+    """
+
+    OFF = "off"
+    REPORT = "report"
+    REFUSE = "refuse"
 
 
-def _address(name: str, tensor: Tensor, num_elements: int) -> int:
-    """The address of a dense CPU tensor of `num_elements` elements."""
-    if not tensor.is_cpu or tensor.layout != torch.strided or not tensor.is_contiguous():
-        raise ConfigError(name, _describe(tensor), "must be a contiguous CPU tensor")
-    if tensor.numel() != num_elements:
-        raise ConfigError(
-            name, _describe(tensor), f"must have {num_elements} elements like the first argument"
-        )
-    return tensor.data_ptr()
-
-
-def _typed_address(name: str, tensor: Tensor, num_elements: int, dtype: torch.dtype) -> int:
-    if tensor.dtype != dtype:
-        raise ConfigError(name, _describe(tensor), f"must be {dtype}")
-    return _address(name, tensor, num_elements)
-
-
-def _float_code(name: str, tensor: Tensor) -> int:
-    code = _DTYPE_CODE.get(tensor.dtype)
-    if code is None:
-        raise ConfigError(name, _describe(tensor), _FLOAT_DTYPES)
-    return code
+def checked_step(
+    step: Callable[[bool], float | None],
+    grad: Tensor,
+    *,
+    grad_check: GradCheck,
+    num_threads: int | None,
+    isa: Isa | None,
+) -> float | None:
+    """Run `step(with_sq_norm)` as `grad_check` says; None, or the squared norm of the unscaled gradient."""
+    if grad_check is not GradCheck.REFUSE:
+        return step(grad_check is GradCheck.REPORT)
+    squared = sq_norm(grad, num_threads=num_threads, isa=isa)
+    if math.isfinite(squared):
+        step(False)
+    return squared
 
 
 def adam_step(
@@ -221,37 +225,38 @@ def adam_step(
     step: int,
     grad_scale: float = 1.0,
     master: Tensor | None = None,
+    grad_check: GradCheck = GradCheck.OFF,
     num_threads: int | None = None,
     isa: Isa | None = None,
-) -> None:
+) -> float | None:
     """One Adam or AdamW step in place, in one pass over memory.
 
     `param` and `master` are one of: bf16 with its int16 remainder ([Note: bf16 split] in csrc/cpu_adam), bf16
     or fp16 with an fp32 master (the parameter is the master rounded to nearest even), fp32 with None. `grad`
     is bf16, fp16 or fp32 and is multiplied by `grad_scale` first (1 / loss scale, times the clipping factor);
     `exp_avg` and `exp_avg_sq` are fp32. `step` counts from 1. The buffers must not overlap.
+    Returns None, or with `grad_check` the squared norm of the gradient before `grad_scale`, as `sq_norm` does.
     """
     num_elements = param.numel()
-    layout = _LAYOUT_CODE.get((param.dtype, None if master is None else master.dtype))
-    if layout is None:
-        given = "no master" if master is None else f"a {master.dtype} master"
-        raise ConfigError(
-            "param",
-            f"{param.dtype} with {given}",
-            "allowed bfloat16 with int16 or float32, float16 with float32, float32 with none",
-        )
-    _cpu_adam.adam_step(
-        layout,
-        _float_code("grad", grad),
-        _address("param", param, num_elements),
-        0 if master is None else _address("master", master, num_elements),
-        _typed_address("exp_avg", exp_avg, num_elements, torch.float32),
-        _typed_address("exp_avg_sq", exp_avg_sq, num_elements, torch.float32),
-        _address("grad", grad, num_elements),
+    arguments = (
+        layout_code(param, master),
+        float_code("grad", grad),
+        address("param", param, num_elements),
+        0 if master is None else address("master", master, num_elements),
+        typed_address("exp_avg", exp_avg, num_elements, torch.float32),
+        typed_address("exp_avg_sq", exp_avg_sq, num_elements, torch.float32),
+        address("grad", grad, num_elements),
         num_elements,
-        _isa_code(isa),
-        _check_num_threads(num_threads),
+        isa_code(isa),
+        check_num_threads(num_threads),
         adam_scalars(hyper, step=step, grad_scale=grad_scale),
+    )
+    return checked_step(
+        lambda with_sq_norm: _cpu_adam.adam_step(*arguments, with_sq_norm),
+        grad,
+        grad_check=grad_check,
+        num_threads=num_threads,
+        isa=isa,
     )
 
 
@@ -261,22 +266,26 @@ def sq_norm(grad: Tensor, *, num_threads: int | None = None, isa: Isa | None = N
     Finite exactly when every element is: the squares of finite elements cannot overflow a double's sum.
     """
     num_elements = grad.numel()
-    code = _float_code("grad", grad)
-    address = _address("grad", grad, num_elements)
-    return _cpu_adam.sq_norm(code, address, num_elements, _isa_code(isa), _check_num_threads(num_threads))
+    return _cpu_adam.sq_norm(
+        float_code("grad", grad),
+        address("grad", grad, num_elements),
+        num_elements,
+        isa_code(isa),
+        check_num_threads(num_threads),
+    )
 
 
 def accumulate(acc: Tensor, grad: Tensor, *, num_threads: int | None = None, isa: Isa | None = None) -> None:
     """acc = round(float(acc) + float(grad)), to nearest even; each of the two is bf16, fp16 or fp32."""
     num_elements = acc.numel()
     _cpu_adam.accumulate(
-        _float_code("acc", acc),
-        _float_code("grad", grad),
-        _address("acc", acc, num_elements),
-        _address("grad", grad, num_elements),
+        float_code("acc", acc),
+        float_code("grad", grad),
+        address("acc", acc, num_elements),
+        address("grad", grad, num_elements),
         num_elements,
-        _isa_code(isa),
-        _check_num_threads(num_threads),
+        isa_code(isa),
+        check_num_threads(num_threads),
     )
 
 
@@ -291,12 +300,12 @@ def split_master(
     """Write fp32 weights as bf16 parameter and int16 remainder: [Note: bf16 split] in csrc/cpu_adam."""
     num_elements = master_fp32.numel()
     _cpu_adam.split_master(
-        _typed_address("master_fp32", master_fp32, num_elements, torch.float32),
-        _typed_address("param_bf16", param_bf16, num_elements, torch.bfloat16),
-        _typed_address("remainder_i16", remainder_i16, num_elements, torch.int16),
+        typed_address("master_fp32", master_fp32, num_elements, torch.float32),
+        typed_address("param_bf16", param_bf16, num_elements, torch.bfloat16),
+        typed_address("remainder_i16", remainder_i16, num_elements, torch.int16),
         num_elements,
-        _isa_code(isa),
-        _check_num_threads(num_threads),
+        isa_code(isa),
+        check_num_threads(num_threads),
     )
 
 
@@ -311,12 +320,12 @@ def join_master(
     """Write the fp32 weights that a bf16 parameter and its int16 remainder stand for; exact."""
     num_elements = param_bf16.numel()
     _cpu_adam.join_master(
-        _typed_address("param_bf16", param_bf16, num_elements, torch.bfloat16),
-        _typed_address("remainder_i16", remainder_i16, num_elements, torch.int16),
-        _typed_address("out_fp32", out_fp32, num_elements, torch.float32),
+        typed_address("param_bf16", param_bf16, num_elements, torch.bfloat16),
+        typed_address("remainder_i16", remainder_i16, num_elements, torch.int16),
+        typed_address("out_fp32", out_fp32, num_elements, torch.float32),
         num_elements,
-        _isa_code(isa),
-        _check_num_threads(num_threads),
+        isa_code(isa),
+        check_num_threads(num_threads),
     )
 
 
@@ -326,10 +335,10 @@ def copy(dst: Tensor, src: Tensor, *, num_threads: int | None = 1) -> None:
     `num_threads` None is the default of the other calls. Overlapping ranges raise ConfigError.
     """
     num_bytes = src.numel() * src.element_size()
-    dst_address = _address("dst", dst, dst.numel())
-    src_address = _address("src", src, src.numel())
+    dst_address = address("dst", dst, dst.numel())
+    src_address = address("src", src, src.numel())
     if dst.numel() * dst.element_size() != num_bytes:
-        raise ConfigError("dst", _describe(dst), f"must have {num_bytes} bytes like src")
+        raise ConfigError("dst", describe(dst), f"must have {num_bytes} bytes like src")
     if num_bytes and abs(dst_address - src_address) < num_bytes:
-        raise ConfigError("dst", _describe(dst), "must not overlap src")
-    _cpu_adam.copy_bytes(dst_address, src_address, num_bytes, _check_num_threads(num_threads))
+        raise ConfigError("dst", describe(dst), "must not overlap src")
+    _cpu_adam.copy_bytes(dst_address, src_address, num_bytes, check_num_threads(num_threads))

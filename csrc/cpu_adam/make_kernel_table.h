@@ -1,0 +1,53 @@
+// The table of one instruction set, out of the kernel bodies. Included after them; see kernel_body.h.
+
+#define OFFLOADZERO_ADAM_GRADS(V, WEIGHT)                                        \
+    {                                                                            \
+        {adam_range<V, WEIGHT, Bf16, false>, adam_range<V, WEIGHT, Bf16, true>}, \
+        {adam_range<V, WEIGHT, Fp16, false>, adam_range<V, WEIGHT, Fp16, true>}, \
+        {adam_range<V, WEIGHT, Fp32, false>, adam_range<V, WEIGHT, Fp32, true>}, \
+    }
+
+#define OFFLOADZERO_ACCUMULATE_GRADS(V, ACC) \
+    {accumulate_range<V, ACC, Bf16>, accumulate_range<V, ACC, Fp16>, accumulate_range<V, ACC, Fp32>}
+
+#define OFFLOADZERO_BY_GRAD(KERNEL, V, WEIGHT) \
+    {KERNEL<V, WEIGHT, Bf16>, KERNEL<V, WEIGHT, Fp16>, KERNEL<V, WEIGHT, Fp32>}
+
+#define OFFLOADZERO_BY_WEIGHT(KERNEL, V)                                                       \
+    {OFFLOADZERO_BY_GRAD(KERNEL, V, SplitWeight), OFFLOADZERO_BY_GRAD(KERNEL, V, PlainWeight), \
+     OFFLOADZERO_BY_GRAD(KERNEL, V, MasterWeight<Fp16>), OFFLOADZERO_BY_GRAD(KERNEL, V, MasterWeight<Bf16>)}
+
+#define OFFLOADZERO_ADAGRAD_GRADS(V, WEIGHT)                                           \
+    {                                                                                  \
+        {adagrad_range<V, WEIGHT, Bf16, false>, adagrad_range<V, WEIGHT, Bf16, true>}, \
+        {adagrad_range<V, WEIGHT, Fp16, false>, adagrad_range<V, WEIGHT, Fp16, true>}, \
+        {adagrad_range<V, WEIGHT, Fp32, false>, adagrad_range<V, WEIGHT, Fp32, true>}, \
+    }
+
+#define OFFLOADZERO_COMPACT_GRADS(V)                                             \
+    {                                                                            \
+        {compact_adam_range<V, Bf16, false>, compact_adam_range<V, Bf16, true>}, \
+        {compact_adam_range<V, Fp16, false>, compact_adam_range<V, Fp16, true>}, \
+        {compact_adam_range<V, Fp32, false>, compact_adam_range<V, Fp32, true>}, \
+    }
+
+// In the order of the enums in cpu_adam.h.
+template <class V>
+constexpr KernelTable make_kernel_table() {
+    return KernelTable{
+        {OFFLOADZERO_ADAM_GRADS(V, SplitWeight), OFFLOADZERO_ADAM_GRADS(V, PlainWeight),
+         OFFLOADZERO_ADAM_GRADS(V, MasterWeight<Fp16>), OFFLOADZERO_ADAM_GRADS(V, MasterWeight<Bf16>)},
+        {sq_norm_range<V, Bf16>, sq_norm_range<V, Fp16>, sq_norm_range<V, Fp32>},
+        {OFFLOADZERO_ACCUMULATE_GRADS(V, Bf16), OFFLOADZERO_ACCUMULATE_GRADS(V, Fp16),
+         OFFLOADZERO_ACCUMULATE_GRADS(V, Fp32)},
+        split_range<V>,
+        join_range<V>,
+        OFFLOADZERO_BY_WEIGHT(lion_range, V),
+        {OFFLOADZERO_ADAGRAD_GRADS(V, SplitWeight), OFFLOADZERO_ADAGRAD_GRADS(V, PlainWeight),
+         OFFLOADZERO_ADAGRAD_GRADS(V, MasterWeight<Fp16>), OFFLOADZERO_ADAGRAD_GRADS(V, MasterWeight<Bf16>)},
+        OFFLOADZERO_COMPACT_GRADS(V),
+        compact_encode_range<V>,
+        compact_decode_range<V>,
+        stream_range,
+    };
+}

@@ -1,0 +1,159 @@
+"""The typed face of the compact optimizer state: 5 bytes per parameter and two scales per block (floor 2).
+
+A record of n parameters is five flat CPU tensors: `param` (bf16), `remainder_i8` (int8), `exp_avg_i8` (int8),
+`exp_avg_sq_u8` (uint8), each of n elements, and `scales` (fp32) of `num_scales(n)`. [Note: compact state] in
+csrc/cpu_adam/cpu_adam.h says what they mean and how far they are from fp32. Blocks of COMPACT_BLOCK elements
+share a pair of scales, so a range that is updated by itself begins at a block's border and ends at one or at the
+end of the record; `scale_range` gives its scales. Under that condition the results are the same bits for every
+cut, instruction set and number of threads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offloadzero.errors import ConfigError
+from offloadzero.native import _cpu_adam
+from offloadzero.native.arguments import address, describe, float_code, typed_address
+from offloadzero.native.cpu_adam import (
+    AdamHyper,
+    GradCheck,
+    Isa,
+    adam_scalars,
+    check_num_threads,
+    checked_step,
+    isa_code,
+)
+
+COMPACT_BLOCK = 128  # elements; the constant of csrc/cpu_adam/cpu_adam.h
+BYTES_PER_PARAM = 5.0 + 2 * 4 / COMPACT_BLOCK
+
+
+def num_scales(num_elements: int) -> int:
+    """Elements of the scales of that many parameters: (exp_avg, exp_avg_sq) per block."""
+    return -(-num_elements // COMPACT_BLOCK) * 2
+
+
+def scale_range(start: int, stop: int, *, num_elements: int) -> slice:
+    """The scales of parameters [start, stop) of a record of `num_elements`.
+
+    Raises AssertionError if the range cuts a block: its scales would belong to two updates.
+    """
+    if start % COMPACT_BLOCK or not (stop % COMPACT_BLOCK == 0 or stop == num_elements):
+        raise AssertionError(
+            f"elements [{start}, {stop}) of {num_elements} cut a block of {COMPACT_BLOCK} elements"
+        )
+    return slice(num_scales(start), num_scales(stop))
+
+
+def compact_adam_step(
+    param: Tensor,
+    grad: Tensor,
+    remainder_i8: Tensor,
+    exp_avg_i8: Tensor,
+    exp_avg_sq_u8: Tensor,
+    scales: Tensor,
+    *,
+    hyper: AdamHyper,
+    step: int,
+    grad_scale: float = 1.0,
+    grad_check: GradCheck = GradCheck.OFF,
+    num_threads: int | None = None,
+    isa: Isa | None = None,
+) -> float | None:
+    """One Adam or AdamW step on a compact record, in place, in one pass over memory.
+
+    `grad` is bf16, fp16 or fp32 and is multiplied by `grad_scale` first; `step` counts from 1. The tensors must not
+    overlap. Returns None, or with `grad_check` the squared norm of the gradient before `grad_scale`.
+    """
+    arguments = (
+        float_code("grad", grad),
+        _compact_addresses(param, remainder_i8, exp_avg_i8, exp_avg_sq_u8, scales),
+        address("grad", grad, param.numel()),
+        param.numel(),
+        isa_code(isa),
+        check_num_threads(num_threads),
+        adam_scalars(hyper, step=step, grad_scale=grad_scale),
+    )
+    return checked_step(
+        lambda with_sq_norm: _cpu_adam.compact_adam_step(*arguments, with_sq_norm),
+        grad,
+        grad_check=grad_check,
+        num_threads=num_threads,
+        isa=isa,
+    )
+
+
+def compact_encode(
+    master_fp32: Tensor,
+    exp_avg_fp32: Tensor,
+    exp_avg_sq_fp32: Tensor,
+    param: Tensor,
+    remainder_i8: Tensor,
+    exp_avg_i8: Tensor,
+    exp_avg_sq_u8: Tensor,
+    scales: Tensor,
+    *,
+    num_threads: int | None = None,
+    isa: Isa | None = None,
+) -> None:
+    """Write fp32 master weights and moments (three tensors of n elements) as a compact record."""
+    num_elements = param.numel()
+    _cpu_adam.compact_encode(
+        _fp32_addresses(master_fp32, exp_avg_fp32, exp_avg_sq_fp32, num_elements),
+        _compact_addresses(param, remainder_i8, exp_avg_i8, exp_avg_sq_u8, scales),
+        num_elements,
+        isa_code(isa),
+        check_num_threads(num_threads),
+    )
+
+
+def compact_decode(
+    param: Tensor,
+    remainder_i8: Tensor,
+    exp_avg_i8: Tensor,
+    exp_avg_sq_u8: Tensor,
+    scales: Tensor,
+    master_fp32: Tensor,
+    exp_avg_fp32: Tensor,
+    exp_avg_sq_fp32: Tensor,
+    *,
+    num_threads: int | None = None,
+    isa: Isa | None = None,
+) -> None:
+    """Write the fp32 master weights and moments that a compact record stands for."""
+    num_elements = param.numel()
+    _cpu_adam.compact_decode(
+        _compact_addresses(param, remainder_i8, exp_avg_i8, exp_avg_sq_u8, scales),
+        _fp32_addresses(master_fp32, exp_avg_fp32, exp_avg_sq_fp32, num_elements),
+        num_elements,
+        isa_code(isa),
+        check_num_threads(num_threads),
+    )
+
+
+def _compact_addresses(
+    param: Tensor, remainder_i8: Tensor, exp_avg_i8: Tensor, exp_avg_sq_u8: Tensor, scales: Tensor
+) -> tuple[int, int, int, int, int]:
+    num_elements = param.numel()
+    if scales.numel() != num_scales(num_elements):
+        allowed = f"must have {num_scales(num_elements)} elements, two per block of {COMPACT_BLOCK}"
+        raise ConfigError("scales", describe(scales), allowed)
+    return (
+        typed_address("param", param, num_elements, torch.bfloat16),
+        typed_address("remainder_i8", remainder_i8, num_elements, torch.int8),
+        typed_address("exp_avg_i8", exp_avg_i8, num_elements, torch.int8),
+        typed_address("exp_avg_sq_u8", exp_avg_sq_u8, num_elements, torch.uint8),
+        typed_address("scales", scales, scales.numel(), torch.float32),
+    )
+
+
+def _fp32_addresses(
+    master_fp32: Tensor, exp_avg_fp32: Tensor, exp_avg_sq_fp32: Tensor, num_elements: int
+) -> tuple[int, int, int]:
+    return (
+        typed_address("master_fp32", master_fp32, num_elements, torch.float32),
+        typed_address("exp_avg_fp32", exp_avg_fp32, num_elements, torch.float32),
+        typed_address("exp_avg_sq_fp32", exp_avg_sq_fp32, num_elements, torch.float32),
+    )
