@@ -1,0 +1,220 @@
+"""What the CPU optimizers share: parameters, fp32 master weights, state_dicts (floor 4)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from offloadzero.errors import ConfigError
+
+_MASTER_KEY = {torch.bfloat16: "master_remainder", torch.float16: "master", torch.float32: None}
+_MASTER_DTYPES = {"master_remainder": torch.int16, "master": torch.float32}
+
+
+class CPUOptimizer(Optimizer, ABC):
+    """Base of the optimizers for parameters in host memory; see CPUAdam for parameters and state.
+
+    [Note: CPU optimizer state_dict]
+    The state_dict has the layout of torch's optimizer of the same name, so it loads there and torch's loads
+    here: fp32 parameters continue with the same state either way. Loading keeps fp32 moments and int16
+    remainders as they are, where torch would cast them to the parameter's dtype. An absent remainder starts at
+    0, an absent fp16 master as the parameter's value. maximize is honoured; torch's implementation choices
+    (foreach, fused, ...) are carried along unused.
+    """
+
+    # Names of the fp32 tensors of one parameter's state, in the parameter's shape.
+    MOMENTS: ClassVar[tuple[str, ...]]
+    # True if the state counts its steps, as torch does: "step", an fp32 scalar on the CPU.
+    COUNTS_STEPS: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        defaults: dict[str, Any],
+        *,
+        num_threads: int | None,
+    ) -> None:
+        self.num_threads = num_threads
+        self._restored_state: list[dict[str, Tensor]] | None = None
+        super().__init__(params, defaults)
+
+    @abstractmethod
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ConfigError if the options of a group are not allowed."""
+
+    @abstractmethod
+    def _update(
+        self, param: Tensor, grad: Tensor, master: Tensor | None, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        """One step on flat tensors in memory order; `state` maps the names in MOMENTS to flat tensors.
+
+        `state["step"]`, where steps are counted, is the number of this step as an int, from 1.
+        """
+
+    def _initial_moment(self, name: str, param: Tensor, group: dict[str, Any]) -> Tensor:  # noqa: ARG002
+        """A moment before the first step, in the parameter's shape and memory order."""
+        return torch.zeros_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; refuses parameters that are not dense CPU tensors in bf16, fp16 or fp32."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group)
+            for index, param in enumerate(group["params"]):
+                self._check_param(f"param_groups[{len(self.param_groups) - 1}].params[{index}]", param)
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; `closure` runs the model again and returns the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group_index, group in enumerate(self.param_groups):
+            self._check_group(group)
+            for index, param in enumerate(group["params"]):
+                if param.grad is not None:
+                    name = f"param_groups[{group_index}].params[{index}]"
+                    self._step_param(param, self._in_order_of(param, param.grad, name=name), group)
+        return loss
+
+    def _step_param(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self._state_of(param, group)
+        master_key = _MASTER_KEY[param.dtype]
+        flat: dict[str, Any] = {name: _flat(state[name]) for name in self.MOMENTS}
+        if self.COUNTS_STEPS:
+            flat["step"] = int(state["step"].item()) + 1
+        master = None if master_key is None else _flat(state[master_key])
+        self._update(_flat(param), _flat(grad), master, flat, group)
+        if self.COUNTS_STEPS:
+            state["step"] += 1
+
+    def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """The parameter's state, with what is missing added."""
+        state: dict[str, Any] = self.state[param]
+        if self.COUNTS_STEPS and "step" not in state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        for name in self.MOMENTS:
+            if name not in state:
+                state[name] = self._initial_moment(name, param, group)
+        if param.dtype == torch.bfloat16 and "master_remainder" not in state:
+            state["master_remainder"] = torch.zeros_like(param, dtype=torch.int16)
+        if param.dtype == torch.float16 and "master" not in state:
+            state["master"] = param.detach().float()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state_dict by copy: [Note: CPU optimizer state_dict].
+
+        Raises ConfigError, and changes nothing, for a state or a group that cannot be continued from.
+        """
+        # torch casts floating-point state to the parameter's dtype on the way to __setstate__. So the last
+        # pre-hook copies the originals, and __setstate__ puts them in place before the post-hooks run.
+        hook = self.register_load_state_dict_pre_hook(lambda _, saved: self._restore(saved))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+            self._restored_state = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle and deepcopy keep."""
+        return {**super().__getstate__(), "num_threads": self.num_threads, "_restored_state": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over loaded, unpickled or copied state."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        if self._restored_state is not None:
+            params = [param for group in self.param_groups for param in group["params"]]
+            for param, restored in zip(params, self._restored_state, strict=True):
+                if restored:
+                    self.state[param].update(restored)
+
+    def _restore(self, state_dict: dict[str, Any]) -> None:
+        """Check a state_dict and copy its tensors, parameter by parameter in the order of the groups."""
+        for group in state_dict["param_groups"]:
+            self._check_group({**self.defaults, **group})
+        params = [param for group in self.param_groups for param in group["params"]]
+        saved_keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        # Numbers of groups and parameters that differ are torch's to report, right after this.
+        self._restored_state = [
+            self._restored(f"state[{key}]", param, state_dict["state"].get(key, {}))
+            for param, key in zip(params, saved_keys, strict=False)
+        ]
+
+    def _restored(self, name: str, param: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
+        """Copies of the saved tensors in the parameter's shape and memory order, in the state's dtypes."""
+        restored: dict[str, Tensor] = {}
+        dtypes = {**dict.fromkeys(self.MOMENTS, torch.float32), **_MASTER_DTYPES}
+        for key, dtype in dtypes.items():
+            if key not in saved:
+                continue
+            value = saved[key]
+            if value.shape != param.shape:
+                raise ConfigError(
+                    f"{name}.{key}", tuple(value.shape), f"must have shape {tuple(param.shape)}"
+                )
+            if key == "master_remainder" and value.dtype != torch.int16:
+                raise ConfigError(f"{name}.{key}", value.dtype, "must be torch.int16")
+            copied = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            restored[key] = copied.copy_(value)
+        if self.COUNTS_STEPS and "step" in saved:
+            restored["step"] = torch.tensor(float(saved["step"]), dtype=torch.float32)
+        return restored
+
+    def _check_param(self, name: str, param: Tensor) -> None:
+        what = f"{param.dtype} on {param.device}"
+        if param.dtype not in _MASTER_KEY:
+            raise ConfigError(name, what, "allowed torch.bfloat16, torch.float16, torch.float32")
+        if not param.is_cpu:
+            raise ConfigError(name, what, f"{type(self).__name__} trains parameters on the CPU")
+        if param.layout != torch.strided or not _is_dense(param):
+            raise ConfigError(name, what, "must be dense in memory (no gaps, no element twice)")
+
+    def _in_order_of(self, param: Tensor, grad: Tensor, *, name: str) -> Tensor:
+        """The gradient in the memory order of the parameter; a copy where they differ."""
+        if grad.layout != torch.strided:
+            message = f"{type(self).__name__} takes dense gradients only"
+            raise ConfigError(f"{name}.grad", str(grad.layout), message)
+        if param.is_contiguous():
+            return grad.contiguous()
+        if grad.stride() == param.stride():
+            return grad
+        return torch.empty_like(param, dtype=grad.dtype, memory_format=torch.preserve_format).copy_(grad)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """True if the elements fill one block of memory, each once, whatever the order of the strides."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor as a vector, in memory order."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,510 @@
+"""The compact state: what its bytes mean, how far it is from fp32, the same bytes everywhere.
+
+Oracles: numpy in fp64 written from [Note: compact state] in csrc/cpu_adam/cpu_adam.h, with the ideal companding
+curve where the kernels have a polynomial, and AdamW in fp64.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from offloadzero.errors import ConfigError
+from offloadzero.native import compact, cpu_adam
+from offloadzero.native.compact import COMPACT_BLOCK, num_scales, scale_range
+from offloadzero.native.cpu_adam import AdamHyper, GradCheck, Isa
+
+ISAS = [isa for isa in Isa if cpu_adam.isa_supported(isa)]
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+ADAMW = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
+L2 = replace(ADAMW, decoupled=False)
+SIZES = [1, 15, 16, 17, 127, 128, 129, 4097, 100_003]
+LARGEST = np.float64(np.finfo(np.float32).max)
+SMALLEST_NORMAL = 2.0**-126
+
+
+def place(values: Tensor, offset: int) -> Tensor:
+    buffer = torch.empty(values.numel() + offset, dtype=values.dtype)
+    buffer[offset:] = values
+    return buffer[offset:]
+
+
+@dataclass
+class Record:
+    param: Tensor
+    remainder: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    scales: Tensor
+
+    @staticmethod
+    def empty(n: int) -> Record:
+        dtypes = (torch.bfloat16, torch.int8, torch.int8, torch.uint8)
+        return Record(*(torch.zeros(n, dtype=d) for d in dtypes), torch.zeros(num_scales(n)))
+
+    @staticmethod
+    def of(master: Tensor, m: Tensor, v: Tensor, **kwargs: object) -> Record:
+        record = Record.empty(master.numel())
+        compact.compact_encode(master, m, v, *record.tensors(), **kwargs)
+        return record
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.param, self.remainder, self.exp_avg, self.exp_avg_sq, self.scales
+
+    def copy(self, *, offset: int = 0) -> Record:
+        return Record(*(place(t, offset) for t in self.tensors()))
+
+    def piece(self, start: int, stop: int) -> Record:
+        scales = self.scales[scale_range(start, stop, num_elements=self.param.numel())]
+        return Record(*(t[start:stop] for t in self.tensors()[:4]), scales)
+
+    def step(self, grad: Tensor, **kwargs: object) -> float | None:
+        return compact.compact_adam_step(self.param, grad, *self.tensors()[1:], **kwargs)
+
+    def decode(self, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
+        out = tuple(torch.empty(self.param.numel()) for _ in range(3))
+        compact.compact_decode(*self.tensors(), *out, **kwargs)
+        return out
+
+    def assert_same_bytes(self, other: Record) -> None:
+        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def make_state(n: int, *, seed: int = 0, specials: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Master, exp_avg and exp_avg_sq; magnitudes differ by orders within and between blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.exp(3 * torch.randn(n, generator=generator))
+    master = torch.randn(n, generator=generator) * 0.05
+    m = torch.randn(n, generator=generator) * 1e-4 * spread
+    v = torch.rand(n, generator=generator) * 1e-6 * spread * spread
+    if specials and n > 1000:
+        master[:7] = torch.tensor([0.0, -0.0, 1e-40, -1e-45, 1.0, -2.0, 3e38])
+        m[: 3 * COMPACT_BLOCK] = 0.0
+        v[: 2 * COMPACT_BLOCK] = 0.0
+        m[COMPACT_BLOCK : 2 * COMPACT_BLOCK] = 1e-42
+        m[500:505] = torch.tensor([0.0, -0.0, 1e-42, -1e10, 1e-20])
+        v[700:704] = torch.tensor([0.0, 1e-45, 1e-40, 1e20])
+    return master, m, v
+
+
+def make_grad(n: int, dtype: torch.dtype, *, seed: int = 100, specials: bool = True) -> Tensor:
+    grad = torch.randn(n, generator=torch.Generator().manual_seed(seed)) * 1e-3
+    if specials and n > 1000:
+        values = [0.0, -0.0, 1e-7, 1e-40, -1e-45, 1e4, -1e18, 1e-25, 1e30]
+        grad[900 : 900 + len(values)] = torch.tensor(values)
+    return grad.clamp(-65504, 65504).to(dtype) if dtype == torch.float16 else grad.to(dtype)
+
+
+# --- the format ---
+
+
+def decode_with_numpy(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Master (exact), exp_avg and exp_avg_sq (ideal curve), in fp64."""
+    hi = record.param.view(torch.int16).numpy().astype(np.int64)
+    bits = (hi * 65536 + record.remainder.numpy().astype(np.int64) * 256) % 2**32
+    master = bits.astype(np.uint32).view(np.float32)
+    scales = np.repeat(record.scales.numpy().astype(np.float64).reshape(-1, 2), COMPACT_BLOCK, axis=0)
+    scale_m, scale_s = scales[: len(master), 0], scales[: len(master), 1]
+    y = record.exp_avg.numpy().astype(np.float64) / 127
+    s = record.exp_avg_sq.numpy().astype(np.float64) * scale_s
+    return master, y / (2 - np.abs(y)) * scale_m, s * s
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_decoding_is_the_written_format(isa: Isa) -> None:
+    """Every code under several scales; every remainder under every bf16 exponent."""
+    n = 256 * 512
+    record = Record.empty(n)
+    at = torch.arange(n)
+    record.param.view(torch.int16).copy_(((at // 256) * 128 + at % 128).to(torch.int16))
+    record.remainder.copy_((at % 256 - 128).to(torch.int8))
+    record.exp_avg.copy_((at % 255 - 127).to(torch.int8))
+    record.exp_avg_sq.copy_((at % 255 + 1).to(torch.uint8))
+    record.scales.copy_(torch.logspace(-15, 3, record.scales.numel()))
+    actual = record.decode(isa=isa, num_threads=2)
+    master, m, v = decode_with_numpy(record)
+    assert (actual[0].numpy().view(np.uint32) == master.view(np.uint32)).all()
+    assert (np.abs(actual[1].double().numpy() - m) <= 3.7e-4 * np.abs(m)).all()
+    largest = record.exp_avg.abs().numpy() == 127
+    assert (np.abs(actual[1].double().numpy() - m)[largest] <= 3e-7 * np.abs(m)[largest]).all()
+    assert (np.abs(actual[2].double().numpy() - v) <= 3e-7 * v).all()
+
+
+def spacing(master: np.ndarray) -> np.ndarray:
+    """ulp of bf16 at a weight: 2**-7 of its power of two, in fp64, and that of 2**-126 below it."""
+    magnitude = np.maximum(np.abs(master.astype(np.float64)), SMALLEST_NORMAL)
+    return 2.0 ** (np.floor(np.log2(magnitude)) - 7)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_remainder_keeps_the_weight_within_ulp_by_512(isa: Isa) -> None:
+    """All exponents, both signs, mantissas at and around every edge of rounding; exact for zeros and bf16."""
+    random = np.random.default_rng(5).integers(0, 2**23, 300)
+    near = np.array([0, 0x80, 0x100, 0x7F80, 0x8000, 0x8080, 0xFF80, 0x10000, 0x7FFF80, 0x7F8000, 0x7FFFFF])
+    edges = np.concatenate([near + d for d in (-1, 0, 1)])
+    mantissas = np.unique(np.concatenate([edges[(edges >= 0) & (edges < 2**23)], random]))
+    bits = (np.arange(512)[:, None] * 2**23 + mantissas[None, :]).astype(np.uint32).ravel()
+    master = bits.view(np.float32)
+    master = master[np.isfinite(master)]
+    zeros = torch.zeros(len(master))
+    record = Record.of(torch.from_numpy(master.copy()), zeros, zeros, isa=isa)
+    back = record.decode(isa=isa)[0].numpy()
+    kept = np.isfinite(back)
+    assert (np.abs(master[~kept].astype(np.float64)) > LARGEST - 128 * 2.0**104).all()
+    error = np.abs(back[kept].astype(np.float64) - master[kept])
+    assert (error <= spacing(master[kept]) / 512).all()
+    assert (error > spacing(master[kept]) / 520).any()  # the bound is tight
+    exact = (master.view(np.uint32) & 0xFFFF == 0)[kept]
+    assert (back[kept].view(np.uint32)[exact] == master[kept].view(np.uint32)[exact]).all()
+    assert (record.remainder.numpy()[kept][exact] == 0).all()
+    rounded = torch.from_numpy(master[kept]).bfloat16().double().numpy()
+    param = record.param.double().numpy()[kept]
+    finite = np.isfinite(param) & np.isfinite(rounded)
+    # bf16 of the weight rounded to 24 bits: half a unit and what that rounding moved.
+    assert (np.abs(param - master[kept])[finite] <= (spacing(master[kept]) * (0.5 + 1 / 512))[finite]).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_moments_stay_within_the_stated_error(isa: Isa) -> None:
+    n = 64 * COMPACT_BLOCK + 50
+    master, m, v = make_state(n, specials=False)
+    _, m_back, v_back = (t.double().numpy() for t in Record.of(master, m, v, isa=isa).decode(isa=isa))
+    m64, s64 = m.double().numpy(), np.sqrt(v.double().numpy())
+    for start in range(0, n, COMPACT_BLOCK):
+        block = slice(start, start + COMPACT_BLOCK)
+        largest = np.abs(m64[block]).max()
+        x = np.abs(m64[block]) / largest
+        # Half a code in y is (1 + x)**2 / 4 / 127 in x at most, at the code's outer edge.
+        bound = (1 + x + 0.02) ** 2 / (4 * 127) + 8e-4 * x
+        assert (np.abs(m_back[block] - m64[block]) <= bound * largest).all()
+        assert np.abs(m_back[block]).max() == pytest.approx(largest, rel=1e-6)
+        top = s64[block].max()
+        s_back = np.sqrt(v_back[block])
+        small = s64[block] < top / 255
+        assert (np.abs(s_back - s64[block])[~small] <= top / 510 * (1 + 1e-5)).all()
+        assert s_back[small] == pytest.approx(top / 255, rel=1e-5)
+
+
+def test_small_second_moments_never_vanish_beside_large_ones() -> None:
+    """Otherwise the weight would move by m / eps."""
+    n = COMPACT_BLOCK
+    m, v = torch.full((n,), 1e-5), torch.full((n,), 1e-10)
+    m[0], v[0] = 1e-3, 1.0
+    record = Record.of(torch.zeros(n), m, v)
+    assert (record.decode()[2] > 0).all()
+    record.step(torch.zeros(n), hyper=replace(ADAMW, weight_decay=0.0), step=1000)
+    assert (record.decode()[0].abs() <= 1e-3).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_writing_what_was_read_changes_no_byte(isa: Isa) -> None:
+    n = 255 * COMPACT_BLOCK
+    record = Record.of(*make_state(n), isa=isa)
+    again = Record.of(*record.decode(isa=isa), isa=isa)
+    assert torch.equal(again.param.view(torch.int16), record.param.view(torch.int16))
+    for mine, theirs in zip(again.tensors()[1:4], record.tensors()[1:4], strict=True):
+        assert torch.equal(mine, theirs)
+    torch.testing.assert_close(again.scales, record.scales, rtol=1e-6, atol=0)
+
+
+# --- the same bytes whatever runs ---
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
+def test_step_same_bytes_for_every_isa_thread_count_and_alignment(grad_dtype: torch.dtype, n: int) -> None:
+    start, grad = Record.of(*make_state(n)), make_grad(n, grad_dtype)
+    for hyper in (ADAMW, L2):
+        kwargs = {"hyper": hyper, "step": 3, "grad_scale": 0.37}
+        expected = start.copy()
+        expected.step(grad, isa=Isa.SCALAR, num_threads=1, **kwargs)
+        assert not torch.equal(expected.scales, start.scales)
+        for (isa, offset), num_threads in zip(itertools.product(ISAS, (0, 1, 7)), itertools.cycle((1, 2, 3))):
+            actual = start.copy(offset=offset)
+            actual.step(place(grad, offset), isa=isa, num_threads=num_threads, **kwargs)
+            actual.assert_same_bytes(expected)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_encode_and_decode_same_bytes_for_every_isa(n: int) -> None:
+    state = make_state(n)
+    expected = Record.of(*state, isa=Isa.SCALAR, num_threads=1)
+    fp32 = expected.decode(isa=Isa.SCALAR, num_threads=1)
+    for isa, num_threads in itertools.product(ISAS, (1, 3)):
+        Record.of(*state, isa=isa, num_threads=num_threads).assert_same_bytes(expected)
+        for mine, theirs in zip(expected.decode(isa=isa, num_threads=num_threads), fp32, strict=True):
+            assert torch.equal(mine.view(torch.int32), theirs.view(torch.int32))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_step_same_bytes_however_a_range_is_cut_at_block_borders(isa: Isa) -> None:
+    n = 70_001
+    start, grad = Record.of(*make_state(n)), make_grad(n, torch.bfloat16)
+    whole, cut = start.copy(), start.copy()
+    whole.step(grad, hyper=ADAMW, step=2, isa=isa, num_threads=2)
+    for begin, end in itertools.pairwise([0, 128, 4096, 40_064, 40_192, n]):
+        cut.piece(begin, end).step(grad[begin:end], hyper=ADAMW, step=2, isa=isa)
+    cut.assert_same_bytes(whole)
+
+
+def test_ranges_that_cut_a_block_are_refused() -> None:
+    assert scale_range(128, 300, num_elements=300) == slice(2, 6)
+    for start, stop in ((1, 128), (0, 127), (128, 200)):
+        with pytest.raises(AssertionError, match="cut a block of 128"):
+            scale_range(start, stop, num_elements=300)
+
+
+def test_bytes_per_parameter() -> None:
+    n = 1 << 20
+    num_bytes = sum(t.numel() * t.element_size() for t in Record.empty(n).tensors())
+    assert num_bytes == n * compact.BYTES_PER_PARAM
+    assert compact.BYTES_PER_PARAM <= 5.3
+
+
+# --- the right numbers ---
+
+
+def oracle_step(
+    state: tuple[np.ndarray, ...], g: np.ndarray, hyper: AdamHyper, step: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Algorithm 2 of Loshchilov & Hutter 2019 (and Adam with L2) in fp64."""
+    p, m, v = (x.astype(np.float64) for x in state)
+    if not hyper.decoupled:
+        g = g + hyper.weight_decay * p
+    m = hyper.beta1 * m + (1 - hyper.beta1) * g
+    v = hyper.beta2 * v + (1 - hyper.beta2) * g * g
+    m_hat = m / (1 - hyper.beta1**step) if hyper.bias_correction else m
+    v_hat = v / (1 - hyper.beta2**step) if hyper.bias_correction else v
+    decay = hyper.lr * hyper.weight_decay * p if hyper.decoupled else 0.0
+    return p - decay - hyper.lr * m_hat / (np.sqrt(v_hat) + hyper.eps), m, v
+
+
+@pytest.mark.parametrize(
+    "hyper",
+    [
+        ADAMW,
+        L2,
+        replace(ADAMW, bias_correction=False),
+        AdamHyper(lr=3e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1),
+        AdamHyper(lr=1e-2, beta1=0.0, beta2=0.0, eps=1e-8, weight_decay=0.01),
+    ],
+    ids=["adamw", "l2", "no_bias_correction", "llm", "betas_zero"],
+)
+@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
+def test_step_against_fp64(grad_dtype: torch.dtype, hyper: AdamHyper) -> None:
+    """From the decoded state, each step is the fp64 step, then rounded to the format.
+
+    Elementwise: the weight to 1e-6 * max(|weight|, |update|) and its 24 bits, the moments to the codes' steps.
+    """
+    n, grad_scale = 79 * COMPACT_BLOCK + 3, 0.125
+    master = make_state(n, specials=False)[0]
+    record = Record.of(master, torch.zeros(n), torch.zeros(n))
+    for step in range(1, 7):
+        before = [t.double().numpy() for t in record.decode()]
+        grad = make_grad(n, grad_dtype, seed=step, specials=False)
+        p, m, v = oracle_step(tuple(before), grad.double().numpy() * grad_scale, hyper, step)
+        record.step(grad, hyper=hyper, step=step, grad_scale=grad_scale)
+        p_now, m_now, v_now = (t.double().numpy() for t in record.decode())
+        scale = np.maximum(np.maximum(np.abs(p), np.abs(p - before[0])), hyper.lr)
+        g, wd = grad.double().numpy() * grad_scale, 0.0 if hyper.decoupled else hyper.weight_decay
+        # L2 can cancel the gradient: its rounding is then relative to what was cancelled.
+        cancelled = (np.abs(g) + wd * np.abs(before[0])) / (np.abs(g + wd * before[0]) + 1e-30)
+        bound = 1e-6 * scale + 1e-7 * cancelled * np.abs(p - before[0]) + spacing(p) / 512
+        assert (np.abs(p_now - p) <= bound).all()
+        top_m, top_s = (
+            np.repeat(record.scales.double().numpy()[k::2] * unit, COMPACT_BLOCK)[:n]
+            for k, unit in ((0, 1), (1, 255))
+        )
+        assert (np.abs(m_now - m) <= 0.0085 * top_m).all()
+        s = np.maximum(np.sqrt(v), top_s / 255)
+        assert (np.abs(np.sqrt(v_now) - s) <= top_s / 510 * (1 + 1e-4)).all()
+
+
+def test_a_thousand_steps_stay_near_fp64_adamw() -> None:
+    """A noisy quadratic: the compact run ends as near the minimum as the fp64 run, and near that run's path."""
+    n = 40 * COMPACT_BLOCK
+    generator = torch.Generator().manual_seed(1)
+    target = torch.randn(n, generator=generator)
+    curvature = torch.exp(torch.randn(n, generator=generator))
+    hyper = AdamHyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.01)
+    record = Record.of(torch.zeros(n), torch.zeros(n), torch.zeros(n))
+    exact = tuple(np.zeros(n) for _ in range(3))
+    for step in range(1, 1001):
+        noise = torch.randn(n, generator=generator) * 0.3
+        step_hyper = replace(hyper, lr=1e-2 * (1 - step / 1001))
+        grad = curvature * (record.decode()[0] - target) + noise
+        record.step(grad, hyper=step_hyper, step=step)
+        g = curvature.double().numpy() * (exact[0] - target.double().numpy()) + noise.double().numpy()
+        exact = oracle_step(exact, g, step_hyper, step)
+    loss = [
+        float((curvature * (w - target).double() ** 2).mean())
+        for w in (record.decode()[0], torch.from_numpy(exact[0]))
+    ]
+    assert loss[0] <= 1.02 * loss[1]
+    assert np.abs(record.decode()[0].double().numpy() - exact[0]).mean() < 0.01
+
+
+# --- values that are not finite, huge, tiny ---
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_bad_gradient_is_never_trained_on_silently(dtype: torch.dtype, bad: float, isa: Isa) -> None:
+    """The weight is NaN at once and for good; the other blocks are as without it."""
+    n = 5 * COMPACT_BLOCK
+    start, grad = Record.of(*make_state(n, specials=False)), make_grad(n, dtype)
+    at = 2 * COMPACT_BLOCK + 37
+    clean = start.copy()
+    clean.step(grad, hyper=ADAMW, step=3, isa=isa)
+    grad[at] = bad
+    record = start.copy()
+    record.step(grad, hyper=ADAMW, step=3, isa=isa)
+    assert record.param[at].isnan()
+    assert record.param.isnan().sum() == 1
+    for begin, end in ((0, 2 * COMPACT_BLOCK), (3 * COMPACT_BLOCK, n)):
+        record.piece(begin, end).assert_same_bytes(clean.piece(begin, end))
+    other = start.copy()
+    other.step(grad, hyper=ADAMW, step=3, isa=Isa.SCALAR)
+    record.assert_same_bytes(other)
+    record.step(torch.zeros(n), hyper=ADAMW, step=4, isa=isa)
+    assert record.param[2 * COMPACT_BLOCK : 3 * COMPACT_BLOCK].isnan().all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_nan_of_every_payload_stays_one(isa: Isa) -> None:
+    """Adding to its pattern must not carry over into zero."""
+    n = COMPACT_BLOCK
+    grad = torch.full((n,), -1, dtype=torch.int32).view(torch.float32)
+    record = Record.of(torch.ones(n), torch.zeros(n), torch.zeros(n))
+    record.step(grad, hyper=ADAMW, step=1, isa=isa)
+    assert record.param.isnan().all()
+    positive = torch.full((n,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    for master in (grad, positive):
+        assert Record.of(master, torch.zeros(n), torch.zeros(n), isa=isa).decode(isa=isa)[0].isnan().all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_huge_finite_gradients_leave_finite_weights(isa: Isa) -> None:
+    """A second moment that overflows stops its block, as it stops its element in fp32; nothing becomes NaN."""
+    n = 3 * COMPACT_BLOCK
+    grad = make_grad(n, torch.float32, specials=False)
+    grad[COMPACT_BLOCK + 5] = 1e30
+    record = Record.of(torch.full((n,), 0.5), torch.zeros(n), torch.zeros(n))
+    hyper = replace(ADAMW, weight_decay=0.0)
+    record.step(grad, hyper=hyper, step=1, isa=isa)
+    assert record.decode()[0][COMPACT_BLOCK + 5] == 0.5
+    for step in range(2, 5):
+        before = record.decode()[0]
+        record.step(make_grad(n, torch.float32, specials=False, seed=step), hyper=hyper, step=step, isa=isa)
+        moved = record.decode()[0] != before
+        assert record.decode()[0].isfinite().all()
+        assert not moved[COMPACT_BLOCK : 2 * COMPACT_BLOCK].any()
+        assert moved[:COMPACT_BLOCK].any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_step_ignores_the_callers_flush_to_zero_mode(isa: Isa) -> None:
+    n = 1000
+    master, _, _ = make_state(n, specials=False)
+    start = Record.of(master * 1e-37, torch.full((n,), 2e-38), torch.full((n,), 1e-30))
+    grad = torch.randn(n, generator=torch.Generator().manual_seed(3)) * 1e-38
+    hyper = replace(ADAMW, lr=1e-40, weight_decay=0.0)
+    expected, flushed = start.copy(), start.copy()
+    expected.step(grad, hyper=hyper, step=1, isa=isa)
+    assert torch.set_flush_denormal(True)
+    try:
+        flushed.step(grad, hyper=hyper, step=1, isa=isa)
+    finally:
+        torch.set_flush_denormal(False)
+    flushed.assert_same_bytes(expected)
+
+
+# --- the gradient check ---
+
+
+@pytest.mark.parametrize("n", [1, 4096, 100_003])
+@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
+def test_norm_of_the_same_pass(grad_dtype: torch.dtype, n: int) -> None:
+    start, grad = Record.of(*make_state(n)), make_grad(n, grad_dtype)
+    plain = start.copy()
+    assert plain.step(grad, hyper=ADAMW, step=1) is None
+    for isa, num_threads in itertools.product(ISAS, (1, 3)):
+        for check in (GradCheck.REPORT, GradCheck.REFUSE):
+            record = start.copy()
+            norm = record.step(grad, hyper=ADAMW, step=1, isa=isa, num_threads=num_threads, grad_check=check)
+            assert norm == cpu_adam.sq_norm(grad)
+            record.assert_same_bytes(plain)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_refused_gradients_leave_the_state_untouched(bad: float) -> None:
+    n = 50_000
+    start, grad = Record.of(*make_state(n)), make_grad(n, torch.bfloat16)
+    grad[n - 1] = bad
+    record = start.copy()
+    norm = record.step(grad, hyper=ADAMW, step=1, grad_check=GradCheck.REFUSE)
+    assert norm is not None
+    assert not math.isfinite(norm)
+    record.assert_same_bytes(start)
+    reported = record.step(grad, hyper=ADAMW, step=1, grad_check=GradCheck.REPORT)
+    assert reported is not None
+    assert not math.isfinite(reported)
+
+
+# --- large, refused ---
+
+
+@pytest.mark.slow
+def test_two_to_the_26_and_3() -> None:
+    n = 2**26 + 3
+    master, m, v = make_state(n)
+    start, grad = Record.of(master, m, v), make_grad(n, torch.bfloat16)
+    del master, m, v
+    one, many = start.copy(), start
+    one.step(grad, hyper=ADAMW, step=3, isa=Isa.SCALAR, num_threads=2)
+    many.step(grad, hyper=ADAMW, step=3, num_threads=2)
+    many.assert_same_bytes(one)
+
+
+def _change(name: str, bad: Tensor) -> Callable[[], object]:
+    def call() -> object:
+        record = Record.empty(300)
+        arguments = {
+            "param": record.param,
+            "grad": torch.zeros(300),
+            "remainder_i8": record.remainder,
+            "exp_avg_i8": record.exp_avg,
+            "exp_avg_sq_u8": record.exp_avg_sq,
+            "scales": record.scales,
+        }
+        return compact.compact_adam_step(**{**arguments, name: bad}, hyper=ADAMW, step=1)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("param", torch.zeros(300)),
+        ("grad", torch.zeros(300, dtype=torch.float64)),
+        ("grad", torch.zeros(301)),
+        ("remainder_i8", torch.zeros(300, dtype=torch.int16)),
+        ("exp_avg_i8", torch.zeros(300, dtype=torch.uint8)),
+        ("exp_avg_i8", torch.zeros(299, dtype=torch.int8)),
+        ("exp_avg_sq_u8", torch.zeros(300, dtype=torch.int8)),
+        ("scales", torch.zeros(4)),
+        ("scales", torch.zeros(6, dtype=torch.float64)),
+    ],
+)
+def test_step_names_the_bad_argument(name: str, bad: Tensor) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} "):
+        _change(name, bad)()
