@@ -1,7 +1,6 @@
 """The compact state: what its bytes mean, how far it is from fp32, the same bytes everywhere.
 
-Oracles: numpy in fp64 written from [Note: compact state] in csrc/cpu_adam/cpu_adam.h, with the ideal companding
-curve where the kernels have a polynomial, and AdamW in fp64.
+Oracles: numpy in fp64 written from [Note: compact state] in csrc/cpu_adam/cpu_adam.h, and AdamW in fp64.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ def make_grad(n: int, dtype: torch.dtype, *, seed: int = 100, specials: bool = T
 
 
 def decode_with_numpy(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Master (exact), exp_avg and exp_avg_sq (ideal curve), in fp64."""
+    """Master (exact), exp_avg and exp_avg_sq, in fp64."""
     hi = record.param.view(torch.int16).numpy().astype(np.int64)
     bits = (hi * 65536 + record.remainder.numpy().astype(np.int64) * 256) % 2**32
     master = bits.astype(np.uint32).view(np.float32)
@@ -132,9 +131,7 @@ def test_decoding_is_the_written_format(isa: Isa) -> None:
     actual = record.decode(isa=isa, num_threads=2)
     master, m, v = decode_with_numpy(record)
     assert (actual[0].numpy().view(np.uint32) == master.view(np.uint32)).all()
-    assert (np.abs(actual[1].double().numpy() - m) <= 3.7e-4 * np.abs(m)).all()
-    largest = record.exp_avg.abs().numpy() == 127
-    assert (np.abs(actual[1].double().numpy() - m)[largest] <= 3e-7 * np.abs(m)[largest]).all()
+    assert (np.abs(actual[1].double().numpy() - m) <= 2e-7 * np.abs(m)).all()
     assert (np.abs(actual[2].double().numpy() - v) <= 3e-7 * v).all()
 
 
@@ -172,20 +169,22 @@ def test_remainder_keeps_the_weight_within_ulp_by_512(isa: Isa) -> None:
     assert (np.abs(param - master[kept])[finite] <= (spacing(master[kept]) * (0.5 + 1 / 512))[finite]).all()
 
 
+@pytest.mark.parametrize("factor", [1.0, 1e36, 1e-39])
 @pytest.mark.parametrize("isa", ISAS)
-def test_moments_stay_within_the_stated_error(isa: Isa) -> None:
+def test_moments_stay_within_the_stated_error(isa: Isa, factor: float) -> None:
     n = 64 * COMPACT_BLOCK + 50
     master, m, v = make_state(n, specials=False)
+    m *= factor
     _, m_back, v_back = (t.double().numpy() for t in Record.of(master, m, v, isa=isa).decode(isa=isa))
     m64, s64 = m.double().numpy(), np.sqrt(v.double().numpy())
     for start in range(0, n, COMPACT_BLOCK):
         block = slice(start, start + COMPACT_BLOCK)
         largest = np.abs(m64[block]).max()
         x = np.abs(m64[block]) / largest
-        # Half a code in y is (1 + x)**2 / 4 / 127 in x at most, at the code's outer edge.
-        bound = (1 + x + 0.02) ** 2 / (4 * 127) + 8e-4 * x
-        assert (np.abs(m_back[block] - m64[block]) <= bound * largest).all()
-        assert np.abs(m_back[block]).max() == pytest.approx(largest, rel=1e-6)
+        # The slope is that of the code's outer edge, at most 0.008 away.
+        bound = (1 + np.minimum(x + 0.008, 1)) ** 2 / 508 * (1 + 1e-5)
+        assert (np.abs(m_back[block] - m64[block]) <= bound * largest + 2.0**-149).all()
+        assert np.abs(m_back[block]).max() == pytest.approx(largest, rel=1e-6, abs=2.0**-148)
         top = s64[block].max()
         s_back = np.sqrt(v_back[block])
         small = s64[block] < top / 255
@@ -323,7 +322,7 @@ def test_step_against_fp64(grad_dtype: torch.dtype, hyper: AdamHyper) -> None:
             np.repeat(record.scales.double().numpy()[k::2] * unit, COMPACT_BLOCK)[:n]
             for k, unit in ((0, 1), (1, 255))
         )
-        assert (np.abs(m_now - m) <= 0.0085 * top_m).all()
+        assert (np.abs(m_now - m) <= 0.0079 * top_m).all()
         s = np.maximum(np.sqrt(v), top_s / 255)
         assert (np.abs(np.sqrt(v_now) - s) <= top_s / 510 * (1 + 1e-4)).all()
 

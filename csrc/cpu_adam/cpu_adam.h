@@ -34,7 +34,7 @@
 // The format is what decoding says:
 //
 //     master = bits (hi << 16) + (r << 8)                      r = int8 remainder; fp32 add modulo 2^32
-//     m      = (q * P(|q|)) * scale_m                          q = int8 code, P: COMPAND_DECODE
+//     m      = (q / (254 - |q|)) * scale_m                     q = int8 code
 //     v      = s * s, s = k * scale_s                          k = uint8 code
 //
 // master: the fp32 weight rounded to the upper 24 bits of its pattern (nearest, ties away from zero), then
@@ -49,18 +49,17 @@
 // round to infinity; writing what was read gives the same bytes.
 //
 // m: with x = m / scale_m in [-1, 1], scale_m the block's largest magnitude, y = 2x / (1 + |x|) is rounded to
-// q = 127 y; P(t) approximates 1 / (254 - t), and the polynomial of the encoder 254 / (1 + |x|), to a
-// relative 4e-4: divisions are what the vector units have least of. Reading q and writing it again gives q.
-// The error of x is at most (dx/dq) / 2 + 4e-4 |x|, dx/dq = (1 + |x|)^2 / 254: half a percent of the largest
-// magnitude at x = 0, 0.2 %; at |x| = 1, 0.8 % of it.
+// q = 127 y, whence x = y / (2 - |y|). The error of y is at most 1/254 and dx/dy = (1 + |x|)^2 / 2, so that
+// of x is at most (1 + |x|)^2 / 508, up to rounding: 0.2 % of the largest magnitude near 0, 0.8 % near 1.
+// Reading q and writing it again gives q.
 //
 // v: s = sqrt(v), k = 255 s / (largest s of the block), never below 1: a second moment must not vanish beside
 // a first moment that does not, for the quotient of the two is the update. The error of s is at most
 // largest / 510, and below largest / 255 it is enlarged to that.
 //
-// Blocks whose largest magnitude is below 2^-126 are kept as zero. A block with a first moment that is not
-// finite becomes NaN (its scale is) and those weights NaN at once; a second moment that overflows keeps its
-// block's at infinity, so that nothing moves there: [Note: Adam arithmetic] does the same to the element.
+// A block with a first moment that is not finite becomes NaN (its scale is), its weights at the next step and
+// those of such moments at once. A second moment that overflows keeps those of its block at infinity, so that
+// nothing moves there: [Note: Adam arithmetic] does the same to the element.
 //
 // [Note: compact arithmetic]
 // fma(a, b, c) is a * b + c rounded once. The same bits for every ISA, thread count, alignment and cut at
@@ -68,7 +67,7 @@
 //
 //     g     = float(grad) * grad_scale
 //     g     = fma(weight_decay, p, g)                          only L2 with weight_decay != 0
-//     m     = fma(q * P(|q|), beta1 * scale_m, one_minus_beta1 * g)
+//     m     = fma(q / (254 - |q|), beta1 * scale_m, one_minus_beta1 * g)
 //     s     = k * (sqrt_beta2 * scale_s)
 //     v     = fma(s, s, (one_minus_beta2 * g) * g)
 //     s     = sqrt(v)
