@@ -125,11 +125,14 @@ def deepspeed(work: Work, placement: str, nvme_path: Path) -> Callable[..., Any]
 
 
 def offloadzero(work: Work, placement: str, nvme_path: Path) -> Callable[..., Any]:
+    import torch
+
     import offloadzero as oz
 
     device = {"resident": "none", "host": "cpu", "nvme": "nvme"}[placement]
     config = base_config(work) | {"zero_optimization": zero_block(device, nvme_path)}
-    with oz.zero.Init(config_dict_or_path=config):
+    # Rounded at the start as the others round: without `dtype` the master would keep the fp32 initial weights.
+    with oz.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
         model = build_model(work)
     engine = oz.initialize(model=model, config=config)[0]
     return engine_step(engine)

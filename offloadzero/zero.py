@@ -28,8 +28,8 @@ class Init:
     """Build a model whose parameters leave memory as soon as their module exists.
 
     Inside `with Init(config_dict_or_path=config): model = Model(...)` every module's own large parameters move to
-    the tier that holds parameters when the module's constructor returns, with all their bits; a model larger than
-    host memory can be built with parameters on NVMe. `module.apply(fn)` inside the block brings each
+    the tier that holds parameters when the module's constructor returns, with all their bits (an explicit `dtype`
+    rounds them to it, as DeepSpeed does); a model larger than host memory can be built with parameters on NVMe. `module.apply(fn)` inside the block brings each
     module's parameters back for the call. `initialize()` or `offload()` then takes them over one unit at a time.
 
     With `module`, that module's parameters are moved at once and no block is needed.
@@ -56,7 +56,7 @@ class Init:
         self._enabled = enabled
         self._dtype = dtype or DTYPES[self._settings.precision.param_dtype]
         # Without a precision block nobody casts what stays in memory later.
-        self._casts_all = dtype is not None and self._settings.precision.param_dtype is None
+        self._rounds = dtype is not None
         self._directory = self._spill_directory(remote_device)
         self._freed = FreedMemory()
         self._originals: list[tuple[type[nn.Module], Callable[..., None]]] = []
@@ -126,12 +126,12 @@ class Init:
             if is_spilled(param):
                 continue
             dtype = self._dtype if self._dtype is not None and param.is_floating_point() else param.dtype
+            num_bytes = param.data.nbytes
+            if self._rounds:
+                param.data = param.data.to(dtype)
             if param.numel() >= MIN_SPILL_ELEMENTS:
-                num_bytes = param.data.nbytes
                 spill(param, dtype=dtype, directory=self._directory)
                 self._freed.add(num_bytes)
-            elif self._casts_all:
-                param.data = param.data.to(dtype)
 
 
 def _all_subclasses(cls: type[nn.Module]) -> list[type[nn.Module]]:
