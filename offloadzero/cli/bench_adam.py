@@ -1,0 +1,368 @@
+"""`offloadzero bench adam`: the CPU optimizer beside what memory gives, torch and DeepSpeed (floor 7)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from offloadzero.cli import bench_adam_deepspeed
+from offloadzero.cli.machine import describe_machine, describe_versions
+from offloadzero.cli.output import check_output, print_lines, save_json, text_table
+from offloadzero.errors import ConfigError, OffloadError
+
+FORMAT = "offloadzero.bench.adam"
+FORMAT_VERSION = 1
+MIN_PARAMS = 1 << 20
+PARAMS_MULTIPLE = 1 << 16
+IN_CACHE_PARAMS = 1 << 16  # 0.9 MiB of fp32 state and gradient, 0.45 MiB of compact: the second-level cache
+# Bytes that are alive per parameter: both records and a gradient; torch's four fp32 arrays.
+_BYTES_PER_PARAM = 12 + 5 + 2 + 16
+_BYTES_PER_PARAM_DEEPSPEED = 20
+_PAUSE_S = 0.02  # until other runtimes' threads have stopped spinning
+
+# Does one sample and returns its seconds.
+Sample = Callable[[], float]
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "adam",
+        help="the CPU optimizer: per layout, instruction set and thread count",
+        description="Measures Adam on the CPU per layout, instruction set and number of threads, beside memory's "
+        "ceiling for the same reads and writes, torch's fused AdamW and DeepSpeed's CPUAdam. Samples of all are "
+        "interleaved; results are medians.",
+    )
+    parser.add_argument("--params", type=int, default=1 << 26, help="parameters (default 67108864)")
+    parser.add_argument("--rounds", type=int, default=9, help="samples of each (default 9)")
+    parser.add_argument("--deepspeed-python", metavar="PATH", help="an interpreter that can import deepspeed")
+    parser.add_argument("--json", metavar="FILE", help="every sample, the machine and the results")
+    parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured. `bytes_per_param` is its traffic: every byte read and every byte written."""
+
+    what: str
+    layout: str
+    isa: str
+    num_threads: int
+    bytes_per_param: float
+    num_params: int
+
+
+Cases = list[tuple[Case, Sample]]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit status. Raises OffloadError."""
+    num_params, num_rounds = args.params, args.rounds
+    _check(args)
+    machine = describe_machine()
+    num_cores = machine["num_cores"]
+    cases = [*kernel_cases(num_params, num_cores), torch_case(num_params, num_cores)]
+    with deepspeed_worker(args.deepspeed_python, num_params, num_cores) as (worker_cases, deepspeed_versions):
+        results = measure(cases + worker_cases, num_rounds)
+    result = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "num_params": num_params,
+        "num_rounds": num_rounds,
+        "machine": machine,
+        "load_average_after": os.getloadavg(),
+        "versions": describe_versions("offloadzero", "torch", "numpy"),
+        "deepspeed_versions": deepspeed_versions,
+        "results": with_ceilings(results),
+    }
+    print_lines(table(result))
+    if args.json:
+        save_json(args.json, result)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    check_output("--json", args.json)
+    if args.params < MIN_PARAMS or args.params % PARAMS_MULTIPLE:
+        raise ConfigError(
+            "--params", args.params, f"allowed multiples of {PARAMS_MULTIPLE}, at least {MIN_PARAMS}"
+        )
+    if args.rounds < 1:
+        raise ConfigError("--rounds", args.rounds, "allowed integers >= 1")
+    per_param = _BYTES_PER_PARAM + (_BYTES_PER_PARAM_DEEPSPEED if args.deepspeed_python else 0)
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if args.params * per_param > available:
+        raise ConfigError(
+            "--params", args.params, f"{per_param} bytes each are more than the {available} free"
+        )
+
+
+def timed(call: Callable[[], object], *, num_calls: int = 1) -> Sample:
+    """Seconds per call."""
+
+    def sample() -> float:
+        begun_s = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        return (time.perf_counter() - begun_s) / num_calls
+
+    return sample
+
+
+# --- Ours and the ceiling ---
+
+
+def kernel_cases(num_params: int, num_cores: int) -> Cases:
+    """Layouts x instruction sets x threads, the ceilings, and the kernels on data that stays in the cache."""
+    from offloadzero.native.cpu_adam import Isa, active_isa, isa_supported
+
+    counts = sorted({*(n for n in (1, 2, 4, 8, 16, 32, 64) if n <= num_cores), num_cores})
+    isas = [isa for isa in Isa if isa_supported(isa)]
+    memory, cached = Records(num_params), Records(IN_CACHE_PARAMS)
+    cases: Cases = []
+    for layout in ("fp32", "compact"):
+        for num_threads in counts:
+            cases += memory.ceilings(layout, num_threads)
+            cases.append(memory.adam(layout, active_isa(), num_threads))
+        others = [isa for isa in isas if isa != active_isa()]
+        cases += [memory.adam(layout, isa, num_cores) for isa in others]
+        cases += [cached.adam(layout, isa, 1, what="ours, in cache") for isa in isas if isa != Isa.SCALAR]
+    return cases
+
+
+class Records:
+    """A gradient and both records of some parameters."""
+
+    def __init__(self, num_params: int) -> None:
+        import torch
+
+        from offloadzero.native.compact import compact_encode, num_scales
+        from offloadzero.native.cpu_adam import AdamHyper, split_master
+
+        self.num_params = num_params
+        self.hyper = AdamHyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
+        generator = torch.Generator().manual_seed(0)
+        master = torch.empty(num_params).normal_(0.0, 0.02, generator=generator)
+        exp_avg = torch.empty(num_params).normal_(0.0, 1e-4, generator=generator)
+        exp_avg_sq = torch.empty(num_params).normal_(0.0, 1e-3, generator=generator).square_()
+        self.grad = torch.empty(num_params).normal_(0.0, 1e-3, generator=generator).bfloat16()
+
+        def empty(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(num_params, dtype=dtype)
+
+        self.fp32 = (empty(torch.bfloat16), empty(torch.int16), exp_avg, exp_avg_sq)
+        split_master(master, self.fp32[0], self.fp32[1])
+        self.compact = (empty(torch.bfloat16), empty(torch.int8), empty(torch.int8), empty(torch.uint8))
+        self.scales = torch.zeros(num_scales(num_params))
+        compact_encode(master, exp_avg, exp_avg_sq, *self.compact, self.scales)
+
+    def adam(self, layout: str, isa: Any, num_threads: int, *, what: str = "ours") -> tuple[Case, Sample]:
+        """One step of a layout. What stays in the cache is timed over many calls."""
+        from offloadzero.native.compact import BYTES_PER_PARAM, compact_adam_step
+        from offloadzero.native.cpu_adam import adam_step
+
+        options: dict[str, Any] = {"hyper": self.hyper, "step": 10, "isa": isa, "num_threads": num_threads}
+
+        def fp32_step() -> None:
+            param, remainder, exp_avg, exp_avg_sq = self.fp32
+            adam_step(param, self.grad, exp_avg, exp_avg_sq, master=remainder, **options)
+
+        def compact_step() -> None:
+            param, remainder, exp_avg, exp_avg_sq = self.compact
+            compact_adam_step(param, self.grad, remainder, exp_avg, exp_avg_sq, self.scales, **options)
+
+        num_bytes = 26 if layout == "fp32" else 2 * BYTES_PER_PARAM + 2
+        case = Case(what, layout, isa.value, num_threads, num_bytes, self.num_params)
+        step = fp32_step if layout == "fp32" else compact_step
+        return case, timed(step, num_calls=1 if self.num_params > IN_CACHE_PARAMS else 200)
+
+    def ceilings(self, layout: str, num_threads: int) -> Cases:
+        """The same arrays read and written in place with no arithmetic, with and without prefetching.
+
+        The arrays hold their bits inverted after one pass: a sample is two.
+        """
+        from offloadzero.native import _cpu_adam
+        from offloadzero.native.cpu_adam import active_isa, isa_code
+
+        record = self.fp32 if layout == "fp32" else self.compact  # the scales would be 1 % more
+        arrays = tuple((t.data_ptr(), t.element_size()) for t in (*record, self.grad))
+        num_bytes = sum(size for _, size in arrays) + sum(size for _, size in arrays[:-1])
+
+        def stream(prefetch: bool) -> Callable[[], object]:
+            code = isa_code(None)
+            return lambda: _cpu_adam.stream(
+                arrays, len(arrays) - 1, prefetch, self.num_params, code, num_threads
+            )
+
+        return [
+            (
+                Case(what, layout, active_isa().value, num_threads, num_bytes, self.num_params),
+                timed(stream(prefetch), num_calls=2),
+            )
+            for what, prefetch in (("ceiling", False), ("ceiling, prefetched", True))
+        ]
+
+
+# --- Theirs ---
+
+
+def torch_case(num_params: int, num_threads: int) -> tuple[Case, Sample]:
+    """torch's fused AdamW: fp32 parameters, gradients and moments."""
+    import torch
+
+    param = torch.nn.Parameter(torch.randn(num_params) * 0.02)
+    param.grad = torch.randn(num_params) * 1e-3
+    optimizer = torch.optim.AdamW([param], lr=1e-5, weight_decay=0.01, fused=True)
+
+    def step() -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(num_threads)
+        optimizer.step()
+        torch.set_num_threads(before)
+
+    return Case("torch fused AdamW", "fp32 params", "", num_threads, 28, num_params), timed(step)
+
+
+@contextmanager
+def deepspeed_worker(
+    python: str | None, num_params: int, num_threads: int
+) -> Iterator[tuple[Cases, dict[str, str] | None]]:
+    """The cases of DeepSpeed, in a process of its own; none without an interpreter for it."""
+    if python is None:
+        yield [], None
+        return
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # ninja
+        "OMP_NUM_THREADS": str(num_threads),
+        "DS_ACCELERATOR": "cpu",
+    }
+    command = [python, str(Path(bench_adam_deepspeed.__file__)), str(num_params), str(num_threads)]
+    try:
+        worker = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+    except OSError as error:
+        raise ConfigError("--deepspeed-python", python, f"cannot be run: {error.strerror}") from error
+    with worker:
+        try:
+            versions: dict[str, str] = json.loads(_answer(worker, python))
+            cases = [
+                (
+                    Case(f"DeepSpeed CPUAdam, {text}", "fp32 params", "", num_threads, num_bytes, num_params),
+                    _ask(worker, python, step),
+                )
+                for step, text, num_bytes in (("bare", "bare", 28), ("zero", "as ZeRO uses it", 48))
+            ]
+            yield cases, versions
+        finally:
+            worker.terminate()
+
+
+def _answer(worker: subprocess.Popen[str], python: str) -> str:
+    if worker.stdout is None:
+        raise AssertionError("the worker's answers are not piped")
+    line = worker.stdout.readline()
+    if not line:
+        raise OffloadError(f"the DeepSpeed worker of {python} ended with status {worker.wait()}")
+    return line
+
+
+def _ask(worker: subprocess.Popen[str], python: str, step: str) -> Sample:
+    def sample() -> float:
+        if worker.stdin is None:
+            raise AssertionError("the worker's questions are not piped")
+        print(step, file=worker.stdin, flush=True)
+        return float(_answer(worker, python))
+
+    return sample
+
+
+# --- Samples and the table ---
+
+
+def measure(cases: Sequence[tuple[Case, Sample]], num_rounds: int) -> list[dict[str, Any]]:
+    """Rounds over all cases, interleaved; one before them warms up."""
+    seconds: dict[Case, list[float]] = {case: [] for case, _ in cases}
+    for number in range(num_rounds + 1):
+        print(f"round {number} of {num_rounds}", file=sys.stderr, flush=True)
+        for case, sample in cases:
+            time.sleep(_PAUSE_S)
+            elapsed_s = sample()
+            if number:
+                seconds[case].append(elapsed_s)
+    return [_row(case, times) for case, times in seconds.items()]
+
+
+def _row(case: Case, times: Sequence[float]) -> dict[str, Any]:
+    rate = case.num_params / statistics.median(times) / 1e9
+    return {
+        **asdict(case),
+        "gparam_per_s": rate,
+        "gparam_per_s_max": case.num_params / min(times) / 1e9,
+        "gb_per_s": rate * case.bytes_per_param,
+        "seconds": list(times),
+    }
+
+
+def with_ceilings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of ours in memory with their GB/s as a share of the better ceiling of their layout and threads."""
+    ceilings: dict[tuple[str, int], float] = {}
+    for row in rows:
+        if row["what"].startswith("ceiling"):
+            key = (row["layout"], row["num_threads"])
+            ceilings[key] = max(ceilings.get(key, 0.0), row["gb_per_s"])
+    return [
+        {**row, "share_of_ceiling": row["gb_per_s"] / ceilings[row["layout"], row["num_threads"]]}
+        if row["what"] == "ours"
+        else row
+        for row in rows
+    ]
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """What a person reads."""
+    machine, rows = result["machine"], result["results"]
+    baseline = next((r["gparam_per_s"] for r in rows if r["what"].endswith("as ZeRO uses it")), None)
+    body = [
+        [
+            row["what"],
+            row["layout"],
+            row["isa"],
+            str(row["num_threads"]),
+            f"{row['bytes_per_param']:.4g}",
+            f"{row['gparam_per_s']:.2f}",
+            f"{row['gb_per_s']:.1f}",
+            f"{row['share_of_ceiling']:.2f}" if "share_of_ceiling" in row else "",
+            f"{row['gparam_per_s'] / baseline:.2f}" if baseline else "",
+        ]
+        for row in rows
+    ]
+    header = ("what", "layout", "isa", "threads", "B/param", "Gparam/s", "GB/s", "of ceiling", "x ZeRO's")
+    return [
+        f"{machine['cpu']}, {machine['num_cores']} cores, {machine['kernel']}, load {machine['load_average'][0]:.2f}; "
+        f"{result['num_params']} parameters, medians of {result['num_rounds']} interleaved samples",
+        "",
+        *text_table(header, body, num_left=3),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m offloadzero.cli.bench_adam")
+    add_parser(parser.add_subparsers(required=True))
+    args = parser.parse_args(["adam", *sys.argv[1:]])
+    status: int = args.run(args)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
