@@ -29,8 +29,9 @@ class Init:
 
     Inside `with Init(config_dict_or_path=config): model = Model(...)` every module's own large parameters move to
     the tier that holds parameters when the module's constructor returns, with all their bits (an explicit `dtype`
-    rounds them to it, as DeepSpeed does); a model larger than host memory can be built with parameters on NVMe. `module.apply(fn)` inside the block brings each
-    module's parameters back for the call. `initialize()` or `offload()` then takes them over one unit at a time.
+    rounds them to it, as DeepSpeed does); a model larger than host memory can be built with parameters on NVMe.
+    `module.apply(fn)` inside the block brings each module's parameters back for the call. `initialize()`
+    or `offload()` then takes them over one unit at a time.
 
     With `module`, that module's parameters are moved at once and no block is needed.
     """

@@ -37,10 +37,10 @@ from offloadzero.native.aio_backends import (
     FileCore,
     OperationCore,
     UringOptions,
-    choose_backend,
     errno_name,
 )
 from offloadzero.native.aio_buffers import Memory, memory_of
+from offloadzero.native.aio_choice import choose_backend
 
 __all__ = [
     "AioBackend",

@@ -1,16 +1,11 @@
-"""Which backend moves the blocks of an AioEngine, what each must provide, and why one was chosen (floor 2)."""
+"""What a backend of AioEngine is: its name, its options, what it must provide (floor 2)."""
 
 from __future__ import annotations
 
 import errno as errno_codes
-import logging
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
-
-from offloadzero.errors import ConfigError
-
-logger = logging.getLogger("offloadzero.aio")
+from typing import Any, Protocol
 
 
 class AioBackend(str, Enum):
@@ -132,75 +127,6 @@ class EngineCore(Protocol):
     def close(self, *, cancel: bool) -> None: ...
 
 
-class _BackendRefused(Exception):  # noqa: N818 (a signal inside this file)
-    """The machine does not allow a backend; the text says why."""
-
-
 def errno_name(code: int) -> str:
     """ "EPERM" for 1, and so on."""
     return errno_codes.errorcode.get(code, str(code))
-
-
-class Choice(NamedTuple):
-    """An engine core, its backend, and why that one."""
-
-    core: EngineCore
-    backend: AioBackend
-    reason: str
-
-
-_AUTO_ORDER = (AioBackend.IO_URING, AioBackend.NATIVE_AIO, AioBackend.AIOFILES)
-_is_choice_logged = False
-
-
-def _make_core(backend: AioBackend, options: EngineOptions) -> EngineCore:
-    if backend is not AioBackend.AIOFILES:
-        return _make_kernel_core(backend, options)
-    try:
-        from offloadzero.native.aiofiles_backend import AiofilesEngine
-    except ImportError as error:
-        raise _BackendRefused(f"aiofiles: {error}") from error
-    return AiofilesEngine(block_size=options.block_size, queue_depth=options.queue_depth)
-
-
-def _make_kernel_core(backend: AioBackend, options: EngineOptions) -> EngineCore:
-    try:
-        from offloadzero.native.aio_kernel import KernelEngine
-    except ImportError as error:
-        raise _BackendRefused(f"{backend.value}: {error}") from error
-    try:
-        return KernelEngine(backend.value, options)
-    except OSError as error:
-        raise _BackendRefused(f"{backend.value}: {errno_name(error.errno or 0)}") from error
-
-
-def choose_backend(asked: AioBackend, options: EngineOptions) -> Choice:
-    """The backend asked for, or under AUTO the first that works, logged once per process.
-
-    Raises ConfigError: it, or under AUTO each of them, is not available here.
-    """
-    if asked is not AioBackend.AUTO:
-        try:
-            return Choice(_make_core(asked, options), asked, "asked for")
-        except _BackendRefused as refusal:
-            raise ConfigError("backend", asked.value, f"not available here ({refusal})") from refusal
-    refusals: list[str] = []
-    for backend in _AUTO_ORDER:
-        try:
-            core = _make_core(backend, options)
-        except _BackendRefused as refusal:
-            refusals.append(str(refusal))
-            continue
-        choice = Choice(core, backend, "; ".join(refusals) or "the kernel allows it")
-        _log_choice(choice, is_fallback=bool(refusals))
-        return choice
-    raise ConfigError("backend", asked.value, f"none is available here ({'; '.join(refusals)})")
-
-
-def _log_choice(choice: Choice, *, is_fallback: bool) -> None:
-    global _is_choice_logged
-    if _is_choice_logged:
-        return
-    _is_choice_logged = True
-    level = logging.WARNING if is_fallback else logging.INFO
-    logger.log(level, "aio backend: %s (%s)", choice.backend.value, choice.reason)
