@@ -44,7 +44,7 @@ from offloadzero.native.aio import AioEngine, AioFile, AioTicket, UringOptions  
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 KINDS = ("read", "write", "mixed")
 READS, WRITES = 10, 12  # of a step with 12-byte records: reads and writes, bytes per parameter
-NUM_IN_FLIGHT = 8  # operations of the engine; each of depth / 8 blocks, so that fio's memory is all in flight
+OPERATION_SIZE = 16 * MIB  # of the engine: one segment of an update chunk (4M elements in fp32)
 BARS = {"read": 0.97, "write": 0.97, "mixed": 0.95}
 PAUSE_S = 0.2
 MAX_FOREIGN = 1.03  # bytes the drive moved over those of the contenders
@@ -143,7 +143,7 @@ class Fio:
 
 
 class Engine:
-    """AioEngine on the same file and memory, as NUM_IN_FLIGHT operations of a few blocks each."""
+    """AioEngine on the same file and memory: operations of OPERATION_SIZE, twice the depth if memory allows."""
 
     def __init__(
         self,
@@ -156,8 +156,8 @@ class Engine:
         uring: UringOptions | None = None,
         is_registered: bool = True,
     ) -> None:
-        self._memory, self._num_bytes = memory[: point.block_size * point.depth], num_bytes
-        self._operation_size = point.block_size * max(1, point.depth // NUM_IN_FLIGHT)
+        num_operations = max(3, 2 * point.block_size * point.depth // OPERATION_SIZE)
+        self._memory, self._num_bytes = memory[: num_operations * OPERATION_SIZE], num_bytes
         self.engine = AioEngine(
             backend=backend, block_size=point.block_size, queue_depth=point.depth, uring=uring
         )
@@ -166,7 +166,7 @@ class Engine:
             print(f"unregistered memory: {self.engine.buffers_reason}", file=sys.stderr)
 
     def __call__(self, kind: str) -> Sample:
-        size = self._operation_size
+        size = OPERATION_SIZE
         free = [self._memory[at : at + size] for at in range(0, len(self._memory), size)]
         running: list[Running] = []
         with measured(self._num_bytes) as samples:
@@ -380,9 +380,13 @@ class Task(NamedTuple):
     num_tensors: int
     num_bytes: int  # of each
     bar: float
+    block_sizes: tuple[int, ...]  # that either side may choose from
 
 
-TASKS = (Task("one tensor of 1 GiB", 1, GIB, 1.0), Task("1,000 tensors of 1 MiB", 1000, MIB, 1.5))
+TASKS = (
+    Task("one tensor of 1 GiB", 1, GIB, 1.0, (MIB, 4 * MIB)),
+    Task("1,000 tensors of 1 MiB", 1000, MIB, 1.5, (MIB,)),
+)
 HANDLE_DEPTH = 32  # of each of its threads
 HANDLES = [(overlap, threads) for overlap in (True, False) for threads in (1, 2, 4)]
 
@@ -390,11 +394,13 @@ HANDLES = [(overlap, threads) for overlap in (True, False) for threads in (1, 2,
 class DeepSpeedHandle:
     """DeepSpeed's aio handle: every tensor submitted, then one wait() for all of them."""
 
-    def __init__(self, path: Path, tensors: list[Any], overlap: bool, num_threads: int) -> None:
+    def __init__(
+        self, path: Path, tensors: list[Any], overlap: bool, num_threads: int, block_size: int = MIB
+    ) -> None:
         from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-not-found]
 
         handle_type = AsyncIOBuilder().load(verbose=False).aio_handle
-        self.handle = handle_type(MIB, HANDLE_DEPTH, False, overlap, num_threads)
+        self.handle = handle_type(block_size, HANDLE_DEPTH, False, overlap, num_threads)
         self.num_threads = num_threads
         self.path, self.tensors = str(path), tensors
 
@@ -413,8 +419,8 @@ class DeepSpeedHandle:
 class EngineTask:
     """AioEngine on the same tensors: every tensor submitted, then a wait for each."""
 
-    def __init__(self, path: Path, tensors: list[Any], queue_depth: int) -> None:
-        self.engine = AioEngine(backend="io_uring", queue_depth=queue_depth)
+    def __init__(self, path: Path, tensors: list[Any], queue_depth: int, block_size: int) -> None:
+        self.engine = AioEngine(backend="io_uring", queue_depth=queue_depth, block_size=block_size)
         self.file, self.tensors = self.engine.open(path), tensors
         is_registered = [self.engine.register_buffer(tensor) for tensor in tensors]
         if not all(is_registered):
@@ -438,10 +444,11 @@ def deepspeed_worker(path: Path, num_rounds: int, answer: Path) -> None:
     import torch
 
     lines = [
-        f"DeepSpeed {deepspeed.__version__} on its own locked tensors, block size 1 MiB, depth {HANDLE_DEPTH} per",
-        f"thread: with one thread (overlap_events on), and the fastest of {len(HANDLES)} handles (overlap_events on",
-        "and off, 1, 2 and 4 threads), which is the reference. The engine in the same process on the same tensors,",
-        "registered, one thread: at its defaults (1 MiB, depth 32), and as deep as all threads of that handle.",
+        f"DeepSpeed {deepspeed.__version__} on its own locked tensors, depth {HANDLE_DEPTH} per",
+        "thread: with one thread (overlap_events on), and the fastest of its handles (overlap_events on and off,",
+        "1, 2 and 4 threads; for the one tensor blocks of 1 and 4 MiB), which is the reference. The engine in the",
+        "same process on the same tensors, registered, one thread: at its defaults (1 MiB, depth 32), with the",
+        "larger blocks, and as deep as all threads of that handle.",
         "",
         TABLE_HEAD[0].replace("fio", "DeepSpeed").replace("traffic", "task"),
         TABLE_HEAD[1],
@@ -462,11 +469,15 @@ def deepspeed_worker(path: Path, num_rounds: int, answer: Path) -> None:
 
 
 def deepspeed_rows(path: Path, tensors: list[Any], kind: str, task: Task, num_rounds: int) -> list[str]:
-    best = best_handle(path, tensors, kind)
+    best = best_handle(path, tensors, kind, task)
     depth = HANDLE_DEPTH * best.num_threads
-    engines = {"engine": EngineTask(path, tensors, HANDLE_DEPTH)}
+    engines = {}
+    for block_size in task.block_sizes:
+        point = Point(block_size, HANDLE_DEPTH)
+        engines[f"engine, {point}"] = EngineTask(path, tensors, HANDLE_DEPTH, block_size)
     if depth > HANDLE_DEPTH:
-        engines[f"engine, depth {depth}"] = EngineTask(path, tensors, depth)
+        point = Point(MIB, depth)
+        engines[f"engine, {point}"] = EngineTask(path, tensors, depth, MIB)
     contenders: dict[str, Contender] = {
         "DeepSpeed, best": best,
         "DeepSpeed, 1 thread": DeepSpeedHandle(path, tensors, True, 1),
@@ -485,11 +496,14 @@ def deepspeed_rows(path: Path, tensors: list[Any], kind: str, task: Task, num_ro
     return [table_row(f"{kind}, {task.name}", name, series, "DeepSpeed, best") for name in contenders]
 
 
-def best_handle(path: Path, tensors: list[Any], kind: str) -> DeepSpeedHandle:
+def best_handle(path: Path, tensors: list[Any], kind: str, task: Task) -> DeepSpeedHandle:
     """The fastest of HANDLES in three interleaved turns."""
     handles = {
-        f"overlap {overlap}, threads {threads}": DeepSpeedHandle(path, tensors, overlap, threads)
+        f"overlap {overlap}, threads {threads}, block size {size}": DeepSpeedHandle(
+            path, tensors, overlap, threads, size
+        )
         for overlap, threads in HANDLES
+        for size in task.block_sizes
     }
     series = take_turns(dict(handles), kind, path, 3)
     name = max(handles, key=series.gbps)

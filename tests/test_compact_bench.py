@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from offloadzero.cli import bench_adam
+from offloadzero.cli import bench_adam, main
 from offloadzero.errors import ConfigError, OffloadError
 from offloadzero.native.cpu_adam import Isa, active_isa, isa_supported
 
 
 def parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    bench_adam.add_parser(parser.add_subparsers())
-    return parser.parse_args(["adam", *arguments])
+    return main.make_parser().parse_args(["bench", "adam", *arguments])
 
 
 def test_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

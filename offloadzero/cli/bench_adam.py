@@ -354,15 +354,3 @@ def table(result: dict[str, Any]) -> list[str]:
         "",
         *text_table(header, body, num_left=3),
     ]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m offloadzero.cli.bench_adam")
-    add_parser(parser.add_subparsers(required=True))
-    args = parser.parse_args(["adam", *sys.argv[1:]])
-    status: int = args.run(args)
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

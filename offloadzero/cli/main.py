@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from offloadzero import __version__
-from offloadzero.cli import bench_copy, bench_nvme
+from offloadzero.cli import bench_adam, bench_copy, bench_nvme
 from offloadzero.errors import ConfigError, OffloadError
 
 USER_ERROR = 2
@@ -21,10 +21,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"offloadzero {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    bench = commands.add_parser("bench", help="measure the drive or the memory")
+    bench = commands.add_parser("bench", help="measure the drive, the memory or the optimizer")
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     bench_nvme.add_parser(benches)
     bench_copy.add_parser(benches)
+    bench_adam.add_parser(benches)
     return parser
 
 
