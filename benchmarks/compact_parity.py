@@ -25,6 +25,7 @@ import platform
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,7 +47,8 @@ from offloadzero.native.cpu_adam import AdamHyper, adam_step  # noqa: E402
 
 SIZE = GPTSize(num_layers=6, width=384, num_heads=6)
 BATCH_SIZE, SEQ_LEN = 8, 64
-LR, NUM_WARMUP_STEPS, WEIGHT_DECAY = 6e-4, 100, 0.01
+HYPER = AdamHyper(lr=6e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
+NUM_WARMUP_STEPS = 100
 NUM_LAST_STEPS = 100
 MAX_DIFFERENCE = 0.005  # of the mean loss of the last steps, against fp32
 LAYOUTS = ("fp32", "compact", "naive")
@@ -93,7 +95,8 @@ class CompactState:
 class NaiveState:
     """The compact state's bytes without companding and without the square root.
 
-    An fp32 step between decoding and encoding; the remainder is the compact layout's own.
+    An fp32 step between decoding and encoding; the remainder is the compact layout's own, and so is the least code
+    of exp_avg_sq, 1: with 0 the next step divides by eps, and the loss is NaN within 100 steps.
     """
 
     def __init__(self, param: Tensor) -> None:
@@ -115,7 +118,8 @@ class NaiveState:
         ):
             blocks = flat.view(code.shape)
             scale.copy_(blocks.abs().amax(dim=1, keepdim=True) / largest)
-            code.copy_(torch.where(scale > 0, blocks / scale, 0.0).round())
+            least = 1.0 if code.dtype == torch.uint8 else -127.0
+            code.copy_(torch.where(scale > 0, (blocks / scale).round().clamp(min=least), 0.0))
 
 
 STATES: dict[str, type[Any]] = {"fp32": Fp32State, "compact": CompactState, "naive": NaiveState}
@@ -144,7 +148,7 @@ class FlatModel:
         self.grad.zero_()
         loss = self.model(tokens, targets)
         loss.backward()
-        return float(loss)
+        return loss.item()
 
 
 def train(layout: str, seed: int, num_steps: int, text: Text) -> list[float]:
@@ -158,8 +162,8 @@ def train(layout: str, seed: int, num_steps: int, text: Text) -> list[float]:
     for step in range(1, num_steps + 1):
         tokens, targets = text.batch(batch_size=BATCH_SIZE, seq_len=SEQ_LEN, generator=generator)
         losses.append(model.loss_of(tokens, targets))
-        lr = LR * min(step / NUM_WARMUP_STEPS, 1.0)
-        optimizer.step(model.grad, AdamHyper(lr=lr, weight_decay=WEIGHT_DECAY), step)
+        warmed_up = replace(HYPER, lr=HYPER.lr * min(step / NUM_WARMUP_STEPS, 1.0))
+        optimizer.step(model.grad, warmed_up, step)
         if step % 100 == 0:
             mean = statistics.fmean(losses[-100:])
             elapsed_s = time.perf_counter() - begin_s
@@ -185,7 +189,8 @@ def report(folder: Path, seeds: list[int], num_steps: int) -> str:
         f"- date: {datetime.date.today()}; {platform.machine()}, torch {torch.__version__}",
         f"- GPT of {parameters / 1e6:.1f}M parameters ({SIZE.num_layers} blocks, width {SIZE.width}), bf16, "
         f"{BATCH_SIZE} x {SEQ_LEN} bytes of Python source per step, {num_steps} steps",
-        f"- AdamW, lr {LR} after {NUM_WARMUP_STEPS} steps of warm-up, weight decay {WEIGHT_DECAY}, no clipping",
+        f"- AdamW, lr {HYPER.lr} after {NUM_WARMUP_STEPS} steps of warm-up, weight decay "
+        f"{HYPER.weight_decay}, no clipping",
         "- command: `python benchmarks/compact_parity.py --runs DIRECTORY`, then with `--report` and `--plot`",
         "",
         f"Mean training loss of the last {NUM_LAST_STEPS} steps in nats per byte, and its distance from the run of",
