@@ -386,11 +386,11 @@ def test_staging_slot_used_again_before_its_writes_is_caught(
         write_back = ChunkStager.write_back
         write = TieredStore.write
 
-        def forgetful(stager: ChunkStager, chunk: StagedChunk) -> Any:
+        def forgetful(stager: ChunkStager, chunk: StagedChunk, **options: Any) -> Any:
             slot = chunk.slot
-            writes = write_back(stager, chunk)
+            writes = write_back(stager, chunk, **options)
             if slot is not None:
-                slot.writes = FINISHED
+                slot.users = FINISHED
             return writes
 
         class Late:

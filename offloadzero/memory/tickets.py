@@ -75,11 +75,15 @@ class Promise:
         self._error = error
         self._event.set()
 
-    def wait(self) -> None:
-        """Block until fulfilled, then for what it was handed on to."""
+    def wait_fulfilled(self) -> None:
+        """Block until fulfilled, and not for what it was handed on to."""
         self._event.wait()
         if self._error is not None:
             raise self._error
+
+    def wait(self) -> None:
+        """Block until fulfilled, then for what it was handed on to."""
+        self.wait_fulfilled()
         self._then.wait()
 
     def done(self) -> bool:

@@ -27,7 +27,7 @@ class _Slot:
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
-        self.writes: Ticket = FINISHED
+        self.users: Ticket = FINISHED
 
 
 @dataclass(eq=False)
@@ -86,7 +86,7 @@ class ChunkStager:
                 continue
             trainable = record.num_trainable
             for start, stop in chunk_bounds(0, trainable, self._chunk_elements, trainable):
-                if not self._free or not self._free[0].writes.done():
+                if not self._free or not self._free[0].users.done():
                     return
                 self._ahead.append(self._read(record, start, stop))
 
@@ -96,19 +96,19 @@ class ChunkStager:
             if not self._free:
                 self._drop_ahead()
             chunk.slot = self._free.popleft()
-            chunk.slot.writes.wait()
+            chunk.slot.users.wait()
         view = chunk.slot.lease.view(dtype, chunk.stop - chunk.start, start_byte=chunk.used_bytes)
         chunk.used_bytes += align_up(view.nbytes)
         return view
 
-    def write_back(self, chunk: StagedChunk) -> list[Ticket]:
-        """Start to write what was staged; the slot is taken again only when that is complete."""
+    def write_back(self, chunk: StagedChunk, *, readers: Sequence[Ticket] = ()) -> list[Ticket]:
+        """Start to write what was staged; the slot is taken again when that and `readers` are complete."""
         segments = chunk.record.segments
         writes = [
             self._store.write(segments[kind], chunk.buffers[kind], start=chunk.start) for kind in chunk.staged
         ]
         if chunk.slot is not None:
-            chunk.slot.writes = AllOf(writes)
+            chunk.slot.users = AllOf([*writes, *readers])
             self._free.append(chunk.slot)
             chunk.slot = None
         return writes

@@ -22,9 +22,10 @@ from offloadzero.errors import OffloadError
 from offloadzero.memory.arena import Lease
 from offloadzero.memory.lanes import Fence
 from offloadzero.memory.store import Segment, TieredStore
-from offloadzero.memory.tickets import AllOf, Promise, Ticket
+from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim import device_math
+from offloadzero.optim.delivery import Delivery, UpdateTicket
 from offloadzero.optim.records import Record, UpdateRange
 from offloadzero.optim.staging import ChunkStager, StagedChunk, chunk_bounds
 
@@ -44,7 +45,8 @@ class RecordUpdate:
     grad_scale: float
     on_consumed: Callable[[], None] | None = None
     fence: Fence = None  # behind which a gradient on the device is complete
-    ticket: Promise = field(default_factory=Promise)
+    ticket: UpdateTicket = field(default_factory=UpdateTicket)
+    delivery: Delivery | None = None  # set when the update begins
     writes: list[Ticket] = field(default_factory=list)
 
 
@@ -161,6 +163,7 @@ class UpdatePipeline:
         if not bounds:
             self._finish(update)
             return
+        update.delivery = update.ticket.begin()
         first, last = bounds[0][0], bounds[-1][1]
         for start, stop in chunk_bounds(first, last, self._chunk_elements, update.record.num_trainable):
             self._chunks.append(_Chunk(update, start, stop, is_last=stop >= last))
@@ -199,7 +202,10 @@ class UpdatePipeline:
         try:
             AllOf(data.reads).wait()
             self._adam(update, data.buffers, start=chunk.start, stop=chunk.stop)
-            update.writes.extend(self._stager.write_back(data))
+            readers = []
+            if update.delivery is not None:
+                readers.append(update.delivery.put(chunk.start, data.buffers[SegmentKind.PARAM]))
+            update.writes.extend(self._stager.write_back(data, readers=readers))
         except BaseException as error:
             self._failures.record(error)
             self._fail_update(update, error)

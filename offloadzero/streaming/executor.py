@@ -25,10 +25,11 @@ import torch
 from offloadzero.config import SegmentKind, TierName
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.memory.arena import Arena, BufferPool, Lease, PooledBuffer
-from offloadzero.memory.lanes import Lane, LaneTicket, order_compute_after
+from offloadzero.memory.lanes import Fence, Lane, LaneTicket, order_compute_after
 from offloadzero.memory.store import FETCH_PRIORITY, TieredStore
 from offloadzero.memory.tickets import FINISHED, Promise, Ticket
 from offloadzero.observe.clock import StepClock
+from offloadzero.optim.delivery import Delivery, UpdateTicket
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.schedule.prefetch import Evict, eviction_order, next_uses, plan_prefetch
 from offloadzero.schedule.trace import Trace
@@ -76,9 +77,10 @@ class SavedWeight:
 
 @dataclass(eq=False)
 class _Staged:
-    """A unit's parameters in pinned memory on their way from a file to the device."""
+    """A unit's parameters in pinned memory on their way from a file to the device, or from their update."""
 
     read: Promise = field(default_factory=Promise)
+    delivery: Delivery | None = None  # complete, and nothing was read
     buffer: PooledBuffer | None = None
     data: torch.Tensor | None = None
 
@@ -386,14 +388,28 @@ class Executor:
                 lambda: copy(target, home.memory), after=[unit.updated], fence=fence
             )
         else:
-            staged = self._stage(unit)
+            staged = self._stage(unit, self._ask_for_delivery(unit, target, fence))
             unit.fetched = self._fetch_lane.submit(lambda: self._unstage(staged, target), fence=fence)
         unit.lease = lease
         unit.flat = target
         unit.residency = Residency.FETCHING
 
-    def _stage(self, unit: _Unit) -> _Staged:
-        """Read a unit from its file into pinned memory, after its last update."""
+    def _ask_for_delivery(self, unit: _Unit, target: torch.Tensor, fence: Fence) -> Delivery | None:
+        """[Note: delivery] of the coming update's parameters to `target`, if there is one yet to begin."""
+        if not isinstance(unit.updated, UpdateTicket):
+            return None
+        store = self._store
+
+        def copy(start: int, params: torch.Tensor) -> Ticket:
+            place = target[start : start + params.numel()]
+            return store.h2d.submit(lambda: store.accelerator.copy(place, params), fence=fence)
+
+        last = unit.record.slots[-1]
+        delivery = Delivery(copy, num_elements=last.offset + last.num_elements)
+        return delivery if unit.updated.ask(delivery) else None
+
+    def _stage(self, unit: _Unit, delivery: Delivery | None) -> _Staged:
+        """Read a unit from its file into pinned memory, after its last update, unless that delivers it."""
         record = unit.record
         home = record.segments[SegmentKind.PARAM]
         updated = unit.updated
@@ -401,6 +417,12 @@ class Executor:
 
         def read() -> None:
             try:
+                if delivery is not None and isinstance(updated, UpdateTicket):
+                    updated.wait_fulfilled()
+                    if delivery.is_complete:
+                        staged.delivery = delivery
+                        staged.read.fulfil()
+                        return
                 updated.wait()
                 buffer = self._staging.take()
                 buffer.last_use.wait()
@@ -419,6 +441,10 @@ class Executor:
         accelerator = self._store.accelerator
         try:
             staged.read.wait()
+            if staged.delivery is not None:
+                for copied in staged.delivery.copies:
+                    order_compute_after(copied)
+                return
             if staged.data is None:
                 raise AssertionError("nothing was staged")
             accelerator.copy(target, staged.data)

@@ -27,6 +27,7 @@ from offloadzero.memory.tickets import FINISHED, AllOf, Promise, Ticket
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.observe.clock import StepClock
 from offloadzero.optim import device_math
+from offloadzero.optim.delivery import UpdateTicket
 from offloadzero.optim.records import ParamSlot, Record, UpdateRange, update_ranges
 
 log = logging.getLogger("offloadzero.gradients")
@@ -36,7 +37,7 @@ log = logging.getLogger("offloadzero.gradients")
 class BegunUpdate:
     """An update that waits for its gradient to land: its ticket, and the hyperparameters by group index."""
 
-    ticket: Promise
+    ticket: UpdateTicket
     hypers: Sequence[AdamHyper]
     step: int
 

@@ -24,6 +24,7 @@ from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Failures, Promise, Ticket
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.observe.clock import StepClock
+from offloadzero.optim.delivery import UpdateTicket
 from offloadzero.optim.records import ParamSlot
 from offloadzero.optim.step_decision import LossScale, StepDecision, decide_step
 from offloadzero.optim.update import RecordUpdate, UpdatePipeline
@@ -51,7 +52,7 @@ class _Window:
 
     step: int
     gradients: list[RecordGradient]
-    tickets: dict[int, Promise]
+    tickets: dict[int, UpdateTicket]
     hypers: Hypers
     decided: Ticket = FINISHED
     decision: StepDecision | None = None
@@ -94,7 +95,7 @@ class Stepper:
         self._in_backward = False
         self._window_micro_steps = 0
         self._hypers: Hypers = ()
-        self._tickets: dict[int, Promise] = {}  # updates that backward has begun
+        self._tickets: dict[int, UpdateTicket] = {}  # updates that backward has begun
         self._last = _Window(0, [], {}, ())
         self.collector: GradientCollector  # set by `attach`: each needs the other
 
@@ -192,7 +193,7 @@ class Stepper:
         index = state.record.index
         self._executor.gradients_complete(index)
         if self._updates_now:
-            ticket = self._tickets[index] = Promise()
+            ticket = self._tickets[index] = UpdateTicket()
             state.update = BegunUpdate(ticket, self._hypers, self.counts.global_steps + 1)
             self._executor.begin_update(index, ticket)
 
@@ -253,7 +254,7 @@ class Stepper:
 
         try:
             for state in window.gradients:
-                ticket = window.tickets[state.record.index] = Promise()
+                ticket = window.tickets[state.record.index] = UpdateTicket()
                 self._executor.begin_update(state.record.index, ticket)
             order = self._executor.step_order(list(window.tickets))
             self._pipeline.submit(decide)
@@ -303,7 +304,7 @@ class Stepper:
         )
 
     def _update(
-        self, state: RecordGradient, ticket: Promise, hypers: Hypers, *, grad_scale: float
+        self, state: RecordGradient, ticket: UpdateTicket, hypers: Hypers, *, grad_scale: float
     ) -> RecordUpdate:
         for slot in state.present_slots:
             slot.step += 1

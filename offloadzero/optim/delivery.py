@@ -1,0 +1,68 @@
+"""New parameters go from their update straight to the lease that waits for them (floor 4).
+
+[Note: delivery]
+A unit whose parameters live on NVMe is fetched for the next forward as soon as there is a lease for it, often
+before its update has begun. Then the update copies the new parameters of each chunk into that lease while they
+are in pinned memory anyway: the drive is spared the read of what it has just been sent, and the forward waits for
+the arithmetic, not for the write-back. If the update turns out not to touch the whole unit (a parameter without a
+gradient, a step that is skipped), or has begun already, the fetch reads the file as ever, after the update.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from offloadzero.memory.tickets import Promise, Ticket
+
+
+class Delivery:
+    """Parameters [0, num_elements) of a record, asked for before they are known.
+
+    `copy` starts to copy a chunk that begins at an element of the record to where it is wanted.
+    """
+
+    def __init__(self, copy: Callable[[int, torch.Tensor], Ticket], *, num_elements: int) -> None:
+        self._copy = copy
+        self._num_elements = num_elements
+        self._stop = 0  # [0, stop) is on its way
+        self.copies: list[Ticket] = []
+
+    def put(self, start: int, params: torch.Tensor) -> Ticket:
+        """Give the parameters from `start` on, shape (n,), in host memory; it is read until the ticket is done."""
+        copied = self._copy(start, params)
+        self.copies.append(copied)
+        if start == self._stop:
+            self._stop += params.numel()
+        return copied
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all was given; certain once the update's ticket is fulfilled."""
+        return self._stop >= self._num_elements
+
+
+class UpdateTicket(Promise):
+    """The ticket of one record's update. Fulfilled when the new values are known, done when they are home."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._has_begun = False
+        self._delivery: Delivery | None = None
+
+    def ask(self, delivery: Delivery) -> bool:
+        """Have the new parameters delivered; False when it is too late for that."""
+        with self._lock:
+            if self._has_begun or self._event.is_set():
+                return False
+            self._delivery = delivery
+            return True
+
+    def begin(self) -> Delivery | None:
+        """The update begins (on the pipeline's thread): where its parameters are wanted, if anywhere."""
+        with self._lock:
+            self._has_begun = True
+            return self._delivery
