@@ -101,7 +101,7 @@ def save_states(
     if not tag or "/" in tag or tag.startswith("."):
         raise ConfigError("tag", tag, "a name without '/' that does not begin with '.'")
     try:
-        encoded = json.dumps({**meta, "format": FORMAT, "steps": _steps(states.records)}, indent=1)
+        json.dumps(meta)
     except TypeError as error:
         raise ConfigError("client_state", type(meta).__name__, f"must be JSON: {error}") from error
     directory.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,9 @@ def save_states(
             _save_record(states, record, partial / _file_name(record), exclude_frozen=exclude_frozen)
         buffers = _buffers(states.model)
         _save_tensors(partial / "buffers.safetensors", buffers)
-        _write_text(partial / "meta.json", encoded)
+        # Only now: reading the records has waited for their updates, which count the steps.
+        whole = {**meta, "format": FORMAT, "steps": _steps(states.records)}
+        _write_text(partial / "meta.json", json.dumps(whole, indent=1))
         _sync_directory(partial)
         _replace(partial, final)
     except BaseException:
