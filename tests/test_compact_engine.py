@@ -466,6 +466,22 @@ def test_accessors_round_what_is_set_and_leave_the_rest(tmp_path: Path, placemen
             assert torch.equal(nearest, engine.module.state_dict()[name])
 
 
+def test_editing_one_weight_keeps_the_bits_of_all_others(tmp_path: Path) -> None:
+    with engine_of(tmp_path, "nvme") as engine:
+        train(engine, 2)
+        weight = engine.module.blocks[2].up.weight
+        before, master = all_states(engine), zero.safe_get_full_fp32_param(weight)
+        with zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+            weight[3, 5] = 1.5
+        master[3, 5] = 1.5
+        assert torch.equal(zero.safe_get_full_fp32_param(weight), master)
+        changed = {key: int((before[key] != value).sum()) for key, value in all_states(engine).items()}
+        assert {key: count for key, count in changed.items() if count} == {
+            "blocks.2.param": 1,
+            "blocks.2.master": 1,
+        }
+
+
 def test_what_is_set_is_what_the_kernel_encodes(tmp_path: Path) -> None:
     n = Model().extra.numel()
     m, v = torch.randn(n) * 1e-3, torch.rand(n) * 1e-6

@@ -83,6 +83,19 @@ def test_encoding_and_decoding_are_the_kernels(n: int) -> None:
         assert torch.equal(mine.isnan(), theirs.isnan())
 
 
+def test_every_code_of_many_random_blocks_is_the_kernels() -> None:
+    """A scale that is wrong by one rounding moves one code in 100,000."""
+    generator = torch.Generator().manual_seed(8)
+    m, root = torch.randn(2, 1 << 21, generator=generator)
+    v = root.square()
+    expected = encode(m, m, v)
+    codes_m, scale_m = compact_math.encode_exp_avg(m)
+    codes_s, scale_s = compact_math.encode_exp_avg_sq(compact_math.sqrt(v))
+    assert torch.equal(codes_m, expected[2])
+    assert torch.equal(codes_s, expected[3])
+    assert torch.equal(torch.stack((scale_m, scale_s), 1).flatten(), expected[4])
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
