@@ -46,7 +46,7 @@ from offloadzero.native.compact import (  # noqa: E402
 from offloadzero.native.cpu_adam import AdamHyper, adam_step  # noqa: E402
 
 SIZE = GPTSize(num_layers=6, width=384, num_heads=6)
-BATCH_SIZE, SEQ_LEN = 8, 64
+BATCH_SIZE, SEQ_LEN = 4, 64
 HYPER = AdamHyper(lr=6e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
 NUM_WARMUP_STEPS = 100
 NUM_LAST_STEPS = 100

@@ -179,7 +179,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 number += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """torch.optim.AdamW's format, all of it in host memory, with the fp32 master weights beside it."""
+        """torch.optim.AdamW's format, all of it in host memory, with the fp32 master weights beside it.
+
+        The compact layout adds the moments' codes and scales, from which loading continues with the same bits.
+        """
         weights = self.runtime.weights
         state: dict[int, dict[str, torch.Tensor]] = {}
         for number, record, slot in self._numbered():
@@ -191,6 +194,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             record_state["step"] = torch.tensor(float(slot.step))
             if record.dtype != torch.float32:
                 record_state["master"] = weights.read_master(record, slot)
+            record_state.update(weights.read_codes(record, slot))
             state[number] = record_state
         groups: list[dict[str, Any]] = []
         first = 0
@@ -202,7 +206,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the format of `state_dict()` or of torch.optim.AdamW (whose weights stay what they are)."""
+        """Take the format of `state_dict()` or of torch.optim.AdamW (whose weights stay what they are).
+
+        The compact layout takes codes where there are any, else it rounds the fp32 moments; the fp32 layout ignores
+        codes.
+        """
         groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in groups]
         own_sizes = [len(group["params"]) for group in self.param_groups]
@@ -213,8 +221,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             values = state_dict["state"].get(number)
             if values is None:
                 continue
-            weights.write_state(record, slot, SegmentKind.EXP_AVG, values["exp_avg"])
-            weights.write_state(record, slot, SegmentKind.EXP_AVG_SQ, values["exp_avg_sq"])
+            if record.compact and "scales" in values:
+                weights.write_codes(record, slot, values)
+            else:
+                weights.write_state(record, slot, SegmentKind.EXP_AVG, values["exp_avg"])
+                weights.write_state(record, slot, SegmentKind.EXP_AVG_SQ, values["exp_avg_sq"])
             if "master" in values:
                 weights.write(record, slot, values["master"])
             slot.step = int(values["step"])

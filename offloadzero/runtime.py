@@ -75,6 +75,7 @@ class Runtime:
             config.units,
             group_of=_group_of(param_groups),
             param_dtype=DTYPES[config.precision.param_dtype],
+            compact=config.state_layout == "compact",
         )
         self.records = cut.records
         self.plan = _plan(self.records, config, cut.together, self.accelerator.device)

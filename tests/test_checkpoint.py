@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import offloadzero
 from offloadzero.checkpoint import states as checkpoint_states
 from offloadzero.checkpoint.safetensors_file import CheckpointError, SafetensorsReader, SafetensorsWriter
 from offloadzero.errors import ConfigError
+from offloadzero.optim.update import RecordUpdate
+from offloadzero.streaming.stepping import Stepper
 
 
 class Net(nn.Module):
@@ -36,7 +39,7 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), tokens.flatten())
 
 
-def make_engine(directory: Path, placement: str, dtype: str = "bf16", seed: int = 0) -> Any:
+def make_engine(directory: Path, placement: str, dtype: str = "bf16", seed: int = 0, **top: Any) -> Any:
     torch.manual_seed(seed)
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -48,6 +51,7 @@ def make_engine(directory: Path, placement: str, dtype: str = "bf16", seed: int 
             "nvme_path": str(directory),
             "units": {"min_leaf_elements": 100},
         },
+        **top,
     }
     return offloadzero.initialize(model=Net(), config=config)[0]
 
@@ -61,6 +65,26 @@ def train(engine: Any, num_steps: int, *, first: int) -> list[float]:
         engine.step()
         losses.append(loss.item())
     return losses
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])  # updates in backward; at the step
+def test_a_checkpoint_right_after_the_step_counts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clipping: float
+) -> None:
+    """Its updates have not even begun when the checkpoint is asked for."""
+    update = Stepper._update
+
+    def late(*args: Any, **kwargs: Any) -> RecordUpdate:
+        time.sleep(0.1)
+        return update(*args, **kwargs)
+
+    monkeypatch.setattr(Stepper, "_update", late)
+    engine = make_engine(tmp_path, "host", gradient_clipping=clipping)
+    train(engine, 1, first=0)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.close()
+    meta = json.loads((tmp_path / "saved" / "global_step1" / "meta.json").read_text())
+    assert set(meta["steps"].values()) == {1}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

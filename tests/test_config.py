@@ -227,6 +227,7 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("offloadzero.units", "patterns"): (["layers.*"], {}),
     ("offloadzero.units", "min_leaf_elements"): (8, {}),
     ("offloadzero.units", "prefetch_units"): (3, {}),
+    ("offloadzero", "state_layout"): ("compact", {}),
     ("offloadzero.update", "in_backward"): (False, {}),
     ("offloadzero.update", "on_nonfinite"): ("skip", {}),
     ("offloadzero.update", "chunk_elements"): (8192, {}),
@@ -242,7 +243,6 @@ USED_ELSEWHERE = {
         for key in ("device", "nvme_path")
     ),
     ("zero_optimization.offload_optimizer", "ratio"),
-    ("offloadzero", "state_layout"),
 }
 
 
@@ -832,10 +832,22 @@ def test_bad_own_placements(placement: object, message: str) -> None:
         load_config({"offloadzero": {"placement": placement}})
 
 
-def test_the_compact_layout_is_not_built_yet() -> None:
-    assert load_config({"offloadzero": {"state_layout": "fp32"}}).state_layout == "fp32"
-    with pytest.raises(ConfigError, match="state_layout = 'compact': not built yet"):
-        load_config({"offloadzero": {"state_layout": "compact"}})
+def test_the_compact_layout() -> None:
+    def load(**own: object) -> OffloadConfig:
+        return load_config({"bf16": {"enabled": True}, "offloadzero": {"state_layout": "compact", **own}})
+
+    assert load_config({}).state_layout == load(state_layout="fp32").state_layout == "fp32"
+    assert load().state_layout == "compact"
+    assert load(update={"chunk_elements": 131_072}).update.chunk_elements == 131_072
+    with pytest.raises(ConfigError, match="chunk_elements = 4096: a multiple of 65536 with state_layout"):
+        load(update={"chunk_elements": 4096})
+    with pytest.raises(ConfigError, match="state_layout = 'compact': needs bf16 parameters, fp16 is enabled"):
+        load_config({"fp16": {"enabled": True}, "offloadzero": {"state_layout": "compact"}})
+
+
+def test_a_sub_group_size_is_rounded_up_to_chunks_of_the_compact_layout() -> None:
+    own = {"offloadzero": {"state_layout": "compact"}}
+    assert load_config({**zero(3, sub_group_size=100_000), **own}).update.chunk_elements == 131_072
 
 
 # --- the file engine and nvme paths ----------------------------------------------------------------------

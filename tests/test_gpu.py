@@ -24,6 +24,7 @@ from offloadzero.memory.arena import allocate_host
 from offloadzero.memory.lanes import CudaAccelerator, LaneTicket
 from offloadzero.memory.tickets import Failures, Promise
 from offloadzero.native import cpu_adam
+from offloadzero.native.compact import compact_encode, num_scales
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim import device_math
 from tests.tiny import TinyModel, all_states, make_engine, settings, tokens
@@ -266,6 +267,36 @@ def test_the_device_update_gives_the_bits_of_the_kernel(
             assert torch.equal(master, device_master.cpu()), f"master, step {step}"
 
 
+@pytest.mark.parametrize("hyper", HYPERS)
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
+def test_the_compact_update_on_the_device_gives_the_bits_of_the_kernel(
+    hyper: AdamHyper, grad_dtype: torch.dtype
+) -> None:
+    count = 100_003
+    zeros, weights = torch.zeros(count), values(count, 1).clamp(-1e4, 1e4)
+    dtypes = (torch.bfloat16, torch.int8, torch.int8, torch.uint8)
+    host = [*(torch.empty(count, dtype=dtype) for dtype in dtypes), torch.empty(num_scales(count))]
+    compact_encode(weights, zeros, zeros, *host)
+    device = [tensor.cuda() for tensor in host]
+    for step in range(1, 6):
+        grad = values(count, 100 + step).clamp(-6e4, 6e4).to(grad_dtype)
+        for state, given in ((host, grad), (device, grad.cuda())):
+            param, master, exp_avg, exp_avg_sq, scales = state
+            device_math.adam_step(
+                param,
+                given,
+                exp_avg,
+                exp_avg_sq,
+                hyper=hyper,
+                step=step,
+                grad_scale=0.37,
+                master=master,
+                scales=scales,
+            )
+        for name, one, other in zip(("param", "master", "m", "v", "scales"), host, device, strict=True):
+            assert torch.equal(one.view(torch.uint8), other.cpu().view(torch.uint8)), f"{name}, step {step}"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_norms_and_sums_on_the_device(dtype: torch.dtype) -> None:
     grad = values(70_001, 3).clamp(-6e4, 6e4).to(dtype)
@@ -359,6 +390,18 @@ def test_placement_is_invisible(tmp_path: Path, placement: str, clipping: float,
     for name, state in expected[1].items():
         assert torch.equal(state, found[1][name]), name
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_placement_of_compact_states_is_invisible(tmp_path: Path, clipping: float) -> None:
+    expected = trained(tmp_path, "device", clipping=clipping, state_layout="compact")
+    assert any(name.endswith(".scales") for name in expected[1])
+    for placement in ("host", "mixed"):
+        found = trained(tmp_path, PLACEMENTS[placement], clipping=clipping, state_layout="compact")
+        assert found[0] == expected[0]
+        for name, state in expected[1].items():
+            assert torch.equal(state, found[1][name]), name
 
 
 @pytest.mark.usefixtures("deterministic")

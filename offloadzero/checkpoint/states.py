@@ -6,6 +6,12 @@ A checkpoint is a directory: `meta.json` (format, counters, param groups, schedu
 under its own name, with `NAME.exp_avg` and `NAME.exp_avg_sq`; a frozen one in its dtype. Nothing depends on
 placement, units, dtype or budgets, so a checkpoint loads into any of them.
 
+Moments in the compact layout are stored as they are, for reading and rounding them again is not always the same
+bits: `NAME.exp_avg_i8`, `NAME.exp_avg_sq_u8` and `NAME.scales` (fp32, one row of two per block) in the place of the
+two above. What is in the file decides how it is read: a run in either layout loads either, and with the layout
+unchanged goes on bit by bit. From compact to fp32 the values are those of the codes, exactly; from fp32 to compact
+they are rounded as [Note: compact state] in csrc/cpu_adam/cpu_adam.h says.
+
 It is written beside its final name and renamed when every file is on the disk: a crash at any instant leaves the
 previous checkpoint whole. A checkpoint that is replaced keeps the suffix `.replaced` until its successor has
 taken its name, and the reader knows that name too.
@@ -16,7 +22,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +39,7 @@ from offloadzero.checkpoint.safetensors_file import (
 from offloadzero.config import SegmentKind
 from offloadzero.errors import ConfigError
 from offloadzero.optim.records import ParamSlot, Record
-from offloadzero.streaming.weights import WeightAccess
+from offloadzero.streaming.weights import WeightAccess, code_specs
 
 FORMAT = "offloadzero-1"
 LATEST = "latest"
@@ -49,8 +55,20 @@ class States:
     weights: WeightAccess
 
 
+def _moment_specs(slot: ParamSlot, *, compact: bool) -> list[TensorSpec]:
+    """What is stored of a parameter's moments."""
+    if compact:
+        return [(f"{slot.name}.{name}", dtype, shape) for name, _, dtype, shape in code_specs(slot)]
+    return [(_moment_name(slot, kind), torch.float32, slot.shape) for kind in _MOMENTS]
+
+
 def _moment_name(slot: ParamSlot, kind: SegmentKind) -> str:
     return f"{slot.name}.{kind.value}"
+
+
+def _is_compact(slot: ParamSlot, names: Collection[str]) -> bool:
+    """Whether a checkpoint with these names has the parameter's moments in the compact layout."""
+    return f"{slot.name}.{SegmentKind.SCALES.value}" in names
 
 
 def _file_name(record: Record) -> str:
@@ -83,7 +101,7 @@ def save_states(
     if not tag or "/" in tag or tag.startswith("."):
         raise ConfigError("tag", tag, "a name without '/' that does not begin with '.'")
     try:
-        encoded = json.dumps({**meta, "format": FORMAT, "steps": _steps(states.records)}, indent=1)
+        json.dumps(meta)
     except TypeError as error:
         raise ConfigError("client_state", type(meta).__name__, f"must be JSON: {error}") from error
     directory.mkdir(parents=True, exist_ok=True)
@@ -96,7 +114,9 @@ def save_states(
             _save_record(states, record, partial / _file_name(record), exclude_frozen=exclude_frozen)
         buffers = _buffers(states.model)
         _save_tensors(partial / "buffers.safetensors", buffers)
-        _write_text(partial / "meta.json", encoded)
+        # Only now: reading the records has waited for their updates, which count the steps.
+        whole = {**meta, "format": FORMAT, "steps": _steps(states.records)}
+        _write_text(partial / "meta.json", json.dumps(whole, indent=1))
         _sync_directory(partial)
         _replace(partial, final)
     except BaseException:
@@ -119,16 +139,24 @@ def _save_record(states: States, record: Record, path: Path, *, exclude_frozen: 
     for slot in slots:
         specs.append((slot.name, torch.float32 if slot.trainable else record.dtype, slot.shape))
         if slot.trainable:
-            specs += [(_moment_name(slot, kind), torch.float32, slot.shape) for kind in _MOMENTS]
+            specs += _moment_specs(slot, compact=record.compact)
     writer = SafetensorsWriter(path, specs, metadata={"format": "pt", "unit": record.name})
     for slot in slots:
         if slot.trainable:
             writer.add(states.weights.read_master(record, slot))
-            for kind in _MOMENTS:
-                writer.add(states.weights.read_state(record, slot, kind))
+            for moment in _read_moments(states, record, slot):
+                writer.add(moment)
         else:
             writer.add(states.weights.read(record, slot))
     writer.close()
+
+
+def _read_moments(states: States, record: Record, slot: ParamSlot) -> Iterator[torch.Tensor]:
+    """What `_moment_specs` names."""
+    if record.compact:
+        yield from states.weights.read_codes(record, slot).values()
+    else:
+        yield from (states.weights.read_state(record, slot, kind) for kind in _MOMENTS)
 
 
 def _save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -237,10 +265,10 @@ def _check_names(
 ) -> None:
     known = {slot.name for record in states.records for slot in record.slots}
     moments = {
-        _moment_name(slot, kind)
+        name
         for record in states.records
         for slot in record.trainable_slots
-        for kind in _MOMENTS
+        for name, _, _ in _moment_specs(slot, compact=_is_compact(slot, files))
     }
     wanted = known | (moments if with_moments else set())
     missing = sorted(wanted - set(files))
@@ -262,7 +290,13 @@ def _load_slot(
                 f"{files[slot.name]}: {slot.name} is {tuple(value.shape)}, in the model {tuple(slot.shape)}"
             )
         states.weights.write(record, slot, value)
-        if with_moments and slot.trainable:
+        if not with_moments or not slot.trainable:
+            return
+        if _is_compact(slot, files):
+            names = [name for name, _, _, _ in code_specs(slot)]
+            codes = {name: reader.read(f"{slot.name}.{name}") for name in names}
+            states.weights.write_codes(record, slot, codes)
+        else:
             for kind in _MOMENTS:
                 states.weights.write_state(record, slot, kind, reader.read(_moment_name(slot, kind)))
 

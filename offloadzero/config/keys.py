@@ -183,7 +183,7 @@ _BF16: dict[str, KeySpec] = {
     "immediate_grad_update": _accept("a gradient leaves the device as soon as it is complete", _BOOL),
     "check_grad_overflow": _accept("gradients are always checked (offloadzero.update.on_nonfinite)", _BOOL),
     "bf16_master_weights_and_grads": _refuse("the master weight is always exact fp32"),
-    "bf16_optimizer_states": _refuse("smaller optimizer states (state_layout compact) are not built yet"),
+    "bf16_optimizer_states": _refuse("offloadzero.state_layout = compact gives smaller optimizer states"),
 }
 
 _ZERO: dict[str, KeySpec] = {
@@ -329,6 +329,7 @@ _SEGMENTS: dict[str, KeySpec] = {
     "master": _use("home of the master weights' remainder"),
     "exp_avg": _use("home of the first moment"),
     "exp_avg_sq": _use("home of the second moment"),
+    "scales": _use("home of the scales of state_layout compact; that of exp_avg when absent"),
     "grad": _use("home of the gradients between backward and update; the planner decides when absent"),
 }
 
@@ -340,7 +341,9 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
                 "a tier for everything, tiers by segment, or a list of rules; wins over offload_*"
             ),
             "nvme_path": _use("a directory or a list of them (striped), after those of the offload blocks"),
-            "state_layout": _use("fp32 (exact); compact is not built yet"),
+            "state_layout": _use(
+                "fp32 (exact), or compact: 5.06 bytes per bf16 parameter, moments in 8 bits"
+            ),
             "units": _use("how the model is cut"),
             "update": _use("how the optimizer's update runs"),
             "aio": _use("which file engine"),
@@ -365,7 +368,9 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
         "offloadzero.update": {
             "in_backward": _use('true, false or "auto": update a unit as soon as that is exact'),
             "on_nonfinite": _use("error or skip, when a gradient holds NaN or Inf; fp16 always skips"),
-            "chunk_elements": _use("elements per pipelined piece, a multiple of 4096; 4194304"),
+            "chunk_elements": _use(
+                "elements per pipelined piece, a multiple of 4096 (of 65536 with state_layout compact); 4194304"
+            ),
             "num_chunks_in_flight": _use("pieces being read, updated and written at once; 3"),
             "num_threads": _use("threads of the update; the cores this process may use when absent"),
         },

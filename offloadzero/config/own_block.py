@@ -33,6 +33,9 @@ from offloadzero.config.schema import (
 from offloadzero.errors import ConfigError
 
 BACKENDS = ("auto", "io_uring", "native_aio", "aiofiles")
+STATE_LAYOUTS = ("fp32", "compact")
+# 4096 bytes of scales, two fp32 per 128 elements: every segment of a chunk is on the grid of direct I/O.
+COMPACT_CHUNK_MULTIPLE = 65_536
 RECORD_SEGMENTS = (SegmentKind.PARAM, *OPTIMIZER_SEGMENTS)
 
 _ROOT = "offloadzero"
@@ -43,14 +46,17 @@ _DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?", re.ASCII)
 def read_own_block(top: Block, base: OffloadConfig, *, reading: Reading) -> OffloadConfig:
     """`base` with the own block's settings over it; nvme paths go to `reading`. Raises ConfigError."""
     own = top.sub_block(_ROOT, table=OWN_KEYS[_ROOT], notices=reading.notices)
+    state_layout = own.read("state_layout", read_enum, base.state_layout, allowed=STATE_LAYOUTS)
+    if state_layout == "compact" and base.precision.param_dtype == "fp16":
+        raise ConfigError(own.dotted("state_layout"), state_layout, "needs bf16 parameters, fp16 is enabled")
     reading.nvme_paths.extend(own.read("nvme_path", read_nvme_paths, ()))
     return replace(
         base,
         placement=_read_placement(own, base.placement, reading),
         budgets=_read_budgets(_part(own, "budgets", reading)),
-        state_layout=own.read("state_layout", _read_state_layout, base.state_layout),
+        state_layout=state_layout,
         units=_read_units(_part(own, "units", reading), base.units),
-        update=_read_update(_part(own, "update", reading), base.update),
+        update=_read_update(_part(own, "update", reading), base.update, state_layout=state_layout),
         aio=_read_aio(_part(own, "aio", reading), base.aio),
         device=own.read("device", _read_device, base.device),
         poison_released_leases=own.read("poison_released_leases", read_bool, base.poison_released_leases),
@@ -108,12 +114,6 @@ def _read_rule(block: Block) -> PlacementRule:
     return PlacementRule(units=block.read("units", read_str, "*"), tiers=MappingProxyType(tiers))
 
 
-def _read_state_layout(key: str, value: object) -> str:
-    if value == "compact":
-        raise ConfigError(key, value, "not built yet: available is fp32")
-    return read_enum(key, value, ("fp32",))
-
-
 def _read_units(block: Block, base: UnitConfig) -> UnitConfig:
     return UnitConfig(
         patterns=block.read("patterns", read_str_list, base.patterns),
@@ -122,11 +122,13 @@ def _read_units(block: Block, base: UnitConfig) -> UnitConfig:
     )
 
 
-def _read_update(block: Block, base: UpdateConfig) -> UpdateConfig:
+def _read_update(block: Block, base: UpdateConfig, *, state_layout: str) -> UpdateConfig:
+    multiple = COMPACT_CHUNK_MULTIPLE if state_layout == "compact" else ALIGNMENT
+    inherited = -(-base.chunk_elements // multiple) * multiple
     return UpdateConfig(
         in_backward=block.read("in_backward", read_bool, base.in_backward),
         on_nonfinite=block.read("on_nonfinite", read_enum, base.on_nonfinite, allowed=("error", "skip")),
-        chunk_elements=block.read("chunk_elements", _read_chunk_elements, base.chunk_elements),
+        chunk_elements=block.read("chunk_elements", _read_chunk_elements, inherited, multiple=multiple),
         num_chunks_in_flight=block.read(
             "num_chunks_in_flight", read_int, base.num_chunks_in_flight, minimum=1
         ),
@@ -134,10 +136,11 @@ def _read_update(block: Block, base: UpdateConfig) -> UpdateConfig:
     )
 
 
-def _read_chunk_elements(key: str, value: object) -> int:
+def _read_chunk_elements(key: str, value: object, *, multiple: int) -> int:
     number = read_int(key, value, minimum=ALIGNMENT)
-    if number % ALIGNMENT:
-        raise ConfigError(key, value, f"a multiple of {ALIGNMENT}")
+    if number % multiple:
+        why = "" if multiple == ALIGNMENT else " with state_layout compact"
+        raise ConfigError(key, value, f"a multiple of {multiple}{why}")
     return number
 
 

@@ -28,6 +28,7 @@ class SegmentKind(str, Enum):
     MASTER = "master"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    SCALES = "scales"  # of the compact layout
     GRAD = "grad"
 
 
@@ -152,7 +153,7 @@ class OffloadConfig:
     budgets: BudgetConfig = field(default_factory=BudgetConfig)
     nvme_paths: tuple[Path, ...] = ()
     pin_memory: bool = True
-    state_layout: str = "fp32"
+    state_layout: str = "fp32"  # "fp32" | "compact": of the optimizer states of bf16 parameters
     units: UnitConfig = field(default_factory=UnitConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
     aio: AioConfig = field(default_factory=AioConfig)

@@ -4,15 +4,16 @@
 The CUDA form repeats the native kernel's operations one by one (see [Note: Adam arithmetic] in
 csrc/cpu_adam): separate torch operations, each rounded to fp32, none of them a fused multiply-add, so an update
 on the device and one on the host give the same bits as far as the chip's fp32 multiply, add, divide and square
-root are correctly rounded, which CUDA's are.
+root are correctly rounded, which CUDA's are. The compact layout's form is in optim/compact_math.py.
 """
 
 from __future__ import annotations
 
 import torch
 
-from offloadzero.native import cpu_adam
+from offloadzero.native import compact, cpu_adam
 from offloadzero.native.cpu_adam import AdamHyper, adam_scalars
+from offloadzero.optim import compact_math
 
 
 def sq_norm(grad: torch.Tensor, *, num_threads: int | None = None) -> float:
@@ -40,10 +41,26 @@ def adam_step(
     step: int,
     grad_scale: float,
     master: torch.Tensor | None,
+    scales: torch.Tensor | None = None,
     num_threads: int | None = None,
 ) -> None:
-    """One Adam step in place on flat tensors of one device; see `native.cpu_adam.adam_step`."""
-    if param.device.type == "cpu":
+    """One Adam step in place on flat tensors of one device; see `native.cpu_adam.adam_step`.
+
+    With `scales` the state is compact: see `native.compact.compact_adam_step`.
+    """
+    on_host = param.device.type == "cpu"
+    if scales is not None:
+        if master is None:
+            raise AssertionError("a compact state without remainder")
+        record = (param, grad, master, exp_avg, exp_avg_sq, scales)
+        if on_host:
+            compact.compact_adam_step(
+                *record, hyper=hyper, step=step, grad_scale=grad_scale, num_threads=num_threads
+            )
+        else:
+            compact_math.torch_compact_adam_step(*record, hyper=hyper, step=step, grad_scale=grad_scale)
+        return
+    if on_host:
         cpu_adam.adam_step(
             param,
             grad,
@@ -62,9 +79,11 @@ def adam_step(
 
 
 def join_master(param: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
-    """The fp32 master weights of (bf16, int16 remainder), (fp16, fp32) or (fp32, None): a new tensor."""
+    """The fp32 master weights of (bf16, int16 or int8 remainder), (fp16, fp32) or (fp32, None): a new tensor."""
     if master is None:
         return param.clone()
+    if master.dtype == torch.int8:
+        return compact_math.join(param, master)
     if master.dtype == torch.float32:
         return master.clone()
     high = param.view(torch.int16).to(torch.int32) << 16
@@ -78,6 +97,8 @@ def split_master(weights: torch.Tensor, param: torch.Tensor, master: torch.Tenso
     elif master.dtype == torch.float32:
         master.copy_(weights)
         param.copy_(weights)
+    elif master.dtype == torch.int8:
+        compact_math.split(weights, param, master)
     else:
         bits = weights.view(torch.int32)
         param.view(torch.int16).copy_((bits + 0x8000) >> 16)
@@ -105,11 +126,6 @@ def torch_adam_step(
         weights = weights * scalars.decay
     exp_avg.copy_(exp_avg * scalars.beta1 + g * scalars.one_minus_beta1)
     exp_avg_sq.copy_(exp_avg_sq * scalars.beta2 + (g * scalars.one_minus_beta2) * g)
-    denominator = _sqrt(exp_avg_sq) * scalars.inv_sqrt_bias_correction2 + scalars.eps
+    denominator = compact_math.sqrt(exp_avg_sq) * scalars.inv_sqrt_bias_correction2 + scalars.eps
     weights = weights - (exp_avg * scalars.step_size) / denominator
     split_master(weights, param, master)
-
-
-def _sqrt(values: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded: torch's vectorised fp32 square root on the CPU is not."""
-    return values.sqrt() if values.device.type == "cuda" else values.double().sqrt().float()

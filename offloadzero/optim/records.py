@@ -1,4 +1,15 @@
-"""Records: all persistent state of one unit, its layout and its segments (floor 4)."""
+"""Records: all persistent state of one unit, its layout and its segments (floor 4).
+
+[Note: compact records]
+A bf16 record of n trainable elements in the compact layout has, beside the parameters, an 8-bit remainder, int8 and
+uint8 moments of n elements each, and two fp32 scales per block of COMPACT_BLOCK elements: 5 + 1/16 bytes per
+element. What the bytes mean: [Note: compact state] in csrc/cpu_adam/cpu_adam.h. Parameters may have different
+hyperparameters and step counts and are then updated apart, which a block cannot be. So every parameter begins at a
+block's border, and no block belongs to two: that costs up to 127 elements (643 bytes) per parameter and makes the
+bits of a parameter's state independent of what else is in its record. A record is a whole number of file blocks in
+its one-byte segments (up to 4095 elements of padding) and its scales are padded to one; the chunks of its update are
+multiples of 65,536 elements, 4096 bytes of scales, so every chunk of every segment is on the grid of direct I/O.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +20,26 @@ from functools import cached_property
 import torch
 
 from offloadzero.config import SegmentKind, TierName
+from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.memory.store import Segment
+from offloadzero.native.compact import COMPACT_BLOCK, num_scales
 
 PARAM_ALIGN_BYTES = 64  # what torch's CPU allocator gives: kernels see the alignment they see without us
-RECORD_ALIGN_ELEMENTS = 2048  # whole 4096-byte blocks in every dtype of two bytes or more
 
-# What a trainable element of each parameter dtype keeps beside itself (DESIGN: state layouts).
+# What a trainable element of each parameter dtype keeps beside itself in the fp32 layout.
 MASTER_DTYPES: Mapping[torch.dtype, torch.dtype | None] = {
     torch.bfloat16: torch.int16,  # the low half of the fp32 pattern; the parameter is the high half
     torch.float16: torch.float32,
     torch.float32: None,
 }
-STATE_KINDS = (SegmentKind.MASTER, SegmentKind.EXP_AVG, SegmentKind.EXP_AVG_SQ)
+
+# Beside a bf16 parameter in the compact layout: [Note: compact records].
+COMPACT_DTYPE = torch.bfloat16
+COMPACT_STATE: Mapping[SegmentKind, torch.dtype] = {
+    SegmentKind.MASTER: torch.int8,
+    SegmentKind.EXP_AVG: torch.int8,
+    SegmentKind.EXP_AVG_SQ: torch.uint8,
+}
 
 
 @dataclass(eq=False)
@@ -55,17 +74,21 @@ class UpdateRange:
     step: int
 
 
-def padded(num_elements: int, dtype: torch.dtype) -> int:
-    """Elements a parameter takes in its record."""
-    return -(-num_elements // _granule(dtype)) * _granule(dtype)
+def segment_slice(kind: SegmentKind, start: int, stop: int) -> slice:
+    """The elements of a segment that belong to elements [start, stop) of its record, or of a chunk of it.
+
+    `start` is a multiple of COMPACT_BLOCK for the scales, and `stop` may lie inside the last block of a parameter.
+    """
+    if kind is not SegmentKind.SCALES:
+        return slice(start, stop)
+    if start % COMPACT_BLOCK:
+        raise AssertionError(f"elements [{start}, {stop}) begin inside a block of {COMPACT_BLOCK} elements")
+    return slice(num_scales(start), num_scales(stop))
 
 
-def _granule(dtype: torch.dtype) -> int:
-    return PARAM_ALIGN_BYTES // dtype.itemsize
-
-
-def _round_up(num_elements: int) -> int:
-    return -(-num_elements // RECORD_ALIGN_ELEMENTS) * RECORD_ALIGN_ELEMENTS
+def granule(dtype: torch.dtype, *, compact: bool = False) -> int:
+    """A parameter begins in its record at a multiple of so many elements."""
+    return COMPACT_BLOCK if compact else PARAM_ALIGN_BYTES // dtype.itemsize
 
 
 @dataclass(eq=False)
@@ -82,6 +105,7 @@ class Record:
     num_trainable: int
     num_elements: int
     resident: bool = False
+    compact: bool = False
     grad_dtype: torch.dtype = torch.float32
     segments: dict[SegmentKind, Segment] = field(default_factory=dict)
     version: int = 0  # counts writes other than updates
@@ -105,18 +129,37 @@ class Record:
         """Dtype and number of elements of each segment this record needs."""
         segments = {SegmentKind.PARAM: (self.dtype, self.num_elements)}
         if self.num_trainable:
-            master = MASTER_DTYPES[self.dtype]
-            if master is not None:
-                segments[SegmentKind.MASTER] = (master, self.num_trainable)
-            segments[SegmentKind.EXP_AVG] = (torch.float32, self.num_trainable)
-            segments[SegmentKind.EXP_AVG_SQ] = (torch.float32, self.num_trainable)
+            segments.update(self._compact_layout() if self.compact else self._fp32_layout())
         return segments
+
+    def _fp32_layout(self) -> dict[SegmentKind, tuple[torch.dtype, int]]:
+        moments = (torch.float32, self.num_trainable)
+        segments = {SegmentKind.EXP_AVG: moments, SegmentKind.EXP_AVG_SQ: moments}
+        master = MASTER_DTYPES[self.dtype]
+        return segments if master is None else {SegmentKind.MASTER: (master, self.num_trainable), **segments}
+
+    def _compact_layout(self) -> dict[SegmentKind, tuple[torch.dtype, int]]:
+        segments = {kind: (dtype, self.num_trainable) for kind, dtype in COMPACT_STATE.items()}
+        scale_bytes = align_up(num_scales(self.num_trainable) * torch.float32.itemsize)
+        segments[SegmentKind.SCALES] = (torch.float32, scale_bytes // torch.float32.itemsize)
+        return segments
+
+    def chunk_slice(self, kind: SegmentKind, start: int, stop: int) -> slice:
+        """What moves for a chunk [start, stop): with the last one goes the padding, so whole file blocks move."""
+        part = segment_slice(kind, start, stop)
+        if kind is SegmentKind.SCALES and stop == self.num_trainable:
+            return slice(part.start, self.layout()[kind][1])
+        return part
+
+    def padded(self, num_elements: int) -> int:
+        """Elements a parameter takes in this record."""
+        return align_up(num_elements, granule(self.dtype, compact=self.compact))
 
     def padding(self) -> Iterator[tuple[int, int]]:
         """Ranges [start, stop) between trainable parameters that belong to none."""
         for slot in self.trainable_slots:
             end = slot.offset + slot.num_elements
-            stop = slot.offset + padded(slot.num_elements, self.dtype)
+            stop = slot.offset + self.padded(slot.num_elements)
             if stop > end:
                 yield end, stop
 
@@ -133,21 +176,28 @@ def make_record(
     params: Sequence[tuple[str, torch.nn.Parameter, int | None]],
     *,
     resident: bool = False,
+    compact: bool = False,
 ) -> Record:
-    """Lay parameters (name, parameter, group index or None) out: trainable first, by group, then frozen."""
+    """Lay parameters (name, parameter, group index or None) out: trainable first, by group, then frozen.
+
+    `compact` is the layout of the states; a dtype that has none keeps the fp32 layout.
+    """
+    compact = compact and dtype == COMPACT_DTYPE
+    param_align = granule(dtype, compact=compact)
+    record_align = ALIGN_BYTES if compact else ALIGN_BYTES // 2  # whole file blocks in the smallest dtype
     ordered = sorted(params, key=lambda item: (item[2] is None, item[2] or 0))  # stable
     slots: list[ParamSlot] = []
     position = 0
     num_trainable: int | None = None
     for param_name, param, group_index in ordered:
         if group_index is None and num_trainable is None:
-            position = num_trainable = _round_up(position)
+            position = num_trainable = align_up(position, record_align)
         slots.append(ParamSlot(param, param_name, param.shape, position, param.numel(), group_index))
-        position += padded(param.numel(), dtype)
-    position = _round_up(position)
+        position += align_up(param.numel(), param_align)
+    position = align_up(position, record_align)
     if num_trainable is None:
         num_trainable = position
-    return Record(index, name, dtype, tuple(slots), num_trainable, position, resident)
+    return Record(index, name, dtype, tuple(slots), num_trainable, position, resident, compact)
 
 
 def update_ranges(record: Record, slots: Iterable[ParamSlot]) -> list[UpdateRange]:
@@ -159,7 +209,7 @@ def update_ranges(record: Record, slots: Iterable[ParamSlot]) -> list[UpdateRang
     for slot in sorted(slots, key=lambda slot: slot.offset):
         if slot.group_index is None:
             raise AssertionError(f"{slot.name} is frozen")
-        stop = slot.offset + padded(slot.num_elements, record.dtype)
+        stop = slot.offset + record.padded(slot.num_elements)
         last = ranges[-1] if ranges else None
         if (
             last is not None

@@ -90,23 +90,25 @@ class ChunkStager:
                     return
                 self._ahead.append(self._read(record, start, stop))
 
-    def memory(self, chunk: StagedChunk, dtype: torch.dtype) -> torch.Tensor:
-        """More of the chunk's slot: uninitialised, one element of `dtype` for each of the chunk."""
+    def memory(self, chunk: StagedChunk, kind: SegmentKind, dtype: torch.dtype) -> torch.Tensor:
+        """More of the chunk's slot: uninitialised, the elements of segment `kind` that belong to the chunk."""
         if chunk.slot is None:
             if not self._free:
                 self._drop_ahead()
             chunk.slot = self._free.popleft()
             chunk.slot.users.wait()
-        view = chunk.slot.lease.view(dtype, chunk.stop - chunk.start, start_byte=chunk.used_bytes)
+        part = chunk.record.chunk_slice(kind, chunk.start, chunk.stop)
+        view = chunk.slot.lease.view(dtype, part.stop - part.start, start_byte=chunk.used_bytes)
         chunk.used_bytes += align_up(view.nbytes)
         return view
 
     def write_back(self, chunk: StagedChunk, *, readers: Sequence[Ticket] = ()) -> list[Ticket]:
         """Start to write what was staged; the slot is taken again when that and `readers` are complete."""
-        segments = chunk.record.segments
-        writes = [
-            self._store.write(segments[kind], chunk.buffers[kind], start=chunk.start) for kind in chunk.staged
-        ]
+        record = chunk.record
+        writes = []
+        for kind in chunk.staged:
+            first = record.chunk_slice(kind, chunk.start, chunk.stop).start
+            writes.append(self._store.write(record.segments[kind], chunk.buffers[kind], start=first))
         if chunk.slot is not None:
             chunk.slot.users = AllOf([*writes, *readers])
             self._free.append(chunk.slot)
@@ -118,11 +120,12 @@ class ChunkStager:
         for kind, segment in record.segments.items():
             if kind is SegmentKind.GRAD:
                 continue
+            part = record.chunk_slice(kind, start, stop)
             if segment.tier is TierName.HOST:
-                chunk.buffers[kind] = segment.memory[start:stop]
+                chunk.buffers[kind] = segment.memory[part]
                 continue
-            chunk.buffers[kind] = self.memory(chunk, segment.dtype)
-            chunk.reads.append(self._store.read(segment, chunk.buffers[kind], start=start))
+            chunk.buffers[kind] = self.memory(chunk, kind, segment.dtype)
+            chunk.reads.append(self._store.read(segment, chunk.buffers[kind], start=part.start))
             chunk.staged.append(kind)
         return chunk
 

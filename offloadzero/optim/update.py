@@ -26,7 +26,7 @@ from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim import device_math
 from offloadzero.optim.delivery import Delivery, UpdateTicket
-from offloadzero.optim.records import Record, UpdateRange
+from offloadzero.optim.records import Record, UpdateRange, segment_slice
 from offloadzero.optim.staging import ChunkStager, StagedChunk, chunk_bounds
 
 
@@ -184,7 +184,8 @@ class UpdatePipeline:
         if isinstance(grad, torch.Tensor) and grad.device.type == "cpu":
             data.buffers[SegmentKind.GRAD] = grad[chunk.start : chunk.stop]
             return
-        data.buffers[SegmentKind.GRAD] = buffer = self._stager.memory(data, chunk.update.record.grad_dtype)
+        dtype = chunk.update.record.grad_dtype
+        data.buffers[SegmentKind.GRAD] = buffer = self._stager.memory(data, SegmentKind.GRAD, dtype)
         if isinstance(grad, Segment):
             data.reads.append(self._store.read(grad, buffer, start=chunk.start))
         else:
@@ -220,16 +221,17 @@ class UpdatePipeline:
             low, high = max(part.start, start) - start, min(part.stop, stop) - start
             if low >= high:
                 continue
-            master = buffers.get(SegmentKind.MASTER)
+            state = {kind: buffer[segment_slice(kind, low, high)] for kind, buffer in buffers.items()}
             device_math.adam_step(
-                buffers[SegmentKind.PARAM][low:high],
-                buffers[SegmentKind.GRAD][low:high],
-                buffers[SegmentKind.EXP_AVG][low:high],
-                buffers[SegmentKind.EXP_AVG_SQ][low:high],
+                state[SegmentKind.PARAM],
+                state[SegmentKind.GRAD],
+                state[SegmentKind.EXP_AVG],
+                state[SegmentKind.EXP_AVG_SQ],
                 hyper=update.hypers[part.group_index],
                 step=part.step,
                 grad_scale=update.grad_scale,
-                master=None if master is None else master[low:high],
+                master=state.get(SegmentKind.MASTER),
+                scales=state.get(SegmentKind.SCALES),
                 num_threads=self._num_threads,
             )
 

@@ -95,15 +95,22 @@ def updates_in_backward(config: OffloadConfig) -> bool:
 
 
 def place(records: Sequence[Record], config: OffloadConfig) -> dict[tuple[int, SegmentKind], TierName]:
-    """The home of every segment, gradients included (a gradient stays where its update runs)."""
+    """The home of every segment, gradients included (a gradient stays where its update runs).
+
+    The scales of the compact layout live with exp_avg unless a rule names them.
+    """
     placement: dict[tuple[int, SegmentKind], TierName] = {}
     for record in records:
         homes = dict.fromkeys(record.layout(), TierName.DEVICE)
         grad: TierName | None = None
+        scales: TierName | None = None
         for rule in config.placement.rules:
             if fnmatchcase(record.name, rule.units):
                 homes.update({kind: tier for kind, tier in rule.tiers.items() if kind in homes})
                 grad = rule.tiers.get(SegmentKind.GRAD, grad)
+                scales = rule.tiers.get(SegmentKind.SCALES, scales)
+        if SegmentKind.SCALES in homes:
+            homes[SegmentKind.SCALES] = scales or homes[SegmentKind.EXP_AVG]
         if record.resident:
             homes[SegmentKind.PARAM] = TierName.DEVICE
         placement.update({(record.index, kind): tier for kind, tier in homes.items()})
@@ -292,11 +299,14 @@ def _slot_bytes(records: Sequence[Record], config: OffloadConfig, placement: Pla
         grad_tier = placement[record.index, SegmentKind.GRAD]
         if grad_tier is TierName.DEVICE and all(tier is TierName.DEVICE for tier in tiers.values()):
             continue
-        count = min(config.update.chunk_elements, record.num_trainable)
-        staged = [dtype.itemsize for kind, (dtype, _) in layout.items() if tiers[kind] is not TierName.HOST]
+        staged = {kind: dtype for kind, (dtype, _) in layout.items() if tiers[kind] is not TierName.HOST}
         if grad_tier is not TierName.HOST:
-            staged.append(record.grad_dtype.itemsize)
-        largest = max(largest, sum(align_up(count * itemsize) for itemsize in staged))
+            staged[SegmentKind.GRAD] = record.grad_dtype
+        needed = 0
+        for kind, dtype in staged.items():  # the first chunk is the largest
+            part = record.chunk_slice(kind, 0, min(config.update.chunk_elements, record.num_trainable))
+            needed += align_up((part.stop - part.start) * dtype.itemsize)
+        largest = max(largest, needed)
     return largest
 
 

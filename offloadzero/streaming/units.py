@@ -43,6 +43,7 @@ def cut_units(
     *,
     group_of: Mapping[int, int],
     param_dtype: torch.dtype | None,
+    compact: bool = False,
 ) -> UnitCut:
     """Cut `model` into units and lay out their records.
 
@@ -54,9 +55,10 @@ def cut_units(
     Args:
         group_of: id of a parameter -> index of its optimizer group; parameters that are absent are frozen.
         param_dtype: dtype of all floating-point parameters; None keeps each parameter's own.
+        compact: the compact layout for the states of bf16 parameters.
 
     Raises:
-        ConfigError: the model has no parameters, or a pattern matches nothing.
+        ConfigError: the model has no parameters, a pattern matches nothing, or no trainable parameter can be compact.
     """
     roots = _unit_roots(model, config)
     owned = _assign_parameters(model, roots, config.min_leaf_elements)
@@ -72,9 +74,17 @@ def cut_units(
                 for param_name, param in members
             ]
             _expect_trainable_dtype(dtype, placed)
-            record = make_record(len(records), name, dtype, placed, resident=unit_name == REST)
+            record = make_record(
+                len(records), name, dtype, placed, resident=unit_name == REST, compact=compact
+            )
             records.append(record)
             record_of.update({id(param): record.index for _, param in members})
+    if compact and not any(record.compact and record.num_trainable for record in records):
+        raise ConfigError(
+            "offloadzero.state_layout",
+            "compact",
+            'no trainable parameter is bf16: set "bf16": {"enabled": true}',
+        )
     sites, together = _sites(model, records, record_of)
     owners = tuple(module for module in model.modules() if any(_own_parameters(module)))
     return UnitCut(tuple(records), sites, together, owners)

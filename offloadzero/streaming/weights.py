@@ -10,8 +10,9 @@ from offloadzero.config import SegmentKind
 from offloadzero.errors import ConfigError
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
-from offloadzero.optim import device_math
-from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.native.compact import num_scales
+from offloadzero.optim import compact_math, device_math
+from offloadzero.optim.records import COMPACT_STATE, ParamSlot, Record, segment_slice
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.spill import take_spilled
 
@@ -111,14 +112,44 @@ class WeightAccess:
 
     def read_state(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> torch.Tensor:
         """exp_avg or exp_avg_sq: a new fp32 host tensor in the parameter's shape."""
-        return self._read(record, slot, kind).view(slot.shape)
+        values = self._read(record, slot, kind)
+        if record.compact:
+            values = _decode_moment(kind, values, self._read(record, slot, SegmentKind.SCALES))
+        return values.view(slot.shape)
 
     def write_state(self, record: Record, slot: ParamSlot, kind: SegmentKind, value: torch.Tensor) -> None:
-        """Set exp_avg or exp_avg_sq."""
+        """Set exp_avg or exp_avg_sq; the compact layout rounds it."""
         flat = value.detach().to("cpu", torch.float32).reshape(-1).contiguous()
         if flat.numel() != slot.num_elements:
             raise ConfigError(f"{slot.name}.{kind.value}", tuple(value.shape), f"shape {tuple(slot.shape)}")
+        if record.compact:
+            scales = self._read(record, slot, SegmentKind.SCALES)
+            flat = _encode_moment(kind, flat, scales)
+            self._write(record, slot, SegmentKind.SCALES, scales)
         self._write(record, slot, kind, flat)
+
+    def read_codes(self, record: Record, slot: ParamSlot) -> dict[str, torch.Tensor]:
+        """The moments of the compact layout as they are, by name (`code_specs`); empty in the fp32 layout."""
+        return {
+            name: self._read(record, slot, kind).view(shape)
+            for name, kind, _, shape in code_specs(slot)
+            if record.compact
+        }
+
+    def write_codes(self, record: Record, slot: ParamSlot, codes: Mapping[str, torch.Tensor]) -> None:
+        """Set both moments to what `read_codes` gave, here or in a run of either layout."""
+        flat: dict[SegmentKind, torch.Tensor] = {}
+        for name, kind, dtype, shape in code_specs(slot):
+            if codes[name].shape != shape or codes[name].dtype != dtype:
+                given = f"{codes[name].dtype} {tuple(codes[name].shape)}"
+                raise ConfigError(f"{slot.name}.{name}", given, f"{dtype} {tuple(shape)}")
+            flat[kind] = codes[name].reshape(-1)
+        scales = flat[SegmentKind.SCALES]
+        for kind, values in flat.items():
+            if record.compact:
+                self._write(record, slot, kind, values)
+            elif kind is not SegmentKind.SCALES:
+                self._write(record, slot, kind, _decode_moment(kind, values, scales))
 
     # --- segments ---
 
@@ -129,10 +160,11 @@ class WeightAccess:
 
     def _read(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> torch.Tensor:
         segment = self._segment(record, slot, kind)
-        target = torch.empty(slot.num_elements, dtype=segment.dtype)
+        part = segment_slice(kind, slot.offset, slot.offset + slot.num_elements)
+        target = torch.empty(part.stop - part.start, dtype=segment.dtype)
         with self._store.failures.handed_over():
             self._executor.update_ticket(record.index).wait()
-            self._store.read(segment, target, start=slot.offset).wait()
+            self._store.read(segment, target, start=part.start).wait()
         return target
 
     def _write(self, record: Record, slot: ParamSlot, kind: SegmentKind, source: torch.Tensor) -> None:
@@ -143,9 +175,44 @@ class WeightAccess:
             self._executor.begin_edit(record.index)
         # Before and after: what is read ahead meanwhile may hold either value.
         record.version += 1
+        first = segment_slice(kind, slot.offset, slot.offset + slot.num_elements).start
         with self._store.failures.handed_over():
-            self._store.write(segment, source, start=slot.offset).wait()
+            self._store.write(segment, source, start=first).wait()
         record.version += 1
+
+
+CodeSpec = tuple[str, SegmentKind, torch.dtype, torch.Size]
+
+
+def code_specs(slot: ParamSlot) -> tuple[CodeSpec, ...]:
+    """Name, segment, dtype and shape of one parameter's moments in the compact layout."""
+    m, v = SegmentKind.EXP_AVG, SegmentKind.EXP_AVG_SQ
+    num_blocks = num_scales(slot.num_elements) // 2
+    return (
+        ("exp_avg_i8", m, COMPACT_STATE[m], slot.shape),
+        ("exp_avg_sq_u8", v, COMPACT_STATE[v], slot.shape),
+        ("scales", SegmentKind.SCALES, torch.float32, torch.Size((num_blocks, 2))),
+    )
+
+
+def _decode_moment(kind: SegmentKind, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """fp32 values of a parameter's flat codes and scales."""
+    scale_m, scale_s = scales.view(-1, 2).unbind(1)
+    if kind is SegmentKind.EXP_AVG:
+        return compact_math.decode_exp_avg(codes, scale_m)
+    return compact_math.decode_exp_avg_sq(codes, scale_s)
+
+
+def _encode_moment(kind: SegmentKind, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Codes of a parameter's flat fp32 moment; its scales go into `scales`."""
+    scale_m, scale_s = scales.view(-1, 2).unbind(1)
+    if kind is SegmentKind.EXP_AVG:
+        codes, scale = compact_math.encode_exp_avg(values)
+        scale_m.copy_(scale)
+    else:
+        codes, scale = compact_math.encode_exp_avg_sq(compact_math.sqrt(values))
+        scale_s.copy_(scale)
+    return codes
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,159 @@
+"""The compact state in torch operations gives the native kernel's bytes, and its fma is exact."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from offloadzero.native.compact import (
+    COMPACT_BLOCK,
+    compact_adam_step,
+    compact_decode,
+    compact_encode,
+    num_scales,
+)
+from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.optim import compact_math
+from tests.test_compact_kernels import make_grad, make_state
+
+Record = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # param, remainder, exp_avg, exp_avg_sq, scales
+INF, NAN = float("inf"), float("nan")
+
+
+def empty(n: int) -> Record:
+    dtypes = (torch.bfloat16, torch.int8, torch.int8, torch.uint8)
+    param, remainder, m, v = (torch.zeros(n, dtype=dtype) for dtype in dtypes)
+    return param, remainder, m, v, torch.zeros(num_scales(n))
+
+
+def encode(master: Tensor, m: Tensor, v: Tensor) -> Record:
+    record = empty(master.numel())
+    compact_encode(master, m, v, *record, num_threads=1)
+    return record
+
+
+def extreme_state(n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks with moments that are too large or not finite, one after another, among ordinary ones."""
+    master, m, v = make_state(n, seed=3)
+    block = COMPACT_BLOCK
+    m[5 * block] = 2.0**120
+    m[6 * block + 3] = -3.4e38
+    m[7 * block + 1] = INF
+    v[8 * block + 2] = INF
+    v[9 * block + 5], m[9 * block + 5] = NAN, NAN
+    v[10 * block + 1], m[10 * block + 7] = INF, 2.0**121
+    master[11 * block] = NAN
+    return master, m, v
+
+
+def assert_same(ours: Record, kernels: Record) -> None:
+    for mine, theirs in zip(ours, kernels, strict=True):
+        if mine.is_floating_point():
+            assert torch.equal(mine.isnan(), theirs.isnan())
+            mine, theirs = mine.nan_to_num(), theirs.nan_to_num()
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("n", [1, 127, 511, 4097])
+def test_encoding_and_decoding_are_the_kernels(n: int) -> None:
+    master, m, v = extreme_state(n) if n == 4097 else make_state(n)
+    expected = encode(master, m, v)
+    param, remainder = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int8)
+    root = compact_math.sqrt(v)
+    codes_m, scale_m = compact_math.encode_exp_avg(m, beside=root)
+    codes_s, scale_s = compact_math.encode_exp_avg_sq(root)
+    lost = ~m.isfinite()
+    compact_math.split(torch.where(lost, NAN, master), param, remainder)
+    remainder[param.isnan()] = expected[1][param.isnan()]  # of a NaN nothing is defined but that it is one
+    assert_same((param, remainder, codes_m, codes_s, torch.stack((scale_m, scale_s), 1).flatten()), expected)
+
+    back = tuple(torch.empty(n) for _ in range(3))
+    compact_decode(*expected, *back, num_threads=1)
+    ours = (
+        compact_math.join(expected[0], expected[1]),
+        compact_math.decode_exp_avg(expected[2], expected[4][0::2]),
+        compact_math.decode_exp_avg_sq(expected[3], expected[4][1::2]),
+    )
+    for mine, theirs in zip(ours, back, strict=True):
+        assert torch.equal(mine.nan_to_num().view(torch.int32), theirs.nan_to_num().view(torch.int32))
+        assert torch.equal(mine.isnan(), theirs.isnan())
+
+
+def test_every_code_of_many_random_blocks_is_the_kernels() -> None:
+    """A scale that is wrong by one rounding moves one code in 100,000."""
+    generator = torch.Generator().manual_seed(8)
+    m, root = torch.randn(2, 1 << 21, generator=generator)
+    v = root.square()
+    expected = encode(m, m, v)
+    codes_m, scale_m = compact_math.encode_exp_avg(m)
+    codes_s, scale_s = compact_math.encode_exp_avg_sq(compact_math.sqrt(v))
+    assert torch.equal(codes_m, expected[2])
+    assert torch.equal(codes_s, expected[3])
+    assert torch.equal(torch.stack((scale_m, scale_s), 1).flatten(), expected[4])
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_step_is_the_kernels_bit_by_bit(
+    dtype: torch.dtype, weight_decay: float, decoupled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five steps from a state with every magnitude, subnormals among them, in pieces of eight blocks."""
+    monkeypatch.setattr(compact_math, "_PIECE_ELEMENTS", 8 * COMPACT_BLOCK)
+    hyper = AdamHyper(1e-2, 0.9, 0.99, 1e-8, weight_decay, decoupled=decoupled)
+    ours = encode(*make_state(4097))
+    kernels = tuple(tensor.clone() for tensor in ours)
+    for step in range(1, 6):
+        grad = make_grad(4097, dtype, seed=step)
+        compact_math.torch_compact_adam_step(ours[0], grad, *ours[1:], hyper=hyper, step=step, grad_scale=0.7)
+        compact_adam_step(
+            kernels[0], grad, *kernels[1:], hyper=hyper, step=step, grad_scale=0.7, num_threads=1
+        )
+        assert ours[0].isfinite().all()
+        assert_same(ours, kernels)
+
+
+def test_the_step_on_extremes_is_the_kernels() -> None:
+    """Gradients that overflow a moment, and some that are not finite."""
+    hyper = AdamHyper(1e-2, 0.9, 0.99, 1e-8, 0.0)
+    ours = encode(*make_state(4097, seed=2))
+    kernels = tuple(tensor.clone() for tensor in ours)
+    grad = make_grad(4097, torch.float32)
+    grad[2000:2004] = torch.tensor([3e38, -1e38, 1e30, 2e19])
+    grad[2200], grad[2400], grad[2600] = INF, NAN, -INF
+    for step in (1, 2):
+        compact_math.torch_compact_adam_step(ours[0], grad, *ours[1:], hyper=hyper, step=step, grad_scale=1.0)
+        compact_adam_step(
+            kernels[0], grad, *kernels[1:], hyper=hyper, step=step, grad_scale=1.0, num_threads=1
+        )
+        lost = ours[0].isnan()
+        assert lost.any()
+        kernels[1][lost] = ours[1][lost]
+        assert_same(ours, kernels)
+
+
+def test_fma_rounds_once() -> None:
+    """Against exact fractions, over many exponents; a part of the sums cancel to the last bits of the product."""
+    generator = np.random.default_rng(11)
+    exponents = generator.integers(-70, 60, (3, 4000))
+    a, b, c = (generator.uniform(-2, 2, (3, 4000)) * 2.0**exponents).astype(np.float32)
+    c[:1500] = -(a[:1500].astype(np.float64) * b[:1500]).astype(np.float32)  # cancels to the product's error
+    ours = compact_math.fma(*(torch.from_numpy(x) for x in (a, b, c))).numpy()
+    for x, y, z, result in zip(a, b, c, ours, strict=True):
+        exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        error = abs(Fraction(float(result)) - exact)
+        for other in (np.nextafter(result, np.float32(INF)), np.nextafter(result, np.float32(-INF))):
+            distance = abs(Fraction(float(other)) - exact)
+            assert error < distance or (error == distance and int(result.view(np.uint32)) % 2 == 0)
+
+
+def test_fma_where_two_roundings_differ() -> None:
+    """(1 + 2^-12)^2 lies in the middle of two fp32 numbers; 2^-60 decides, and an fp64 sum has no room for it."""
+    factor, addend = torch.full((2,), 1.0 + 2.0**-12), torch.tensor([2.0**-60, -(2.0**-60)])
+    once = [1 + 2**-11 + 2**-23, 1 + 2**-11]
+    assert compact_math.fma(factor, factor, addend).tolist() == once
+    assert (factor.double() * factor.double() + addend.double()).float().tolist() != once
