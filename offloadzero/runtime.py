@@ -20,6 +20,7 @@ from offloadzero.memory.heap import FreedMemory
 from offloadzero.memory.lanes import make_accelerator
 from offloadzero.memory.store import StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
+from offloadzero.native.cpu_adam import set_cores
 from offloadzero.observe.clock import StepClock
 from offloadzero.optim.records import Record
 from offloadzero.optim.update import UpdatePipeline
@@ -119,14 +120,18 @@ class Runtime:
             clock=self.clock,
         )
         self.weights = WeightAccess(store, self.executor)
+        cores = config.update.cores
+        num_threads = config.update.num_threads or len(cores) or None
         self.pipeline = UpdatePipeline(
             store,
             slot_leases=[
                 store.host.lease(plan.slot_bytes, f"update slot {i}") for i in range(plan.num_slots)
             ],
             chunk_elements=config.update.chunk_elements,
-            num_threads=config.update.num_threads,
+            num_threads=num_threads,
         )
+        if cores:
+            self.pipeline.submit(lambda: set_cores(cores))
         policy = StepPolicy(
             update_in_backward=plan.update_in_backward,
             keeps_gradients=plan.grads_have_homes,
@@ -154,7 +159,8 @@ class Runtime:
             passing=self._host_pool("passing gradient", plan.num_host_grads, plan.host_grad_bytes),
             staging=self._host_pool("gradient staging", 1, plan.grad_staging_bytes),
             clock=self.clock,
-            num_threads=config.update.num_threads,
+            num_threads=num_threads,
+            cores=cores,
             previous_update=self.executor.update_ticket,
             on_complete=self.stepper.on_complete,
             on_landed=self.stepper.on_landed,

@@ -233,6 +233,7 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("offloadzero.update", "chunk_elements"): (8192, {}),
     ("offloadzero.update", "num_chunks_in_flight"): (5, {}),
     ("offloadzero.update", "num_threads"): (5, {}),
+    ("offloadzero.update", "cores"): ([min(os.sched_getaffinity(0))], {}),
     ("offloadzero.aio", "backend"): ("aiofiles", {}),
 }
 # Tested on their own below: they need stage 3 outside their block, or have one value only.
@@ -553,6 +554,9 @@ def test_budgets() -> None:
         ("offloadzero.update", "chunk_elements", 0),
         ("offloadzero.update", "num_chunks_in_flight", 0),
         ("offloadzero.update", "num_threads", 0),
+        ("offloadzero.update", "cores", []),
+        ("offloadzero.update", "cores", [True]),
+        ("offloadzero.update", "cores", [1 << 20]),
         ("offloadzero.aio", "backend", "libaio"),
     ],
 )

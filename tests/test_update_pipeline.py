@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +24,7 @@ from offloadzero.native import cpu_adam
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim.records import ParamSlot, Record, make_record, update_ranges
 from offloadzero.optim.update import RecordUpdate, UpdatePipeline
-from tests.tiny import all_states, make_engine, settings
+from tests.tiny import REPOSITORY, all_states, make_engine, settings
 
 MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
 HYPERS = (
@@ -440,3 +442,30 @@ def test_states_that_are_still_being_written_are_not_read_ahead(tmp_path: Path) 
         engine.close()
     for name, state in results[0].items():
         assert torch.equal(state, results[1][name]), name
+
+
+def test_threads_keep_to_the_cores_they_are_given() -> None:
+    """In a process of its own: the kernels' threads are shared by all engines of a process."""
+    script = """
+import os, threading, torch
+from pathlib import Path
+from offloadzero.native import cpu_adam
+from tests.tiny import make_engine, settings
+
+core = max(os.sched_getaffinity(0))
+values = torch.ones(1 << 22)
+cpu_adam.sq_norm(values, num_threads=3)  # threads from before
+engine = make_engine(settings(placement="host", update={"cores": [core], "num_threads": 5}))
+cpu_adam.sq_norm(values, num_threads=5)
+engine.synchronize()
+names = {int(t.name): (t / "comm").read_text().strip() for t in Path("/proc/self/task").iterdir()}
+pinned = [os.sched_getaffinity(tid) for tid, name in names.items() if name == "oz-cpu-adam"]
+assert len(pinned) == 4, names
+assert pinned == [{core}] * 4, pinned
+lanes = {t.name: os.sched_getaffinity(t.native_id) for t in threading.enumerate()}
+assert lanes["offloadzero-update"] == lanes["offloadzero-landing"] == {core}, lanes
+assert os.sched_getaffinity(0) == lanes["MainThread"]
+engine.close()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr

@@ -317,7 +317,15 @@ PyObject* py_split_join_exhaustive(PyObject*, PyObject* args) {
     return status == 0 ? PyLong_FromUnsignedLongLong(num_mismatches) : result_of(status);
 }
 
+PyObject* py_set_cores(PyObject*, PyObject* args) {
+    const char* mask;
+    Py_ssize_t num_bytes;
+    if (!PyArg_ParseTuple(args, "y#:set_cores", &mask, &num_bytes)) return nullptr;
+    return result_of(set_cores(reinterpret_cast<const unsigned char*>(mask), static_cast<size_t>(num_bytes)));
+}
+
 PyMethodDef methods[] = {
+    {"set_cores", py_set_cores, METH_VARARGS, "set_cores(mask: bytes): bit k of byte b is CPU 8 b + k"},
     {"isa_supported", py_isa_supported, METH_VARARGS, "isa_supported(isa) -> bool"},
     {"adam_step", py_adam_step, METH_VARARGS,
      "adam_step(layout, grad_dtype, param, master, exp_avg, exp_avg_sq, grad, num_elements, isa, "

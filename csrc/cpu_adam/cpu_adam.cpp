@@ -253,4 +253,15 @@ int copy_bytes(void* dst, const void* src, size_t num_bytes, int num_threads) {
     return 0;
 }
 
+int set_cores(const unsigned char* mask, size_t num_bytes) {
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    for (size_t core = 0; core < num_bytes * 8; ++core) {
+        if (!(mask[core / 8] >> core % 8 & 1)) continue;
+        if (core >= CPU_SETSIZE) return -EINVAL;
+        CPU_SET(core, &cores);
+    }
+    return ThreadPool::instance().set_cores(cores);
+}
+
 }  // namespace offloadzero::cpu_adam

@@ -208,6 +208,9 @@ struct StreamArrays {
 };
 int stream(const StreamArrays& arrays, size_t num_elements, Isa isa, int num_threads, uint64_t* sink);
 
+// Keeps the pool's workers on the CPUs whose bits are set (bit k of byte b: CPU 8 b + k). 0 or -errno.
+int set_cores(const unsigned char* mask, size_t num_bytes);
+
 // memcpy, cut into one contiguous range per thread.
 int copy_bytes(void* dst, const void* src, size_t num_bytes, int num_threads);
 

@@ -92,18 +92,31 @@ void ThreadPool::run(Task& task, int num_threads) {
 
 // A thread that cannot be started is not an error: the work is done by those there are, with the same result.
 void ThreadPool::start_workers(int wanted) {
-    if (num_workers_ >= wanted) return;
     BlockSignals blocked;
     try {
-        while (num_workers_ < wanted) {
+        while (static_cast<int>(workers_.size()) < wanted) {
+            workers_.reserve(workers_.size() + 1);  // may throw, while there is no thread yet
             std::thread worker([this] { worker_loop(); });
-            pthread_setname_np(worker.native_handle(), "oz-cpu-adam");
+            workers_.push_back(worker.native_handle());
             worker.detach();
-            ++num_workers_;
+            pthread_setname_np(workers_.back(), "oz-cpu-adam");
+            // Refused only if the CPUs have gone since set_cores(): then the worker runs where it may.
+            if (has_cores_) pthread_setaffinity_np(workers_.back(), sizeof cores_, &cores_);
         }
     } catch (const std::system_error&) {
     } catch (const std::bad_alloc&) {
     }
+}
+
+int ThreadPool::set_cores(const cpu_set_t& cores) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (pthread_t worker : workers_) {
+        const int error = pthread_setaffinity_np(worker, sizeof cores, &cores);
+        if (error != 0) return -error;
+    }
+    cores_ = cores;
+    has_cores_ = true;
+    return 0;
 }
 
 void ThreadPool::worker_loop() {

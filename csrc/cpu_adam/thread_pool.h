@@ -3,10 +3,14 @@
 // started.
 #pragma once
 
+#include <pthread.h>
+#include <sched.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <mutex>
+#include <vector>
 
 namespace offloadzero::cpu_adam {
 
@@ -29,6 +33,9 @@ class ThreadPool {
         task.num_blocks = num_blocks;
         run(task, num_threads);
     }
+
+    // Keeps the workers, those to come as well, on these CPUs. 0 or -errno.
+    int set_cores(const cpu_set_t& cores);
 
   private:
     struct Task {
@@ -53,7 +60,9 @@ class ThreadPool {
     std::condition_variable work_;  // a task has an open place
     std::condition_variable done_;  // a worker left a task
     Task* tasks_ = nullptr;
-    int num_workers_ = 0;
+    std::vector<pthread_t> workers_;
+    bool has_cores_ = false;
+    cpu_set_t cores_;
 };
 
 }  // namespace offloadzero::cpu_adam

@@ -373,6 +373,7 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
             ),
             "num_chunks_in_flight": _use("pieces being read, updated and written at once; 3"),
             "num_threads": _use("threads of the update; the cores this process may use when absent"),
+            "cores": _use("the CPUs its threads keep to, [2, 3] say; any when absent"),
         },
         "offloadzero.aio": {
             "backend": _use("auto, io_uring, native_aio or aiofiles; one asked for by name never falls back"),

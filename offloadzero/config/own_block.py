@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -133,7 +134,17 @@ def _read_update(block: Block, base: UpdateConfig, *, state_layout: str) -> Upda
             "num_chunks_in_flight", read_int, base.num_chunks_in_flight, minimum=1
         ),
         num_threads=block.read("num_threads", read_int, base.num_threads, minimum=1),
+        cores=block.read("cores", _read_cores, base.cores),
     )
+
+
+def _read_cores(key: str, value: object) -> tuple[int, ...]:
+    usable = os.sched_getaffinity(0)
+    if not isinstance(value, list) or not value or not all(type(core) is int for core in value):
+        raise ConfigError(key, value, "a list of CPU numbers")
+    if not usable.issuperset(value):
+        raise ConfigError(key, value, f"some of the CPUs this process may use: {sorted(usable)}")
+    return tuple(sorted(set(value)))
 
 
 def _read_chunk_elements(key: str, value: object, *, multiple: int) -> int:

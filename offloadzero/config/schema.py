@@ -126,7 +126,8 @@ class UpdateConfig:
     on_nonfinite: str = "error"  # "error" | "skip"; fp16 always skips
     chunk_elements: int = 4 * 1024 * 1024
     num_chunks_in_flight: int = 3
-    num_threads: int | None = None  # None = the cores this process may use
+    num_threads: int | None = None  # None = the cores this process may use, or `cores`
+    cores: tuple[int, ...] = ()  # CPUs that the update's threads keep to; empty = any
 
 
 @dataclass(frozen=True)

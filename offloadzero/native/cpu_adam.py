@@ -12,7 +12,7 @@ import functools
 import math
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -88,6 +88,22 @@ def set_default_num_threads(num_threads: int) -> None:
     """Set the threads of calls that name no number (1 to 1024); the calling thread is one of them."""
     global _default_num_threads
     _default_num_threads = check_num_threads(num_threads)
+
+
+def set_cores(cores: Collection[int]) -> None:
+    """Keep the kernels' threads, which all calls of this process share, and the calling thread on these CPUs.
+
+    Raises ConfigError for CPUs that this process may not run on.
+    """
+    missing = sorted(set(cores) - os.sched_getaffinity(0))
+    if missing or not cores:
+        allowed = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+        raise ConfigError(
+            "cores", list(cores), f"allowed: some of the CPUs this thread may run on, {allowed}"
+        )
+    mask = sum(1 << core for core in set(cores))
+    _cpu_adam.set_cores(mask.to_bytes(max(cores) // 8 + 1, "little"))
+    os.sched_setaffinity(0, cores)
 
 
 def check_num_threads(num_threads: int | None) -> int:

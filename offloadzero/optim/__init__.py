@@ -1,0 +1,7 @@
+"""Optimizers for parameters in host memory, usable alone, and the engine's update pipeline (floor 4)."""
+
+from offloadzero.optim.cpu_adagrad import CPUAdagrad
+from offloadzero.optim.cpu_adam import CPUAdam
+from offloadzero.optim.cpu_lion import CPULion
+
+__all__ = ["CPUAdagrad", "CPUAdam", "CPULion"]

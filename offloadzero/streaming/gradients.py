@@ -12,7 +12,7 @@ its home there and never leaves.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,7 +24,7 @@ from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.lanes import Fence, Lane, order_compute_after
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Promise, Ticket
-from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.native.cpu_adam import AdamHyper, set_cores
 from offloadzero.observe.clock import StepClock
 from offloadzero.optim import device_math
 from offloadzero.optim.delivery import UpdateTicket
@@ -95,6 +95,7 @@ class GradientCollector:
         staging: BufferPool,
         clock: StepClock,
         num_threads: int | None,
+        cores: Collection[int],
         previous_update: Callable[[int], Ticket],
         on_complete: Callable[[RecordGradient], None],
         on_landed: Callable[[RecordGradient], None],
@@ -102,6 +103,7 @@ class GradientCollector:
         """Args:
         device_leases, passing, staging: gradient leases on the device; host buffers of gradients without a
             home; host buffers for gradients that are added to one already there.
+        cores: CPUs that landing keeps to; empty: any.
         previous_update: the last update of a record, which may still read its gradient's home.
         on_complete: called in backward when a record's gradients have all arrived and their landing begins.
         on_landed: called on the landing thread when the gradient of the whole window is home.
@@ -117,6 +119,8 @@ class GradientCollector:
         self._on_landed = on_landed
         self._d2h = store.accelerator.lane("gradient-d2h", store.failures)
         self._landing = Lane("landing", store.failures)
+        if cores:
+            self._landing.submit(lambda: set_cores(cores))
         self.gradients = {r.index: RecordGradient(r) for r in records if r.num_trainable}
         self._num_filling = 0
         self.last_micro_batch = True  # whether the running backward closes the window
