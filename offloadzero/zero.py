@@ -219,7 +219,7 @@ class GatheredParameters:
                     self._built.append(_Built(param, param.data.clone(), dtype, spilled.directory))
         try:
             for runtime, record, slots in by_record.values():
-                runtime.executor.pin(record.index)
+                runtime.executor.pin(record.index, evaluating=True)
                 self._pinned.append((runtime, record, runtime.weights.snapshot(record, slots)))
         except BaseException:  # they do not fit together: nothing stays behind
             for runtime, record, _ in self._pinned:

@@ -283,8 +283,8 @@ def test_lease_released_while_in_use_is_caught(
     def plant() -> None:
         pin = Executor.pin
 
-        def pin_and_forget(executor: Executor, index: int) -> None:
-            pin(executor, index)
+        def pin_and_forget(executor: Executor, index: int, **options: Any) -> None:
+            pin(executor, index, **options)
             unit = executor._units[index]
             if unit.lease is not None:
                 unit.lease.release()  # poisons

@@ -1,7 +1,13 @@
 """What to fetch and what to give up: a pure function of the trace (floor 3; no torch).
 
-The order of use is known, so the unit that leaves is the one whose next use is furthest away (Belady 1966),
-and a fetch never displaces a unit that is needed earlier than the fetched one.
+[Note: as few fetches as possible, each early]
+The order of use is known, so the unit that leaves is the one whose next use is furthest away (Belady 1966), seen
+from the use before the one that the fetch is for: that is when it must start at the latest, with the unit of that
+use in place. A fetch starts as soon as its victim is needed no more before then, which for a stack of layers is
+many uses ahead. It does not start by taking another victim, needed again sooner, which would have to come back
+(Cao, Felten, Karlin, Li 1995: prefetching as early as possible costs fetches that prefetching as Belady replaces
+does not). So a fetch never displaces a unit that is needed earlier than the fetched one, and no order of fetches
+in which every unit arrives before its use has fewer.
 """
 
 from __future__ import annotations
@@ -26,55 +32,94 @@ class Fetch:
 
 Operation = Evict | Fetch
 
+NEVER = 1 << 60  # a distance
 
-def next_uses(upcoming: Iterable[int]) -> dict[int, int]:
-    """Distance of each unit's next use (0 = next); units that do not occur are absent."""
+
+def next_uses(upcoming: Iterable[int], *, num_units: int | None = None) -> dict[int, int]:
+    """Distance of each unit's next use (0 = next); units that do not occur are absent.
+
+    It looks no further once it has met `num_units` units.
+    """
     distances: dict[int, int] = {}
     for distance, unit in enumerate(upcoming):
         distances.setdefault(unit, distance)
+        if len(distances) == num_units:
+            break
     return distances
 
 
 def eviction_order(candidates: Collection[int], distances: Mapping[int, int]) -> list[int]:
     """`candidates` with the furthest next use first; a unit without a next use is furthest."""
-    return sorted(candidates, key=lambda unit: (-distances.get(unit, 1 << 60), unit))
+    return sorted(candidates, key=lambda unit: (-distances.get(unit, NEVER), unit))
+
+
+def choose_victims(
+    candidates: Collection[int], distances: Mapping[int, int], *, num_bytes: Mapping[int, int], wanted: int
+) -> list[int]:
+    """Whom of `candidates` to give up for `wanted` bytes: the furthest next uses, without those not needed.
+
+    Of units of different sizes the furthest may be too small to matter once a nearer, larger one leaves: it
+    stays. All of them if they are not enough.
+    """
+    victims: list[int] = []
+    gained = 0
+    for victim in eviction_order(candidates, distances):
+        if gained >= wanted:
+            break
+        victims.append(victim)
+        gained += num_bytes[victim]
+    for victim in reversed(victims.copy()):
+        if gained - num_bytes[victim] >= wanted:
+            victims.remove(victim)
+            gained -= num_bytes[victim]
+    return victims
 
 
 def plan_prefetch(
     upcoming: Iterable[int],
     *,
+    later: Iterable[int] = (),
     num_bytes: Mapping[int, int],
     present: Collection[int],
     protected: Collection[int],
+    in_use: int | None = None,
     free_bytes: int,
 ) -> list[Operation]:
-    """The evictions and fetches worth starting now, in order.
+    """The evictions and fetches worth starting now, in order: [Note: as few fetches as possible, each early].
 
     Args:
         upcoming: units in the order of their use after the present one.
+        later: uses after those, for which nothing is fetched yet; but who has one stays longer than who has none.
         num_bytes: bytes of each unit's lease.
         present: units that hold a lease (ready or on their way).
         protected: present units that must not be given up now.
+        in_use: the one of them that may be given up after the present use.
         free_bytes: bytes in no lease.
     """
-    distances = next_uses(upcoming)
+    uses, beyond = list(upcoming), list(later)
     held = set(present)
+    staying = set(protected) - {in_use}
+    needed = set(protected)  # now, or before the use that is looked at
+    previous = in_use
     operations: list[Operation] = []
-    for unit in sorted(distances, key=distances.__getitem__):
-        if unit in held:
-            continue
-        victims: list[int] = []
-        gained = free_bytes
-        for victim in eviction_order(held - set(protected), distances):
-            if gained >= num_bytes[unit] or distances.get(victim, 1 << 60) <= distances[unit]:
-                break
-            victims.append(victim)
-            gained += num_bytes[victim]
-        if gained < num_bytes[unit]:
-            break  # a later unit must not take the room this one waits for
-        operations.extend(Evict(victim) for victim in victims)
-        operations.append(Fetch(unit))
-        held.difference_update(victims)
-        held.add(unit)
-        free_bytes = gained - num_bytes[unit]
+    for position, unit in enumerate(uses):
+        if unit not in held:
+            victims: list[int] = []
+            wanted = num_bytes[unit] - free_bytes
+            if wanted > 0:
+                distances = next_uses((*uses[position:], *beyond), num_units=len(num_bytes))
+                for other in needed:  # of those never used again, who is needed before leaves last
+                    distances.setdefault(other, NEVER - 1)
+                movable = held - staying - {previous}
+                victims = choose_victims(movable, distances, num_bytes=num_bytes, wanted=wanted)
+            gained = free_bytes + sum(num_bytes[victim] for victim in victims)
+            if gained < num_bytes[unit] or not needed.isdisjoint(victims):
+                break  # a later unit must not take the room this one waits for
+            operations.extend(Evict(victim) for victim in victims)
+            operations.append(Fetch(unit))
+            held.difference_update(victims)
+            held.add(unit)
+            free_bytes = gained - num_bytes[unit]
+        needed.add(unit)
+        previous = unit
     return operations

@@ -1,33 +1,77 @@
-"""The order in which units are used (floor 3; no torch)."""
+"""The order in which units are used (floor 3; no torch).
+
+[Note: departures]
+A step that uses another unit than the order has next has left something out, put something in, or turned around
+early. It goes on, in this order of trust: where a remembered order continues that began in the same way; where
+the order has the last two uses one after the other; at the unit's next use. The last is a mere guess: if the use
+after it is what would have come without the departure, the cursor goes back there. So a change of order costs a
+stall or two where it happens, and one that comes back now and then no more than that each time.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+
+NUM_REMEMBERED = 8  # steps
+MAX_USES = 1 << 16  # recorded of one step: a loop that never steps must not fill memory
 
 
 class Trace:
-    """The order of use of one optimizer step, taken as a cycle, with a cursor at the present use.
+    """The order of use of one optimizer step (or one evaluation), with a cursor at the present use.
 
-    It starts as a guess (the units forward, then backward) and is replaced at the end of every step by what
-    was really used, so that a change of order costs at most one step of stalls.
+    It starts as a guess: the units forward and, `there_and_back`, backward. What was really used is remembered
+    for some steps. A step begins with the order most frequent among them, of equals the latest.
     """
 
-    def __init__(self, units: Sequence[int]) -> None:
-        self.order: list[int] = [*units, *reversed(units)]
+    def __init__(self, units: Sequence[int], *, there_and_back: bool = True) -> None:
+        self.order: tuple[int, ...] = (*units, *reversed(units)) if there_and_back else tuple(units)
         self.cursor = -1  # nothing was used yet
+        self._sure = -1  # the last cursor that was no guess
+        self._present: int | None = None
         self._recorded: list[int] = []
+        self._past: deque[tuple[int, ...]] = deque(maxlen=NUM_REMEMBERED)  # the latest first
+        self._alike: list[tuple[int, ...]] = []  # remembered orders that may have begun as this step has
 
-    def advance(self, unit: int, *, record: bool) -> None:
-        """`unit` is used now. The cursor moves to its next occurrence; an unknown unit leaves it alone."""
-        if record and (not self._recorded or self._recorded[-1] != unit):
-            self._recorded.append(unit)
-        if self.cursor >= 0 and self.order[self.cursor] == unit:
+    def advance(self, unit: int) -> None:
+        """`unit` is used now. The cursor moves to where the order has this use; [Note: departures]."""
+        if unit == self._present:
             return
-        for distance in range(1, len(self.order) + 1):
-            position = (self.cursor + distance) % len(self.order)
-            if self.order[position] == unit:
-                self.cursor = position
+        previous, self._present = self._present, unit
+        if len(self._recorded) < MAX_USES:
+            self._recorded.append(unit)
+        for sure in (self.cursor, self._sure):
+            if sure + 1 < len(self.order) and self.order[sure + 1] == unit:
+                self.cursor = self._sure = sure + 1
                 return
+        if not self._take_up_known_order():
+            self._depart(previous, unit)
+
+    def end_use(self) -> None:
+        """The present use is over: if the next is of the same unit, it is a use of its own."""
+        self._present = None
+
+    def _take_up_known_order(self) -> bool:
+        """Follow a remembered order that begins as this step has, if there is one."""
+        if self._alike:
+            begun = tuple(self._recorded)
+            self._alike = [order for order in self._alike if order[: len(begun)] == begun]
+        if self._alike:
+            self.order = self._alike[0]
+            self.cursor = self._sure = len(self._recorded) - 1
+        return bool(self._alike)
+
+    def _depart(self, previous: int | None, unit: int) -> None:
+        order, start = self.order, self._sure + 1
+        # After the last use the order begins anew: more micro batches than before.
+        places = [p for p in (*range(start, len(order)), *range(start)) if order[p] == unit]
+        after_previous = [p for p in places if p and order[p - 1] == previous]
+        if after_previous:
+            self.cursor = self._sure = after_previous[0]
+        elif places and (places[0] >= start or start == len(order)):
+            self.cursor = places[0]
+        else:
+            self.cursor = self._sure
 
     def upcoming(self) -> Iterator[int]:
         """The uses after the present one, for one turn of the cycle."""
@@ -42,8 +86,13 @@ class Trace:
         yield from self.order[self.cursor + 1 :]
 
     def finish_step(self) -> None:
-        """The step is over: what was recorded is the order from now on."""
+        """The step is over: what was recorded is remembered."""
         if self._recorded:
-            self.order = self._recorded
-        self.cursor = -1
+            self._past.appendleft(tuple(self._recorded))
+        # Of equally frequent orders Counter keeps the one it met first, the latest, in front.
+        self._alike = [order for order, _ in Counter(self._past).most_common()]
+        if self._alike:
+            self.order = self._alike[0]
+        self.cursor = self._sure = -1
+        self._present = None
         self._recorded = []

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -24,14 +24,14 @@ import torch
 
 from offloadzero.config import SegmentKind, TierName
 from offloadzero.errors import BudgetError, StateError
-from offloadzero.memory.arena import Arena, BufferPool, Lease, PooledBuffer
+from offloadzero.memory.arena import Arena, BufferPool, Lease, PooledBuffer, align_up
 from offloadzero.memory.lanes import Fence, Lane, LaneTicket, order_compute_after
 from offloadzero.memory.store import FETCH_PRIORITY, TieredStore
 from offloadzero.memory.tickets import FINISHED, Promise, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.optim.delivery import Delivery, UpdateTicket
 from offloadzero.optim.records import ParamSlot, Record
-from offloadzero.schedule.prefetch import Evict, eviction_order, next_uses, plan_prefetch
+from offloadzero.schedule.prefetch import Evict, choose_victims, eviction_order, next_uses, plan_prefetch
 from offloadzero.schedule.trace import Trace
 
 
@@ -124,8 +124,11 @@ class Executor:
         homes.sort(key=lambda unit: self._flat(unit).data_ptr())
         self._homes = [unit.record.index for unit in homes]
         self._home_addresses = [self._flat(unit).data_ptr() for unit in homes]
-        self._num_bytes = {index: records[index].param_bytes for index in self._streamed}
+        self._num_bytes = {index: align_up(records[index].param_bytes) for index in self._streamed}
         self._trace = Trace(self._streamed)
+        self._evaluation = Trace(self._streamed, there_and_back=False)
+        self._evaluating = False
+        self._lasting = {index for index in self._streamed if not records[index].num_trainable}
         self._current = -1
         self._guarded: deque[int] = deque(maxlen=2)
         self._unpacking: tuple[int, int] | None = None  # backward and node of the last load
@@ -137,10 +140,11 @@ class Executor:
 
     # --- use ---
 
-    def touch(self, index: int, *, guard: bool = False, record: bool = True) -> None:
+    def touch(self, index: int, *, guard: bool = False, evaluating: bool = False) -> None:
         """Unit `index` is used now: wait for it if it is not there, and start what comes next.
 
         `guard` protects it as long as the running operation may read it: [Note: what protects a lease].
+        `evaluating`: the use is no part of a training step, and leaves the recorded order of steps alone.
         """
         unit = self._units[index]
         if unit.residency is Residency.HOME:
@@ -156,19 +160,24 @@ class Executor:
                 return
             self._store.failures.check()
             self._current = index
-            self._trace.advance(index, record=record)
+            self._evaluating = evaluating
+            (self._evaluation if evaluating else self._trace).advance(index)
             if unit.residency is Residency.RELEASED:
                 self._start_fetch(unit, self._lease_on_demand(unit))
             self._prefetch()
             if unit.residency is Residency.FETCHING:
                 self._complete_fetch(unit)
 
-    def pin(self, index: int) -> None:
+    def begin_evaluation(self) -> None:
+        """A forward that is no part of a training step begins: uses up to the next one are recorded as its order."""
+        self._evaluation.finish_step()
+
+    def pin(self, index: int, *, evaluating: bool = False) -> None:
         """Touch and keep until `unpin`; the parameters are those of the unit, not copies lent before."""
         unit = self._units[index]
         unit.pins += 1
         try:
-            self.touch(index)
+            self.touch(index, evaluating=evaluating)
         except BaseException:
             unit.pins -= 1
             raise
@@ -200,6 +209,7 @@ class Executor:
                 self._guarded = deque((u for u in self._guarded if u != index), maxlen=2)
             if index == self._current:
                 self._current = -1
+                self._trace.end_use()  # the next micro batch may begin with this very unit
             self._prefetch()
 
     # --- saved tensors ---
@@ -302,6 +312,7 @@ class Executor:
         """All updates of this step have begun: start what the next forward needs."""
         with self._lock:
             self._trace.finish_step()
+            self._evaluating = False
             self._current = -1
             self._guarded.clear()
             self._prefetch()
@@ -325,10 +336,26 @@ class Executor:
             index
             for index in self._streamed
             if self._units[index].pins
-            or self._units[index].residency is Residency.FETCHING
+            or self._is_arriving(self._units[index])
             or index == self._current
             or index in self._guarded
         }
+
+    @staticmethod
+    def _is_arriving(unit: _Unit) -> bool:
+        """Whether its lease is being written: once that is over, a unit that nobody used may leave again."""
+        return unit.residency is Residency.FETCHING and unit.fetched is not None and not unit.fetched.done()
+
+    def _upcoming(self) -> Iterator[int]:
+        """The uses that a fetch started now would serve; those of a running evaluation come first."""
+        if self._evaluating:
+            yield from self._evaluation.upcoming_in_step()
+        yield from self._trace.upcoming_in_step()
+
+    def _later(self) -> Iterator[int]:
+        """The uses of the next step: by units that no update makes stale, for which their lease lasts; by others."""
+        yield from (index for index in self._trace.order if index in self._lasting)
+        yield from self._trace.order
 
     def _present(self) -> list[int]:
         return [i for i in self._streamed if self._units[i].residency is not Residency.RELEASED]
@@ -338,10 +365,12 @@ class Executor:
         if len(present) == len(self._streamed):
             return
         operations = plan_prefetch(
-            self._trace.upcoming_in_step(),
+            self._upcoming(),
+            later=self._later(),
             num_bytes=self._num_bytes,
             present=present,
             protected=self._protected(),
+            in_use=self._current,
             free_bytes=self._arena.free_bytes,
         )
         for operation in operations:
@@ -356,11 +385,16 @@ class Executor:
 
     def _lease_on_demand(self, unit: _Unit) -> Lease:
         name, size = unit.record.name, unit.record.param_bytes
-        distances = next_uses(self._trace.upcoming())
+        distances = next_uses((*self._upcoming(), *self._later()))
         while (lease := self._arena.try_lease(size, name)) is None:
-            victims = eviction_order(set(self._present()) - self._protected(), distances)
+            movable = set(self._present()) - self._protected()
+            wanted = align_up(size) - self._arena.free_bytes
+            victims = choose_victims(movable, distances, num_bytes=self._num_bytes, wanted=wanted)
+            # Enough is free, in several holes: one more must go.
+            victims = victims or eviction_order(movable, distances)[:1]
             if victims:
-                self._release(self._units[victims[0]])
+                for victim in victims:
+                    self._release(self._units[victim])
                 continue
             arriving = [u for u in self._units if u.residency is Residency.FETCHING]
             if not arriving:

@@ -67,10 +67,13 @@ class _SiteHooks:
 
     def pre_forward(self, module: nn.Module, args: Any) -> None:
         executor = self._hooks.executor
+        evaluating = self._hooks.is_evaluating()
+        if evaluating and not self._hooks.depth and not self._site.name:
+            executor.begin_evaluation()
         pinned: list[int] = []
         try:
             for index in self._site.records:
-                executor.pin(index)
+                executor.pin(index, evaluating=evaluating)
                 pinned.append(index)
         except BaseException:
             for index in pinned:
@@ -80,10 +83,14 @@ class _SiteHooks:
         if pushed:
             self._hooks.push_saved_tensor_hooks()
         self._entered.append(pushed)
+        if not self._hooks.depth:
+            self._hooks.outermost_evaluates = evaluating
+        self._hooks.depth += 1
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._entered:
             return  # the pre-forward hook raised
+        self._hooks.depth -= 1
         if self._entered.pop():
             _pop()
         for index in self._site.records:
@@ -108,6 +115,8 @@ class ModelHooks:
         self._stepper = stepper
         self._read_weight = read_weight
         self._write_weight = write_weight
+        self.depth = 0  # of sites in their forward
+        self.outermost_evaluates = False
         self._loaded: set[str] = set()
         self._records = cut.records
         self._record_of = {id(slot.param): r.index for r in cut.records for slot in r.slots}
@@ -159,6 +168,13 @@ class ModelHooks:
 
     # --- reads ---
 
+    def is_evaluating(self) -> bool:
+        """Whether a use now is no part of a training step: the outermost forward runs without gradients.
+
+        A forward without gradients inside one with them (a teacher, a target) is part of the step.
+        """
+        return self.outermost_evaluates if self.depth else not torch.is_grad_enabled()
+
     def _on_read(self, param_id: int) -> None:
         slot = self._slot_of.get(param_id)
         if slot is None:
@@ -167,7 +183,7 @@ class ModelHooks:
         if self.executor.is_pinned(index):
             return
         with_grad = torch.is_grad_enabled()
-        self.executor.touch(index, guard=True, record=with_grad)
+        self.executor.touch(index, guard=True, evaluating=self.is_evaluating())
         if with_grad and self._own_innermost() is None:
             self.executor.lend_copy(index, slot)
 
