@@ -14,6 +14,9 @@ time over the cores it may use (`cores`). Beside it only the drive is a lane of 
 Whatever slows the training thread down without being a named wait, such as another process on its cores, counts
 as computation: the efficiency says how well transfers and updates hide, not how fast the computation is.
 
+Where the device is not the CPU, the named waits are those of the thread that launches kernels. A stream that waits
+for a copy, with the thread ahead of it, is not seen: its time counts as computation.
+
 A drive reads and writes at once, so each direction is a lane of its own; a virtual drive has often one limit for
 both. `"observe": {"nvme_shared": true}` makes them one lane, `nvme`. That bound is the higher one: say so only
 where `offloadzero bench nvme` has shown that mixed traffic is no faster than reads or writes alone.
