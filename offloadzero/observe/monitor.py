@@ -79,7 +79,11 @@ class StepMonitor:
         """A step has ended; called on the training thread."""
         if not self.is_on:
             return
-        self.timeline.lap("step", leaves_model=True)
+        self.timeline.lap("step")
+        self._account(report)
+        self.timeline.lap("observing", leaves_model=True)
+
+    def _account(self, report: StepReport) -> None:
         spans, is_full = self.timeline.take(report.step)
         uses = bound.use_by_lane(spans, nvme_shared=self._config.nvme_shared)
         self._rates.learn(uses)
