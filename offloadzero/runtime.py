@@ -124,7 +124,7 @@ class Runtime:
             staging=self._host_pool("parameter staging", NUM_STAGING_LEASES, plan.param_staging_bytes),
             clock=self.clock,
         )
-        self.weights = WeightAccess(store, self.executor)
+        self.weights = WeightAccess(store, self.executor, clock=self.clock)
         cores = config.update.cores
         num_threads = config.update.num_threads or len(cores) or None
         self.pipeline = UpdatePipeline(

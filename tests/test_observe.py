@@ -211,7 +211,8 @@ def test_a_file_operation_knows_when_it_began_and_ended(backend: str, tmp_path: 
         engine.inject("delay", 2, 50)
         before_s = time.perf_counter()
         ticket = engine.write(file, torch.zeros(3 * 4096 + 511, dtype=torch.uint8), offset=0)
-        assert ticket.times() is None  # the delayed block has 50 ms to go
+        early = ticket.times()
+        assert early is None or ticket.done()
         ticket.wait()
         times = ticket.times()
         assert times is not None
@@ -267,6 +268,9 @@ def test_records_hold_losses_waits_and_the_bytes_of_the_drive(tmp_path: Path, cl
         assert len(records_of(run_dir)) == seed  # one step late
         if seed == 4:
             engine.synchronize()
+            for unit in runtime.executor._units:  # fetches for a sixth step are on their way
+                if unit.fetched is not None:
+                    unit.fetched.wait()
             after = runtime.store.nvme.engine.stats()
             spans, _ = runtime.monitor.timeline.take(5)
     trainable = sum(record.num_trainable for record in runtime.records)
@@ -335,17 +339,27 @@ def test_chosen_steps_are_traced(tmp_path: Path) -> None:
     names = [record.name for record in engine.optimizer.runtime.records]
     train(engine, num_steps=5)
     engine.close()
-    found = {path.name for path in run_dir.glob("trace*")}
-    assert found == {"trace_step_2.json", "trace_step_4.json", "trace_step_5.json"}
+    written = {path.name for path in run_dir.glob("trace*")}
+    assert written == {"trace_step_2.json", "trace_step_4.json", "trace_step_5.json"}
+    streamed = {name for name in names if name.startswith("blocks")}
+    seen: dict[str, set[str]] = {}
     for step in (2, 4, 5):
         trace = json.loads((run_dir / f"trace_step_{step}.json").read_text())
-        check_trace(
-            trace["traceEvents"], step, streamed=[name for name in names if name.startswith("blocks")]
-        )
+        lanes = check_trace(trace["traceEvents"], step)
+        assert {f"{way} {name}" for way in ("forward", "backward") for name in streamed} <= lanes["compute"]
+        if step > 2:
+            for lane, found in lanes.items():
+                seen.setdefault(lane, set()).update(found)
+    # What a step begins may end in the next: the update of step 4 lies in the windows of 4 and 5.
+    assert streamed <= seen["h2d"] & seen["d2h"] & seen["landing"] & seen["update"]
+    assert {f"{name}.param" for name in streamed} <= seen["nvme read"] & seen["nvme write"]
 
 
-def check_trace(events: list[dict[str, Any]], step: int, *, streamed: list[str]) -> None:
-    """The Trace Event Format: complete events, named tracks, nothing that overlaps on one track."""
+def check_trace(events: list[dict[str, Any]], step: int) -> dict[str, set[str]]:
+    """The Trace Event Format: complete events, named tracks, nothing that overlaps on one track.
+
+    Gives the names of the spans on each lane.
+    """
     names = {e["tid"]: e["args"]["name"] for e in events if (e["ph"], e["name"]) == ("M", "thread_name")}
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) + sum(event["ph"] == "M" for event in events) == len(events)
@@ -360,9 +374,7 @@ def check_trace(events: list[dict[str, Any]], step: int, *, streamed: list[str])
     for event in spans:
         by_lane.setdefault(names[event["tid"]], set()).add(event["name"])
         assert event["ts"] < window["ts"] + window["dur"]
-    assert {f"{way} {name}" for way in ("forward", "backward") for name in streamed} <= by_lane["compute"]
-    assert set(streamed) <= by_lane["d2h"] & by_lane["landing"] & by_lane["update"]
-    assert {f"{name}.param" for name in streamed} <= by_lane["nvme read"] & by_lane["nvme write"]
+    return by_lane
 
 
 def test_overlapping_spans_go_to_tracks_of_their_own() -> None:
@@ -497,6 +509,9 @@ def test_every_wait_of_a_slow_drive_has_a_name(
             engine.backward(engine(tokens(seed)))
             engine.step()
         engine.get_global_grad_norm()
+        engine.load_state_dict(engine.state_dict())
+        engine.optimizer.state_dict()
+        engine(tokens(0))
         engine.synchronize()
     if nvme is not None:
         nvme.engine.clear_faults()
@@ -510,11 +525,11 @@ def test_a_delayed_fetch_is_seen_as_such(tmp_path: Path) -> None:
     engine = make_engine(settings(tmp_path, placement={"param": "nvme", **dict.fromkeys(STATES, "host")}))
     nvme = engine.optimizer.runtime.store.nvme
     for nth in (1, 2, 3):
-        nvme.engine.inject("delay", nth, 100)
+        nvme.engine.inject("delay", nth, 200)
     train(engine, num_steps=1)
     report = engine.last_step_report()
     engine.close()
-    assert report.waits_s["fetch"] > 0.15  # of 0.3: the thread may come late to a wait
+    assert report.waits_s["fetch"] > 0.2  # of 0.6: the thread may come late to a wait
     assert report.total_wait_s <= report.step_s
 
 
@@ -526,7 +541,7 @@ def test_a_delayed_update_is_seen_as_such(tmp_path: Path) -> None:
     engine.backward(engine(tokens(1)))
     engine.synchronize()
     for nth in range(1, 12):
-        nvme.engine.inject("delay", nth, 100)
+        nvme.engine.inject("delay", nth, 300)
     engine.step()
     engine(tokens(2))
     nvme.engine.clear_faults()
