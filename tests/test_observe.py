@@ -529,7 +529,9 @@ def test_a_delayed_fetch_is_seen_as_such(tmp_path: Path) -> None:
     train(engine, num_steps=1)
     report = engine.last_step_report()
     engine.close()
-    assert report.waits_s["fetch"] > 0.2  # of 0.6: the thread may come late to a wait
+    assert (
+        report.waits_s["fetch"] > 0.2
+    )  # of some 0.4, two of them at once: the thread may come late to a wait
     assert report.total_wait_s <= report.step_s
 
 
