@@ -129,6 +129,8 @@ class Engine:
 
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
         """Backward of `loss` / accumulation steps; returns that quotient."""
+        if self._runtime.monitor.wants_loss:
+            self._runtime.monitor.add_loss(self._runtime.accelerator.read_later(loss))
         scaled = loss / self.gradient_accumulation_steps() if self.gradient_accumulation_steps() > 1 else loss
         self.optimizer.scale(scaled).backward()
         return scaled

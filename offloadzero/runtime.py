@@ -22,6 +22,7 @@ from offloadzero.memory.store import StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.native.cpu_adam import set_cores
 from offloadzero.observe.clock import StepClock
+from offloadzero.observe.monitor import StepMonitor
 from offloadzero.optim.records import Record
 from offloadzero.optim.update import UpdatePipeline
 from offloadzero.planning.memory_plan import (
@@ -68,9 +69,10 @@ class Runtime:
         self._pid = os.getpid()
         self.config = config
         self.model = model
-        self.clock = StepClock()
+        self.monitor = StepMonitor(config.observe)
+        self.clock = StepClock(self.monitor.timeline, on_step=self.monitor.on_step)
         self.failures = Failures()
-        self.accelerator = make_accelerator(config.device)
+        self.accelerator = make_accelerator(config.device, self.monitor.timeline)
         cut = cut_units(
             model,
             config.units,
@@ -91,6 +93,7 @@ class Runtime:
                 stepper=self.stepper,
                 read_weight=self.weights.read,
                 write_weight=self.weights.write,
+                timeline=self.monitor.timeline,
             )
         except BaseException:
             self.store.close()
@@ -100,6 +103,8 @@ class Runtime:
         _move_buffers(model, self.accelerator.device)
         for notice in config.notices:
             log.info("%s", notice)
+        self.monitor.begin(self._description(), device_is_cpu=self.accelerator.device.type == "cpu")
+        self.clock.restart()
 
     def _build(self, records: Sequence[Record], current_hypers: Callable[[], Hypers]) -> None:
         config, plan, store = self.config, self.plan, self.store
@@ -119,7 +124,7 @@ class Runtime:
             staging=self._host_pool("parameter staging", NUM_STAGING_LEASES, plan.param_staging_bytes),
             clock=self.clock,
         )
-        self.weights = WeightAccess(store, self.executor)
+        self.weights = WeightAccess(store, self.executor, clock=self.clock)
         cores = config.update.cores
         num_threads = config.update.num_threads or len(cores) or None
         self.pipeline = UpdatePipeline(
@@ -186,6 +191,24 @@ class Runtime:
             lines.append(f"    file engine: {self.store.nvme.description}")
         return "\n".join(lines)
 
+    def _description(self) -> dict[str, object]:
+        """What holds for the whole run, for the run directory."""
+        tiers = {
+            tier.value: [
+                {"what": line.what, "num_bytes": line.num_bytes}
+                for line in self.plan.lines
+                if line.tier is tier and line.num_bytes
+            ]
+            for tier in TierName
+        }
+        return {
+            "device": str(self.accelerator.device),
+            "num_units": len(self.records),
+            "num_parameters": sum(slot.num_elements for r in self.records for slot in r.slots),
+            "file_engine": self.store.nvme.description if self.store.nvme is not None else None,
+            "tiers": tiers,
+        }
+
     def synchronize(self) -> None:
         """Block until all updates are home; raises what failed."""
         self.executor.wait_updates()
@@ -208,6 +231,7 @@ class Runtime:
             self.pipeline.close()
             self.executor.close()
             self.store.close()
+            self.monitor.close()
             self.hooks.remove_gradient_hooks()
             first = self.failures.first
             self.failures.record(StateError("the engine of this model is closed"))

@@ -213,6 +213,7 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("offloadzero", "units"): ({"prefetch_units": 3}, {}),
     ("offloadzero", "update"): ({"num_threads": 3}, {}),
     ("offloadzero", "aio"): ({"backend": "io_uring"}, {}),
+    ("offloadzero", "observe"): ({"step_line": True}, {}),
     ("offloadzero", "device"): ("cuda:1", {}),
     ("offloadzero", "poison_released_leases"): (True, {}),
     ("offloadzero.budgets", "device"): ("16GiB", {}),
@@ -235,6 +236,10 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("offloadzero.update", "num_threads"): (5, {}),
     ("offloadzero.update", "cores"): ([min(os.sched_getaffinity(0))], {}),
     ("offloadzero.aio", "backend"): ("aiofiles", {}),
+    ("offloadzero.observe", "step_line"): (True, {}),
+    ("offloadzero.observe", "run_dir"): ("runs/a", {}),
+    ("offloadzero.observe", "trace_steps"): ([3, "5-7"], {"run_dir": "runs/a"}),
+    ("offloadzero.observe", "nvme_shared"): (True, {}),
 }
 # Tested on their own below: they need stage 3 outside their block, or have one value only.
 USED_ELSEWHERE = {

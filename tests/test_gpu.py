@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from offloadzero.memory.tickets import Failures, Promise
 from offloadzero.native import cpu_adam
 from offloadzero.native.compact import compact_encode, num_scales
 from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.observe.timeline import Timeline
 from offloadzero.optim import device_math
 from tests.tiny import TinyModel, all_states, make_engine, settings, tokens
 
@@ -158,6 +160,36 @@ def test_launched_is_done_when_the_calling_threads_work_is(accelerator: CudaAcce
     assert not ticket.done()
     ticket.wait()
     assert ticket.done()
+
+
+def test_a_copy_is_recorded_when_the_device_does_it(pinned: torch.Tensor) -> None:
+    timeline = Timeline(is_on=True)
+    accelerator = CudaAccelerator(torch.device("cuda"), timeline)
+    target = torch.zeros_like(pinned, device="cuda")
+    lane = accelerator.lane("fetch", Failures())
+    torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    torch.cuda._sleep(SLOW_CYCLES)
+    lane.submit(lambda: accelerator.copy(target, pinned), fence=accelerator.fence(), label="blocks.0").wait()
+    end_s = time.perf_counter()
+    lane.close()
+    (span,) = timeline.take(1)[0]
+    assert (span.lane, span.name, span.num_bytes) == ("h2d", "blocks.0", pinned.nbytes)
+    # Behind the slow kernel, and not longer than 4 MiB take on any link.
+    assert start_s + 0.05 < span.start_s < span.end_s < end_s + 1e-3
+    assert span.end_s - span.start_s < 0.05
+
+
+def test_a_loss_is_read_without_a_wait_when_it_is_asked_for() -> None:
+    accelerator = CudaAccelerator(torch.device("cuda"))
+    loss = torch.full((1,), 2.5, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLOW_CYCLES)
+    start_s = time.perf_counter()
+    read = accelerator.read_later(loss)
+    assert time.perf_counter() - start_s < 0.05
+    loss.zero_()  # comes after the copy
+    assert read() == 2.5
 
 
 def test_a_fence_marks_the_stream_of_its_own_thread(

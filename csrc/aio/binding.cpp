@@ -354,6 +354,16 @@ PyObject* wait_released(PyObject*, PyObject* args) {
     return status < 0 ? nullptr : PyBool_FromLong(status == 0);
 }
 
+// times(operation) -> (when its first block began, when its last ended), or None before the end
+PyObject* times(PyObject*, PyObject* capsule) {
+    Operation* operation = operation_of(capsule);
+    if (operation == nullptr) return nullptr;
+    if (!operation->released.is_set()) Py_RETURN_NONE;
+    int64_t begun_ns = operation->begun_ns != 0 ? operation->begun_ns : operation->ended_ns;
+    return Py_BuildValue("(dd)", static_cast<double>(begun_ns) * 1e-9,
+                         static_cast<double>(operation->ended_ns) * 1e-9);
+}
+
 // The core may run out of memory while it queues things; no C++ exception may cross into Python.
 template <PyObject* (*function)(PyObject*, PyObject*)>
 PyObject* guarded(PyObject* self, PyObject* argument) {
@@ -382,6 +392,7 @@ PyMethodDef kMethods[] = {
     {"cancel", guarded<cancel>, METH_VARARGS, nullptr},
     {"wait", guarded<wait>, METH_VARARGS, nullptr},
     {"wait_released", guarded<wait_released>, METH_VARARGS, nullptr},
+    {"times", guarded<times>, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -165,6 +165,7 @@ Block* Engine::take_block(Worker* worker) {
 Block* Engine::cut_block(Worker* worker) {
     auto* block = new Block;
     block->operation = queue_.top();
+    if (block->operation->begun_ns == 0) block->operation->begun_ns = now_ns();
     block->piece = cut_piece(block->operation.get(), options_.block_size);
     ++block->operation->num_live;
     if (block->piece.path != Path::kPartUnit) return block;
@@ -202,6 +203,7 @@ void Engine::complete(const std::shared_ptr<Operation>& operation) {
     std::shared_ptr<Operation> kept = operation;
     outstanding_.erase(kept.get());
     kept->request.file.reset();
+    kept->ended_ns = now_ns();
     kept->released.set();
     kept->done.set();
     if (is_closing_ && outstanding_.empty()) {
@@ -236,6 +238,7 @@ void Engine::abandon(int error) {
         operation->fail(error, operation->request.offset);
         if (operation->num_live == 0) {
             finished_.push_back(operation->request.token);
+            operation->ended_ns = now_ns();
             operation->released.set();
         }
         operation->done.set();

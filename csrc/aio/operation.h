@@ -54,6 +54,11 @@ class Operation {
     int error() const { return error_.load(std::memory_order_relaxed); }
     int64_t error_offset() const { return error_offset_; }
 
+    // When its first block was taken up and when the last was finished, on now_ns()'s clock. Valid once
+    // released.
+    int64_t begun_ns = 0;
+    int64_t ended_ns = 0;
+
     bool has_failed() const { return error() != 0; }
 
     // Guarded by the engine's mutex.

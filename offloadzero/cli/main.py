@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from offloadzero import __version__
-from offloadzero.cli import bench_adam, bench_copy, bench_nvme
+from offloadzero.cli import bench_adam, bench_copy, bench_nvme, report
 from offloadzero.errors import ConfigError, OffloadError
 
 USER_ERROR = 2
@@ -17,7 +17,7 @@ INTERRUPTED = 130
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="offloadzero", description="Offload training states; measure storage."
+        prog="offloadzero", description="Offload training states; measure storage; show runs."
     )
     parser.add_argument("--version", action="version", version=f"offloadzero {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -26,6 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     bench_nvme.add_parser(benches)
     bench_copy.add_parser(benches)
     bench_adam.add_parser(benches)
+    report.add_parser(commands)
     return parser
 
 

@@ -26,7 +26,11 @@ def check_output(key: str, path: str | None) -> None:
 
 def save_json(path: str, value: Mapping[str, Any]) -> None:
     """Raises AioError."""
-    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+    save_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def save_text(path: str, text: str) -> None:
+    """Raises AioError."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -347,6 +347,7 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
             "units": _use("how the model is cut"),
             "update": _use("how the optimizer's update runs"),
             "aio": _use("which file engine"),
+            "observe": _use("what of each step is shown and recorded (docs/observe.md)"),
             "device": _use('cpu, cuda or cuda:N; "cuda" if there is one when absent'),
             "poison_released_leases": _use("fill released leases with NaN (a debugging aid)"),
         },
@@ -377,6 +378,12 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
         },
         "offloadzero.aio": {
             "backend": _use("auto, io_uring, native_aio or aiofiles; one asked for by name never falls back"),
+        },
+        "offloadzero.observe": {
+            "step_line": _use("print a line per step: its time, its bound, its largest waits; false"),
+            "run_dir": _use("a directory for a record per step; `offloadzero report` makes a page of it"),
+            "trace_steps": _use('steps whose lanes are traced into run_dir: [3, 4], "10-12"'),
+            "nvme_shared": _use("the drive has one limit for reads and writes together; false"),
         },
     }
 )

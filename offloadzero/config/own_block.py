@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 from offloadzero.config.block import Block
@@ -23,6 +24,7 @@ from offloadzero.config.parse import (
 from offloadzero.config.schema import (
     AioConfig,
     BudgetConfig,
+    ObserveConfig,
     OffloadConfig,
     PlacementConfig,
     PlacementRule,
@@ -41,6 +43,7 @@ RECORD_SEGMENTS = (SegmentKind.PARAM, *OPTIMIZER_SEGMENTS)
 
 _ROOT = "offloadzero"
 _TIERS = tuple(tier.value for tier in TierName)
+_STEPS = re.compile(r"([0-9]+)(?:-([0-9]+))?", re.ASCII)
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?", re.ASCII)
 
 
@@ -59,6 +62,7 @@ def read_own_block(top: Block, base: OffloadConfig, *, reading: Reading) -> Offl
         units=_read_units(_part(own, "units", reading), base.units),
         update=_read_update(_part(own, "update", reading), base.update, state_layout=state_layout),
         aio=_read_aio(_part(own, "aio", reading), base.aio),
+        observe=_read_observe(_part(own, "observe", reading)),
         device=own.read("device", _read_device, base.device),
         poison_released_leases=own.read("poison_released_leases", read_bool, base.poison_released_leases),
     )
@@ -157,6 +161,37 @@ def _read_chunk_elements(key: str, value: object, *, multiple: int) -> int:
 
 def _read_aio(block: Block, base: AioConfig) -> AioConfig:
     return replace(base, backend=block.read("backend", read_enum, base.backend, allowed=BACKENDS))
+
+
+def _read_observe(block: Block) -> ObserveConfig:
+    run_dir = block.read("run_dir", read_str, None)
+    trace_steps: tuple[tuple[int, int], ...] = block.read("trace_steps", _read_steps, ())
+    if trace_steps and run_dir is None:
+        raise ConfigError(block.dotted("trace_steps"), block.raw("trace_steps"), "run_dir must be set too")
+    return ObserveConfig(
+        step_line=block.read("step_line", read_bool, False),
+        run_dir=None if run_dir is None else Path(run_dir),
+        trace_steps=trace_steps,
+        nvme_shared=block.read("nvme_shared", read_bool, False),
+    )
+
+
+def _read_steps(key: str, value: object) -> tuple[tuple[int, int], ...]:
+    """A step, a range such as "3-5", or a list of them."""
+    entries = value if isinstance(value, (list, tuple)) else (value,)
+    return tuple(_read_step_range(key, entry) for entry in entries)
+
+
+def _read_step_range(key: str, value: object) -> tuple[int, int]:
+    allowed = 'steps from 1 on: [3, 4], "10-12"'
+    if isinstance(value, str):
+        match = _STEPS.fullmatch(value)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match is not None else (0, 0)
+        if not 1 <= first <= last:
+            raise ConfigError(key, value, allowed)
+        return first, last
+    step = read_int(key, value, minimum=1)
+    return step, step
 
 
 def _read_device(key: str, value: object) -> str:

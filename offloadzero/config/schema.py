@@ -141,6 +141,16 @@ class AioConfig:
 
 
 @dataclass(frozen=True)
+class ObserveConfig:
+    """What of each step is shown. `trace_steps` are ranges of steps, both ends included."""
+
+    step_line: bool = False
+    run_dir: Path | None = None
+    trace_steps: tuple[tuple[int, int], ...] = ()
+    nvme_shared: bool = False  # reads and writes of the drive share one limit
+
+
+@dataclass(frozen=True)
 class OffloadConfig:
     """The whole configuration, validated."""
 
@@ -158,6 +168,7 @@ class OffloadConfig:
     units: UnitConfig = field(default_factory=UnitConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
     aio: AioConfig = field(default_factory=AioConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
     # stage3_max_live_parameters, when given: parameters (elements) on the device at once.
     max_live_parameters: int | None = None
     gather_16bit_weights_on_save: bool = False

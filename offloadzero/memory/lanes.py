@@ -10,19 +10,28 @@ the thread copies by itself, so a missing wait is a real race there too.
 A fence marks what the calling thread has launched so far on its current stream (autograd's threads have
 streams of their own): a lane that overwrites memory which those kernels read waits for the fence first. On the
 CPU everything launched has been executed already, so fences are None.
+
+[Note: timing on a lane]
+A copy is recorded on the timeline by itself, without what its task waited for. With CUDA two events on the
+stream enclose it; how long after a reference event they happened is asked when the step has ended. The reference
+is an event on a stream that is never busy, so the host knows its time without waiting for anything.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
 
 from offloadzero.errors import OffloadError
 from offloadzero.memory.tickets import FINISHED, Failures, Ticket
+from offloadzero.observe import timeline
+from offloadzero.observe.timeline import Timeline
 
 Fence = torch.cuda.Event | None
 
@@ -74,6 +83,24 @@ def order_compute_after(ticket: Ticket) -> None:
 
 Task = Callable[[], None]
 
+# The timeline's lane of the copies on each lane of ours.
+COPY_LANES = {
+    "fetch": timeline.H2D,
+    "state-h2d": timeline.H2D,
+    "gradient-d2h": timeline.D2H,
+    "state-d2h": timeline.D2H,
+}
+
+
+class _Here(threading.local):
+    """What the calling thread is doing: the lane it belongs to and the label of its task."""
+
+    lane = timeline.COMPUTE
+    label = "copy"
+
+
+_here = _Here()
+
 
 class Lane:
     """Runs tasks in order on one thread, and with CUDA on one stream."""
@@ -82,18 +109,23 @@ class Lane:
         self.name = name
         self._failures = failures
         self._stream = stream
-        self._tasks: queue.SimpleQueue[tuple[Task, Sequence[Ticket], Fence, LaneTicket] | None]
+        self._tasks: queue.SimpleQueue[tuple[Task, Sequence[Ticket], Fence, str, LaneTicket] | None]
         self._tasks = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"offloadzero-{name}", daemon=True)
         self._thread.start()
         self._closed = False
 
-    def submit(self, task: Task, *, after: Sequence[Ticket] = (), fence: Fence = None) -> LaneTicket:
-        """Run `task` once every ticket of `after` is done and, on the stream, behind `fence`."""
+    def submit(
+        self, task: Task, *, after: Sequence[Ticket] = (), fence: Fence = None, label: str = "copy"
+    ) -> LaneTicket:
+        """Run `task` once every ticket of `after` is done and, on the stream, behind `fence`.
+
+        `label` names its copies on the timeline.
+        """
         if self._closed:
             raise OffloadError(f"lane {self.name} is closed")
         ticket = LaneTicket()
-        self._tasks.put((task, after, fence, ticket))
+        self._tasks.put((task, after, fence, label, ticket))
         return ticket
 
     def close(self) -> None:
@@ -104,8 +136,9 @@ class Lane:
             self._thread.join()
 
     def _run(self) -> None:
+        _here.lane = COPY_LANES.get(self.name, self.name)
         while (item := self._tasks.get()) is not None:
-            task, after, fence, ticket = item
+            task, after, fence, _here.label, ticket = item
             try:
                 for dependency in after:
                     dependency.wait()
@@ -133,6 +166,7 @@ class Accelerator(Protocol):
     """The device as the engine sees it."""
 
     device: torch.device
+    timeline: Timeline
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """One allocation of device memory: uint8, shape (num_bytes,)."""
@@ -155,6 +189,12 @@ class Accelerator(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy equal bytes between host and device; called on a lane."""
 
+    def span(self, lane: str, name: str, num_bytes: int) -> AbstractContextManager[None]:
+        """Record what the device does of the work launched inside: [Note: timing on a lane]."""
+
+    def read_later(self, scalar: torch.Tensor) -> Callable[[], float]:
+        """A call that gives the value which `scalar` (one element) has now; blocks until it is computed."""
+
     def synchronize(self) -> None:
         """Block until the device is idle."""
 
@@ -162,8 +202,9 @@ class Accelerator(Protocol):
 class CpuAccelerator:
     """The CPU as the device: the same code with real threads and no GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Timeline = timeline.OFF) -> None:
         self.device = torch.device("cpu")
+        self.timeline = recorder
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Ordinary memory, touched when first used."""
@@ -191,7 +232,17 @@ class CpuAccelerator:
         """A memcpy outside the GIL: torch's own copy would start a second OpenMP team on the lane."""
         from offloadzero.native import cpu_adam
 
-        cpu_adam.copy(target, source)
+        with self.timeline.span(_here.lane, _here.label, target.nbytes):
+            cpu_adam.copy(target, source)
+
+    def span(self, lane: str, name: str, num_bytes: int) -> AbstractContextManager[None]:
+        """What the calling thread does inside."""
+        return self.timeline.span(lane, name, num_bytes)
+
+    def read_later(self, scalar: torch.Tensor) -> Callable[[], float]:
+        """The value itself."""
+        value = scalar.item()
+        return lambda: value
 
     def synchronize(self) -> None:
         """Nothing is ever outstanding."""
@@ -200,9 +251,11 @@ class CpuAccelerator:
 class CudaAccelerator:
     """A CUDA device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, recorder: Timeline = timeline.OFF) -> None:
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", index)
+        self.timeline = recorder
+        self._reference: _Reference | None = None
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """One allocation through torch's allocator, kept for the life of the engine."""
@@ -240,16 +293,67 @@ class CudaAccelerator:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Asynchronous on the lane's stream."""
-        target.copy_(source, non_blocking=True)
+        with self.span(_here.lane, _here.label, target.nbytes):
+            target.copy_(source, non_blocking=True)
+
+    @contextmanager
+    def span(self, lane: str, name: str, num_bytes: int) -> Iterator[None]:
+        """Two events on the current stream."""
+        if not self.timeline.is_on:
+            yield
+            return
+        reference = self._reference
+        if reference is None or reference.is_old():
+            reference = self._reference = _Reference(self.device)
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record(torch.cuda.current_stream(self.device))
+        yield
+        last.record(torch.cuda.current_stream(self.device))
+        self.timeline.add_unfinished(lane, name, lambda: reference.times(first, last), num_bytes)
+
+    def read_later(self, scalar: torch.Tensor) -> Callable[[], float]:
+        """A copy to pinned memory behind the kernels launched so far."""
+        value = torch.empty((), dtype=scalar.dtype, pin_memory=True)
+        value.copy_(scalar.detach().reshape(()), non_blocking=True)
+        arrived = self.launched()
+
+        def read() -> float:
+            arrived.wait()
+            return float(value)
+
+        return read
 
     def synchronize(self) -> None:
         """Wait for all streams of the device."""
         torch.cuda.synchronize(self.device)
 
 
-def make_accelerator(device: str | None) -> Accelerator:
+class _Reference:
+    """An event whose time on time.perf_counter() is known."""
+
+    # elapsed_time() is an fp32 of milliseconds: within this time it resolves 2 us.
+    MAX_AGE_S = 30.0
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(torch.cuda.Stream(device))
+        self._event.synchronize()
+        self._at_s = time.perf_counter()
+
+    def is_old(self) -> bool:
+        return time.perf_counter() - self._at_s > self.MAX_AGE_S
+
+    def times(self, first: torch.cuda.Event, last: torch.cuda.Event) -> tuple[float, float] | None:
+        """When the device reached two events; None while it has not."""
+        if not last.query():
+            return None
+        return (
+            self._at_s + self._event.elapsed_time(first) / 1e3,
+            self._at_s + self._event.elapsed_time(last) / 1e3,
+        )
+
+
+def make_accelerator(device: str | None, recorder: Timeline = timeline.OFF) -> Accelerator:
     """The accelerator of `device` ("cpu", "cuda", "cuda:N"); None takes CUDA where there is one."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
-    return CudaAccelerator(chosen) if chosen.type == "cuda" else CpuAccelerator()
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return CudaAccelerator(chosen, recorder) if chosen.type == "cuda" else CpuAccelerator(recorder)

@@ -21,6 +21,7 @@ from offloadzero.errors import AioError, BudgetError
 from offloadzero.memory.arena import align_up
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.native.aio import AioEngine, AioFile
+from offloadzero.observe.timeline import NVME_READ, NVME_WRITE, OFF, Timeline
 
 log = logging.getLogger("offloadzero.nvme")
 
@@ -106,9 +107,12 @@ class NvmeTier:
     Fresh extents read as zeros. Raises BudgetError when a filesystem has no room, AioError for other failures.
     """
 
-    def __init__(self, directories: Sequence[Path], *, num_bytes: int, aio: AioConfig) -> None:
+    def __init__(
+        self, directories: Sequence[Path], *, num_bytes: int, aio: AioConfig, timeline: Timeline = OFF
+    ) -> None:
         self._pid = os.getpid()
         self.num_bytes = align_up(num_bytes)
+        self._timeline = timeline
         self._next_offset = 0
         self._files: list[_BackingFile] = []
         self.engine = AioEngine(
@@ -203,6 +207,9 @@ class NvmeTier:
             )
             for piece in stripe_pieces(extent.offset + start_byte, data.numel(), len(self._files))
         ]
+        lane = NVME_READ if verb == "read" else NVME_WRITE
+        for ticket in tickets:
+            self._timeline.add_unfinished(lane, label, ticket.times, ticket.num_bytes)
         return tickets[0] if len(tickets) == 1 else AllOf(tickets)
 
     def close(self) -> None:

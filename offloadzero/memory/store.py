@@ -79,9 +79,14 @@ class TieredStore:
     ) -> None:
         self.accelerator = accelerator
         self.failures = failures
+        self.timeline = accelerator.timeline
         self.poison = poison
         self._pinned = False
-        self.nvme = NvmeTier(nvme_paths, num_bytes=sizes.nvme, aio=aio) if sizes.nvme else None
+        self.nvme = (
+            NvmeTier(nvme_paths, num_bytes=sizes.nvme, aio=aio, timeline=accelerator.timeline)
+            if sizes.nvme
+            else None
+        )
         self.host = Arena("host", allocate_host(align_up(sizes.host)), poison=poison)
         self.device = Arena("device", accelerator.allocate(align_up(sizes.device)), poison=poison)
         # State traffic has lanes of its own. Fetches wait for updates on theirs; an update that had to queue
@@ -132,7 +137,7 @@ class TieredStore:
             )
         source = segment.memory[start : start + target.numel()]
         if segment.tier is TierName.DEVICE:
-            return self.d2h.submit(lambda: self.accelerator.copy(target, source))
+            return self.d2h.submit(lambda: self.accelerator.copy(target, source), label=segment.label)
         target.copy_(source)
         return FINISHED
 
@@ -150,7 +155,7 @@ class TieredStore:
             )
         target = segment.memory[start : start + source.numel()]
         if segment.tier is TierName.DEVICE:
-            return self.h2d.submit(lambda: self.accelerator.copy(target, source))
+            return self.h2d.submit(lambda: self.accelerator.copy(target, source), label=segment.label)
         target.copy_(source)
         return FINISHED
 

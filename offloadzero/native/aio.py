@@ -224,6 +224,10 @@ class AioTicket:
         """
         return self._core.wait_released(-1.0 if timeout_s is None else max(timeout_s, 0.0))
 
+    def times(self) -> tuple[float, float] | None:
+        """When its first block was taken up and its last finished, on time.monotonic(); None before the end."""
+        return self._core.times()
+
     def _await_outcome(self, timeout_s: float | None) -> tuple[int, int]:
         engine = self._engine
         if engine is not None:

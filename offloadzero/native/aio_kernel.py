@@ -78,6 +78,9 @@ class KernelOperation:
     def cancel(self) -> bool:
         return _aio.cancel(self._engine, self._handle)
 
+    def times(self) -> tuple[float, float] | None:
+        return _aio.times(self._handle)
+
 
 class KernelEngine:
     """An engine on one kernel interface; OSError when the kernel refuses it."""

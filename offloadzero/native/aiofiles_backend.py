@@ -109,6 +109,8 @@ class AiofilesOperation:
     num_left: int = 0
     num_not_begun: int = 0
     error: tuple[int, int] = (0, 0)
+    begun_s: float = 0.0
+    ended_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)  # of `error` and `num_not_begun`
     finished: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
@@ -130,6 +132,9 @@ class AiofilesOperation:
     def wait_released(self, timeout_s: float) -> bool:
         return self.released.wait(_limit(timeout_s))
 
+    def times(self) -> tuple[float, float] | None:
+        return (self.begun_s or self.ended_s, self.ended_s) if self.released.is_set() else None
+
     def cancel(self) -> bool:
         with self.lock:
             if self.error[0] or not self.num_not_begun:
@@ -148,6 +153,7 @@ class AiofilesOperation:
             self.fail(errno.ETIMEDOUT, offset)
         with self.lock:
             self.num_not_begun -= 1
+            self.begun_s = self.begun_s or time.monotonic()
             return not self.error[0]
 
     def _is_late(self) -> bool:
@@ -414,6 +420,7 @@ class AiofilesEngine:
         self._release_file(operation.file)
         with self._finished_lock:
             self._finished_tokens.append(operation.token)
+        operation.ended_s = time.monotonic()
         operation.released.set()
         with operation.lock:
             operation.finished.set()

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from offloadzero.observe.timeline import OFF, Timeline
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step: its wall time and the seconds the training thread lost, by the wait's name."""
+    """One optimizer step: its wall time and the seconds the training thread lost, by the wait's name.
+
+    It began at `start_s` on time.perf_counter().
+    """
 
     step: int
     step_s: float
     waits_s: dict[str, float] = field(default_factory=dict)
+    start_s: float = 0.0
 
     @property
     def total_wait_s(self) -> float:
@@ -26,10 +32,14 @@ class StepReport:
 class StepClock:
     """Collects named waits; `finish_step` closes the step's account and opens the next."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, timeline: Timeline = OFF, *, on_step: Callable[[StepReport], None] | None = None
+    ) -> None:
+        """`on_step` is called with each step's report, on the training thread."""
+        self.timeline = timeline
+        self._on_step = on_step
         self._lock = threading.Lock()
         self._waits_s: dict[str, float] = {}
-        self._step = 0
         self._started_s = time.perf_counter()
         self.last = StepReport(step=0, step_s=0.0)
 
@@ -40,16 +50,22 @@ class StepClock:
         try:
             yield
         finally:
-            waited_s = time.perf_counter() - start_s
+            end_s = time.perf_counter()
+            self.timeline.waited(name, start_s, end_s)
             with self._lock:
-                self._waits_s[name] = self._waits_s.get(name, 0.0) + waited_s
+                self._waits_s[name] = self._waits_s.get(name, 0.0) + end_s - start_s
 
-    def finish_step(self) -> StepReport:
+    def restart(self) -> None:
+        """The first step begins now."""
+        self._started_s = time.perf_counter()
+
+    def finish_step(self, step: int) -> StepReport:
         """Close the account of this step."""
         now_s = time.perf_counter()
         with self._lock:
-            self._step += 1
-            self.last = StepReport(self._step, now_s - self._started_s, dict(self._waits_s))
+            self.last = StepReport(step, now_s - self._started_s, dict(self._waits_s), self._started_s)
             self._waits_s.clear()
             self._started_s = now_s
+        if self._on_step is not None:
+            self._on_step(self.last)
         return self.last

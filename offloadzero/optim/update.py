@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,7 @@ from offloadzero.memory.lanes import Fence
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.observe.timeline import DEVICE_UPDATE, UPDATE
 from offloadzero.optim import device_math
 from offloadzero.optim.delivery import Delivery, UpdateTicket
 from offloadzero.optim.records import Record, UpdateRange, segment_slice
@@ -59,6 +60,11 @@ class _Chunk:
     stop: int
     is_last: bool
     data: StagedChunk | None = None
+
+
+def update_bytes(buffers: Mapping[SegmentKind, torch.Tensor]) -> int:
+    """Bytes that an update of these segments moves: all are read, all but the gradient are written."""
+    return sum(b.nbytes * (1 if kind is SegmentKind.GRAD else 2) for kind, b in buffers.items())
 
 
 class UpdatePipeline:
@@ -173,7 +179,8 @@ class UpdatePipeline:
         buffers[SegmentKind.GRAD] = grad
 
         def task() -> None:
-            self._adam(update, buffers, start=0, stop=update.record.num_trainable)
+            with self._store.accelerator.span(DEVICE_UPDATE, update.record.name, update_bytes(buffers)):
+                self._adam(update, buffers, start=0, stop=update.record.num_trainable)
             self._consumed(update)
 
         update.ticket.fulfil(self._device_lane.submit(task, fence=update.fence))
@@ -191,7 +198,8 @@ class UpdatePipeline:
         else:
             source = grad[chunk.start : chunk.stop]
             copy = self._store.accelerator.copy
-            data.reads.append(self._store.d2h.submit(lambda: copy(buffer, source)))
+            name = chunk.update.record.name
+            data.reads.append(self._store.d2h.submit(lambda: copy(buffer, source), label=name))
 
     def _compute(self, chunk: _Chunk) -> None:
         update, data = chunk.update, chunk.data
@@ -202,7 +210,8 @@ class UpdatePipeline:
             return
         try:
             AllOf(data.reads).wait()
-            self._adam(update, data.buffers, start=chunk.start, stop=chunk.stop)
+            with self._store.timeline.span(UPDATE, update.record.name, update_bytes(data.buffers)):
+                self._adam(update, data.buffers, start=chunk.start, stop=chunk.stop)
             readers = []
             if update.delivery is not None:
                 readers.append(update.delivery.put(chunk.start, data.buffers[SegmentKind.PARAM]))

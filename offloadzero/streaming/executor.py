@@ -298,7 +298,7 @@ class Executor:
         if unit.pins:
             raise StateError(f"{unit.record.name} is updated while a module uses it")
         if unit.residency is Residency.FETCHING and unit.fetched is not None:
-            with self._store.failures.handed_over():
+            with self._clock.waiting("fetch"), self._store.failures.handed_over():
                 unit.fetched.wait()
         if unit.residency is not Residency.RELEASED:
             self._release(unit)
@@ -319,7 +319,7 @@ class Executor:
 
     def wait_updates(self) -> None:
         """Block until every update is home."""
-        with self._store.failures.handed_over():
+        with self._clock.waiting("synchronize"), self._store.failures.handed_over():
             for unit in self._units:
                 unit.updated.wait()
         self._store.failures.check()
@@ -419,11 +419,13 @@ class Executor:
         fence = self._store.accelerator.fence()
         if home.tier is TierName.HOST:
             unit.fetched = self._fetch_lane.submit(
-                lambda: copy(target, home.memory), after=[unit.updated], fence=fence
+                lambda: copy(target, home.memory), after=[unit.updated], fence=fence, label=record.name
             )
         else:
             staged = self._stage(unit, self._ask_for_delivery(unit, target, fence))
-            unit.fetched = self._fetch_lane.submit(lambda: self._unstage(staged, target), fence=fence)
+            unit.fetched = self._fetch_lane.submit(
+                lambda: self._unstage(staged, target), fence=fence, label=record.name
+            )
         unit.lease = lease
         unit.flat = target
         unit.residency = Residency.FETCHING

@@ -26,6 +26,7 @@ from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Promise, Ticket
 from offloadzero.native.cpu_adam import AdamHyper, set_cores
 from offloadzero.observe.clock import StepClock
+from offloadzero.observe.timeline import LANDING
 from offloadzero.optim import device_math
 from offloadzero.optim.delivery import UpdateTicket
 from offloadzero.optim.records import ParamSlot, Record, UpdateRange, update_ranges
@@ -172,7 +173,7 @@ class GradientCollector:
         home = state.home
         if home is not None and home.tier is TierName.DEVICE:
             # An update of the last step may still read it.
-            with self._store.failures.handed_over():
+            with self._clock.waiting("update"), self._store.failures.handed_over():
                 order_compute_after(self._previous_update(record.index))
             state.flat = home.memory
         else:
@@ -284,7 +285,7 @@ class GradientCollector:
                 if not lease.temporary:
                     self._device_leases.give_back(lease, last_use=accelerator.launched())
 
-        return self._d2h.submit(copy, fence=state.fence)
+        return self._d2h.submit(copy, fence=state.fence, label=state.record.name)
 
     # --- on the landing thread ---
 
@@ -317,10 +318,11 @@ class GradientCollector:
         grad = state.in_memory()
         if grad is None:
             return  # on its file, measured by an earlier micro batch
-        state.sq_norm = sum(
-            device_math.sq_norm(grad[part.start : part.stop], num_threads=self._num_threads)
-            for part in state.ranges()
-        )
+        with self._store.timeline.span(LANDING, state.record.name, grad.nbytes):
+            state.sq_norm = sum(
+                device_math.sq_norm(grad[part.start : part.stop], num_threads=self._num_threads)
+                for part in state.ranges()
+            )
         home = state.home
         if home is not None and home.tier is TierName.NVME:
             self._store.write(home, grad).wait()
@@ -344,14 +346,15 @@ class GradientCollector:
             raise AssertionError(f"{record.name}: no memory for its gradient")
         if on_file and known and home is not None:
             self._store.read(home, acc).wait()
-        for part in update_ranges(record, fresh):
-            acc[part.start : part.stop].copy_(landing.flat[part.start : part.stop])
-        for part in update_ranges(record, known):
-            device_math.accumulate(
-                acc[part.start : part.stop],
-                landing.flat[part.start : part.stop],
-                num_threads=self._num_threads,
-            )
+        with self._store.timeline.span(LANDING, record.name, landing.flat.nbytes + acc.nbytes):
+            for part in update_ranges(record, fresh):
+                acc[part.start : part.stop].copy_(landing.flat[part.start : part.stop])
+            for part in update_ranges(record, known):
+                device_math.accumulate(
+                    acc[part.start : part.stop],
+                    landing.flat[part.start : part.stop],
+                    num_threads=self._num_threads,
+                )
         if landing.buffer is not None:
             self._staging.give_back(landing.buffer)
 
@@ -366,7 +369,8 @@ class GradientCollector:
                     self._device_leases.give_back(state.lease, last_use=self._store.accelerator.launched())
                 state.lease = None
         for state in self.take_window():
-            state.landed.wait()
+            with self._clock.waiting("gradient landing"):
+                state.landed.wait()
             self.release_passing(state)
 
     def release_passing(self, state: RecordGradient) -> None:

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offloadzero.observe.timeline import Timeline
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.streaming.executor import Executor, SavedWeight
 from offloadzero.streaming.stepping import Stepper
@@ -63,9 +64,20 @@ class _SiteHooks:
     def __init__(self, site: Site, hooks: ModelHooks) -> None:
         self._site = site
         self._hooks = hooks
+        self._timeline = hooks.timeline
+        self._lap = f"forward {site.name or 'model'}"
         self._entered: list[bool] = []  # one entry a running forward: whether hooks were pushed
 
     def pre_forward(self, module: nn.Module, args: Any) -> None:
+        self._timeline.enter_model()
+        with self._timeline.launching():
+            self._enter()
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        with self._timeline.launching():
+            self._leave()
+
+    def _enter(self) -> None:
         executor = self._hooks.executor
         evaluating = self._hooks.is_evaluating()
         if evaluating and not self._hooks.depth and not self._site.name:
@@ -87,7 +99,7 @@ class _SiteHooks:
             self._hooks.outermost_evaluates = evaluating
         self._hooks.depth += 1
 
-    def post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self) -> None:
         if not self._entered:
             return  # the pre-forward hook raised
         self._hooks.depth -= 1
@@ -95,6 +107,7 @@ class _SiteHooks:
             _pop()
         for index in self._site.records:
             self._hooks.executor.unpin(index)
+        self._timeline.lap(self._lap)
 
 
 class ModelHooks:
@@ -109,9 +122,11 @@ class ModelHooks:
         stepper: Stepper,
         read_weight: Callable[[Record, ParamSlot], torch.Tensor],
         write_weight: Callable[[Record, ParamSlot, torch.Tensor], None],
+        timeline: Timeline,
     ) -> None:
         """`read_weight` gives a parameter's value as a new host tensor in its shape, `write_weight` sets it."""
         self.executor = executor
+        self.timeline = timeline
         self._stepper = stepper
         self._read_weight = read_weight
         self._write_weight = write_weight
@@ -198,14 +213,17 @@ class ModelHooks:
 
     def push_saved_tensor_hooks(self) -> None:
         """Ours become the innermost pair; they hand on to the pair that was."""
-        hooks = self._own_innermost() or _SavedTensorHooks(self.executor, _innermost())
+        hooks = self._own_innermost() or _SavedTensorHooks(
+            self.executor, _innermost(), timeline=self.timeline
+        )
         _push(hooks.pack, hooks.unpack)
 
     # --- gradients ---
 
     def _gradient_hook(self, record: Record, slot: ParamSlot) -> Callable[[torch.Tensor], None]:
         def take(param: torch.Tensor) -> None:
-            self._stepper.on_gradient(record.index, slot)
+            with self.timeline.launching():
+                self._stepper.on_gradient(record.index, slot)
 
         def drop(param: torch.Tensor) -> None:
             param.grad = None
@@ -253,12 +271,26 @@ class ModelHooks:
 class _SavedTensorHooks:
     """One pair of saved-tensor hooks; `outer` is a foreign pair that gets what is no weight of ours."""
 
-    def __init__(self, executor: Executor, outer: Sequence[Callable[[Any], Any]] | None) -> None:
+    def __init__(
+        self, executor: Executor, outer: Sequence[Callable[[Any], Any]] | None, *, timeline: Timeline
+    ) -> None:
+        # Called for every saved tensor: what times them costs nothing when nobody looks.
+        self.pack = self._timed_pack if timeline.is_on else self._pack
+        self.unpack = self._timed_unpack if timeline.is_on else self._unpack
+        self._timeline = timeline
         self._save = executor.save
         self._load = executor.load
         self._outer = outer
 
-    def pack(self, tensor: torch.Tensor) -> Any:
+    def _timed_pack(self, tensor: torch.Tensor) -> Any:
+        with self._timeline.launching():
+            return self._pack(tensor)
+
+    def _timed_unpack(self, packed: Any) -> torch.Tensor:
+        with self._timeline.launching():
+            return self._unpack(packed)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
         saved = self._save(tensor)
         if saved is not None:
             return saved
@@ -267,7 +299,7 @@ class _SavedTensorHooks:
         # An output that kept its grad_fn here would keep its own graph alive.
         return tensor.detach() if tensor.requires_grad else tensor
 
-    def unpack(self, packed: Any) -> torch.Tensor:
+    def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, SavedWeight):
             return self._load(packed)
         if self._outer is not None:

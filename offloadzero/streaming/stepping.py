@@ -184,6 +184,7 @@ class Stepper:
 
     def _end_backward(self) -> None:
         self.collector.flush()
+        self._clock.timeline.lap("backward: the rest", leaves_model=True)
         self._in_backward = False
         self._window_micro_steps += 1
         self.counts.micro_steps += 1
@@ -191,6 +192,8 @@ class Stepper:
     def on_complete(self, state: RecordGradient) -> None:
         """All gradients of a record have arrived (called in backward)."""
         index = state.record.index
+        if self._clock.timeline.is_on:
+            self._clock.timeline.lap(f"backward {state.record.name}")
         self._executor.gradients_complete(index)
         if self._updates_now:
             ticket = self._tickets[index] = UpdateTicket()
@@ -231,7 +234,7 @@ class Stepper:
         self._window_micro_steps = 0
         self.counts.global_steps += 1
         self._executor.finish_step()
-        self._clock.finish_step()
+        self._clock.finish_step(self.counts.global_steps)
 
     def _step_at_once(self, window: _Window) -> None:
         window.hypers = self._current_hypers()
@@ -350,7 +353,7 @@ class Stepper:
         self._wait_decided()
         if self._last.decision is not None:
             return self._last.decision.grad_norm
-        with self._failures.handed_over():
+        with self._clock.waiting("gradient landing"), self._failures.handed_over():
             for state in self._last.gradients:
                 state.landed.wait()
         return decide_step([s.sq_norm for s in self._last.gradients], loss_scale=1.0, max_norm=0.0).grad_norm

@@ -20,9 +20,10 @@ from offloadzero.streaming.spill import take_spilled
 class WeightAccess:
     """Reads and edits parameters and states between steps; waits for the unit's own update only."""
 
-    def __init__(self, store: TieredStore, executor: Executor) -> None:
+    def __init__(self, store: TieredStore, executor: Executor, *, clock: StepClock) -> None:
         self._store = store
         self._executor = executor
+        self._clock = clock
 
     # --- the first values ---
 
@@ -162,21 +163,21 @@ class WeightAccess:
         segment = self._segment(record, slot, kind)
         part = segment_slice(kind, slot.offset, slot.offset + slot.num_elements)
         target = torch.empty(part.stop - part.start, dtype=segment.dtype)
-        with self._store.failures.handed_over():
+        with self._clock.waiting("state access"), self._store.failures.handed_over():
             self._executor.update_ticket(record.index).wait()
             self._store.read(segment, target, start=part.start).wait()
         return target
 
     def _write(self, record: Record, slot: ParamSlot, kind: SegmentKind, source: torch.Tensor) -> None:
         segment = self._segment(record, slot, kind)
-        with self._store.failures.handed_over():
+        with self._clock.waiting("state access"), self._store.failures.handed_over():
             self._executor.update_ticket(record.index).wait()
         if kind is SegmentKind.PARAM:
             self._executor.begin_edit(record.index)
         # Before and after: what is read ahead meanwhile may hold either value.
         record.version += 1
         first = segment_slice(kind, slot.offset, slot.offset + slot.num_elements).start
-        with self._store.failures.handed_over():
+        with self._clock.waiting("state access"), self._store.failures.handed_over():
             self._store.write(segment, source, start=first).wait()
         record.version += 1
 

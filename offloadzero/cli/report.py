@@ -1,0 +1,272 @@
+"""`offloadzero report`: a run directory as one HTML page (floor 7).
+
+[Note: the page]
+report_page.html holds the style and the script; the run's data goes into it as one JSON object. The script sets
+text through textContent only, and `<` is escaped in the JSON, so no name of a module, file or wait can become
+markup. Nothing is loaded from anywhere: the page can be mailed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from offloadzero.cli.output import check_output, load_json, print_lines, save_text
+from offloadzero.cli.units import duration_text, size_text
+from offloadzero.observe.run_dir import FORMAT, FORMAT_VERSION, RUN_FILE, STEPS_FILE
+
+PAGE_FILE = Path(__file__).with_name("report_page.html")
+MAX_POINTS = 600  # of a chart; longer runs are drawn as means of consecutive steps
+MAX_SPANS = 20_000  # of a traced step
+NUM_WARM_UP = 2  # steps that the summary leaves out when there are more
+
+Record = dict[str, Any]
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="make one HTML page of a run directory",
+        description='Makes one self-contained HTML page of the directory that "offloadzero": {"observe": '
+        '{"run_dir": ...}} names: memory by tier, the lanes of traced steps, loss, waits, step times and bounds.',
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the directory")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the page (default RUN_DIR/report.html)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit status. Raises OffloadError."""
+    directory = Path(args.run_dir)
+    output = args.output or str(directory / "report.html")
+    description = load_json(
+        "RUN_DIR", str(directory / RUN_FILE), format_name=FORMAT, format_version=FORMAT_VERSION
+    )
+    check_output("--output", output)
+    data = page_data(directory, description)
+    save_text(output, make_page(data))
+    print_lines([data["summary"], f"written to {output}"])
+    return 0
+
+
+def make_page(data: Mapping[str, Any]) -> str:
+    """The page with its data in it: [Note: the page]."""
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
+    return PAGE_FILE.read_text(encoding="utf-8").replace("/*DATA*/", text, 1)
+
+
+def page_data(directory: Path, description: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything the page shows."""
+    records, num_unreadable = read_steps(directory / STEPS_FILE)
+    traces, notes = read_traces(directory)
+    if num_unreadable:
+        notes.append(f"Lines of {STEPS_FILE} that cannot be read (a run that was killed?): {num_unreadable}.")
+    if any(record.get("spans_lost") for record in records):
+        notes.append("Some steps recorded more spans than fit in memory: their bytes and bounds are too low.")
+    return {
+        "title": directory.resolve().name,
+        "summary": summary(records),
+        "facts": facts(records, description),
+        "tiers": description.get("tiers", {}),
+        "lanes": lane_rows(records),
+        "steps": series(records),
+        "traces": traces,
+        "notes": notes,
+    }
+
+
+# --- reading ---
+
+
+def read_steps(path: Path) -> tuple[list[Record], int]:
+    """The records in order of their steps, and the number of lines that are none.
+
+    A run that goes on from an earlier step, as after a crash, replaces the records from there on.
+    """
+    records: list[Record] = []
+    num_unreadable = 0
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for line in lines:
+        record = _step_record(line)
+        if record is None:
+            num_unreadable += 1
+            continue
+        while records and records[-1]["step"] >= record["step"]:
+            records.pop()
+        records.append(record)
+    return records, num_unreadable
+
+
+def _step_record(line: str) -> Record | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    numbers = ("step", "step_s", "bound_s", "efficiency")
+    tables = ("lanes_s", "busy_s", "bytes", "waits_s")
+    is_whole = all(_is_number(record.get(key)) for key in numbers) and all(
+        isinstance(record.get(key), dict) and all(map(_is_number, record[key].values())) for key in tables
+    )
+    return record if is_whole else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def read_traces(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The traced steps in order, and a sentence for each that cannot be shown whole."""
+    traces, notes = [], []
+    for path in directory.glob("trace_step_*.json"):
+        try:
+            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+            trace, num_left_out = compact_trace(events)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            notes.append(f"{path.name} cannot be read.")
+            continue
+        traces.append(trace)
+        if num_left_out:
+            notes.append(f"{path.name}: the {num_left_out} shortest spans are left out of this page.")
+    return sorted(traces, key=lambda trace: trace["step"]), notes
+
+
+def compact_trace(events: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], int]:
+    """A trace for the page, and the number of spans left out: lanes of [start, length, name, bytes, track, wait].
+
+    Times in microseconds after the step's start; names are indices into `names`.
+    """
+    lane_of = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    spans = [event for event in events if event["ph"] == "X"]
+    (step,) = (event for event in spans if event["cat"] == "step")
+    spans = sorted((e for e in spans if e is not step), key=lambda event: -event["dur"])
+    num_left_out = max(len(spans) - MAX_SPANS, 0)
+    names: dict[str, int] = {}
+    lanes: dict[str, dict[str, Any]] = {}
+    for event in sorted(spans[:MAX_SPANS], key=lambda event: (event["tid"], event["ts"])):
+        lane = str(lane_of[event["tid"]])
+        entry = lanes.setdefault(lane, {"name": lane, "tracks": [], "spans": []})
+        if event["tid"] not in entry["tracks"]:
+            entry["tracks"].append(event["tid"])
+        name = names.setdefault(str(event["name"]), len(names))
+        num_bytes = int(event["args"].get("bytes", 0))
+        start_us = round(event["ts"] - step["ts"], 3)
+        track = entry["tracks"].index(event["tid"])
+        is_wait = int(event["cat"] == "wait")
+        entry["spans"].append([start_us, event["dur"], name, num_bytes, track, is_wait])
+    shown = [
+        {"name": lane["name"], "num_tracks": len(lane["tracks"]), "spans": lane["spans"]}
+        for lane in lanes.values()
+    ]
+    number = int(str(step["name"]).removeprefix("step "))
+    return {"step": number, "length_us": step["dur"], "names": list(names), "lanes": shown}, num_left_out
+
+
+# --- what it says ---
+
+
+def steady(records: Sequence[Record]) -> Sequence[Record]:
+    """Without the first steps, which record the order of use and fill the caches."""
+    return records[NUM_WARM_UP:] if len(records) > NUM_WARM_UP else records
+
+
+def _median(values: Iterable[float]) -> float:
+    found = list(values)
+    return statistics.median(found) if found else 0.0
+
+
+def summary(records: Sequence[Record]) -> str:
+    """One sentence for people."""
+    if not records:
+        return "No step has been recorded yet."
+    shown = steady(records)
+    step_s = _median(r["step_s"] for r in shown)
+    efficiency = _median(r["efficiency"] for r in shown)
+    lanes = [str(r.get("bound_lane", "")) for r in shown]
+    lane = max(set(lanes), key=lanes.count)
+    total_s = sum(r["step_s"] for r in shown)
+    waits: dict[str, float] = {}
+    for record in shown:
+        for name, seconds in record["waits_s"].items():
+            waits[name] = waits.get(name, 0.0) + seconds
+    worst = sorted(waits.items(), key=lambda item: -item[1])[:3]
+    text = ", ".join(f"{name} {seconds / total_s:.1%}" for name, seconds in worst if total_s > 0)
+    return (
+        f"A step takes {duration_text(step_s)} (median); {lane} alone needs {efficiency:.1%} of that; "
+        f"largest waits: {text or 'none'}."
+    )
+
+
+def facts(records: Sequence[Record], description: Mapping[str, Any]) -> list[list[str]]:
+    """Label and value of the tiles on top."""
+    shown = steady(records)
+    tiles = []
+    if shown:
+        wait = _median(sum(r["waits_s"].values()) / r["step_s"] if r["step_s"] else 0.0 for r in shown)
+        tiles += [
+            ["step (median)", duration_text(_median(r["step_s"] for r in shown))],
+            ["bound (median)", duration_text(_median(r["bound_s"] for r in shown))],
+            ["overlap efficiency", f"{_median(r['efficiency'] for r in shown):.1%}"],
+            ["in named waits", f"{wait:.1%}"],
+        ]
+        num_units = description.get("num_units")
+        if _is_number(num_units) and num_units and all("launch_s" in r for r in shown):
+            launch_s = _median(r["launch_s"] for r in shown) / float(str(num_units))
+            tiles.append(["hooks per unit", duration_text(launch_s)])
+    tiles.append(["steps", str(len(records))])
+    parameters = description.get("num_parameters")
+    if _is_number(parameters):
+        tiles.append(["parameters", f"{parameters:,}"])
+    tiles.append(["device", str(description.get("device", "unknown"))])
+    if description.get("file_engine"):
+        tiles.append(["file engine", str(description["file_engine"])])
+    return tiles
+
+
+def lane_rows(records: Sequence[Record]) -> list[list[str]]:
+    """Lane, bytes per step, busy time, its share of the step, rate, least time: medians."""
+    shown = steady(records)
+    rows = []
+    for lane in sorted({lane for r in shown for lane in (*r["bytes"], *r["lanes_s"])}):
+        of_lane = [r for r in shown if lane in r["bytes"]]
+        num_bytes = _median(r["bytes"][lane] for r in of_lane)
+        busy_s = _median(r["busy_s"].get(lane, 0.0) for r in of_lane)
+        share = _median(r["busy_s"].get(lane, 0.0) / r["step_s"] if r["step_s"] else 0.0 for r in of_lane)
+        least = [r["lanes_s"][lane] for r in shown if lane in r["lanes_s"]]
+        rows.append(
+            [
+                lane,
+                size_text(num_bytes) if of_lane else "",
+                duration_text(busy_s) if of_lane else "",
+                f"{share:.1%}" if of_lane else "",
+                f"{num_bytes / busy_s / 1e9:.2f} GB/s" if of_lane and busy_s > 0 else "",
+                duration_text(_median(least)) if least else "",
+            ]
+        )
+    return rows
+
+
+def series(records: Sequence[Record]) -> dict[str, Any]:
+    """The charts' data: at most MAX_POINTS points, each the mean of `group` consecutive steps."""
+    group = -(-len(records) // MAX_POINTS) or 1
+    groups = [records[i : i + group] for i in range(0, len(records), group)]
+    names = sorted({name for record in records for name in record["waits_s"]})
+    has_loss = any("loss" in record for record in records)
+
+    def mean(values: Iterable[float | None]) -> float | None:
+        found = [value for value in values if value is not None and _is_number(value)]
+        return sum(found) / len(found) if found else None
+
+    return {
+        "group": group,
+        "step": [g[-1]["step"] for g in groups],
+        "step_s": [mean(r["step_s"] for r in g) for g in groups],
+        "bound_s": [mean(r["bound_s"] for r in g) for g in groups],
+        "waits_s": {name: [mean(r["waits_s"].get(name, 0.0) for r in g) for g in groups] for name in names},
+        "loss": [mean(r.get("loss") for r in g) for g in groups] if has_loss else None,
+    }

@@ -1,0 +1,122 @@
+"""The least time a step could have taken on this machine, and how near it came: pure functions (floor 1).
+
+[Note: the bound]
+T_bound = max over the lanes of T_lane; overlap efficiency = T_bound / T_step.
+
+T_lane of a lane that moves bytes is its bytes of the step over the best rate that one of the steps so far has
+shown. A step's rate is its bytes over the time in which the lane had at least one transfer running.
+T_compute is what is left of the step on the training thread without its named waits.
+
+Where the device is the CPU, computation, copies, landings and updates share the cores, and what counts is their
+sum. Wall times of threads that take each other's turns would count a second twice, so the sum is the process's CPU
+time over the cores it may use (`cores`). Beside it only the drive is a lane of its own.
+
+Whatever slows the training thread down without being a named wait, such as another process on its cores, counts
+as computation: the efficiency says how well transfers and updates hide, not how fast the computation is.
+
+Where the device is not the CPU, the named waits are those of the thread that launches kernels. A stream that waits
+for a copy, with the thread ahead of it, is not seen: its time counts as computation.
+
+A drive reads and writes at once, so each direction is a lane of its own; a virtual drive has often one limit for
+both. `"observe": {"nvme_shared": true}` makes them one lane, `nvme`. That bound is the higher one: say so only
+where `offloadzero bench nvme` has shown that mixed traffic is no faster than reads or writes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from offloadzero.observe.timeline import COMPUTE, NVME_READ, NVME_WRITE, WAIT, Span
+
+NVME = "nvme"
+CORES = "cores"
+NVME_LANES = (NVME, NVME_READ, NVME_WRITE)
+
+
+@dataclass(frozen=True)
+class LaneUse:
+    """One lane in one step: the bytes it moved and the seconds in which it moved any."""
+
+    num_bytes: int
+    busy_s: float
+
+
+@dataclass(frozen=True)
+class Bound:
+    """`seconds` is the largest of `lanes_s`, and `lane` the one that has it."""
+
+    seconds: float
+    lane: str
+    lanes_s: Mapping[str, float]
+
+    def efficiency(self, step_s: float) -> float:
+        """T_bound / T_step."""
+        return self.seconds / step_s if step_s > 0 else 0.0
+
+
+def busy_seconds(intervals: Iterable[tuple[float, float]], *, start_s: float, end_s: float) -> float:
+    """Seconds of [start_s, end_s] that at least one of the intervals covers."""
+    busy_s, reached_s = 0.0, start_s
+    for low_s, high_s in sorted(intervals):
+        low_s, high_s = max(low_s, reached_s), min(high_s, end_s)
+        if high_s > low_s:
+            busy_s += high_s - low_s
+            reached_s = high_s
+    return busy_s
+
+
+def use_by_lane(spans: Iterable[Span], *, nvme_shared: bool) -> dict[str, LaneUse]:
+    """Bytes and busy seconds of the lanes that move bytes, over the spans' whole length."""
+    by_lane: dict[str, list[Span]] = {}
+    for span in spans:
+        if span.lane in (COMPUTE, WAIT):
+            continue
+        lane = NVME if nvme_shared and span.lane in NVME_LANES else span.lane
+        by_lane.setdefault(lane, []).append(span)
+    uses = {}
+    for lane, group in by_lane.items():
+        first_s, last_s = min(span.start_s for span in group), max(span.end_s for span in group)
+        busy_s = busy_seconds(((s.start_s, s.end_s) for s in group), start_s=first_s, end_s=last_s)
+        uses[lane] = LaneUse(sum(span.num_bytes for span in group), busy_s)
+    return uses
+
+
+class BestRates:
+    """The best rate of each lane so far, in bytes per second."""
+
+    def __init__(self) -> None:
+        self.by_lane: dict[str, float] = {}
+
+    def learn(self, uses: Mapping[str, LaneUse]) -> None:
+        """Take one step's rates in."""
+        for lane, use in uses.items():
+            if use.busy_s > 0:
+                self.by_lane[lane] = max(self.by_lane.get(lane, 0.0), use.num_bytes / use.busy_s)
+
+    def seconds(self, uses: Mapping[str, LaneUse]) -> dict[str, float]:
+        """The least seconds each lane needs for the bytes of `uses`; lanes without a rate are left out."""
+        rates = self.by_lane
+        return {lane: use.num_bytes / rates[lane] for lane, use in uses.items() if rates.get(lane, 0.0) > 0}
+
+
+def lane_seconds(
+    transfers_s: Mapping[str, float], *, step_s: float, wait_s: float, cores_s: float | None
+) -> dict[str, float]:
+    """Seconds by lane; `cores_s` is None where the device is not the CPU: [Note: the bound]."""
+    compute_s = max(step_s - wait_s, 0.0)
+    if cores_s is None:
+        return {COMPUTE: compute_s, **transfers_s}
+    drive = {lane: seconds for lane, seconds in transfers_s.items() if lane in NVME_LANES}
+    return {COMPUTE: compute_s, CORES: cores_s, **drive}
+
+
+def step_bound(lanes_s: Mapping[str, float]) -> Bound:
+    """The lane that needs longest sets the bound; `lanes_s` must not be empty."""
+    lane = max(lanes_s, key=lambda name: lanes_s[name])
+    return Bound(lanes_s[lane], lane, dict(lanes_s))
+
+
+def largest_waits(waits_s: Mapping[str, float], count: int = 3) -> list[tuple[str, float]]:
+    """The longest waits, longest first."""
+    return sorted(waits_s.items(), key=lambda item: (-item[1], item[0]))[:count]
