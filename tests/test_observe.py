@@ -352,7 +352,7 @@ def test_chosen_steps_are_traced(tmp_path: Path) -> None:
                 seen.setdefault(lane, set()).update(found)
     # What a step begins may end in the next: the update of step 4 lies in the windows of 4 and 5.
     assert streamed <= seen["h2d"] & seen["d2h"] & seen["landing"] & seen["update"]
-    assert {f"{name}.param" for name in streamed} <= seen["nvme read"] & seen["nvme write"]
+    assert {f"{name}.exp_avg" for name in streamed} <= seen["nvme read"] & seen["nvme write"]
 
 
 def check_trace(events: list[dict[str, Any]], step: int) -> dict[str, set[str]]:

@@ -438,7 +438,9 @@ class Executor:
 
         def copy(start: int, params: torch.Tensor) -> Ticket:
             place = target[start : start + params.numel()]
-            return store.h2d.submit(lambda: store.accelerator.copy(place, params), fence=fence)
+            return store.h2d.submit(
+                lambda: store.accelerator.copy(place, params), fence=fence, label=unit.record.name
+            )
 
         last = unit.record.slots[-1]
         delivery = Delivery(copy, num_elements=last.offset + last.num_elements)
