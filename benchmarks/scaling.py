@@ -2,12 +2,12 @@
 
     python benchmarks/scaling.py [--placement nvme] [--blocks 12,24,48] [--width 512] [--rounds 5]
 
-Models of 12, 24 and 48 equal blocks take turns, round by round, each in a process of its own. Seconds per block: the slope
-and each model's (step - what the embedding, head and step() cost, the intercept of the line) over its blocks.
+Models of 12, 24 and 48 equal blocks take turns, round by round, each in a process of its own. Seconds per block: the
+slope and each model's (step - what the embedding, head and step() cost, the intercept of the line) over its blocks.
 
-Python per unit: on blocks so small (width 32) that computing costs next to nothing, the step of the offloaded model less
-that of the same model in plain PyTorch with its optimizer left out, over the number of units: hooks, leases, tickets and
-hand-over to the lanes, of the launching thread (its CPU time, so waits and other threads do not count).
+Python per unit: on blocks so small (width 32) that computing costs next to nothing, the step of the offloaded model
+less that of the same model in plain PyTorch with its optimizer left out, over the number of units: hooks, leases,
+tickets and hand-over to the lanes, of the launching thread (its CPU time, so waits and other threads do not count).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def growth(args: argparse.Namespace, counts: list[int]) -> dict[str, Any]:
     }
 
 
-def launch_cpu_s(model: GPT, run: Any) -> float:
+def launch_cpu_s(run: Any) -> float:
     """Median CPU seconds of the calling thread and autograd's per step."""
     text = Text.load()
     generator = torch.Generator().manual_seed(0)
@@ -135,7 +135,7 @@ def python_per_unit(args: argparse.Namespace, num_blocks: int) -> dict[str, floa
         plain(tokens, targets).backward()
         plain.zero_grad(set_to_none=True)
 
-    plain_s = launch_cpu_s(plain, plain_step)
+    plain_s = launch_cpu_s(plain_step)
     with tempfile.TemporaryDirectory(dir=args.nvme_path) as folder:
         model = make_model(num_blocks, SMALL_WIDTH, 16)
         engine, *_ = offloadzero.initialize(model=model, config=config(args.placement, folder))
@@ -144,7 +144,7 @@ def python_per_unit(args: argparse.Namespace, num_blocks: int) -> dict[str, floa
             engine.backward(engine(tokens, targets))
             engine.step()
 
-        ours_s = launch_cpu_s(model, step)
+        ours_s = launch_cpu_s(step)
         num_units = len(engine.optimizer.runtime.records)
         engine.close()
     return {

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import offloadzero
 from offloadzero.memory.arena import Lease
@@ -249,3 +250,43 @@ def test_steps_that_differ_train_the_same_everywhere(name: str, clipping: float,
         config = make_config(placement, tmp_path, clipping=clipping)
         live = {"stage3_max_live_parameters": room * BLOCK_BYTES // 2}
         assert_same(run_engine(make_model, loop, merge(config, {"zero_optimization": live})), expected)
+
+
+# --- what protects a lease ends in time
+
+
+class CheckpointedPartly(models.WithUnusedBlock):
+    """Its blocks' gradients never all arrive, and each is recomputed for a node of its own."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_a_recomputation_does_not_need_room_beside_the_unit_before_it(tmp_path: Path) -> None:
+    loop = loop_with(lambda _: (), num_steps=3)
+    expected = run_engine(CheckpointedPartly, loop, make_config("resident", tmp_path))
+    assert_same(run_engine(CheckpointedPartly, loop, make_config("host", tmp_path)), expected)
+
+
+def test_a_forward_after_backward_does_not_need_room_beside_a_frozen_unit(tmp_path: Path) -> None:
+    """What backward touched last is frozen, so no gradient says that it is done with."""
+
+    class FrozenFirst(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[0].requires_grad_(False)
+
+    def loop(engine: Any) -> list[float]:
+        losses = []
+        for seed in range(6):
+            loss = engine(features(seed))
+            engine.backward(loss)
+            with torch.no_grad():
+                losses.append(float(engine.module.blocks[3](torch.ones(1, 24, dtype=torch.bfloat16)).sum()))
+            engine.step()
+        return losses
+
+    expected = run_engine(FrozenFirst, loop, make_config("resident", tmp_path, accumulation=2))
+    assert_same(run_engine(FrozenFirst, loop, make_config("host", tmp_path, accumulation=2)), expected)

@@ -5,8 +5,8 @@ A lease may be given up when nothing reads it any more. A unit is protected whil
 in its forward (pins), (2) its fetch is on the way, or (3) it is one of the two units last touched from inside an
 operation: by a saved tensor that backward unpacks, or by a parameter read outside the sites. The third rule is
 what keeps an operation's first weight in place while its second, of another unit, is fetched. It ends early
-when all gradients of the unit have arrived, and in backward when another node unpacks: the nodes before it have
-run. Without that a frozen unit, which gets no gradients, would stay protected.
+when all gradients of the unit have arrived, and in backward when another node uses a unit (a recomputation, say):
+the nodes before it have run. Without that a frozen unit, which gets no gradients, would stay protected.
 Work launched on a CUDA stream is covered by fences: a fetch into a lease waits, on its stream, for what the
 launching thread had launched when the lease was given up.
 """
@@ -131,7 +131,7 @@ class Executor:
         self._lasting = {index for index in self._streamed if not records[index].num_trainable}
         self._current = -1
         self._guarded: deque[int] = deque(maxlen=2)
-        self._unpacking: tuple[int, int] | None = None  # backward and node of the last load
+        self._unpacking: tuple[int, int] | None = None  # backward and node of the last use; None: a forward
         # Addresses in which a saved tensor is a weight of ours.
         self._address_range = (
             store.device.buffer.data_ptr(),
@@ -154,6 +154,7 @@ class Executor:
             self._store.failures.check()
             return
         with self._lock:
+            self._end_guards_of_earlier_nodes()
             if guard and (not self._guarded or self._guarded[-1] != index):
                 self._guarded.append(index)
             if index == self._current and unit.residency is Residency.READY:
@@ -255,7 +256,6 @@ class Executor:
                 f"{unit.record.name}: its weights were updated between this forward and its backward "
                 "(a backward pass through a graph from before the last step?)"
             )
-        self._end_guards_of_earlier_nodes()
         self.touch(saved.unit, guard=True)
         flat = self._flat(unit)
         flat = flat if flat.dtype == saved.dtype else flat.view(saved.dtype)
@@ -263,15 +263,12 @@ class Executor:
         return flat.as_strided(saved.size, saved.stride, start)
 
     def _end_guards_of_earlier_nodes(self) -> None:
-        """Nodes run one after another: what an earlier one unpacked it has read."""
+        """Nodes run one after another: what an earlier one unpacked it has read, and after backward all have."""
         node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
-        if node is None:
-            return
-        current = (torch._C._current_graph_task_id(), node._sequence_nr())
+        current = None if node is None else (torch._C._current_graph_task_id(), node._sequence_nr())
         if current != self._unpacking:
-            with self._lock:
-                self._unpacking = current
-                self._guarded.clear()
+            self._unpacking = current
+            self._guarded.clear()
 
     # --- updates ---
 

@@ -11,6 +11,7 @@ from offloadzero.errors import ConfigError
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.native.compact import num_scales
+from offloadzero.observe.clock import StepClock
 from offloadzero.optim import compact_math, device_math
 from offloadzero.optim.records import COMPACT_STATE, ParamSlot, Record, segment_slice
 from offloadzero.streaming.executor import Executor
