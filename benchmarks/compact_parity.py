@@ -1,16 +1,21 @@
 """Training on real text with the 12-byte state, the compact state, and int8 moments without companding.
 
-    python benchmarks/compact_parity.py --runs DIRECTORY [--steps 1500] [--seeds 0,1,2] [--layouts fp32,compact,naive]
+    python benchmarks/compact_parity.py --runs DIRECTORY [--steps 1500] [--seeds 0,1,2] [--schedule cosine]
+        [--layouts fp32,control,compact,naive]
     python benchmarks/compact_parity.py --runs DIRECTORY --report FILE.md --plot FILE.png
 
 The GPT of examples/gpt_model.py with 10.8M parameters in bf16 on the sources of Python's standard library, AdamW.
 Runs of one seed see the same initial weights and the same batches and differ in the optimizer's state alone:
 
 - fp32: 16-bit remainder, fp32 moments (12 bytes), the kernel of `offloadzero.native.cpu_adam`;
+- control: the same, but one of the weights starts one bf16 step off. Training is chaotic: how far this run ends from
+  the first is how far any difference in rounding, however small, takes it;
 - compact: 8-bit remainder, companded int8 exp_avg, uint8 square root of exp_avg_sq, the kernel of
   `offloadzero.native.compact`;
 - naive: the same remainder, bytes and blocks, but exp_avg and exp_avg_sq are rounded linearly to their block's largest
   magnitude. In torch operations, here.
+
+The learning rate stays constant after its warm-up, or falls along a cosine to zero at the last step.
 
 Every run is one file of losses, so a broken series goes on where it stopped.
 """
@@ -20,6 +25,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -51,7 +57,8 @@ HYPER = AdamHyper(lr=6e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
 NUM_WARMUP_STEPS = 100
 NUM_LAST_STEPS = 100
 MAX_DIFFERENCE = 0.005  # of the mean loss of the last steps, against fp32
-LAYOUTS = ("fp32", "compact", "naive")
+LAYOUTS = ("fp32", "control", "compact", "naive")
+SCHEDULES = ("constant", "cosine")
 
 
 class Optimizer(Protocol):
@@ -122,7 +129,12 @@ class NaiveState:
             code.copy_(torch.where(scale > 0, (blocks / scale).round().clamp(min=least), 0.0))
 
 
-STATES: dict[str, type[Any]] = {"fp32": Fp32State, "compact": CompactState, "naive": NaiveState}
+STATES: dict[str, type[Any]] = {
+    "fp32": Fp32State,
+    "control": Fp32State,
+    "compact": CompactState,
+    "naive": NaiveState,
+}
 
 
 class FlatModel:
@@ -151,10 +163,21 @@ class FlatModel:
         return loss.item()
 
 
-def train(layout: str, seed: int, num_steps: int, text: Text) -> list[float]:
+def learning_rate(step: int, num_steps: int, schedule: str) -> float:
+    """Of step 1, 2, ..., `num_steps`."""
+    rate = HYPER.lr * min(step / NUM_WARMUP_STEPS, 1.0)
+    if schedule == "cosine" and step > NUM_WARMUP_STEPS:
+        done = (step - NUM_WARMUP_STEPS) / (num_steps - NUM_WARMUP_STEPS)
+        rate *= (1 + math.cos(math.pi * done)) / 2
+    return rate
+
+
+def train(layout: str, seed: int, num_steps: int, schedule: str, text: Text) -> list[float]:
     """Loss of every step, in nats per byte."""
     torch.set_num_threads(1)
     model = FlatModel(seed)
+    if layout == "control":
+        model.flat[:1] *= 1 + torch.finfo(torch.bfloat16).eps
     optimizer: Optimizer = STATES[layout](model.flat)
     generator = torch.Generator().manual_seed(seed)
     losses = []
@@ -162,8 +185,8 @@ def train(layout: str, seed: int, num_steps: int, text: Text) -> list[float]:
     for step in range(1, num_steps + 1):
         tokens, targets = text.batch(batch_size=BATCH_SIZE, seq_len=SEQ_LEN, generator=generator)
         losses.append(model.loss_of(tokens, targets))
-        warmed_up = replace(HYPER, lr=HYPER.lr * min(step / NUM_WARMUP_STEPS, 1.0))
-        optimizer.step(model.grad, warmed_up, step)
+        hyper = replace(HYPER, lr=learning_rate(step, num_steps, schedule))
+        optimizer.step(model.grad, hyper, step)
         if step % 100 == 0:
             mean = statistics.fmean(losses[-100:])
             elapsed_s = time.perf_counter() - begin_s
@@ -171,47 +194,78 @@ def train(layout: str, seed: int, num_steps: int, text: Text) -> list[float]:
     return losses
 
 
-def run_path(folder: Path, layout: str, seed: int, num_steps: int) -> Path:
-    return folder / f"{layout}-{seed}-{num_steps}.json"
+def run_path(folder: Path, layout: str, seed: int, num_steps: int, schedule: str) -> Path:
+    return folder / f"{layout}-{schedule}-{seed}-{num_steps}.json"
 
 
-def report(folder: Path, seeds: list[int], num_steps: int) -> str:
-    """The table; a difference over MAX_DIFFERENCE is marked."""
+class Runs:
+    """The losses in a folder of runs of one length."""
 
-    def last(layout: str, seed: int) -> float:
-        losses = json.loads(run_path(folder, layout, seed, num_steps).read_text())
-        return statistics.fmean(losses[-NUM_LAST_STEPS:])
+    def __init__(self, folder: Path, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self._folder = folder
 
+    def losses(self, layout: str, schedule: str, seed: int) -> list[float] | None:
+        """Of every step; None where there is no such run."""
+        path = run_path(self._folder, layout, seed, self.num_steps, schedule)
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def last(self, layout: str, schedule: str, seed: int) -> float | None:
+        """The mean of the last steps."""
+        losses = self.losses(layout, schedule, seed)
+        return None if losses is None else statistics.fmean(losses[-NUM_LAST_STEPS:])
+
+
+def table(runs: Runs, schedule: str, seeds: list[int]) -> list[str]:
+    """One row a seed; a run that is not there is an empty cell."""
+    lines = [
+        f"| seed, lr {schedule} | fp32 (12 bytes) | fp32, one weight one bf16 step off | compact (5.06 bytes) "
+        "| int8 without companding |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for seed in seeds:
+        exact = runs.last("fp32", schedule, seed)
+        if exact is None:
+            continue
+        cells = [str(seed), f"{exact:.4f}"]
+        for layout in LAYOUTS[1:]:
+            loss = runs.last(layout, schedule, seed)
+            cells.append("" if loss is None else f"{loss:.4f} ({100 * (loss / exact - 1):+.2f} %)")
+        lines.append(f"| {' | '.join(cells)} |")
+        loss = runs.last("compact", schedule, seed)
+        if loss is not None and abs(loss / exact - 1) > MAX_DIFFERENCE:
+            print(
+                f"{schedule}, seed {seed}: compact is further than {MAX_DIFFERENCE:.1%} from fp32",
+                file=sys.stderr,
+            )
+    return [*lines, ""]
+
+
+def report(runs: Runs, seeds: list[int]) -> str:
+    """The tables; a difference over MAX_DIFFERENCE is named on stderr."""
     parameters = num_params(SIZE, seq_len=SEQ_LEN)
     lines = [
         "# The compact state on real text",
         "",
         f"- date: {datetime.date.today()}; {platform.machine()}, torch {torch.__version__}",
         f"- GPT of {parameters / 1e6:.1f}M parameters ({SIZE.num_layers} blocks, width {SIZE.width}), bf16, "
-        f"{BATCH_SIZE} x {SEQ_LEN} bytes of Python source per step, {num_steps} steps",
-        f"- AdamW, lr {HYPER.lr} after {NUM_WARMUP_STEPS} steps of warm-up, weight decay "
-        f"{HYPER.weight_decay}, no clipping",
-        "- command: `python benchmarks/compact_parity.py --runs DIRECTORY`, then with `--report` and `--plot`",
+        f"{BATCH_SIZE} x {SEQ_LEN} bytes of Python source per step, {runs.num_steps} steps",
+        f"- AdamW, lr {HYPER.lr} after {NUM_WARMUP_STEPS} steps of warm-up, then constant or along a cosine to zero; "
+        f"weight decay {HYPER.weight_decay}, no clipping",
+        "- command: `python benchmarks/compact_parity.py --runs DIRECTORY --schedule cosine` (and `constant`), then "
+        "with `--report` and `--plot`",
         "",
         f"Mean training loss of the last {NUM_LAST_STEPS} steps in nats per byte, and its distance from the run of",
-        "the same seed with the fp32 layout.",
+        "the same seed with the fp32 layout. The third column is what chaos alone does: the same fp32 layout from a",
+        "start that differs in the last bit of one weight.",
         "",
-        "| seed | fp32 (12 bytes) | compact (5.06 bytes) | int8 without companding |",
-        "| --- | --- | --- | --- |",
     ]
-    for seed in seeds:
-        exact = last("fp32", seed)
-        cells = [f"{exact:.4f}"]
-        for layout in ("compact", "naive"):
-            loss = last(layout, seed)
-            cells.append(f"{loss:.4f} ({100 * (loss / exact - 1):+.2f} %)")
-        lines.append(f"| {seed} | " + " | ".join(cells) + " |")
-        if abs(last("compact", seed) / exact - 1) > MAX_DIFFERENCE:
-            print(f"seed {seed}: compact is further than {MAX_DIFFERENCE:.1%} from fp32", file=sys.stderr)
-    return "\n".join(lines) + "\n"
+    for schedule in reversed(SCHEDULES):
+        lines += table(runs, schedule, seeds)
+    return "\n".join(lines)
 
 
-def plot(folder: Path, seeds: list[int], num_steps: int, target: Path) -> None:
+def plot(runs: Runs, seeds: list[int], schedule: str, target: Path) -> None:
     """Means over 50 steps of every run, and below them the distance from fp32."""
     import matplotlib
 
@@ -219,18 +273,23 @@ def plot(folder: Path, seeds: list[int], num_steps: int, target: Path) -> None:
     import matplotlib.pyplot as plt
 
     window = 50
+
+    def means(layout: str, seed: int) -> Tensor | None:
+        losses = runs.losses(layout, schedule, seed)
+        return None if losses is None else torch.tensor(losses).unfold(0, window, window).mean(1)
+
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), sharex=True)
-    for layout, color in zip(LAYOUTS, ("tab:blue", "tab:orange", "tab:red"), strict=True):
+    for layout, color in zip(LAYOUTS, ("tab:blue", "tab:green", "tab:orange", "tab:red"), strict=True):
+        label: str | None = "fp32, one weight one step off" if layout == "control" else layout
         for seed in seeds:
-            curves = []
-            for name in (layout, "fp32"):
-                losses = torch.tensor(json.loads(run_path(folder, name, seed, num_steps).read_text()))
-                curves.append(losses[: num_steps // window * window].view(-1, window).mean(1))
-            steps = torch.arange(1, len(curves[0]) + 1) * window
-            label = layout if seed == seeds[0] else None
-            above.plot(steps, curves[0], color=color, label=label, linewidth=1)
+            curve, exact = means(layout, seed), means("fp32", seed)
+            if curve is None or exact is None:
+                continue
+            steps = torch.arange(1, len(curve) + 1) * window
+            above.plot(steps, curve, color=color, label=label, linewidth=1)
             if layout != "fp32":
-                below.plot(steps, 100 * (curves[0] / curves[1] - 1), color=color, label=label, linewidth=1)
+                below.plot(steps, 100 * (curve / exact - 1), color=color, linewidth=1)
+            label = None
     above.set_ylabel(f"loss, nats/byte (mean of {window} steps)")
     above.set_yscale("log")
     above.legend()
@@ -250,24 +309,26 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--schedule", choices=SCHEDULES, default="cosine")
     parser.add_argument("--report", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     seeds = [int(seed) for seed in args.seeds.split(",")]
     if args.report or args.plot:
+        runs = Runs(args.runs, args.steps)
         if args.report:
-            args.report.write_text(report(args.runs, seeds, args.steps))
+            args.report.write_text(report(runs, seeds))
         if args.plot:
-            plot(args.runs, seeds, args.steps, args.plot)
+            plot(runs, seeds, args.schedule, args.plot)
         return
     args.runs.mkdir(parents=True, exist_ok=True)
     text = Text.load()
     for seed in seeds:
         for layout in args.layouts.split(","):
-            path = run_path(args.runs, layout, seed, args.steps)
+            path = run_path(args.runs, layout, seed, args.steps, args.schedule)
             if path.exists():
                 continue
-            losses = train(layout, seed, args.steps, text)
+            losses = train(layout, seed, args.steps, args.schedule, text)
             partial = path.with_suffix(f".{os.getpid()}")
             partial.write_text(json.dumps(losses))
             partial.rename(path)

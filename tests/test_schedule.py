@@ -55,7 +55,7 @@ def situations(draw: st.DrawFn) -> Situation:
 
 def plan(case: Situation) -> list[Evict | Fetch]:
     return plan_prefetch(
-        iter(case.upcoming),
+        case.upcoming,
         num_bytes=case.num_bytes,
         present=case.present,
         protected=case.protected,

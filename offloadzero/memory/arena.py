@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import queue
 import threading
@@ -31,6 +32,10 @@ def allocate_host(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
+def _view(buffer: torch.Tensor, offset: int, dtype: torch.dtype, num_elements: int) -> torch.Tensor:
+    return buffer[offset : offset + num_elements * dtype.itemsize].view(dtype)
+
+
 class Lease:
     """A fixed-address slice of an arena, lent until `release()`."""
 
@@ -46,8 +51,7 @@ class Lease:
         size = num_elements * dtype.itemsize
         if start_byte + size > self.num_bytes:
             raise AssertionError(f"{self.label}: view of {start_byte}+{size} in {self.num_bytes} bytes")
-        start = self.offset + start_byte
-        return self._arena.buffer[start : start + size].view(dtype)
+        return self._arena.view(self.offset + start_byte, dtype, num_elements)
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -71,11 +75,16 @@ class Arena:
         self._poison = poison
         self._lock = threading.Lock()
         self._holes: list[tuple[int, int]] = [(0, buffer.numel())] if buffer.numel() else []  # (offset, size)
+        self._view_at = functools.lru_cache(maxsize=256)(_view)  # leases come back to the same few places
 
     @property
     def num_bytes(self) -> int:
         """Capacity."""
         return self.buffer.numel()
+
+    def view(self, offset: int, dtype: torch.dtype, num_elements: int) -> torch.Tensor:
+        """`num_elements` of `dtype` from byte `offset` on: shape (num_elements,)."""
+        return self._view_at(self.buffer, offset, dtype, num_elements)
 
     @property
     def free_bytes(self) -> int:
@@ -125,11 +134,12 @@ class PooledBuffer:
     def __init__(self, bytes_: torch.Tensor, *, temporary: bool = False) -> None:
         self.bytes = bytes_
         self.temporary = temporary
+        self._view_at = functools.lru_cache(maxsize=32)(_view)
         self.last_use: Ticket = FINISHED
 
     def view(self, dtype: torch.dtype, num_elements: int, *, start_byte: int = 0) -> torch.Tensor:
         """`num_elements` of `dtype` from `start_byte` on: shape (num_elements,)."""
-        return self.bytes[start_byte : start_byte + num_elements * dtype.itemsize].view(dtype)
+        return self._view_at(self.bytes, start_byte, dtype, num_elements)
 
 
 class BufferPool:
@@ -153,7 +163,7 @@ class BufferPool:
         """
         while True:
             try:
-                return self._free.get(timeout=0.5)
+                return self.try_take() or self._free.get(timeout=0.5)
             except queue.Empty:
                 self._failures.check()
 

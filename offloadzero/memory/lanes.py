@@ -29,7 +29,7 @@ from typing import Protocol
 import torch
 
 from offloadzero.errors import OffloadError
-from offloadzero.memory.tickets import FINISHED, Failures, Ticket
+from offloadzero.memory.tickets import FINISHED, Failures, Latch, Ticket
 from offloadzero.observe import timeline
 from offloadzero.observe.timeline import Timeline
 
@@ -40,7 +40,7 @@ class LaneTicket:
     """The ticket of one task of a lane."""
 
     def __init__(self) -> None:
-        self._launched = threading.Event()
+        self._launched = Latch()
         self._error: BaseException | None = None
         self._event: torch.cuda.Event | None = None
 
@@ -68,7 +68,7 @@ class LaneTicket:
 
     def done(self) -> bool:
         """Whether the transfer is complete."""
-        if not self._launched.is_set():
+        if not self._launched.is_set:
             return False
         return self._error is not None or self._event is None or self._event.query()
 

@@ -56,7 +56,7 @@ class UpdateTicket(Promise):
     def ask(self, delivery: Delivery) -> bool:
         """Have the new parameters delivered; False when it is too late for that."""
         with self._lock:
-            if self._has_begun or self._event.is_set():
+            if self._has_begun or self._latch.is_set:
                 return False
             self._delivery = delivery
             return True

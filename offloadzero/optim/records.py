@@ -52,6 +52,7 @@ class ParamSlot:
     offset: int  # elements from the start of the record
     num_elements: int
     group_index: int | None  # of the optimizer's param_groups; None: frozen
+    index: int = 0  # in its record's slots
     step: int = 0  # updates so far
 
     @property
@@ -62,6 +63,29 @@ class ParamSlot:
     def view_in(self, flat: torch.Tensor) -> torch.Tensor:
         """This parameter's elements of `flat`, in its shape."""
         return flat[self.offset : self.offset + self.num_elements].view(self.shape)
+
+
+class SlotViews:
+    """The views of a record's parameters at the few fixed addresses where leases place it.
+
+    Making a view costs more than using it: they are kept, of the last addresses.
+    """
+
+    MAX_ADDRESSES = 16
+
+    def __init__(self, slots: Sequence[ParamSlot]) -> None:
+        self._slots = slots
+        self._views: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def at(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """By slot: its view in `flat`, which must be memory that lasts as long as this object."""
+        address = flat.data_ptr()
+        views = self._views.get(address)
+        if views is None:
+            if len(self._views) == self.MAX_ADDRESSES:
+                del self._views[next(iter(self._views))]
+            views = self._views[address] = tuple(slot.view_in(flat) for slot in self._slots)
+        return views
 
 
 @dataclass(frozen=True)
@@ -192,7 +216,9 @@ def make_record(
     for param_name, param, group_index in ordered:
         if group_index is None and num_trainable is None:
             position = num_trainable = align_up(position, record_align)
-        slots.append(ParamSlot(param, param_name, param.shape, position, param.numel(), group_index))
+        slots.append(
+            ParamSlot(param, param_name, param.shape, position, param.numel(), group_index, len(slots))
+        )
         position += align_up(param.numel(), param_align)
     position = align_up(position, record_align)
     if num_trainable is None:

@@ -12,8 +12,9 @@ in which every unit arrives before its use has fewer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,18 @@ Operation = Evict | Fetch
 NEVER = 1 << 60  # a distance
 
 
-def next_uses(upcoming: Iterable[int], *, num_units: int | None = None) -> dict[int, int]:
-    """Distance of each unit's next use (0 = next); units that do not occur are absent.
-
-    It looks no further once it has met `num_units` units.
-    """
+def next_uses(upcoming: Iterable[int], *, among: Collection[int] | None = None) -> dict[int, int]:
+    """Distance of the next use (0 = next) of each unit, or of those `among` them; who does not occur is absent."""
     distances: dict[int, int] = {}
+    sought = None if among is None else set(among)
     for distance, unit in enumerate(upcoming):
-        distances.setdefault(unit, distance)
-        if len(distances) == num_units:
-            break
+        if sought is None:
+            distances.setdefault(unit, distance)
+        elif unit in sought:
+            distances[unit] = distance
+            sought.remove(unit)
+            if not sought:
+                break
     return distances
 
 
@@ -76,9 +79,9 @@ def choose_victims(
 
 
 def plan_prefetch(
-    upcoming: Iterable[int],
+    upcoming: Sequence[int],
     *,
-    later: Iterable[int] = (),
+    later: Sequence[int] = (),
     num_bytes: Mapping[int, int],
     present: Collection[int],
     protected: Collection[int],
@@ -96,21 +99,22 @@ def plan_prefetch(
         in_use: the one of them that may be given up after the present use.
         free_bytes: bytes in no lease.
     """
-    uses, beyond = list(upcoming), list(later)
     held = set(present)
     staying = set(protected) - {in_use}
     needed = set(protected)  # now, or before the use that is looked at
     previous = in_use
     operations: list[Operation] = []
-    for position, unit in enumerate(uses):
+    for position, unit in enumerate(upcoming):
         if unit not in held:
             victims: list[int] = []
             wanted = num_bytes[unit] - free_bytes
             if wanted > 0:
-                distances = next_uses((*uses[position:], *beyond), num_units=len(num_bytes))
+                movable = held - staying - {previous}
+                if sum(num_bytes[other] for other in movable - needed) < wanted:
+                    break  # for most calls the end: what follows looks a whole step ahead
+                distances = next_uses(chain(upcoming[position:], later), among=movable)
                 for other in needed:  # of those never used again, who is needed before leaves last
                     distances.setdefault(other, NEVER - 1)
-                movable = held - staying - {previous}
                 victims = choose_victims(movable, distances, num_bytes=num_bytes, wanted=wanted)
             gained = free_bytes + sum(num_bytes[victim] for victim in victims)
             if gained < num_bytes[unit] or not needed.isdisjoint(victims):

@@ -78,12 +78,12 @@ class Trace:
         for distance in range(1, len(self.order) + 1):
             yield self.order[(self.cursor + distance) % len(self.order)]
 
-    def upcoming_in_step(self) -> Iterator[int]:
+    def upcoming_in_step(self) -> tuple[int, ...]:
         """The uses after the present one, up to the end of this step.
 
         What comes after the step is updated first: fetching it now would fetch weights that are stale then.
         """
-        yield from self.order[self.cursor + 1 :]
+        return self.order[self.cursor + 1 :]
 
     def finish_step(self) -> None:
         """The step is over: what was recorded is remembered."""

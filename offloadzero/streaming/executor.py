@@ -16,9 +16,11 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -30,7 +32,7 @@ from offloadzero.memory.store import FETCH_PRIORITY, TieredStore
 from offloadzero.memory.tickets import FINISHED, Promise, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.optim.delivery import Delivery, UpdateTicket
-from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.optim.records import ParamSlot, Record, SlotViews
 from offloadzero.schedule.prefetch import Evict, choose_victims, eviction_order, next_uses, plan_prefetch
 from offloadzero.schedule.trace import Trace
 
@@ -48,7 +50,12 @@ class Residency(Enum):
 class _Unit:
     record: Record
     residency: Residency
+    views: SlotViews
+    placeholders: tuple[torch.Tensor, ...]  # by slot
+    num_bytes: int
+    frozen_from: int  # bytes of what an update changes: the frozen weights come last
     flat: torch.Tensor | None = None  # the parameters on the device, shape (num_elements,)
+    address: int = 0  # of `flat`; 0: none
     lease: Lease | None = None
     fetched: LaneTicket | None = None
     updated: Ticket = FINISHED  # the last update; a fetch or a use comes after it
@@ -57,14 +64,21 @@ class _Unit:
     pins: int = 0
     has_lent: bool = False  # some parameters point at copies of their own
 
+    def put_at(self, flat: torch.Tensor | None) -> None:
+        """The parameters are on the device, or no more."""
+        self.flat = flat
+        self.address = 0 if flat is None else flat.data_ptr()
+
+    def holds(self, address: int) -> bool:
+        """Whether `address` is that of one of its parameters on the device."""
+        return 0 <= address - self.address < self.num_bytes
+
     def generation_at(self, byte_offset: int) -> int:
-        """Of the weights at an offset: an update leaves the frozen ones, which come last, as they are."""
-        frozen = byte_offset >= self.record.num_trainable * self.record.dtype.itemsize
-        return self.edits if frozen else self.generation
+        """Of the weights at an offset: an update leaves the frozen ones as they are."""
+        return self.edits if byte_offset >= self.frozen_from else self.generation
 
 
-@dataclass(frozen=True)
-class SavedWeight:
+class SavedWeight(NamedTuple):
     """What autograd keeps instead of a weight: where it lies in its unit."""
 
     unit: int
@@ -106,29 +120,35 @@ class Executor:
         self._stage_lane = Lane("stage", store.failures)
         self._units: list[_Unit] = []
         device = store.accelerator.device
-        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         for record in records:
             home = record.segments[SegmentKind.PARAM]
-            unit = _Unit(record, Residency.RELEASED)
+            fill = float("nan") if record.dtype.is_floating_point else 0
+            placeholder = torch.full((), fill, dtype=record.dtype, device=device)
+            unit = _Unit(
+                record,
+                Residency.RELEASED,
+                SlotViews(record.slots),
+                placeholders=tuple(placeholder.expand(slot.shape) for slot in record.slots),
+                num_bytes=record.param_bytes,
+                frozen_from=record.num_trainable * record.dtype.itemsize,
+            )
             if home.tier is TierName.DEVICE:
                 unit.residency = Residency.HOME
-                unit.flat = home.memory
-            fill = float("nan") if record.dtype.is_floating_point else 0
-            self._placeholders.setdefault(
-                record.dtype, torch.full((), fill, dtype=record.dtype, device=device)
-            )
+                unit.put_at(home.memory)
             self._units.append(unit)
             self._assign(unit)
         self._streamed = [u.record.index for u in self._units if u.residency is not Residency.HOME]
         homes = [u for u in self._units if u.residency is Residency.HOME]
-        homes.sort(key=lambda unit: self._flat(unit).data_ptr())
+        homes.sort(key=lambda unit: unit.address)
         self._homes = [unit.record.index for unit in homes]
-        self._home_addresses = [self._flat(unit).data_ptr() for unit in homes]
-        self._num_bytes = {index: align_up(records[index].param_bytes) for index in self._streamed}
+        self._home_addresses = [unit.address for unit in homes]
+        self._num_bytes = {index: align_up(self._units[index].num_bytes) for index in self._streamed}
+        self._present: set[int] = set()  # the streamed units that hold a lease
         self._trace = Trace(self._streamed)
         self._evaluation = Trace(self._streamed, there_and_back=False)
         self._evaluating = False
         self._lasting = {index for index in self._streamed if not records[index].num_trainable}
+        self._later_of: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         self._current = -1
         self._guarded: deque[int] = deque(maxlen=2)
         self._unpacking: tuple[int, int] | None = None  # backward and node of the last use; None: a forward
@@ -221,8 +241,10 @@ class Executor:
         low, high = self._address_range
         if not low <= address < high:
             return None
-        unit = self._unit_at(address)
-        offset = address - self._flat(unit).data_ptr()
+        unit = self._units[self._current]  # most likely
+        if not unit.holds(address):
+            unit = self._unit_at(address)
+        offset = address - unit.address
         return SavedWeight(
             unit.record.index,
             unit.generation_at(offset),
@@ -235,11 +257,9 @@ class Executor:
     def _unit_at(self, address: int) -> _Unit:
         """The unit whose parameters on the device hold `address`."""
         home = bisect_right(self._home_addresses, address) - 1
-        candidates = [self._units[self._homes[home]]] if home >= 0 else []
-        candidates += [self._units[i] for i in self._streamed if self._units[i].flat is not None]
-        for unit in candidates:
-            if 0 <= address - self._flat(unit).data_ptr() < unit.record.param_bytes:
-                return unit
+        for index in chain((self._homes[home],) if home >= 0 else (), self._present):
+            if self._units[index].holds(address):
+                return self._units[index]
         raise StateError("a tensor saved for backward lies in a released lease")
 
     @staticmethod
@@ -258,7 +278,7 @@ class Executor:
             )
         self.touch(saved.unit, guard=True)
         flat = self._flat(unit)
-        flat = flat if flat.dtype == saved.dtype else flat.view(saved.dtype)
+        flat = flat if flat.dtype is saved.dtype else flat.view(saved.dtype)
         start = flat.storage_offset() + saved.byte_offset // saved.dtype.itemsize
         return flat.as_strided(saved.size, saved.stride, start)
 
@@ -331,7 +351,7 @@ class Executor:
     def _protected(self) -> set[int]:
         return {
             index
-            for index in self._streamed
+            for index in self._present
             if self._units[index].pins
             or self._is_arriving(self._units[index])
             or index == self._current
@@ -343,29 +363,27 @@ class Executor:
         """Whether its lease is being written: once that is over, a unit that nobody used may leave again."""
         return unit.residency is Residency.FETCHING and unit.fetched is not None and not unit.fetched.done()
 
-    def _upcoming(self) -> Iterator[int]:
+    def _upcoming(self) -> tuple[int, ...]:
         """The uses that a fetch started now would serve; those of a running evaluation come first."""
-        if self._evaluating:
-            yield from self._evaluation.upcoming_in_step()
-        yield from self._trace.upcoming_in_step()
+        upcoming = self._trace.upcoming_in_step()
+        return (*self._evaluation.upcoming_in_step(), *upcoming) if self._evaluating else upcoming
 
-    def _later(self) -> Iterator[int]:
+    def _later(self) -> tuple[int, ...]:
         """The uses of the next step: by units that no update makes stale, for which their lease lasts; by others."""
-        yield from (index for index in self._trace.order if index in self._lasting)
-        yield from self._trace.order
-
-    def _present(self) -> list[int]:
-        return [i for i in self._streamed if self._units[i].residency is not Residency.RELEASED]
+        order = self._trace.order
+        if order is not self._later_of[0]:
+            lasting = (index for index in order if index in self._lasting)
+            self._later_of = (order, (*lasting, *order))
+        return self._later_of[1]
 
     def _prefetch(self) -> None:
-        present = self._present()
-        if len(present) == len(self._streamed):
+        if len(self._present) == len(self._streamed):
             return
         operations = plan_prefetch(
             self._upcoming(),
             later=self._later(),
             num_bytes=self._num_bytes,
-            present=present,
+            present=self._present,
             protected=self._protected(),
             in_use=self._current,
             free_bytes=self._arena.free_bytes,
@@ -375,16 +393,16 @@ class Executor:
             if isinstance(operation, Evict):
                 self._release(unit)
                 continue
-            lease = self._arena.try_lease(unit.record.param_bytes, unit.record.name)
+            lease = self._arena.try_lease(unit.num_bytes, unit.record.name)
             if lease is None:
                 return  # the free bytes lie in several holes; the next use tries again
             self._start_fetch(unit, lease)
 
     def _lease_on_demand(self, unit: _Unit) -> Lease:
-        name, size = unit.record.name, unit.record.param_bytes
-        distances = next_uses((*self._upcoming(), *self._later()))
+        name, size = unit.record.name, unit.num_bytes
         while (lease := self._arena.try_lease(size, name)) is None:
-            movable = set(self._present()) - self._protected()
+            movable = self._present - self._protected()
+            distances = next_uses(chain(self._upcoming(), self._later()), among=movable)
             wanted = align_up(size) - self._arena.free_bytes
             victims = choose_victims(movable, distances, num_bytes=self._num_bytes, wanted=wanted)
             # Enough is free, in several holes: one more must go.
@@ -424,8 +442,9 @@ class Executor:
                 lambda: self._unstage(staged, target), fence=fence, label=record.name
             )
         unit.lease = lease
-        unit.flat = target
+        unit.put_at(target)
         unit.residency = Residency.FETCHING
+        self._present.add(record.index)
 
     def _ask_for_delivery(self, unit: _Unit, target: torch.Tensor, fence: Fence) -> Delivery | None:
         """[Note: delivery] of the coming update's parameters to `target`, if there is one yet to begin."""
@@ -502,8 +521,10 @@ class Executor:
     def _release(self, unit: _Unit) -> None:
         if unit.lease is None:
             raise AssertionError(f"{unit.record.name} holds no lease")
-        lease, unit.lease, unit.flat = unit.lease, None, None
+        lease, unit.lease = unit.lease, None
+        unit.put_at(None)
         unit.residency = Residency.RELEASED
+        self._present.remove(unit.record.index)
         self._assign(unit)
         lease.release()
 
@@ -513,13 +534,9 @@ class Executor:
         The placeholder is one NaN expanded: autograd's shape checks hold, and a use that nobody foresaw shows.
         """
         unit.has_lent = False
-        if unit.flat is not None:
-            for slot in unit.record.slots:
-                slot.param.data = slot.view_in(unit.flat)
-        else:
-            placeholder = self._placeholders[unit.record.dtype]
-            for slot in unit.record.slots:
-                slot.param.data = placeholder.expand(slot.shape)
+        views = unit.placeholders if unit.flat is None else unit.views.at(unit.flat)
+        for slot, view in zip(unit.record.slots, views, strict=True):
+            slot.param.data = view
 
     def flat_parameters(self, index: int) -> torch.Tensor:
         """The unit's parameters on the device, shape (num_elements,); the unit must be pinned."""

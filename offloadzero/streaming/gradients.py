@@ -29,7 +29,7 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import LANDING
 from offloadzero.optim import device_math
 from offloadzero.optim.delivery import UpdateTicket
-from offloadzero.optim.records import ParamSlot, Record, UpdateRange, update_ranges
+from offloadzero.optim.records import ParamSlot, Record, SlotViews, UpdateRange, update_ranges
 
 log = logging.getLogger("offloadzero.gradients")
 
@@ -51,6 +51,7 @@ class RecordGradient:
     # In backward:
     lease: PooledBuffer | None = None
     flat: torch.Tensor | None = None  # on the device, shape (num_trainable,)
+    targets: Sequence[torch.Tensor] = ()  # views of `flat` by slot
     arrived: list[ParamSlot] = field(default_factory=list)
     # In the window:
     present: set[int] = field(default_factory=set)  # offsets of the slots that have a gradient
@@ -123,6 +124,7 @@ class GradientCollector:
         if cores:
             self._landing.submit(lambda: set_cores(cores))
         self.gradients = {r.index: RecordGradient(r) for r in records if r.num_trainable}
+        self._views = {index: SlotViews(s.record.trainable_slots) for index, s in self.gradients.items()}
         self._num_filling = 0
         self.last_micro_batch = True  # whether the running backward closes the window
 
@@ -141,9 +143,7 @@ class GradientCollector:
         state = self.gradients[index]
         if state.flat is None:
             self._begin(state)
-        if state.flat is None:
-            raise AssertionError("a gradient lease was not taken")
-        target = slot.view_in(state.flat)
+        target = state.targets[slot.index]
         if state.lease is None and slot.offset in state.present:
             target.add_(grad)
         else:
@@ -179,6 +179,10 @@ class GradientCollector:
         else:
             state.lease = self._take_device_lease(record)
             state.flat = state.lease.view(record.dtype, record.num_trainable)
+        if state.lease is not None and state.lease.temporary:
+            state.targets = [slot.view_in(state.flat) for slot in record.trainable_slots]
+        else:
+            state.targets = self._views[record.index].at(state.flat)
         for start, stop in record.padding():
             state.flat[start:stop].zero_()
 
@@ -201,7 +205,7 @@ class GradientCollector:
     def _complete(self, state: RecordGradient) -> None:
         record = state.record
         arrived, state.arrived = state.arrived, []
-        lease, state.lease, flat, state.flat = state.lease, None, state.flat, None
+        lease, state.lease, flat, state.flat, state.targets = state.lease, None, state.flat, None, ()
         if flat is None:
             raise AssertionError(f"{record.name} has no gradient lease")
         fresh = [slot for slot in arrived if slot.offset not in state.present]

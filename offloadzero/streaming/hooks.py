@@ -221,14 +221,21 @@ class ModelHooks:
     # --- gradients ---
 
     def _gradient_hook(self, record: Record, slot: ParamSlot) -> Callable[[torch.Tensor], None]:
-        def take(param: torch.Tensor) -> None:
+        on_gradient, index = self._stepper.on_gradient, record.index
+
+        def take(_: torch.Tensor) -> None:
+            on_gradient(index, slot)
+
+        def timed_take(_: torch.Tensor) -> None:
             with self.timeline.launching():
-                self._stepper.on_gradient(record.index, slot)
+                on_gradient(index, slot)
 
         def drop(param: torch.Tensor) -> None:
             param.grad = None
 
-        return take if slot.trainable else drop
+        if not slot.trainable:
+            return drop
+        return timed_take if self.timeline.is_on else take
 
     # --- state dict ---
 
@@ -300,7 +307,7 @@ class _SavedTensorHooks:
         return tensor.detach() if tensor.requires_grad else tensor
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, SavedWeight):
+        if type(packed) is SavedWeight:
             return self._load(packed)
         if self._outer is not None:
             return self._outer[1](packed)  # type: ignore[no-any-return]
