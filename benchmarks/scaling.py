@@ -5,9 +5,14 @@
 Models of 12, 24 and 48 equal blocks take turns, round by round, each in a process of its own. Seconds per block: the
 slope and each model's (step - what the embedding, head and step() cost, the intercept of the line) over its blocks.
 
-Python per unit: on blocks so small (width 32) that computing costs next to nothing, the step of the offloaded model
-less that of the same model in plain PyTorch with its optimizer left out, over the number of units: hooks, leases,
-tickets and hand-over to the lanes, of the launching thread (its CPU time, so waits and other threads do not count).
+Python per unit, on blocks so small (width 32) that computing costs next to nothing:
+
+- in the hooks: the CPU time inside every hook of ours on the launching thread (where a run's record has the wall time
+  as `launch_s`), over the number of units, less what it costs to take the time. Copying small gradients and freeing
+  them counts;
+- in all: the CPU time of a step on that thread less that of the same model in plain PyTorch with its optimizer left
+  out. That also counts what is no Python: a plain model of this size stays in the cache of its core, and weights that
+  another core has just copied do not.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ import torch  # noqa: E402
 from gpt_model import GPT, GPTSize, Text  # noqa: E402
 
 import offloadzero  # noqa: E402
+from offloadzero.observe import timeline  # noqa: E402
 
 NUM_WARMUP_STEPS = 3
 SMALL_WIDTH, NUM_SMALL_STEPS = 32, 30
@@ -114,7 +120,7 @@ def growth(args: argparse.Namespace, counts: list[int]) -> dict[str, Any]:
 
 
 def launch_cpu_s(run: Any) -> float:
-    """Median CPU seconds of the calling thread and autograd's per step."""
+    """Median CPU seconds per step of the calling thread, which on a CPU also runs backward."""
     text = Text.load()
     generator = torch.Generator().manual_seed(0)
     samples = []
@@ -136,23 +142,64 @@ def python_per_unit(args: argparse.Namespace, num_blocks: int) -> dict[str, floa
         plain.zero_grad(set_to_none=True)
 
     plain_s = launch_cpu_s(plain_step)
+    ours_s, num_units, _ = offloaded(args, num_blocks)
+    CpuTimed.calibrate()
+    timeline._Launching = CpuTimed
+    _, _, in_hooks_s = offloaded(args, num_blocks, record=True)
+    return {
+        "num_units": num_units,
+        "plain_ms": plain_s * 1e3,
+        "ours_ms": ours_s * 1e3,
+        "us_per_unit_in_hooks": in_hooks_s / num_units * 1e6,
+        "us_per_unit_in_all": (ours_s - plain_s) / num_units * 1e6,
+    }
+
+
+class CpuTimed:
+    """Stands in for the timeline's timer of hooks: CPU time of the thread, less what an empty one measures."""
+
+    empty_s = 0.0
+
+    def __init__(self, recorder: timeline.Timeline) -> None:
+        self._timeline = recorder
+
+    def __enter__(self) -> None:
+        self._start_s = time.thread_time()
+
+    def __exit__(self, *exception: object) -> None:
+        self._timeline.launch_s += time.thread_time() - self._start_s - self.empty_s
+
+    @classmethod
+    def calibrate(cls) -> None:
+        """Measure an empty one."""
+        recorder, num_samples = timeline.Timeline(is_on=True), 20_000
+        for _ in range(num_samples):
+            with cls(recorder):
+                pass
+        cls.empty_s = recorder.launch_s / num_samples
+
+
+def offloaded(args: argparse.Namespace, num_blocks: int, *, record: bool = False) -> tuple[float, int, float]:
+    """CPU seconds of a step, the number of units, and (when recorded) the seconds in hooks of a step."""
     with tempfile.TemporaryDirectory(dir=args.nvme_path) as folder:
+        settings = config(args.placement, folder)
+        run_dir = Path(folder) / "run"
+        if record:
+            settings["offloadzero"]["observe"] = {"run_dir": str(run_dir)}
         model = make_model(num_blocks, SMALL_WIDTH, 16)
-        engine, *_ = offloadzero.initialize(model=model, config=config(args.placement, folder))
+        engine, *_ = offloadzero.initialize(model=model, config=settings)
 
         def step(tokens: torch.Tensor, targets: torch.Tensor) -> None:
             engine.backward(engine(tokens, targets))
             engine.step()
 
-        ours_s = launch_cpu_s(step)
+        step_s = launch_cpu_s(step)
         num_units = len(engine.optimizer.runtime.records)
         engine.close()
-    return {
-        "num_units": num_units,
-        "plain_ms": plain_s * 1e3,
-        "ours_ms": ours_s * 1e3,
-        "us_per_unit": (ours_s - plain_s) / num_units * 1e6,
-    }
+        steps = (run_dir / "steps.jsonl").read_text().splitlines() if record else []
+    samples = [json.loads(line)["launch_s"] for line in steps]
+    in_hooks_s = statistics.median(samples) if record else 0.0
+    return step_s, num_units, in_hooks_s
 
 
 def main() -> None:

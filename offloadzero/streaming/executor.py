@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,8 @@ from offloadzero.optim.delivery import Delivery, UpdateTicket
 from offloadzero.optim.records import ParamSlot, Record, SlotViews
 from offloadzero.schedule.prefetch import Evict, choose_victims, eviction_order, next_uses, plan_prefetch
 from offloadzero.schedule.trace import Trace
+
+MAX_WEIGHT_VIEWS = 256  # kept of a unit
 
 
 class Residency(Enum):
@@ -63,6 +65,7 @@ class _Unit:
     edits: int = 0  # the same for frozen weights, which no update changes: counts writes by the user
     pins: int = 0
     has_lent: bool = False  # some parameters point at copies of their own
+    saved: dict[tuple[Any, ...], _WeightView] = field(default_factory=dict)  # ways it was looked at
 
     def put_at(self, flat: torch.Tensor | None) -> None:
         """The parameters are on the device, or no more."""
@@ -78,15 +81,40 @@ class _Unit:
         return self.edits if byte_offset >= self.frozen_from else self.generation
 
 
+class _WeightView:
+    """A way in which saved tensors look at a unit's weights, and these tensors at the addresses of its leases."""
+
+    MAX_ADDRESSES = 16
+
+    def __init__(
+        self, byte_offset: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]
+    ) -> None:
+        self.byte_offset = byte_offset
+        self._dtype = dtype
+        self._size = size
+        self._stride = stride
+        self._at: dict[int, torch.Tensor] = {}
+
+    def of(self, unit: _Unit) -> torch.Tensor:
+        """The tensor, now that the unit is on the device."""
+        view = self._at.get(unit.address)
+        if view is None:
+            if unit.flat is None:
+                raise StateError(f"{unit.record.name} is not on the device")
+            flat = unit.flat.view(self._dtype)
+            start = flat.storage_offset() + self.byte_offset // self._dtype.itemsize
+            if len(self._at) == self.MAX_ADDRESSES:
+                self._at.clear()
+            view = self._at[unit.address] = flat.as_strided(self._size, self._stride, start)
+        return view
+
+
 class SavedWeight(NamedTuple):
     """What autograd keeps instead of a weight: where it lies in its unit."""
 
     unit: int
     generation: int
-    byte_offset: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+    view: _WeightView
 
 
 @dataclass(eq=False)
@@ -245,14 +273,13 @@ class Executor:
         if not unit.holds(address):
             unit = self._unit_at(address)
         offset = address - unit.address
-        return SavedWeight(
-            unit.record.index,
-            unit.generation_at(offset),
-            offset,
-            tensor.dtype,
-            tuple(tensor.size()),
-            tensor.stride(),
-        )
+        key = (offset, tensor.dtype, tensor.size(), tensor.stride())
+        view = unit.saved.get(key)
+        if view is None:
+            if len(unit.saved) == MAX_WEIGHT_VIEWS:
+                unit.saved.clear()
+            view = unit.saved[key] = _WeightView(*key)
+        return SavedWeight(unit.record.index, unit.generation_at(offset), view)
 
     def _unit_at(self, address: int) -> _Unit:
         """The unit whose parameters on the device hold `address`."""
@@ -262,25 +289,16 @@ class Executor:
                 return self._units[index]
         raise StateError("a tensor saved for backward lies in a released lease")
 
-    @staticmethod
-    def _flat(unit: _Unit) -> torch.Tensor:
-        if unit.flat is None:
-            raise StateError(f"{unit.record.name} is not on the device")
-        return unit.flat
-
     def load(self, saved: SavedWeight) -> torch.Tensor:
         """The weight that `saved` stands for, fetched again if need be."""
         unit = self._units[saved.unit]
-        if unit.generation_at(saved.byte_offset) != saved.generation:
+        if unit.generation_at(saved.view.byte_offset) != saved.generation:
             raise StateError(
                 f"{unit.record.name}: its weights were updated between this forward and its backward "
                 "(a backward pass through a graph from before the last step?)"
             )
         self.touch(saved.unit, guard=True)
-        flat = self._flat(unit)
-        flat = flat if flat.dtype is saved.dtype else flat.view(saved.dtype)
-        start = flat.storage_offset() + saved.byte_offset // saved.dtype.itemsize
-        return flat.as_strided(saved.size, saved.stride, start)
+        return saved.view.of(unit)
 
     def _end_guards_of_earlier_nodes(self) -> None:
         """Nodes run one after another: what an earlier one unpacked it has read, and after backward all have."""
@@ -543,7 +561,9 @@ class Executor:
         unit = self._units[index]
         if unit.residency is Residency.FETCHING:
             raise StateError(f"{unit.record.name} is on its way to the device")
-        return self._flat(unit)
+        if unit.flat is None:
+            raise StateError(f"{unit.record.name} is not on the device")
+        return unit.flat
 
     @property
     def resident_units(self) -> Collection[str]:
