@@ -39,6 +39,8 @@ CONTENDERS = (
     "offloadzero-host",
     "offloadzero-nvme",
 )
+Batches = list[tuple[Any, Any]]
+RUN_DIR = "run"  # of offloadzero, beside its files
 SEED = 0
 MIB = 1024 * 1024
 MIN_AVAILABLE_BYTES = 1024 * MIB  # left over for the file cache and everyone else
@@ -46,15 +48,18 @@ MIN_AVAILABLE_BYTES = 1024 * MIB  # left over for the file cache and everyone el
 
 @dataclass(frozen=True)
 class Work:
-    """What every contender does in one step: one micro batch."""
+    """What every contender does in one step."""
 
     model: str
     batch_size: int
     seq_len: int
+    micro_batches: int
+    clipping: float  # 0: none
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Contenders: each returns a function that does one step on (tokens, targets) and returns the loss.
+# Contenders: each returns a function that does one step on micro batches of (tokens, targets) and returns the
+# loss of the last.
 # They import inside themselves, so a worker loads only its own framework.
 
 
@@ -62,8 +67,8 @@ def base_config(work: Work) -> dict[str, Any]:
     """The JSON all contenders share."""
     return {
         "train_micro_batch_size_per_gpu": work.batch_size,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 1.0,
+        "gradient_accumulation_steps": work.micro_batches,
+        "gradient_clipping": work.clipping,
         "bf16": {"enabled": True},
         "optimizer": {
             "type": "AdamW",
@@ -91,7 +96,15 @@ def build_model(work: Work) -> Any:
 def plain_torch(work: Work, _placement: str, _nvme_path: Path) -> Callable[..., Any]:
     from plain_torch import PlainTrainer
 
-    return PlainTrainer(build_model(work), base_config(work)).step
+    trainer = PlainTrainer(build_model(work), base_config(work))
+
+    def step(batches: Batches) -> Any:
+        for batch in batches:
+            loss = trainer.backward(*batch, num_micro_batches=len(batches))
+        trainer.update()
+        return loss
+
+    return step
 
 
 def deepspeed(work: Work, placement: str, nvme_path: Path) -> Callable[..., Any]:
@@ -131,6 +144,7 @@ def offloadzero(work: Work, placement: str, nvme_path: Path) -> Callable[..., An
 
     device = {"resident": "none", "host": "cpu", "nvme": "nvme"}[placement]
     config = base_config(work) | {"zero_optimization": zero_block(device, nvme_path)}
+    config["offloadzero"] = {"observe": {"run_dir": str(nvme_path / RUN_DIR)}}  # for the bound of each step
     # Rounded at the start as the others round: without `dtype` the master would keep the fp32 initial weights.
     with oz.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
         model = build_model(work)
@@ -139,10 +153,11 @@ def offloadzero(work: Work, placement: str, nvme_path: Path) -> Callable[..., An
 
 
 def engine_step(engine: Any) -> Callable[..., Any]:
-    def step(tokens: Any, targets: Any) -> Any:
-        loss = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
+    def step(batches: Batches) -> Any:
+        for batch in batches:
+            loss = engine(*batch)
+            engine.backward(loss)
+            engine.step()  # updates at the last
         return loss.detach()
 
     return step
@@ -174,9 +189,12 @@ def serve(name: str, work: Work, nvme_path: Path) -> None:
     for line in sys.stdin:
         answer: dict[str, Any] = {"step_s": [], "loss": []}
         for _ in range(int(line)):
-            batch = text.batch(batch_size=work.batch_size, seq_len=work.seq_len, generator=generator)
+            batches = [
+                text.batch(batch_size=work.batch_size, seq_len=work.seq_len, generator=generator)
+                for _ in range(work.micro_batches)
+            ]
             start = time.perf_counter()
-            loss = float(step(*batch))
+            loss = float(step(batches))
             answer["step_s"].append(time.perf_counter() - start)
             answer["loss"].append(loss)
         answer["peak_rss_bytes"] = status_bytes("VmHWM")
@@ -211,6 +229,7 @@ class Worker:
         command = [python, __file__, "--worker", name, "--nvme-path", str(self.nvme_path)]
         command += ["--model", work.model]
         command += [f"--batch-size={work.batch_size}", f"--seq-len={work.seq_len}"]
+        command += [f"--micro-batches={work.micro_batches}", f"--clipping={work.clipping}"]
         environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())}
         # DeepSpeed runs `ninja` by name.
         environment["PATH"] = f"{Path(python).parent}{os.pathsep}{environment['PATH']}"
@@ -225,6 +244,17 @@ class Worker:
         self.process.stdin.write(f"{num_steps}\n")
         self.process.stdin.flush()
         return self._answer()
+
+    def bounds_s(self, *, num_warmup: int) -> list[float]:
+        """The lower bound of each timed step but the last, whose record is still open; other frameworks have none.
+
+        The CPU time over the cores and the drive's lanes. The lane of the training thread is left out: between
+        two steps of one contender the others have their turns.
+        """
+        path = self.nvme_path / RUN_DIR / "steps.jsonl"
+        lines = path.read_text().splitlines()[num_warmup:] if path.exists() else []
+        lanes_s = [json.loads(line)["lanes_s"] for line in lines]
+        return [max(s for lane, s in lanes.items() if lane != "compute") for lanes in lanes_s]
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -249,6 +279,7 @@ class Result:
     versions: dict[str, str] = field(default_factory=dict)
     step_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    bound_s: list[float] = field(default_factory=list)  # of offloadzero's timed steps
     peak_rss_bytes: int = 0
 
     def add(self, answer: dict[str, Any], *, num_warmup: int = 0) -> None:
@@ -276,6 +307,8 @@ def measure(args: argparse.Namespace, work: Work, workdir: Path) -> dict[str, Re
                 results[worker.name].add(answer)
                 median_s = statistics.median(answer["step_s"])
                 print(f"round {round_number}/{args.rounds} {worker.name}: {median_s:.2f} s/step", flush=True)
+        for worker in workers:
+            results[worker.name].bound_s += worker.bounds_s(num_warmup=args.warmup)
     finally:
         for worker in workers:
             worker.close()
@@ -291,9 +324,11 @@ def measure_restarted(args: argparse.Namespace, work: Work, workdir: Path) -> di
             worker = Worker(name, python, work, workdir)
             try:
                 answer = worker.steps(args.warmup + args.steps)
+                result = results.setdefault(name, Result(worker.versions))
+                result.add(answer, num_warmup=args.warmup)
+                result.bound_s += worker.bounds_s(num_warmup=args.warmup)
             finally:
                 worker.close()
-            results.setdefault(name, Result(worker.versions)).add(answer, num_warmup=args.warmup)
             median_s = statistics.median(answer["step_s"][args.warmup :])
             print(f"round {round_number}/{args.rounds} {name}: {median_s:.2f} s/step", flush=True)
     return results
@@ -321,15 +356,18 @@ def losses_agree(results: dict[str, Result], *, num_steps: int = 5, tolerance: f
 def table(results: dict[str, Result]) -> str:
     base_s = statistics.median(next(iter(results.values())).step_s)
     lines = [
-        f"| contender | median s/step | min - max | over {next(iter(results))} | peak RSS GiB | losses |",
-        "| --- | --- | --- | --- | --- | --- |",
+        f"| contender | median s/step | min - max | over {next(iter(results))} | bound s, over the step "
+        "| peak RSS GiB | losses |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, result in results.items():
         median_s = statistics.median(result.step_s)
         losses = " ".join(f"{loss:.3f}" for loss in result.losses[:4])
+        bound_s = statistics.median(result.bound_s) if result.bound_s else 0.0
+        bound = f"{bound_s:.2f}, {bound_s / median_s:.0%}" if bound_s else ""
         lines.append(
             f"| {name} | {median_s:.2f} | {min(result.step_s):.2f} - {max(result.step_s):.2f} "
-            f"| {median_s / base_s:.2f} | {result.peak_rss_bytes / 1024**3:.2f} | {losses} |"
+            f"| {median_s / base_s:.2f} | {bound} | {result.peak_rss_bytes / 1024**3:.2f} | {losses} |"
         )
     return "\n".join(lines)
 
@@ -368,6 +406,7 @@ def write_report(args: argparse.Namespace, work: Work, results: dict[str, Result
 
     count = num_params(SIZES[work.model], seq_len=work.seq_len)
     agree = "agree" if losses_agree(results) else "DO NOT AGREE: the contenders do not do the same work"
+    clipping = f"clipping {work.clipping}" if work.clipping else "no clipping"
     command = shlex.join(["python", *sys.argv])
     for path, name in ((args.deepspeed_python, "DEEPSPEED_PYTHON"), (ROOT, "."), (Path.home(), "~")):
         command = command.replace(str(path), name)
@@ -375,7 +414,8 @@ def write_report(args: argparse.Namespace, work: Work, results: dict[str, Result
         "# Side by side",
         "",
         f"{work.model} GPT ({count / 1e6:.0f}M parameters), {work.batch_size} x {work.seq_len} tokens, "
-        "bf16 weights, fp32 master, AdamW, clipping 1.0, CPU as the device, one micro batch per step; "
+        f"bf16 weights, fp32 master, AdamW, {clipping}, CPU as the device, "
+        f"micro batches per step: {work.micro_batches}; "
         f"{args.rounds} interleaved rounds of {args.steps} steps after {args.warmup} warm-up steps.",
         "",
         *environment_lines(results, workdir),
@@ -401,6 +441,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="160m", help="a size of examples/gpt_model.py")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--micro-batches", type=int, default=1, help="per optimizer step")
+    parser.add_argument("--clipping", type=float, default=1.0, help="0 for none")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="timed steps per contender and round")
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps after a worker starts")
@@ -413,7 +455,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    work = Work(args.model, args.batch_size, args.seq_len)
+    work = Work(args.model, args.batch_size, args.seq_len, args.micro_batches, args.clipping)
     if args.worker:
         serve(args.worker, work, args.nvme_path)
         return

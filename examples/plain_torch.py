@@ -34,11 +34,24 @@ class PlainTrainer:
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """One optimizer step on one micro batch; returns the loss in nats."""
+        loss = self.backward(tokens, targets)
+        self.update()
+        return loss
+
+    def backward(self, tokens: Tensor, targets: Tensor, *, num_micro_batches: int = 1) -> Tensor:
+        """Add the gradients of one micro batch of several up in fp32; returns its loss."""
         loss: Tensor = self.model(tokens, targets)
-        loss.backward()
+        (loss / num_micro_batches).backward()
         for master, parameter in zip(self.masters, self.parameters, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+            if parameter.grad is not None:
+                master.grad = (
+                    parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+                )
             parameter.grad = None
+        return loss.detach()
+
+    def update(self) -> None:
+        """Clip and step."""
         if self.clipping > 0:
             nn.utils.clip_grad_norm_(self.masters, self.clipping)
         self.optimizer.step()
@@ -47,7 +60,6 @@ class PlainTrainer:
         with torch.no_grad():
             for master, parameter in zip(self.masters, self.parameters, strict=True):
                 parameter.copy_(master)
-        return loss.detach()
 
     @torch.no_grad()
     def evaluate(self, text: Text, *, batch_size: int, seq_len: int) -> float:
