@@ -281,13 +281,23 @@ class _SavedTensorHooks:
     def __init__(
         self, executor: Executor, outer: Sequence[Callable[[Any], Any]] | None, *, timeline: Timeline
     ) -> None:
-        # Called for every saved tensor: what times them costs nothing when nobody looks.
-        self.pack = self._timed_pack if timeline.is_on else self._pack
-        self.unpack = self._timed_unpack if timeline.is_on else self._unpack
         self._timeline = timeline
         self._save = executor.save
         self._load = executor.load
         self._outer = outer
+
+    # Called for every saved tensor: what times them costs nothing when nobody looks. Not attributes: a method of its
+    # own in an object is a cycle, and the collector would decide when a checkpoint's inputs, which `_outer` holds, go.
+
+    @property
+    def pack(self) -> Callable[[torch.Tensor], Any]:
+        """The hook that autograd calls when it saves a tensor."""
+        return self._timed_pack if self._timeline.is_on else self._pack
+
+    @property
+    def unpack(self) -> Callable[[Any], torch.Tensor]:
+        """The hook that gives the tensor back."""
+        return self._timed_unpack if self._timeline.is_on else self._unpack
 
     def _timed_pack(self, tensor: torch.Tensor) -> Any:
         with self._timeline.launching():
