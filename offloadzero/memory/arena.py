@@ -66,6 +66,39 @@ class Lease:
         self._arena._free(self)
 
 
+class Holes:
+    """The free ranges of an address space: best fit first, neighbours merge. Not thread-safe."""
+
+    def __init__(self, num_bytes: int = 0) -> None:
+        self._ranges: list[tuple[int, int]] = [(0, num_bytes)] if num_bytes else []  # (offset, size)
+
+    @property
+    def num_bytes(self) -> int:
+        """All free bytes (perhaps not in one piece)."""
+        return sum(size for _, size in self._ranges)
+
+    def take(self, num_bytes: int) -> int | None:
+        """The offset of `num_bytes`, free until now; None when no range is large enough."""
+        fitting = [(size, offset) for offset, size in self._ranges if size >= num_bytes]
+        if not fitting:
+            return None
+        size, offset = min(fitting)
+        self._ranges.remove((offset, size))
+        if size > num_bytes:
+            self._ranges.append((offset + num_bytes, size - num_bytes))
+        return offset
+
+    def give(self, offset: int, num_bytes: int) -> None:
+        """A range is free (again)."""
+        merged: list[tuple[int, int]] = []
+        for start, size in sorted([*self._ranges, (offset, num_bytes)]):
+            if merged and merged[-1][0] + merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((start, size))
+        self._ranges = merged
+
+
 class Arena:
     """One buffer from which leases are cut, best fit first; thread-safe."""
 
@@ -74,7 +107,7 @@ class Arena:
         self.buffer = buffer
         self._poison = poison
         self._lock = threading.Lock()
-        self._holes: list[tuple[int, int]] = [(0, buffer.numel())] if buffer.numel() else []  # (offset, size)
+        self._holes = Holes(buffer.numel())
         self._view_at = functools.lru_cache(maxsize=256)(_view)  # leases come back to the same few places
 
     @property
@@ -90,20 +123,14 @@ class Arena:
     def free_bytes(self) -> int:
         """Bytes in no lease (perhaps not in one piece)."""
         with self._lock:
-            return sum(size for _, size in self._holes)
+            return self._holes.num_bytes
 
     def try_lease(self, num_bytes: int, label: str) -> Lease | None:
         """A lease of `num_bytes` (rounded up to the alignment), or None when no hole is large enough."""
         size = align_up(max(num_bytes, 1))
         with self._lock:
-            fitting = [(hole_size, offset) for offset, hole_size in self._holes if hole_size >= size]
-            if not fitting:
-                return None
-            hole_size, offset = min(fitting)
-            self._holes.remove((offset, hole_size))
-            if hole_size > size:
-                self._holes.append((offset + size, hole_size - size))
-        return Lease(self, offset, size, label)
+            offset = self._holes.take(size)
+        return None if offset is None else Lease(self, offset, size, label)
 
     def lease(self, num_bytes: int, label: str) -> Lease:
         """Like `try_lease`; raises BudgetError."""
@@ -119,13 +146,7 @@ class Arena:
         if self._poison:
             lease.bytes.fill_(0xFF)  # NaN in bf16, fp16 and fp32
         with self._lock:
-            merged: list[tuple[int, int]] = []
-            for offset, size in sorted([*self._holes, (lease.offset, lease.num_bytes)]):
-                if merged and merged[-1][0] + merged[-1][1] == offset:
-                    merged[-1] = (merged[-1][0], merged[-1][1] + size)
-                else:
-                    merged.append((offset, size))
-            self._holes = merged
+            self._holes.give(lease.offset, lease.num_bytes)
 
 
 class PooledBuffer:

@@ -170,6 +170,11 @@ class NvmeTier:
         self._next_offset += size
         return extent
 
+    def grow(self, num_bytes: int) -> None:
+        """Reserve `num_bytes` in all; what the extents hold stays. Raises like the constructor."""
+        self.num_bytes = align_up(num_bytes)
+        self._preallocate()
+
     def read(
         self, extent: Extent, buffer: torch.Tensor, *, start_byte: int, priority: int, label: str
     ) -> Ticket:
