@@ -242,7 +242,7 @@ class Engine:
 
     def reserved_bytes(self) -> dict[str, int]:
         """Bytes reserved in each tier: "device", "host", "nvme"."""
-        return {tier.value: self._runtime.plan.tier_bytes(tier) for tier in TierName}
+        return {tier.value: self._runtime.reserved_bytes(tier) for tier in TierName}
 
     def last_step_report(self) -> StepReport:
         """Seconds of the last step and what the training thread lost in which wait."""

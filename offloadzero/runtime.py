@@ -33,12 +33,13 @@ from offloadzero.planning.memory_plan import (
     plan_memory,
 )
 from offloadzero.planning.probe import available_bytes
+from offloadzero.streaming.activations import ActivationStore, make_activation_store
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.gradients import GradientCollector
 from offloadzero.streaming.hooks import ModelHooks
 from offloadzero.streaming.spill import host_bytes
 from offloadzero.streaming.stepping import Hypers, Stepper, StepPolicy
-from offloadzero.streaming.units import cut_units
+from offloadzero.streaming.units import checkpointed_modules, cut_units
 from offloadzero.streaming.weights import WeightAccess
 
 log = logging.getLogger("offloadzero")
@@ -81,6 +82,10 @@ class Runtime:
             compact=config.state_layout == "compact",
         )
         self.records = cut.records
+        checkpointing = config.activation_checkpoints
+        checkpointed = (
+            checkpointed_modules(model, cut, config.units, checkpointing.units) if checkpointing else {}
+        )
         self.plan = _plan(self.records, config, cut.together, self.accelerator.device)
         self.store = _open_store(self, config)
         _live.add(self)
@@ -94,6 +99,8 @@ class Runtime:
                 read_weight=self.weights.read,
                 write_weight=self.weights.write,
                 timeline=self.monitor.timeline,
+                checkpointed=checkpointed,
+                activations=self.activations,
             )
         except BaseException:
             self.store.close()
@@ -137,6 +144,7 @@ class Runtime:
         )
         if cores:
             self.pipeline.submit(lambda: set_cores(cores))
+        self.activations = self._make_activation_store() if config.activation_checkpoints else None
         policy = StepPolicy(
             update_in_backward=plan.update_in_backward,
             keeps_gradients=plan.grads_have_homes,
@@ -172,6 +180,26 @@ class Runtime:
         )
         self.stepper.attach(self.collector)
 
+    def _make_activation_store(self) -> ActivationStore:
+        config, budgets = self.config, self.config.budgets
+        if config.activation_checkpoints is None:
+            raise AssertionError("no activation checkpoints are configured")
+        return make_activation_store(
+            config.activation_checkpoints.tier,
+            store=self.store,
+            clock=self.clock,
+            budgets={TierName.HOST: budgets.host, TierName.NVME: budgets.nvme},
+            planned_bytes={tier: self.plan.tier_bytes(tier) for tier in TierName},
+            pin_memory=config.pin_memory,
+            nvme_paths=config.nvme_paths,
+            aio=config.aio,
+        )
+
+    def reserved_bytes(self, tier: TierName) -> int:
+        """Of the plan, and of the activation checkpoints so far."""
+        beside = self.activations.reserved() if self.activations is not None else {}
+        return self.plan.tier_bytes(tier) + beside.get(tier, 0)
+
     def _host_pool(self, label: str, count: int, num_bytes: int) -> BufferPool:
         leases: list[Lease] = []
         if num_bytes:
@@ -189,6 +217,8 @@ class Runtime:
         if self.store.nvme is not None:
             lines += [f"    {path}  {format_bytes(size)}" for path, size in self.store.nvme.files]
             lines.append(f"    file engine: {self.store.nvme.description}")
+        for tier, size in (self.activations.reserved() if self.activations is not None else {}).items():
+            lines.append(f"{tier.value:<8}{format_bytes(size):>12}  activation checkpoints so far")
         return "\n".join(lines)
 
     def _description(self) -> dict[str, object]:
@@ -230,6 +260,8 @@ class Runtime:
             self.collector.close()
             self.pipeline.close()
             self.executor.close()
+            if self.activations is not None:
+                self.activations.close()
             self.store.close()
             self.monitor.close()
             self.hooks.remove_gradient_hooks()

@@ -225,6 +225,9 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
         for kind in SegmentKind
     },
     ("offloadzero.placement[]", "units"): ("layers.*", {"param": "host"}),
+    ("offloadzero", "activation_checkpoints"): ({}, {}),
+    ("offloadzero.activation_checkpoints", "units"): (["layers.*"], {}),
+    ("offloadzero.activation_checkpoints", "tier"): ("host", {}),
     ("offloadzero.units", "patterns"): (["layers.*"], {}),
     ("offloadzero.units", "min_leaf_elements"): (8, {}),
     ("offloadzero.units", "prefetch_units"): (3, {}),

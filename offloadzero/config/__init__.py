@@ -5,6 +5,7 @@ Nothing here imports torch.
 
 from offloadzero.config.load import load_config
 from offloadzero.config.schema import (
+    ActivationConfig,
     AioConfig,
     BatchConfig,
     BudgetConfig,
@@ -23,6 +24,7 @@ from offloadzero.config.schema import (
 )
 
 __all__ = [
+    "ActivationConfig",
     "AioConfig",
     "BatchConfig",
     "BudgetConfig",

@@ -291,9 +291,14 @@ _AIO: dict[str, KeySpec] = {
 
 _ACTIVATION_CHECKPOINTING: dict[str, KeySpec] = {
     "partition_activations": _refuse("not built yet"),
-    "cpu_checkpointing": _refuse("not built yet: activations stay on the device"),
+    "cpu_checkpointing": _refuse(
+        "in DeepSpeed it configures calls of deepspeed.checkpointing.checkpoint, which are not read here: "
+        'write "offloadzero": {"activation_checkpoints": {"tier": "host"}}'
+    ),
     "contiguous_memory_optimization": _accept("activations belong to torch's allocator", _BOOL, False),
-    "number_checkpoints": _accept("the model places its own checkpoints", _NUMBER),
+    "number_checkpoints": _accept(
+        "the model, or offloadzero.activation_checkpoints.units, says where checkpoints are", _NUMBER
+    ),
     "synchronize_checkpoint_boundary": _accept("the launching thread never waits there", _BOOL, False),
     "profile": _accept("use torch.profiler", _BOOL, False),
 }
@@ -345,6 +350,9 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
                 "fp32 (exact), or compact: 5.06 bytes per bf16 parameter, moments in 8 bits"
             ),
             "units": _use("how the model is cut"),
+            "activation_checkpoints": _use(
+                "units keep only their inputs for backward and compute the rest again; off when absent, {} is on"
+            ),
             "update": _use("how the optimizer's update runs"),
             "aio": _use("which file engine"),
             "observe": _use("what of each step is shown and recorded (docs/observe.md)"),
@@ -365,6 +373,12 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
             "patterns": _use("globs of module names that are units; the default cut when absent"),
             "min_leaf_elements": _use("leaves of at least so many elements are units of their own; 100000"),
             "prefetch_units": _use("unit leases beside the homes when no device budget is given; 2"),
+        },
+        "offloadzero.activation_checkpoints": {
+            "units": _use(
+                "globs of unit names; every repeated block (or unit of units.patterns) when absent"
+            ),
+            "tier": _use("where the inputs wait for backward: device, host or nvme; device when absent"),
         },
         "offloadzero.update": {
             "in_backward": _use('true, false or "auto": update a unit as soon as that is exact'),

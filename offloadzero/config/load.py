@@ -43,11 +43,15 @@ def load_config(
 
 
 def _check_nvme_paths(config: OffloadConfig, reading: Reading) -> None:
-    on_nvme = any(TierName.NVME in rule.tiers.values() for rule in config.placement.rules)
-    if on_nvme and not config.nvme_paths:
+    users = []
+    if any(TierName.NVME in rule.tiers.values() for rule in config.placement.rules):
+        users.append("the placement")
+    if config.activation_checkpoints is not None and config.activation_checkpoints.tier is TierName.NVME:
+        users.append("offloadzero.activation_checkpoints")
+    if users and not config.nvme_paths:
         key = (*reading.nvme_path_wanted, "offloadzero.nvme_path")[0]
         raise ConfigError(
-            key, None, "the placement uses nvme: name a directory, or a list of them to stripe over"
+            key, None, f"{users[0]} uses nvme: name a directory, or a list of them to stripe over"
         )
 
 

@@ -22,6 +22,7 @@ from offloadzero.config.parse import (
     read_str_list,
 )
 from offloadzero.config.schema import (
+    ActivationConfig,
     AioConfig,
     BudgetConfig,
     ObserveConfig,
@@ -60,6 +61,7 @@ def read_own_block(top: Block, base: OffloadConfig, *, reading: Reading) -> Offl
         budgets=_read_budgets(_part(own, "budgets", reading)),
         state_layout=state_layout,
         units=_read_units(_part(own, "units", reading), base.units),
+        activation_checkpoints=_read_activations(own, reading),
         update=_read_update(_part(own, "update", reading), base.update, state_layout=state_layout),
         aio=_read_aio(_part(own, "aio", reading), base.aio),
         observe=_read_observe(_part(own, "observe", reading)),
@@ -125,6 +127,15 @@ def _read_units(block: Block, base: UnitConfig) -> UnitConfig:
         min_leaf_elements=block.read("min_leaf_elements", read_int, base.min_leaf_elements, minimum=0),
         prefetch_units=block.read("prefetch_units", read_int, base.prefetch_units, minimum=1),
     )
+
+
+def _read_activations(own: Block, reading: Reading) -> ActivationConfig | None:
+    """The block, even an empty one, switches checkpointing on."""
+    if "activation_checkpoints" not in own:
+        return None
+    block = _part(own, "activation_checkpoints", reading)
+    tier = block.read("tier", read_enum, TierName.DEVICE.value, allowed=_TIERS)
+    return ActivationConfig(units=block.read("units", read_str_list, ()), tier=TierName(tier))
 
 
 def _read_update(block: Block, base: UpdateConfig, *, state_layout: str) -> UpdateConfig:

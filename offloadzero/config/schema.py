@@ -119,6 +119,14 @@ class UnitConfig:
 
 
 @dataclass(frozen=True)
+class ActivationConfig:
+    """Units that keep only their inputs for backward, and the tier that holds those inputs until then."""
+
+    units: tuple[str, ...] = ()  # globs of unit names; empty = those of the unit cut's first rule
+    tier: TierName = TierName.DEVICE
+
+
+@dataclass(frozen=True)
 class UpdateConfig:
     """`in_backward`: "auto" updates a unit as soon as its gradient has landed when that is exact."""
 
@@ -166,6 +174,7 @@ class OffloadConfig:
     pin_memory: bool = True
     state_layout: str = "fp32"  # "fp32" | "compact": of the optimizer states of bf16 parameters
     units: UnitConfig = field(default_factory=UnitConfig)
+    activation_checkpoints: ActivationConfig | None = None  # None: autograd keeps what it needs
     update: UpdateConfig = field(default_factory=UpdateConfig)
     aio: AioConfig = field(default_factory=AioConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

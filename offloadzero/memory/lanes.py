@@ -89,6 +89,8 @@ COPY_LANES = {
     "state-h2d": timeline.H2D,
     "gradient-d2h": timeline.D2H,
     "state-d2h": timeline.D2H,
+    "activation-h2d": timeline.H2D,
+    "activation-d2h": timeline.D2H,
 }
 
 

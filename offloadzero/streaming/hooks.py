@@ -18,6 +18,14 @@ Parameters read outside their sites (`F.linear(x, self.wte.weight)` in another m
 the dict behind `module.weight` touches the unit. Inside the root's forward our saved-tensor hooks turn what
 autograd saves of it into a handle. Where they do not reach (a loss function outside the model, a foreign pair of
 hooks) the read gets a private copy, which autograd may keep as long as it likes.
+
+[Note: checkpointed units]
+A checkpointed unit's forward runs under torch's non-reentrant checkpointing, and its site's hooks run inside: the
+recomputation pins the unit and pushes our saved-tensor hooks as the first run did. The order of the pairs, outermost
+first: the model's own; the one that takes the unit's inputs; torch's, which drops what the unit saves and, in the
+recomputation, catches it; the site's. torch saves the inputs it is given through the pair in force, so a tensor that
+the store wants becomes a handle there. Under a foreign pair (a checkpoint around the model, save_on_cpu) inputs go to
+that pair.
 """
 
 from __future__ import annotations
@@ -28,10 +36,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from offloadzero.observe.timeline import Timeline
 from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.streaming.activations import ActivationStore, Call, KeptInput
 from offloadzero.streaming.executor import Executor, SavedWeight
 from offloadzero.streaming.stepping import Stepper
 from offloadzero.streaming.units import Site, UnitCut
@@ -110,6 +121,51 @@ class _SiteHooks:
         self._timeline.lap(self._lap)
 
 
+class _CheckpointedForward:
+    """Stands for a unit's `forward`: [Note: checkpointed units]."""
+
+    def __init__(self, name: str, module: nn.Module, site: _SiteHooks | None, hooks: ModelHooks) -> None:
+        """`site`: the hooks of the module as a site, which are not registered with it."""
+        functools.update_wrapper(self, module.forward)
+        self._name = name
+        self._module = module
+        self._site = site
+        self._hooks = hooks
+        self._own = module.__dict__.get("forward")  # set on the instance: a compiled one, say
+        self._forward = module.forward
+        module.forward = self
+
+    def remove(self) -> None:
+        if self._own is None:
+            del self._module.forward
+        else:
+            self._module.forward = self._own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._run(args, kwargs)
+        # Flat, so that tensors inside tuples and dicts are inputs too.
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+
+        def run(*leaves: Any) -> Any:
+            return self._run(*pytree.tree_unflatten(leaves, structure))
+
+        self._hooks.push_input_hooks(self._name)
+        try:
+            return checkpoint(run, *leaves, use_reentrant=False)
+        finally:
+            _pop()
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._site is None:
+            return self._forward(*args, **kwargs)
+        self._site.pre_forward(self._module, args)
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self._site.post_forward(self._module, args, None)
+
+
 class ModelHooks:
     """Everything attached to a model; `remove()` takes it off again."""
 
@@ -123,8 +179,13 @@ class ModelHooks:
         read_weight: Callable[[Record, ParamSlot], torch.Tensor],
         write_weight: Callable[[Record, ParamSlot, torch.Tensor], None],
         timeline: Timeline,
+        checkpointed: Mapping[str, nn.Module],
+        activations: ActivationStore | None,
     ) -> None:
-        """`read_weight` gives a parameter's value as a new host tensor in its shape, `write_weight` sets it."""
+        """`read_weight` gives a parameter's value as a new host tensor in its shape, `write_weight` sets it.
+
+        `checkpointed` are modules by their units' names; `activations` takes their inputs.
+        """
         self.executor = executor
         self.timeline = timeline
         self._stepper = stepper
@@ -139,18 +200,28 @@ class ModelHooks:
         self._handles: list[RemovableHandle] = []
         self._gradient_handles: list[RemovableHandle] = []
         self._owners = cut.owners
-        self._attach(model, cut)
+        self._activations = activations
+        self._forwards: list[_CheckpointedForward] = []
+        self._attach(model, cut, checkpointed)
 
-    def _attach(self, model: nn.Module, cut: UnitCut) -> None:
+    def _attach(self, model: nn.Module, cut: UnitCut, checkpointed: Mapping[str, nn.Module]) -> None:
         sites = list(cut.sites)
         if not any(site.module is model for site in sites):
             sites.insert(0, Site("", model, ()))  # for its saved-tensor hooks
+        inside = {id(module) for module in checkpointed.values()}
+        site_hooks: dict[int, _SiteHooks] = {}
         for site in sites:
-            hooks = _SiteHooks(site, self)
+            hooks = site_hooks[id(site.module)] = _SiteHooks(site, self)
+            if id(site.module) in inside:
+                continue  # inside the checkpoint
             self._handles += [
                 site.module.register_forward_pre_hook(hooks.pre_forward),
                 site.module.register_forward_hook(hooks.post_forward, always_call=True),
             ]
+        self._forwards = [
+            _CheckpointedForward(name, module, site_hooks.get(id(module)), self)
+            for name, module in checkpointed.items()
+        ]
         for module in cut.owners:
             module._parameters = _WatchedParameters(module._parameters, self._on_read)
             # torch marks the hook with an attribute, which a bound method does not take.
@@ -178,6 +249,9 @@ class ModelHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for forward in self._forwards:
+            forward.remove()
+        self._forwards = []
         for module in self._owners:
             module._parameters = dict(module._parameters)
 
@@ -217,6 +291,17 @@ class ModelHooks:
             self.executor, _innermost(), timeline=self.timeline
         )
         _push(hooks.pack, hooks.unpack)
+
+    def push_input_hooks(self, name: str) -> None:
+        """The pair that takes the inputs of unit `name`: [Note: checkpointed units]."""
+        others = self._own_innermost() or _SavedTensorHooks(
+            self.executor, _innermost(), timeline=self.timeline
+        )
+        if others.is_under_foreign or self._activations is None:
+            _push(others.pack, others.unpack)
+        else:
+            inputs = _InputHooks(Call(name), self._activations, self.executor, others)
+            _push(inputs.pack, inputs.unpack)
 
     # --- gradients ---
 
@@ -299,6 +384,11 @@ class _SavedTensorHooks:
         """The hook that gives the tensor back."""
         return self._timed_unpack if self._timeline.is_on else self._unpack
 
+    @property
+    def is_under_foreign(self) -> bool:
+        """Whether a pair that is not ours gets what is no weight."""
+        return self._outer is not None
+
     def _timed_pack(self, tensor: torch.Tensor) -> Any:
         with self._timeline.launching():
             return self._pack(tensor)
@@ -322,3 +412,26 @@ class _SavedTensorHooks:
         if self._outer is not None:
             return self._outer[1](packed)  # type: ignore[no-any-return]
         return packed  # type: ignore[no-any-return]
+
+
+class _InputHooks:
+    """Saved-tensor hooks for the inputs of one call of a checkpointed unit."""
+
+    def __init__(
+        self, call: Call, activations: ActivationStore, executor: Executor, others: _SavedTensorHooks
+    ) -> None:
+        """`others` gets what does not move: weights of ours, indices, small tensors."""
+        self._call = call
+        self._activations = activations
+        self._save = executor.save
+        self._others = others
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        if self._activations.wants(tensor) and self._save(tensor) is None:
+            return self._activations.keep(self._call, tensor)
+        return self._others.pack(tensor)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        return (
+            self._activations.load(packed) if isinstance(packed, KeptInput) else self._others.unpack(packed)
+        )

@@ -90,6 +90,31 @@ def cut_units(
     return UnitCut(tuple(records), sites, together, owners)
 
 
+def checkpointed_modules(
+    model: nn.Module, cut: UnitCut, units: UnitConfig, patterns: Sequence[str]
+) -> dict[str, nn.Module]:
+    """The modules of the units whose name matches one of `patterns`; of all unit roots when there is none.
+
+    Raises:
+        ConfigError: a pattern matches no unit, or one that is never called as a module.
+    """
+    names = {record.name.split("#")[0] for record in cut.records} - {REST}
+    key = "offloadzero.activation_checkpoints.units"
+    patterns = patterns or sorted(names & set(_unit_roots(model, units).values()))
+    if not patterns:
+        raise ConfigError(key, None, "the model has no repeated blocks: name units", known_values=names)
+    chosen: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ConfigError(key, pattern, f"units: {', '.join(sorted(names))}", known_values=names)
+        chosen.update((name, model.get_submodule(name)) for name in matching)
+    for name, module in chosen.items():
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise ConfigError(key, name, f"a unit that is called: {name} is a {type(module).__name__}")
+    return chosen
+
+
 def _expect_trainable_dtype(
     dtype: torch.dtype, params: Sequence[tuple[str, nn.Parameter, int | None]]
 ) -> None:

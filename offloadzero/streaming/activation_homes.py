@@ -1,0 +1,398 @@
+"""The tiers that hold the inputs of checkpointed units until backward (floor 5).
+
+Memory and file are taken as the first step shows the sizes, and used again in every later one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from offloadzero.config import AioConfig, TierName
+from offloadzero.errors import BudgetError
+from offloadzero.memory.arena import BufferPool, Holes, PooledBuffer, align_up, allocate_host
+from offloadzero.memory.lanes import Accelerator, Fence, Lane, LaneTicket
+from offloadzero.memory.nvme import Extent, NvmeTier
+from offloadzero.memory.store import FETCH_PRIORITY, UPDATE_PRIORITY, TieredStore
+from offloadzero.memory.tickets import Failures, Ticket
+from offloadzero.observe.clock import StepClock
+from offloadzero.planning.memory_plan import format_bytes
+from offloadzero.planning.probe import available_bytes
+
+NUM_STAGING = 2  # buffers in each direction between device and file
+
+
+class HomeCopy(Protocol):
+    """One input at home."""
+
+    copied: LaneTicket  # the device's memory has been read
+
+    def fetch(self, target: torch.Tensor, fence: Fence) -> LaneTicket:
+        """Fill `target`, device, shape (n,), which may be written behind `fence`."""
+
+    def home(self) -> Ticket:
+        """Done when the input is home."""
+
+    def release(self) -> None:
+        """Nobody uses the home any more."""
+
+
+class Home(Protocol):
+    """A tier for inputs."""
+
+    num_ahead: int  # calls that are fetched ahead
+
+    def send(self, source: torch.Tensor, label: str) -> HomeCopy:
+        """Start the copy of `source`, device, shape (n,)."""
+
+    def reserved(self) -> dict[TierName, int]:
+        """Bytes taken so far."""
+
+    def close(self) -> None:
+        """Finish the transfers, stop the threads, give the memory back."""
+
+
+@dataclass(frozen=True, eq=False)
+class EndedCell:
+    """What a cell leaves behind: its home, and device memory that a fetch may still write."""
+
+    copy: HomeCopy
+    users: Ticket
+    target: torch.Tensor | None
+
+
+class EndedCells:
+    """Cells whose graph is gone; their homes are free once their transfers are done."""
+
+    def __init__(self, *, clock: StepClock, failures: Failures) -> None:
+        self._clock = clock
+        self._failures = failures
+        self._entries: deque[EndedCell] = deque()
+
+    def note(self, entry: EndedCell) -> None:
+        """From any thread, at any time."""
+        self._entries.append(entry)
+
+    def release(self, *, wait: bool = False) -> None:
+        """Give back the homes that no transfer uses any more; `wait` until that is all of them."""
+        for _ in range(len(self._entries)):
+            entry = self._entries.popleft()
+            if wait and not entry.users.done():
+                with self._clock.waiting("activation copy"), self._failures.handed_over():
+                    entry.users.wait()
+            if entry.users.done():
+                entry.copy.release()
+            else:
+                self._entries.append(entry)
+
+
+class Reserve:
+    """Counts what a tier's checkpoints take beside the plan, and refuses what does not fit."""
+
+    def __init__(self, tier: TierName, *, budget: int | None, planned_bytes: int) -> None:
+        self.tier = tier
+        self.num_bytes = 0
+        self._budget = budget
+        self._planned_bytes = planned_bytes
+
+    def add(self, num_bytes: int, label: str) -> None:
+        """`num_bytes` more (or less). Raises BudgetError."""
+        if num_bytes > 0:
+            self.check(num_bytes, label)
+        self.num_bytes += num_bytes
+
+    def check(self, num_bytes: int, label: str) -> None:
+        """Raises BudgetError when `num_bytes` more do not fit."""
+        taken = f"{format_bytes(self.num_bytes)} of activation checkpoints are taken"
+        if self._budget is not None:
+            needed = self._planned_bytes + self.num_bytes + num_bytes
+            if needed > self._budget:
+                raise BudgetError(
+                    f"{label}: offloadzero.budgets.{self.tier.value}: {format_bytes(needed)} are needed, "
+                    f"{format_bytes(self._budget)} are allowed. {format_bytes(self._planned_bytes)} are planned for "
+                    f"states, {taken}, {format_bytes(num_bytes)} more are asked for.\nWhat would make it fit: "
+                    "another offloadzero.activation_checkpoints.tier, a smaller micro batch, or a larger budget."
+                )
+        elif self.tier is TierName.HOST and num_bytes > available_bytes("cpu"):
+            raise BudgetError(
+                f"{label}: {format_bytes(num_bytes)} of host memory are asked for, "
+                f"{format_bytes(available_bytes('cpu'))} are available; {taken}"
+            )
+
+
+@dataclass(eq=False)
+class HostMemory:
+    """Page-aligned host memory, pinned where the configuration says so, within its budget."""
+
+    accelerator: Accelerator
+    reserve: Reserve
+    pin: bool
+    buffers: dict[int, torch.Tensor] = field(default_factory=dict)  # by address
+    lock: threading.Lock = field(default_factory=threading.Lock)  # the reading thread grows its staging
+
+    def allocate(self, num_bytes: int, label: str) -> torch.Tensor:
+        size = align_up(num_bytes)
+        with self.lock:
+            self.reserve.add(size, label)
+            buffer = allocate_host(size)
+            if self.pin:
+                self.accelerator.pin(buffer)
+            self.buffers[buffer.data_ptr()] = buffer
+        return buffer
+
+    def free(self, buffer: torch.Tensor) -> None:
+        with self.lock:
+            del self.buffers[buffer.data_ptr()]
+            if self.pin:
+                self.accelerator.unpin(buffer)
+            self.reserve.add(-buffer.numel(), "")
+
+    def free_all(self) -> None:
+        for buffer in list(self.buffers.values()):
+            self.free(buffer)
+
+
+class _Lanes:
+    """One lane in each direction."""
+
+    def __init__(self, accelerator: Accelerator, failures: Failures) -> None:
+        self.d2h = accelerator.lane("activation-d2h", failures)
+        self.h2d = accelerator.lane("activation-h2d", failures)
+
+    def close(self) -> None:
+        self.d2h.close()
+        self.h2d.close()
+
+
+@dataclass(eq=False)
+class _HostCopy:
+    tier: HostHome
+    buffer: torch.Tensor
+    view: torch.Tensor
+    label: str
+    copied: LaneTicket
+
+    def home(self) -> Ticket:
+        return self.copied
+
+    def fetch(self, target: torch.Tensor, fence: Fence) -> LaneTicket:
+        copy, view = self.tier.accelerator.copy, self.view
+        return self.tier.lanes.h2d.submit(
+            lambda: copy(target, view), after=[self.copied], fence=fence, label=self.label
+        )
+
+    def release(self) -> None:
+        self.tier.give_back(self.buffer)
+
+
+class HostHome:
+    """Inputs in host memory: one buffer each, from those of earlier steps."""
+
+    num_ahead = 1
+
+    def __init__(self, memory: HostMemory, ended: EndedCells, *, store: TieredStore) -> None:
+        self.accelerator = store.accelerator
+        self.lanes = _Lanes(store.accelerator, store.failures)
+        self._memory = memory
+        self._ended = ended
+        self._poison = store.poison
+        self._free: list[torch.Tensor] = []
+
+    def send(self, source: torch.Tensor, label: str) -> _HostCopy:
+        buffer = self._take(source.nbytes, label)
+        view = buffer[: source.nbytes].view(source.dtype)
+        copy = self.accelerator.copy
+        copied = self.lanes.d2h.submit(
+            lambda: copy(view, source), fence=self.accelerator.fence(), label=label
+        )
+        return _HostCopy(self, buffer, view, label, copied)
+
+    def _take(self, num_bytes: int, label: str) -> torch.Tensor:
+        """The smallest free buffer that is large enough, or a new one in place of a free one that is not."""
+        if not any(buffer.numel() >= num_bytes for buffer in self._free):
+            self._ended.release(wait=True)
+        fitting = [index for index, buffer in enumerate(self._free) if buffer.numel() >= num_bytes]
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda index: self._free[index].numel()))
+        if self._free:
+            self._memory.free(self._free.pop())
+        return self._memory.allocate(num_bytes, label)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        if self._poison:
+            buffer.fill_(0xFF)  # NaN in bf16, fp16 and fp32
+        self._free.append(buffer)
+
+    def reserved(self) -> dict[TierName, int]:
+        return {TierName.HOST: self._memory.reserve.num_bytes}
+
+    def close(self) -> None:
+        self.lanes.close()
+        self._free = []
+        self._memory.free_all()
+
+
+@dataclass(eq=False)
+class _NvmeCopy:
+    tier: NvmeHome
+    extent: Extent
+    num_elements: int
+    dtype: torch.dtype
+    label: str
+    copied: LaneTicket
+    written: LaneTicket
+
+    def home(self) -> Ticket:
+        return self.written
+
+    def fetch(self, target: torch.Tensor, fence: Fence) -> LaneTicket:
+        return self.tier.fetch(self, target, fence)
+
+    def release(self) -> None:
+        self.tier.give_back(self.extent)
+
+
+class NvmeHome:
+    """Inputs on files of their own, through staging buffers in host memory."""
+
+    num_ahead = 2
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        ended: EndedCells,
+        *,
+        store: TieredStore,
+        clock: StepClock,
+        reserve: Reserve,
+        paths: Sequence[Path],
+        aio: AioConfig,
+    ) -> None:
+        self.accelerator = store.accelerator
+        self.lanes = _Lanes(store.accelerator, store.failures)
+        self._memory = memory
+        self._ended = ended
+        self._failures = store.failures
+        self._clock = clock
+        self._reserve = reserve
+        self._open: Callable[[int], NvmeTier] = lambda num_bytes: NvmeTier(
+            paths, num_bytes=num_bytes, aio=aio, timeline=store.timeline
+        )
+        self._tier: NvmeTier | None = None
+        self._holes = Holes()
+        self._writer = Lane("activation-write", store.failures)
+        # It may allocate pinned memory: with CUDA that belongs on the device of the lanes.
+        self._reader = store.accelerator.lane("activation-read", store.failures)
+        self._outgoing = self._staging(store)
+        self._incoming = self._staging(store)
+
+    @staticmethod
+    def _staging(store: TieredStore) -> BufferPool:
+        """Buffers that grow to the size of what they are taken for."""
+        pool = BufferPool((), failures=store.failures, poison=store.poison)
+        for _ in range(NUM_STAGING):
+            pool.give_back(PooledBuffer(torch.empty(0, dtype=torch.uint8)))  # of no size yet
+        return pool
+
+    def _grown(self, buffer: PooledBuffer, num_bytes: int, label: str) -> PooledBuffer:
+        buffer.last_use.wait()
+        if buffer.bytes.numel() < num_bytes:
+            if buffer.bytes.numel():
+                self._memory.free(buffer.bytes)
+            buffer.bytes = self._memory.allocate(num_bytes, f"{label}: staging")
+        return buffer
+
+    def send(self, source: torch.Tensor, label: str) -> _NvmeCopy:
+        tier, extent = self._take(source.nbytes, label)
+        buffer = self._outgoing.try_take()
+        if buffer is None:
+            with self._clock.waiting("activation write"):
+                buffer = self._outgoing.take()
+        staging = self._grown(buffer, source.nbytes, label)
+        view = staging.view(source.dtype, source.numel())
+        copy, give_back = self.accelerator.copy, self._outgoing.give_back
+        copied = self.lanes.d2h.submit(
+            lambda: copy(view, source), fence=self.accelerator.fence(), label=label
+        )
+
+        def write() -> None:
+            try:
+                tier.write(
+                    extent, view, start_byte=0, priority=UPDATE_PRIORITY, label=f"{label} activation"
+                ).wait()
+            finally:
+                give_back(staging)
+
+        written = self._writer.submit(write, after=[copied], label=label)
+        return _NvmeCopy(self, extent, source.numel(), source.dtype, label, copied, written)
+
+    def _take(self, num_bytes: int, label: str) -> tuple[NvmeTier, Extent]:
+        """A free range of the file, which grows when there is none."""
+        size = align_up(num_bytes)
+        offset = self._holes.take(size)
+        if offset is None:
+            self._ended.release(wait=True)
+            offset = self._holes.take(size)
+        if offset is None:
+            offset = self._reserve.num_bytes
+            self._reserve.check(size, label)
+            if self._tier is None:
+                self._tier = self._open(size)
+            else:
+                self._tier.grow(offset + size)
+            self._reserve.add(size, label)
+        if self._tier is None:
+            raise AssertionError(f"{label}: a range of a file that is not open")
+        return self._tier, Extent(offset, size)
+
+    def fetch(self, copy: _NvmeCopy, target: torch.Tensor, fence: Fence) -> LaneTicket:
+        """File -> staging -> device."""
+        tier, accelerator, incoming = self._tier, self.accelerator, self._incoming
+        if tier is None:
+            raise AssertionError(f"{copy.label}: fetched before anything was written")
+        staged: list[PooledBuffer] = []
+
+        def read() -> None:
+            view = self._take_incoming(copy, staged)
+            tier.read(
+                copy.extent, view, start_byte=0, priority=FETCH_PRIORITY, label=f"{copy.label} activation"
+            ).wait()
+
+        def copy_to_device() -> None:
+            (buffer,) = staged
+            try:
+                accelerator.copy(target, buffer.view(copy.dtype, copy.num_elements))
+            finally:
+                incoming.give_back(buffer, last_use=accelerator.launched())
+
+        arrived = self._reader.submit(read, after=[copy.written], label=copy.label)
+        return self.lanes.h2d.submit(copy_to_device, after=[arrived], fence=fence, label=copy.label)
+
+    def _take_incoming(self, copy: _NvmeCopy, staged: list[PooledBuffer]) -> torch.Tensor:
+        num_bytes = copy.num_elements * copy.dtype.itemsize
+        staged.append(self._grown(self._incoming.take(), num_bytes, copy.label))
+        return staged[0].view(copy.dtype, copy.num_elements)
+
+    def give_back(self, extent: Extent) -> None:
+        self._holes.give(extent.offset, extent.num_bytes)
+
+    def reserved(self) -> dict[TierName, int]:
+        return {
+            TierName.HOST: self._memory.reserve.num_bytes,
+            TierName.NVME: self._reserve.num_bytes,
+        }
+
+    def close(self) -> None:
+        self.lanes.d2h.close()
+        self._writer.close()
+        self._reader.close()
+        self.lanes.h2d.close()
+        if self._tier is not None:
+            self._tier.close()
+        self._memory.free_all()

@@ -1,0 +1,275 @@
+"""The inputs of checkpointed units between forward and backward: on the device, the host or NVMe (floor 5).
+
+[Note: an input's way]
+What a checkpointed unit gets as input is a *cell*. Its copy to the home tier starts when the unit's forward does; the
+device's memory is given up a few units later, behind the copy on the compute stream, so that the launching thread
+waits for nothing. Backward asks for the cells in reverse order: a cell that still has its device memory gives that,
+any other is fetched, and the ones before it are fetched ahead.
+
+Buffers, and the file, are taken as the first step shows the sizes, and used again in every later one. A cell ends
+with the graph that holds it, on any thread and perhaps in the middle of an allocation: its end only appends to a
+deque, and the next input that comes takes what is free there.
+
+[Note: inputs changed in place]
+A copy on the way would read half of a change. So a source is held, with its version, until it is given up on the
+training thread: what has changed by then is refused. A change after that does not reach the copy, which is complete.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import torch
+
+from offloadzero.config import AioConfig, TierName
+from offloadzero.errors import StateError
+from offloadzero.memory.lanes import order_compute_after
+from offloadzero.memory.store import TieredStore
+from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
+from offloadzero.observe.clock import StepClock
+from offloadzero.streaming.activation_homes import (
+    EndedCell,
+    EndedCells,
+    Home,
+    HomeCopy,
+    HostHome,
+    HostMemory,
+    NvmeHome,
+    Reserve,
+)
+
+MIN_BYTES = 4096  # smaller inputs stay on the device: a copy costs more than their memory
+NUM_SENDING = 2  # inputs whose device memory is held for their copies
+
+
+class CellState(Enum):
+    """Where an input is."""
+
+    KEPT = "kept"  # on the device, perhaps with a copy on its way or at home
+    AWAY = "away"
+    FETCHING = "fetching"
+
+
+class Call:
+    """One call of a checkpointed unit; numbered when it keeps its first input."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.number: int | None = None
+        self.cells: list[weakref.ref[_Cell]] = []
+
+
+class _Cell:
+    """One input of one call, or of several that got the very same tensor."""
+
+    def __init__(self, tensor: torch.Tensor, label: str, ended: EndedCells) -> None:
+        self.label = label
+        self.size, self.stride, self.dtype = tensor.size(), tensor.stride(), tensor.dtype
+        self.source: torch.Tensor | None = tensor.detach()
+        self.version = tensor._version
+        self.origin = weakref.ref(tensor.untyped_storage())
+        self.state = CellState.KEPT
+        self.copy: HomeCopy | None = None
+        self.target: torch.Tensor | None = None
+        self.fetched: Ticket = FINISHED  # of the last fetch
+        self._ended = ended
+
+    def check_unchanged(self) -> None:
+        if self.source is not None and self.source._version != self.version:
+            raise StateError(
+                f"{self.label}: an input of this checkpointed unit was changed in place before backward: "
+                "write x = x + y instead of x += y, or leave the unit out of offloadzero.activation_checkpoints.units"
+            )
+
+    def give_up_source(self) -> None:
+        if self.state is not CellState.KEPT:
+            raise AssertionError(f"{self.label}: {self.state}")
+        self.check_unchanged()
+        self.source = None
+        self.state = CellState.AWAY
+
+    def __del__(self) -> None:
+        copy: HomeCopy | None = getattr(self, "copy", None)
+        if copy is not None:
+            self._ended.note(EndedCell(copy, AllOf((copy.home(), self.fetched)), self.target))
+
+
+@dataclass(frozen=True, eq=False)
+class KeptInput:
+    """What autograd keeps instead of an input."""
+
+    call: Call
+    cell: _Cell
+
+
+class ActivationStore:
+    """Keeps the inputs of checkpointed units until backward asks for them."""
+
+    def __init__(self, home: Home | None, ended: EndedCells, *, store: TieredStore, clock: StepClock) -> None:
+        """`home` None keeps them on the device."""
+        self._home = home
+        self._ended = ended
+        self._accelerator = store.accelerator
+        self._failures = store.failures
+        self._poison = store.poison
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._next_number = 0
+        self._calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
+        self._by_input: weakref.WeakValueDictionary[object, _Cell] = weakref.WeakValueDictionary()
+        self._sending: deque[weakref.ref[_Cell]] = deque()
+
+    def wants(self, tensor: torch.Tensor) -> bool:
+        """Whether this input is one that moves; parameters, indices, small and strided ones are not."""
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.is_floating_point()
+            and tensor.nbytes >= MIN_BYTES
+            and tensor.device == self._accelerator.device
+            and not (tensor.is_leaf and tensor.requires_grad)
+            and not tensor.is_inference()
+            and _is_dense(tensor)
+        )
+
+    # --- forward ---
+
+    def keep(self, call: Call, tensor: torch.Tensor) -> KeptInput:
+        """Take an input of `call` until backward. It must not be changed: [Note: inputs changed in place]."""
+        with self._lock:
+            self._failures.check()
+            self._give_up_sources()
+            self._ended.release()
+            cell = self._find_or_make(call, tensor)
+            if call.number is None:
+                call.number = self._next_number
+                self._next_number += 1
+                self._calls[call.number] = call
+            call.cells.append(weakref.ref(cell))
+            return KeptInput(call, cell)
+
+    def _find_or_make(self, call: Call, tensor: torch.Tensor) -> _Cell:
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+        known = self._by_input.get(key)
+        if known is not None and known.origin() is storage and known.version == tensor._version:
+            return known  # a mask, or an encoder's output: every block gets it
+        cell = _Cell(tensor, call.label, self._ended)
+        if self._home is not None:
+            flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+            cell.copy = self._home.send(flat, call.label)
+            self._sending.append(weakref.ref(cell))
+        self._by_input[key] = cell
+        return cell
+
+    def _give_up_sources(self) -> None:
+        """What has been copied leaves the device, and all but the last few at once: behind their copies."""
+        while self._sending:
+            cell = self._sending[0]()
+            if cell is not None and cell.copy is not None:
+                copied = cell.copy.copied
+                if not copied.done():
+                    if len(self._sending) < NUM_SENDING:
+                        return
+                    with self._clock.waiting("activation copy"), self._failures.handed_over():
+                        copied.order_compute()
+                cell.give_up_source()
+            self._sending.popleft()
+
+    # --- backward ---
+
+    def load(self, kept: KeptInput) -> torch.Tensor:
+        """The input, in the shape, strides and dtype it had. Called once for each recomputation."""
+        with self._lock:
+            self._failures.check()
+            cell = kept.cell
+            self._fetch(cell)
+            self._fetch_ahead(kept.call)
+            if cell.source is not None:
+                cell.check_unchanged()
+                return cell.source
+            if cell.target is None:
+                raise AssertionError(f"{cell.label}: {cell.state}")
+            tensor, cell.target = cell.target, None
+            cell.state = CellState.AWAY
+            with self._failures.handed_over():
+                if not cell.fetched.done():
+                    with self._clock.waiting("activation fetch"):
+                        order_compute_after(cell.fetched)
+                else:
+                    order_compute_after(cell.fetched)
+            return tensor
+
+    def _fetch_ahead(self, call: Call) -> None:
+        if self._home is None or call.number is None:
+            return
+        for number in range(call.number - 1, call.number - 1 - self._home.num_ahead, -1):
+            earlier = self._calls.get(number)
+            for reference in earlier.cells if earlier is not None else ():
+                cell = reference()
+                if cell is not None:
+                    self._fetch(cell)
+
+    def _fetch(self, cell: _Cell) -> None:
+        """Start the fetch of a cell that is away."""
+        if cell.state is not CellState.AWAY or cell.copy is None:
+            return
+        target = torch.empty_strided(
+            cell.size, cell.stride, dtype=cell.dtype, device=self._accelerator.device
+        )
+        if self._poison:
+            target.fill_(float("nan"))
+        flat = target.as_strided((target.numel(),), (1,))
+        cell.fetched = cell.copy.fetch(flat, self._accelerator.fence())
+        cell.target = target
+        cell.state = CellState.FETCHING
+
+    # --- the whole ---
+
+    def reserved(self) -> dict[TierName, int]:
+        """Bytes taken so far, by tier."""
+        return self._home.reserved() if self._home is not None else {}
+
+    def close(self) -> None:
+        """Finish the transfers, stop the threads, remove the file."""
+        if self._home is not None:
+            self._home.close()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill one range of memory, in any order: what empty_like then gives the same strides."""
+    return (
+        tensor.layout is torch.strided and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    )
+
+
+def make_activation_store(
+    tier: TierName,
+    *,
+    store: TieredStore,
+    clock: StepClock,
+    budgets: Mapping[TierName, int | None],
+    planned_bytes: Mapping[TierName, int],
+    pin_memory: bool,
+    nvme_paths: Sequence[Path],
+    aio: AioConfig,
+) -> ActivationStore:
+    """The store whose homes are on `tier`; `budgets` and `planned_bytes` have the host's and NVMe's bytes."""
+    ended = EndedCells(clock=clock, failures=store.failures)
+    home: Home | None = None
+    if tier is not TierName.DEVICE:
+        host, nvme = (
+            Reserve(name, budget=budgets[name], planned_bytes=planned_bytes[name])
+            for name in (TierName.HOST, TierName.NVME)
+        )
+        memory = HostMemory(store.accelerator, host, pin_memory)
+        if tier is TierName.HOST:
+            home = HostHome(memory, ended, store=store)
+        else:
+            home = NvmeHome(memory, ended, store=store, clock=clock, reserve=nvme, paths=nvme_paths, aio=aio)
+    return ActivationStore(home, ended, store=store, clock=clock)
