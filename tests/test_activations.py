@@ -23,6 +23,7 @@ from offloadzero.memory.lanes import Lane, LaneTicket
 from offloadzero.streaming import activation_homes, activations
 from tests import models
 from tests.models import WIDTH, CheckpointedStack, Stack
+from tests.schedules import Slowness
 from tests.training import (
     PLACEMENTS,
     Config,
@@ -88,8 +89,7 @@ def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the numbers
 
 
-@pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", None])
+@pytest.mark.parametrize(("dtype", "clipping"), [("bf16", 0.0), ("bf16", 0.5), ("fp16", 0.5), (None, 0.0)])
 def test_losses_weights_and_moments_are_those_without(
     dtype: str | None, clipping: float, tmp_path: Path
 ) -> None:
@@ -181,9 +181,21 @@ def test_models_of_transformers(name: str, tmp_path: Path) -> None:
 
     make_model = test_models.MODELS[name]
     plain = run_engine(make_model, test_models.engine_loop, config_with(None, tmp_path, "resident"))
-    for tier in TIERS:
+    for tier in AWAY:
         found = run_engine(make_model, test_models.engine_loop, config_with(tier, tmp_path, "nvme"))
         assert_same(found, plain)
+
+
+def test_compiled_blocks(tmp_path: Path) -> None:
+    def compiled() -> nn.Module:
+        model = Stack(num_blocks=3)
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, backend="aot_eager")
+        return model
+
+    plain = run_engine(compiled, loop, config_with("device", tmp_path, "resident"))
+    assert_same(run_engine(compiled, loop, config_with("nvme", tmp_path, "host")), plain)
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -338,7 +350,7 @@ def test_an_exception_in_the_forward(tier: str, tmp_path: Path) -> None:
 
     def failing_loop(engine: Any) -> list[float]:
         losses = []
-        for seed in range(NUM_STEPS):
+        for seed in range(2):
             engine.module.blocks[2].fails = True
             with pytest.raises(KeyError, match="in the forward"):
                 engine(features(seed))
@@ -503,6 +515,17 @@ def slow_lanes(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 @pytest.fixture
 def expected(tmp_path: Path) -> Outcome:
     return run_engine(Stack, loop, config_with(None, tmp_path, "resident"))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_delays_change_nothing(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"accumulation": 1 + seed % 2, "clipping": (0.0, 0.5)[seed // 2 % 2]}
+    plain = run_engine(Stack, loop, config_with(None, tmp_path, "resident", **options))
+    Slowness(seed).install(monkeypatch)
+    placement = ("host", "nvme", "mixed")[seed % 3]
+    assert_same(
+        run_engine(Stack, loop, config_with(AWAY[seed // 3 % 2], tmp_path, placement, **options)), plain
+    )
 
 
 def outcome_of(tier: str, directory: Path, expected: Outcome) -> list[str]:

@@ -598,3 +598,40 @@ def test_a_budget_beyond_the_device_is_refused(tmp_path: Path) -> None:
     engine = make_engine(config)  # a budget is a limit: what is taken is what the model needs
     assert engine.optimizer.runtime.plan.tier_bytes(TierName.DEVICE) < free
     engine.close()
+
+
+# --- activation checkpoints ---
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_checkpoints_leave_the_device_and_change_nothing(tmp_path: Path, tier: str) -> None:
+    """32 inputs of 8 MiB each; a few of them are on the device at once."""
+    batch = tokens(0, batch=64, length=129).cuda()
+    outcomes = {}
+    for name in ("device", tier):
+        torch.manual_seed(1)
+        config = settings(
+            tmp_path,
+            placement="host",
+            device="cuda",
+            poison_released_leases=False,
+            activation_checkpoints={"tier": name},
+        )
+        engine = make_engine(config, TinyModel(width=512, num_blocks=32))
+        losses = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            loss = engine(batch)
+            torch.cuda.synchronize()
+            held = torch.cuda.memory_allocated() - before
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        outcomes[name] = losses, all_states(engine), held
+        engine.close()
+    input_bytes = 64 * 128 * 512 * 2
+    assert outcomes["device"][0] == outcomes[tier][0]
+    for key, value in outcomes["device"][1].items():
+        assert torch.equal(value, outcomes[tier][1][key]), key
+    assert outcomes["device"][2] - outcomes[tier][2] >= 24 * input_bytes
