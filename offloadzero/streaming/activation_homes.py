@@ -305,7 +305,8 @@ class NvmeHome:
         if buffer.bytes.numel() < num_bytes:
             if buffer.bytes.numel():
                 self._memory.free(buffer.bytes)
-            buffer.bytes = self._memory.allocate(num_bytes, f"{label}: staging")
+            # A new object: the old one's views must go with its memory.
+            return PooledBuffer(self._memory.allocate(num_bytes, f"{label}: staging"))
         return buffer
 
     def send(self, source: torch.Tensor, label: str) -> _NvmeCopy:
