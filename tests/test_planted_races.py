@@ -72,6 +72,17 @@ def slow_updates(monkeypatch: pytest.MonkeyPatch, duration_s: float = 0.005) -> 
     monkeypatch.setattr(UpdatePipeline, "_compute", slow)
 
 
+def slow_lane(monkeypatch: pytest.MonkeyPatch, name: str, duration_s: float = 0.005) -> None:
+    launch = Lane._launch
+
+    def slow(lane: Lane, task: Callable[[], None], fence: Any) -> Any:
+        if lane.name == name:
+            time.sleep(duration_s)
+        return launch(lane, task, fence)
+
+    monkeypatch.setattr(Lane, "_launch", slow)
+
+
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 @pytest.mark.parametrize("name", ["in backward", "at the step"])
 def test_fetch_that_does_not_wait_for_the_update_is_caught(
@@ -94,14 +105,7 @@ def test_fetch_that_does_not_wait_for_the_update_is_caught(
 def test_use_that_does_not_wait_for_the_fetch_is_caught(
     placement: str, expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = Lane._launch
-
-    def slow_launch(lane: Lane, task: Callable[[], None], fence: Any) -> Any:
-        if lane.name == "fetch":
-            time.sleep(0.005)
-        return launch(lane, task, fence)
-
-    monkeypatch.setattr(Lane, "_launch", slow_launch)
+    slow_lane(monkeypatch, "fetch")
 
     def plant() -> None:
         monkeypatch.setattr(LaneTicket, "order_compute", lambda _: None)
@@ -167,14 +171,7 @@ def test_lease_given_to_the_next_before_its_copy_has_left_is_caught(
 def test_update_that_starts_before_the_gradient_has_landed_is_caught(
     name: str, expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = Lane._launch
-
-    def slow_launch(lane: Lane, task: Callable[[], None], fence: Any) -> Any:
-        if lane.name == "gradient-d2h":
-            time.sleep(0.005)
-        return launch(lane, task, fence)
-
-    monkeypatch.setattr(Lane, "_launch", slow_launch)
+    slow_lane(monkeypatch, "gradient-d2h")
     land = GradientCollector._land
 
     def impatient(collector: GradientCollector, state: Any, done: Any, _after: Any, merge_: Any) -> None:
