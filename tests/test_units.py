@@ -214,7 +214,7 @@ def test_record_layout(parts: list[tuple[tuple[int, ...], int | None]], dtype: t
         if view.numel():
             assert view.reshape(-1)[0] == slot.offset
     padding = torch.zeros(record.num_trainable, dtype=torch.bool)
-    for start, stop in record.padding():
+    for start, stop in record.padding:
         padding[start:stop] = True
     for slot in record.trainable_slots:
         assert not padding[slot.offset : slot.offset + slot.num_elements].any()

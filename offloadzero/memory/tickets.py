@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 
@@ -133,20 +133,30 @@ class Failures:
             if self.first is None:
                 self.first = error
 
-    @contextmanager
-    def handed_over(self) -> Iterator[None]:
+    def handed_over(self) -> AbstractContextManager[None]:
         """A wait whose failure reaches the caller: what failed first is raised, and counts as seen."""
-        try:
-            yield
-        except Exception as error:
-            self.record(error)
-            self.was_raised = True
-            if self.first is not None and self.first is not error:
-                raise self.first from None
-            raise
+        return _HandedOver(self)
 
     def check(self) -> None:
         """Raise the first failure, if there was one."""
         if self.first is not None:
             self.was_raised = True
             raise self.first
+
+
+class _HandedOver:
+    __slots__ = ("_failures",)
+
+    def __init__(self, failures: Failures) -> None:
+        self._failures = failures
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, Exception):
+            failures = self._failures
+            failures.record(error)
+            failures.was_raised = True
+            if failures.first is not None and failures.first is not error:
+                raise failures.first from None

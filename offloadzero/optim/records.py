@@ -13,7 +13,7 @@ multiples of 65,536 elements, 4096 bytes of scales, so every chunk of every segm
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -179,13 +179,13 @@ class Record:
         """Elements a parameter takes in this record."""
         return align_up(num_elements, granule(self.dtype, compact=self.compact))
 
-    def padding(self) -> Iterator[tuple[int, int]]:
+    @cached_property
+    def padding(self) -> tuple[tuple[int, int], ...]:
         """Ranges [start, stop) between trainable parameters that belong to none."""
-        for slot in self.trainable_slots:
-            end = slot.offset + slot.num_elements
-            stop = slot.offset + self.padded(slot.num_elements)
-            if stop > end:
-                yield end, stop
+        ends = (
+            (s.offset + s.num_elements, s.offset + self.padded(s.num_elements)) for s in self.trainable_slots
+        )
+        return tuple((end, stop) for end, stop in ends if stop > end)
 
     @property
     def updates_on_device(self) -> bool:

@@ -63,7 +63,6 @@ class _Unit:
     updated: Ticket = FINISHED  # the last update; a fetch or a use comes after it
     generation: int = 0  # counts updates: a saved tensor of an older one is refused
     edits: int = 0  # the same for frozen weights, which no update changes: counts writes by the user
-    pins: int = 0
     has_lent: bool = False  # some parameters point at copies of their own
     saved: dict[tuple[Any, ...], _WeightView] = field(default_factory=dict)  # ways it was looked at
 
@@ -147,6 +146,8 @@ class Executor:
         self._fetch_lane = store.accelerator.lane("fetch", store.failures)
         self._stage_lane = Lane("stage", store.failures)
         self._units: list[_Unit] = []
+        # By unit: in how many running forwards of sites that need it. For reading.
+        self.pins = [0] * len(records)
         device = store.accelerator.device
         for record in records:
             home = record.segments[SegmentKind.PARAM]
@@ -181,7 +182,7 @@ class Executor:
         self._guarded: deque[int] = deque(maxlen=2)
         self._unpacking: tuple[int, int] | None = None  # backward and node of the last use; None: a forward
         # Addresses in which a saved tensor is a weight of ours.
-        self._address_range = (
+        self.address_range = (
             store.device.buffer.data_ptr(),
             store.device.buffer.data_ptr() + store.device.num_bytes,
         )
@@ -224,25 +225,20 @@ class Executor:
     def pin(self, index: int, *, evaluating: bool = False) -> None:
         """Touch and keep until `unpin`; the parameters are those of the unit, not copies lent before."""
         unit = self._units[index]
-        unit.pins += 1
+        self.pins[index] += 1
         try:
             self.touch(index, evaluating=evaluating)
         except BaseException:
-            unit.pins -= 1
+            self.pins[index] -= 1
             raise
         if unit.has_lent:
             self._assign(unit)
 
     def unpin(self, index: int) -> None:
         """The site's forward is over."""
-        unit = self._units[index]
-        if unit.pins < 1:
-            raise StateError(f"{unit.record.name} is not pinned")
-        unit.pins -= 1
-
-    def is_pinned(self, index: int) -> bool:
-        """Whether a site that needs the unit is in its forward."""
-        return self._units[index].pins > 0
+        if self.pins[index] < 1:
+            raise StateError(f"{self._units[index].record.name} is not pinned")
+        self.pins[index] -= 1
 
     def lend_copy(self, index: int, slot: ParamSlot) -> None:
         """Point a streamed parameter at a copy of its own until the unit is pinned, fetched or released."""
@@ -266,7 +262,7 @@ class Executor:
     def save(self, tensor: torch.Tensor) -> SavedWeight | None:
         """A handle when `tensor` lies in device memory of ours, else None."""
         address = tensor.data_ptr()
-        low, high = self._address_range
+        low, high = self.address_range
         if not low <= address < high:
             return None
         unit = self._units[self._current]  # most likely
@@ -330,7 +326,7 @@ class Executor:
         unit.generation += 1
         if unit.residency is Residency.HOME:
             return
-        if unit.pins:
+        if self.pins[unit.record.index]:
             raise StateError(f"{unit.record.name} is updated while a module uses it")
         if unit.residency is Residency.FETCHING and unit.fetched is not None:
             with self._clock.waiting("fetch"), self._store.failures.handed_over():
@@ -370,7 +366,7 @@ class Executor:
         return {
             index
             for index in self._present
-            if self._units[index].pins
+            if self.pins[index]
             or self._is_arriving(self._units[index])
             or index == self._current
             or index in self._guarded

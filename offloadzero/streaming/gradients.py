@@ -183,7 +183,7 @@ class GradientCollector:
             state.targets = [slot.view_in(state.flat) for slot in record.trainable_slots]
         else:
             state.targets = self._views[record.index].at(state.flat)
-        for start, stop in record.padding():
+        for start, stop in record.padding:
             state.flat[start:stop].zero_()
 
     def _take_device_lease(self, record: Record) -> PooledBuffer:
@@ -208,10 +208,10 @@ class GradientCollector:
         lease, state.lease, flat, state.flat, state.targets = state.lease, None, state.flat, None, ()
         if flat is None:
             raise AssertionError(f"{record.name} has no gradient lease")
-        fresh = [slot for slot in arrived if slot.offset not in state.present]
-        known = [slot for slot in arrived if slot.offset in state.present]
         is_first = not state.present
-        state.present.update(slot.offset for slot in arrived)
+        fresh = arrived if is_first else [slot for slot in arrived if slot.offset not in state.present]
+        known = [] if is_first else [slot for slot in arrived if slot.offset in state.present]
+        state.present.update([slot.offset for slot in arrived])
         before = self._previous_update(record.index)  # on_complete replaces it
         state.fence = self._store.accelerator.fence()
         done = Promise()

@@ -187,6 +187,7 @@ class ModelHooks:
         `checkpointed` are modules by their units' names; `activations` takes their inputs.
         """
         self.executor = executor
+        self._pins = executor.pins
         self.timeline = timeline
         self._stepper = stepper
         self._read_weight = read_weight
@@ -265,16 +266,13 @@ class ModelHooks:
         return self.outermost_evaluates if self.depth else not torch.is_grad_enabled()
 
     def _on_read(self, param_id: int) -> None:
-        slot = self._slot_of.get(param_id)
-        if slot is None:
-            return
-        index = self._record_of[param_id]
-        if self.executor.is_pinned(index):
+        index = self._record_of.get(param_id)
+        if index is None or self._pins[index]:
             return
         with_grad = torch.is_grad_enabled()
         self.executor.touch(index, guard=True, evaluating=self.is_evaluating())
         if with_grad and self._own_innermost() is None:
-            self.executor.lend_copy(index, slot)
+            self.executor.lend_copy(index, self._slot_of[param_id])
 
     @staticmethod
     def _own_innermost() -> _SavedTensorHooks | None:
@@ -367,6 +365,7 @@ class _SavedTensorHooks:
         self, executor: Executor, outer: Sequence[Callable[[Any], Any]] | None, *, timeline: Timeline
     ) -> None:
         self._timeline = timeline
+        self._low, self._high = executor.address_range
         self._save = executor.save
         self._load = executor.load
         self._outer = outer
@@ -398,8 +397,7 @@ class _SavedTensorHooks:
             return self._unpack(packed)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        saved = self._save(tensor)
-        if saved is not None:
+        if self._low <= tensor.data_ptr() < self._high and (saved := self._save(tensor)) is not None:
             return saved
         if self._outer is not None:
             return self._outer[0](tensor)
