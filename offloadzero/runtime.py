@@ -30,8 +30,10 @@ from offloadzero.planning.memory_plan import (
     NUM_STAGING_LEASES,
     MemoryPlan,
     format_bytes,
+    keeps_gradients,
     plan_memory,
 )
+from offloadzero.planning.placement import choose_placement, describe_placement
 from offloadzero.planning.probe import available_bytes
 from offloadzero.streaming.activations import ActivationStore, make_activation_store
 from offloadzero.streaming.executor import Executor
@@ -214,6 +216,8 @@ class Runtime:
     def memory_table(self) -> str:
         """Bytes per tier, the backing files and the file engine in use."""
         lines = [self.plan.table()]
+        if self.config.placement.auto:
+            lines.append(f"placement auto: {describe_placement(self.records, self.plan.placement)}")
         if self.store.nvme is not None:
             lines += [f"    {path}  {format_bytes(size)}" for path, size in self.store.nvme.files]
             lines.append(f"    file engine: {self.store.nvme.description}")
@@ -310,26 +314,35 @@ def _plan(
 ) -> MemoryPlan:
     wanted = DTYPES[config.precision.grad_accum_dtype]
     for record in records:
-        record.grad_dtype = wanted or record.dtype
-    plan = plan_memory(records, config, together=together)
-    if not plan.grads_have_homes and wanted is not None:
-        # One micro batch per step: nothing is added up, the parameter's dtype holds the gradient exactly.
-        for record in records:
-            record.grad_dtype = record.dtype
-        plan = plan_memory(records, config, together=together)
+        # Of one micro batch per step nothing is added up: the parameter's dtype holds the gradient exactly.
+        record.grad_dtype = wanted if wanted is not None and keeps_gradients(config) else record.dtype
     in_memory = (host_bytes(slot.param) for record in records for slot in record.slots)
-    _check_machine(plan, device, movable_bytes=sum(in_memory))
+    available = _available(device, movable_bytes=sum(in_memory))
+    placement = None
+    if config.placement.auto:
+        placement = choose_placement(records, config, available, together=together)
+    plan = plan_memory(records, config, together=together, placement=placement)
+    _check_machine(plan, available)
     return plan
 
 
-def _check_machine(plan: MemoryPlan, device: torch.device, *, movable_bytes: int) -> None:
-    needs = {TierName.HOST: plan.tier_bytes(TierName.HOST), TierName.DEVICE: plan.tier_bytes(TierName.DEVICE)}
-    if device.type == "cpu":
+def _available(device: torch.device, *, movable_bytes: int) -> dict[TierName, int]:
+    """Bytes by tier; of a device whose memory is the host's there is no entry.
+
+    `movable_bytes` are those of parameters in host memory: they are freed as the arenas fill.
+    """
+    available = {TierName.HOST: available_bytes("cpu") + movable_bytes}
+    if device.type != "cpu":
+        available[TierName.DEVICE] = available_bytes(device)
+    return available
+
+
+def _check_machine(plan: MemoryPlan, available: Mapping[TierName, int]) -> None:
+    needs = {tier: plan.tier_bytes(tier) for tier in (TierName.HOST, TierName.DEVICE)}
+    if TierName.DEVICE not in available:
         needs = {TierName.HOST: sum(needs.values())}
     for tier, needed in needs.items():
-        free = available_bytes("cpu" if tier is TierName.HOST else device)
-        if tier is TierName.HOST:
-            free += movable_bytes  # they are freed as the arenas fill
+        free = available[tier]
         if needed > free:
             raise BudgetError(
                 f"{tier.value}: {format_bytes(needed)} are needed, {format_bytes(free)} are available\n"

@@ -69,8 +69,10 @@ class Init:
     def _spill_directory(self, remote_device: str | None) -> Path | None:
         on_nvme = remote_device == TierName.NVME.value
         if remote_device is None:
-            on_nvme = any(
-                rule.tiers.get(SegmentKind.PARAM) is TierName.NVME for rule in self._settings.placement.rules
+            placement = self._settings.placement
+            # Where "auto" will place them shows when all are known: until then they must not fill the memory.
+            on_nvme = (placement.auto and bool(self._settings.nvme_paths)) or any(
+                rule.tiers.get(SegmentKind.PARAM) is TierName.NVME for rule in placement.rules
             )
         if not on_nvme:
             return None

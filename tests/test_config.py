@@ -370,7 +370,11 @@ def test_a_key_in_the_wrong_block_is_sent_home() -> None:
 )
 @pytest.mark.parametrize("absent", ["auto", None])
 def test_auto_and_null_are_absent_everywhere(path: str, key: str, spec: KeySpec, absent: object) -> None:
-    del spec
+    """But for the one key that has an "auto" of its own."""
+    assert spec.auto_is_absent is ((path, key) != ("offloadzero", "placement"))
+    if absent == "auto" and not spec.auto_is_absent:
+        assert load_config(nested(path, key, absent)).placement == PlacementConfig(auto=True)
+        return
     if (path, key) == ("scheduler", "type"):
         with pytest.raises(ConfigError, match=r"scheduler\.type = None"):
             load_config(nested(path, key, absent))

@@ -20,7 +20,8 @@ class Block:
     """The values of one JSON object under the names of its table.
 
     Building one raises ConfigError for an unknown key, a refused value, or two spellings of one key that
-    disagree; it appends one line per accepted key to `notices`. null and "auto" count as absent.
+    disagree; it appends one line per accepted key to `notices`. null and "auto" count as absent, but for the keys
+    that have an "auto" of their own.
     """
 
     def __init__(self, path: str, value: object, *, table: KeyTable, notices: list[str]) -> None:
@@ -38,7 +39,7 @@ class Block:
         if spec.action is Action.ALIAS:
             name = spec.note
             spec = table[name]
-        if value is None or (isinstance(value, str) and value == AUTO):
+        if value is None or (spec.auto_is_absent and isinstance(value, str) and value == AUTO):
             return
         if name in self._values and self._values[name] != value:
             other = self._dotted(self._written[name])

@@ -33,19 +33,23 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True)
 class KeySpec:
-    """One known key. A value in `off` asks for nothing: no line when accepted, no error when refused."""
+    """One known key. A value in `off` asks for nothing: no line when accepted, no error when refused.
+
+    `auto_is_absent`: "auto" leaves our default; else it is a value like others.
+    """
 
     action: Action
     note: str
     kind: Kind = Kind.ANY
     off: tuple[object, ...] = ()
+    auto_is_absent: bool = True
 
 
 KeyTable = Mapping[str, KeySpec]
 
 
-def _use(note: str) -> KeySpec:
-    return KeySpec(Action.USE, note)
+def _use(note: str, *, auto_is_absent: bool = True) -> KeySpec:
+    return KeySpec(Action.USE, note, auto_is_absent=auto_is_absent)
 
 
 def _map(note: str) -> KeySpec:
@@ -343,7 +347,8 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
         "offloadzero": {
             "budgets": _use("bytes each tier may use; from what the machine has when absent"),
             "placement": _use(
-                "a tier for everything, tiers by segment, or a list of rules; wins over offload_*"
+                "a tier for everything, tiers by segment, a list of rules, or auto; wins over offload_*",
+                auto_is_absent=False,
             ),
             "nvme_path": _use("a directory or a list of them (striped), after those of the offload blocks"),
             "state_layout": _use(

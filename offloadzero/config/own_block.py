@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from offloadzero.config.block import Block
+from offloadzero.config.block import AUTO, Block
 from offloadzero.config.deepspeed import ALIGNMENT, OPTIMIZER_SEGMENTS, Reading
 from offloadzero.config.keys import OWN_KEYS
 from offloadzero.config.nvme_paths import read_nvme_paths
@@ -83,9 +83,16 @@ def _read_budgets(block: Block) -> BudgetConfig:
 
 
 def _read_placement(own: Block, base: PlacementConfig, reading: Reading) -> PlacementConfig:
-    """Our rules come after those of the offload blocks, so they win."""
+    """Our rules come after those of the offload blocks, so they win; "auto" takes the place of all of them."""
     if "placement" not in own:
         return base
+    if own.raw("placement") == AUTO:
+        if base != PlacementConfig():
+            reading.notices.append(
+                "zero_optimization.offload_param, offload_optimizer: device and ratio change nothing: "
+                "offloadzero.placement = auto chooses every home"
+            )
+        return PlacementConfig(auto=True)
     rules = _read_rules(own.dotted("placement"), own.raw("placement"), reading)
     return replace(base, rules=(*base.rules, *rules))
 
@@ -93,7 +100,7 @@ def _read_placement(own: Block, base: PlacementConfig, reading: Reading) -> Plac
 def _read_rules(key: str, value: object, reading: Reading) -> tuple[PlacementRule, ...]:
     """A tier for every record segment, an object of tiers by segment, or a list of rules with globs."""
     if isinstance(value, str):
-        tier = TierName(read_enum(key, value, _TIERS))
+        tier = TierName(read_enum(key, value, (*_TIERS, AUTO)))
         return (PlacementRule(tiers=MappingProxyType(dict.fromkeys(RECORD_SEGMENTS, tier))),)
     if isinstance(value, (list, tuple)):
         table = OWN_KEYS[f"{_ROOT}.placement[]"]
@@ -105,7 +112,7 @@ def _read_rules(key: str, value: object, reading: Reading) -> tuple[PlacementRul
     if isinstance(value, Mapping):
         return (_read_rule(Block(key, value, table=OWN_KEYS[f"{_ROOT}.placement"], notices=reading.notices)),)
     raise ConfigError(
-        key, value, f"one of {', '.join(_TIERS)}, an object of tiers by segment, or a list of rules"
+        key, value, f"one of {', '.join(_TIERS)}, an object of tiers by segment, a list of rules, or {AUTO}"
     )
 
 

@@ -101,10 +101,14 @@ class PlacementRule:
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """Rules in order. `host_update_ratio` is the share of the optimizer state kept off the device."""
+    """Rules in order. `host_update_ratio` is the share of the optimizer state kept off the device.
+
+    `auto`: the planner chooses every home from the budgets, and the other two are not looked at.
+    """
 
     rules: tuple[PlacementRule, ...] = ()
     host_update_ratio: float = 1.0
+    auto: bool = False
 
 
 @dataclass(frozen=True)

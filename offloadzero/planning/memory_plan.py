@@ -94,11 +94,18 @@ def updates_in_backward(config: OffloadConfig) -> bool:
     return not binding if config.update.in_backward is None else config.update.in_backward
 
 
+def keeps_gradients(config: OffloadConfig) -> bool:
+    """Whether gradients have homes until the step; if not, each is consumed as it lands."""
+    return not updates_in_backward(config) or config.batch.gradient_accumulation_steps > 1
+
+
 def place(records: Sequence[Record], config: OffloadConfig) -> dict[tuple[int, SegmentKind], TierName]:
     """The home of every segment, gradients included (a gradient stays where its update runs).
 
     The scales of the compact layout live with exp_avg unless a rule names them.
     """
+    if config.placement.auto:
+        raise AssertionError('"auto" has no rules: choose_placement finds the homes')
     placement: dict[tuple[int, SegmentKind], TierName] = {}
     for record in records:
         homes = dict.fromkeys(record.layout(), TierName.DEVICE)
@@ -156,19 +163,25 @@ class _Sheet:
 
 
 def plan_memory(
-    records: Sequence[Record], config: OffloadConfig, *, together: Sequence[Collection[int]] = ()
+    records: Sequence[Record],
+    config: OffloadConfig,
+    *,
+    together: Sequence[Collection[int]] = (),
+    placement: Placement | None = None,
 ) -> MemoryPlan:
     """Place every segment and size every buffer.
 
     Args:
         together: sets of record indices that must be on the device at once.
+        placement: the home of every segment, where it is not to follow from the configuration's rules.
 
     Raises:
         BudgetError: with the table, when a budget is too small.
     """
-    plan = _plan(records, config, place(records, config), together)
+    plan = _plan(records, config, place(records, config) if placement is None else placement, together)
     host_budget = config.budgets.host
-    if host_budget is not None and plan.tier_bytes(TierName.HOST) > host_budget and config.nvme_paths:
+    may_move = placement is None and bool(config.nvme_paths)
+    if may_move and host_budget is not None and plan.tier_bytes(TierName.HOST) > host_budget:
         plan = _move_grads_to_nvme(records, config, plan, host_budget, together)
     _check_budgets(plan, config)
     return plan
@@ -198,8 +211,7 @@ def _plan(
     placement: Placement,
     together: Sequence[Collection[int]],
 ) -> MemoryPlan:
-    in_backward = updates_in_backward(config)
-    grads_have_homes = not in_backward or config.batch.gradient_accumulation_steps > 1
+    in_backward, grads_have_homes = updates_in_backward(config), keeps_gradients(config)
     sheet = _Sheet()
     _add_homes(sheet, records, placement, grads_have_homes)
 

@@ -1,0 +1,177 @@
+"""`"placement": "auto"`: the home of every segment from the bytes that each tier may use (floor 4).
+
+[Note: which segments earn a fast tier]
+All starts on the slowest tier there is: NVMe when a directory is configured, else the host. Then segments move up in
+one fixed order, the most traffic saved per byte first, as far as the tier above has room:
+
+1. Whole records to the device. That saves two fetches of the parameters and one copy of the gradient per micro batch,
+   and the update of the record leaves the host's memory and processor. All segments or none: the update runs on the
+   device only when all of it is there, and parameters alone gain nothing, since a unit lease keeps them just as well
+   and can be lent to another unit.
+2. To the host, parameters: the drive reads each twice per micro batch and writes it once per step. Then gradients that
+   are kept until the step: written once per micro batch, read once for each further one and once by the update. Then
+   master weights and moments: read and written once per step.
+
+Records move in the order of the forward, where each costs the same. The first are updated last and needed first: where
+their update runs on the device, or their state is in host memory, the host works on the others during the end of
+backward and the beginning of the next forward. The other way round it would idle while backward is in the last units,
+and the next forward would wait for it at its first unit.
+
+[Note: found by halves]
+Whether a number of moves fits is asked of `plan_memory`, whose answer holds all that the placement needs: the leases of
+the units that remain, `units.prefetch_units` ahead of the one in use, and every buffer. So no record displaces the
+room for fetching the others in time. First the records for the device are counted, then the segments for the host.
+
+All moves are tried first, then halves. A larger budget fits whatever a smaller one does, so where the two searches
+first part, the larger goes on with the faster half: with more of a budget no segment moves to a slower tier. (More on
+the device leaves less for the host to hold, so that is true of the second search as well.) Buffers are as large as the
+largest unit that needs them. Where its move frees more than it takes, a faster placement may fit than the one that is
+found; one that fits is found whenever the slowest or the fastest does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from offloadzero.config import BudgetConfig, OffloadConfig, SegmentKind, TierName
+from offloadzero.optim.records import Record
+from offloadzero.planning.memory_plan import Placement, keeps_gradients, plan_memory
+
+# Of what is free on a device without a budget, states get 1/2: how much activations need is not known before the first
+# step, and too little for them ends the run, while too little for states costs time. Who knows better sets the budget.
+FREE_DEVICE_PARTS = 2
+# Of host memory without a budget 9/10: pinned pages cannot be swapped, and the data loader and file caches need some.
+FREE_HOST_TENTHS = 9
+# Of the host's bytes 1/2 where activation checkpoints go through host memory: their size shows in the first step.
+ACTIVATION_PARTS = 2
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Bytes for the plan."""
+
+    device: int
+    host: int
+    device_alone: int  # of the device when nothing is in host memory
+
+
+def choose_placement(
+    records: Sequence[Record],
+    config: OffloadConfig,
+    available: Mapping[TierName, int],
+    *,
+    together: Sequence[Collection[int]] = (),
+) -> Placement:
+    """The home of every segment: [Note: which segments earn a fast tier].
+
+    When nothing fits it is the placement nearest to that, and its plan says what is missing.
+
+    Args:
+        available: bytes that can be taken now of the host, and of the device unless its memory is the host's. They
+            stand in for the budgets that `config` does not have.
+        together: sets of record indices that must be on the device at once.
+    """
+    limits = _limits(config, available)
+    moves = _Moves(records, config)
+    unbounded = replace(
+        config,
+        budgets=BudgetConfig(),
+        # A plan with a device budget does not look at them.
+        max_live_parameters=config.max_live_parameters if config.budgets.device is None else None,
+    )
+
+    def num_bytes(tier: TierName, num_on_device: int, num_in_host: int) -> int:
+        placement = moves.placement(num_on_device, num_in_host)
+        return plan_memory(records, unbounded, together=together, placement=placement).tier_bytes(tier)
+
+    if num_bytes(TierName.DEVICE, len(records), 0) <= limits.device_alone:
+        return moves.placement(len(records), 0)
+    on_device = _most(len(records), lambda num: num_bytes(TierName.DEVICE, num, 0) <= limits.device)
+    in_host = _most(moves.num_to_host, lambda num: num_bytes(TierName.HOST, on_device, num) <= limits.host)
+    return moves.placement(on_device, in_host)
+
+
+def describe_placement(records: Sequence[Record], placement: Placement) -> str:
+    """How many units are where, for people."""
+    tiers = [
+        {placement[r.index, kind] for kind in SegmentKind if (r.index, kind) in placement} for r in records
+    ]
+    on_device = [r for r, found in zip(records, tiers, strict=True) if found == {TierName.DEVICE}]
+    on_nvme = sum(TierName.NVME in found for found in tiers)
+    num_params = sum(record.num_params for record in records)
+    share = sum(record.num_params for record in on_device) / max(num_params, 1)
+    text = (
+        f"{len(on_device)} of {len(records)} units updated on the device ({100 * share:.0f} % of the parameters), "
+        f"{len(records) - len(on_device) - on_nvme} in host memory"
+    )
+    return text + (f", {on_nvme} wholly or partly on nvme" if on_nvme else "")
+
+
+class _Moves:
+    """The moves to faster tiers in their order: [Note: which segments earn a fast tier]."""
+
+    def __init__(self, records: Sequence[Record], config: OffloadConfig) -> None:
+        self._slowest = TierName.NVME if config.nvme_paths else TierName.HOST
+        self._keeps_gradients = keeps_gradients(config)
+        # All of the forward needs the resident ones.
+        self._records = sorted(records, key=lambda record: (not record.resident, record.index))
+        params = [(record.index, SegmentKind.PARAM) for record in self._records]
+        grads = [(r.index, SegmentKind.GRAD) for r in self._records if r.num_trainable]
+        states = [(r.index, kind) for r in self._records for kind in r.layout() if kind != SegmentKind.PARAM]
+        to_host = [*params, *(grads if self._keeps_gradients else ()), *states]
+        self._position = {segment: position for position, segment in enumerate(to_host)}
+        self.num_to_host = len(to_host)
+
+    def placement(self, num_on_device: int, num_in_host: int) -> dict[tuple[int, SegmentKind], TierName]:
+        """After so many moves of records to the device and of segments of the others to the host."""
+        placement: dict[tuple[int, SegmentKind], TierName] = {}
+        for number, record in enumerate(self._records):
+            for kind in (*record.layout(), *([SegmentKind.GRAD] if record.num_trainable else [])):
+                segment = (record.index, kind)
+                if number < num_on_device or (record.resident and kind is SegmentKind.PARAM):
+                    placement[segment] = TierName.DEVICE
+                elif kind is SegmentKind.GRAD and not self._keeps_gradients:
+                    placement[segment] = TierName.HOST  # where it is consumed as it lands
+                elif self._position[segment] < num_in_host:
+                    placement[segment] = TierName.HOST
+                else:
+                    placement[segment] = self._slowest
+        return placement
+
+
+def _most(count: int, fits: Callable[[int], bool]) -> int:
+    """The most of `count` moves that fit: [Note: found by halves]. 0 if none do."""
+    if fits(count):
+        return count
+    least, most = 0, count - 1
+    while least < most:
+        middle = (least + most + 1) // 2
+        if fits(middle):
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+def _limits(config: OffloadConfig, available: Mapping[TierName, int]) -> _Limits:
+    device, host = config.budgets.device, config.budgets.host
+    if TierName.DEVICE in available:
+        free_device = device_alone = available[TierName.DEVICE] // FREE_DEVICE_PARTS
+        free_host = available[TierName.HOST] * FREE_HOST_TENTHS // 10
+    else:  # one memory, counted once
+        device_alone = available[TierName.HOST] // FREE_DEVICE_PARTS
+        half = device_alone // 2
+        free_device = half if host is None else max(0, device_alone - host)
+        free_host = half if device is None else max(0, device_alone - device)
+    host = free_host if host is None else host
+    if (
+        config.activation_checkpoints is not None
+        and config.activation_checkpoints.tier is not TierName.DEVICE
+    ):
+        host //= ACTIVATION_PARTS
+    return _Limits(
+        device=free_device if device is None else device,
+        host=host,
+        device_alone=device_alone if device is None else device,
+    )
