@@ -1,15 +1,17 @@
 """Training on real text with the 12-byte state, the compact state, and int8 moments without companding.
 
     python benchmarks/compact_parity.py --runs DIRECTORY [--steps 1500] [--seeds 0,1,2] [--schedule cosine]
-        [--layouts fp32,control,compact,naive]
+        [--layouts fp32,control,shaken,compact,naive]
     python benchmarks/compact_parity.py --runs DIRECTORY --report FILE.md --plot FILE.png
 
 The GPT of examples/gpt_model.py with 10.8M parameters in bf16 on the sources of Python's standard library, AdamW.
 Runs of one seed see the same initial weights and the same batches and differ in the optimizer's state alone:
 
 - fp32: 16-bit remainder, fp32 moments (12 bytes), the kernel of `offloadzero.native.cpu_adam`;
-- control: the same, but one of the weights starts one bf16 step off. Training is chaotic: how far this run ends from
-  the first is how far any difference in rounding, however small, takes it;
+- control: the same, but one of the weights starts one bf16 step off. Training is chaotic: this is how far from the
+  first run the smallest difference takes it;
+- shaken: the same, but every weight starts one bf16 step up or down, at random: how far a difference of the size of
+  a rounding in every weight takes it, without any in the states;
 - compact: 8-bit remainder, companded int8 exp_avg, uint8 square root of exp_avg_sq, the kernel of
   `offloadzero.native.compact`;
 - naive: the same remainder, bytes and blocks, but exp_avg and exp_avg_sq are rounded linearly to their block's largest
@@ -57,7 +59,7 @@ HYPER = AdamHyper(lr=6e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
 NUM_WARMUP_STEPS = 100
 NUM_LAST_STEPS = 100
 MAX_DIFFERENCE = 0.005  # of the mean loss of the last steps, against fp32
-LAYOUTS = ("fp32", "control", "compact", "naive")
+LAYOUTS = ("fp32", "control", "shaken", "compact", "naive")
 SCHEDULES = ("constant", "cosine")
 
 
@@ -132,6 +134,7 @@ class NaiveState:
 STATES: dict[str, type[Any]] = {
     "fp32": Fp32State,
     "control": Fp32State,
+    "shaken": Fp32State,
     "compact": CompactState,
     "naive": NaiveState,
 }
@@ -178,6 +181,10 @@ def train(layout: str, seed: int, num_steps: int, schedule: str, text: Text) -> 
     model = FlatModel(seed)
     if layout == "control":
         model.flat[:1] *= 1 + torch.finfo(torch.bfloat16).eps
+    if layout == "shaken":
+        up_or_down = torch.randint(0, 2, model.flat.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        bits = model.flat.view(torch.int16)
+        bits += torch.where(model.flat == 0, 0, up_or_down).to(torch.int16)
     optimizer: Optimizer = STATES[layout](model.flat)
     generator = torch.Generator().manual_seed(seed)
     losses = []
@@ -219,9 +226,9 @@ class Runs:
 def table(runs: Runs, schedule: str, seeds: list[int]) -> list[str]:
     """One row a seed; a run that is not there is an empty cell."""
     lines = [
-        f"| seed, lr {schedule} | fp32 (12 bytes) | fp32, one weight one bf16 step off | compact (5.06 bytes) "
-        "| int8 without companding |",
-        "| --- | --- | --- | --- | --- |",
+        f"| seed, lr {schedule} | fp32 (12 bytes) | fp32, one weight off | fp32, all weights off "
+        "| compact (5.06 bytes) | int8 without companding |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for seed in seeds:
         exact = runs.last("fp32", schedule, seed)
@@ -256,8 +263,8 @@ def report(runs: Runs, seeds: list[int]) -> str:
         "with `--report` and `--plot`",
         "",
         f"Mean training loss of the last {NUM_LAST_STEPS} steps in nats per byte, and its distance from the run of",
-        "the same seed with the fp32 layout. The third column is what chaos alone does: the same fp32 layout from a",
-        "start that differs in the last bit of one weight.",
+        "the same seed with the fp32 layout. The two columns after that are what training's chaos alone does: the same",
+        "fp32 layout from a start in which one weight, or every weight, is one bf16 step off.",
         "",
     ]
     for schedule in reversed(SCHEDULES):
@@ -279,8 +286,10 @@ def plot(runs: Runs, seeds: list[int], schedule: str, target: Path) -> None:
         return None if losses is None else torch.tensor(losses).unfold(0, window, window).mean(1)
 
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), sharex=True)
-    for layout, color in zip(LAYOUTS, ("tab:blue", "tab:green", "tab:orange", "tab:red"), strict=True):
-        label: str | None = "fp32, one weight one step off" if layout == "control" else layout
+    colors = ("tab:blue", "tab:green", "tab:olive", "tab:orange", "tab:red")
+    named = {"control": "fp32, one weight one step off", "shaken": "fp32, all weights one step off"}
+    for layout, color in zip(LAYOUTS, colors, strict=True):
+        label: str | None = named.get(layout, layout)
         for seed in seeds:
             curve, exact = means(layout, seed), means("fp32", seed)
             if curve is None or exact is None:
