@@ -229,7 +229,9 @@ class GradientCollector:
             if target.in_place:
                 self._land(state, done, [copied], None)
             else:
-                self._land(state, done, [copied], lambda: self._merge(state, target, fresh, known))
+                self._land(
+                    state, done, [copied], lambda: self._merge(state, target, fresh, known, is_first=is_first)
+                )
 
     @contextmanager
     def _sending(self, state: RecordGradient) -> Iterator[None]:
@@ -338,8 +340,10 @@ class GradientCollector:
         landing: _Landing,
         fresh: Sequence[ParamSlot],
         known: Sequence[ParamSlot],
+        *,
+        is_first: bool,
     ) -> None:
-        """Copy what is the first of its window, add the rest."""
+        """Copy what is the first of its window, add the rest; `is_first`: the record's home holds nothing yet."""
         record = state.record
         home = state.home
         on_file = home is not None and home.tier is TierName.NVME
@@ -348,7 +352,7 @@ class GradientCollector:
         acc = state.in_memory()
         if acc is None:
             raise AssertionError(f"{record.name}: no memory for its gradient")
-        if on_file and known and home is not None:
+        if on_file and not is_first and home is not None:
             self._store.read(home, acc).wait()
         with self._store.timeline.span(LANDING, record.name, landing.flat.nbytes + acc.nbytes):
             for part in update_ranges(record, fresh):
