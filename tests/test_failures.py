@@ -19,6 +19,9 @@ from typing import Any
 
 import pytest
 
+from offloadzero.memory.arena import BufferPool
+from offloadzero.memory.lanes import Lane
+from offloadzero.memory.tickets import Failures
 from tests.tiny import all_states, make_engine, run_script, settings, start_script, train
 
 PATIENCE_S = 30.0
@@ -483,3 +486,19 @@ def test_states_survive_a_slow_disk(tmp_path: Path) -> None:
         engine.close()
     assert results[0][0] == results[1][0]
     assert all(bool((results[0][1][key] == results[1][1][key]).all()) for key in results[0][1])
+
+
+def test_a_failure_that_only_a_background_thread_met_counts_as_unseen() -> None:
+    """Or close() would keep it to itself: a lane that waits for a buffer looks up, the caller knows nothing."""
+    failures = Failures()
+    pool = BufferPool((), failures=failures)
+    lane = Lane("stage", failures)
+    ticket = lane.submit(lambda: pool.give_back(pool.take()))
+    failures.record(OSError("the drive is gone"))
+    with pytest.raises(OSError, match="the drive is gone"):
+        ticket.wait()
+    lane.close()
+    assert not failures.was_raised
+    with pytest.raises(OSError, match="the drive is gone"), failures.handed_over():
+        pool.take()
+    assert failures.was_raised

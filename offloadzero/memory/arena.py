@@ -178,7 +178,7 @@ class BufferPool:
             self._free.put(PooledBuffer(lease.bytes))
 
     def take(self) -> PooledBuffer:
-        """A free buffer; blocks. Raises the engine's failure if there is one.
+        """A free buffer; blocks. Raises the engine's failure if there is one, which does not count as seen by that.
 
         After a failure buffers may never come back, so the wait looks up now and then.
         """
@@ -186,7 +186,8 @@ class BufferPool:
             try:
                 return self.try_take() or self._free.get(timeout=0.5)
             except queue.Empty:
-                self._failures.check()
+                if self._failures.first is not None:
+                    raise self._failures.first from None
 
     def try_take(self) -> PooledBuffer | None:
         """A free buffer or None."""

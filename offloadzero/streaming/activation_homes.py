@@ -313,7 +313,7 @@ class NvmeHome:
         tier, extent = self._take(source.nbytes, label)
         buffer = self._outgoing.try_take()
         if buffer is None:
-            with self._clock.waiting("activation write"):
+            with self._clock.waiting("activation write"), self._failures.handed_over():
                 buffer = self._outgoing.take()
         staging = self._grown(buffer, source.nbytes, label)
         view = staging.view(source.dtype, source.numel())

@@ -194,7 +194,7 @@ class GradientCollector:
             size = record.num_trainable * record.dtype.itemsize
             lease = PooledBuffer(self._store.accelerator.allocate(size), temporary=True)
         elif lease is None:
-            with self._clock.waiting("gradient lease"):
+            with self._clock.waiting("gradient lease"), self._store.failures.handed_over():
                 lease = self._device_leases.take()
         self._num_filling += not lease.temporary
         if not lease.last_use.done():
@@ -269,7 +269,7 @@ class GradientCollector:
         buffer = pool.try_take()
         if buffer is None:
             # Updates are slower than backward: this is where backward waits for them.
-            with self._clock.waiting("gradient buffer on the host"):
+            with self._clock.waiting("gradient buffer on the host"), self._store.failures.handed_over():
                 buffer = pool.take()
         return buffer
 
