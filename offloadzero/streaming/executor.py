@@ -29,7 +29,7 @@ from offloadzero.errors import BudgetError, StateError
 from offloadzero.memory.arena import Arena, BufferPool, Lease, PooledBuffer, align_up
 from offloadzero.memory.lanes import Fence, Lane, LaneTicket, order_compute_after
 from offloadzero.memory.store import FETCH_PRIORITY, TieredStore
-from offloadzero.memory.tickets import FINISHED, Promise, Ticket
+from offloadzero.memory.tickets import FINISHED, AllOf, Promise, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.optim.delivery import Delivery, UpdateTicket
 from offloadzero.optim.records import ParamSlot, Record, SlotViews
@@ -491,6 +491,7 @@ class Executor:
                         staged.delivery = delivery
                         staged.read.fulfil()
                         return
+                    AllOf(delivery.copies).wait()  # the lease may be another unit's soon
                 updated.wait()
                 buffer = self._staging.take()
                 buffer.last_use.wait()
