@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -424,3 +425,25 @@ def test_labels_reach_the_errors_of_both_directions(make_store: MakeStore) -> No
         assert text.startswith(f"blocks.3.master (nvme): {verb} ")
         assert any(str(path) in text for path, _ in store.nvme.files)
         assert "+0x" in text
+
+
+class StreamStub:
+    """A stream whose work has not ended; without a device only who waits can be seen."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[object] = []
+
+    def synchronize(self) -> None:
+        self.waited_for.append("all")
+
+    def wait_event(self, event: object) -> None:
+        self.waited_for.append(event)
+
+
+def test_closing_a_lane_waits_for_its_stream() -> None:
+    """Copies that were only launched still read and write the memory which is given back next."""
+    stream: Any = StreamStub()
+    lane = Lane("h2d", Failures(), stream)
+    lane.close()
+    lane.close()
+    assert stream.waited_for == ["all"]

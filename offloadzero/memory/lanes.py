@@ -136,6 +136,8 @@ class Lane:
             self._closed = True
             self._tasks.put(None)
             self._thread.join()
+            if self._stream is not None:
+                self._stream.synchronize()  # or memory would be given back under its copies
 
     def _run(self) -> None:
         _here.lane = COPY_LANES.get(self.name, self.name)
