@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from offloadzero.config import AioConfig, SegmentKind, TierName
 from offloadzero.errors import AioError, BudgetError, OffloadError, StateError
 from offloadzero.memory.arena import Arena, BufferPool, allocate_host
-from offloadzero.memory.lanes import CpuAccelerator, Lane
+from offloadzero.memory.lanes import CpuAccelerator, Lane, LaneTicket
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.store import Segment, StoreSizes, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Failures, Promise
@@ -447,3 +448,15 @@ def test_closing_a_lane_waits_for_its_stream() -> None:
     lane.close()
     lane.close()
     assert stream.waited_for == ["all"]
+
+
+def test_compute_is_ordered_on_the_device_of_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine on cuda:1 is used from a thread whose current device is cuda:0."""
+    streams = {torch.device("cuda", index): StreamStub() for index in range(2)}
+    current = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[device or current])
+    event: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    ticket = LaneTicket()
+    ticket._finish(event)
+    ticket.order_compute()
+    assert [stream.waited_for for stream in streams.values()] == [[], [event]]

@@ -64,7 +64,8 @@ class LaneTicket:
         """What the calling thread launches from now on runs after the transfer."""
         self._wait_launched()
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            # Of the event's device: the calling thread's current one may be another.
+            torch.cuda.current_stream(self._event.device).wait_event(self._event)
 
     def done(self) -> bool:
         """Whether the transfer is complete."""
