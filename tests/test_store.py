@@ -460,3 +460,25 @@ def test_compute_is_ordered_on_the_device_of_the_transfer(monkeypatch: pytest.Mo
     ticket._finish(event)
     ticket.order_compute()
     assert [stream.waited_for for stream in streams.values()] == [[], [event]]
+
+
+def test_a_segment_on_the_device_is_zero_before_a_lane_can_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[bool] = []
+    accelerator = CpuAccelerator()
+    store = TieredStore(
+        accelerator,
+        sizes=StoreSizes(device=2 * PAGE, host=0, nvme=0),
+        nvme_paths=(),
+        aio=AioConfig(),
+        failures=Failures(),
+    )
+    store.device.buffer.fill_(1)
+
+    class Launched:
+        def wait(self) -> None:
+            waited.append(not store.device.buffer[: 4 * 1000].any())
+
+    monkeypatch.setattr(accelerator, "launched", Launched)
+    store.create("unit", SegmentKind.PARAM, torch.float32, 1000, TierName.DEVICE)
+    assert waited == [True]
+    store.close()
