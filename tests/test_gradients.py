@@ -1,7 +1,11 @@
-"""Gradients that arrive in part: parameters that only some micro batches use, steps without any."""
+"""Gradients that arrive in part, and updates and writes of weights that kernels still read."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import offloadzero
+from offloadzero.config import SegmentKind
 from tests.training import assert_same, make_config, run_engine, run_plain, worst_relative_difference
 
 WIDTH = 33
@@ -65,3 +71,96 @@ def test_micro_batches_that_use_different_parameters_of_a_unit_add_up(grad: str,
     )
     plain = run_plain(Choosing, alternate, config(grad))
     assert worst_relative_difference(outcome.losses, plain.losses) < 0.01
+
+
+class Reading:
+    """The ticket of kernels that still read weights: until `end` is set nobody may write these."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+
+    def wait(self) -> None:
+        self.end.wait(10.0)
+
+    def done(self) -> bool:
+        return self.end.is_set()
+
+
+@contextmanager
+def reading(engine: Any) -> Iterator[None]:
+    """The device runs what is launched inside a while later; what it read has not changed when it has."""
+    accelerator = engine.optimizer.runtime.accelerator
+    homes = [r.segments[SegmentKind.PARAM].memory for r in engine.optimizer.runtime.records]
+    before = [home.clone() for home in homes]
+    kernels = Reading()
+    unchanged: list[bool] = []
+
+    def end() -> None:
+        unchanged.extend(map(torch.equal, homes, before))
+        kernels.end.set()
+
+    accelerator.launched = lambda: kernels
+    ending = threading.Timer(0.2, end)
+    ending.start()
+    try:
+        yield
+    finally:
+        ending.join()
+        del accelerator.launched
+    assert unchanged
+    assert all(unchanged)
+
+
+@pytest.mark.parametrize("placement", ["resident", "host"])
+def test_a_step_waits_for_an_evaluation_since_backward(placement: str, tmp_path: Path) -> None:
+    """Its kernels may still read the weights, or a fetch of them the host's memory."""
+    torch.manual_seed(0)
+    config = make_config(placement, tmp_path, clipping=1.0)
+    engine, *_ = offloadzero.initialize(model=Choosing(), config=config)
+    engine.backward(engine(torch.ones(2, WIDTH).bfloat16(), "a"))
+    with reading(engine):
+        engine.step()
+    engine.close()
+
+
+@pytest.mark.parametrize("placement", ["resident", "host"])
+def test_the_update_of_an_earlier_gradient_waits_for_the_last_micro_batch(
+    placement: str, tmp_path: Path
+) -> None:
+    """In backward: a unit that the last micro batch used without a gradient is updated while kernels may read it."""
+    torch.manual_seed(0)
+    config = make_config(placement, tmp_path, accumulation=2)
+    engine, *_ = offloadzero.initialize(model=Choosing(), config=config)
+    x = torch.ones(2, WIDTH).bfloat16()
+    engine.backward(engine(x, "a"))
+    engine.step()
+    with torch.no_grad():
+        hidden = engine.module.blocks[0](x, "a")
+    loss = engine.module.blocks[1](hidden, "a").float().square().mean()
+    first = engine.optimizer.runtime.records[0].segments[SegmentKind.PARAM].memory
+    before = first.clone()
+    accelerator = engine.optimizer.runtime.accelerator
+    waited = Reading()
+    accelerator.launched = lambda: waited
+    engine.backward(loss)
+    time.sleep(0.1)
+    unchanged = torch.equal(first, before)
+    del accelerator.launched
+    waited.end.set()
+    engine.step()
+    engine.synchronize()
+    assert unchanged
+    assert not torch.equal(first, before)
+    engine.close()
+
+
+@pytest.mark.parametrize("placement", ["resident", "host"])
+def test_a_write_by_the_user_waits_for_what_was_launched(placement: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    engine, *_ = offloadzero.initialize(model=Choosing(), config=make_config(placement, tmp_path))
+    weights = {name: value + 1 for name, value in engine.module.state_dict().items()}
+    with reading(engine):
+        engine.module.load_state_dict(weights)
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, weights[name])
+    engine.close()

@@ -315,6 +315,10 @@ class Executor:
         with self._lock:
             self._make_stale(self._units[index], ticket)
 
+    def reads(self) -> Ticket:
+        """Done when what the calling thread has launched so far, which may read any weights, has run."""
+        return self._store.accelerator.launched()
+
     def begin_edit(self, index: int) -> None:
         """Any of the unit's weights are about to be written by the caller."""
         with self._lock:

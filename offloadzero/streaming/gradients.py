@@ -161,12 +161,13 @@ class GradientCollector:
             if state.arrived:
                 self._complete(state)
             elif self.last_micro_batch and state.present and not state.closed:
-                earlier = state.landed
+                # Its gradient says nothing of this micro batch, which may have read the weights all the same.
+                after = [state.landed, self._store.accelerator.launched()]
                 state.landed = Promise()
                 state.closed = True
                 with self._sending(state):
                     self._on_complete(state)
-                    self._land(state, state.landed, [earlier], None)
+                    self._land(state, state.landed, after, None)
 
     def _begin(self, state: RecordGradient) -> None:
         record = state.record

@@ -54,6 +54,7 @@ class _Window:
     gradients: list[RecordGradient]
     tickets: dict[int, UpdateTicket]
     hypers: Hypers
+    reads: Ticket = FINISHED  # of the weights before the step
     decided: Ticket = FINISHED
     decision: StepDecision | None = None
 
@@ -238,6 +239,7 @@ class Stepper:
 
     def _step_at_once(self, window: _Window) -> None:
         window.hypers = self._current_hypers()
+        window.reads = self._executor.reads()  # an evaluation since backward, say
         window.decided = decided = Promise()
         self._last = window
 
@@ -274,6 +276,7 @@ class Stepper:
         """On the update thread: all gradients are known now."""
         for state in window.gradients:
             state.landed.wait()
+        window.reads.wait()
         scale = self._scale
         decision = decide_step(
             [state.sq_norm for state in window.gradients],
