@@ -10,8 +10,10 @@ import gc
 import json
 import os
 import re
+import shutil
 import signal
 import stat
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -308,6 +310,41 @@ def test_a_closed_engine_gives_its_memory_back(tmp_path: Path) -> None:
     del engine, store
     gc.collect()
     assert [arena() for arena in arenas] == [None, None]
+
+
+def threads_of_ours() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("offloadzero-")]
+
+
+def test_a_part_that_fails_to_close_keeps_no_other_open(tmp_path: Path) -> None:
+    """The run directory is gone when the last step's record is written."""
+    run, files = tmp_path / "run", tmp_path / "files"
+    files.mkdir()
+    engine = make_engine(settings(files, observe={"run_dir": str(run)}))
+    train(engine, num_steps=2)
+    store = engine.optimizer.runtime.store
+    arenas = [weakref.ref(arena.buffer) for arena in (store.device, store.host)]
+    shutil.rmtree(run)
+    with pytest.raises(FileNotFoundError):
+        engine.close()
+    assert os.listdir(files) == []
+    with pytest.raises(RuntimeError, match="closed"):
+        train(engine, num_steps=1)
+    del engine, store
+    gc.collect()
+    assert [arena() for arena in arenas] == [None, None]
+
+
+def test_an_engine_that_cannot_start_leaves_no_threads_and_files(tmp_path: Path) -> None:
+    """The run's description cannot be written: its name is taken by a directory."""
+    run, files = tmp_path / "run", tmp_path / "files"
+    files.mkdir()
+    (run / "run.json").mkdir(parents=True)
+    before = threads_of_ours()
+    with pytest.raises(IsADirectoryError):
+        make_engine(settings(files, observe={"run_dir": str(run)}))
+    assert threads_of_ours() == before
+    assert os.listdir(files) == []
 
 
 def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
