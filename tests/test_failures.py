@@ -21,9 +21,11 @@ from typing import Any
 
 import pytest
 
+from offloadzero.memory import nvme
 from offloadzero.memory.arena import BufferPool
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import Failures
+from offloadzero.native.aio import AioEngine
 from tests.tiny import all_states, make_engine, run_script, settings, start_script, train
 
 PATIENCE_S = 30.0
@@ -392,6 +394,30 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path: Path)
     living.close()
     following.close()
     assert set(os.listdir(tmp_path)) == foreign
+
+
+def test_a_file_is_not_taken_for_stale_while_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that starts at the same time looks into the directory between any two steps of this one's start."""
+    removed: list[Path] = []
+
+    def looked_at(function: Any) -> Any:
+        def look(*arguments: Any, **options: Any) -> Any:
+            result = function(*arguments, **options)
+            removed.extend(nvme.remove_stale_files(tmp_path))
+            return result
+
+        return look
+
+    monkeypatch.setattr(AioEngine, "open", looked_at(AioEngine.open))
+    monkeypatch.setattr(Path, "rename", looked_at(Path.rename))
+    engine = make_engine(settings(tmp_path))
+    assert removed == []
+    train(engine, num_steps=1)
+    assert "offloadzero-" in engine.memory_table()
+    engine.close()
+    assert os.listdir(tmp_path) == []
 
 
 def test_the_file_of_another_living_process_stays(tmp_path: Path) -> None:

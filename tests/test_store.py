@@ -482,3 +482,8 @@ def test_a_segment_on_the_device_is_zero_before_a_lane_can_write_it(monkeypatch:
     store.create("unit", SegmentKind.PARAM, torch.float32, 1000, TierName.DEVICE)
     assert waited == [True]
     store.close()
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(AioError, match=r"open .*missing/offloadzero-.*No such file"):
+        NvmeTier([tmp_path / "missing"], num_bytes=PAGE, aio=AioConfig())
