@@ -164,3 +164,21 @@ def test_a_write_by_the_user_waits_for_what_was_launched(placement: str, tmp_pat
     for name, value in engine.module.state_dict().items():
         assert torch.equal(value, weights[name])
     engine.close()
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_a_step_without_gradients_changes_nothing_and_says_so(clipping: float, tmp_path: Path) -> None:
+    engine, *_ = offloadzero.initialize(
+        model=Choosing(), config=make_config("host", tmp_path, clipping=clipping)
+    )
+    engine.backward(engine(torch.ones(2, WIDTH).bfloat16(), "a"))
+    engine.step()
+    assert engine.was_step_applied()
+    assert engine.get_global_grad_norm() > 0.0
+    weights = engine.module.state_dict()
+    engine.step()
+    assert not engine.was_step_applied()
+    assert engine.get_global_grad_norm() == 0.0
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, weights[name])
+    engine.close()

@@ -228,9 +228,8 @@ class Stepper:
         step = self.counts.global_steps + 1
         window = _Window(step, self.collector.take_window(), self._tickets, self._hypers)
         self._tickets = {}
-        if window.tickets:
-            self._last = window
-        elif window.gradients:
+        self._last = window
+        if window.gradients and not window.tickets:
             self._step_at_once(window)
         self._window_micro_steps = 0
         self.counts.global_steps += 1
@@ -241,7 +240,6 @@ class Stepper:
         window.hypers = self._current_hypers()
         window.reads = self._executor.reads()  # an evaluation since backward, say
         window.decided = decided = Promise()
-        self._last = window
 
         def fail(error: BaseException) -> None:
             self._failures.record(error)  # before anyone who waits can see it
