@@ -24,7 +24,7 @@ import pytest
 from offloadzero.memory import nvme
 from offloadzero.memory.arena import BufferPool
 from offloadzero.memory.lanes import Lane
-from offloadzero.memory.tickets import Failures
+from offloadzero.memory.tickets import Failures, Latch
 from offloadzero.native.aio import AioEngine
 from tests.tiny import all_states, make_engine, run_script, settings, start_script, train
 
@@ -565,3 +565,14 @@ def test_a_failure_that_only_a_background_thread_met_counts_as_unseen() -> None:
     with pytest.raises(OSError, match="the drive is gone"), failures.handed_over():
         pool.take()
     assert failures.was_raised
+
+
+def test_a_latch_can_be_set_in_a_child_that_was_forked_while_another_thread_set_one() -> None:
+    with Latch._setting:  # what a lane does for some hundred nanoseconds a task
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(5)
+            Latch().set()
+            os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
