@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from offloadzero.config import AioConfig, SegmentKind, TierName
 from offloadzero.errors import AioError, BudgetError, OffloadError, StateError
-from offloadzero.memory.arena import Arena, BufferPool, allocate_host
+from offloadzero.memory.arena import Arena, BufferPool, PooledBuffer, allocate_host
 from offloadzero.memory.lanes import CpuAccelerator, Lane, LaneTicket
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.store import Segment, StoreSizes, TieredStore
@@ -487,3 +487,11 @@ def test_a_segment_on_the_device_is_zero_before_a_lane_can_write_it(monkeypatch:
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(AioError, match=r"open .*missing/offloadzero-.*No such file"):
         NvmeTier([tmp_path / "missing"], num_bytes=PAGE, aio=AioConfig())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_buffer_is_poisoned_only_where_the_fill_is_over_at_once(device: str) -> None:
+    fills: list[int] = []
+    memory: Any = SimpleNamespace(device=torch.device(device), fill_=fills.append)
+    BufferPool([], failures=Failures(), poison=True).give_back(PooledBuffer(memory))
+    assert fills == ([0xFF] if device == "cpu" else [])

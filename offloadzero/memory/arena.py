@@ -199,6 +199,7 @@ class BufferPool:
     def give_back(self, buffer: PooledBuffer, *, last_use: Ticket = FINISHED) -> None:
         """The next taker must wait for `last_use` before it writes."""
         buffer.last_use = last_use
-        if self._poison and last_use.done():
+        # In CUDA's memory the fill would run later, and the next taker waits for `last_use` only.
+        if self._poison and buffer.bytes.device.type == "cpu" and last_use.done():
             buffer.bytes.fill_(0xFF)
         self._free.put(buffer)
