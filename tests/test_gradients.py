@@ -1,4 +1,4 @@
-"""Gradients that arrive in part, and updates and writes of weights that kernels still read."""
+"""Gradients that arrive in part, and weights that are written, or were looked at, while others use them."""
 
 from __future__ import annotations
 
@@ -182,3 +182,23 @@ def test_a_step_without_gradients_changes_nothing_and_says_so(clipping: float, t
     for name, value in engine.module.state_dict().items():
         assert torch.equal(value, weights[name])
     engine.close()
+
+
+def evaluate_and_train(engine: Any) -> list[float]:
+    """The first use of every lease is an evaluation in inference mode, and more are in between."""
+    losses = []
+    for seed in range(3):
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        with torch.inference_mode():
+            losses.append(engine(x, "a").item())
+        loss = engine(x, "b")
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_an_evaluation_in_inference_mode_leaves_training_as_it_was(placement: str, tmp_path: Path) -> None:
+    resident = run_engine(Choosing, evaluate_and_train, make_config("resident", tmp_path))
+    assert_same(run_engine(Choosing, evaluate_and_train, make_config(placement, tmp_path)), resident)

@@ -33,7 +33,9 @@ def allocate_host(num_bytes: int) -> torch.Tensor:
 
 
 def _view(buffer: torch.Tensor, offset: int, dtype: torch.dtype, num_elements: int) -> torch.Tensor:
-    return buffer[offset : offset + num_elements * dtype.itemsize].view(dtype)
+    # Kept by who calls, and used in training, though the first use may be an evaluation in inference mode.
+    with torch.inference_mode(False):
+        return buffer[offset : offset + num_elements * dtype.itemsize].view(dtype)
 
 
 class Lease:
