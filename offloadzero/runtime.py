@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -89,7 +90,11 @@ class Runtime:
             checkpointed_modules(model, cut, config.units, checkpointing.units) if checkpointing else {}
         )
         self.plan = _plan(self.records, config, cut.together, self.accelerator.device)
+        # What to close, the last first; each part even when another's close fails.
+        self._parts = contextlib.ExitStack()
+        self._parts.callback(self.monitor.close)
         self.store = _open_store(self, config)
+        self._parts.callback(self.store.close)
         _live.add(self)
         try:
             self._build(cut.records, current_hypers)
@@ -104,15 +109,16 @@ class Runtime:
                 checkpointed=checkpointed,
                 activations=self.activations,
             )
+            self._parts.callback(self.hooks.remove_gradient_hooks)
+            self.slots = {id(slot.param): (record, slot) for record in self.records for slot in record.slots}
+            _move_buffers(model, self.accelerator.device)
+            for notice in config.notices:
+                log.info("%s", notice)
+            self.monitor.begin(self._description(), device_is_cpu=self.accelerator.device.type == "cpu")
         except BaseException:
-            self.store.close()
             _live.discard(self)
+            self._parts.close()
             raise
-        self.slots = {id(slot.param): (record, slot) for record in self.records for slot in record.slots}
-        _move_buffers(model, self.accelerator.device)
-        for notice in config.notices:
-            log.info("%s", notice)
-        self.monitor.begin(self._description(), device_is_cpu=self.accelerator.device.type == "cpu")
         self.clock.restart()
 
     def _build(self, records: Sequence[Record], current_hypers: Callable[[], Hypers]) -> None:
@@ -133,6 +139,7 @@ class Runtime:
             staging=self._host_pool("parameter staging", NUM_STAGING_LEASES, plan.param_staging_bytes),
             clock=self.clock,
         )
+        self._parts.callback(self.executor.close)
         self.weights = WeightAccess(store, self.executor, clock=self.clock)
         cores = config.update.cores
         num_threads = config.update.num_threads or len(cores) or None
@@ -144,9 +151,12 @@ class Runtime:
             chunk_elements=config.update.chunk_elements,
             num_threads=num_threads,
         )
+        self._parts.callback(self.pipeline.close)
         if cores:
             self.pipeline.submit(lambda: set_cores(cores))
         self.activations = self._make_activation_store() if config.activation_checkpoints else None
+        if self.activations is not None:
+            self._parts.callback(self.activations.close)
         policy = StepPolicy(
             update_in_backward=plan.update_in_backward,
             keeps_gradients=plan.grads_have_homes,
@@ -180,6 +190,7 @@ class Runtime:
             on_complete=self.stepper.on_complete,
             on_landed=self.stepper.on_landed,
         )
+        self._parts.callback(self.collector.close)
         self.stepper.attach(self.collector)
 
     def _make_activation_store(self) -> ActivationStore:
@@ -261,16 +272,11 @@ class Runtime:
             if self.failures.first is None:
                 self.executor.wait_updates()
         finally:
-            self.collector.close()
-            self.pipeline.close()
-            self.executor.close()
-            if self.activations is not None:
-                self.activations.close()
-            self.store.close()
-            self.monitor.close()
-            self.hooks.remove_gradient_hooks()
-            first = self.failures.first
-            self.failures.record(StateError("the engine of this model is closed"))
+            try:
+                self._parts.close()
+            finally:
+                first = self.failures.first
+                self.failures.record(StateError("the engine of this model is closed"))
         if first is not None and not was_raised:
             raise first
 

@@ -420,6 +420,30 @@ def test_budgets_hold_for_the_checkpoints_too(tier: str, tmp_path: Path) -> None
     engine.close()
 
 
+def test_a_batch_that_does_not_fit_takes_nothing_from_the_next(tmp_path: Path) -> None:
+    """Who is refused and tries a smaller batch finds the buffers and the file as they were."""
+
+    def engine_with(**budgets: int) -> Any:
+        torch.manual_seed(0)
+        config = merge(config_with("nvme", tmp_path, "nvme"), {"offloadzero": {"budgets": budgets}})
+        engine, *_ = offloadzero.initialize(model=Stack(), config=config)
+        return engine
+
+    engine = engine_with()
+    losses = loop(engine)
+    needed = engine.reserved_bytes()
+    engine.close()
+    engine = engine_with(host=needed["host"])
+    large = torch.cat([features(0)] * 16)
+    for _ in range(activation_homes.NUM_STAGING):
+        with pytest.raises(BudgetError, match=r"blocks\.0: staging: offloadzero\.budgets\.host"):
+            engine(large)
+    assert engine.optimizer.runtime.activations._home._outgoing._free.qsize() == activation_homes.NUM_STAGING
+    assert loop(engine) == losses
+    assert engine.reserved_bytes() == needed
+    engine.close()
+
+
 def test_the_file_goes_with_the_engine(tmp_path: Path) -> None:
     engine = make_engine("nvme", tmp_path)
     before = set(tmp_path.iterdir())

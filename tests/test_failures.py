@@ -10,8 +10,10 @@ import gc
 import json
 import os
 import re
+import shutil
 import signal
 import stat
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -19,6 +21,11 @@ from typing import Any
 
 import pytest
 
+from offloadzero.memory import nvme
+from offloadzero.memory.arena import BufferPool
+from offloadzero.memory.lanes import Lane
+from offloadzero.memory.tickets import Failures, Latch
+from offloadzero.native.aio import AioEngine
 from tests.tiny import all_states, make_engine, run_script, settings, start_script, train
 
 PATIENCE_S = 30.0
@@ -307,6 +314,41 @@ def test_a_closed_engine_gives_its_memory_back(tmp_path: Path) -> None:
     assert [arena() for arena in arenas] == [None, None]
 
 
+def threads_of_ours() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("offloadzero-")]
+
+
+def test_a_part_that_fails_to_close_keeps_no_other_open(tmp_path: Path) -> None:
+    """The run directory is gone when the last step's record is written."""
+    run, files = tmp_path / "run", tmp_path / "files"
+    files.mkdir()
+    engine = make_engine(settings(files, observe={"run_dir": str(run)}))
+    train(engine, num_steps=2)
+    store = engine.optimizer.runtime.store
+    arenas = [weakref.ref(arena.buffer) for arena in (store.device, store.host)]
+    shutil.rmtree(run)
+    with pytest.raises(FileNotFoundError):
+        engine.close()
+    assert os.listdir(files) == []
+    with pytest.raises(RuntimeError, match="closed"):
+        train(engine, num_steps=1)
+    del engine, store
+    gc.collect()
+    assert [arena() for arena in arenas] == [None, None]
+
+
+def test_an_engine_that_cannot_start_leaves_no_threads_and_files(tmp_path: Path) -> None:
+    """The run's description cannot be written: its name is taken by a directory."""
+    run, files = tmp_path / "run", tmp_path / "files"
+    files.mkdir()
+    (run / "run.json").mkdir(parents=True)
+    before = threads_of_ours()
+    with pytest.raises(IsADirectoryError):
+        make_engine(settings(files, observe={"run_dir": str(run)}))
+    assert threads_of_ours() == before
+    assert os.listdir(files) == []
+
+
 def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
     directories = [tmp_path / "a", tmp_path / "b"]
     for directory in directories:
@@ -352,6 +394,30 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path: Path)
     living.close()
     following.close()
     assert set(os.listdir(tmp_path)) == foreign
+
+
+def test_a_file_is_not_taken_for_stale_while_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that starts at the same time looks into the directory between any two steps of this one's start."""
+    removed: list[Path] = []
+
+    def looked_at(function: Any) -> Any:
+        def look(*arguments: Any, **options: Any) -> Any:
+            result = function(*arguments, **options)
+            removed.extend(nvme.remove_stale_files(tmp_path))
+            return result
+
+        return look
+
+    monkeypatch.setattr(AioEngine, "open", looked_at(AioEngine.open))
+    monkeypatch.setattr(Path, "rename", looked_at(Path.rename))
+    engine = make_engine(settings(tmp_path))
+    assert removed == []
+    train(engine, num_steps=1)
+    assert "offloadzero-" in engine.memory_table()
+    engine.close()
+    assert os.listdir(tmp_path) == []
 
 
 def test_the_file_of_another_living_process_stays(tmp_path: Path) -> None:
@@ -483,3 +549,30 @@ def test_states_survive_a_slow_disk(tmp_path: Path) -> None:
         engine.close()
     assert results[0][0] == results[1][0]
     assert all(bool((results[0][1][key] == results[1][1][key]).all()) for key in results[0][1])
+
+
+def test_a_failure_that_only_a_background_thread_met_counts_as_unseen() -> None:
+    """Or close() would keep it to itself: a lane that waits for a buffer looks up, the caller knows nothing."""
+    failures = Failures()
+    pool = BufferPool((), failures=failures)
+    lane = Lane("stage", failures)
+    ticket = lane.submit(lambda: pool.give_back(pool.take()))
+    failures.record(OSError("the drive is gone"))
+    with pytest.raises(OSError, match="the drive is gone"):
+        ticket.wait()
+    lane.close()
+    assert not failures.was_raised
+    with pytest.raises(OSError, match="the drive is gone"), failures.handed_over():
+        pool.take()
+    assert failures.was_raised
+
+
+def test_a_latch_can_be_set_in_a_child_that_was_forked_while_another_thread_set_one() -> None:
+    with Latch._setting:  # what a lane does for some hundred nanoseconds a task
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(5)
+            Latch().set()
+            os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import offloadzero
 from offloadzero.errors import OffloadError
 from offloadzero.memory.arena import Arena
+from offloadzero.memory.lanes import Lane
+from offloadzero.streaming.executor import Executor
 from tests import models
 from tests.models import Stack, TiedLM, features, tokens
 from tests.schedules import Slowness, disturbed, reference
@@ -154,3 +157,71 @@ def test_poison_is_what_a_released_lease_holds(tmp_path: Path) -> None:
     engine.close()
     with pytest.raises(OffloadError, match="closed"):
         engine(features(0))
+
+
+class HalfUsed(nn.Module):
+    """The parameters at the end of its record get no gradient: an update does not touch them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(63, 63)
+        self.unused = nn.Linear(63, 65)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.used(x)
+
+
+class HalfUsedStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HalfUsed() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+def test_a_delivery_in_part_ends_before_its_lease_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update that delivers only some chunks has the file read instead: its copies must not come later still."""
+
+    def loop(engine: Any) -> list[float]:
+        losses = []
+        for seed in range(3):
+            x = torch.randn(2, 63, generator=torch.Generator().manual_seed(seed))
+            loss = engine(x.bfloat16())
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    expected = run_engine(HalfUsedStack, loop, make_config("resident", tmp_path, clipping=1.0))
+    launch, complete_fetch = Lane._launch, Executor._complete_fetch
+    fetched, copied = threading.Event(), threading.Event()
+    num_copies = 0
+
+    def late(lane: Lane, task: Callable[[], None], fence: Any) -> Any:
+        nonlocal num_copies
+        if lane.name != "state-h2d":
+            return launch(lane, task, fence)
+        num_copies += 1
+        fetched.wait(0.2)
+        try:
+            return launch(lane, task, fence)
+        finally:
+            copied.set()
+
+    def complete(executor: Executor, unit: Any) -> None:
+        complete_fetch(executor, unit)
+        if num_copies and unit.record.name == "blocks.1":
+            fetched.set()
+            copied.wait(0.2)
+
+    monkeypatch.setattr(Lane, "_launch", late)
+    monkeypatch.setattr(Executor, "_complete_fetch", complete)
+    config = make_config("nvme", tmp_path, clipping=1.0, offloadzero={"update": {"chunk_elements": 4096}})
+    outcome = run_engine(HalfUsedStack, loop, config)
+    assert num_copies
+    assert_same(expected, outcome)

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,8 @@ from hypothesis import strategies as st
 
 from offloadzero.config import AioConfig, SegmentKind, TierName
 from offloadzero.errors import AioError, BudgetError, OffloadError, StateError
-from offloadzero.memory.arena import Arena, BufferPool, allocate_host
-from offloadzero.memory.lanes import CpuAccelerator, Lane
+from offloadzero.memory.arena import Arena, BufferPool, PooledBuffer, allocate_host
+from offloadzero.memory.lanes import CpuAccelerator, Lane, LaneTicket
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.store import Segment, StoreSizes, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Failures, Promise
@@ -424,3 +426,72 @@ def test_labels_reach_the_errors_of_both_directions(make_store: MakeStore) -> No
         assert text.startswith(f"blocks.3.master (nvme): {verb} ")
         assert any(str(path) in text for path, _ in store.nvme.files)
         assert "+0x" in text
+
+
+class StreamStub:
+    """A stream whose work has not ended; without a device only who waits can be seen."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[object] = []
+
+    def synchronize(self) -> None:
+        self.waited_for.append("all")
+
+    def wait_event(self, event: object) -> None:
+        self.waited_for.append(event)
+
+
+def test_closing_a_lane_waits_for_its_stream() -> None:
+    """Copies that were only launched still read and write the memory which is given back next."""
+    stream: Any = StreamStub()
+    lane = Lane("h2d", Failures(), stream)
+    lane.close()
+    lane.close()
+    assert stream.waited_for == ["all"]
+
+
+def test_compute_is_ordered_on_the_device_of_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine on cuda:1 is used from a thread whose current device is cuda:0."""
+    streams = {torch.device("cuda", index): StreamStub() for index in range(2)}
+    current = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[device or current])
+    event: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    ticket = LaneTicket()
+    ticket._finish(event)
+    ticket.order_compute()
+    assert [stream.waited_for for stream in streams.values()] == [[], [event]]
+
+
+def test_a_segment_on_the_device_is_zero_before_a_lane_can_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[bool] = []
+    accelerator = CpuAccelerator()
+    store = TieredStore(
+        accelerator,
+        sizes=StoreSizes(device=2 * PAGE, host=0, nvme=0),
+        nvme_paths=(),
+        aio=AioConfig(),
+        failures=Failures(),
+    )
+    store.device.buffer.fill_(1)
+
+    class Launched:
+        def wait(self) -> None:
+            waited.append(not store.device.buffer[: 4 * 1000].any())
+
+    monkeypatch.setattr(accelerator, "launched", Launched)
+    store.create("unit", SegmentKind.PARAM, torch.float32, 1000, TierName.DEVICE)
+    assert waited == [True]
+    store.close()
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(AioError, match=r"open .*missing/offloadzero-.*No such file"):
+        NvmeTier([tmp_path / "missing"], num_bytes=PAGE, aio=AioConfig())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_buffer_is_poisoned_only_where_the_fill_is_over_at_once(device: str) -> None:
+    fills: list[int] = []
+    memory: Any = SimpleNamespace(device=torch.device(device), fill_=fills.append)
+    BufferPool([], failures=Failures(), poison=True).give_back(PooledBuffer(memory))
+    assert fills == ([0xFF] if device == "cpu" else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from torch import nn
 
 import offloadzero
 from offloadzero import BudgetError, ConfigError, StateError, zero
+from offloadzero.streaming.spill import Spilled
 from tests.tiny import TinyModel, all_states, make_engine, run_script, settings, tokens, train
 
 PLACEMENTS: dict[str, Any] = {
@@ -521,3 +523,16 @@ def test_frozen_parameters(tmp_path: Path) -> None:
 def test_register_external_parameter_is_accepted(engine: offloadzero.Engine) -> None:
     zero.register_external_parameter(engine.module, engine.module.emb.weight)
     train(engine, num_steps=1)
+
+
+def test_a_full_disk_gets_the_space_of_a_spilled_parameter_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="No space left"):
+        Spilled(torch.ones(1000), tmp_path)
+    assert os.listdir("/proc/self/fd") == before

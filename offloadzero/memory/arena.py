@@ -33,7 +33,9 @@ def allocate_host(num_bytes: int) -> torch.Tensor:
 
 
 def _view(buffer: torch.Tensor, offset: int, dtype: torch.dtype, num_elements: int) -> torch.Tensor:
-    return buffer[offset : offset + num_elements * dtype.itemsize].view(dtype)
+    # Kept by who calls, and used in training, though the first use may be an evaluation in inference mode.
+    with torch.inference_mode(False):
+        return buffer[offset : offset + num_elements * dtype.itemsize].view(dtype)
 
 
 class Lease:
@@ -178,7 +180,7 @@ class BufferPool:
             self._free.put(PooledBuffer(lease.bytes))
 
     def take(self) -> PooledBuffer:
-        """A free buffer; blocks. Raises the engine's failure if there is one.
+        """A free buffer; blocks. Raises the engine's failure if there is one, which does not count as seen by that.
 
         After a failure buffers may never come back, so the wait looks up now and then.
         """
@@ -186,7 +188,8 @@ class BufferPool:
             try:
                 return self.try_take() or self._free.get(timeout=0.5)
             except queue.Empty:
-                self._failures.check()
+                if self._failures.first is not None:
+                    raise self._failures.first from None
 
     def try_take(self) -> PooledBuffer | None:
         """A free buffer or None."""
@@ -198,6 +201,7 @@ class BufferPool:
     def give_back(self, buffer: PooledBuffer, *, last_use: Ticket = FINISHED) -> None:
         """The next taker must wait for `last_use` before it writes."""
         buffer.last_use = last_use
-        if self._poison and last_use.done():
+        # In CUDA's memory the fill would run later, and the next taker waits for `last_use` only.
+        if self._poison and buffer.bytes.device.type == "cpu" and last_use.done():
             buffer.bytes.fill_(0xFF)
         self._free.put(buffer)

@@ -64,7 +64,8 @@ class LaneTicket:
         """What the calling thread launches from now on runs after the transfer."""
         self._wait_launched()
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            # Of the event's device: the calling thread's current one may be another.
+            torch.cuda.current_stream(self._event.device).wait_event(self._event)
 
     def done(self) -> bool:
         """Whether the transfer is complete."""
@@ -136,6 +137,8 @@ class Lane:
             self._closed = True
             self._tasks.put(None)
             self._thread.join()
+            if self._stream is not None:
+                self._stream.synchronize()  # or memory would be given back under its copies
 
     def _run(self) -> None:
         _here.lane = COPY_LANES.get(self.name, self.name)

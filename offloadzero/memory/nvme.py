@@ -90,10 +90,24 @@ class _BackingFile:
     def __init__(self, engine: AioEngine, directory: Path) -> None:
         name = f"{FILE_PREFIX}{os.getpid()}-{next(_file_numbers)}.bin"
         self.path = directory / name
-        self.file: AioFile = engine.open(self.path, create=True)
-        # The lock tells a later process that this one lives; it needs a descriptor of its own.
-        self._lock_descriptor = os.open(self.path, os.O_RDWR)
-        fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The lock tells a later process that this one lives; it needs a descriptor of its own. The file is locked
+        # before it has its name: one that starts just now would find it unlocked, and remove it.
+        unnamed = directory / f".{name}.new"
+        try:
+            self._lock_descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise AioError(
+                operation="open", path=str(self.path), offset=0, num_bytes=0, errno=error.errno or errno.EIO
+            ) from error
+        try:
+            fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unnamed.rename(self.path)
+            self.file: AioFile = engine.open(self.path)
+        except BaseException:
+            unnamed.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
+            os.close(self._lock_descriptor)
+            raise
 
     def close(self) -> None:
         self.path.unlink(missing_ok=True)

@@ -115,6 +115,7 @@ class TieredStore:
         home = arena.lease(size, label).view(dtype, num_elements)
         if tier is TierName.DEVICE:
             home.zero_()  # the host arena is fresh, hence zero
+            self.accelerator.launched().wait()  # the lanes that write here do not wait for this thread's stream
         return Segment(record, kind, dtype, num_elements, tier, home=home)
 
     def read(

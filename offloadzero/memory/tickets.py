@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -41,6 +42,14 @@ class Latch:
         if not self.is_set:
             with self._closed:
                 pass  # the next one's turn
+
+
+def _renew_setting() -> None:
+    Latch._setting = threading.Lock()
+
+
+# A thread that the child does not have may have held it in the moment of the fork.
+os.register_at_fork(after_in_child=_renew_setting)
 
 
 class Finished:

@@ -84,7 +84,8 @@ class SlotViews:
         if views is None:
             if len(self._views) == self.MAX_ADDRESSES:
                 del self._views[next(iter(self._views))]
-            views = self._views[address] = tuple(slot.view_in(flat) for slot in self._slots)
+            with torch.inference_mode(False):  # an evaluation's views are used in training too
+                views = self._views[address] = tuple(slot.view_in(flat) for slot in self._slots)
         return views
 
 

@@ -300,22 +300,31 @@ class NvmeHome:
             pool.give_back(PooledBuffer(torch.empty(0, dtype=torch.uint8)))  # of no size yet
         return pool
 
-    def _grown(self, buffer: PooledBuffer, num_bytes: int, label: str) -> PooledBuffer:
+    def _grown(self, pool: BufferPool, buffer: PooledBuffer, num_bytes: int, label: str) -> PooledBuffer:
+        """A buffer of `pool`, now of `num_bytes` at least. Raises BudgetError."""
         buffer.last_use.wait()
         if buffer.bytes.numel() < num_bytes:
             if buffer.bytes.numel():
                 self._memory.free(buffer.bytes)
             # A new object: the old one's views must go with its memory.
-            return PooledBuffer(self._memory.allocate(num_bytes, f"{label}: staging"))
+            try:
+                return PooledBuffer(self._memory.allocate(num_bytes, f"{label}: staging"))
+            except BaseException:
+                pool.give_back(PooledBuffer(torch.empty(0, dtype=torch.uint8)))  # a smaller batch may fit
+                raise
         return buffer
 
     def send(self, source: torch.Tensor, label: str) -> _NvmeCopy:
-        tier, extent = self._take(source.nbytes, label)
         buffer = self._outgoing.try_take()
         if buffer is None:
-            with self._clock.waiting("activation write"):
+            with self._clock.waiting("activation write"), self._failures.handed_over():
                 buffer = self._outgoing.take()
-        staging = self._grown(buffer, source.nbytes, label)
+        staging = self._grown(self._outgoing, buffer, source.nbytes, label)
+        try:
+            tier, extent = self._take(source.nbytes, label)
+        except BaseException:
+            self._outgoing.give_back(staging)
+            raise
         view = staging.view(source.dtype, source.numel())
         copy, give_back = self.accelerator.copy, self._outgoing.give_back
         copied = self.lanes.d2h.submit(
@@ -377,7 +386,7 @@ class NvmeHome:
 
     def _take_incoming(self, copy: _NvmeCopy, staged: list[PooledBuffer]) -> torch.Tensor:
         num_bytes = copy.num_elements * copy.dtype.itemsize
-        staged.append(self._grown(self._incoming.take(), num_bytes, copy.label))
+        staged.append(self._grown(self._incoming, self._incoming.take(), num_bytes, copy.label))
         return staged[0].view(copy.dtype, copy.num_elements)
 
     def give_back(self, extent: Extent) -> None:

@@ -29,7 +29,7 @@ from offloadzero.errors import BudgetError, StateError
 from offloadzero.memory.arena import Arena, BufferPool, Lease, PooledBuffer, align_up
 from offloadzero.memory.lanes import Fence, Lane, LaneTicket, order_compute_after
 from offloadzero.memory.store import FETCH_PRIORITY, TieredStore
-from offloadzero.memory.tickets import FINISHED, Promise, Ticket
+from offloadzero.memory.tickets import FINISHED, AllOf, Promise, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.optim.delivery import Delivery, UpdateTicket
 from offloadzero.optim.records import ParamSlot, Record, SlotViews
@@ -315,6 +315,10 @@ class Executor:
         with self._lock:
             self._make_stale(self._units[index], ticket)
 
+    def reads(self) -> Ticket:
+        """Done when what the calling thread has launched so far, which may read any weights, has run."""
+        return self._store.accelerator.launched()
+
     def begin_edit(self, index: int) -> None:
         """Any of the unit's weights are about to be written by the caller."""
         with self._lock:
@@ -491,6 +495,7 @@ class Executor:
                         staged.delivery = delivery
                         staged.read.fulfil()
                         return
+                    AllOf(delivery.copies).wait()  # the lease may be another unit's soon
                 updated.wait()
                 buffer = self._staging.take()
                 buffer.last_use.wait()

@@ -161,12 +161,13 @@ class GradientCollector:
             if state.arrived:
                 self._complete(state)
             elif self.last_micro_batch and state.present and not state.closed:
-                earlier = state.landed
+                # Its gradient says nothing of this micro batch, which may have read the weights all the same.
+                after = [state.landed, self._store.accelerator.launched()]
                 state.landed = Promise()
                 state.closed = True
                 with self._sending(state):
                     self._on_complete(state)
-                    self._land(state, state.landed, [earlier], None)
+                    self._land(state, state.landed, after, None)
 
     def _begin(self, state: RecordGradient) -> None:
         record = state.record
@@ -194,7 +195,7 @@ class GradientCollector:
             size = record.num_trainable * record.dtype.itemsize
             lease = PooledBuffer(self._store.accelerator.allocate(size), temporary=True)
         elif lease is None:
-            with self._clock.waiting("gradient lease"):
+            with self._clock.waiting("gradient lease"), self._store.failures.handed_over():
                 lease = self._device_leases.take()
         self._num_filling += not lease.temporary
         if not lease.last_use.done():
@@ -229,7 +230,9 @@ class GradientCollector:
             if target.in_place:
                 self._land(state, done, [copied], None)
             else:
-                self._land(state, done, [copied], lambda: self._merge(state, target, fresh, known))
+                self._land(
+                    state, done, [copied], lambda: self._merge(state, target, fresh, known, is_first=is_first)
+                )
 
     @contextmanager
     def _sending(self, state: RecordGradient) -> Iterator[None]:
@@ -267,7 +270,7 @@ class GradientCollector:
         buffer = pool.try_take()
         if buffer is None:
             # Updates are slower than backward: this is where backward waits for them.
-            with self._clock.waiting("gradient buffer on the host"):
+            with self._clock.waiting("gradient buffer on the host"), self._store.failures.handed_over():
                 buffer = pool.take()
         return buffer
 
@@ -338,8 +341,10 @@ class GradientCollector:
         landing: _Landing,
         fresh: Sequence[ParamSlot],
         known: Sequence[ParamSlot],
+        *,
+        is_first: bool,
     ) -> None:
-        """Copy what is the first of its window, add the rest."""
+        """Copy what is the first of its window, add the rest; `is_first`: the record's home holds nothing yet."""
         record = state.record
         home = state.home
         on_file = home is not None and home.tier is TierName.NVME
@@ -348,7 +353,7 @@ class GradientCollector:
         acc = state.in_memory()
         if acc is None:
             raise AssertionError(f"{record.name}: no memory for its gradient")
-        if on_file and known and home is not None:
+        if on_file and not is_first and home is not None:
             self._store.read(home, acc).wait()
         with self._store.timeline.span(LANDING, record.name, landing.flat.nbytes + acc.nbytes):
             for part in update_ranges(record, fresh):

@@ -60,13 +60,17 @@ def _write_unnamed(value: torch.Tensor, directory: Path) -> int:
     """A file without a name: it is gone when its descriptor closes, however the process ends."""
     with tempfile.TemporaryFile(dir=directory) as file:
         descriptor = os.dup(file.fileno())
-    view = _as_bytes(value.contiguous())
-    position = 0
-    while position < len(view):
-        position += os.pwrite(descriptor, view[position:], position)
-    # Written pages are to leave memory, not to pile up in the page cache.
-    os.fdatasync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        view = _as_bytes(value.contiguous())
+        position = 0
+        while position < len(view):
+            position += os.pwrite(descriptor, view[position:], position)
+        # Written pages are to leave memory, not to pile up in the page cache.
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    except BaseException:
+        os.close(descriptor)  # a full disk gets its space back
+        raise
     return descriptor
 
 

@@ -54,6 +54,7 @@ class _Window:
     gradients: list[RecordGradient]
     tickets: dict[int, UpdateTicket]
     hypers: Hypers
+    reads: Ticket = FINISHED  # of the weights before the step
     decided: Ticket = FINISHED
     decision: StepDecision | None = None
 
@@ -227,9 +228,8 @@ class Stepper:
         step = self.counts.global_steps + 1
         window = _Window(step, self.collector.take_window(), self._tickets, self._hypers)
         self._tickets = {}
-        if window.tickets:
-            self._last = window
-        elif window.gradients:
+        self._last = window
+        if window.gradients and not window.tickets:
             self._step_at_once(window)
         self._window_micro_steps = 0
         self.counts.global_steps += 1
@@ -238,8 +238,8 @@ class Stepper:
 
     def _step_at_once(self, window: _Window) -> None:
         window.hypers = self._current_hypers()
+        window.reads = self._executor.reads()  # an evaluation since backward, say
         window.decided = decided = Promise()
-        self._last = window
 
         def fail(error: BaseException) -> None:
             self._failures.record(error)  # before anyone who waits can see it
@@ -274,6 +274,7 @@ class Stepper:
         """On the update thread: all gradients are known now."""
         for state in window.gradients:
             state.landed.wait()
+        window.reads.wait()
         scale = self._scale
         decision = decide_step(
             [state.sq_norm for state in window.gradients],

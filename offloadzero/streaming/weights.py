@@ -173,6 +173,7 @@ class WeightAccess:
         segment = self._segment(record, slot, kind)
         with self._clock.waiting("state access"), self._store.failures.handed_over():
             self._executor.update_ticket(record.index).wait()
+            self._executor.reads().wait()
         if kind is SegmentKind.PARAM:
             self._executor.begin_edit(record.index)
         # Before and after: what is read ahead meanwhile may hold either value.

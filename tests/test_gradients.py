@@ -1,0 +1,204 @@
+"""Gradients that arrive in part, and weights that are written, or were looked at, while others use them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offloadzero
+from offloadzero.config import SegmentKind
+from tests.training import assert_same, make_config, run_engine, run_plain, worst_relative_difference
+
+WIDTH = 33
+
+
+class Either(nn.Module):
+    """One of two layers, chosen by the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH, bias=False) for name in "ab"})
+
+    def forward(self, x: Tensor, choice: str) -> Tensor:
+        return x + self.layers[choice](x)
+
+
+class Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Either() for _ in range(2))
+
+    def forward(self, x: Tensor, choice: str) -> Tensor:
+        for block in self.blocks:
+            x = block(x, choice)
+        return x.float().square().mean()
+
+
+def alternate(engine: Any) -> list[float]:
+    """Each micro batch uses the other layer of each block."""
+    losses = []
+    for seed, choice in enumerate("ababbaab"):
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
+        loss = engine(x.bfloat16(), choice)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("grad", ["device", "host", "nvme"])
+def test_micro_batches_that_use_different_parameters_of_a_unit_add_up(grad: str, tmp_path: Path) -> None:
+    def config(where: str) -> Any:
+        given = make_config("host", tmp_path, accumulation=2, clipping=1.0)
+        given["offloadzero"]["placement"] = {
+            **dict.fromkeys(("param", "master", "exp_avg", "exp_avg_sq"), "host"),
+            "grad": where,
+        }
+        return given
+
+    outcome = run_engine(Choosing, alternate, config(grad))
+    assert_same(
+        outcome,
+        run_engine(Choosing, alternate, make_config("resident", tmp_path, accumulation=2, clipping=1.0)),
+    )
+    plain = run_plain(Choosing, alternate, config(grad))
+    assert worst_relative_difference(outcome.losses, plain.losses) < 0.01
+
+
+class Reading:
+    """The ticket of kernels that still read weights: until `end` is set nobody may write these."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+
+    def wait(self) -> None:
+        self.end.wait(10.0)
+
+    def done(self) -> bool:
+        return self.end.is_set()
+
+
+@contextmanager
+def reading(engine: Any) -> Iterator[None]:
+    """The device runs what is launched inside a while later; what it read has not changed when it has."""
+    accelerator = engine.optimizer.runtime.accelerator
+    homes = [r.segments[SegmentKind.PARAM].memory for r in engine.optimizer.runtime.records]
+    before = [home.clone() for home in homes]
+    kernels = Reading()
+    unchanged: list[bool] = []
+
+    def end() -> None:
+        unchanged.extend(map(torch.equal, homes, before))
+        kernels.end.set()
+
+    accelerator.launched = lambda: kernels
+    ending = threading.Timer(0.2, end)
+    ending.start()
+    try:
+        yield
+    finally:
+        ending.join()
+        del accelerator.launched
+    assert unchanged
+    assert all(unchanged)
+
+
+@pytest.mark.parametrize("placement", ["resident", "host"])
+def test_a_step_waits_for_an_evaluation_since_backward(placement: str, tmp_path: Path) -> None:
+    """Its kernels may still read the weights, or a fetch of them the host's memory."""
+    torch.manual_seed(0)
+    config = make_config(placement, tmp_path, clipping=1.0)
+    engine, *_ = offloadzero.initialize(model=Choosing(), config=config)
+    engine.backward(engine(torch.ones(2, WIDTH).bfloat16(), "a"))
+    with reading(engine):
+        engine.step()
+    engine.close()
+
+
+@pytest.mark.parametrize("placement", ["resident", "host"])
+def test_the_update_of_an_earlier_gradient_waits_for_the_last_micro_batch(
+    placement: str, tmp_path: Path
+) -> None:
+    """In backward: a unit that the last micro batch used without a gradient is updated while kernels may read it."""
+    torch.manual_seed(0)
+    config = make_config(placement, tmp_path, accumulation=2)
+    engine, *_ = offloadzero.initialize(model=Choosing(), config=config)
+    x = torch.ones(2, WIDTH).bfloat16()
+    engine.backward(engine(x, "a"))
+    engine.step()
+    with torch.no_grad():
+        hidden = engine.module.blocks[0](x, "a")
+    loss = engine.module.blocks[1](hidden, "a").float().square().mean()
+    first = engine.optimizer.runtime.records[0].segments[SegmentKind.PARAM].memory
+    before = first.clone()
+    accelerator = engine.optimizer.runtime.accelerator
+    waited = Reading()
+    accelerator.launched = lambda: waited
+    engine.backward(loss)
+    time.sleep(0.1)
+    unchanged = torch.equal(first, before)
+    del accelerator.launched
+    waited.end.set()
+    engine.step()
+    engine.synchronize()
+    assert unchanged
+    assert not torch.equal(first, before)
+    engine.close()
+
+
+@pytest.mark.parametrize("placement", ["resident", "host"])
+def test_a_write_by_the_user_waits_for_what_was_launched(placement: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    engine, *_ = offloadzero.initialize(model=Choosing(), config=make_config(placement, tmp_path))
+    weights = {name: value + 1 for name, value in engine.module.state_dict().items()}
+    with reading(engine):
+        engine.module.load_state_dict(weights)
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, weights[name])
+    engine.close()
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_a_step_without_gradients_changes_nothing_and_says_so(clipping: float, tmp_path: Path) -> None:
+    engine, *_ = offloadzero.initialize(
+        model=Choosing(), config=make_config("host", tmp_path, clipping=clipping)
+    )
+    engine.backward(engine(torch.ones(2, WIDTH).bfloat16(), "a"))
+    engine.step()
+    assert engine.was_step_applied()
+    assert engine.get_global_grad_norm() > 0.0
+    weights = engine.module.state_dict()
+    engine.step()
+    assert not engine.was_step_applied()
+    assert engine.get_global_grad_norm() == 0.0
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, weights[name])
+    engine.close()
+
+
+def evaluate_and_train(engine: Any) -> list[float]:
+    """The first use of every lease is an evaluation in inference mode, and more are in between."""
+    losses = []
+    for seed in range(3):
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        with torch.inference_mode():
+            losses.append(engine(x, "a").item())
+        loss = engine(x, "b")
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_an_evaluation_in_inference_mode_leaves_training_as_it_was(placement: str, tmp_path: Path) -> None:
+    resident = run_engine(Choosing, evaluate_and_train, make_config("resident", tmp_path))
+    assert_same(run_engine(Choosing, evaluate_and_train, make_config(placement, tmp_path)), resident)
