@@ -248,7 +248,10 @@ void Worker::on_short(Block* block, int64_t result) {
     size_t num_before = block->num_done;
     block->num_done += static_cast<size_t>(result);
     int64_t position = window.offset + static_cast<int64_t>(block->num_done);
-    if (!window.is_write && (result == 0 || position >= block->operation->request.file->num_bytes())) {
+    int64_t end = window.is_write ? INT64_MAX : block->operation->request.file->num_bytes();
+    if (!window.is_write && (result == 0 || position >= end)) {
+        // A direct read that ends in the file's last sector has been seen to count bytes behind its end.
+        if (position > end) block->num_done = static_cast<size_t>(std::max<int64_t>(end - window.offset, 0));
         return block->phase == Block::Phase::kFetchUnit ? append(block) : finish(block, ENODATA);
     }
     block->num_done -= block->num_done % window.granularity;
