@@ -322,9 +322,9 @@ def test_step_against_fp64(grad_dtype: torch.dtype, hyper: AdamHyper) -> None:
             np.repeat(record.scales.double().numpy()[k::2] * unit, COMPACT_BLOCK)[:n]
             for k, unit in ((0, 1), (1, 255))
         )
-        assert (np.abs(m_now - m) <= 0.0079 * top_m).all()
+        assert (np.abs(m_now - m) <= 0.0158 * top_m).all()
         s = np.maximum(np.sqrt(v), top_s / 255)
-        assert (np.abs(np.sqrt(v_now) - s) <= top_s / 510 * (1 + 1e-4)).all()
+        assert (np.abs(np.sqrt(v_now) - s) <= top_s / 255 * (1 + 1e-4)).all()
 
 
 def test_a_thousand_steps_stay_near_fp64_adamw() -> None:
@@ -349,6 +349,98 @@ def test_a_thousand_steps_stay_near_fp64_adamw() -> None:
     ]
     assert loss[0] <= 1.02 * loss[1]
     assert np.abs(record.decode()[0].double().numpy() - exact[0]).mean() < 0.01
+
+
+# --- dithered codes ---
+
+
+def dither(step: int) -> np.ndarray:
+    """[Note: dithered codes] in exact fractions of 2**15: exp_avg's, exp_avg_sq's. Shape (2, COMPACT_BLOCK), fp32."""
+    reversed_bits = [int(f"{e:07b}"[::-1], 2) for e in range(COMPACT_BLOCK)]
+    starts = (reversed_bits, range(COMPACT_BLOCK))
+    phases = [
+        [((start << 25) + step * increment) % 2**32 for start in row]
+        for row, increment in zip(starts, (0x9E3779B9, 0x6A09E667), strict=True)
+    ]
+    return ((2 * (np.array(phases) >> 18) + 1 - 2**14) / 2**15).astype(np.float32)
+
+
+def moments_of(grad: Tensor, *, step: int, isa: Isa, record: Record | None = None) -> Record:
+    """A record whose moments, before rounding, are the gradient and its square."""
+    record = record or Record.empty(grad.numel())
+    record.step(grad, hyper=replace(ADAMW, lr=0.0, beta1=0.0, beta2=0.0), step=step, isa=isa)
+    return record
+
+
+def test_the_dither_of_every_element_averages_out() -> None:
+    """Inside half a code; over any 128 steps, and over the elements of any step, near its average of zero."""
+    steps = np.stack([dither(step) for step in range(1, 1025)])
+    assert np.abs(steps).max() == 0.5 - 2.0**-15
+    for start in (0, 1, 77, 512, 896):
+        assert np.abs(steps[start : start + 128].mean(axis=0)).max() < 0.0125  # of random ones 0.026 is usual
+    assert np.abs(steps.mean(axis=2)).max() < 0.005
+    m, s = steps[:, 0], steps[:, 1]
+    assert np.abs((m * s).mean(axis=0)).max() < 0.005  # of equal ones 0.083
+    assert np.abs((m * s).mean(axis=1)).max() < 0.01
+
+
+@pytest.mark.parametrize("step", [1, 2, 1000, 2**32 + 12345])
+@pytest.mark.parametrize("isa", ISAS)
+def test_codes_are_the_nearest_to_the_dithered_ones(isa: Isa, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    grad = torch.randn(64 * COMPACT_BLOCK + 77, generator=generator)
+    record = moments_of(grad, step=step, isa=isa)
+    blocks = torch.nn.functional.pad(grad, (0, -grad.numel() % COMPACT_BLOCK)).view(-1, COMPACT_BLOCK).numpy()
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    exact = (254 * blocks / (largest + np.abs(blocks)), np.abs(blocks) * (np.float32(255) / largest))
+    q, k = (np.rint(code + d).ravel()[: grad.numel()] for code, d in zip(exact, dither(step), strict=True))
+    assert (record.exp_avg.numpy() == q).all()
+    assert (record.exp_avg_sq.numpy() == np.maximum(k, 1)).all()
+    assert (np.rint(exact[0]).ravel()[: grad.numel()] != q).mean() == pytest.approx(0.25, abs=0.05)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_codes_that_are_integers_stay(isa: Isa) -> None:
+    """Every code at many places of a block that has the largest one too, whatever the step and the scale."""
+    n = 255 * COMPACT_BLOCK
+    block, place = torch.arange(n) // COMPACT_BLOCK, torch.arange(n) % COMPACT_BLOCK
+    is_largest = place == block % COMPACT_BLOCK
+    codes = (2 * place + block) % 255
+    q = torch.where(is_largest, 127, codes - 127)
+    k = torch.where(is_largest, 255, codes + 1)
+    scale = torch.exp(torch.linspace(-30, 10, 255))[block]
+    m, s = (q / (254.0 - q.abs())) * scale, k * scale
+    record = Record.empty(n)
+    for step in (*range(1, 40), 2**14, 2**31 - 1, 2**32 + 7):
+        assert torch.equal(moments_of(m, step=step, isa=isa, record=record).exp_avg, q.to(torch.int8))
+        assert torch.equal(moments_of(s, step=step, isa=isa, record=record).exp_avg_sq, k.to(torch.uint8))
+
+
+@pytest.mark.parametrize("start", [0.2, 0.4, 0.8])
+@pytest.mark.parametrize("gradient", [0.0, 0.001, 0.2, 0.9])
+def test_moments_follow_their_averages_beside_a_large_element(gradient: float, start: float) -> None:
+    """Every step moves sqrt(v) by less than half a code, and m at last: over the steps the fp64 mean is met.
+
+    Rounding to nearest leaves sqrt(v) at its start, 9 codes off and more, and m up to 15.
+    """
+    n, num_steps, num_settling = 2 * COMPACT_BLOCK, 400, 150
+    grad = torch.full((n,), gradient)
+    grad[::COMPACT_BLOCK] = 1.0
+    root = torch.where(grad == 1.0, 1.0, start)
+    record = Record.of(torch.zeros(n), root, root.square())
+    exact: tuple[np.ndarray, ...] = (np.zeros(n), root.double().numpy(), root.double().square().numpy())
+    errors = []
+    for step in range(1, num_steps + 1):
+        record.step(grad, hyper=replace(ADAMW, lr=0.0), step=step)
+        exact = oracle_step(exact, grad.double().numpy(), ADAMW, step)
+        _, m, v = (x.double().numpy() for x in record.decode())
+        errors.append((m - exact[1], np.sqrt(v) - np.sqrt(exact[2])))
+    of_m, of_s = (np.stack(kind)[num_settling:, 1:COMPACT_BLOCK] for kind in zip(*errors, strict=True))
+    # In codes: 1/254 of the largest near zero, 1/255. All elements on average, and each over the steps.
+    assert np.abs(of_m.mean()) * 254 < 0.1
+    assert np.abs(of_m.mean(axis=0)).max() * 254 < 0.5
+    assert np.abs(of_s.mean(axis=1)).max() * 255 < 0.6
+    assert np.abs(of_s.mean(axis=0)).max() * 255 < 3
 
 
 # --- values that are not finite, huge, tiny ---

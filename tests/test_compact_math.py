@@ -18,7 +18,7 @@ from offloadzero.native.compact import (
 )
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim import compact_math
-from tests.test_compact_kernels import make_grad, make_state
+from tests.test_compact_kernels import dither, make_grad, make_state
 
 Record = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # param, remainder, exp_avg, exp_avg_sq, scales
 INF, NAN = float("inf"), float("nan")
@@ -94,6 +94,12 @@ def test_every_code_of_many_random_blocks_is_the_kernels() -> None:
     assert torch.equal(codes_m, expected[2])
     assert torch.equal(codes_s, expected[3])
     assert torch.equal(torch.stack((scale_m, scale_s), 1).flatten(), expected[4])
+
+
+@pytest.mark.parametrize("step", [1, 1000, 2**32 + 12345])
+def test_the_dither_is_the_written_one(step: int) -> None:
+    ours = torch.stack(compact_math.code_dither(step, torch.device("cpu")))
+    assert torch.equal(ours, torch.from_numpy(dither(step)))
 
 
 @pytest.mark.parametrize("decoupled", [True, False])

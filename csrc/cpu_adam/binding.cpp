@@ -151,15 +151,16 @@ PyObject* py_compact_adam_step(PyObject*, PyObject* args) {
     Py_ssize_t num_elements;
     CompactBuffers buffers;
     AdamScalars scalars;
-    if (!PyArg_ParseTuple(args, "iO&KniiO&p:compact_adam_step", &grad_dtype, read_compact, &buffers, &grad,
-                          &num_elements, &isa, &num_threads, read_scalars, &scalars, &with_sq_norm) ||
+    unsigned int step;  // "I" takes it modulo 2^32
+    if (!PyArg_ParseTuple(args, "iO&KniiO&Ip:compact_adam_step", &grad_dtype, read_compact, &buffers, &grad,
+                          &num_elements, &isa, &num_threads, read_scalars, &scalars, &step, &with_sq_norm) ||
         !in_range("grad_dtype", grad_dtype, NUM_DTYPES) || !in_range("isa", isa, NUM_ISAS)) {
         return nullptr;
     }
     buffers.grad = pointer<const void>(grad);
     double sq_norm = 0.0;
     const int status = without_gil([&] {
-        return compact_adam_step(buffers, static_cast<DType>(grad_dtype), scalars,
+        return compact_adam_step(buffers, static_cast<DType>(grad_dtype), scalars, step,
                                  static_cast<size_t>(num_elements), static_cast<Isa>(isa), num_threads,
                                  with_sq_norm ? &sq_norm : nullptr);
     });
@@ -337,8 +338,8 @@ PyMethodDef methods[] = {
      "adagrad_step(layout, grad_dtype, param, master, sum, grad, num_elements, isa, num_threads, scalars, "
      "with_sq_norm) -> None or the squared norm"},
     {"compact_adam_step", py_compact_adam_step, METH_VARARGS,
-     "compact_adam_step(grad_dtype, compact, grad, num_elements, isa, num_threads, scalars, with_sq_norm) -> "
-     "None or the squared norm; compact = (param, remainder, exp_avg, exp_avg_sq, scales)"},
+     "compact_adam_step(grad_dtype, compact, grad, num_elements, isa, num_threads, scalars, step, "
+     "with_sq_norm) -> None or the squared norm; compact = (param, remainder, exp_avg, exp_avg_sq, scales)"},
     {"compact_encode", py_compact_encode, METH_VARARGS,
      "compact_encode(state, compact, num_elements, isa, num_threads); state = (master, exp_avg, exp_avg_sq)"},
     {"compact_decode", py_compact_decode, METH_VARARGS,

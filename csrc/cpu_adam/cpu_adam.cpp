@@ -130,6 +130,26 @@ int update_ranges(const KernelTable& kernels, const void* grad, DType grad_dtype
 
 bool has_l2(const AdamScalars& scalars) { return !scalars.decoupled && scalars.weight_decay != 0.0f; }
 
+uint32_t bit_reverse7(uint32_t x) {
+    uint32_t reversed = 0;
+    for (int bit = 0; bit < 7; ++bit) reversed |= (x >> bit & 1u) << (6 - bit);
+    return reversed;
+}
+
+float dither_of(uint32_t phase) {
+    return static_cast<float>(static_cast<int>(phase >> 18) * 2 + 1 - (1 << 14)) * 0x1p-15f;
+}
+
+Dither make_dither(uint32_t step) {
+    static_assert(COMPACT_BLOCK == 128, "an element's place has 7 bits");
+    Dither dither;
+    for (uint32_t e = 0; e < COMPACT_BLOCK; ++e) {
+        dither.exp_avg[e] = dither_of((bit_reverse7(e) << 25) + step * 0x9E3779B9u);
+        dither.exp_avg_sq[e] = dither_of((e << 25) + step * 0x6A09E667u);
+    }
+    return dither;
+}
+
 }  // namespace
 
 int adam_step(const AdamBuffers& buffers, Layout layout, DType grad_dtype, const AdamScalars& scalars,
@@ -143,13 +163,14 @@ int adam_step(const AdamBuffers& buffers, Layout layout, DType grad_dtype, const
 }
 
 int compact_adam_step(const CompactBuffers& buffers, DType grad_dtype, const AdamScalars& scalars,
-                      size_t num_elements, Isa isa, int num_threads, double* sq_norm) {
+                      uint32_t step, size_t num_elements, Isa isa, int num_threads, double* sq_norm) {
     static_assert(SQ_NORM_BLOCK % COMPACT_BLOCK == 0, "norm blocks and ranges hold whole compact blocks");
     const KernelTable* kernels = kernels_for(isa);
     if (kernels == nullptr) return -ENOTSUP;
     const CompactKernel kernel = kernels->compact[static_cast<int>(grad_dtype)][has_l2(scalars)];
+    const Dither dither = make_dither(step);
     return update_ranges(*kernels, buffers.grad, grad_dtype, num_elements, num_threads, sq_norm,
-                         [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
+                         [&](size_t begin, size_t end) { kernel(buffers, scalars, dither, begin, end); });
 }
 
 int compact_encode(const Fp32State& state, const CompactBuffers& buffers, size_t num_elements, Isa isa,

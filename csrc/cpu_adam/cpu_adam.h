@@ -57,6 +57,9 @@
 // a first moment that does not, for the quotient of the two is the update. The error of s is at most
 // largest / 510, and below largest / 255 it is enlarged to that.
 //
+// These are the errors of encoding. An update dithers the two codes first, [Note: dithered codes]; its error
+// is below a whole code, that of x at most (1 + |x|)^2 / 254 and that of s largest / 255.
+//
 // A block with a first moment that is not finite becomes NaN (its scale is), its weights at the next step and
 // those of such moments at once. A second moment that overflows keeps those of its block at infinity, so that
 // nothing moves there: [Note: Adam arithmetic] does the same to the element.
@@ -73,6 +76,26 @@
 //     s     = sqrt(v)
 //     denom = fma(s, inv_sqrt_bias_correction2, eps)
 //     p     = fma(p, decay, -((step_size * m) / denom))
+//     q     = nearest((254 * m) / (largest |m| + |m|) + dither_m)       ties to even, as k
+//     k     = max(1, nearest(s * (255 / largest s) + dither_s))
+//
+// [Note: dithered codes]
+// Rounded to nearest after every step, a moment stops wherever a step moves it by less than half a code: with
+// beta2 = 0.999 s decays by 0.05 % per step, which is that at every code, and m does so below code 5.
+// Rounding would be a bias that no later step makes up for. So a number in (-0.5, 0.5) is added before
+// (dither: Schuchman 1964; as stochastic rounding: Gupta et al. 2015, arXiv 1502.02551). It depends on
+// nothing but the element's place e in its block and the step:
+//
+//     phase_m  = (bit_reverse(e) << 25) + step * 0x9E3779B9    e in 7 bits, all modulo 2^32; golden ratio
+//     phase_s  = (e << 25) + step * 0x6A09E667                 square root of two
+//     dither   = (2 * (phase >> 18) + 1 - 2^14) / 2^15         exact in fp32
+//
+// Over the steps, those of one element are Weyl sequences (multiples modulo 1 of an irrational number that is
+// badly approximable), whose averages converge like log(n) / n instead of random numbers' 1 / sqrt(n). The
+// two numbers are independent over the rationals, and the pairs (bit_reverse(e), e) of a block are a
+// Hammersley set: neither over steps nor over elements do the dithers of m and s go together. Codes that are
+// integers up to some roundings of fp32 are kept, for no dither is above 1/2 - 2^-15 in magnitude: 127, 255,
+// and what was read and did not change.
 //
 // [Note: Lion and Adagrad arithmetic]
 // As [Note: Adam arithmetic]: nothing fused, one rounding per operation, L2 and decay as there.
@@ -181,9 +204,10 @@ struct CompactBuffers {
     const void* grad;  // unused by encode and decode
 };
 
-// `sq_norm`, when not null, receives what sq_norm() gives for the gradient, from the same pass over memory.
+// `step`, modulo 2^32, is that of [Note: dithered codes]. `sq_norm`, when not null, receives what sq_norm()
+// gives for the gradient, from the same pass over memory.
 int compact_adam_step(const CompactBuffers& buffers, DType grad_dtype, const AdamScalars& scalars,
-                      size_t num_elements, Isa isa, int num_threads, double* sq_norm);
+                      uint32_t step, size_t num_elements, Isa isa, int num_threads, double* sq_norm);
 int compact_encode(const Fp32State& state, const CompactBuffers& buffers, size_t num_elements, Isa isa,
                    int num_threads);
 int compact_decode(const CompactBuffers& buffers, const Fp32State& state, size_t num_elements, Isa isa,

@@ -1,5 +1,6 @@
 // Adam on the compact state, written once over a vector type V. Included after kernel_body.h, like it.
-// [Note: compact state] and [Note: compact arithmetic] in cpu_adam.h fix format, operations and order.
+// [Note: compact state], [Note: compact arithmetic] and [Note: dithered codes] in cpu_adam.h fix format,
+// operations and order.
 //
 // A block is read, updated and its new maxima found; its moments wait in the first-level cache and are
 // written with the new scales after the next block's update. So the chain from maxima to scales, some 40
@@ -11,6 +12,7 @@ constexpr float SMALLEST_FLOAT = 0x1p-149f;
 constexpr float COMPAND_LIMIT = 0x1p119f;  // up to here 254 m and largest + |m| are finite
 constexpr float NOT_A_NUMBER = __builtin_nanf("");
 constexpr uint32_t INFINITY_BITS = 0x7F800000u;
+constexpr Dither NO_DITHER{};
 
 // q / (254 - |q|): the companded code as a share of the block's largest magnitude.
 template <class V>
@@ -38,7 +40,8 @@ OFFLOADZERO_INLINE float inverse_of_s(float largest_s) {
 // it.
 template <class V>
 static __attribute__((noinline, cold)) void encode_extremes(const BlockMoments<V>& moments,
-                                                            const CompactBuffers& buffers, size_t i) {
+                                                            const CompactBuffers& buffers,
+                                                            const Dither& dither, size_t i) {
     float m[COMPACT_BLOCK], s[COMPACT_BLOCK];
     for (size_t k = 0; k < COMPACT_BLOCK / V::WIDTH; ++k) {
         V::store_fp32(m + k * V::WIDTH, moments.m[k]);
@@ -53,8 +56,9 @@ static __attribute__((noinline, cold)) void encode_extremes(const BlockMoments<V
     for (size_t k = 0; k < COMPACT_BLOCK; ++k) {
         const bool is_lost = Scalar::bits_of(Scalar::abs(m[k])) >= INFINITY_BITS;
         const float x = m_is_finite && moments.largest_m > 0.0f ? m[k] / moments.largest_m : 0.0f;
-        const float q = 254.0f * x / (1.0f + Scalar::abs(x));
-        const float code = s_is_nan ? 0.0f : s[k] > LARGEST_FLOAT ? 255.0f : s[k] * s_inverse;
+        const float q = 254.0f * x / (1.0f + Scalar::abs(x)) + dither.exp_avg[k];
+        const float exact = s_is_nan ? 0.0f : s[k] > LARGEST_FLOAT ? 255.0f : s[k] * s_inverse;
+        const float code = exact + dither.exp_avg_sq[k];
         Scalar::store_i8(buffers.exp_avg + i + k, &q);
         Scalar::store_u8_at_least_1(buffers.exp_avg_sq + i + k, &code);
         if (is_lost) Scalar::store_compact(buffers.param + i + k, buffers.remainder + i + k, &NOT_A_NUMBER);
@@ -71,11 +75,11 @@ OFFLOADZERO_INLINE void set_maxima(BlockMoments<V>& moments, typename V::F large
 
 template <class V>
 OFFLOADZERO_INLINE void encode_moments(const BlockMoments<V>& moments, const CompactBuffers& buffers,
-                                       size_t i) {
+                                       const Dither& dither, size_t i) {
     using F = typename V::F;
     const uint32_t m_bits = Scalar::bits_of(moments.largest_m), s_bits = Scalar::bits_of(moments.largest_s);
     if (__builtin_expect(m_bits >= Scalar::bits_of(COMPAND_LIMIT) || s_bits >= INFINITY_BITS, 0)) {
-        encode_extremes<V>(moments, buffers, i);
+        encode_extremes<V>(moments, buffers, dither, i);
         return;
     }
     buffers.scales[i / COMPACT_BLOCK * 2] = moments.largest_m;
@@ -87,8 +91,10 @@ OFFLOADZERO_INLINE void encode_moments(const BlockMoments<V>& moments, const Com
         F q[V::PACK], code[V::PACK];
         for (size_t j = 0; j < V::PACK; ++j) {
             const F m = moments.m[k + j];
-            q[j] = V::div(V::mul(twice_127, m), V::add(largest_m, V::abs(m)));
-            code[j] = V::mul(moments.s[k + j], s_inverse);
+            const size_t at = (k + j) * V::WIDTH;
+            q[j] = V::add(V::div(V::mul(twice_127, m), V::add(largest_m, V::abs(m))),
+                          V::load_fp32(dither.exp_avg + at));
+            code[j] = V::add(V::mul(moments.s[k + j], s_inverse), V::load_fp32(dither.exp_avg_sq + at));
         }
         V::store_i8(buffers.exp_avg + i + k * V::WIDTH, q);
         V::store_u8_at_least_1(buffers.exp_avg_sq + i + k * V::WIDTH, code);
@@ -166,8 +172,8 @@ struct PaddedBlock {
 };
 
 template <class V, class Grad, bool L2>
-static void compact_adam_range(const CompactBuffers& buffers, const AdamScalars& scalars, size_t begin,
-                               size_t end) {
+static void compact_adam_range(const CompactBuffers& buffers, const AdamScalars& scalars,
+                               const Dither& dither, size_t begin, size_t end) {
     using Element = typename Grad::Element;
     BlockMoments<V> moments[2];
     size_t i = begin, turn = 0;
@@ -180,15 +186,15 @@ static void compact_adam_range(const CompactBuffers& buffers, const AdamScalars&
             prefetch_block<uint8_t>(buffers.exp_avg_sq, i);
         }
         compact_adam_block<V, Grad, L2>(buffers, scalars, i, moments[turn]);
-        if (i != begin) encode_moments<V>(moments[turn ^ 1], buffers, i - COMPACT_BLOCK);
+        if (i != begin) encode_moments<V>(moments[turn ^ 1], buffers, dither, i - COMPACT_BLOCK);
     }
-    if (i != begin) encode_moments<V>(moments[turn ^ 1], buffers, i - COMPACT_BLOCK);
+    if (i != begin) encode_moments<V>(moments[turn ^ 1], buffers, dither, i - COMPACT_BLOCK);
     if (i == end) return;
     PaddedBlock block(buffers, i, end - i);
     Element grad[COMPACT_BLOCK] = {};
     __builtin_memcpy(grad, static_cast<const Element*>(buffers.grad) + i, (end - i) * sizeof(Element));
     compact_adam_block<V, Grad, L2>(block.buffers(grad), scalars, 0, moments[0]);
-    encode_moments<V>(moments[0], block.buffers(grad), 0);
+    encode_moments<V>(moments[0], block.buffers(grad), dither, 0);
     block.copy_to(buffers, i, end - i);
 }
 
@@ -213,7 +219,7 @@ OFFLOADZERO_INLINE void compact_encode_block(const Fp32State& state, const Compa
         V::store_compact(buffers.param + at, buffers.remainder + at, p);
     }
     set_maxima<V>(moments, largest_m, largest_s);
-    encode_moments<V>(moments, buffers, i);
+    encode_moments<V>(moments, buffers, NO_DITHER, i);
     for (size_t k = i; k < i + COMPACT_BLOCK; ++k) {  // rounding a NaN of full payload up would make it zero
         const bool is_nan = state.master[k] != state.master[k];
         if (is_nan) Scalar::store_compact(buffers.param + k, buffers.remainder + k, &NOT_A_NUMBER);

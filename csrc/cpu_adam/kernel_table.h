@@ -13,8 +13,15 @@ using SplitKernel = void (*)(const float* master, uint16_t* param, int16_t* rema
 using JoinKernel = void (*)(const uint16_t* param, const int16_t* remainder, float* master, size_t begin,
                             size_t end);
 
+// What is added to the codes of a block: [Note: dithered codes].
+struct Dither {
+    alignas(64) float exp_avg[COMPACT_BLOCK];
+    alignas(64) float exp_avg_sq[COMPACT_BLOCK];
+};
+
 using MomentKernel = void (*)(const MomentBuffers&, const AdamScalars&, size_t begin, size_t end);
-using CompactKernel = void (*)(const CompactBuffers&, const AdamScalars&, size_t begin, size_t end);
+using CompactKernel = void (*)(const CompactBuffers&, const AdamScalars&, const Dither&, size_t begin,
+                               size_t end);
 using EncodeKernel = void (*)(const Fp32State&, const CompactBuffers&, size_t begin, size_t end);
 using DecodeKernel = void (*)(const CompactBuffers&, const Fp32State&, size_t begin, size_t end);
 using StreamKernel = uint64_t (*)(const StreamArrays&, size_t begin, size_t end);

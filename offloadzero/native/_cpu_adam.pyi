@@ -57,6 +57,7 @@ def compact_adam_step(
     isa: int,
     num_threads: int,
     scalars: _Scalars,
+    step: int,
     with_sq_norm: bool,
     /,
 ) -> float | None: ...

@@ -64,8 +64,9 @@ def compact_adam_step(
 ) -> float | None:
     """One Adam or AdamW step on a compact record, in place, in one pass over memory.
 
-    `grad` is bf16, fp16 or fp32 and is multiplied by `grad_scale` first; `step` counts from 1. The tensors must not
-    overlap. Returns None, or with `grad_check` the squared norm of the gradient before `grad_scale`.
+    `grad` is bf16, fp16 or fp32 and is multiplied by `grad_scale` first; `step` counts from 1, and the rounding of the
+    moments depends on it ([Note: dithered codes]). The tensors must not overlap. Returns None, or with `grad_check`
+    the squared norm of the gradient before `grad_scale`.
     """
     arguments = (
         float_code("grad", grad),
@@ -75,6 +76,7 @@ def compact_adam_step(
         isa_code(isa),
         check_num_threads(num_threads),
         adam_scalars(hyper, step=step, grad_scale=grad_scale),
+        step,
     )
     return checked_step(
         lambda with_sq_norm: _cpu_adam.compact_adam_step(*arguments, with_sq_norm),

@@ -1,9 +1,9 @@
 """The compact state in torch operations, on any device: encode, decode and the Adam step (floor 4).
 
-The format and the sequence of operations are those of [Note: compact state] and [Note: compact arithmetic] in
-csrc/cpu_adam/cpu_adam.h, one torch operation for each of theirs, so the results are the kernels' bits wherever fp32
-multiply, add, divide and square root are correctly rounded, which they are on the CPU and on CUDA. Only the sign and
-payload of a NaN are not defined.
+The format and the sequence of operations are those of [Note: compact state], [Note: compact arithmetic] and
+[Note: dithered codes] in csrc/cpu_adam/cpu_adam.h, one torch operation for each of theirs, so the results are the
+kernels' bits wherever fp32 multiply, add, divide and square root are correctly rounded, which they are on the CPU and
+on CUDA. Only the sign and payload of a NaN are not defined.
 
 [Note: fused multiply-add in fp64]
 torch has no fma. The fp64 product of two fp32 numbers is exact; its sum with a third is rounded to odd (a last bit
@@ -56,11 +56,14 @@ def decode_exp_avg_sq(codes: Tensor, scale: Tensor) -> Tensor:
     return s * s
 
 
-def encode_exp_avg(exp_avg: Tensor, *, beside: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def encode_exp_avg(
+    exp_avg: Tensor, *, beside: Tensor | None = None, dither: Tensor | float = 0.0
+) -> tuple[Tensor, Tensor]:
     """int8 codes, shape (n,), and scales, one per block, of fp32 first moments, shape (n,).
 
     `beside` are the square roots of the second moments, if they are encoded with the first: the kernel rounds both
-    moments of a block the long way when one of them needs it.
+    moments of a block the long way when one of them needs it. `dither`, shape (COMPACT_BLOCK,), is added to the codes
+    before they are rounded.
     """
     m = _blocks(exp_avg)
     largest = _largest_bits(m.abs())
@@ -72,25 +75,42 @@ def encode_exp_avg(exp_avg: Tensor, *, beside: Tensor | None = None) -> tuple[Te
     x = torch.where(finite & (largest > 0), m / largest, 0.0)
     by_quotient = (x * 254.0) / (x.abs() + 1.0)
     q = (m * 254.0) / (torch.where(largest > 0, largest, _SMALLEST_FLOAT) + m.abs())
-    codes = _nearest(torch.where(is_long, by_quotient, q)).to(torch.uint8).view(torch.int8)
+    codes = _nearest(torch.where(is_long, by_quotient, q) + dither).to(torch.uint8).view(torch.int8)
     return codes.flatten()[: exp_avg.numel()], torch.where(finite, largest, torch.nan).flatten()
 
 
-def encode_exp_avg_sq(root: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 codes, shape (n,), and scales, one per block, of the square roots of second moments, shape (n,)."""
+def encode_exp_avg_sq(root: Tensor, *, dither: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+    """uint8 codes, shape (n,), and scales, one per block, of the square roots of second moments, shape (n,).
+
+    `dither` is as for `encode_exp_avg`.
+    """
     s = _blocks(root)
     largest = _largest_bits(s)
     largest = torch.where(largest.isnan(), largest, largest.clamp(max=_LARGEST_FLOAT))
     # Not 255.0 / largest: torch takes the reciprocal first, and rounds twice.
     inverse = torch.where(largest > 0, torch.full_like(largest, 255.0) / largest, 0.0)
     code = torch.where(s > _LARGEST_FLOAT, 255.0, s * inverse)
-    codes = _nearest(torch.where(largest.isnan(), 0.0, code)).clamp(min=1).to(torch.uint8)
+    codes = _nearest(torch.where(largest.isnan(), 0.0, code) + dither).clamp(min=1).to(torch.uint8)
     return codes.flatten()[: root.numel()], (largest * _ONE_255TH).flatten()
 
 
 def sqrt(values: Tensor) -> Tensor:
     """Correctly rounded fp32 square root: torch's vectorised one on the CPU is not."""
     return values.sqrt() if values.device.type == "cuda" else values.double().sqrt().float()
+
+
+def code_dither(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What a step adds to the codes of exp_avg and exp_avg_sq: fp32, each of shape (COMPACT_BLOCK,)."""
+    place = torch.arange(COMPACT_BLOCK, device=device)
+    reversed_bits = torch.zeros_like(place)
+    for bit in range(7):
+        reversed_bits |= (place >> bit & 1) << (6 - bit)
+
+    def dither(start: Tensor, increment: int) -> Tensor:
+        phase = ((start << 25) + step * increment % 2**32) % 2**32
+        return ((phase >> 18) * 2 + 1 - 2**14).float() * 2.0**-15
+
+    return dither(reversed_bits, 0x9E3779B9), dither(place, 0x6A09E667)
 
 
 def torch_compact_adam_step(
@@ -107,13 +127,14 @@ def torch_compact_adam_step(
 ) -> None:
     """`native.compact.compact_adam_step`, in place on flat tensors of one device."""
     scalars = adam_scalars(hyper, step=step, grad_scale=grad_scale)
+    dither = code_dither(step, param.device)
     with_l2 = hyper.weight_decay != 0.0 and not hyper.decoupled
     pieces = (
         tensor.split(_PIECE_ELEMENTS) for tensor in (param, grad, remainder_i8, exp_avg_i8, exp_avg_sq_u8)
     )
     scale_pieces = scales.split(_PIECE_ELEMENTS // COMPACT_BLOCK * 2)
     for piece in zip(*pieces, scale_pieces, strict=True):
-        _step_piece(*piece, scalars=scalars, with_l2=with_l2)
+        _step_piece(*piece, scalars=scalars, dither=dither, with_l2=with_l2)
 
 
 def _step_piece(
@@ -125,6 +146,7 @@ def _step_piece(
     scales: Tensor,
     *,
     scalars: AdamScalars,
+    dither: tuple[Tensor, Tensor],
     with_l2: bool,
 ) -> None:
     scale_m, scale_s = scales.view(-1, 2).unbind(1)
@@ -138,8 +160,8 @@ def _step_piece(
     s = sqrt(fma(old_s, old_s, (g * scalars.one_minus_beta2) * g))
     denominator = fma(s, scalars.inv_sqrt_bias_correction2, scalars.eps)
     weights = fma(weights, scalars.decay, -((m * scalars.step_size) / denominator))
-    codes_m, new_scale_m = encode_exp_avg(m, beside=s)
-    codes_s, new_scale_s = encode_exp_avg_sq(s)
+    codes_m, new_scale_m = encode_exp_avg(m, beside=s, dither=dither[0])
+    codes_s, new_scale_s = encode_exp_avg_sq(s, dither=dither[1])
     split(torch.where(m.isfinite(), weights, torch.nan), param, remainder_i8)
     exp_avg_i8.copy_(codes_m)
     exp_avg_sq_u8.copy_(codes_s)

@@ -103,11 +103,12 @@ void compact_is_the_same_for_every_isa(size_t n, DType dtype) {
         Compact record(n);
         CHECK_EQUAL(
             compact_encode({master.data(), m.data(), v.data()}, record.buffers(nullptr), n, isa, THREADS), 0);
-        for (int step = 0; step < 5; ++step) {
+        for (uint32_t step = 1; step <= 5; ++step) {
             double norm = -1.0;
             double* wanted = step % 2 ? &norm : nullptr;
-            CHECK_EQUAL(compact_adam_step(record.buffers(grad.data()), dtype, ADAMW, n, isa, THREADS, wanted),
-                        0);
+            CHECK_EQUAL(
+                compact_adam_step(record.buffers(grad.data()), dtype, ADAMW, step, n, isa, THREADS, wanted),
+                0);
             CHECK(step % 2 == 0 || (std::isfinite(norm) && norm > 0.0));
         }
         std::vector<float> out[3] = {std::vector<float>(n), std::vector<float>(n), std::vector<float>(n)};
@@ -130,10 +131,10 @@ void compact_reports_what_is_not_finite(Isa isa, float bad) {
             0);
     }
     double norm = 0.0;
-    CHECK_EQUAL(compact_adam_step(clean.buffers(grad.data()), DType::FP32, ADAMW, n, isa, 1, &norm), 0);
+    CHECK_EQUAL(compact_adam_step(clean.buffers(grad.data()), DType::FP32, ADAMW, 3, n, isa, 1, &norm), 0);
     CHECK(std::isfinite(norm));
     grad[at] = bad;
-    CHECK_EQUAL(compact_adam_step(record.buffers(grad.data()), DType::FP32, ADAMW, n, isa, 1, &norm), 0);
+    CHECK_EQUAL(compact_adam_step(record.buffers(grad.data()), DType::FP32, ADAMW, 3, n, isa, 1, &norm), 0);
     CHECK(!std::isfinite(norm));
     CHECK((record.param[at] & 0x7FFFu) > 0x7F80u);
     CHECK(std::isnan(record.scales[4]));
