@@ -232,7 +232,7 @@ def table(runs: Runs, schedule: str, seeds: list[int]) -> list[str]:
     ]
     for seed in seeds:
         exact = runs.last("fp32", schedule, seed)
-        if exact is None:
+        if exact is None or runs.last("compact", schedule, seed) is None:
             continue
         cells = [str(seed), f"{exact:.4f}"]
         for layout in LAYOUTS[1:]:
