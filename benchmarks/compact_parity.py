@@ -300,10 +300,8 @@ def plot(runs: Runs, seeds: list[int], schedule: str, target: Path) -> None:
                 below.plot(steps, 100 * (curve / exact - 1), color=color, linewidth=1)
             label = None
     above.set_ylabel(f"loss, nats/byte (mean of {window} steps)")
-    above.set_yscale("log")
     above.legend()
     below.set_ylabel("distance from fp32, %")
-    below.set_yscale("symlog", linthresh=1)
     below.axhspan(-100 * MAX_DIFFERENCE, 100 * MAX_DIFFERENCE, color="0.9")
     below.set_xlabel("step")
     figure.tight_layout()
