@@ -142,6 +142,7 @@ class Executor:
         self._arena = unit_arena
         self._staging = staging
         self._clock = clock
+        # With CUDA backward runs on a thread of autograd's, beside what the script's own thread may do meanwhile.
         self._lock = threading.RLock()
         self._fetch_lane = store.accelerator.lane("fetch", store.failures)
         self._stage_lane = Lane("stage", store.failures)
