@@ -34,8 +34,10 @@
 // The format is what decoding says:
 //
 //     master = bits (hi << 16) + (r << 8)                      r = int8 remainder; fp32 add modulo 2^32
-//     m      = (q / (254 - |q|)) * scale_m                     q = int8 code
-//     v      = s * s, s = k * scale_s                          k = uint8 code
+//     m      = +-X(c) * scale_m                                8 bits: sign, then c of 7 bits
+//              X(c) = 2 * ((1 + (c % 32) / 32) * 2^(c / 32) - 1)        0 to 29.5
+//     v      = s * s, s = Y(k) * scale_s                       k = uint8 code
+//              Y(k) = 2 * ((1 + (k % 128) / 128) * 2^(k / 128) - 1)     0 to 5.96875
 //
 // master: the fp32 weight rounded to the upper 24 bits of its pattern (nearest, ties away from zero), then
 // split like [Note: bf16 split]. Writing: b = bits + 0x80, r = int8(b >> 8), hi = (b + 0x8000) >> 16. Proof:
@@ -48,54 +50,84 @@
 // operation. Zero and every bf16 value are kept exactly; finite weights within 2^7 spacings of the largest
 // round to infinity; writing what was read gives the same bytes.
 //
-// m: with x = m / scale_m in [-1, 1], scale_m the block's largest magnitude, y = 2x / (1 + |x|) is rounded to
-// q = 127 y, whence x = y / (2 - |y|). The error of y is at most 1/254 and dx/dy = (1 + |x|)^2 / 2, so that
-// of x is at most (1 + |x|)^2 / 508, up to rounding: 0.2 % of the largest magnitude near 0, 0.8 % near 1.
-// Reading q and writing it again gives q.
+// m: companded by segments of straight line, as telephony's 8 bits are (ITU-T G.711, mu-law): with
+// x = |m| / (largest |m| of the block) in [0, 1], y = 1 + 14.75 x in [1, 15.75] is rounded to 5 bits of
+// mantissa, and c is y's pattern from there up, less that of 1. No division and no table. In [2^e, 2^(e+1)) the
+// codes lie 2^e / 32 apart in y, so the error of x is at most 2^e / 944, up to rounding: 0.11 % of the largest
+// magnitude below x = 0.068, 0.85 % above x = 0.47. The softsign 2x / (1 + x) of the paper has 0.2 % and
+// 0.8 %, and costs a division each way.
 //
-// v: s = sqrt(v), k = 255 s / (largest s of the block), never below 1: a second moment must not vanish beside
-// a first moment that does not, for the quotient of the two is the update. The error of s is at most
-// largest / 510, and below largest / 255 it is enlarged to that.
+// v: s = sqrt(v), and y = 1 + 2.984375 * s / (largest s of the block) in [1, 3.984375] is rounded to 7 bits of
+// mantissa: the error of s is at most largest / 764 below a third of the largest and largest / 382 above. k is
+// never below 1: a second moment must not vanish beside a first moment that does not, for the quotient of
+// the two is the update; below largest / 382 s is enlarged to that.
+//
+// Writing what was read gives the same codes. A block whose largest magnitude is below SMALLEST_SCALED = 2^-100
+// becomes zero (so no code is scaled by a subnormal; s is above 2^-75 for every v above 0).
 //
 // These are the errors of encoding. An update dithers the two codes first, [Note: dithered codes]; its error
-// is below a whole code, that of x at most (1 + |x|)^2 / 254 and that of s largest / 255.
+// is below a whole code, twice the above.
 //
-// A block with a first moment that is not finite becomes NaN (its scale is), its weights at the next step and
-// those of such moments at once. A second moment that overflows keeps those of its block at infinity, so that
-// nothing moves there: [Note: Adam arithmetic] does the same to the element.
+// A block with a first moment that is not finite becomes NaN (its scale is, its codes are 0), its weights at
+// the next step and those of such moments at once. A second moment that overflows keeps those of its block at
+// infinity, so that nothing moves there: [Note: Adam arithmetic] does the same to the element.
 //
 // [Note: compact arithmetic]
-// fma(a, b, c) is a * b + c rounded once. The same bits for every ISA, thread count, alignment and cut at
-// block borders.
+// fma(a, b, c) is a * b + c rounded once; every other operation is rounded by itself. The same bits for every
+// ISA, thread count, alignment and cut at block borders.
 //
-//     g     = float(grad) * grad_scale
-//     g     = fma(weight_decay, p, g)                          only L2 with weight_decay != 0
-//     m     = fma(q / (254 - |q|), beta1 * scale_m, one_minus_beta1 * g)
-//     s     = k * (sqrt_beta2 * scale_s)
-//     v     = fma(s, s, (one_minus_beta2 * g) * g)
-//     s     = sqrt(v)
-//     denom = fma(s, inv_sqrt_bias_correction2, eps)
-//     p     = fma(p, decay, -((step_size * m) / denom))
-//     q     = nearest((254 * m) / (largest |m| + |m|) + dither_m)       ties to even, as k
-//     k     = max(1, nearest(s * (255 / largest s) + dither_s))
+//     per call
+//     grad_m = one_minus_beta1 * grad_scale                    only the factor with L2 and weight_decay != 0
+//     grad_s = sqrt_one_minus_beta2 * grad_scale               likewise
+//     root   = inv_sqrt_bias_correction2 / step_size           undivided if step_size < 2^-100
+//     floor  = eps / step_size                                 infinity if step_size < 2^-100
+//
+//     per block
+//     S      = beta1 * scale_m, R = sqrt_beta2 * scale_s
+//
+//     per element; F = +-(2 + X(c)), G = 2 + Y(k)
+//     g      = float(grad)
+//     g      = fma(weight_decay, p, g * grad_scale)            only L2 with weight_decay != 0
+//     m      = fma(F, S, fma(g, grad_m, -copysign(2 * S, F)))
+//     s      = fma(G, R, -(2 * R))
+//     t      = g * grad_s
+//     s      = sqrt(fma(s, s, t * t))
+//     p      = fma(p, decay, -(m / fma(s, root, floor)))
+//
+//     per block
+//     scale_m = (largest |m|) * (1 / 29.5)                     the constant is fp32; 0 below SMALLEST_SCALED
+//     scale_s = (largest s) * (1 / 5.96875)                    likewise
+//     inv_m   = 14.75 / max(largest |m|, SMALLEST_SCALED)
+//     inv_s   = 2.984375 / max(largest s, SMALLEST_SCALED)
+//
+//     per element
+//     y      = fma(m, inv_m, copysign(1, m))
+//     c      = (bits(|y|) - bits(1) + dither_m) >> 18, with the sign of y
+//     y      = fma(s, inv_s, 1)
+//     k      = max(1, (bits(y) - bits(1) + dither_s) >> 16)
+//
+// The largest is that of the patterns as integers, so NaN is above infinity and infinity above all numbers. If
+// the largest |m| is not finite, scale_m is NaN and every m of the block is encoded as 0; if the largest s is
+// NaN, likewise; if it is infinity, it and every s counts as at most the largest fp32 number.
 //
 // [Note: dithered codes]
-// Rounded to nearest after every step, a moment stops wherever a step moves it by less than half a code: with
-// beta2 = 0.999 s decays by 0.05 % per step, which is that at every code, and m does so below code 5.
-// Rounding would be a bias that no later step makes up for. So a number in (-0.5, 0.5) is added before
-// (dither: Schuchman 1964; as stochastic rounding: Gupta et al. 2015, arXiv 1502.02551). It depends on
-// nothing but the element's place e in its block and the step:
+// Rounded to nearest after every step (dither_m = 2^17, dither_s = 2^15, as encoding fp32 moments does), a
+// moment stops wherever a step moves it by less than half a code: with beta2 = 0.999 s decays by 0.05 % per
+// step, which is that at every code, and m does so at the low ones. Rounding would be a bias that no later
+// step makes up for. So a number below one code is added before the fraction is cut off (dither: Schuchman
+// 1964; as stochastic rounding: Gupta et al. 2015, arXiv 1502.02551). It depends on nothing but the element's
+// place e in its block and the step:
 //
 //     phase_m  = (bit_reverse(e) << 25) + step * 0x9E3779B9    e in 7 bits, all modulo 2^32; golden ratio
 //     phase_s  = (e << 25) + step * 0x6A09E667                 square root of two
-//     dither   = (2 * (phase >> 18) + 1 - 2^14) / 2^15         exact in fp32
+//     dither_m = ((phase_m >> 18) << 4) + 8                    in units of 2^-18 codes: 8 to 2^18 - 8
+//     dither_s = ((phase_s >> 18) << 2) + 2                    in units of 2^-16 codes: 2 to 2^16 - 2
 //
 // Over the steps, those of one element are Weyl sequences (multiples modulo 1 of an irrational number that is
 // badly approximable), whose averages converge like log(n) / n instead of random numbers' 1 / sqrt(n). The
 // two numbers are independent over the rationals, and the pairs (bit_reverse(e), e) of a block are a
 // Hammersley set: neither over steps nor over elements do the dithers of m and s go together. Codes that are
-// integers up to some roundings of fp32 are kept, for no dither is above 1/2 - 2^-15 in magnitude: 127, 255,
-// and what was read and did not change.
+// integers up to a spacing of fp32 are kept: the largest, and what was read and did not change.
 //
 // [Note: Lion and Adagrad arithmetic]
 // As [Note: Adam arithmetic]: nothing fused, one rounding per operation, L2 and decay as there.
