@@ -64,10 +64,10 @@ PyObject* step_result(int status, bool with_sq_norm, double sq_norm) {
 int read_scalars(PyObject* tuple, void* result) {
     auto* s = static_cast<AdamScalars*>(result);
     int decoupled;
-    if (!PyArg_ParseTuple(tuple, "fffffffffffp:scalars", &s->grad_scale, &s->beta1, &s->one_minus_beta1,
+    if (!PyArg_ParseTuple(tuple, "ffffffffffffp:scalars", &s->grad_scale, &s->beta1, &s->one_minus_beta1,
                           &s->beta2, &s->one_minus_beta2, &s->eps, &s->step_size,
                           &s->inv_sqrt_bias_correction2, &s->decay, &s->weight_decay, &s->sqrt_beta2,
-                          &decoupled)) {
+                          &s->sqrt_one_minus_beta2, &decoupled)) {
         return 0;
     }
     s->decoupled = decoupled != 0;

@@ -136,18 +136,33 @@ uint32_t bit_reverse7(uint32_t x) {
     return reversed;
 }
 
-float dither_of(uint32_t phase) {
-    return static_cast<float>(static_cast<int>(phase >> 18) * 2 + 1 - (1 << 14)) * 0x1p-15f;
-}
-
-Dither make_dither(uint32_t step) {
+Dither make_dither(const KernelTable& kernels, uint32_t step) {
     static_assert(COMPACT_BLOCK == 128, "an element's place has 7 bits");
     Dither dither;
-    for (uint32_t e = 0; e < COMPACT_BLOCK; ++e) {
-        dither.exp_avg[e] = dither_of((bit_reverse7(e) << 25) + step * 0x9E3779B9u);
-        dither.exp_avg_sq[e] = dither_of((e << 25) + step * 0x6A09E667u);
+    for (uint32_t slot = 0; slot < COMPACT_BLOCK; ++slot) {
+        const auto e = static_cast<uint32_t>(kernels.compact_element(slot));
+        const uint32_t phase_m = (bit_reverse7(e) << 25) + step * 0x9E3779B9u;
+        const uint32_t phase_s = (e << 25) + step * 0x6A09E667u;
+        dither.exp_avg[slot] = ((phase_m >> 18) << 4) + 8 - BITS_OF_1;
+        dither.exp_avg_sq[slot] = ((phase_s >> 18) << 2) + 2 - BITS_OF_1;
     }
     return dither;
+}
+
+CompactScalars compact_scalars(const AdamScalars& scalars) {
+    const bool moves = scalars.step_size >= 0x1p-100f;
+    const float grad_scale = has_l2(scalars) ? 1.0f : scalars.grad_scale;
+    return {
+        scalars.grad_scale,
+        scalars.one_minus_beta1 * grad_scale,
+        scalars.sqrt_one_minus_beta2 * grad_scale,
+        moves ? scalars.inv_sqrt_bias_correction2 / scalars.step_size : scalars.inv_sqrt_bias_correction2,
+        moves ? scalars.eps / scalars.step_size : __builtin_inff(),
+        scalars.beta1,
+        scalars.sqrt_beta2,
+        scalars.decay,
+        scalars.weight_decay,
+    };
 }
 
 }  // namespace
@@ -168,9 +183,10 @@ int compact_adam_step(const CompactBuffers& buffers, DType grad_dtype, const Ada
     const KernelTable* kernels = kernels_for(isa);
     if (kernels == nullptr) return -ENOTSUP;
     const CompactKernel kernel = kernels->compact[static_cast<int>(grad_dtype)][has_l2(scalars)];
-    const Dither dither = make_dither(step);
+    const Dither dither = make_dither(*kernels, step);
+    const CompactScalars compact = compact_scalars(scalars);
     return update_ranges(*kernels, buffers.grad, grad_dtype, num_elements, num_threads, sq_norm,
-                         [&](size_t begin, size_t end) { kernel(buffers, scalars, dither, begin, end); });
+                         [&](size_t begin, size_t end) { kernel(buffers, compact, dither, begin, end); });
 }
 
 int compact_encode(const Fp32State& state, const CompactBuffers& buffers, size_t num_elements, Isa isa,

@@ -52,18 +52,18 @@
 //
 // m: companded by segments of straight line, as telephony's 8 bits are (ITU-T G.711, mu-law): with
 // x = |m| / (largest |m| of the block) in [0, 1], y = 1 + 14.75 x in [1, 15.75] is rounded to 5 bits of
-// mantissa, and c is y's pattern from there up, less that of 1. No division and no table. In [2^e, 2^(e+1)) the
-// codes lie 2^e / 32 apart in y, so the error of x is at most 2^e / 944, up to rounding: 0.11 % of the largest
-// magnitude below x = 0.068, 0.85 % above x = 0.47. The softsign 2x / (1 + x) of the paper has 0.2 % and
-// 0.8 %, and costs a division each way.
+// mantissa, and c is y's pattern from there up, less that of 1. No division and no table. In [2^e, 2^(e+1))
+// the codes lie 2^e / 32 apart in y, so the error of x is at most 2^e / 944, up to rounding: 0.11 % of the
+// largest magnitude below x = 0.068, 0.85 % above x = 0.47. The softsign 2x / (1 + x) of the paper has 0.2 %
+// and 0.8 %, and costs a division each way.
 //
-// v: s = sqrt(v), and y = 1 + 2.984375 * s / (largest s of the block) in [1, 3.984375] is rounded to 7 bits of
-// mantissa: the error of s is at most largest / 764 below a third of the largest and largest / 382 above. k is
-// never below 1: a second moment must not vanish beside a first moment that does not, for the quotient of
-// the two is the update; below largest / 382 s is enlarged to that.
+// v: s = sqrt(v), and y = 1 + 2.984375 * s / (largest s of the block) in [1, 3.984375] is rounded to 7 bits
+// of mantissa: the error of s is at most largest / 764 below a third of the largest and largest / 382 above.
+// k is never below 1: a second moment must not vanish beside a first moment that does not, for the quotient
+// of the two is the update; below largest / 382 s is enlarged to that.
 //
-// Writing what was read gives the same codes. A block whose largest magnitude is below SMALLEST_SCALED = 2^-100
-// becomes zero (so no code is scaled by a subnormal; s is above 2^-75 for every v above 0).
+// Writing what was read gives the same codes. A block whose largest magnitude is below SMALLEST_SCALED =
+// 2^-100 becomes zero (so no code is scaled by a subnormal; s is above 2^-75 for every v above 0).
 //
 // These are the errors of encoding. An update dithers the two codes first, [Note: dithered codes]; its error
 // is below a whole code, twice the above.
@@ -106,9 +106,9 @@
 //     y      = fma(s, inv_s, 1)
 //     k      = max(1, (bits(y) - bits(1) + dither_s) >> 16)
 //
-// The largest is that of the patterns as integers, so NaN is above infinity and infinity above all numbers. If
-// the largest |m| is not finite, scale_m is NaN and every m of the block is encoded as 0; if the largest s is
-// NaN, likewise; if it is infinity, it and every s counts as at most the largest fp32 number.
+// The largest is that of the patterns as integers, so NaN is above infinity and infinity above all numbers.
+// If the largest |m| is not finite, scale_m is NaN and every m of the block is encoded as 0; if the largest s
+// is NaN, likewise; if it is infinity, it and every s counts as at most the largest fp32 number.
 //
 // [Note: dithered codes]
 // Rounded to nearest after every step (dither_m = 2^17, dither_s = 2^15, as encoding fp32 moments does), a
@@ -173,7 +173,8 @@ struct AdamScalars {
     float inv_sqrt_bias_correction2;
     float decay;
     float weight_decay;
-    float sqrt_beta2;  // used by the compact state only
+    float sqrt_beta2;            // used by the compact state only,
+    float sqrt_one_minus_beta2;  // and so is this
     bool decoupled;
 };
 

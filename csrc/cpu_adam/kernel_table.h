@@ -13,14 +13,30 @@ using SplitKernel = void (*)(const float* master, uint16_t* param, int16_t* rema
 using JoinKernel = void (*)(const uint16_t* param, const int16_t* remainder, float* master, size_t begin,
                             size_t end);
 
-// What is added to the codes of a block: [Note: dithered codes].
+// What [Note: compact arithmetic] computes once per call.
+struct CompactScalars {
+    float grad_scale;
+    float grad_m;
+    float grad_s;
+    float root;
+    float floor;
+    float beta1;
+    float sqrt_beta2;
+    float decay;
+    float weight_decay;
+};
+
+constexpr uint32_t BITS_OF_1 = 0x3F800000u;  // in fp32
+
+// What is added to the patterns before they are cut to codes, less the pattern of 1: [Note: dithered codes].
+// Entry k is for the element of slot k: KernelTable::compact_element.
 struct Dither {
-    alignas(64) float exp_avg[COMPACT_BLOCK];
-    alignas(64) float exp_avg_sq[COMPACT_BLOCK];
+    alignas(64) uint32_t exp_avg[COMPACT_BLOCK];
+    alignas(64) uint32_t exp_avg_sq[COMPACT_BLOCK];
 };
 
 using MomentKernel = void (*)(const MomentBuffers&, const AdamScalars&, size_t begin, size_t end);
-using CompactKernel = void (*)(const CompactBuffers&, const AdamScalars&, const Dither&, size_t begin,
+using CompactKernel = void (*)(const CompactBuffers&, const CompactScalars&, const Dither&, size_t begin,
                                size_t end);
 using EncodeKernel = void (*)(const Fp32State&, const CompactBuffers&, size_t begin, size_t end);
 using DecodeKernel = void (*)(const CompactBuffers&, const Fp32State&, size_t begin, size_t end);
@@ -35,6 +51,7 @@ struct KernelTable {
     MomentKernel lion[NUM_LAYOUTS][NUM_DTYPES];
     MomentKernel adagrad[NUM_LAYOUTS][NUM_DTYPES][2];  // last as for adam
     CompactKernel compact[NUM_DTYPES][2];              // last as for adam
+    size_t (*compact_element)(size_t slot);            // of a block, by its place in a block's vectors
     EncodeKernel compact_encode;
     DecodeKernel compact_decode;
     StreamKernel stream;

@@ -46,6 +46,7 @@ constexpr KernelTable make_kernel_table() {
         {OFFLOADZERO_ADAGRAD_GRADS(V, SplitWeight), OFFLOADZERO_ADAGRAD_GRADS(V, PlainWeight),
          OFFLOADZERO_ADAGRAD_GRADS(V, MasterWeight<Fp16>), OFFLOADZERO_ADAGRAD_GRADS(V, MasterWeight<Bf16>)},
         OFFLOADZERO_COMPACT_GRADS(V),
+        compact_element<V>,
         compact_encode_range<V>,
         compact_decode_range<V>,
         stream_range,

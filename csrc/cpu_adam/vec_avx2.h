@@ -76,65 +76,122 @@ struct Avx2 {
     OFFLOADZERO_INLINE F max_bits(F a, F b) {
         return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
     }
-    OFFLOADZERO_INLINE float reduce_max_bits(F x) {
-        const __m256i bits = _mm256_castps_si256(x);
-        __m128i m = _mm_max_epu32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
-        m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4E));
-        m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0xB1));
-        return _mm_cvtss_f32(_mm_castsi128_ps(m));
+    OFFLOADZERO_INLINE F copysign(F magnitude, F sign) {  // magnitude >= +0
+        return _mm256_or_ps(magnitude, _mm256_and_ps(sign, _mm256_set1_ps(-0.0f)));
+    }
+    OFFLOADZERO_INLINE void reduce_max_bits(F a, F b, float* largest) {
+        const __m256i x = _mm256_castps_si256(a), y = _mm256_castps_si256(b);  // then theirs take turns
+        const __m256i both = _mm256_max_epu32(_mm256_unpacklo_epi32(x, y), _mm256_unpackhi_epi32(x, y));
+        __m128i m = _mm_max_epu32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+        m = _mm_max_epu32(m, _mm_unpackhi_epi64(m, m));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(largest), m);
     }
 
-    OFFLOADZERO_INLINE __m128i load_8bit(const void* p) {
-        return _mm_loadl_epi64(static_cast<const __m128i*>(p));
+    // Groups of four vectors, as in vec_avx512.h.
+    OFFLOADZERO_INLINE size_t element(size_t slot) {
+        const size_t vector = slot / WIDTH % PACK, lane = slot % WIDTH;
+        return slot / (PACK * WIDTH) * (PACK * WIDTH) + vector / 2 * 2 * WIDTH + lane / 4 * 8 +
+               vector % 2 * 4 + lane % 4;
     }
-    OFFLOADZERO_INLINE F load_i8(const int8_t* p) {
-        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_8bit(p)));
+    OFFLOADZERO_INLINE __m256i load_vector(const void* p) {
+        return _mm256_loadu_si256(static_cast<const __m256i*>(p));
     }
-    OFFLOADZERO_INLINE F load_u8(const uint8_t* p) {
-        return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load_8bit(p)));
+    OFFLOADZERO_INLINE void store_vector(void* p, __m256i x) {
+        _mm256_storeu_si256(static_cast<__m256i*>(p), x);
     }
-    // The packs work on 128-bit halves; this puts the bytes of four packed vectors in order.
-    OFFLOADZERO_INLINE __m256i in_order(__m256i packed) {
-        return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    OFFLOADZERO_INLINE __m256i swap_middle(__m256i x) { return _mm256_permute4x64_epi64(x, 0xD8); }
+    OFFLOADZERO_INLINE void store_bytes(void* p, __m256i packed) { store_vector(p, swap_middle(packed)); }
+    // Two vectors of numbers `high` << 16 | `low`.
+    OFFLOADZERO_INLINE void join_words(__m256i low, __m256i high, F* x) {
+        x[0] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(low, high));
+        x[1] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(low, high));
     }
-    OFFLOADZERO_INLINE __m256i nearest_16bit(F a, F b) {
-        return _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b));
-    }
-    OFFLOADZERO_INLINE void store_i8(int8_t* p, const F* x) {
-        const __m256i packed = _mm256_packs_epi16(nearest_16bit(x[0], x[1]), nearest_16bit(x[2], x[3]));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), in_order(packed));
-    }
-    OFFLOADZERO_INLINE void store_u8_at_least_1(uint8_t* p, const F* x) {
-        const __m256i packed = _mm256_packus_epi16(nearest_16bit(x[0], x[1]), nearest_16bit(x[2], x[3]));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                            in_order(_mm256_max_epu8(packed, _mm256_set1_epi8(1))));
+    OFFLOADZERO_INLINE __m256i high_words(__m256i a, __m256i b) {
+        return _mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16));
     }
 
-    OFFLOADZERO_INLINE F load_compact(const uint16_t* hi, const int8_t* lo) {
-        const __m256i high = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16bit(hi)), 16);
-        return _mm256_castsi256_ps(
-            _mm256_add_epi32(high, _mm256_slli_epi32(_mm256_cvtepi8_epi32(load_8bit(lo)), 8)));
+    OFFLOADZERO_INLINE void load_group_bf16(const uint16_t* p, F* x) {
+        join_words(_mm256_setzero_si256(), load_vector(p), x);
+        join_words(_mm256_setzero_si256(), load_vector(p + 16), x + 2);
     }
-    OFFLOADZERO_INLINE __m256i rounded_bits(F x) {
-        return _mm256_add_epi32(_mm256_castps_si256(x), _mm256_set1_epi32(0x80));
+    OFFLOADZERO_INLINE void load_group_fp16(const uint16_t* p, F* x) {
+        for (size_t half = 0; half < 2; ++half) {
+            const __m256i words = swap_middle(load_vector(p + 16 * half));
+            x[2 * half] = _mm256_cvtph_ps(_mm256_castsi256_si128(words));
+            x[2 * half + 1] = _mm256_cvtph_ps(_mm256_extracti128_si256(words, 1));
+        }
     }
-    OFFLOADZERO_INLINE __m256i high_halves(__m256i a, __m256i b) {
-        const __m256i half = _mm256_set1_epi32(0x8000);
-        const __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(_mm256_add_epi32(a, half), 16),
-                                                   _mm256_srli_epi32(_mm256_add_epi32(b, half), 16));
-        return _mm256_permute4x64_epi64(packed, 0xD8);
+    OFFLOADZERO_INLINE void load_group_fp32(const float* p, F* x) {
+        for (size_t half = 0; half < 2; ++half) {
+            const F a = load_fp32(p + 16 * half), b = load_fp32(p + 16 * half + 8);
+            x[2 * half] = _mm256_permute2f128_ps(a, b, 0x20);
+            x[2 * half + 1] = _mm256_permute2f128_ps(a, b, 0x31);
+        }
+    }
+    OFFLOADZERO_INLINE void store_group_fp32(float* p, const F* x) {
+        for (size_t half = 0; half < 2; ++half) {
+            const F a = x[2 * half], b = x[2 * half + 1];
+            store_fp32(p + 16 * half, _mm256_permute2f128_ps(a, b, 0x20));
+            store_fp32(p + 16 * half + 8, _mm256_permute2f128_ps(a, b, 0x31));
+        }
+    }
+
+    // [Note: compact state]
+    OFFLOADZERO_INLINE void load_compact(const uint16_t* hi, const int8_t* lo, F* x) {
+        const __m256i zero = _mm256_setzero_si256(), bytes = swap_middle(load_vector(lo));
+        const __m256i low0 = _mm256_unpacklo_epi8(zero, bytes), low1 = _mm256_unpackhi_epi8(zero, bytes);
+        join_words(low0, _mm256_add_epi16(load_vector(hi), _mm256_srai_epi16(low0, 15)), x);
+        join_words(low1, _mm256_add_epi16(load_vector(hi + 16), _mm256_srai_epi16(low1, 15)), x + 2);
     }
     OFFLOADZERO_INLINE __m256i second_bytes(__m256i a, __m256i b) {
         const __m256i byte = _mm256_set1_epi32(0xFF);
-        return _mm256_packs_epi32(_mm256_and_si256(_mm256_srli_epi32(a, 8), byte),
-                                  _mm256_and_si256(_mm256_srli_epi32(b, 8), byte));
+        return _mm256_packus_epi32(_mm256_and_si256(_mm256_srli_epi32(a, 8), byte),
+                                   _mm256_and_si256(_mm256_srli_epi32(b, 8), byte));
     }
+    // Adding 0x8000 to b has turned the highest bit of its second byte.
     OFFLOADZERO_INLINE void store_compact(uint16_t* hi, int8_t* lo, const F* x) {
-        const __m256i a = rounded_bits(x[0]), b = rounded_bits(x[1]);
-        const __m256i c = rounded_bits(x[2]), d = rounded_bits(x[3]);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(hi), high_halves(a, b));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(hi + 16), high_halves(c, d));
-        const __m256i packed = _mm256_packus_epi16(second_bytes(a, b), second_bytes(c, d));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(lo), in_order(packed));
+        const __m256i rounding = _mm256_set1_epi32(0x8080);
+        __m256i bits[PACK];
+        for (size_t j = 0; j < PACK; ++j) {
+            bits[j] = _mm256_add_epi32(_mm256_castps_si256(x[j]), rounding);
+        }
+        store_vector(hi, high_words(bits[0], bits[1]));
+        store_vector(hi + 16, high_words(bits[2], bits[3]));
+        const __m256i packed =
+            _mm256_packus_epi16(second_bytes(bits[0], bits[1]), second_bytes(bits[2], bits[3]));
+        store_bytes(lo, _mm256_xor_si256(packed, _mm256_set1_epi8(INT8_MIN)));
+    }
+    OFFLOADZERO_INLINE __m256i expand(__m256i codes) {  // codes in the upper bytes of words: patterns of bf16
+        const __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(0x81FC));
+        return _mm256_or_si256(_mm256_and_si256(_mm256_srai_epi16(codes, 6), mask),
+                               _mm256_set1_epi16(0x4000));
+    }
+    OFFLOADZERO_INLINE void load_signed_codes(const int8_t* p, F* x) {
+        const __m256i zero = _mm256_setzero_si256(), bytes = swap_middle(load_vector(p));
+        join_words(zero, expand(_mm256_unpacklo_epi8(zero, bytes)), x);
+        join_words(zero, expand(_mm256_unpackhi_epi8(zero, bytes)), x + 2);
+    }
+    OFFLOADZERO_INLINE void load_codes(const uint8_t* p, F* x) {
+        const __m256i zero = _mm256_setzero_si256(), two = _mm256_set1_epi8(0x40);
+        const __m256i bytes = swap_middle(load_vector(p));
+        join_words(zero, _mm256_unpacklo_epi8(bytes, two), x);
+        join_words(zero, _mm256_unpackhi_epi8(bytes, two), x + 2);
+    }
+    OFFLOADZERO_INLINE __m256i dithered_words(const F* y, const uint32_t* dither) {
+        return high_words(_mm256_add_epi32(_mm256_castps_si256(y[0]), load_vector(dither)),
+                          _mm256_add_epi32(_mm256_castps_si256(y[1]), load_vector(dither + WIDTH)));
+    }
+    OFFLOADZERO_INLINE __m256i signed_codes(__m256i words) {  // from bits 8 to 2, the sign stays above
+        const __m256i sign = _mm256_and_si256(words, _mm256_set1_epi16(INT16_MIN));
+        return _mm256_srli_epi16(_mm256_or_si256(_mm256_slli_epi16(words, 6), sign), 8);
+    }
+    OFFLOADZERO_INLINE void store_signed_codes(int8_t* p, const F* y, const uint32_t* dither) {
+        store_bytes(p, _mm256_packus_epi16(signed_codes(dithered_words(y, dither)),
+                                           signed_codes(dithered_words(y + 2, dither + 2 * WIDTH))));
+    }
+    OFFLOADZERO_INLINE void store_codes_at_least_1(uint8_t* p, const F* y, const uint32_t* dither) {
+        const __m256i packed =
+            _mm256_packus_epi16(dithered_words(y, dither), dithered_words(y + 2, dither + 2 * WIDTH));
+        store_bytes(p, _mm256_max_epu8(packed, _mm256_set1_epi8(1)));
     }
 };

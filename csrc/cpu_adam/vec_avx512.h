@@ -7,6 +7,8 @@ struct Avx512 {
     static constexpr size_t WIDTH = 16;
     static constexpr size_t DOUBLE_WIDTH = 8;
     static constexpr size_t PACK = 4;
+    static constexpr int AND_OR = 0xEA;           // (a & b) | c
+    static constexpr int SELECT_BY_THIRD = 0xD8;  // c ? b : a
 
     OFFLOADZERO_INLINE F set(float x) { return _mm512_set1_ps(x); }
     OFFLOADZERO_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
@@ -72,69 +74,136 @@ struct Avx512 {
     OFFLOADZERO_INLINE F max_bits(F a, F b) {
         return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
     }
-    OFFLOADZERO_INLINE float reduce_max_bits(F x) {
+    OFFLOADZERO_INLINE F copysign(F magnitude, F sign) {  // magnitude >= +0
+        return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+            _mm512_castps_si512(sign), _mm512_set1_epi32(INT32_MIN), _mm512_castps_si512(magnitude), AND_OR));
+    }
+    OFFLOADZERO_INLINE __m256i max_of_halves(F x) {
         const __m512i bits = _mm512_castps_si512(x);
-        const __m256i half =
-            _mm256_max_epu32(_mm512_castsi512_si256(bits), _mm512_extracti64x4_epi64(bits, 1));
-        __m128i m = _mm_max_epu32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-        m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4E));
-        m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0xB1));
-        return _mm_cvtss_f32(_mm_castsi128_ps(m));
+        return _mm256_max_epu32(_mm512_castsi512_si256(bits), _mm512_extracti64x4_epi64(bits, 1));
+    }
+    OFFLOADZERO_INLINE void reduce_max_bits(F a, F b, float* largest) {
+        const __m256i x = max_of_halves(a), y = max_of_halves(b);  // from here on theirs take turns
+        const __m256i both = _mm256_max_epu32(_mm256_unpacklo_epi32(x, y), _mm256_unpackhi_epi32(x, y));
+        __m128i m = _mm_max_epu32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+        m = _mm_max_epu32(m, _mm_unpackhi_epi64(m, m));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(largest), m);
     }
 
-    OFFLOADZERO_INLINE __m128i load_8bit(const void* p) {
-        return _mm_loadu_si128(static_cast<const __m128i*>(p));
+    // Groups of four vectors. Bytes become words and words numbers by unpacking within 128 bits, which needs
+    // no widening conversion: 128 bits of vector j hold four numbers out of eight that follow each other, the
+    // first four if j is even.
+    OFFLOADZERO_INLINE size_t element(size_t slot) {
+        const size_t vector = slot / WIDTH % PACK, lane = slot % WIDTH;
+        return slot / (PACK * WIDTH) * (PACK * WIDTH) + vector / 2 * 2 * WIDTH + lane / 4 * 8 +
+               vector % 2 * 4 + lane % 4;
     }
-    OFFLOADZERO_INLINE F load_i8(const int8_t* p) {
-        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_8bit(p)));
+    OFFLOADZERO_INLINE __m512i load_vector(const void* p) { return _mm512_loadu_si512(p); }
+    OFFLOADZERO_INLINE __m512i load_bytes(const void* p) {
+        return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), load_vector(p));
     }
-    OFFLOADZERO_INLINE F load_u8(const uint8_t* p) {
-        return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load_8bit(p)));
+    OFFLOADZERO_INLINE void store_bytes(void* p, __m512i packed) {
+        _mm512_storeu_si512(p, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed));
     }
-    // The packs work on 128-bit lanes; this puts the bytes of four packed vectors in order.
-    OFFLOADZERO_INLINE __m512i in_order(__m512i packed) {
-        return _mm512_permutexvar_epi32(
-            _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), packed);
+    // Two vectors of numbers `high` << 16 | `low`.
+    OFFLOADZERO_INLINE void join_words(__m512i low, __m512i high, F* x) {
+        x[0] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(low, high));
+        x[1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(low, high));
     }
-    OFFLOADZERO_INLINE __m512i nearest_16bit(F a, F b) {
-        return _mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b));
+    OFFLOADZERO_INLINE __m512i high_words(__m512i a, __m512i b) {
+        return _mm512_permutex2var_epi16(a, word_index(0x00010001), b);
     }
-    OFFLOADZERO_INLINE void store_i8(int8_t* p, const F* x) {
-        const __m512i packed = _mm512_packs_epi16(nearest_16bit(x[0], x[1]), nearest_16bit(x[2], x[3]));
-        _mm512_storeu_si512(p, in_order(packed));
+    OFFLOADZERO_INLINE __m512i low_words(__m512i a, __m512i b) {
+        return _mm512_permutex2var_epi16(a, word_index(0), b);
     }
-    OFFLOADZERO_INLINE void store_u8_at_least_1(uint8_t* p, const F* x) {
-        const __m512i packed = _mm512_packus_epi16(nearest_16bit(x[0], x[1]), nearest_16bit(x[2], x[3]));
-        _mm512_storeu_si512(p, in_order(_mm512_max_epu8(packed, _mm512_set1_epi8(1))));
+    // Of two vectors of numbers, the even words in the order of join_words, `plus` added to each index.
+    OFFLOADZERO_INLINE __m512i word_index(int plus) {
+        const __m512i even = _mm512_setr_epi32(
+            0x00020000, 0x00060004, 0x00220020, 0x00260024, 0x000A0008, 0x000E000C, 0x002A0028, 0x002E002C,
+            0x00120010, 0x00160014, 0x00320030, 0x00360034, 0x001A0018, 0x001E001C, 0x003A0038, 0x003E003C);
+        return _mm512_add_epi16(even, _mm512_set1_epi32(plus));
     }
 
-    OFFLOADZERO_INLINE F load_compact(const uint16_t* hi, const int8_t* lo) {
-        const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(load_16bit(hi)), 16);
-        return _mm512_castsi512_ps(
-            _mm512_add_epi32(high, _mm512_slli_epi32(_mm512_cvtepi8_epi32(load_8bit(lo)), 8)));
+    OFFLOADZERO_INLINE void load_group_bf16(const uint16_t* p, F* x) {
+        join_words(_mm512_setzero_si512(), load_vector(p), x);
+        join_words(_mm512_setzero_si512(), load_vector(p + 32), x + 2);
     }
-    OFFLOADZERO_INLINE __m512i rounded_bits(F x) {
-        return _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x80));
+    OFFLOADZERO_INLINE void load_group_fp16(const uint16_t* p, F* x) {
+        for (size_t half = 0; half < 2; ++half) {
+            const __m512i words = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7),
+                                                           load_vector(p + 32 * half));
+            x[2 * half] = _mm512_cvtph_ps(_mm512_castsi512_si256(words));
+            x[2 * half + 1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(words, 1));
+        }
     }
-    // The odd 16-bit words of a and b, in order: the upper halves of their 32-bit numbers.
-    OFFLOADZERO_INLINE __m512i high_halves(__m512i a, __m512i b) {
-        const __m512i odd_words = _mm512_setr_epi32(
-            0x00030001, 0x00070005, 0x000B0009, 0x000F000D, 0x00130011, 0x00170015, 0x001B0019, 0x001F001D,
-            0x00230021, 0x00270025, 0x002B0029, 0x002F002D, 0x00330031, 0x00370035, 0x003B0039, 0x003F003D);
-        const __m512i half = _mm512_set1_epi32(0x8000);
-        return _mm512_permutex2var_epi16(_mm512_add_epi32(a, half), odd_words, _mm512_add_epi32(b, half));
+    OFFLOADZERO_INLINE void load_group_fp32(const float* p, F* x) {
+        for (size_t half = 0; half < 2; ++half) {
+            const F a = load_fp32(p + 32 * half), b = load_fp32(p + 32 * half + 16);
+            x[2 * half] = _mm512_shuffle_f32x4(a, b, 0x88);
+            x[2 * half + 1] = _mm512_shuffle_f32x4(a, b, 0xDD);
+        }
     }
-    OFFLOADZERO_INLINE __m512i second_bytes(__m512i a, __m512i b) {
-        const __m512i byte = _mm512_set1_epi32(0xFF);
-        return _mm512_packs_epi32(_mm512_and_si512(_mm512_srli_epi32(a, 8), byte),
-                                  _mm512_and_si512(_mm512_srli_epi32(b, 8), byte));
+    OFFLOADZERO_INLINE void store_group_fp32(float* p, const F* x) {
+        const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+        const __m512i second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+        for (size_t half = 0; half < 2; ++half) {
+            const __m512d a = _mm512_castps_pd(x[2 * half]), b = _mm512_castps_pd(x[2 * half + 1]);
+            _mm512_storeu_pd(p + 32 * half, _mm512_permutex2var_pd(a, first, b));
+            _mm512_storeu_pd(p + 32 * half + 16, _mm512_permutex2var_pd(a, second, b));
+        }
     }
+
+    // [Note: compact state]
+    OFFLOADZERO_INLINE void load_compact(const uint16_t* hi, const int8_t* lo, F* x) {
+        const __m512i zero = _mm512_setzero_si512(), bytes = load_bytes(lo);
+        const __m512i low0 = _mm512_unpacklo_epi8(zero, bytes), low1 = _mm512_unpackhi_epi8(zero, bytes);
+        join_words(low0, _mm512_add_epi16(load_vector(hi), _mm512_srai_epi16(low0, 15)), x);
+        join_words(low1, _mm512_add_epi16(load_vector(hi + 32), _mm512_srai_epi16(low1, 15)), x + 2);
+    }
+    // Adding 0x8000 to b has turned the highest bit of its second byte.
     OFFLOADZERO_INLINE void store_compact(uint16_t* hi, int8_t* lo, const F* x) {
-        const __m512i a = rounded_bits(x[0]), b = rounded_bits(x[1]);
-        const __m512i c = rounded_bits(x[2]), d = rounded_bits(x[3]);
-        _mm512_storeu_si512(hi, high_halves(a, b));
-        _mm512_storeu_si512(hi + 32, high_halves(c, d));
-        const __m512i packed = _mm512_packus_epi16(second_bytes(a, b), second_bytes(c, d));
-        _mm512_storeu_si512(lo, in_order(packed));
+        const __m512i rounding = _mm512_set1_epi32(0x8080);
+        __m512i bits[PACK];
+        for (size_t j = 0; j < PACK; ++j) {
+            bits[j] = _mm512_add_epi32(_mm512_castps_si512(x[j]), rounding);
+        }
+        _mm512_storeu_si512(hi, high_words(bits[0], bits[1]));
+        _mm512_storeu_si512(hi + 32, high_words(bits[2], bits[3]));
+        const __m512i packed = _mm512_packus_epi16(_mm512_srli_epi16(low_words(bits[0], bits[1]), 8),
+                                                   _mm512_srli_epi16(low_words(bits[2], bits[3]), 8));
+        store_bytes(lo, _mm512_xor_si512(packed, _mm512_set1_epi8(INT8_MIN)));
+    }
+    OFFLOADZERO_INLINE __m512i expand(__m512i codes) {  // codes in the upper bytes of words: patterns of bf16
+        return _mm512_ternarylogic_epi32(_mm512_srai_epi16(codes, 6),
+                                         _mm512_set1_epi16(static_cast<int16_t>(0x81FC)),
+                                         _mm512_set1_epi16(0x4000), AND_OR);
+    }
+    OFFLOADZERO_INLINE void load_signed_codes(const int8_t* p, F* x) {
+        const __m512i zero = _mm512_setzero_si512(), bytes = load_bytes(p);
+        join_words(zero, expand(_mm512_unpacklo_epi8(zero, bytes)), x);
+        join_words(zero, expand(_mm512_unpackhi_epi8(zero, bytes)), x + 2);
+    }
+    OFFLOADZERO_INLINE void load_codes(const uint8_t* p, F* x) {
+        const __m512i zero = _mm512_setzero_si512(), two = _mm512_set1_epi8(0x40), bytes = load_bytes(p);
+        join_words(zero, _mm512_unpacklo_epi8(bytes, two), x);
+        join_words(zero, _mm512_unpackhi_epi8(bytes, two), x + 2);
+    }
+    OFFLOADZERO_INLINE __m512i dithered_words(const F* y, const uint32_t* dither) {
+        return high_words(_mm512_add_epi32(_mm512_castps_si512(y[0]), load_vector(dither)),
+                          _mm512_add_epi32(_mm512_castps_si512(y[1]), load_vector(dither + WIDTH)));
+    }
+    OFFLOADZERO_INLINE __m512i signed_codes(__m512i words) {  // from bits 8 to 2, the sign stays above
+        const __m512i sign = _mm512_set1_epi16(INT16_MIN);
+        return _mm512_srli_epi16(
+            _mm512_ternarylogic_epi32(_mm512_slli_epi16(words, 6), words, sign, SELECT_BY_THIRD), 8);
+    }
+    OFFLOADZERO_INLINE void store_signed_codes(int8_t* p, const F* y, const uint32_t* dither) {
+        store_bytes(p, _mm512_packus_epi16(signed_codes(dithered_words(y, dither)),
+                                           signed_codes(dithered_words(y + 2, dither + 2 * WIDTH))));
+    }
+    OFFLOADZERO_INLINE void store_codes_at_least_1(uint8_t* p, const F* y, const uint32_t* dither) {
+        const __m512i packed =
+            _mm512_packus_epi16(dithered_words(y, dither), dithered_words(y + 2, dither + 2 * WIDTH));
+        store_bytes(p, _mm512_max_epu8(packed, _mm512_set1_epi8(1)));
     }
 };

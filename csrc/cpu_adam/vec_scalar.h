@@ -8,7 +8,7 @@ struct Scalar {
     using D = double;
     static constexpr size_t WIDTH = 1;
     static constexpr size_t DOUBLE_WIDTH = 1;
-    static constexpr size_t PACK = 1;  // vectors of one store of bytes
+    static constexpr size_t PACK = 1;  // vectors of a group: one load of bytes
 
     OFFLOADZERO_INLINE uint32_t bits_of(float x) {
         uint32_t bits;
@@ -97,26 +97,44 @@ struct Scalar {
     }
     // The larger pattern as an unsigned number: for values >= +0 the larger value, and NaN above all.
     OFFLOADZERO_INLINE F max_bits(F a, F b) { return bits_of(a) < bits_of(b) ? b : a; }
-    OFFLOADZERO_INLINE float reduce_max_bits(F x) { return x; }
-
-    OFFLOADZERO_INLINE F load_i8(const int8_t* p) { return static_cast<float>(*p); }
-    OFFLOADZERO_INLINE F load_u8(const uint8_t* p) { return static_cast<float>(*p); }
-    // Rounds to nearest even; |x| < 2^22.
-    OFFLOADZERO_INLINE uint32_t nearest(F x) { return bits_of(x + 0x1.8p23f); }
-    OFFLOADZERO_INLINE void store_i8(int8_t* p, const F* x) { *p = static_cast<int8_t>(nearest(*x) & 0xFFu); }
-    OFFLOADZERO_INLINE void store_u8_at_least_1(uint8_t* p, const F* x) {
-        const uint32_t code = nearest(*x) & 0xFFu;
-        *p = static_cast<uint8_t>(code < 1u ? 1u : code);
+    OFFLOADZERO_INLINE F copysign(F magnitude, F sign) {  // magnitude >= +0
+        return from_bits(bits_of(magnitude) | (bits_of(sign) & 0x80000000u));
+    }
+    OFFLOADZERO_INLINE void reduce_max_bits(F a, F b, float* largest) {
+        largest[0] = a;
+        largest[1] = b;
     }
 
+    // Groups: here of one element.
+    OFFLOADZERO_INLINE size_t element(size_t slot) { return slot; }
+    OFFLOADZERO_INLINE void load_group_bf16(const uint16_t* p, F* x) { *x = load_bf16(p); }
+    OFFLOADZERO_INLINE void load_group_fp16(const uint16_t* p, F* x) { *x = load_fp16(p); }
+    OFFLOADZERO_INLINE void load_group_fp32(const float* p, F* x) { *x = *p; }
+    OFFLOADZERO_INLINE void store_group_fp32(float* p, const F* x) { *p = *x; }
+
     // [Note: compact state]
-    OFFLOADZERO_INLINE F load_compact(const uint16_t* hi, const int8_t* lo) {
-        return from_bits((static_cast<uint32_t>(*hi) << 16) +
-                         (static_cast<uint32_t>(static_cast<int32_t>(*lo)) << 8));
+    OFFLOADZERO_INLINE void load_compact(const uint16_t* hi, const int8_t* lo, F* x) {
+        *x = from_bits((static_cast<uint32_t>(*hi) << 16) +
+                       (static_cast<uint32_t>(static_cast<int32_t>(*lo)) << 8));
     }
     OFFLOADZERO_INLINE void store_compact(uint16_t* hi, int8_t* lo, const F* x) {
         const uint32_t bits = bits_of(*x) + 0x80u;
         *hi = static_cast<uint16_t>((bits + 0x8000u) >> 16);
         *lo = static_cast<int8_t>((bits >> 8) & 0xFFu);
+    }
+    OFFLOADZERO_INLINE void load_signed_codes(const int8_t* p, F* x) {
+        const auto code = static_cast<uint32_t>(static_cast<uint8_t>(*p));
+        *x = from_bits((code & 0x80u) << 24 | 0x40000000u | (code & 0x7Fu) << 18);
+    }
+    OFFLOADZERO_INLINE void load_codes(const uint8_t* p, F* x) {
+        *x = from_bits(0x40000000u | static_cast<uint32_t>(*p) << 16);
+    }
+    OFFLOADZERO_INLINE void store_signed_codes(int8_t* p, const F* y, const uint32_t* dither) {
+        const uint32_t code = ((bits_of(*y) & 0x7FFFFFFFu) + *dither) >> 18;
+        *p = static_cast<int8_t>(code | (bits_of(*y) >> 24 & 0x80u));
+    }
+    OFFLOADZERO_INLINE void store_codes_at_least_1(uint8_t* p, const F* y, const uint32_t* dither) {
+        const uint32_t code = (bits_of(*y) + *dither) >> 16;
+        *p = static_cast<uint8_t>(code < 1u ? 1u : code);
     }
 };

@@ -161,10 +161,11 @@ class AdamScalars(NamedTuple):
     decay: float
     weight_decay: float
     sqrt_beta2: float
+    sqrt_one_minus_beta2: float
     decoupled: bool
 
 
-_FLOATS = struct.Struct("<11f")  # the standard sizes: native "f" does not report overflow
+_FLOATS = struct.Struct("<12f")  # the standard sizes: native "f" does not report overflow
 
 
 def adam_scalars(hyper: AdamHyper, *, step: int, grad_scale: float = 1.0) -> AdamScalars:
@@ -188,6 +189,7 @@ def adam_scalars(hyper: AdamHyper, *, step: int, grad_scale: float = 1.0) -> Ada
         1.0 - hyper.lr * hyper.weight_decay if hyper.decoupled else 1.0,
         hyper.weight_decay,
         math.sqrt(hyper.beta2),
+        math.sqrt(1.0 - hyper.beta2),
     )
     return round_scalars(exact, decoupled=hyper.decoupled, given=(hyper, grad_scale))
 

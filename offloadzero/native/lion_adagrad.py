@@ -47,7 +47,7 @@ class LionHyper:
         exact = (
             grad_scale,
             *(self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2),
-            *(0.0, self.lr, 0.0, decay, self.weight_decay, 0.0),
+            *(0.0, self.lr, 0.0, decay, self.weight_decay, 0.0, 0.0),
         )
         return round_scalars(exact, decoupled=True, given=(self, grad_scale))
 
@@ -74,7 +74,7 @@ class AdagradHyper:
         if step < 1:
             raise ConfigError("step", step, "allowed integers >= 1")
         lr = self.lr / (1.0 + (step - 1) * self.lr_decay)
-        exact = (grad_scale, 0.0, 0.0, 0.0, 0.0, self.eps, lr, 0.0, 1.0, self.weight_decay, 0.0)
+        exact = (grad_scale, 0.0, 0.0, 0.0, 0.0, self.eps, lr, 0.0, 1.0, self.weight_decay, 0.0, 0.0)
         return round_scalars(exact, decoupled=False, given=(self, grad_scale))
 
 

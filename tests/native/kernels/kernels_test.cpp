@@ -16,8 +16,8 @@ namespace {
 
 constexpr size_t SIZES[] = {1, 15, 16, 17, 127, 128, 129, 4097, 40003};
 constexpr int THREADS = 2;
-const AdamScalars ADAMW = {0.5f,  0.9f, 0.1f,     0.999f, 0.001f,     1e-8f,
-                           1e-3f, 1.5f, 0.99999f, 0.01f,  0.9994999f, true};
+const AdamScalars ADAMW = {0.5f, 0.9f,     0.1f,  0.999f,     0.001f,     1e-8f, 1e-3f,
+                           1.5f, 0.99999f, 0.01f, 0.9994999f, 0.0316228f, true};
 
 std::vector<Isa> isas() {
     std::vector<Isa> found;
@@ -235,6 +235,7 @@ void a_thousand_steps_against_fp64(Isa isa) {
                                      static_cast<float>(1.0 / std::sqrt(correction2)),
                                      static_cast<float>(1.0 - lr * weight_decay),
                                      static_cast<float>(weight_decay),
+                                     0.0f,
                                      0.0f,
                                      true};
         for (size_t i = 0; i < n; ++i) {
