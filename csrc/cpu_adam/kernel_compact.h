@@ -104,7 +104,7 @@ static __attribute__((noinline, cold)) void encode_extremes(const BlockMoments<V
         const float kept_s = s_is_nan ? 0.0f : s[slot] > LARGEST_FLOAT ? LARGEST_FLOAT : s[slot];
         encode_m<Scalar>(buffers.exp_avg + at, &kept_m, m_is_finite ? inverse_m : 0.0f,
                          dither.exp_avg + slot);
-        encode_s<Scalar>(buffers.exp_avg_sq + at, &kept_s, inverse_s, dither.exp_avg_sq + slot);
+        encode_s<Scalar>(buffers.exp_avg_sq + at, &kept_s, s_is_nan ? 0.0f : inverse_s, dither.exp_avg_sq + slot);
     }
 }
 
@@ -319,7 +319,7 @@ OFFLOADZERO_INLINE void compact_decode_block(const CompactBuffers& buffers, cons
         V::load_signed_codes(buffers.exp_avg + at, m);
         V::load_codes(buffers.exp_avg_sq + at, v);
         for (size_t j = 0; j < V::PACK; ++j) {
-            m[j] = V::mul(V::sub(m[j], V::copysign(two, m[j])), scale_m);
+            m[j] = V::mul(V::copysign(V::sub(V::abs(m[j]), two), m[j]), scale_m);
             const F s = V::mul(V::sub(v[j], two), scale_s);
             v[j] = V::mul(s, s);
         }

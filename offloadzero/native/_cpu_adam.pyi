@@ -1,7 +1,7 @@
 # The compiled module (csrc/cpu_adam/binding.cpp). Layouts, dtypes and instruction sets are the enum values of
 # csrc/cpu_adam/cpu_adam.h; buffers are addresses.
 
-_Scalars = tuple[float, float, float, float, float, float, float, float, float, float, float, bool]
+_Scalars = tuple[float, float, float, float, float, float, float, float, float, float, float, float, bool]
 _Compact = tuple[int, int, int, int, int]  # param, remainder, exp_avg, exp_avg_sq, scales
 _State = tuple[int, int, int]  # master, exp_avg, exp_avg_sq
 
