@@ -12,7 +12,7 @@ Runs of one seed see the same initial weights and the same batches and differ in
   first run the smallest difference takes it;
 - shaken: the same, but every weight starts one bf16 step up or down, at random: how far a difference of the size of
   a rounding in every weight takes it, without any in the states;
-- compact: 8-bit remainder, companded int8 exp_avg, uint8 square root of exp_avg_sq, the kernel of
+- compact: 8-bit remainder, exp_avg and the square root of exp_avg_sq companded to 8 bits each, the kernel of
   `offloadzero.native.compact`;
 - naive: the same remainder, bytes and blocks, but exp_avg and exp_avg_sq are rounded linearly to their block's largest
   magnitude. In torch operations, here.

@@ -18,7 +18,8 @@ from offloadzero.native.compact import (
 )
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim import compact_math
-from tests.test_compact_kernels import dither, make_grad, make_state
+from tests.test_compact_dither import dither
+from tests.test_compact_kernels import make_grad, make_state
 
 Record = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # param, remainder, exp_avg, exp_avg_sq, scales
 INF, NAN = float("inf"), float("nan")
@@ -47,6 +48,11 @@ def extreme_state(n: int) -> tuple[Tensor, Tensor, Tensor]:
     v[9 * block + 5], m[9 * block + 5] = NAN, NAN
     v[10 * block + 1], m[10 * block + 7] = INF, 2.0**121
     master[11 * block] = NAN
+    m[12 * block : 14 * block] *= 2.0**-110  # zero when encoded
+    m[12 * block], m[13 * block] = -(2.0**-100), 2.0**-100 - 2.0**-124
+    v[14 * block : 15 * block] = 0.0
+    v[14 * block + 9] = 2.0**-149
+    v[15 * block] = 3e38
     return master, m, v
 
 
@@ -64,23 +70,39 @@ def test_encoding_and_decoding_are_the_kernels(n: int) -> None:
     expected = encode(master, m, v)
     param, remainder = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int8)
     root = compact_math.sqrt(v)
-    codes_m, scale_m = compact_math.encode_exp_avg(m, beside=root)
+    codes_m, scale_m = compact_math.encode_exp_avg(m)
     codes_s, scale_s = compact_math.encode_exp_avg_sq(root)
     lost = ~m.isfinite()
     compact_math.split(torch.where(lost, NAN, master), param, remainder)
     remainder[param.isnan()] = expected[1][param.isnan()]  # of a NaN nothing is defined but that it is one
     assert_same((param, remainder, codes_m, codes_s, torch.stack((scale_m, scale_s), 1).flatten()), expected)
 
-    back = tuple(torch.empty(n) for _ in range(3))
-    compact_decode(*expected, *back, num_threads=1)
+    assert_decoded_same(expected)
+
+
+def assert_decoded_same(record: Record) -> None:
+    back = tuple(torch.empty(record[0].numel()) for _ in range(3))
+    compact_decode(*record, *back, num_threads=1)
     ours = (
-        compact_math.join(expected[0], expected[1]),
-        compact_math.decode_exp_avg(expected[2], expected[4][0::2]),
-        compact_math.decode_exp_avg_sq(expected[3], expected[4][1::2]),
+        compact_math.join(record[0], record[1]),
+        compact_math.decode_exp_avg(record[2], record[4][0::2]),
+        compact_math.decode_exp_avg_sq(record[3], record[4][1::2]),
     )
     for mine, theirs in zip(ours, back, strict=True):
         assert torch.equal(mine.nan_to_num().view(torch.int32), theirs.nan_to_num().view(torch.int32))
         assert torch.equal(mine.isnan(), theirs.isnan())
+
+
+def test_decoding_of_every_byte_is_the_kernels() -> None:
+    """A block of zeros, one that is lost, and scales over the whole range; negative zeros among them."""
+    n = 64 * COMPACT_BLOCK
+    record = empty(n)
+    everything = torch.arange(n).to(torch.uint8)
+    record[2].view(torch.uint8).copy_(everything)
+    record[3].copy_(everything)
+    record[4].copy_(torch.logspace(-31, 37, num_scales(n)))
+    record[4][:4], record[4][4:8] = 0.0, NAN
+    assert_decoded_same(record)
 
 
 def test_every_code_of_many_random_blocks_is_the_kernels() -> None:
@@ -99,43 +121,51 @@ def test_every_code_of_many_random_blocks_is_the_kernels() -> None:
 @pytest.mark.parametrize("step", [1, 1000, 2**32 + 12345])
 def test_the_dither_is_the_written_one(step: int) -> None:
     ours = torch.stack(compact_math.code_dither(step, torch.device("cpu")))
-    assert torch.equal(ours, torch.from_numpy(dither(step)))
+    assert torch.equal(ours.long(), torch.from_numpy(dither(step)))
 
 
+def step_both(
+    ours: Record, kernels: Record, grad: Tensor, *, hyper: AdamHyper, step: int, grad_scale: float
+) -> None:
+    compact_math.torch_compact_adam_step(
+        ours[0], grad, *ours[1:], hyper=hyper, step=step, grad_scale=grad_scale
+    )
+    compact_adam_step(
+        kernels[0], grad, *kernels[1:], hyper=hyper, step=step, grad_scale=grad_scale, num_threads=1
+    )
+
+
+@pytest.mark.parametrize("lr", [1e-2, 2.0**-100, 2.0**-101, 0.0])
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_step_is_the_kernels_bit_by_bit(
-    dtype: torch.dtype, weight_decay: float, decoupled: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, weight_decay: float, decoupled: bool, lr: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five steps from a state with every magnitude, subnormals among them, in pieces of eight blocks."""
     monkeypatch.setattr(compact_math, "_PIECE_ELEMENTS", 8 * COMPACT_BLOCK)
-    hyper = AdamHyper(1e-2, 0.9, 0.99, 1e-8, weight_decay, decoupled=decoupled)
+    hyper = AdamHyper(lr, 0.9, 0.99, 1e-8, weight_decay, decoupled=decoupled)
     ours = encode(*make_state(4097))
     kernels = tuple(tensor.clone() for tensor in ours)
     for step in range(1, 6):
         grad = make_grad(4097, dtype, seed=step)
-        compact_math.torch_compact_adam_step(ours[0], grad, *ours[1:], hyper=hyper, step=step, grad_scale=0.7)
-        compact_adam_step(
-            kernels[0], grad, *kernels[1:], hyper=hyper, step=step, grad_scale=0.7, num_threads=1
-        )
+        step_both(ours, kernels, grad, hyper=hyper, step=step, grad_scale=0.7)
         assert ours[0].isfinite().all()
         assert_same(ours, kernels)
 
 
-def test_the_step_on_extremes_is_the_kernels() -> None:
-    """Gradients that overflow a moment, and some that are not finite."""
-    hyper = AdamHyper(1e-2, 0.9, 0.99, 1e-8, 0.0)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("grad_scale", [1.0, 0.0])
+def test_the_step_on_extremes_is_the_kernels(grad_scale: float, weight_decay: float) -> None:
+    """Gradients that overflow a moment, and some that are not finite; times 0 they become NaN in the kernel."""
+    hyper = AdamHyper(1e-2, 0.9, 0.99, 1e-8, weight_decay, decoupled=False)
     ours = encode(*make_state(4097, seed=2))
     kernels = tuple(tensor.clone() for tensor in ours)
     grad = make_grad(4097, torch.float32)
     grad[2000:2004] = torch.tensor([3e38, -1e38, 1e30, 2e19])
     grad[2200], grad[2400], grad[2600] = INF, NAN, -INF
     for step in (1, 2):
-        compact_math.torch_compact_adam_step(ours[0], grad, *ours[1:], hyper=hyper, step=step, grad_scale=1.0)
-        compact_adam_step(
-            kernels[0], grad, *kernels[1:], hyper=hyper, step=step, grad_scale=1.0, num_threads=1
-        )
+        step_both(ours, kernels, grad, hyper=hyper, step=step, grad_scale=grad_scale)
         lost = ours[0].isnan()
         assert lost.any()
         kernels[1][lost] = ours[1][lost]

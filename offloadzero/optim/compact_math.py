@@ -14,6 +14,9 @@ FMA and correctly rounded sums, 2008); the error of the sum is exact too (Knuth'
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,13 +24,12 @@ from torch import Tensor
 from offloadzero.native.compact import COMPACT_BLOCK
 from offloadzero.native.cpu_adam import AdamHyper, AdamScalars, adam_scalars
 
-_INFINITY_BITS = 0x7F800000
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
-_SMALLEST_FLOAT = 2.0**-149
-_COMPAND_LIMIT_BITS = (119 + 127) << 23  # the pattern of 2^119
-_ONE_255TH = float(torch.tensor(1.0) / 255.0)
-_PIECE_ELEMENTS = 1 << 22  # of a step on the device: bounds its temporaries to some 300 MiB
-_ROUNDER = 1.5 * 2.0**23  # adding it leaves x rounded to an integer in the low bits
+_SMALLEST_SCALED = 2.0**-100  # as largest magnitude of a block, and as step size
+_BITS_OF_1, _BITS_OF_2 = 127 << 23, 128 << 23
+_SPAN_M, _SPAN_S = 14.75, 2.984375  # y - 1 of the largest magnitude of a block
+_SHIFT_M, _SHIFT_S = 18, 16  # mantissa bits of y below those of its code
+_PIECE_ELEMENTS = 1 << 21  # of a step on the device: bounds its temporaries to some 250 MiB
 
 
 def join(param: Tensor, remainder: Tensor) -> Tensor:
@@ -46,52 +48,38 @@ def split(weights: Tensor, param: Tensor, remainder: Tensor) -> None:
 
 
 def decode_exp_avg(codes: Tensor, scale: Tensor) -> Tensor:
-    """fp32 first moments, shape (n,), of int8 codes, shape (n,), and one scale per block."""
-    return _expand(codes) * _per_element(scale, codes.numel())
+    """fp32 first moments, shape (n,), of int8 codes (sign and magnitude), shape (n,), and one scale per block."""
+    x = _expand(codes & 0x7F, _SHIFT_M) - 2.0
+    return torch.where(codes < 0, -x, x) * _per_element(scale, codes.numel())
 
 
 def decode_exp_avg_sq(codes: Tensor, scale: Tensor) -> Tensor:
     """fp32 second moments, shape (n,), of uint8 codes, shape (n,), and one scale per block."""
-    s = codes.float() * _per_element(scale, codes.numel())
+    s = (_expand(codes, _SHIFT_S) - 2.0) * _per_element(scale, codes.numel())
     return s * s
 
 
-def encode_exp_avg(
-    exp_avg: Tensor, *, beside: Tensor | None = None, dither: Tensor | float = 0.0
-) -> tuple[Tensor, Tensor]:
+def encode_exp_avg(exp_avg: Tensor, *, dither: Tensor | int = 1 << (_SHIFT_M - 1)) -> tuple[Tensor, Tensor]:
     """int8 codes, shape (n,), and scales, one per block, of fp32 first moments, shape (n,).
 
-    `beside` are the square roots of the second moments, if they are encoded with the first: the kernel rounds both
-    moments of a block the long way when one of them needs it. `dither`, shape (COMPACT_BLOCK,), is added to the codes
-    before they are rounded.
+    `dither`, int32 of shape (COMPACT_BLOCK,), decides which codes are rounded up; without it, the nearest are taken.
     """
     m = _blocks(exp_avg)
-    largest = _largest_bits(m.abs())
-    finite = largest.view(torch.int32) < _INFINITY_BITS
-    # The long way, where 254 m or largest + |m| would overflow or an element is not finite: by the quotient.
-    is_long = largest.view(torch.int32) >= _COMPAND_LIMIT_BITS
-    if beside is not None:
-        is_long |= ~_blocks(beside).isfinite().all(1, keepdim=True)
-    x = torch.where(finite & (largest > 0), m / largest, 0.0)
-    by_quotient = (x * 254.0) / (x.abs() + 1.0)
-    q = (m * 254.0) / (torch.where(largest > 0, largest, _SMALLEST_FLOAT) + m.abs())
-    codes = _nearest(torch.where(is_long, by_quotient, q) + dither).to(torch.uint8).view(torch.int8)
-    return codes.flatten()[: exp_avg.numel()], torch.where(finite, largest, torch.nan).flatten()
+    magnitude = torch.where(m.isfinite(), m.abs(), torch.nan)
+    codes, scale = _encode(magnitude, span=_SPAN_M, shift=_SHIFT_M, dither=dither)
+    is_negative = m.signbit() & ~scale.isnan()
+    codes = torch.where(is_negative, codes + 0x80, codes).to(torch.uint8).view(torch.int8)
+    return codes.flatten()[: exp_avg.numel()], scale.flatten()
 
 
-def encode_exp_avg_sq(root: Tensor, *, dither: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+def encode_exp_avg_sq(root: Tensor, *, dither: Tensor | int = 1 << (_SHIFT_S - 1)) -> tuple[Tensor, Tensor]:
     """uint8 codes, shape (n,), and scales, one per block, of the square roots of second moments, shape (n,).
 
     `dither` is as for `encode_exp_avg`.
     """
-    s = _blocks(root)
-    largest = _largest_bits(s)
-    largest = torch.where(largest.isnan(), largest, largest.clamp(max=_LARGEST_FLOAT))
-    # Not 255.0 / largest: torch takes the reciprocal first, and rounds twice.
-    inverse = torch.where(largest > 0, torch.full_like(largest, 255.0) / largest, 0.0)
-    code = torch.where(s > _LARGEST_FLOAT, 255.0, s * inverse)
-    codes = _nearest(torch.where(largest.isnan(), 0.0, code) + dither).clamp(min=1).to(torch.uint8)
-    return codes.flatten()[: root.numel()], (largest * _ONE_255TH).flatten()
+    magnitude = _blocks(root).abs().clamp(max=_LARGEST_FLOAT)
+    codes, scale = _encode(magnitude, span=_SPAN_S, shift=_SHIFT_S, dither=dither)
+    return codes.clamp(min=1).to(torch.uint8).flatten()[: root.numel()], scale.flatten()
 
 
 def sqrt(values: Tensor) -> Tensor:
@@ -100,17 +88,36 @@ def sqrt(values: Tensor) -> Tensor:
 
 
 def code_dither(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What a step adds to the codes of exp_avg and exp_avg_sq: fp32, each of shape (COMPACT_BLOCK,)."""
+    """What a step adds to the patterns of exp_avg and exp_avg_sq: int32, each of shape (COMPACT_BLOCK,)."""
     place = torch.arange(COMPACT_BLOCK, device=device)
     reversed_bits = torch.zeros_like(place)
     for bit in range(7):
         reversed_bits |= (place >> bit & 1) << (6 - bit)
 
-    def dither(start: Tensor, increment: int) -> Tensor:
+    def dither(start: Tensor, increment: int, shift: int) -> Tensor:
         phase = ((start << 25) + step * increment % 2**32) % 2**32
-        return ((phase >> 18) * 2 + 1 - 2**14).float() * 2.0**-15
+        return (((phase >> 18) * 2 + 1) << (shift - 15)).to(torch.int32)
 
-    return dither(reversed_bits, 0x9E3779B9), dither(place, 0x6A09E667)
+    return dither(reversed_bits, 0x9E3779B9, _SHIFT_M), dither(place, 0x6A09E667, _SHIFT_S)
+
+
+class _Factors(NamedTuple):
+    """What a call multiplies with: fp32 numbers made of those of AdamScalars in fp32."""
+
+    grad_m: float
+    grad_s: float
+    root: float
+    floor: float
+
+
+def _factors(scalars: AdamScalars, *, with_l2: bool) -> _Factors:
+    grad_scale = 1.0 if with_l2 else scalars.grad_scale
+    root, floor = scalars.inv_sqrt_bias_correction2, math.inf
+    if scalars.step_size >= _SMALLEST_SCALED:
+        root, floor = root / scalars.step_size, scalars.eps / scalars.step_size
+    exact = (scalars.one_minus_beta1 * grad_scale, scalars.sqrt_one_minus_beta2 * grad_scale, root, floor)
+    # One rounding: doubles hold such products, and quotients with more than twice the bits.
+    return _Factors(*torch.tensor(exact, dtype=torch.float64).float().tolist())
 
 
 def torch_compact_adam_step(
@@ -127,14 +134,15 @@ def torch_compact_adam_step(
 ) -> None:
     """`native.compact.compact_adam_step`, in place on flat tensors of one device."""
     scalars = adam_scalars(hyper, step=step, grad_scale=grad_scale)
-    dither = code_dither(step, param.device)
     with_l2 = hyper.weight_decay != 0.0 and not hyper.decoupled
+    factors = _factors(scalars, with_l2=with_l2)
+    dither = code_dither(step, param.device)
     pieces = (
         tensor.split(_PIECE_ELEMENTS) for tensor in (param, grad, remainder_i8, exp_avg_i8, exp_avg_sq_u8)
     )
     scale_pieces = scales.split(_PIECE_ELEMENTS // COMPACT_BLOCK * 2)
     for piece in zip(*pieces, scale_pieces, strict=True):
-        _step_piece(*piece, scalars=scalars, dither=dither, with_l2=with_l2)
+        _step_piece(*piece, scalars=scalars, factors=factors, dither=dither, with_l2=with_l2)
 
 
 def _step_piece(
@@ -146,21 +154,25 @@ def _step_piece(
     scales: Tensor,
     *,
     scalars: AdamScalars,
+    factors: _Factors,
     dither: tuple[Tensor, Tensor],
     with_l2: bool,
 ) -> None:
     scale_m, scale_s = scales.view(-1, 2).unbind(1)
     count = param.numel()
     weights = join(param, remainder_i8)
-    g = grad.float() * scalars.grad_scale
+    g = grad.float()
     if with_l2:
-        g = fma(weights, scalars.weight_decay, g)
-    m = fma(_expand(exp_avg_i8), _per_element(scale_m * scalars.beta1, count), g * scalars.one_minus_beta1)
-    old_s = exp_avg_sq_u8.float() * _per_element(scale_s * scalars.sqrt_beta2, count)
-    s = sqrt(fma(old_s, old_s, (g * scalars.one_minus_beta2) * g))
-    denominator = fma(s, scalars.inv_sqrt_bias_correction2, scalars.eps)
-    weights = fma(weights, scalars.decay, -((m * scalars.step_size) / denominator))
-    codes_m, new_scale_m = encode_exp_avg(m, beside=s, dither=dither[0])
+        g = fma(weights, scalars.weight_decay, g * scalars.grad_scale)
+    expanded, unit = _expand(exp_avg_i8 & 0x7F, _SHIFT_M), _per_element(scale_m * scalars.beta1, count)
+    expanded = torch.where(exp_avg_i8 < 0, -expanded, expanded)
+    m = fma(expanded, unit, fma(g, factors.grad_m, -torch.copysign(unit * 2.0, expanded)))
+    # What the note writes as fma(G, R, -(2 * R)): Y(k) * R rounded once.
+    s = (_expand(exp_avg_sq_u8, _SHIFT_S) - 2.0) * _per_element(scale_s * scalars.sqrt_beta2, count)
+    from_grad = g * factors.grad_s
+    s = sqrt(fma(s, s, from_grad * from_grad))
+    weights = fma(weights, scalars.decay, -(m / fma(s, factors.root, factors.floor)))
+    codes_m, new_scale_m = encode_exp_avg(m, dither=dither[0])
     codes_s, new_scale_s = encode_exp_avg_sq(s, dither=dither[1])
     split(torch.where(m.isfinite(), weights, torch.nan), param, remainder_i8)
     exp_avg_i8.copy_(codes_m)
@@ -183,9 +195,22 @@ def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
     return torch.where(is_cut, bits + towards, bits).view(torch.float64).float()
 
 
-def _expand(codes: Tensor) -> Tensor:
-    q = codes.float()
-    return q / (254.0 - q.abs())
+def _expand(codes: Tensor, shift: int) -> Tensor:
+    """2 + X(c), or 2 + Y(c), of codes c >= 0: F and G of [Note: compact arithmetic]."""
+    return ((codes.to(torch.int32) << shift) + _BITS_OF_2).view(torch.float32)
+
+
+def _encode(magnitude: Tensor, *, span: float, shift: int, dither: Tensor | int) -> tuple[Tensor, Tensor]:
+    """int32 codes and scales, shape (rows, 1), of finite magnitudes or NaN in rows of one block."""
+    largest = _largest_bits(magnitude)
+    is_nan = largest.isnan()
+    magnitude, largest = (torch.where(is_nan, 0.0, values) for values in (magnitude, largest))
+    # Not span / largest: torch takes the reciprocal first, and rounds twice.
+    inverse = torch.full_like(largest, span) / largest.clamp(min=_SMALLEST_SCALED)
+    codes = (fma(magnitude, inverse, 1.0).view(torch.int32) - _BITS_OF_1 + dither) >> shift
+    to_scale = float(torch.tensor(0.5 / span, dtype=torch.float32))
+    scale = torch.where(largest >= _SMALLEST_SCALED, largest * to_scale, 0.0)
+    return codes, torch.where(is_nan, torch.nan, scale)
 
 
 def _per_element(scale: Tensor, num_elements: int) -> Tensor:
@@ -200,8 +225,3 @@ def _blocks(values: Tensor) -> Tensor:
 def _largest_bits(values: Tensor) -> Tensor:
     """Of values >= 0, the largest pattern of each row: NaN is above all. Shape (rows, 1)."""
     return values.view(torch.int32).amax(1, keepdim=True).view(torch.float32)
-
-
-def _nearest(x: Tensor) -> Tensor:
-    """x rounded to the nearest even integer, modulo 256, as int32; |x| < 2^22."""
-    return (x + _ROUNDER).view(torch.int32) & 0xFF
