@@ -25,7 +25,6 @@ from offloadzero.memory.tickets import FINISHED, Failures, Promise, Ticket
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.observe.clock import StepClock
 from offloadzero.optim.delivery import UpdateTicket
-from offloadzero.optim.records import ParamSlot
 from offloadzero.optim.step_decision import LossScale, StepDecision, decide_step
 from offloadzero.optim.update import RecordUpdate, UpdatePipeline
 from offloadzero.streaming.executor import Executor
@@ -101,7 +100,7 @@ class Stepper:
         self.collector: GradientCollector  # set by `attach`: each needs the other
 
     def attach(self, collector: GradientCollector) -> None:
-        """The collector whose `on_complete` and `on_landed` are this object's."""
+        """The collector whose `on_begin`, `on_complete` and `on_landed` are this object's."""
         self.collector = collector
 
     # --- backward ---
@@ -140,15 +139,10 @@ class Stepper:
             return self.boundary()
         return (self._window_micro_steps + 1) % self.policy.gradient_accumulation_steps == 0
 
-    def on_gradient(self, index: int, slot: ParamSlot) -> None:
-        """Autograd has accumulated `slot.param.grad`."""
+    def on_begin(self) -> None:
+        """The first gradient of a record has arrived."""
         if not self._in_backward:
-            try:
-                self._begin_backward()
-            except BaseException:
-                slot.param.grad = None  # or the next backward would add to it
-                raise
-        self.collector.add(index, slot)
+            self._begin_backward()
 
     def _begin_backward(self) -> None:
         self._failures.check()
