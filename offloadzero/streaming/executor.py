@@ -127,6 +127,7 @@ class Executor:
         self._after_order: tuple[int, ...] = ()
         self._plans: dict[tuple[Any, ...], list[Operation]] = {}
         self._current = -1
+        self._planned_use: int | None = None  # of the unit whose use to come has been planned for, if one has
         self._guarded: deque[int] = deque(maxlen=2)
         self._unpacking: tuple[int, int] | None = None  # backward and node of the last use; None: a forward
         # [low, high): addresses at which a saved tensor is a weight of ours.
@@ -167,7 +168,8 @@ class Executor:
             (self._evaluation if evaluating else self._trace).advance(index)
             if unit.residency is RELEASED:
                 self._start_fetch(unit, self._lease_on_demand(unit))
-            self._prefetch()
+            if evaluating or index != self._planned_use:
+                self._prefetch()
             if unit.residency is FETCHING:
                 self._complete_fetch(unit)
 
@@ -209,6 +211,8 @@ class Executor:
                 self._current = -1
                 self._trace.end_use()  # the next micro batch may begin with this very unit
             self._prefetch()
+            if self._current < 0 and not self._evaluating:
+                self._planned_use = self._trace.following()  # between two uses the plan is that of the second
 
     # --- saved tensors ---
 
@@ -413,6 +417,7 @@ class Executor:
         unit.put_at(target)
         unit.residency = FETCHING
         self._present |= {record.index}
+        self._planned_use = None
 
     def _ask_for_delivery(self, unit: LeasedUnit, target: torch.Tensor, fence: Fence) -> Delivery | None:
         """[Note: delivery] of the coming update's parameters to `target`, if there is one yet to begin."""
@@ -493,6 +498,7 @@ class Executor:
         unit.put_at(None)
         unit.residency = RELEASED
         self._present -= {unit.record.index}
+        self._planned_use = None
         self._assign(unit)
         lease.release()
 
