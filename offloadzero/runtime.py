@@ -187,6 +187,7 @@ class Runtime:
             num_threads=num_threads,
             cores=cores,
             previous_update=self.executor.update_ticket,
+            on_begin=self.stepper.on_begin,
             on_complete=self.stepper.on_complete,
             on_landed=self.stepper.on_landed,
         )

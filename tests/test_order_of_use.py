@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offloadzero
 from offloadzero.memory.arena import Lease
+from offloadzero.schedule.prefetch import Operation
 from offloadzero.streaming.executor import Executor
 from tests import models
 from tests.models import Stack, features
@@ -182,6 +183,38 @@ def test_a_skipped_block_costs_a_stall_where_it_is_skipped(counter: Counter, tmp
         if seed > 1:
             assert len(stalled) <= skips, f"step {seed}"
     engine.close()
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
+def test_plans_that_are_kept_are_what_planning_gives(
+    clipping: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over skipped blocks, evaluations and changes of the order."""
+    plan = Executor._plan
+    num_kept = 0
+
+    def compared(executor: Executor) -> list[Operation]:
+        nonlocal num_kept
+        protected = executor._protected()  # a fetch may arrive at any time
+        with monkeypatch.context() as fixed:
+            fixed.setattr(executor, "_protected", lambda: protected)
+            num_plans = len(executor._plans)
+            operations = plan(executor)
+            num_kept += len(executor._plans) == num_plans
+            fixed.setattr(executor, "_plans", {})
+            assert plan(executor) == operations
+        return operations
+
+    monkeypatch.setattr(Executor, "_plan", compared)
+    config = config_with_room(3, tmp_path, clipping=clipping)
+    engine = start(lambda: models.SometimesStack(num_blocks=NUM_BLOCKS), config)
+    for seed in range(12):
+        train_step(engine, seed, (0, 1, 3, 4) if seed % 5 == 4 else (0, 1, 2, 3, 4))
+        if seed % 4 == 3:
+            with torch.no_grad():
+                engine(features(1000), (0, 1, 2, 3, 4))
+    engine.close()
+    assert num_kept > 50
 
 
 # --- steps that differ, bit for bit

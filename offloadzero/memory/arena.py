@@ -72,12 +72,8 @@ class Holes:
     """The free ranges of an address space: best fit first, neighbours merge. Not thread-safe."""
 
     def __init__(self, num_bytes: int = 0) -> None:
+        self.num_bytes = num_bytes  # free ones, perhaps not in one piece
         self._ranges: list[tuple[int, int]] = [(0, num_bytes)] if num_bytes else []  # (offset, size)
-
-    @property
-    def num_bytes(self) -> int:
-        """All free bytes (perhaps not in one piece)."""
-        return sum(size for _, size in self._ranges)
 
     def take(self, num_bytes: int) -> int | None:
         """The offset of `num_bytes`, free until now; None when no range is large enough."""
@@ -88,17 +84,22 @@ class Holes:
         self._ranges.remove((offset, size))
         if size > num_bytes:
             self._ranges.append((offset + num_bytes, size - num_bytes))
+        self.num_bytes -= num_bytes
         return offset
 
     def give(self, offset: int, num_bytes: int) -> None:
         """A range is free (again)."""
-        merged: list[tuple[int, int]] = []
-        for start, size in sorted([*self._ranges, (offset, num_bytes)]):
-            if merged and merged[-1][0] + merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+        start, size = offset, num_bytes
+        apart = []
+        for hole in self._ranges:
+            if hole[0] + hole[1] == offset:
+                start, size = hole[0], size + hole[1]
+            elif hole[0] == offset + num_bytes:
+                size += hole[1]
             else:
-                merged.append((start, size))
-        self._ranges = merged
+                apart.append(hole)
+        self._ranges = [*apart, (start, size)]
+        self.num_bytes += num_bytes
 
 
 class Arena:
@@ -110,7 +111,8 @@ class Arena:
         self._poison = poison
         self._lock = threading.Lock()
         self._holes = Holes(buffer.numel())
-        self._view_at = functools.lru_cache(maxsize=256)(_view)  # leases come back to the same few places
+        # Leases come back to the same few places.
+        self._view_at = functools.lru_cache(maxsize=256)(functools.partial(_view, buffer))
 
     @property
     def num_bytes(self) -> int:
@@ -119,13 +121,12 @@ class Arena:
 
     def view(self, offset: int, dtype: torch.dtype, num_elements: int) -> torch.Tensor:
         """`num_elements` of `dtype` from byte `offset` on: shape (num_elements,)."""
-        return self._view_at(self.buffer, offset, dtype, num_elements)
+        return self._view_at(offset, dtype, num_elements)
 
     @property
     def free_bytes(self) -> int:
         """Bytes in no lease (perhaps not in one piece)."""
-        with self._lock:
-            return self._holes.num_bytes
+        return self._holes.num_bytes
 
     def try_lease(self, num_bytes: int, label: str) -> Lease | None:
         """A lease of `num_bytes` (rounded up to the alignment), or None when no hole is large enough."""
@@ -157,12 +158,12 @@ class PooledBuffer:
     def __init__(self, bytes_: torch.Tensor, *, temporary: bool = False) -> None:
         self.bytes = bytes_
         self.temporary = temporary
-        self._view_at = functools.lru_cache(maxsize=32)(_view)
+        self._view_at = functools.lru_cache(maxsize=32)(functools.partial(_view, bytes_))
         self.last_use: Ticket = FINISHED
 
     def view(self, dtype: torch.dtype, num_elements: int, *, start_byte: int = 0) -> torch.Tensor:
         """`num_elements` of `dtype` from `start_byte` on: shape (num_elements,)."""
-        return self._view_at(self.bytes, start_byte, dtype, num_elements)
+        return self._view_at(start_byte, dtype, num_elements)
 
 
 class BufferPool:

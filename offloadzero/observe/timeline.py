@@ -134,12 +134,15 @@ class Timeline:
             return
         self._is_outside = leaves_model
         now_s, position_s = time.perf_counter(), self._lap_start_s
-        waits, self._lap_waits = self._lap_waits, []
-        for start_s, end_s in (*waits, (now_s, now_s)):
-            if start_s > position_s:
-                self.add(COMPUTE, name, position_s, start_s)
-            position_s = max(position_s, end_s)
         self._lap_start_s = now_s
+        if self._lap_waits:
+            waits, self._lap_waits = self._lap_waits, []
+            for start_s, end_s in waits:
+                if start_s > position_s:
+                    self.add(COMPUTE, name, position_s, start_s)
+                position_s = max(position_s, end_s)
+        if now_s > position_s:
+            self.add(COMPUTE, name, position_s, now_s)
 
     def enter_model(self) -> None:
         """A forward begins, or goes on in another module."""

@@ -13,7 +13,7 @@ multiples of 65,536 elements, 4096 bytes of scales, so every chunk of every segm
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -68,10 +68,11 @@ class ParamSlot:
 class SlotViews:
     """The views of a record's parameters at the few fixed addresses where leases place it.
 
-    Making a view costs more than using it: they are kept, of the last addresses.
+    Making a view costs more than using it: they are kept, of the last addresses. Records of one layout that take turns
+    in the same leases may share them.
     """
 
-    MAX_ADDRESSES = 16
+    MAX_ADDRESSES = 256
 
     def __init__(self, slots: Sequence[ParamSlot]) -> None:
         self._slots = slots
@@ -87,6 +88,11 @@ class SlotViews:
             with torch.inference_mode(False):  # an evaluation's views are used in training too
                 views = self._views[address] = tuple(slot.view_in(flat) for slot in self._slots)
         return views
+
+
+def slot_layout(slots: Sequence[ParamSlot]) -> Hashable:
+    """Equal for slots that lie in the same way in records of the same dtype."""
+    return tuple((slot.offset, slot.shape) for slot in slots)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class ChunkStager:
 
     def stage(self, record: Record, start: int, stop: int) -> StagedChunk:
         """Start to read a chunk, or take the one that was read ahead."""
-        if _needs_slot(record):
+        if needs_slot(record):
             if self._ahead and self._ahead[0].matches(record, start, stop):
                 return self._ahead.popleft()
             self._drop_ahead()
@@ -82,7 +82,7 @@ class ChunkStager:
         if self._ahead:
             return  # of a step that was skipped or of gradients that were dropped
         for record in records:
-            if not _needs_slot(record):
+            if not needs_slot(record):
                 continue
             trainable = record.num_trainable
             for start, stop in chunk_bounds(0, trainable, self._chunk_elements, trainable):
@@ -137,7 +137,8 @@ class ChunkStager:
         self._ahead.clear()
 
 
-def _needs_slot(record: Record) -> bool:
+def needs_slot(record: Record) -> bool:
+    """Whether its update brings states to host memory first."""
     return not record.updates_on_device and any(
         segment.tier is not TierName.HOST
         for kind, segment in record.segments.items()

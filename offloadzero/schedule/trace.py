@@ -85,6 +85,11 @@ class Trace:
         """
         return self.order[self.cursor + 1 :]
 
+    def following(self) -> int | None:
+        """The use after the present one, if this step has one."""
+        position = self.cursor + 1
+        return self.order[position] if position < len(self.order) else None
+
     def finish_step(self) -> None:
         """The step is over: what was recorded is remembered."""
         if self._recorded:

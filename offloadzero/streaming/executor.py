@@ -16,104 +16,45 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from offloadzero.config import SegmentKind, TierName
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.memory.arena import Arena, BufferPool, Lease, PooledBuffer, align_up
-from offloadzero.memory.lanes import Fence, Lane, LaneTicket, order_compute_after
+from offloadzero.memory.lanes import Fence, Lane, order_compute_after
 from offloadzero.memory.store import FETCH_PRIORITY, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Promise, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.optim.delivery import Delivery, UpdateTicket
-from offloadzero.optim.records import ParamSlot, Record, SlotViews
-from offloadzero.schedule.prefetch import Evict, choose_victims, eviction_order, next_uses, plan_prefetch
+from offloadzero.optim.records import ParamSlot, Record, slot_layout
+from offloadzero.schedule.prefetch import (
+    Evict,
+    Operation,
+    choose_victims,
+    eviction_order,
+    next_uses,
+    plan_prefetch,
+)
 from offloadzero.schedule.trace import Trace
+from offloadzero.streaming.leased_unit import (
+    FETCHING,
+    HOME,
+    READY,
+    RELEASED,
+    LeasedUnit,
+    Looks,
+    SavedWeight,
+)
 
-MAX_WEIGHT_VIEWS = 256  # kept of a unit
+MAX_PLANS = 2048  # kept of an order of use
 
-
-class Residency(Enum):
-    """Where the parameters of a unit are, seen from the device."""
-
-    RELEASED = "released"
-    FETCHING = "fetching"
-    READY = "ready"
-    HOME = "home"  # they live on the device
-
-
-@dataclass(eq=False)
-class _Unit:
-    record: Record
-    residency: Residency
-    views: SlotViews
-    placeholders: tuple[torch.Tensor, ...]  # by slot
-    num_bytes: int
-    frozen_from: int  # bytes of what an update changes: the frozen weights come last
-    flat: torch.Tensor | None = None  # the parameters on the device, shape (num_elements,)
-    address: int = 0  # of `flat`; 0: none
-    lease: Lease | None = None
-    fetched: LaneTicket | None = None
-    updated: Ticket = FINISHED  # the last update; a fetch or a use comes after it
-    generation: int = 0  # counts updates: a saved tensor of an older one is refused
-    edits: int = 0  # the same for frozen weights, which no update changes: counts writes by the user
-    has_lent: bool = False  # some parameters point at copies of their own
-    saved: dict[tuple[Any, ...], _WeightView] = field(default_factory=dict)  # ways it was looked at
-
-    def put_at(self, flat: torch.Tensor | None) -> None:
-        """The parameters are on the device, or no more."""
-        self.flat = flat
-        self.address = 0 if flat is None else flat.data_ptr()
-
-    def holds(self, address: int) -> bool:
-        """Whether `address` is that of one of its parameters on the device."""
-        return 0 <= address - self.address < self.num_bytes
-
-    def generation_at(self, byte_offset: int) -> int:
-        """Of the weights at an offset: an update leaves the frozen ones as they are."""
-        return self.edits if byte_offset >= self.frozen_from else self.generation
-
-
-class _WeightView:
-    """A way in which saved tensors look at a unit's weights, and these tensors at the addresses of its leases."""
-
-    MAX_ADDRESSES = 16
-
-    def __init__(
-        self, byte_offset: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]
-    ) -> None:
-        self.byte_offset = byte_offset
-        self._dtype = dtype
-        self._size = size
-        self._stride = stride
-        self._at: dict[int, torch.Tensor] = {}
-
-    def of(self, unit: _Unit) -> torch.Tensor:
-        """The tensor, now that the unit is on the device."""
-        view = self._at.get(unit.address)
-        if view is None:
-            if unit.flat is None:
-                raise StateError(f"{unit.record.name} is not on the device")
-            flat = unit.flat.view(self._dtype)
-            start = flat.storage_offset() + self.byte_offset // self._dtype.itemsize
-            if len(self._at) == self.MAX_ADDRESSES:
-                self._at.clear()
-            view = self._at[unit.address] = flat.as_strided(self._size, self._stride, start)
-        return view
-
-
-class SavedWeight(NamedTuple):
-    """What autograd keeps instead of a weight: where it lies in its unit."""
-
-    unit: int
-    generation: int
-    view: _WeightView
+_current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
+_current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 @dataclass(eq=False)
@@ -146,43 +87,50 @@ class Executor:
         self._lock = threading.RLock()
         self._fetch_lane = store.accelerator.lane("fetch", store.failures)
         self._stage_lane = Lane("stage", store.failures)
-        self._units: list[_Unit] = []
+        self._units: list[LeasedUnit] = []
         # By unit: in how many running forwards of sites that need it. For reading.
         self.pins = [0] * len(records)
-        device = store.accelerator.device
+        looks: dict[Hashable, Looks] = {}
         for record in records:
             home = record.segments[SegmentKind.PARAM]
-            fill = float("nan") if record.dtype.is_floating_point else 0
-            placeholder = torch.full((), fill, dtype=record.dtype, device=device)
-            unit = _Unit(
+            layout = (record.dtype, record.num_trainable, slot_layout(record.slots))
+            stays = home.tier is TierName.DEVICE
+            shared = looks.get(layout) if not stays else None
+            unit = LeasedUnit(
                 record,
-                Residency.RELEASED,
-                SlotViews(record.slots),
-                placeholders=tuple(placeholder.expand(slot.shape) for slot in record.slots),
+                HOME if stays else RELEASED,
+                shared or Looks(record, store.accelerator.device),
+                params=tuple(slot.param for slot in record.slots),
+                home=home,
                 num_bytes=record.param_bytes,
                 frozen_from=record.num_trainable * record.dtype.itemsize,
             )
-            if home.tier is TierName.DEVICE:
-                unit.residency = Residency.HOME
+            if stays:
                 unit.put_at(home.memory)
+            else:
+                looks[layout] = unit.looks
             self._units.append(unit)
             self._assign(unit)
-        self._streamed = [u.record.index for u in self._units if u.residency is not Residency.HOME]
-        homes = [u for u in self._units if u.residency is Residency.HOME]
+        self._streamed = [u.record.index for u in self._units if u.residency is not HOME]
+        homes = [u for u in self._units if u.residency is HOME]
         homes.sort(key=lambda unit: unit.address)
         self._homes = [unit.record.index for unit in homes]
         self._home_addresses = [unit.address for unit in homes]
         self._num_bytes = {index: align_up(self._units[index].num_bytes) for index in self._streamed}
-        self._present: set[int] = set()  # the streamed units that hold a lease
+        self._present: frozenset[int] = frozenset()  # the streamed units that hold a lease
         self._trace = Trace(self._streamed)
         self._evaluation = Trace(self._streamed, there_and_back=False)
         self._evaluating = False
         self._lasting = {index for index in self._streamed if not records[index].num_trainable}
-        self._later_of: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+        # The order of use that plans were made for, the uses after it, and the plans by what else they depend on.
+        self._planned_order: tuple[int, ...] = ()
+        self._after_order: tuple[int, ...] = ()
+        self._plans: dict[tuple[Any, ...], list[Operation]] = {}
         self._current = -1
+        self._planned_use: int | None = None  # of the unit whose use to come has been planned for, if one has
         self._guarded: deque[int] = deque(maxlen=2)
         self._unpacking: tuple[int, int] | None = None  # backward and node of the last use; None: a forward
-        # Addresses in which a saved tensor is a weight of ours.
+        # [low, high): addresses at which a saved tensor is a weight of ours.
         self.address_range = (
             store.device.buffer.data_ptr(),
             store.device.buffer.data_ptr() + store.device.num_bytes,
@@ -197,26 +145,32 @@ class Executor:
         `evaluating`: the use is no part of a training step, and leaves the recorded order of steps alone.
         """
         unit = self._units[index]
-        if unit.residency is Residency.HOME:
+        if unit.residency is HOME:
             if not unit.updated.done():
                 with self._clock.waiting("update"), self._store.failures.handed_over():
                     order_compute_after(unit.updated)
             self._store.failures.check()
             return
         with self._lock:
-            self._end_guards_of_earlier_nodes()
+            # Nodes run one after another: what an earlier one unpacked it has read, and after backward all have.
+            node = _current_node()
+            current = None if node is None else (_current_backward(), node._sequence_nr())
+            if current != self._unpacking:
+                self._unpacking = current
+                self._guarded.clear()
             if guard and (not self._guarded or self._guarded[-1] != index):
                 self._guarded.append(index)
-            if index == self._current and unit.residency is Residency.READY:
+            if index == self._current and unit.residency is READY:
                 return
             self._store.failures.check()
             self._current = index
             self._evaluating = evaluating
             (self._evaluation if evaluating else self._trace).advance(index)
-            if unit.residency is Residency.RELEASED:
+            if unit.residency is RELEASED:
                 self._start_fetch(unit, self._lease_on_demand(unit))
-            self._prefetch()
-            if unit.residency is Residency.FETCHING:
+            if evaluating or index != self._planned_use:
+                self._prefetch()
+            if unit.residency is FETCHING:
                 self._complete_fetch(unit)
 
     def begin_evaluation(self) -> None:
@@ -244,7 +198,7 @@ class Executor:
     def lend_copy(self, index: int, slot: ParamSlot) -> None:
         """Point a streamed parameter at a copy of its own until the unit is pinned, fetched or released."""
         unit = self._units[index]
-        if unit.residency is not Residency.HOME and unit.flat is not None:
+        if unit.residency is not HOME and unit.flat is not None:
             slot.param.data = slot.view_in(unit.flat).clone()
             unit.has_lent = True
 
@@ -252,33 +206,29 @@ class Executor:
         """No operation of this backward reads the unit's weights any more."""
         with self._lock:
             if index in self._guarded:
-                self._guarded = deque((u for u in self._guarded if u != index), maxlen=2)
+                self._guarded.remove(index)
             if index == self._current:
                 self._current = -1
                 self._trace.end_use()  # the next micro batch may begin with this very unit
             self._prefetch()
+            if self._current < 0 and not self._evaluating:
+                self._planned_use = self._trace.following()  # between two uses the plan is that of the second
 
     # --- saved tensors ---
 
-    def save(self, tensor: torch.Tensor) -> SavedWeight | None:
-        """A handle when `tensor` lies in device memory of ours, else None."""
-        address = tensor.data_ptr()
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in device memory of ours."""
         low, high = self.address_range
-        if not low <= address < high:
-            return None
+        return low <= tensor.data_ptr() < high
+
+    def save(self, tensor: torch.Tensor, address: int) -> SavedWeight:
+        """A handle for a tensor that is a weight; `address` is its `data_ptr()`."""
         unit = self._units[self._current]  # most likely
         if not unit.holds(address):
             unit = self._unit_at(address)
-        offset = address - unit.address
-        key = (offset, tensor.dtype, tensor.size(), tensor.stride())
-        view = unit.saved.get(key)
-        if view is None:
-            if len(unit.saved) == MAX_WEIGHT_VIEWS:
-                unit.saved.clear()
-            view = unit.saved[key] = _WeightView(*key)
-        return SavedWeight(unit.record.index, unit.generation_at(offset), view)
+        return unit.save(tensor, address)
 
-    def _unit_at(self, address: int) -> _Unit:
+    def _unit_at(self, address: int) -> LeasedUnit:
         """The unit whose parameters on the device hold `address`."""
         home = bisect_right(self._home_addresses, address) - 1
         for index in chain((self._homes[home],) if home >= 0 else (), self._present):
@@ -289,21 +239,13 @@ class Executor:
     def load(self, saved: SavedWeight) -> torch.Tensor:
         """The weight that `saved` stands for, fetched again if need be."""
         unit = self._units[saved.unit]
-        if unit.generation_at(saved.view.byte_offset) != saved.generation:
+        if unit.generation_of(saved.view) != saved.generation:
             raise StateError(
                 f"{unit.record.name}: its weights were updated between this forward and its backward "
                 "(a backward pass through a graph from before the last step?)"
             )
         self.touch(saved.unit, guard=True)
         return saved.view.of(unit)
-
-    def _end_guards_of_earlier_nodes(self) -> None:
-        """Nodes run one after another: what an earlier one unpacked it has read, and after backward all have."""
-        node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
-        current = None if node is None else (torch._C._current_graph_task_id(), node._sequence_nr())
-        if current != self._unpacking:
-            self._unpacking = current
-            self._guarded.clear()
 
     # --- updates ---
 
@@ -326,17 +268,17 @@ class Executor:
             self._units[index].edits += 1
             self._make_stale(self._units[index], FINISHED)
 
-    def _make_stale(self, unit: _Unit, ticket: Ticket) -> None:
+    def _make_stale(self, unit: LeasedUnit, ticket: Ticket) -> None:
         unit.updated = ticket
         unit.generation += 1
-        if unit.residency is Residency.HOME:
+        if unit.residency is HOME:
             return
         if self.pins[unit.record.index]:
             raise StateError(f"{unit.record.name} is updated while a module uses it")
-        if unit.residency is Residency.FETCHING and unit.fetched is not None:
+        if unit.residency is FETCHING and unit.fetched is not None:
             with self._clock.waiting("fetch"), self._store.failures.handed_over():
                 unit.fetched.wait()
-        if unit.residency is not Residency.RELEASED:
+        if unit.residency is not RELEASED:
             self._release(unit)
 
     def step_order(self, indices: Sequence[int]) -> list[int]:
@@ -367,20 +309,17 @@ class Executor:
 
     # --- fetch and release ---
 
-    def _protected(self) -> set[int]:
-        return {
-            index
-            for index in self._present
-            if self.pins[index]
-            or self._is_arriving(self._units[index])
-            or index == self._current
-            or index in self._guarded
-        }
+    def _protected(self) -> frozenset[int]:
+        protected = [self._current, *self._guarded]
+        for index in self._present:
+            if self.pins[index] or self._is_arriving(self._units[index]):
+                protected.append(index)
+        return self._present.intersection(protected)
 
     @staticmethod
-    def _is_arriving(unit: _Unit) -> bool:
+    def _is_arriving(unit: LeasedUnit) -> bool:
         """Whether its lease is being written: once that is over, a unit that nobody used may leave again."""
-        return unit.residency is Residency.FETCHING and unit.fetched is not None and not unit.fetched.done()
+        return unit.residency is FETCHING and unit.fetched is not None and not unit.fetched.done()
 
     def _upcoming(self) -> tuple[int, ...]:
         """The uses that a fetch started now would serve; those of a running evaluation come first."""
@@ -390,24 +329,39 @@ class Executor:
     def _later(self) -> tuple[int, ...]:
         """The uses of the next step: by units that no update makes stale, for which their lease lasts; by others."""
         order = self._trace.order
-        if order is not self._later_of[0]:
-            lasting = (index for index in order if index in self._lasting)
-            self._later_of = (order, (*lasting, *order))
-        return self._later_of[1]
+        if order is not self._planned_order:
+            if order != self._planned_order:
+                self._after_order = (*(index for index in order if index in self._lasting), *order)
+                self._plans.clear()
+            self._planned_order = order
+        return self._after_order
+
+    def _plan(self) -> list[Operation]:
+        """What to start now. Most steps are like the one before and find its plans, in a quarter of the time."""
+        later, protected, free_bytes = self._later(), self._protected(), self._arena.free_bytes
+        key = (self._trace.cursor, self._current, free_bytes, self._present, protected)
+        plan = None if self._evaluating else self._plans.get(key)
+        if plan is not None:
+            return plan
+        plan = plan_prefetch(
+            self._upcoming(),
+            later=later,
+            num_bytes=self._num_bytes,
+            present=self._present,
+            protected=protected,
+            in_use=self._current,
+            free_bytes=free_bytes,
+        )
+        if not self._evaluating:
+            if len(self._plans) == MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
 
     def _prefetch(self) -> None:
         if len(self._present) == len(self._streamed):
             return
-        operations = plan_prefetch(
-            self._upcoming(),
-            later=self._later(),
-            num_bytes=self._num_bytes,
-            present=self._present,
-            protected=self._protected(),
-            in_use=self._current,
-            free_bytes=self._arena.free_bytes,
-        )
-        for operation in operations:
+        for operation in self._plan():
             unit = self._units[operation.unit]
             if isinstance(operation, Evict):
                 self._release(unit)
@@ -417,7 +371,7 @@ class Executor:
                 return  # the free bytes lie in several holes; the next use tries again
             self._start_fetch(unit, lease)
 
-    def _lease_on_demand(self, unit: _Unit) -> Lease:
+    def _lease_on_demand(self, unit: LeasedUnit) -> Lease:
         name, size = unit.record.name, unit.num_bytes
         while (lease := self._arena.try_lease(size, name)) is None:
             movable = self._present - self._protected()
@@ -430,7 +384,7 @@ class Executor:
                 for victim in victims:
                     self._release(self._units[victim])
                 continue
-            arriving = [u for u in self._units if u.residency is Residency.FETCHING]
+            arriving = [u for u in self._units if u.residency is FETCHING]
             if not arriving:
                 raise self._no_room(name, size)
             for other in arriving:  # fetched for later: their room is needed now
@@ -445,9 +399,8 @@ class Executor:
             "raise offloadzero.budgets.device or cut smaller units"
         )
 
-    def _start_fetch(self, unit: _Unit, lease: Lease) -> None:
-        record = unit.record
-        home = record.segments[SegmentKind.PARAM]
+    def _start_fetch(self, unit: LeasedUnit, lease: Lease) -> None:
+        record, home = unit.record, unit.home
         target = lease.view(record.dtype, record.num_elements)
         copy = self._store.accelerator.copy
         fence = self._store.accelerator.fence()
@@ -462,10 +415,11 @@ class Executor:
             )
         unit.lease = lease
         unit.put_at(target)
-        unit.residency = Residency.FETCHING
-        self._present.add(record.index)
+        unit.residency = FETCHING
+        self._present |= {record.index}
+        self._planned_use = None
 
-    def _ask_for_delivery(self, unit: _Unit, target: torch.Tensor, fence: Fence) -> Delivery | None:
+    def _ask_for_delivery(self, unit: LeasedUnit, target: torch.Tensor, fence: Fence) -> Delivery | None:
         """[Note: delivery] of the coming update's parameters to `target`, if there is one yet to begin."""
         if not isinstance(unit.updated, UpdateTicket):
             return None
@@ -481,10 +435,9 @@ class Executor:
         delivery = Delivery(copy, num_elements=last.offset + last.num_elements)
         return delivery if unit.updated.ask(delivery) else None
 
-    def _stage(self, unit: _Unit, delivery: Delivery | None) -> _Staged:
+    def _stage(self, unit: LeasedUnit, delivery: Delivery | None) -> _Staged:
         """Read a unit from its file into pinned memory, after its last update, unless that delivers it."""
-        record = unit.record
-        home = record.segments[SegmentKind.PARAM]
+        record, home = unit.record, unit.home
         updated = unit.updated
         staged = _Staged()
 
@@ -526,7 +479,7 @@ class Executor:
             if staged.buffer is not None:
                 self._staging.give_back(staged.buffer, last_use=accelerator.launched())
 
-    def _complete_fetch(self, unit: _Unit) -> None:
+    def _complete_fetch(self, unit: LeasedUnit) -> None:
         if unit.fetched is None:
             raise AssertionError(f"{unit.record.name} is not being fetched")
         with self._store.failures.handed_over():
@@ -535,33 +488,35 @@ class Executor:
                     unit.fetched.order_compute()
             else:
                 unit.fetched.order_compute()
-        unit.residency = Residency.READY
+        unit.residency = READY
         self._assign(unit)
 
-    def _release(self, unit: _Unit) -> None:
+    def _release(self, unit: LeasedUnit) -> None:
         if unit.lease is None:
             raise AssertionError(f"{unit.record.name} holds no lease")
         lease, unit.lease = unit.lease, None
         unit.put_at(None)
-        unit.residency = Residency.RELEASED
-        self._present.remove(unit.record.index)
+        unit.residency = RELEASED
+        self._present -= {unit.record.index}
+        self._planned_use = None
         self._assign(unit)
         lease.release()
 
-    def _assign(self, unit: _Unit) -> None:
+    def _assign(self, unit: LeasedUnit) -> None:
         """Point the parameters at the unit's memory, or at a placeholder that keeps their shape.
 
         The placeholder is one NaN expanded: autograd's shape checks hold, and a use that nobody foresaw shows.
         """
         unit.has_lent = False
-        views = unit.placeholders if unit.flat is None else unit.views.at(unit.flat)
-        for slot, view in zip(unit.record.slots, views, strict=True):
-            slot.param.data = view
+        looks = unit.looks
+        views = looks.placeholders if unit.flat is None else looks.views.at(unit.flat)
+        for param, view in zip(unit.params, views, strict=True):
+            param.data = view
 
     def flat_parameters(self, index: int) -> torch.Tensor:
         """The unit's parameters on the device, shape (num_elements,); the unit must be pinned."""
         unit = self._units[index]
-        if unit.residency is Residency.FETCHING:
+        if unit.residency is FETCHING:
             raise StateError(f"{unit.record.name} is on its way to the device")
         if unit.flat is None:
             raise StateError(f"{unit.record.name} is not on the device")
@@ -570,4 +525,4 @@ class Executor:
     @property
     def resident_units(self) -> Collection[str]:
         """Names of the units on the device now (for reports and tests)."""
-        return [u.record.name for u in self._units if u.residency is not Residency.RELEASED]
+        return [u.record.name for u in self._units if u.residency is not RELEASED]

@@ -12,9 +12,9 @@ its home there and never leaves.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import LANDING
 from offloadzero.optim import device_math
 from offloadzero.optim.delivery import UpdateTicket
-from offloadzero.optim.records import ParamSlot, Record, SlotViews, UpdateRange, update_ranges
+from offloadzero.optim.records import ParamSlot, Record, SlotViews, UpdateRange, slot_layout, update_ranges
 
 log = logging.getLogger("offloadzero.gradients")
 
@@ -54,7 +54,7 @@ class RecordGradient:
     targets: Sequence[torch.Tensor] = ()  # views of `flat` by slot
     arrived: list[ParamSlot] = field(default_factory=list)
     # In the window:
-    present: set[int] = field(default_factory=set)  # offsets of the slots that have a gradient
+    present: frozenset[int] = frozenset()  # offsets of the slots that have a gradient
     landed: Ticket = FINISHED
     fence: Fence = None
     sq_norm: float = 0.0  # of what has landed
@@ -62,10 +62,9 @@ class RecordGradient:
     update: BegunUpdate | None = None  # set in backward when the update follows the landing
     passing: PooledBuffer | None = None  # the host buffer of a gradient without a home
 
-    @property
-    def home(self) -> Segment | None:
-        """Where it is kept until the step; None: it is consumed as it lands."""
-        return self.record.segments.get(SegmentKind.GRAD)
+    def __post_init__(self) -> None:
+        # Where it is kept until the step; None: it is consumed as it lands.
+        self.home: Segment | None = self.record.segments.get(SegmentKind.GRAD)
 
     @property
     def present_slots(self) -> Iterator[ParamSlot]:
@@ -99,6 +98,7 @@ class GradientCollector:
         num_threads: int | None,
         cores: Collection[int],
         previous_update: Callable[[int], Ticket],
+        on_begin: Callable[[], None],
         on_complete: Callable[[RecordGradient], None],
         on_landed: Callable[[RecordGradient], None],
     ) -> None:
@@ -107,6 +107,7 @@ class GradientCollector:
             home; host buffers for gradients that are added to one already there.
         cores: CPUs that landing keeps to; empty: any.
         previous_update: the last update of a record, which may still read its gradient's home.
+        on_begin: called in backward before a record's first gradient is taken.
         on_complete: called in backward when a record's gradients have all arrived and their landing begins.
         on_landed: called on the landing thread when the gradient of the whole window is home.
         """
@@ -117,6 +118,7 @@ class GradientCollector:
         self._clock = clock
         self._num_threads = num_threads
         self._previous_update = previous_update
+        self._on_begin = on_begin
         self._on_complete = on_complete
         self._on_landed = on_landed
         self._d2h = store.accelerator.lane("gradient-d2h", store.failures)
@@ -125,6 +127,11 @@ class GradientCollector:
             self._landing.submit(lambda: set_cores(cores))
         self.gradients = {r.index: RecordGradient(r) for r in records if r.num_trainable}
         self._views = {index: SlotViews(s.record.trainable_slots) for index, s in self.gradients.items()}
+        shared: dict[Hashable, SlotViews] = {}
+        for index, state in self.gradients.items():
+            if state.home is None or state.home.tier is not TierName.DEVICE:
+                layout = (state.record.dtype, slot_layout(state.record.trainable_slots))
+                self._views[index] = shared.setdefault(layout, self._views[index])
         self._num_filling = 0
         self.last_micro_batch = True  # whether the running backward closes the window
 
@@ -132,24 +139,27 @@ class GradientCollector:
 
     def add(self, index: int, slot: ParamSlot) -> None:
         """Take `slot.param.grad` away from the parameter."""
-        grad = slot.param.grad
-        slot.param.grad = None
+        param = slot.param
+        grad = param.grad
+        param.grad = None
         if grad is None:
             raise AssertionError(f"{slot.name} has no gradient")
+        state = self.gradients[index]
+        if state.flat is None:
+            self._on_begin()
+            self._begin(state)
         if grad.is_sparse:
             raise ConfigError(
                 slot.name, "sparse gradient", "dense gradients only: build the module sparse=False"
             )
-        state = self.gradients[index]
-        if state.flat is None:
-            self._begin(state)
         target = state.targets[slot.index]
         if state.lease is None and slot.offset in state.present:
             target.add_(grad)
         else:
             target.copy_(grad)
-        state.arrived.append(slot)
-        if len(state.arrived) == len(state.record.trainable_slots):
+        arrived = state.arrived
+        arrived.append(slot)
+        if len(arrived) == len(state.targets):
             self._complete(state)
 
     def flush(self) -> None:
@@ -163,11 +173,14 @@ class GradientCollector:
             elif self.last_micro_batch and state.present and not state.closed:
                 # Its gradient says nothing of this micro batch, which may have read the weights all the same.
                 after = [state.landed, self._store.accelerator.launched()]
-                state.landed = Promise()
+                state.landed = done = Promise()
                 state.closed = True
-                with self._sending(state):
+                try:
                     self._on_complete(state)
-                    self._land(state, state.landed, after, None)
+                    self._land(state, done, after, None)
+                except BaseException as error:
+                    self._lose(state, done, error)
+                    raise
 
     def _begin(self, state: RecordGradient) -> None:
         record = state.record
@@ -209,55 +222,43 @@ class GradientCollector:
         lease, state.lease, flat, state.flat, state.targets = state.lease, None, state.flat, None, ()
         if flat is None:
             raise AssertionError(f"{record.name} has no gradient lease")
-        is_first = not state.present
-        fresh = arrived if is_first else [slot for slot in arrived if slot.offset not in state.present]
-        known = [] if is_first else [slot for slot in arrived if slot.offset in state.present]
-        state.present.update([slot.offset for slot in arrived])
+        earlier = state.present
+        state.present = earlier.union([slot.offset for slot in arrived])
         before = self._previous_update(record.index)  # on_complete replaces it
         state.fence = self._store.accelerator.fence()
-        done = Promise()
-        state.landed = done
+        state.landed = done = Promise()
         state.closed = self.last_micro_batch
-        with self._sending(state):
+        try:
             self._on_complete(state)
             if lease is None:
                 arrival: Ticket = self._store.accelerator.launched()
                 self._land(state, done, [arrival], None)
                 return
             self._num_filling -= not lease.temporary
-            target = self._landing_place(state, is_first)
+            target = self._landing_place(state, not earlier)
             copied = self._copy_to_host(state, flat, lease, target, before)
             if target.in_place:
                 self._land(state, done, [copied], None)
             else:
-                self._land(
-                    state, done, [copied], lambda: self._merge(state, target, fresh, known, is_first=is_first)
-                )
-
-    @contextmanager
-    def _sending(self, state: RecordGradient) -> Iterator[None]:
-        """What is raised inside (Ctrl-C in a wait, say) must not leave tickets that nobody will ever fulfil."""
-        done = state.landed
-        try:
-            yield
+                self._land(state, done, [copied], lambda: self._merge(state, target, arrived, earlier))
         except BaseException as error:
-            lost = StateError(
-                f"{state.record.name}: backward was interrupted while its gradient was on the way"
-            )
-            lost.__cause__ = error
-            self._store.failures.record(lost)
-            self._store.failures.was_raised = True
-            if isinstance(done, Promise):
-                done.fail(lost)
-            if state.update is not None:
-                state.update.ticket.fail(lost)
+            self._lose(state, done, error)
             raise
 
+    def _lose(self, state: RecordGradient, done: Promise, error: BaseException) -> None:
+        """What was raised (Ctrl-C in a wait, say) must not leave tickets that nobody will ever fulfil."""
+        lost = StateError(f"{state.record.name}: backward was interrupted while its gradient was on the way")
+        lost.__cause__ = error
+        self._store.failures.record(lost)
+        self._store.failures.was_raised = True
+        done.fail(lost)
+        if state.update is not None:
+            state.update.ticket.fail(lost)
+
     def _landing_place(self, state: RecordGradient, is_first: bool) -> _Landing:
-        record = state.record
-        home = state.home
+        record, home = state.record, state.home
         same_dtype = record.grad_dtype == record.dtype
-        if home is not None and home.tier is TierName.HOST and is_first and same_dtype:
+        if is_first and same_dtype and home is not None and home.tier is TierName.HOST:
             return _Landing(home.memory, None, in_place=True)
         if home is None and same_dtype:
             state.passing = self._take_host(self._passing)
@@ -339,12 +340,10 @@ class GradientCollector:
         self,
         state: RecordGradient,
         landing: _Landing,
-        fresh: Sequence[ParamSlot],
-        known: Sequence[ParamSlot],
-        *,
-        is_first: bool,
+        arrived: Sequence[ParamSlot],
+        earlier: frozenset[int],
     ) -> None:
-        """Copy what is the first of its window, add the rest; `is_first`: the record's home holds nothing yet."""
+        """Copy what is the first of its window, add what is at the offsets `earlier`, which its home holds already."""
         record = state.record
         home = state.home
         on_file = home is not None and home.tier is TierName.NVME
@@ -353,12 +352,12 @@ class GradientCollector:
         acc = state.in_memory()
         if acc is None:
             raise AssertionError(f"{record.name}: no memory for its gradient")
-        if on_file and not is_first and home is not None:
+        if on_file and earlier and home is not None:
             self._store.read(home, acc).wait()
         with self._store.timeline.span(LANDING, record.name, landing.flat.nbytes + acc.nbytes):
-            for part in update_ranges(record, fresh):
+            for part in update_ranges(record, [slot for slot in arrived if slot.offset not in earlier]):
                 acc[part.start : part.stop].copy_(landing.flat[part.start : part.stop])
-            for part in update_ranges(record, known):
+            for part in update_ranges(record, [slot for slot in arrived if slot.offset in earlier]):
                 device_math.accumulate(
                     acc[part.start : part.stop],
                     landing.flat[part.start : part.stop],
@@ -400,8 +399,7 @@ class GradientCollector:
         self._landing.close()
 
 
-@dataclass(frozen=True, eq=False)
-class _Landing:
+class _Landing(NamedTuple):
     """Where a gradient's bytes arrive on the host; `in_place`: that is where it stays."""
 
     flat: torch.Tensor

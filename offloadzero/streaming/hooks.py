@@ -43,7 +43,8 @@ from torch.utils.hooks import RemovableHandle
 from offloadzero.observe.timeline import Timeline
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.streaming.activations import ActivationStore, Call, KeptInput
-from offloadzero.streaming.executor import Executor, SavedWeight
+from offloadzero.streaming.executor import Executor
+from offloadzero.streaming.leased_unit import SavedWeight
 from offloadzero.streaming.stepping import Stepper
 from offloadzero.streaming.units import Site, UnitCut
 
@@ -102,10 +103,7 @@ class _SiteHooks:
             for index in pinned:
                 executor.unpin(index)
             raise
-        pushed = torch.is_grad_enabled()
-        if pushed:
-            self._hooks.push_saved_tensor_hooks()
-        self._entered.append(pushed)
+        self._entered.append(torch.is_grad_enabled() and self._hooks.push_saved_tensor_hooks())
         if not self._hooks.depth:
             self._hooks.outermost_evaluates = evaluating
         self._hooks.depth += 1
@@ -283,12 +281,13 @@ class ModelHooks:
 
     # --- saved tensors ---
 
-    def push_saved_tensor_hooks(self) -> None:
-        """Ours become the innermost pair; they hand on to the pair that was."""
-        hooks = self._own_innermost() or _SavedTensorHooks(
-            self.executor, _innermost(), timeline=self.timeline
-        )
+    def push_saved_tensor_hooks(self) -> bool:
+        """Ours become the innermost pair and hand on to the pair that was; False if they are it already."""
+        if self._own_innermost() is not None:
+            return False
+        hooks = _SavedTensorHooks(self.executor, _innermost(), timeline=self.timeline)
         _push(hooks.pack, hooks.unpack)
+        return True
 
     def push_input_hooks(self, name: str) -> None:
         """The pair that takes the inputs of unit `name`: [Note: checkpointed units]."""
@@ -304,14 +303,14 @@ class ModelHooks:
     # --- gradients ---
 
     def _gradient_hook(self, record: Record, slot: ParamSlot) -> Callable[[torch.Tensor], None]:
-        on_gradient, index = self._stepper.on_gradient, record.index
+        add, index = self._stepper.collector.add, record.index
 
         def take(_: torch.Tensor) -> None:
-            on_gradient(index, slot)
+            add(index, slot)
 
         def timed_take(_: torch.Tensor) -> None:
             with self.timeline.launching():
-                on_gradient(index, slot)
+                add(index, slot)
 
         def drop(param: torch.Tensor) -> None:
             param.grad = None
@@ -397,12 +396,14 @@ class _SavedTensorHooks:
             return self._unpack(packed)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if self._low <= tensor.data_ptr() < self._high and (saved := self._save(tensor)) is not None:
-            return saved
+        address = tensor.data_ptr()
+        if self._low <= address < self._high:
+            return self._save(tensor, address)
         if self._outer is not None:
             return self._outer[0](tensor)
-        # An output that kept its grad_fn here would keep its own graph alive.
-        return tensor.detach() if tensor.requires_grad else tensor
+        # An output that kept its grad_fn here would keep its own graph alive. `data` is a `detach()` that does not let
+        # go of the interpreter's lock; autograd does not look at the version of what hooks give back.
+        return tensor.data if tensor.requires_grad else tensor
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is SavedWeight:
@@ -421,11 +422,11 @@ class _InputHooks:
         """`others` gets what does not move: weights of ours, indices, small tensors."""
         self._call = call
         self._activations = activations
-        self._save = executor.save
+        self._is_weight = executor.is_weight
         self._others = others
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        if self._activations.wants(tensor) and self._save(tensor) is None:
+        if self._activations.wants(tensor) and not self._is_weight(tensor):
             return self._activations.keep(self._call, tensor)
         return self._others.pack(tensor)
 

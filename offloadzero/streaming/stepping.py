@@ -25,7 +25,8 @@ from offloadzero.memory.tickets import FINISHED, Failures, Promise, Ticket
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.observe.clock import StepClock
 from offloadzero.optim.delivery import UpdateTicket
-from offloadzero.optim.records import ParamSlot
+from offloadzero.optim.records import Record
+from offloadzero.optim.staging import needs_slot
 from offloadzero.optim.step_decision import LossScale, StepDecision, decide_step
 from offloadzero.optim.update import RecordUpdate, UpdatePipeline
 from offloadzero.streaming.executor import Executor
@@ -99,10 +100,13 @@ class Stepper:
         self._tickets: dict[int, UpdateTicket] = {}  # updates that backward has begun
         self._last = _Window(0, [], {}, ())
         self.collector: GradientCollector  # set by `attach`: each needs the other
+        self._staged_records: dict[int, Record] = {}  # those whose states an update reads first
 
     def attach(self, collector: GradientCollector) -> None:
-        """The collector whose `on_complete` and `on_landed` are this object's."""
+        """The collector whose `on_begin`, `on_complete` and `on_landed` are this object's."""
         self.collector = collector
+        records = [state.record for state in collector.gradients.values()]
+        self._staged_records = {record.index: record for record in records if needs_slot(record)}
 
     # --- backward ---
 
@@ -140,15 +144,10 @@ class Stepper:
             return self.boundary()
         return (self._window_micro_steps + 1) % self.policy.gradient_accumulation_steps == 0
 
-    def on_gradient(self, index: int, slot: ParamSlot) -> None:
-        """Autograd has accumulated `slot.param.grad`."""
+    def on_begin(self) -> None:
+        """The first gradient of a record has arrived."""
         if not self._in_backward:
-            try:
-                self._begin_backward()
-            except BaseException:
-                slot.param.grad = None  # or the next backward would add to it
-                raise
-        self.collector.add(index, slot)
+            self._begin_backward()
 
     def _begin_backward(self) -> None:
         self._failures.check()
@@ -171,12 +170,11 @@ class Stepper:
         self.collector.last_micro_batch = last_micro_batch
         self._hypers = self._current_hypers() if self._updates_now else ()
         if last_micro_batch and not self._updates_now:
-            records = {state.record.index: state.record for state in self.collector.gradients.values()}
-            order = self._executor.step_order(list(records))
+            order = self._executor.step_order(list(self._staged_records))
             # The forward has waited for the last update of each unit it used, not for those of the others: what
             # is still being written back must not be read.
             home = itertools.takewhile(lambda index: self._executor.update_ticket(index).done(), order)
-            self._pipeline.read_ahead([records[index] for index in home])
+            self._pipeline.read_ahead([self._staged_records[index] for index in home])
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     @property
