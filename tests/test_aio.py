@@ -66,6 +66,13 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield Path(name)
 
 
+def max_segments(path: Path) -> int:
+    """Of the disk under a path; 0 where there is none that says it."""
+    device = os.stat(path).st_dev
+    queue = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue")
+    return int((queue / "max_segments").read_text()) if queue.is_dir() else 0
+
+
 def random_bytes(num_bytes: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(num_bytes)
 
@@ -158,6 +165,21 @@ class TestBytes:
                 engine.read(file, memory[start : start + 2 * MIB], offset=4096).wait(WAIT_S)
                 assert engine.stats()["bounced"] == 0
                 assert engine.stats()["blocks"] == 4
+
+    @pytest.mark.parametrize(("num_mib", "num_blocks"), [(1, 1), (2, 2), (16, 17)])
+    def test_blocks_are_whole_requests_of_the_disk(
+        self, tmp_path: Path, num_mib: int, num_blocks: int
+    ) -> None:
+        """A disk of 254 segments takes 1016 KiB of scattered pages at once; the kernel would cut 8 KiB off 1 MiB."""
+        with make_engine("io_uring") as engine, engine.open(tmp_path / "data", create=True) as file:
+            if not file.direct or max_segments(tmp_path) != 254:
+                pytest.skip("no direct I/O, or another disk")
+            memory = np.frombuffer(random_bytes(num_mib * MIB + 4096), np.uint8).copy()
+            start = -memory.ctypes.data % 4096
+            data = memory[start : start + num_mib * MIB]
+            engine.write(file, data, offset=0).wait(WAIT_S)
+            assert engine.stats()["blocks"] == num_blocks
+        assert plain_read(tmp_path / "data", num_mib * MIB, 0) == data.tobytes()
 
     def test_tensors_memoryviews_and_arrays(self, engine: AioEngine, tmp_path: Path) -> None:
         with engine.open(tmp_path / "data", create=True) as file:

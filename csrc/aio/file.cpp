@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "device_limits.h"
 #include "registry.h"
 
 namespace offloadzero::aio {
@@ -81,6 +82,12 @@ int File::open(const std::string& path, const OpenOptions& options, std::shared_
         return S_ISDIR(status.st_mode) ? -EISDIR : -EINVAL;
     opened->device_ = status.st_dev;
     opened->inode_ = status.st_ino;
+    opened->block_size_ = options.block_size;
+    if (opened->is_direct_) {
+        const dev_t device = S_ISBLK(status.st_mode) ? status.st_rdev : status.st_dev;
+        const size_t fitted = fit_requests(options.block_size, request_num_bytes(device));
+        if (fitted % opened->alignment_ == 0) opened->block_size_ = fitted;
+    }
     *file = std::move(opened);
     return 0;
 }

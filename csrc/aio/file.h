@@ -19,7 +19,7 @@ struct OpenOptions {
     bool can_create = false;  // mode 0600; an existing file is kept as it is
     bool is_readonly = false;
     DirectMode direct = DirectMode::kAuto;
-    size_t block_size = 0;  // an alignment that does not divide it counts as "no direct I/O"
+    size_t block_size = 0;  // at most; an alignment that does not divide it counts as "no direct I/O"
 };
 
 class File {
@@ -44,6 +44,8 @@ class File {
     size_t alignment() const { return alignment_; }
     size_t read_alignment() const { return read_alignment_; }
     size_t memory_alignment() const { return memory_alignment_; }
+    // Long transfers are cut into blocks of this size: [Note: whole requests], in device_limits.h.
+    size_t block_size() const { return block_size_; }
     dev_t device() const { return device_; }
     ino_t inode() const { return inode_; }
 
@@ -70,6 +72,7 @@ class File {
     size_t alignment_ = 1;
     size_t read_alignment_ = 1;
     size_t memory_alignment_ = 1;
+    size_t block_size_ = 0;
     dev_t device_ = 0;
     ino_t inode_ = 0;
 };

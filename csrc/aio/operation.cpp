@@ -71,8 +71,13 @@ Piece cut_piece(Operation* operation, size_t block_size) {
 
     if (misalignment == 0 && left >= alignment &&
         (request.is_write || is_multiple(piece.data, memory_alignment))) {
-        piece.num_bytes = std::min(block_size, left - left % alignment);
-        piece.path = is_multiple(piece.data, memory_alignment) ? Path::kPlain : Path::kBounce;
+        // A short rest goes with the block before it; through a bounce buffer no more than fits there.
+        const bool is_plain = is_multiple(piece.data, memory_alignment);
+        const size_t num_spared = block_size - file.block_size();
+        const size_t num_whole = left - left % alignment;
+        const size_t limit = is_plain ? block_size + 8 * num_spared : block_size;
+        piece.num_bytes = num_whole <= limit ? num_whole : file.block_size();
+        piece.path = is_plain ? Path::kPlain : Path::kBounce;
     } else if (request.is_write) {
         piece.num_bytes = std::min(to_boundary, left);
         piece.path = Path::kPartUnit;

@@ -93,7 +93,8 @@ struct Piece {
     char* data = nullptr;
 };
 
-// The next piece of at most about `block_size` bytes from operation.num_cut on; advances num_cut.
+// The next piece from operation.num_cut on: what is left where that is at most about `block_size` bytes, else
+// a block of the file; advances num_cut.
 Piece cut_piece(Operation* operation, size_t block_size);
 
 }  // namespace offloadzero::aio

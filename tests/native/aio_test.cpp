@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "../../csrc/aio/device_limits.h"
 #include "../../csrc/aio/engine.h"
 #include "check.h"
 
@@ -384,7 +385,19 @@ std::vector<Setup> setups() {
 
 }  // namespace
 
+void blocks_fit_whole_requests() {
+    constexpr size_t kKib = 1024, kMib = 1024 * kKib;
+    CHECK_EQUAL(fit_requests(kMib, 1016 * kKib), 1016 * kKib);
+    CHECK_EQUAL(fit_requests(4 * kMib, 1016 * kKib), 4064 * kKib);
+    CHECK_EQUAL(fit_requests(kMib, 508 * kKib), 1016 * kKib);
+    CHECK_EQUAL(fit_requests(kMib, kMib), kMib);
+    CHECK_EQUAL(fit_requests(kMib, 2 * kMib), kMib);            // fits into one as it is
+    CHECK_EQUAL(fit_requests(1536 * kKib, kMib), 1536 * kKib);  // the rest is no small one
+    CHECK_EQUAL(fit_requests(kMib, 0), kMib);
+}
+
 int main() {
+    blocks_fit_whole_requests();
     int num_before = num_open_descriptors();
     for (const Setup& setup : setups()) {
         std::unique_ptr<Engine> probe;
