@@ -21,10 +21,15 @@ constexpr auto MAX_SPIN = std::chrono::microseconds(20);
 // The pool is reached through this pointer and never freed: at interpreter exit the workers sleep in their
 // condition variable until the process is gone, and no static destructor pulls the mutex from under them.
 // After fork() the child has no workers and may have inherited a locked mutex, so it forgets the pool and
-// makes a new one on its first call.
+// makes a new one on its first call. The handler is registered when the library is loaded: fork() runs those
+// that it found at its beginning, so one registered with the first pool could come too late for a fork() on
+// its way in another thread.
 std::atomic<ThreadPool*> g_pool{nullptr};
 
 void forget_pool_in_child() { g_pool.store(nullptr, std::memory_order_relaxed); }
+
+// Fails only for want of memory, and then loading would have failed as well.
+[[maybe_unused]] const int g_registered = pthread_atfork(nullptr, nullptr, forget_pool_in_child);
 
 inline void pause_cpu() {
 #if defined(__x86_64__)
@@ -51,8 +56,6 @@ class BlockSignals {
 }  // namespace
 
 ThreadPool& ThreadPool::instance() {
-    static const int registered = pthread_atfork(nullptr, nullptr, forget_pool_in_child);
-    (void)registered;  // fails only for want of memory, and then the child's calls would have failed as well
     ThreadPool* pool = g_pool.load(std::memory_order_acquire);
     if (pool != nullptr) return *pool;
     auto* fresh = new ThreadPool;
