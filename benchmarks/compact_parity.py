@@ -1,7 +1,7 @@
 """Training on real text with the 12-byte state, the compact state, and int8 moments without companding.
 
     python benchmarks/compact_parity.py --runs DIRECTORY [--steps 1500] [--seeds 0,1,2] [--schedule cosine]
-        [--layouts fp32,control,shaken,compact,naive]
+        [--layouts fp32,control,shaken,compact,compact_shaken,naive]
     python benchmarks/compact_parity.py --runs DIRECTORY --report FILE.md --plot FILE.png
 
 The GPT of examples/gpt_model.py with 10.8M parameters in bf16 on the sources of Python's standard library, AdamW.
@@ -14,6 +14,7 @@ Runs of one seed see the same initial weights and the same batches and differ in
   a rounding in every weight takes it, without any in the states;
 - compact: 8-bit remainder, exp_avg and the square root of exp_avg_sq companded to 8 bits each, the kernel of
   `offloadzero.native.compact`;
+- compact_shaken: the same from the start of `shaken`: how much of compact's distance is chaos;
 - naive: the same remainder, bytes and blocks, but exp_avg and exp_avg_sq are rounded linearly to their block's largest
   magnitude. In torch operations, here.
 
@@ -59,7 +60,7 @@ HYPER = AdamHyper(lr=6e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
 NUM_WARMUP_STEPS = 100
 NUM_LAST_STEPS = 100
 MAX_DIFFERENCE = 0.005  # of the mean loss of the last steps, against fp32
-LAYOUTS = ("fp32", "control", "shaken", "compact", "naive")
+LAYOUTS = ("fp32", "control", "shaken", "compact", "compact_shaken", "naive")
 SCHEDULES = ("constant", "cosine")
 
 
@@ -136,6 +137,7 @@ STATES: dict[str, type[Any]] = {
     "control": Fp32State,
     "shaken": Fp32State,
     "compact": CompactState,
+    "compact_shaken": CompactState,
     "naive": NaiveState,
 }
 
@@ -181,7 +183,7 @@ def train(layout: str, seed: int, num_steps: int, schedule: str, text: Text) -> 
     model = FlatModel(seed)
     if layout == "control":
         model.flat[:1] *= 1 + torch.finfo(torch.bfloat16).eps
-    if layout == "shaken":
+    if layout.endswith("shaken"):
         up_or_down = torch.randint(0, 2, model.flat.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
         bits = model.flat.view(torch.int16)
         bits += torch.where(model.flat == 0, 0, up_or_down).to(torch.int16)
@@ -227,8 +229,8 @@ def table(runs: Runs, schedule: str, seeds: list[int]) -> list[str]:
     """One row a seed; a run that is not there is an empty cell."""
     lines = [
         f"| seed, lr {schedule} | fp32 (12 bytes) | fp32, one weight off | fp32, all weights off "
-        "| compact (5.06 bytes) | int8 without companding |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| compact (5.06 bytes) | compact, all weights off | int8 without companding |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for seed in seeds:
         exact = runs.last("fp32", schedule, seed)
@@ -263,8 +265,8 @@ def report(runs: Runs, seeds: list[int]) -> str:
         "with `--report` and `--plot`",
         "",
         f"Mean training loss of the last {NUM_LAST_STEPS} steps in nats per byte, and its distance from the run of",
-        "the same seed with the fp32 layout. The two columns after that are what training's chaos alone does: the same",
-        "fp32 layout from a start in which one weight, or every weight, is one bf16 step off.",
+        "the same seed with the fp32 layout. The columns with weights off show what training's chaos does: the same",
+        "layout from a start in which one weight, or every weight, is one bf16 step off.",
         "",
     ]
     for schedule in reversed(SCHEDULES):
@@ -286,8 +288,12 @@ def plot(runs: Runs, seeds: list[int], schedule: str, target: Path) -> None:
         return None if losses is None else torch.tensor(losses).unfold(0, window, window).mean(1)
 
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), sharex=True)
-    colors = ("tab:blue", "tab:green", "tab:olive", "tab:orange", "tab:red")
-    named = {"control": "fp32, one weight one step off", "shaken": "fp32, all weights one step off"}
+    colors = ("tab:blue", "tab:green", "tab:olive", "tab:orange", "tab:brown", "tab:red")
+    named = {
+        "control": "fp32, one weight one step off",
+        "shaken": "fp32, all weights one step off",
+        "compact_shaken": "compact, all weights one step off",
+    }
     for layout, color in zip(LAYOUTS, colors, strict=True):
         label: str | None = named.get(layout, layout)
         for seed in seeds:

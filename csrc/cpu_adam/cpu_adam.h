@@ -62,8 +62,9 @@
 // k is never below 1: a second moment must not vanish beside a first moment that does not, for the quotient
 // of the two is the update; below largest / 382 s is enlarged to that.
 //
-// Writing what was read gives the same codes. A block whose largest magnitude is below SMALLEST_SCALED =
-// 2^-100 becomes zero (so no code is scaled by a subnormal; s is above 2^-75 for every v above 0).
+// Writing what was read gives the same codes, where the scales are not 0. A block whose largest magnitude is
+// below SMALLEST_SCALED = 2^-100 becomes zero (so no code is scaled by a subnormal; s is above 2^-75 for
+// every v above 0).
 //
 // These are the errors of encoding. An update dithers the two codes first, [Note: dithered codes]; its error
 // is below a whole code, twice the above.
@@ -126,8 +127,9 @@
 // Over the steps, those of one element are Weyl sequences (multiples modulo 1 of an irrational number that is
 // badly approximable), whose averages converge like log(n) / n instead of random numbers' 1 / sqrt(n). The
 // two numbers are independent over the rationals, and the pairs (bit_reverse(e), e) of a block are a
-// Hammersley set: neither over steps nor over elements do the dithers of m and s go together. Codes that are
-// integers up to a spacing of fp32 are kept: the largest, and what was read and did not change.
+// Hammersley set: neither over steps nor over elements do the dithers of m and s go together. Neither dither
+// reaches 0 or a whole code: the roundings of y, of one or two spacings of fp32, do not move the largest
+// codes, nor those of m that did not change (of s, once in 16,384 steps).
 //
 // [Note: Lion and Adagrad arithmetic]
 // As [Note: Adam arithmetic]: nothing fused, one rounding per operation, L2 and decay as there.

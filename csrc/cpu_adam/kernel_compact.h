@@ -104,7 +104,8 @@ static __attribute__((noinline, cold)) void encode_extremes(const BlockMoments<V
         const float kept_s = s_is_nan ? 0.0f : s[slot] > LARGEST_FLOAT ? LARGEST_FLOAT : s[slot];
         encode_m<Scalar>(buffers.exp_avg + at, &kept_m, m_is_finite ? inverse_m : 0.0f,
                          dither.exp_avg + slot);
-        encode_s<Scalar>(buffers.exp_avg_sq + at, &kept_s, s_is_nan ? 0.0f : inverse_s, dither.exp_avg_sq + slot);
+        encode_s<Scalar>(buffers.exp_avg_sq + at, &kept_s, s_is_nan ? 0.0f : inverse_s,
+                         dither.exp_avg_sq + slot);
     }
 }
 
