@@ -117,7 +117,6 @@ OFFLOADZERO_INLINE void encode_moments(const BlockMoments<V>& moments, const Com
         encode_extremes<V>(moments, buffers, dither, i);
         return;
     }
-
     for (size_t k = 0; k < BlockMoments<V>::NUM_VECTORS; k += V::PACK) {
         const size_t at = k * V::WIDTH;
         encode_m<V>(buffers.exp_avg + i + at, moments.m + k, moments.inverse_m, dither.exp_avg + at);
@@ -144,7 +143,6 @@ OFFLOADZERO_INLINE void update_moments(const CompactBuffers& buffers, const Comp
     const F grad_m = V::set(scalars.grad_m), grad_s = V::set(scalars.grad_s);
     const F grad_scale = V::set(scalars.grad_scale), weight_decay = V::set(scalars.weight_decay);
     F largest_m = V::set(0.0f), largest_s = V::set(0.0f);
-
     for (size_t k = 0; k < BlockMoments<V>::NUM_VECTORS; k += V::PACK) {
         const size_t at = i + k * V::WIDTH;
         F g[V::PACK], f[V::PACK], y[V::PACK], p[V::PACK];
@@ -172,7 +170,6 @@ OFFLOADZERO_INLINE void update_weights(const CompactBuffers& buffers, const Comp
                                        const BlockMoments<V>& moments) {
     using F = typename V::F;
     const F root = V::set(scalars.root), floor = V::set(scalars.floor), decay = V::set(scalars.decay);
-
     for (size_t k = 0; k < BlockMoments<V>::NUM_VECTORS; k += V::PACK) {
         const size_t at = i + k * V::WIDTH;
         F p[V::PACK];
@@ -258,7 +255,6 @@ OFFLOADZERO_INLINE void compact_encode_block(const Fp32State& state, const Compa
     using F = typename V::F;
     BlockMoments<V> moments;
     F largest_m = V::set(0.0f), largest_s = V::set(0.0f);
-
     for (size_t k = 0; k < BlockMoments<V>::NUM_VECTORS; k += V::PACK) {
         const size_t at = i + k * V::WIDTH;
         F p[V::PACK];
@@ -312,7 +308,6 @@ OFFLOADZERO_INLINE void compact_decode_block(const CompactBuffers& buffers, cons
     using F = typename V::F;
     const float* scales = buffers.scales + i / COMPACT_BLOCK * 2;
     const F scale_m = V::set(scales[0]), scale_s = V::set(scales[1]), two = V::set(2.0f);
-
     for (size_t k = 0; k < BlockMoments<V>::NUM_VECTORS; k += V::PACK) {
         const size_t at = i + k * V::WIDTH;
         F p[V::PACK], m[V::PACK], v[V::PACK];
