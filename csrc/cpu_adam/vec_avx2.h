@@ -88,11 +88,7 @@ struct Avx2 {
     }
 
     // Groups of four vectors, as in vec_avx512.h.
-    OFFLOADZERO_INLINE size_t element(size_t slot) {
-        const size_t vector = slot / WIDTH % PACK, lane = slot % WIDTH;
-        return slot / (PACK * WIDTH) * (PACK * WIDTH) + vector / 2 * 2 * WIDTH + lane / 4 * 8 +
-               vector % 2 * 4 + lane % 4;
-    }
+    OFFLOADZERO_INLINE size_t element(size_t slot) { return unpacked_element<WIDTH>(slot); }
     OFFLOADZERO_INLINE __m256i load_vector(const void* p) {
         return _mm256_loadu_si256(static_cast<const __m256i*>(p));
     }

@@ -90,14 +90,8 @@ struct Avx512 {
         _mm_storel_epi64(reinterpret_cast<__m128i*>(largest), m);
     }
 
-    // Groups of four vectors. Bytes become words and words numbers by unpacking within 128 bits, which needs
-    // no widening conversion: 128 bits of vector j hold four numbers out of eight that follow each other, the
-    // first four if j is even.
-    OFFLOADZERO_INLINE size_t element(size_t slot) {
-        const size_t vector = slot / WIDTH % PACK, lane = slot % WIDTH;
-        return slot / (PACK * WIDTH) * (PACK * WIDTH) + vector / 2 * 2 * WIDTH + lane / 4 * 8 +
-               vector % 2 * 4 + lane % 4;
-    }
+    // Groups of four vectors: unpacked_element() says where their elements are.
+    OFFLOADZERO_INLINE size_t element(size_t slot) { return unpacked_element<WIDTH>(slot); }
     OFFLOADZERO_INLINE __m512i load_vector(const void* p) { return _mm512_loadu_si512(p); }
     OFFLOADZERO_INLINE __m512i load_bytes(const void* p) {
         return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), load_vector(p));

@@ -138,3 +138,13 @@ struct Scalar {
         *p = static_cast<uint8_t>(code < 1u ? 1u : code);
     }
 };
+
+// In the vector types bytes become words and words numbers by unpacking within 128 bits, which needs no
+// widening conversion: 128 bits of vector j of a group of four hold four numbers out of eight that follow
+// each other, the first four if j is even. This is the element in slot k of such groups.
+template <size_t WIDTH>
+OFFLOADZERO_INLINE size_t unpacked_element(size_t slot) {
+    const size_t vector = slot / WIDTH % 4, lane = slot % WIDTH;
+    return slot / (4 * WIDTH) * (4 * WIDTH) + vector / 2 * 2 * WIDTH + lane / 4 * 8 + vector % 2 * 4 +
+           lane % 4;
+}
