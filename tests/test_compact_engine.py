@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import offloadzero
 from offloadzero import ConfigError, zero
+from offloadzero.checkpoint.safetensors_file import CheckpointError
 from offloadzero.config import OffloadConfig, SegmentKind, TierName
 from offloadzero.config.schema import PlacementConfig, PlacementRule
 from offloadzero.native.compact import COMPACT_BLOCK, compact_adam_step, compact_encode, num_scales
@@ -34,7 +35,7 @@ NUM_STEPS = 6
 SIZE = gpt_model.GPTSize(num_layers=4, width=96, num_heads=4)
 COMPACT = {"state_layout": "compact", "update": {"chunk_elements": 65_536}}
 MOMENTS = ("exp_avg", "exp_avg_sq")
-CODES = ("exp_avg_i8", "exp_avg_sq_u8", "scales")
+CODES = ("exp_avg_e2m5", "exp_avg_sq_e1m7", "scales")
 
 
 class Model(gpt_model.GPT):
@@ -111,7 +112,7 @@ def test_placement_is_invisible(tmp_path: Path, clipping: float, accumulation: i
     over = {"clipping": clipping, "accumulation": accumulation}
     resident, resident_bytes = run(tmp_path, "resident", **over)
     assert len([name for name in resident_bytes if name.endswith(".scales")]) == SIZE.num_layers + 3
-    assert any((codes["exp_avg_i8"] != 0).all() for codes in resident.states.values())
+    assert any((codes["exp_avg_e2m5"] != 0).all() for codes in resident.states.values())
     for placement in ("host", "nvme", "mixed"):
         outcome, states = run(tmp_path, placement, **over)
         assert_same(outcome, resident)
@@ -424,6 +425,17 @@ def test_torch_adamw_takes_and_gives_the_state(tmp_path: Path) -> None:
         for number, state in plain["state"].items():
             masters = {"master": loaded[number]["master"]}
             assert_within_rounding(loaded[number], {**state, **masters})
+
+
+def test_a_checkpoint_with_codes_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """Such as that of a version whose bytes meant something else: their name is another."""
+    with engine_of(tmp_path) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path / "saved")
+        for file in (tmp_path / "saved").rglob("unit-*.safetensors"):
+            file.write_bytes(file.read_bytes().replace(b".exp_avg_e2m5", b".exp_avg_i8xx"))
+        with pytest.raises(CheckpointError, match=r"missing .*exp_avg_e2m5"):
+            engine.load_checkpoint(tmp_path / "saved")
 
 
 def test_a_checkpoint_with_codes_of_another_shape_is_refused(tmp_path: Path) -> None:

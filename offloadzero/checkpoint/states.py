@@ -7,10 +7,11 @@ under its own name, with `NAME.exp_avg` and `NAME.exp_avg_sq`; a frozen one in i
 placement, units, dtype or budgets, so a checkpoint loads into any of them.
 
 Moments in the compact layout are stored as they are, for reading and rounding them again is not always the same
-bits: `NAME.exp_avg_i8`, `NAME.exp_avg_sq_u8` and `NAME.scales` (fp32, one row of two per block) in the place of the
-two above. What is in the file decides how it is read: a run in either layout loads either, and with the layout
-unchanged goes on bit by bit. From compact to fp32 the values are those of the codes, exactly; from fp32 to compact
-they are rounded as [Note: compact state] in csrc/cpu_adam/cpu_adam.h says.
+bits: `NAME.exp_avg_e2m5`, `NAME.exp_avg_sq_e1m7` and `NAME.scales` (fp32, one row of two per block) in the place of
+the two above. The names say what the bytes mean (bits of exponent and mantissa), so that codes of another kind are
+refused and not misread. What is in the file decides how it is read: a run in either layout loads either, and with the
+layout unchanged goes on bit by bit. From compact to fp32 the values are those of the codes, exactly; from fp32 to
+compact they are rounded as [Note: compact state] in csrc/cpu_adam/cpu_adam.h says.
 
 It is written beside its final name and renamed when every file is on the disk: a crash at any instant leaves the
 previous checkpoint whole. A checkpoint that is replaced keeps the suffix `.replaced` until its successor has

@@ -192,8 +192,8 @@ def code_specs(slot: ParamSlot) -> tuple[CodeSpec, ...]:
     m, v = SegmentKind.EXP_AVG, SegmentKind.EXP_AVG_SQ
     num_blocks = num_scales(slot.num_elements) // 2
     return (
-        ("exp_avg_i8", m, COMPACT_STATE[m], slot.shape),
-        ("exp_avg_sq_u8", v, COMPACT_STATE[v], slot.shape),
+        ("exp_avg_e2m5", m, COMPACT_STATE[m], slot.shape),
+        ("exp_avg_sq_e1m7", v, COMPACT_STATE[v], slot.shape),
         ("scales", SegmentKind.SCALES, torch.float32, torch.Size((num_blocks, 2))),
     )
 
