@@ -71,7 +71,8 @@ Piece cut_piece(Operation* operation, size_t block_size) {
 
     if (misalignment == 0 && left >= alignment &&
         (request.is_write || is_multiple(piece.data, memory_alignment))) {
-        // A short rest goes with the block before it; through a bounce buffer no more than fits there.
+        // What blocks cut short leave behind goes with the last one, up to eight of their rests; through a
+        // bounce buffer no more than fits there.
         const bool is_plain = is_multiple(piece.data, memory_alignment);
         const size_t num_spared = block_size - file.block_size();
         const size_t num_whole = left - left % alignment;

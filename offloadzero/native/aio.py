@@ -265,7 +265,8 @@ class AioEngine:
 
     Args:
         backend: an AioBackend value. One asked for by name never falls back.
-        block_size: bytes; operations are cut into blocks of this size. A multiple of 4096.
+        block_size: bytes, a multiple of 4096; long operations are cut into blocks of about this size,
+            fitted to the requests of the disk: [Note: whole requests] in csrc/aio/device_limits.h.
         queue_depth: blocks in the kernel at once, over all threads.
         num_threads: threads that serve the queue, each with its own kernel queue and an equal share of
             `queue_depth`. One is enough for aligned direct transfers; more help where the thread itself
