@@ -280,7 +280,7 @@ _OFFLOAD_OPTIMIZER: dict[str, KeySpec] = {
 
 _AIO: dict[str, KeySpec] = {
     "block_size": _use(
-        "bytes per request, rounded up to a multiple of 4096 and fitted to what the disk takes at once; 1 MiB when absent"
+        "bytes per request, rounded up to a multiple of 4096, fitted to the disk's requests; 1 MiB when absent"
     ),
     "queue_depth": _use("requests in flight per thread, 1 to 4096; 32 when absent"),
     "intra_op_parallelism": _use("threads of the file engine, 1 to 256; 1 when absent"),
