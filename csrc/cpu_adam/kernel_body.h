@@ -102,8 +102,7 @@ struct MasterWeight {
 };
 
 // The streams are fetched this far ahead. Measured on two cores of Zen 4 at 95 GB/s with 64M elements
-// (Gparam/s, memory's own 3.7): 64 to 256 elements 3.7, 512 3.5, 1024 3.2, none 3.5. Farther ahead the lines
-// of five streams wait in the cache longer than the next ones need it for.
+// (Gparam/s, memory's own 3.7): 64 to 256 elements 3.7, 512 3.5, 1024 3.2, none 3.5.
 constexpr size_t PREFETCH_ELEMENTS = 256;
 constexpr size_t PREFETCH_ELEMENTS_OF_ONE = 1024;  // a single stream: 5.5 against 5.2 G elements/s
 

@@ -8,8 +8,7 @@
 // make chains so long that the next vector's instructions do not fit into the core's window beside them (Zen
 // 4, in the cache: 7.7 ns per 16 elements against 7.45). Each loop takes the blocks one after the one before
 // it: a value that is read back right after it was stored waits for the store, and everything behind it waits
-// too (11.8 ns when the weights follow their own moments; then also the chain from maxima to scales is
-// hidden).
+// too (11.8 ns when the weights follow their own moments). It also hides the chain from maxima to scales.
 //
 // A short last block goes through a copy filled up with zeros.
 
