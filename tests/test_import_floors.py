@@ -289,3 +289,25 @@ def test_the_configuration_loads_without_torch() -> None:
     if parents == "True":
         pytest.skip("the package's own __init__ loads torch already")
     assert run_python(code + LOADED.format(names=("torch", "numpy"))) == "[]"
+
+
+def test_training_does_not_load_the_compiler() -> None:
+    """torch's decorator of Optimizer.add_param_group would: 70 MiB and a second and a half."""
+    code = """
+import sys, torch, offloadzero
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+}
+engine, optimizer, *_ = offloadzero.initialize(model=torch.nn.Linear(8, 8), config=config)
+before = engine.module.weight.detach().clone()
+engine.backward(engine(torch.ones(1, 8, dtype=torch.bfloat16)).sum())
+engine.step()
+optimizer.zero_grad()
+assert len(optimizer.param_groups) == 1 and not torch.equal(before, engine.module.weight.detach())
+engine.close()
+print("torch._dynamo" in sys.modules)
+"""
+    assert run_python(code) == "False"
