@@ -1,7 +1,7 @@
 """Training on real text with the 12-byte state, the compact state, and int8 moments without companding.
 
-    python benchmarks/compact_parity.py --runs DIRECTORY [--steps 1500] [--seeds 0,1,2] [--schedule cosine]
-        [--layouts fp32,control,shaken,compact,compact_shaken,naive]
+    python benchmarks/compact_parity.py --runs DIRECTORY [--steps 1500] [--batch-size 16] [--seeds 0,1,2]
+        [--schedule cosine] [--layouts fp32,control,shaken,compact,compact_shaken,naive]
     python benchmarks/compact_parity.py --runs DIRECTORY --report FILE.md --plot FILE.png
 
 The GPT of examples/gpt_model.py with 10.8M parameters in bf16 on the sources of Python's standard library, AdamW.
@@ -55,7 +55,7 @@ from offloadzero.native.compact import (  # noqa: E402
 from offloadzero.native.cpu_adam import AdamHyper, adam_step  # noqa: E402
 
 SIZE = GPTSize(num_layers=6, width=384, num_heads=6)
-BATCH_SIZE, SEQ_LEN = 4, 64
+SEQ_LEN = 64
 HYPER = AdamHyper(lr=6e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
 NUM_WARMUP_STEPS = 100
 NUM_LAST_STEPS = 100
@@ -177,7 +177,9 @@ def learning_rate(step: int, num_steps: int, schedule: str) -> float:
     return rate
 
 
-def train(layout: str, seed: int, num_steps: int, schedule: str, text: Text) -> list[float]:
+def train(
+    layout: str, seed: int, *, num_steps: int, batch_size: int, schedule: str, text: Text
+) -> list[float]:
     """Loss of every step, in nats per byte."""
     torch.set_num_threads(1)
     model = FlatModel(seed)
@@ -192,7 +194,7 @@ def train(layout: str, seed: int, num_steps: int, schedule: str, text: Text) -> 
     losses = []
     begin_s = time.perf_counter()
     for step in range(1, num_steps + 1):
-        tokens, targets = text.batch(batch_size=BATCH_SIZE, seq_len=SEQ_LEN, generator=generator)
+        tokens, targets = text.batch(batch_size=batch_size, seq_len=SEQ_LEN, generator=generator)
         losses.append(model.loss_of(tokens, targets))
         hyper = replace(HYPER, lr=learning_rate(step, num_steps, schedule))
         optimizer.step(model.grad, hyper, step)
@@ -203,20 +205,21 @@ def train(layout: str, seed: int, num_steps: int, schedule: str, text: Text) -> 
     return losses
 
 
-def run_path(folder: Path, layout: str, seed: int, num_steps: int, schedule: str) -> Path:
-    return folder / f"{layout}-{schedule}-{seed}-{num_steps}.json"
-
-
 class Runs:
-    """The losses in a folder of runs of one length."""
+    """The losses in a folder of runs of one length and batch size."""
 
-    def __init__(self, folder: Path, num_steps: int) -> None:
+    def __init__(self, folder: Path, num_steps: int, batch_size: int) -> None:
         self.num_steps = num_steps
+        self.batch_size = batch_size
         self._folder = folder
+
+    def path(self, layout: str, schedule: str, seed: int) -> Path:
+        """Where the losses of one run are kept."""
+        return self._folder / f"{layout}-{schedule}-{self.batch_size}-{seed}-{self.num_steps}.json"
 
     def losses(self, layout: str, schedule: str, seed: int) -> list[float] | None:
         """Of every step; None where there is no such run."""
-        path = run_path(self._folder, layout, seed, self.num_steps, schedule)
+        path = self.path(layout, schedule, seed)
         return json.loads(path.read_text()) if path.exists() else None
 
     def last(self, layout: str, schedule: str, seed: int) -> float | None:
@@ -258,7 +261,7 @@ def report(runs: Runs, seeds: list[int]) -> str:
         "",
         f"- date: {datetime.date.today()}; {platform.machine()}, torch {torch.__version__}",
         f"- GPT of {parameters / 1e6:.1f}M parameters ({SIZE.num_layers} blocks, width {SIZE.width}), bf16, "
-        f"{BATCH_SIZE} x {SEQ_LEN} bytes of Python source per step, {runs.num_steps} steps",
+        f"{runs.batch_size} x {SEQ_LEN} bytes of Python source per step, {runs.num_steps} steps",
         f"- AdamW, lr {HYPER.lr} after {NUM_WARMUP_STEPS} steps of warm-up, then constant or along a cosine to zero; "
         f"weight decay {HYPER.weight_decay}, no clipping",
         "- command: `python benchmarks/compact_parity.py --runs DIRECTORY --schedule cosine` (and `constant`), then "
@@ -320,6 +323,7 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=Path, required=True, help="the folder of the runs' losses")
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--schedule", choices=SCHEDULES, default="cosine")
@@ -327,8 +331,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     seeds = [int(seed) for seed in args.seeds.split(",")]
+    runs = Runs(args.runs, args.steps, args.batch_size)
     if args.report or args.plot:
-        runs = Runs(args.runs, args.steps)
         if args.report:
             args.report.write_text(report(runs, seeds))
         if args.plot:
@@ -338,10 +342,17 @@ def main() -> None:
     text = Text.load()
     for seed in seeds:
         for layout in args.layouts.split(","):
-            path = run_path(args.runs, layout, seed, args.steps, args.schedule)
+            path = runs.path(layout, args.schedule, seed)
             if path.exists():
                 continue
-            losses = train(layout, seed, args.steps, args.schedule, text)
+            losses = train(
+                layout,
+                seed,
+                num_steps=args.steps,
+                batch_size=args.batch_size,
+                schedule=args.schedule,
+                text=text,
+            )
             partial = path.with_suffix(f".{os.getpid()}")
             partial.write_text(json.dumps(losses))
             partial.rename(path)
