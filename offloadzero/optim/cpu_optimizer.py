@@ -146,7 +146,7 @@ class CPUOptimizer(Optimizer, ABC):
             params = [param for group in self.param_groups for param in group["params"]]
             for param, restored in zip(params, self._restored_state, strict=True):
                 if restored:
-                    self.state[param].update(restored)
+                    self.state[param] = restored
 
     def _restore(self, state_dict: dict[str, Any]) -> None:
         """Check a state_dict and copy its tensors, parameter by parameter in the order of the groups."""

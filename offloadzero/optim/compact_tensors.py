@@ -1,0 +1,80 @@
+"""One parameter's Adam state in 5 bytes as tensors of a torch optimizer, and to and from the fp32 one (floor 4).
+
+`master_remainder` (int8), `exp_avg_e2m5` (int8) and `exp_avg_sq_e1m7` (uint8) in the parameter's shape, and `scales`
+(fp32, two per block of the flat parameter); [Note: compact state] in csrc/cpu_adam/cpu_adam.h says what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from offloadzero.errors import ConfigError
+from offloadzero.native.compact import compact_decode, compact_encode, num_scales
+
+CODE_DTYPES = {"master_remainder": torch.int8, "exp_avg_e2m5": torch.int8, "exp_avg_sq_e1m7": torch.uint8}
+_SCALES = "scales"
+KEYS = (*CODE_DTYPES, _SCALES)
+
+
+def is_compact(state: Mapping[str, object]) -> bool:
+    """Whether the state of a parameter is in this layout."""
+    return _SCALES in state
+
+
+def zeros(param: Tensor) -> dict[str, Tensor]:
+    """The state of a contiguous bf16 parameter before its first step."""
+    state = {key: torch.zeros(param.shape, dtype=dtype) for key, dtype in CODE_DTYPES.items()}
+    return {**state, _SCALES: torch.zeros(num_scales(param.numel()))}
+
+
+def flat_record(param: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The record that the kernels of `native.compact` take."""
+    remainder, exp_avg, exp_avg_sq, scales = (state[key].view(-1) for key in KEYS)
+    return param.detach().view(-1), remainder, exp_avg, exp_avg_sq, scales
+
+
+def checked(name: str, param: Tensor, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of a saved compact state's tensors.
+
+    Raises ConfigError that names `name` and the tensor if one is missing or has another shape or dtype.
+    """
+    copies = {}
+    for key, expected in zeros(param).items():
+        value = saved.get(key)
+        if value is None:
+            raise ConfigError(f"{name}.{key}", None, "missing beside the other tensors of a compact state")
+        if value.shape != expected.shape or value.dtype != expected.dtype:
+            what = f"{value.dtype} of shape {tuple(value.shape)}"
+            allowed = f"must be {expected.dtype} of shape {tuple(expected.shape)}"
+            raise ConfigError(f"{name}.{key}", what, allowed)
+        copies[key] = expected.copy_(value)
+    return copies
+
+
+def encoded(param: Tensor, exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The compact state nearest to `exp_avg` and `exp_avg_sq` (fp32) and `master_remainder` (int16) of a parameter.
+
+    The parameter keeps its value, so the remainder is cut off at 127: the master weight is off by at most 2^7 spacings
+    of fp32, or 2^8 in the 1 of 512 weights that lie that near to the next bf16 number. What is absent is 0.
+    """
+    state = zeros(param)
+    low = exact.get("master_remainder")
+    if low is not None:
+        state["master_remainder"].copy_(((low.to(torch.int32) + 0x80) >> 8).clamp(max=127))
+    moments = [exact.get(key, torch.zeros(param.shape)).reshape(-1) for key in ("exp_avg", "exp_avg_sq")]
+    scratch = torch.empty_like(param.detach()), torch.empty_like(state["master_remainder"])
+    _, _, *codes = flat_record(param, state)
+    compact_encode(torch.zeros(param.numel()), *moments, *(t.view(-1) for t in scratch), *codes)
+    return state
+
+
+def decoded(param: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a compact state stands for: `exp_avg`, `exp_avg_sq` (fp32) and `master_remainder` (int16), exactly."""
+    master, exp_avg, exp_avg_sq = (torch.empty(param.shape) for _ in range(3))
+    high = torch.zeros(param.shape, dtype=torch.bfloat16)
+    compact_decode(*flat_record(high, state), *(t.view(-1) for t in (master, exp_avg, exp_avg_sq)))
+    remainder = state["master_remainder"].to(torch.int16) << 8
+    return {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "master_remainder": remainder}
