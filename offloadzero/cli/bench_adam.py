@@ -140,29 +140,31 @@ def kernel_cases(num_params: int, num_cores: int) -> Cases:
 
 
 class Records:
-    """A gradient and both records of some parameters."""
+    """A gradient and both records of some parameters, in memory as the library allocates it."""
 
     def __init__(self, num_params: int) -> None:
         import torch
 
+        from offloadzero.memory.arena import allocate_host
         from offloadzero.native.compact import compact_encode, num_scales
         from offloadzero.native.cpu_adam import AdamHyper, split_master
 
         self.num_params = num_params
         self.hyper = AdamHyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
         generator = torch.Generator().manual_seed(0)
-        master = torch.empty(num_params).normal_(0.0, 0.02, generator=generator)
-        exp_avg = torch.empty(num_params).normal_(0.0, 1e-4, generator=generator)
-        exp_avg_sq = torch.empty(num_params).normal_(0.0, 1e-3, generator=generator).square_()
-        self.grad = torch.empty(num_params).normal_(0.0, 1e-3, generator=generator).bfloat16()
 
-        def empty(dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(num_params, dtype=dtype)
+        def zeros(dtype: torch.dtype) -> torch.Tensor:
+            return allocate_host(num_params * dtype.itemsize).view(dtype)  # huge pages, as in training
 
-        self.fp32 = (empty(torch.bfloat16), empty(torch.int16), exp_avg, exp_avg_sq)
-        split_master(master, self.fp32[0], self.fp32[1])
-        self.compact = (empty(torch.bfloat16), empty(torch.int8), empty(torch.int8), empty(torch.uint8))
+        exp_avg = zeros(torch.float32).normal_(0.0, 1e-4, generator=generator)
+        exp_avg_sq = zeros(torch.float32).normal_(0.0, 1e-3, generator=generator).square_()
+        self.fp32 = (zeros(torch.bfloat16), zeros(torch.int16), exp_avg, exp_avg_sq)
+        self.compact = (zeros(torch.bfloat16), zeros(torch.int8), zeros(torch.int8), zeros(torch.uint8))
         self.scales = torch.zeros(num_scales(num_params))
+        values = torch.empty(num_params).normal_(0.0, 1e-3, generator=generator)
+        self.grad = zeros(torch.bfloat16).copy_(values)
+        master = values.normal_(0.0, 0.02, generator=generator)
+        split_master(master, self.fp32[0], self.fp32[1])
         compact_encode(master, exp_avg, exp_avg_sq, *self.compact, self.scales)
 
     def adam(self, layout: str, isa: Any, num_threads: int, *, what: str = "ours") -> tuple[Case, Sample]:
