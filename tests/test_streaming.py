@@ -642,6 +642,43 @@ def test_checkpointing_frees_activations(form: str, placement: str, tmp_path: Pa
     engine.close()
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("form", ["block", "two blocks", "inside"])
+def test_reentrant_checkpointing(form: str, accumulation: int, tmp_path: Path) -> None:
+    """torch's older form: the forward saves nothing, a backward inside the backward runs it again."""
+
+    def pair(first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:
+        return second(first(x))  # type: ignore[no-any-return]
+
+    class Reentrant(Stack):
+        def run_blocks(self, x: Tensor) -> Tensor:
+            if form == "two blocks":
+                for first, second in zip(self.blocks[::2], self.blocks[1::2], strict=True):
+                    x = checkpoint(pair, first, second, x, use_reentrant=True)
+                return x
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True) if form == "block" else block(x)
+            return x
+
+    class Inside(models.Block):
+        def forward(self, x: Tensor) -> Tensor:
+            if form == "inside":
+                return x + checkpoint(self.mlp, x, use_reentrant=True)  # type: ignore[no-any-return]
+            return super().forward(x)
+
+        def mlp(self, x: Tensor) -> Tensor:
+            return self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+    for clipping in (0.0, 0.5):
+        check_everywhere(
+            lambda: Reentrant(Inside),
+            take_inputs(features, num_steps=4),
+            tmp_path,
+            accumulation=accumulation,
+            clipping=clipping,
+        )
+
+
 def test_save_on_cpu_around_the_model(tmp_path: Path) -> None:
     """A foreign pair of saved-tensor hooks sees activations, and weights stay right."""
 
