@@ -60,7 +60,7 @@ def aligned(num_bytes: int) -> np.ndarray:
 class TestDeadline:
     def test_the_caller_learns_at_once_and_the_buffer_is_kept(self, engine: AioEngine, path: Path) -> None:
         file = engine.open(path)
-        engine.inject("delay", 2, 400)
+        engine.inject("delay", 2, 1000)
         buffer = aligned(4 * BLOCK)
         is_alive = weakref.ref(buffer)
         begin = time.monotonic()
@@ -68,17 +68,16 @@ class TestDeadline:
         with pytest.raises(AioDeadlineError) as caught:
             ticket.wait(WAIT_S)
         waited_s = time.monotonic() - begin
-        assert 0.05 <= waited_s < 0.35
+        assert 0.05 <= waited_s < 0.95
+        del buffer
+        assert not ticket.wait_released(0.0)
+        assert is_alive() is not None
         assert isinstance(caught.value, AioError)
         assert isinstance(caught.value, TimeoutError)
         assert (caught.value.errno, caught.value.label) == (errno.ETIMEDOUT, "layers.1")
         assert ticket.done()
-        del buffer
-        gc.collect()
-        assert is_alive() is not None
-        assert not ticket.wait_released(0.0)
         assert ticket.wait_released(WAIT_S)
-        assert time.monotonic() - begin >= 0.4
+        assert time.monotonic() - begin >= 1.0
         engine.write(file, b"", offset=0).wait(WAIT_S)  # collects what is released
         gc.collect()
         assert is_alive() is None
