@@ -250,7 +250,7 @@ def table(runs: Runs, schedule: str, seeds: list[int]) -> list[str]:
                 f"{schedule}, seed {seed}: compact is further than {MAX_DIFFERENCE:.1%} from fp32",
                 file=sys.stderr,
             )
-    return [*lines, ""]
+    return [*lines, ""] if len(lines) > 2 else []
 
 
 def report(runs: Runs, seeds: list[int]) -> str:
