@@ -72,6 +72,26 @@ def test_neighbouring_holes_become_one() -> None:
         assert space.lease(3 * PAGE, "whole").offset == 0
 
 
+def test_arrays_of_two_to_the_k_elements_lie_apart() -> None:
+    """[Note: a page apart]: at equal offsets modulo 2 MiB an update is much slower."""
+    num_elements = 1 << 20
+    sizes = StoreSizes(device=0, host=5 * (4 * num_elements + PAGE), nvme=0)
+    store = TieredStore(
+        CpuAccelerator(), sizes=sizes, nvme_paths=[], aio=AioConfig(), failures=Failures(), poison=False
+    )
+    kinds = (
+        SegmentKind.PARAM,
+        SegmentKind.MASTER,
+        SegmentKind.EXP_AVG,
+        SegmentKind.EXP_AVG_SQ,
+        SegmentKind.GRAD,
+    )
+    segments = [store.create("unit", kind, torch.float32, num_elements, TierName.HOST) for kind in kinds]
+    assert len({segment.memory.data_ptr() % (2 << 20) for segment in segments}) == len(segments)
+    assert all(segment.memory.numel() == num_elements for segment in segments)
+    store.close()
+
+
 def test_double_release_and_no_room() -> None:
     space = arena(2)
     lease = space.lease(PAGE, "blocks.7")
@@ -392,7 +412,7 @@ def test_reading_past_the_end_is_an_error_with_a_name(make_store: MakeStore) -> 
 
 @pytest.mark.parametrize("tier", list(TierName))
 def test_more_than_was_reserved_is_refused(make_store: MakeStore, tier: TierName) -> None:
-    store = make_store(num_bytes=PAGE)
+    store = make_store(num_bytes=2 * PAGE if tier is TierName.HOST else PAGE)  # of arrays that lie a page apart
     store.create("a", SegmentKind.PARAM, torch.float32, 1024, tier)
     with pytest.raises(BudgetError, match=r"b\.param"):
         store.create("b", SegmentKind.PARAM, torch.float32, 1, tier)

@@ -56,7 +56,9 @@ def make_bench(tmp_path: Path) -> Iterator[MakeBench]:
     benches: list[Bench] = []
 
     def make(*, chunk_elements: int = 4096, num_slots: int = 3, num_threads: int | None = 1) -> Bench:
-        slot_bytes = align_up(18 * chunk_elements)  # fp16, fp32 master, moments and gradient
+        slot_bytes = (
+            align_up(18 * chunk_elements) + 5 * 4096
+        )  # fp16, fp32 master, moments and gradient, apart
         sizes = StoreSizes(
             device=48 << 20, host=(48 << 20) + num_slots * slot_bytes, nvme=48 << 20
         )  # fmt: skip

@@ -26,7 +26,8 @@ MIN_PARAMS = 1 << 20
 PARAMS_MULTIPLE = 1 << 16
 IN_CACHE_PARAMS = 1 << 16  # 0.9 MiB of fp32 state and gradient, 0.45 MiB of compact: the second-level cache
 # Bytes that are alive per parameter: both records and a gradient; torch's four fp32 arrays.
-_BYTES_PER_PARAM = 12 + 5 + 2 + 16
+_BYTES_PER_PARAM_KEPT = 12 + 5 + 2  # both records and the gradient
+_BYTES_PER_PARAM = _BYTES_PER_PARAM_KEPT + 16
 _BYTES_PER_PARAM_DEEPSPEED = 20
 _PAUSE_S = 0.02  # until other runtimes' threads have stopped spinning
 
@@ -145,7 +146,7 @@ class Records:
     def __init__(self, num_params: int) -> None:
         import torch
 
-        from offloadzero.memory.arena import allocate_host
+        from offloadzero.memory.arena import Arena, allocate_host, apart
         from offloadzero.native.compact import compact_encode, num_scales
         from offloadzero.native.cpu_adam import AdamHyper, split_master
 
@@ -153,8 +154,11 @@ class Records:
         self.hyper = AdamHyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
         generator = torch.Generator().manual_seed(0)
 
+        memory = Arena("bench", allocate_host(num_params * _BYTES_PER_PARAM_KEPT + (1 << 20)), poison=False)
+
         def zeros(dtype: torch.dtype) -> torch.Tensor:
-            return allocate_host(num_params * dtype.itemsize).view(dtype)  # huge pages, as in training
+            """In huge pages and a page apart, as in training."""
+            return memory.lease(apart(num_params * dtype.itemsize), "array").view(dtype, num_params)
 
         exp_avg = zeros(torch.float32).normal_(0.0, 1e-4, generator=generator)
         exp_avg_sq = zeros(torch.float32).normal_(0.0, 1e-3, generator=generator).square_()

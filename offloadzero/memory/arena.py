@@ -1,4 +1,10 @@
-"""Arenas, leases and pools: fixed memory reserved at start (floor 3)."""
+"""Arenas, leases and pools: fixed memory reserved at start (floor 3).
+
+[Note: a page apart]
+An update reads and writes four or five arrays in step. Where they lie at equal offsets modulo 2 MiB (a huge page)
+Adam in fp32 takes 1.6 times as long (two cores of Zen 4, 2.26 instead of 3.63 Gparam/s). Arrays of 2^k elements one
+after the other do lie so; with a page between them they do not.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +25,11 @@ ALIGN_BYTES = 4096  # what O_DIRECT wants of addresses; a multiple of what copie
 def align_up(num_bytes: int, alignment: int = ALIGN_BYTES) -> int:
     """`num_bytes` rounded up to a multiple of `alignment`."""
     return -(-num_bytes // alignment) * alignment
+
+
+def apart(num_bytes: int) -> int:
+    """Bytes from the start of one of several arrays that are used in step to the next: [Note: a page apart]."""
+    return align_up(num_bytes) + ALIGN_BYTES
 
 
 def allocate_host(num_bytes: int) -> torch.Tensor:

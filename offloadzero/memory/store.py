@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from offloadzero.config import AioConfig, SegmentKind, TierName
-from offloadzero.memory.arena import Arena, align_up, allocate_host
+from offloadzero.memory.arena import Arena, align_up, allocate_host, apart
 from offloadzero.memory.lanes import Accelerator, Lane
 from offloadzero.memory.nvme import Extent, NvmeTier
 from offloadzero.memory.tickets import FINISHED, Failures, Ticket
@@ -111,9 +111,10 @@ class TieredStore:
                 raise AssertionError(f"{label}: no nvme was reserved")
             extent = self.nvme.allocate(size, label)
             return Segment(record, kind, dtype, num_elements, tier, extent=extent)
-        arena = self.device if tier is TierName.DEVICE else self.host
-        home = arena.lease(size, label).view(dtype, num_elements)
-        if tier is TierName.DEVICE:
+        on_device = tier is TierName.DEVICE
+        lease = self.device.lease(size, label) if on_device else self.host.lease(apart(size), label)
+        home = lease.view(dtype, num_elements)
+        if on_device:
             home.zero_()  # the host arena is fresh, hence zero
             self.accelerator.launched().wait()  # the lanes that write here do not wait for this thread's stream
         return Segment(record, kind, dtype, num_elements, tier, home=home)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offloadzero.config import SegmentKind, TierName
-from offloadzero.memory.arena import Lease, align_up
+from offloadzero.memory.arena import Lease, apart
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.optim.records import Record
@@ -99,7 +99,7 @@ class ChunkStager:
             chunk.slot.users.wait()
         part = chunk.record.chunk_slice(kind, chunk.start, chunk.stop)
         view = chunk.slot.lease.view(dtype, part.stop - part.start, start_byte=chunk.used_bytes)
-        chunk.used_bytes += align_up(view.nbytes)
+        chunk.used_bytes += apart(view.nbytes)
         return view
 
     def write_back(self, chunk: StagedChunk, *, readers: Sequence[Ticket] = ()) -> list[Ticket]:

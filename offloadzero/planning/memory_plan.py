@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from offloadzero.config import OffloadConfig, SegmentKind, TierName
 from offloadzero.errors import BudgetError, ConfigError
-from offloadzero.memory.arena import ALIGN_BYTES, align_up
+from offloadzero.memory.arena import ALIGN_BYTES, align_up, apart
 from offloadzero.optim.records import Record
 
 NUM_GRAD_LEASES = 2  # one being filled by backward, one on its way
@@ -264,17 +264,19 @@ def _add_homes(
     sheet: _Sheet, records: Sequence[Record], placement: Placement, grads_have_homes: bool
 ) -> None:
     totals: dict[tuple[TierName, SegmentKind], int] = {}
+
+    def add(tier: TierName, kind: SegmentKind, num_bytes: int) -> None:
+        size = apart(num_bytes) if tier is TierName.HOST else align_up(num_bytes)
+        totals[tier, kind] = totals.get((tier, kind), 0) + size
+
     for record in records:
         layout = record.layout()
         for kind, (dtype, num_elements) in layout.items():
-            key = (placement[record.index, kind], kind)
-            totals[key] = totals.get(key, 0) + align_up(num_elements * dtype.itemsize)
+            add(placement[record.index, kind], kind, num_elements * dtype.itemsize)
         if record.num_trainable:
             tier = placement[record.index, SegmentKind.GRAD]
             if grads_have_homes or tier is TierName.DEVICE:
-                key = (tier, SegmentKind.GRAD)
-                size = align_up(record.num_trainable * record.grad_dtype.itemsize)
-                totals[key] = totals.get(key, 0) + size
+                add(tier, SegmentKind.GRAD, record.num_trainable * record.grad_dtype.itemsize)
     for kind in SegmentKind:
         for tier in TierName:
             sheet.add(tier, f"home: {kind.value}", totals.get((tier, kind), 0))
@@ -317,7 +319,7 @@ def _slot_bytes(records: Sequence[Record], config: OffloadConfig, placement: Pla
         needed = 0
         for kind, dtype in staged.items():  # the first chunk is the largest
             part = record.chunk_slice(kind, 0, min(config.update.chunk_elements, record.num_trainable))
-            needed += align_up((part.stop - part.start) * dtype.itemsize)
+            needed += apart((part.stop - part.start) * dtype.itemsize)
         largest = max(largest, needed)
     return largest
 
