@@ -412,7 +412,9 @@ def test_reading_past_the_end_is_an_error_with_a_name(make_store: MakeStore) -> 
 
 @pytest.mark.parametrize("tier", list(TierName))
 def test_more_than_was_reserved_is_refused(make_store: MakeStore, tier: TierName) -> None:
-    store = make_store(num_bytes=2 * PAGE if tier is TierName.HOST else PAGE)  # of arrays that lie a page apart
+    store = make_store(
+        num_bytes=2 * PAGE if tier is TierName.HOST else PAGE
+    )  # of arrays that lie a page apart
     store.create("a", SegmentKind.PARAM, torch.float32, 1024, tier)
     with pytest.raises(BudgetError, match=r"b\.param"):
         store.create("b", SegmentKind.PARAM, torch.float32, 1, tier)
