@@ -27,6 +27,7 @@ FLOORS: Mapping[str, int] = {
     "runtime": 6,
     "checkpoint": 5,
     "streaming": 5,
+    "parameters": 4,
     "optim": 4,
     "planning": 4,
     "schedule": 3,

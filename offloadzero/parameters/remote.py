@@ -1,0 +1,320 @@
+"""Tensors whose value lives elsewhere: what scripts hold of a weight or a gradient that is not on the device.
+
+[Note: remote tensors]
+A weight that is away and a gradient that has landed have no storage on the device. What a script is given of them
+(`param.data`, `param.grad`) is a tensor subclass without storage that knows where the value is. Each operation on it
+reads the value, computes with an ordinary tensor, and, where its schema says that it writes an argument, writes the
+value back. So nothing that a script keeps can become stale: it is as alive as an alias of a resident weight is.
+
+Views (`t.view(-1)`, `t[0]`, `t.t()`) are remote tensors of the same value: they remember how they were made, and
+replay it on the value when they are used. A write into a view reads the whole value, writes into the view of it, and
+writes the whole value back.
+
+What needs memory to point at (`data_ptr()`, a writable numpy array, `set_`) is an error that names the tensor.
+Read-only copies (`numpy()`, `tolist()`, pickling, `copy.deepcopy`) give the value as it is now.
+
+One operation at a time holds the value: memory is bounded by the largest parameter, not by the model. Operations on
+lists (`torch._foreach_*`) are taken element by element for that reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from offloadzero.errors import StateError
+
+Operation = Any  # torch._ops.OpOverload: its class has no public name
+
+
+class Source(Protocol):
+    """Where the value of a remote tensor is."""
+
+    @property
+    def name(self) -> str:
+        """For errors: `blocks.3.mlp.weight`, or its gradient."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the value."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the value."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where `read()` brings it."""
+
+    def read(self) -> Tensor:
+        """The value now: contiguous, on the device. Only what `write` gets next may be changed in it."""
+
+    def read_to_write(self) -> Tensor:
+        """The value now, in memory that the caller may write and then give to `write`."""
+
+    def write(self, value: Tensor) -> None:
+        """Replace the value by one of its shape and dtype. The memory is the source's from then on."""
+
+
+class _View:
+    """How a view is made of the tensor it is a view of."""
+
+    def __init__(self, function: Operation, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._function = function
+        self._arguments = arguments  # behind the tensor itself
+        self._keywords = keywords
+
+    def of(self, tensor: Tensor) -> Any:
+        """The view, or all views that the operation makes (`split`)."""
+        return self._function(tensor, *self._arguments, **self._keywords)
+
+
+class _OneOf:
+    """One of the views that an operation makes."""
+
+    def __init__(self, view: _View, index: int) -> None:
+        self._view = view
+        self._index = index
+
+    def of(self, tensor: Tensor) -> Tensor:
+        views: Sequence[Tensor] = self._view.of(tensor)
+        return views[self._index]
+
+
+class RemoteTensor(torch.Tensor):
+    """A tensor without storage: [Note: remote tensors]."""
+
+    _source: Source
+    _views: tuple[_View | _OneOf, ...]  # applied to the value in this order
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        source: Source,
+        views: tuple[_View | _OneOf, ...] = (),
+        like: Tensor | None = None,
+        *,
+        storage_offset: int = 0,
+    ) -> RemoteTensor:
+        """`like` has the dtype, shape and strides of the last view (on the meta device)."""
+        if like is None:
+            like = torch.empty(source.shape, dtype=source.dtype, device="meta")
+        tensor: RemoteTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=storage_offset,
+            dtype=like.dtype,
+            device=source.device,
+        )
+        tensor._source = source
+        tensor._views = views
+        return tensor
+
+    @property
+    def source(self) -> Source:
+        """Where the value is."""
+        return self._source
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the value itself and no view of it."""
+        return not self._views
+
+    def read(self) -> Tensor:
+        """The value now, as an ordinary tensor that nobody else holds."""
+        return self._view_in(self._source.read()).clone()
+
+    def _view_in(self, value: Tensor) -> Tensor:
+        for view in self._views:
+            value = view.of(value)
+        return value
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Operation,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        _refuse_what_needs_memory(func, args)
+        if func.is_view:
+            return _view(func, args, keywords)
+        return _compute(func, args, keywords)
+
+    # --- what needs the value in memory ---
+
+    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
+        """A read-only copy."""
+        value = self.read()
+        array: np.ndarray[Any, Any] = value.numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        array = self.numpy()
+        if dtype is None or array.dtype == dtype:
+            return array.copy() if copy else array
+        return array.astype(dtype)
+
+    def tolist(self) -> Any:
+        """The value as nested lists."""
+        return self.read().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        value = memo[id(self)] = self.read()
+        return value
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.read().__reduce_ex__(protocol)
+
+    def __repr__(  # type: ignore[override]
+        self, *, tensor_contents: Any = None
+    ) -> str:
+        return repr(self.read())
+
+    def __dlpack__(self, **_: Any) -> NoReturn:
+        self._refuse("__dlpack__()")
+
+    def data_ptr(self) -> int:
+        """There is no memory to point at."""
+        self._refuse("data_ptr()")
+
+    def untyped_storage(self) -> NoReturn:
+        """There is no storage."""
+        self._refuse("untyped_storage()")
+
+    def share_memory_(self) -> NoReturn:
+        """There is no storage."""
+        self._refuse("share_memory_()")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise StateError(
+            f"{self._source.name}: {what} needs memory, but the value is away: take a copy with clone(), or use it "
+            "inside offloadzero.zero.GatheredParameters"
+        )
+
+
+# What would give a remote tensor memory of its own, or take its shape away.
+_REFUSED = re.compile(r"(set_|resize_|resize_as_|as_strided|as_strided_|set_data)(\.|$)")
+
+
+def _refuse_what_needs_memory(func: Operation, args: tuple[Any, ...]) -> None:
+    name = func._schema.name.removeprefix("aten::")
+    if _REFUSED.match(name):
+        next(argument for argument in args if isinstance(argument, RemoteTensor))._refuse(f"{name}()")
+
+
+def _view(func: Operation, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """A view of the same value. The first argument of all view operations is what they look at."""
+    base = args[0]
+    if not isinstance(base, RemoteTensor):
+        return _compute(func, args, keywords)
+    view = _View(func, args[1:], keywords)
+    made = view.of(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"))
+
+    def remote(last: _View | _OneOf, like: Tensor) -> RemoteTensor:
+        views = base._views if func in _SAME else (*base._views, last)
+        offset = int(base.storage_offset()) + int(like.storage_offset())
+        return type(base)(base._source, views, like, storage_offset=offset)
+
+    if isinstance(made, Tensor):
+        return remote(view, made)
+    return [remote(_OneOf(view, index), one) for index, one in enumerate(made)]
+
+
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+def _written(func: Operation) -> Callable[[int, str], bool]:
+    """Whether an argument of an operation, by place and name, is written."""
+    places = {
+        i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    }
+    names = {func._schema.arguments[i].name for i in places}
+    return lambda place, name: place in places or name in names
+
+
+def _compute(func: Operation, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Run an operation on values: read what it takes, write what it has changed."""
+    if _is_list_operation(func, args):
+        return _one_by_one(func, args, keywords)
+    values = _Values()
+    is_written = _written(func)
+    real_args = [values.of(argument, write=is_written(place, "")) for place, argument in enumerate(args)]
+    real_keywords = {
+        name: values.of(argument, write=is_written(-1, name)) for name, argument in keywords.items()
+    }
+    result = func(*real_args, **real_keywords)
+    values.write_back()
+    return pytree.tree_map_only(Tensor, values.given_for, result)
+
+
+class _Values:
+    """The values that one operation works with; of each source one, so that aliases stay aliases."""
+
+    def __init__(self) -> None:
+        self._read: dict[int, Tensor] = {}  # by the id of the source
+        self._written: dict[int, tuple[Source, Tensor]] = {}
+        self._given: list[tuple[Tensor, RemoteTensor]] = []  # what stands for a written argument
+
+    def of(self, argument: Any, *, write: bool) -> Any:
+        """The argument with values for remote tensors."""
+        if isinstance(argument, RemoteTensor):
+            return self._value(argument, write=write)
+        if isinstance(argument, list | tuple):
+            return type(argument)(self.of(one, write=write) for one in argument)
+        return argument
+
+    def _value(self, remote: RemoteTensor, *, write: bool) -> Tensor:
+        source = remote._source
+        key = id(source)
+        if key not in self._read or (write and key not in self._written):
+            self._read[key] = source.read_to_write() if write else source.read()
+        if write:
+            self._written[key] = (source, self._read[key])
+        value = remote._view_in(self._read[key])
+        if write:
+            self._given.append((value, remote))
+        return value
+
+    def write_back(self) -> None:
+        """Write what the operation has changed."""
+        for source, value in self._written.values():
+            source.write(value)
+
+    def given_for(self, result: Tensor) -> Tensor:
+        """The remote tensor whose value an operation returned, as in-place operations do."""
+        return next((remote for value, remote in self._given if value is result), result)
+
+
+def _is_list_operation(func: Operation, args: tuple[Any, ...]) -> bool:
+    name = func._schema.name.removeprefix("aten::")
+    return name.startswith("_foreach_") and isinstance(args[0], list | tuple) and len(args[0]) > 1
+
+
+def _one_by_one(func: Operation, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """A list operation, element by element: never more than one value of a list is in memory."""
+    count = len(args[0])
+
+    def at(index: int, argument: Any) -> Any:
+        per_element = isinstance(argument, list | tuple) and len(argument) == count
+        return [argument[index]] if per_element else argument
+
+    results = [
+        func(*[at(i, a) for a in args], **{name: at(i, a) for name, a in keywords.items()})
+        for i in range(count)
+    ]
+    if any(result is None for result in results):
+        return None
+    return [one for result in results for one in result]

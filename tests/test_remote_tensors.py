@@ -1,0 +1,231 @@
+"""Tensors whose value lives elsewhere behave as an alias of it: each operation beside the same on the value itself."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offloadzero.errors import StateError
+from offloadzero.parameters.remote import RemoteTensor
+
+ROWS, COLUMNS = 4, 7
+
+
+class Elsewhere:
+    """A value that counts how often it is moved."""
+
+    name = "blocks.0.weight"
+    device = torch.device("cpu")
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value.clone()
+        self.num_reads = 0
+        self.num_writes = 0
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.value.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    def read(self) -> Tensor:
+        self.num_reads += 1
+        return self.value
+
+    def read_to_write(self) -> Tensor:
+        return self.read().clone()
+
+    def write(self, value: Tensor) -> None:
+        self.num_writes += 1
+        self.value = value
+
+
+def make(dtype: torch.dtype = torch.float32) -> tuple[RemoteTensor, Elsewhere, Tensor]:
+    """A remote tensor, where its value is, and an ordinary tensor of that value."""
+    value = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(3)).to(dtype)
+    source = Elsewhere(value)
+    return RemoteTensor(source), source, value.clone()
+
+
+def set_item(t: Tensor) -> None:
+    t[1:, ::2] = 7.0
+
+
+def set_masked(t: Tensor) -> None:
+    t[t > 0] = 0.5
+
+
+def split_and_zero(t: Tensor) -> None:
+    t.split(2)[1].zero_()
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "mul_": lambda t: t.mul_(2),
+    "augmented": lambda t: t.__iadd__(1),
+    "clamp_": lambda t: t.clamp_(-0.5, 0.5),
+    "copy_": lambda t: t.copy_(torch.ones(COLUMNS)),
+    "zero_": lambda t: t.zero_(),
+    "row": lambda t: t[0].fill_(3),
+    "view": lambda t: t.view(-1)[5].fill_(9),
+    "transposed": lambda t: t.t()[1].add_(t.t()[2]),
+    "view of a view": lambda t: t[1:].t()[0].mul_(3),
+    "split": split_and_zero,
+    "item": set_item,
+    "mask": set_masked,
+    "data": lambda t: t.data.mul_(0.25),
+    "detach": lambda t: t.detach().sub_(1),
+    "out": lambda t: torch.add(torch.ones(ROWS, COLUMNS), 1, out=t),
+    "list": lambda t: torch._foreach_mul_([t, torch.ones(3)], 2.0),
+    "both sides": lambda t: t.add_(t.flip(0)),
+    "init": lambda t: torch.nn.init.constant_(t, 0.125),
+    "diagonal": lambda t: t.diagonal().fill_(4),
+    "unbind": lambda t: t.unbind(1)[3].fill_(5),
+    "expand": lambda t: t[0].view(1, -1).expand(2, -1)[0].mul_(2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_arrives(name: str, dtype: torch.dtype) -> None:
+    remote, source, expected = make(dtype)
+    before = expected.clone()
+    WRITES[name](remote)
+    WRITES[name](expected)
+    assert torch.equal(source.value, expected)
+    assert not torch.equal(source.value, before)
+    assert source.num_writes == 1
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "norm": lambda t: t.norm(),
+    "sum of a view": lambda t: t[:, 1].sum(),
+    "item": lambda t: torch.tensor(t[2, 3].item()),
+    "list": lambda t: torch.tensor(t.tolist()),
+    "numpy": lambda t: torch.tensor(t.numpy()),
+    "asarray": lambda t: torch.tensor(__import__("numpy").asarray(t)),
+    "isfinite": lambda t: torch.isfinite(t),
+    "cat": lambda t: torch.cat([t.view(-1), torch.ones(3), t[0]]),
+    "matmul": lambda t: torch.ones(2, ROWS) @ t,
+    "clone": lambda t: t.clone(),
+    "to": lambda t: t.to(torch.float64),
+    "reshape": lambda t: t.t().reshape(-1).clone(),
+    "iteration": lambda t: sum(row.sum() for row in t),
+    "histogram": lambda t: t.histc(5),
+    "list norm": lambda t: torch._foreach_norm([t, t])[1],
+    "deepcopy": lambda t: copy.deepcopy(t),
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)),
+    "in place of another": lambda t: torch.zeros(ROWS, COLUMNS).lerp_(t, 0.25),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_read_gives_the_value_as_an_ordinary_tensor(name: str) -> None:
+    remote, source, expected = make()
+    source.value = source.value * 2  # changed since the tensor was made
+    result = READS[name](remote)
+    assert type(result) is Tensor
+    assert torch.equal(result, READS[name](expected * 2))
+    assert source.num_writes == 0
+
+
+def test_a_reference_kept_is_as_alive_as_an_alias() -> None:
+    remote, source, _ = make()
+    row = remote[1]
+    source.write(torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS))
+    assert torch.equal(row.clone(), torch.arange(7.0, 14.0))
+    row.zero_()
+    assert source.value[1].abs().sum() == 0
+    assert source.value[2].sum() != 0
+
+
+def test_shape_and_strides_need_no_value() -> None:
+    remote, source, expected = make()
+    for view in (lambda t: t, lambda t: t.t(), lambda t: t[1:, ::2], lambda t: t.view(COLUMNS, ROWS)):
+        ours, theirs = view(remote), view(expected)
+        assert (ours.shape, ours.stride(), ours.storage_offset(), ours.dtype) == (
+            theirs.shape,
+            theirs.stride(),
+            theirs.storage_offset(),
+            theirs.dtype,
+        )
+        assert ours.is_contiguous() == theirs.is_contiguous()
+    assert source.num_reads == 0
+
+
+def test_saved_files_hold_the_value() -> None:
+    remote, _, expected = make()
+    file = io.BytesIO()
+    torch.save({"weight": remote}, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file)["weight"], expected)
+
+
+def test_a_graph_over_it_gives_the_gradient_of_the_value() -> None:
+    remote, _, expected = make()
+    for leaf in (remote.detach().requires_grad_(), expected.requires_grad_()):
+        ((leaf * leaf.t().sum()).sum() + leaf.view(-1)[3] ** 2).backward()
+        expected_grad = leaf.grad
+    remote_leaf = remote.detach().requires_grad_()
+    ((remote_leaf * remote_leaf.t().sum()).sum() + remote_leaf.view(-1)[3] ** 2).backward()
+    torch.testing.assert_close(remote_leaf.grad, expected_grad)
+
+
+def test_backward_adds_to_a_gradient_that_is_elsewhere() -> None:
+    remote, source, expected = make()
+    param = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))
+    param.grad = remote
+    (param.sum() * 2).backward()
+    assert param.grad is remote
+    assert torch.equal(source.value, expected + 2)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda t: t.data_ptr(),
+        lambda t: t.untyped_storage(),
+        lambda t: t.resize_(3),
+        lambda t: t.set_(torch.ones(3)),
+        lambda t: t.share_memory_(),
+        lambda t: torch.from_dlpack(t),
+    ],
+    ids=["data_ptr", "storage", "resize_", "set_", "share_memory_", "dlpack"],
+)
+def test_what_needs_memory_is_an_error_that_names_it(use: Callable[[Tensor], Any]) -> None:
+    remote, source, expected = make()
+    with pytest.raises(StateError, match=r"blocks\.0\.weight: .* needs memory"):
+        use(remote)
+    assert torch.equal(source.value, expected)
+
+
+def test_an_array_of_it_cannot_be_written() -> None:
+    remote, _, _ = make()
+    with pytest.raises(ValueError, match="read-only"):
+        remote.numpy()[0] = 1
+
+
+def test_a_list_operation_holds_one_value_at_a_time() -> None:
+    held: list[int] = []
+
+    class Counted(Elsewhere):
+        def read_to_write(self) -> Tensor:
+            held.append(1)
+            return super().read_to_write()
+
+        def write(self, value: Tensor) -> None:
+            assert sum(held) == 1
+            held.pop()
+            super().write(value)
+
+    sources = [Counted(torch.full((3,), float(i))) for i in range(5)]
+    torch._foreach_add_([RemoteTensor(s) for s in sources], [torch.ones(3)] * 5, alpha=2)
+    assert [s.value[0].item() for s in sources] == [2, 3, 4, 5, 6]
