@@ -37,6 +37,7 @@ FLOORS: Mapping[str, int] = {
     "config": 1,
     "observe": 1,
     "errors": 0,
+    "torch_private": 0,
 }
 
 # Built from csrc/: no Python file shows them.

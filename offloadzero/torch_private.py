@@ -1,0 +1,54 @@
+"""Every private name of torch that the package uses, looked up once (floor 0: imports nothing of ours).
+
+[Note: torch versions]
+These names carry no promise, so the versions of torch that are known to have them are stated here and nowhere else in
+code. The look-up is all that decides: a newer torch that still has every name is taken, one that lacks a name is
+refused when this module is imported, by name, before a model is touched. `_top_saved_tensors_default_hooks` is what
+torch 2.6 and 2.7 lack.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+MINIMUM_TORCH = (2, 8)
+TESTED_TORCH = ("2.8", "2.11", "2.13")
+
+PackHook = Callable[[torch.Tensor], Any]
+UnpackHook = Callable[[Any], torch.Tensor]
+
+
+def _look_up(name: str) -> Any:
+    try:
+        return operator.attrgetter(name)(torch)
+    except AttributeError:
+        oldest = ".".join(map(str, MINIMUM_TORCH))
+        raise ImportError(
+            f"offloadzero needs torch >= {oldest} (tested with {', '.join(TESTED_TORCH)}): "
+            f"torch {torch.__version__} has no torch.{name}"
+        ) from None
+
+
+# Saved-tensor hooks that outlive a `with` block: pushed before a module's forward, popped after it.
+push_saved_tensors_default_hooks: Callable[[PackHook, UnpackHook], None] = _look_up(
+    "_C._autograd._push_saved_tensors_default_hooks"
+)
+pop_saved_tensors_default_hooks: Callable[[], None] = _look_up(
+    "_C._autograd._pop_saved_tensors_default_hooks"
+)
+# The pair in force, None where there is none; False: also while tracing is off.
+top_saved_tensors_default_hooks: Callable[[bool], tuple[PackHook, UnpackHook] | None] = _look_up(
+    "_C._autograd._top_saved_tensors_default_hooks"
+)
+
+# The node that backward runs on this thread, None outside of it; and the number of the running backward, -1 outside.
+current_autograd_node: Callable[[], torch.autograd.graph.Node | None] = _look_up("_C._current_autograd_node")
+current_graph_task_id: Callable[[], int] = _look_up("_C._current_graph_task_id")
+
+# What a tensor subclass is made of.
+DisableTorchFunctionSubclass: Any = _look_up("_C.DisableTorchFunctionSubclass")
+make_wrapper_subclass: Callable[..., Any] = _look_up("Tensor._make_wrapper_subclass")
