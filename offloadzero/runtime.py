@@ -103,13 +103,13 @@ class Runtime:
                 cut,
                 executor=self.executor,
                 stepper=self.stepper,
-                read_weight=self.weights.read,
-                write_weight=self.weights.write,
+                weights=self.weights,
                 timeline=self.monitor.timeline,
                 checkpointed=checkpointed,
                 activations=self.activations,
             )
             self._parts.callback(self.hooks.remove_gradient_hooks)
+            self.weights.attach(self.records)
             self.slots = {id(slot.param): (record, slot) for record in self.records for slot in record.slots}
             _move_buffers(model, self.accelerator.device)
             for notice in config.notices:

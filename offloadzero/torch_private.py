@@ -52,3 +52,18 @@ current_graph_task_id: Callable[[], int] = _look_up("_C._current_graph_task_id")
 # What a tensor subclass is made of.
 DisableTorchFunctionSubclass: Any = _look_up("_C.DisableTorchFunctionSubclass")
 make_wrapper_subclass: Callable[..., Any] = _look_up("Tensor._make_wrapper_subclass")
+
+# The compiler must not trace into our wrappers of `forward`, but into what they call. torch.compiler.disable would say
+# so and import the compiler, 1.5 s and 70 MiB, in every process.
+_eval_frame: Any = _look_up("_C._dynamo.eval_frame")
+
+
+def skip_frame(function: Callable[..., Any]) -> None:
+    """Have the compiler run `function` as it is, and compile what it calls."""
+    setattr(function, "_torchdynamo_disable", True)  # noqa: B010 (no inlining either: a graph ends here)
+    if hasattr(_eval_frame, "skip_code"):  # before torch 2.9
+        _eval_frame.skip_code(function.__code__)
+    else:
+        action = _eval_frame._FrameAction
+        strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        _eval_frame.set_code_exec_strategy(function.__code__, strategy)

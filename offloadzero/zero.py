@@ -184,11 +184,12 @@ class _Built:
 
 
 class GatheredParameters:
-    """Full parameters on the device inside the block: `with GatheredParameters(params, modifier_rank=0): ...`.
+    """Ordinary full parameters on the device inside the block: `with GatheredParameters(params, modifier_rank=0): ...`.
 
-    Edits are committed on exit with `modifier_rank=0`; with None a change raises StateError. Elements whose value
-    is unchanged keep the low bits of their fp32 master. Works on parameters of an offloaded model and on those of
-    a model built under `Init` that is not offloaded yet.
+    Edits are committed on exit (and when a forward inside the block uses them) with `modifier_rank=0`; with None a
+    change raises StateError. Elements whose value is unchanged keep the low bits of their fp32 master. Works on
+    parameters of an offloaded model and on those of a model built under `Init` that is not offloaded yet. The values
+    take memory on the device beside what the engine has reserved: as many bytes as the parameters have.
     """
 
     def __init__(
@@ -198,50 +199,48 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,  # noqa: ARG002 (DeepSpeed's signature)
         enabled: bool = True,
     ) -> None:
-        self._params = [params] if isinstance(params, nn.Parameter) else list(params)
+        params = [params] if isinstance(params, nn.Parameter) else list(params)
+        self._params = list({id(param): param for param in params}.values())
         self._may_edit = modifier_rank is not None
         self._enabled = enabled
-        self._pinned: list[tuple[Runtime, Record, dict[ParamSlot, torch.Tensor]]] = []
+        self._gathered: list[tuple[Runtime, Record, ParamSlot]] = []
         self._built: list[_Built] = []
 
     def __enter__(self) -> None:
         if not self._enabled:
             return
-        by_record: dict[tuple[int, int], tuple[Runtime, Record, list[ParamSlot]]] = {}
-        for param in self._params:
-            runtime = runtime_of(param)
-            if runtime is not None:
-                record, slot = runtime.slots[id(param)]
-                key = (id(runtime), record.index)
-                by_record.setdefault(key, (runtime, record, []))[2].append(slot)
-            else:
-                dtype = param.dtype
-                spilled = restore(param)
-                if spilled is not None:
-                    self._built.append(_Built(param, param.data.clone(), dtype, spilled.directory))
         try:
-            for runtime, record, slots in by_record.values():
-                runtime.executor.pin(record.index, evaluating=True)
-                self._pinned.append((runtime, record, runtime.weights.snapshot(record, slots)))
+            for param in self._params:
+                self._gather(param)
         except BaseException:  # they do not fit together: nothing stays behind
-            for runtime, record, _ in self._pinned:
-                runtime.executor.unpin(record.index)
-            self._pinned = []
+            for runtime, record, slot in self._gathered:
+                runtime.weights.scatter(record, slot)
+            self._gathered = []
             raise
+
+    def _gather(self, param: nn.Parameter) -> None:
+        runtime = runtime_of(param)
+        if runtime is None:
+            dtype = param.dtype
+            spilled = restore(param)
+            if spilled is not None:
+                self._built.append(_Built(param, param.data.clone(), dtype, spilled.directory))
+            return
+        record, slot = runtime.slots[id(param)]
+        if runtime.weights.gather(record, slot):  # else a block around this one has it
+            self._gathered.append((runtime, record, slot))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         changed: list[str] = []
-        for runtime, record, before in self._pinned:
-            edits = runtime.weights.edits(record, before)
-            if edits and not self._may_edit:
-                changed += [slot.name for slot in edits]
-                runtime.weights.undo(record, before)
-            runtime.executor.unpin(record.index)
+        for runtime, record, slot in self._gathered:
+            value = runtime.weights.scatter(record, slot)
             if self._may_edit:
-                runtime.weights.commit(record, edits)
-        self._pinned = []
+                runtime.weights.replace(record, slot, value)
+            elif runtime.weights.differs(record, slot, value):
+                changed.append(slot.name)
+        self._gathered = []
         for built in self._built:
             if not self._may_edit and not torch.equal(built.value, built.param.data):
                 changed.append(f"parameter of shape {tuple(built.param.shape)}")

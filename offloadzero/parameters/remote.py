@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from offloadzero.errors import StateError
+from offloadzero.errors import OffloadError, StateError
 
 Operation = Any  # torch._ops.OpOverload: its class has no public name
 
@@ -125,13 +125,25 @@ class RemoteTensor(torch.Tensor):
         return self._source
 
     @property
+    def _detached_type(self) -> type[RemoteTensor]:
+        return type(self)
+
+    @property
     def is_whole(self) -> bool:
         """Whether it is the value itself and no view of it."""
         return not self._views
 
+    def with_source(self, source: Source) -> RemoteTensor:
+        """The same view of another value of the same shape and dtype."""
+        like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        return type(self)(source, self._views, like, storage_offset=int(self.storage_offset()))
+
     def read(self) -> Tensor:
         """The value now, as an ordinary tensor that nobody else holds."""
         return self._view_in(self._source.read()).clone()
+
+    def _check_write(self) -> None:
+        """Raise if the tensor must not be written now."""
 
     def _view_in(self, value: Tensor) -> Tensor:
         for view in self._views:
@@ -181,7 +193,10 @@ class RemoteTensor(torch.Tensor):
     def __repr__(  # type: ignore[override]
         self, *, tensor_contents: Any = None
     ) -> str:
-        return repr(self.read())
+        try:
+            return repr(self.read())
+        except OffloadError as error:  # a debugger looks at what an error leaves behind
+            return f"<{error}>"
 
     def __dlpack__(self, **_: Any) -> NoReturn:
         self._refuse("__dlpack__()")
@@ -226,7 +241,8 @@ def _view(func: Operation, args: tuple[Any, ...], keywords: dict[str, Any]) -> A
     def remote(last: _View | _OneOf, like: Tensor) -> RemoteTensor:
         views = base._views if func in _SAME else (*base._views, last)
         offset = int(base.storage_offset()) + int(like.storage_offset())
-        return type(base)(base._source, views, like, storage_offset=offset)
+        kind = base._detached_type if func in _SAME else type(base)
+        return kind(base._source, views, like, storage_offset=offset)
 
     if isinstance(made, Tensor):
         return remote(view, made)
@@ -279,6 +295,8 @@ class _Values:
     def _value(self, remote: RemoteTensor, *, write: bool) -> Tensor:
         source = remote._source
         key = id(source)
+        if write:
+            remote._check_write()
         if key not in self._read or (write and key not in self._written):
             self._read[key] = source.read_to_write() if write else source.read()
         if write:
@@ -294,8 +312,17 @@ class _Values:
             source.write(value)
 
     def given_for(self, result: Tensor) -> Tensor:
-        """The remote tensor whose value an operation returned, as in-place operations do."""
-        return next((remote for value, remote in self._given if value is result), result)
+        """What a script gets for a result: never memory that is another's soon."""
+        for value, remote in self._given:
+            if value is result:  # of an in-place operation
+                return remote
+        if type(result) is Tensor and any(_shares_memory(result, value) for value in self._read.values()):
+            return result.clone()  # `_unsafe_view` and others that say they copy
+        return result
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _is_list_operation(func: Operation, args: tuple[Any, ...]) -> bool:

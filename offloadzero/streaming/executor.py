@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -31,7 +31,7 @@ from offloadzero.memory.store import FETCH_PRIORITY, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Promise, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.optim.delivery import Delivery, UpdateTicket
-from offloadzero.optim.records import ParamSlot, Record, slot_layout
+from offloadzero.optim.records import Record, slot_layout
 from offloadzero.schedule.prefetch import (
     Evict,
     Operation,
@@ -50,11 +50,9 @@ from offloadzero.streaming.leased_unit import (
     Looks,
     SavedWeight,
 )
+from offloadzero.torch_private import current_autograd_node, current_graph_task_id
 
 MAX_PLANS = 2048  # kept of an order of use
-
-_current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
-_current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 @dataclass(eq=False)
@@ -90,6 +88,9 @@ class Executor:
         self._units: list[LeasedUnit] = []
         # By unit: in how many running forwards of sites that need it. For reading.
         self.pins = [0] * len(records)
+        self.gathered: set[int] = set()  # the units some of whose parameters a script has gathered
+        self._num_forwards = 0  # of sites, one inside the other
+        self._outermost_evaluates = False
         looks: dict[Hashable, Looks] = {}
         for record in records:
             home = record.segments[SegmentKind.PARAM]
@@ -110,7 +111,7 @@ class Executor:
             else:
                 looks[layout] = unit.looks
             self._units.append(unit)
-            self._assign(unit)
+            unit.show()
         self._streamed = [u.record.index for u in self._units if u.residency is not HOME]
         homes = [u for u in self._units if u.residency is HOME]
         homes.sort(key=lambda unit: unit.address)
@@ -153,8 +154,8 @@ class Executor:
             return
         with self._lock:
             # Nodes run one after another: what an earlier one unpacked it has read, and after backward all have.
-            node = _current_node()
-            current = None if node is None else (_current_backward(), node._sequence_nr())
+            node = current_autograd_node()
+            current = None if node is None else (current_graph_task_id(), node._sequence_nr())
             if current != self._unpacking:
                 self._unpacking = current
                 self._guarded.clear()
@@ -173,12 +174,49 @@ class Executor:
             if unit.residency is FETCHING:
                 self._complete_fetch(unit)
 
-    def begin_evaluation(self) -> None:
-        """A forward that is no part of a training step begins: uses up to the next one are recorded as its order."""
-        self._evaluation.finish_step()
+    # --- forwards of sites ---
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a site is in its forward, or backward runs an operation on this thread."""
+        return bool(self._num_forwards) or current_autograd_node() is not None
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether a use now is no part of a training step: the outermost forward runs without gradients.
+
+        A forward without gradients inside one with them (a teacher, a target) is part of the step.
+        """
+        if self._num_forwards:
+            return self._outermost_evaluates
+        return not torch.is_grad_enabled() and current_autograd_node() is None
+
+    def enter_forward(self, indices: Sequence[int], *, is_root: bool) -> None:
+        """A site that needs `indices` begins its forward; its parameters are ordinary ones until `leave_forward`."""
+        evaluating = self.is_evaluating
+        if evaluating and not self._num_forwards and is_root:
+            self._evaluation.finish_step()  # uses up to the next one are recorded as its order
+        pinned: list[int] = []
+        try:
+            for index in indices:
+                self.pin(index, evaluating=evaluating)
+                pinned.append(index)
+        except BaseException:
+            for index in pinned:
+                self.unpin(index)
+            raise
+        if not self._num_forwards:
+            self._outermost_evaluates = evaluating
+        self._num_forwards += 1
+
+    def leave_forward(self, indices: Sequence[int]) -> None:
+        """The site's forward is over."""
+        self._num_forwards -= 1
+        for index in indices:
+            self.unpin(index)
 
     def pin(self, index: int, *, evaluating: bool = False) -> None:
-        """Touch and keep until `unpin`; the parameters are those of the unit, not copies lent before."""
+        """Touch and keep until `unpin`; the parameters are those of the unit."""
         unit = self._units[index]
         self.pins[index] += 1
         try:
@@ -186,21 +224,67 @@ class Executor:
         except BaseException:
             self.pins[index] -= 1
             raise
-        if unit.has_lent:
-            self._assign(unit)
+        if self.pins[index] == 1:
+            unit.enter_forward()
 
     def unpin(self, index: int) -> None:
         """The site's forward is over."""
         if self.pins[index] < 1:
             raise StateError(f"{self._units[index].record.name} is not pinned")
         self.pins[index] -= 1
+        if not self.pins[index]:
+            self._units[index].leave_forward()
 
-    def lend_copy(self, index: int, slot: ParamSlot) -> None:
-        """Point a streamed parameter at a copy of its own until the unit is pinned, fetched or released."""
+    def written_in_forward(self, index: int) -> list[int]:
+        """The slots of a pinned unit whose parameters were written in place; empty while another forward needs it."""
+        return self._units[index].places_written() if self.pins[index] == 1 else []
+
+    # --- reads outside of sites ---
+
+    def on_device(self, index: int) -> torch.Tensor | None:
+        """The unit's parameters for an operation now, shape (num_elements,); None where a read of the home is better.
+
+        That is between steps: a fetch for one parameter would drive out what the next step needs.
+        """
         unit = self._units[index]
-        if unit.residency is not HOME and unit.flat is not None:
-            slot.param.data = slot.view_in(unit.flat).clone()
-            unit.has_lent = True
+        if not self.pins[index]:
+            if unit.residency is not HOME and not self.is_running:
+                return None
+            self.touch(index, guard=True, evaluating=self.is_evaluating)
+        return unit.flat
+
+    def version(self, index: int, *, is_frozen: bool) -> int:
+        """Of the unit's weights: counts what changes the trainable ones, or the frozen ones."""
+        unit = self._units[index]
+        return unit.edits if is_frozen else unit.generation
+
+    def show(self, index: int, *, place: int, as_copy: bool) -> None:
+        """Bring a unit to the device for a read of one parameter and point its parameters there.
+
+        `as_copy`: that parameter at a copy of its own, for what may be kept longer than the unit stays.
+        """
+        self.touch(index, guard=True, evaluating=self.is_evaluating)
+        unit = self._units[index]
+        unit.show()
+        if as_copy and unit.residency is not HOME:
+            unit.show_copy(place)
+
+    def gather(self, index: int, place: int, value: torch.Tensor) -> None:
+        """The parameter of slot `place` is an ordinary one in `value` until `scatter`."""
+        self._units[index].gather(place, value)
+        self.gathered.add(index)
+
+    def scatter(self, index: int, place: int) -> torch.Tensor:
+        """Undo `gather`; gives the memory that the parameter has now."""
+        unit = self._units[index]
+        value = unit.scatter(place)
+        if not unit.gathered:
+            self.gathered.discard(index)
+        return value
+
+    def gathered_in(self, index: int) -> dict[int, torch.Tensor]:
+        """By slot: the memory of the parameters that a script has gathered."""
+        return self._units[index].gathered
 
     def gradients_complete(self, index: int) -> None:
         """No operation of this backward reads the unit's weights any more."""
@@ -263,10 +347,19 @@ class Executor:
         return self._store.accelerator.launched()
 
     def begin_edit(self, index: int) -> None:
-        """Any of the unit's weights are about to be written by the caller."""
+        """Any of the unit's weights are about to be written by the caller.
+
+        In its module's forward the unit stays, and the caller writes it there as well.
+        """
         with self._lock:
+            if self.pins[index]:
+                return
             self._units[index].edits += 1
             self._make_stale(self._units[index], FINISHED)
+
+    def pinned_parameters(self, index: int) -> torch.Tensor | None:
+        """The parameters of a unit whose module is in its forward, shape (num_elements,); else None."""
+        return self._units[index].flat if self.pins[index] else None
 
     def _make_stale(self, unit: LeasedUnit, ticket: Ticket) -> None:
         unit.updated = ticket
@@ -274,7 +367,7 @@ class Executor:
         if unit.residency is HOME:
             return
         if self.pins[unit.record.index]:
-            raise StateError(f"{unit.record.name} is updated while a module uses it")
+            raise StateError(f"{unit.record.name} is updated while its module is in its forward")
         if unit.residency is FETCHING and unit.fetched is not None:
             with self._clock.waiting("fetch"), self._store.failures.handed_over():
                 unit.fetched.wait()
@@ -489,7 +582,6 @@ class Executor:
             else:
                 unit.fetched.order_compute()
         unit.residency = READY
-        self._assign(unit)
 
     def _release(self, unit: LeasedUnit) -> None:
         if unit.lease is None:
@@ -499,28 +591,9 @@ class Executor:
         unit.residency = RELEASED
         self._present -= {unit.record.index}
         self._planned_use = None
-        self._assign(unit)
+        if unit.shown_at:
+            unit.show()  # placeholders
         lease.release()
-
-    def _assign(self, unit: LeasedUnit) -> None:
-        """Point the parameters at the unit's memory, or at a placeholder that keeps their shape.
-
-        The placeholder is one NaN expanded: autograd's shape checks hold, and a use that nobody foresaw shows.
-        """
-        unit.has_lent = False
-        looks = unit.looks
-        views = looks.placeholders if unit.flat is None else looks.views.at(unit.flat)
-        for param, view in zip(unit.params, views, strict=True):
-            param.data = view
-
-    def flat_parameters(self, index: int) -> torch.Tensor:
-        """The unit's parameters on the device, shape (num_elements,); the unit must be pinned."""
-        unit = self._units[index]
-        if unit.residency is FETCHING:
-            raise StateError(f"{unit.record.name} is on its way to the device")
-        if unit.flat is None:
-            raise StateError(f"{unit.record.name} is not on the device")
-        return unit.flat
 
     @property
     def resident_units(self) -> Collection[str]:

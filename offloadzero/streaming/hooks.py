@@ -1,9 +1,11 @@
 """The only file that touches nn.Module and autograd hooks (floor 5).
 
 [Note: hooks]
-A *site* is a module whose forward needs units. Its pre-forward hook pins them on the device and pushes
-saved-tensor hooks; its forward hook (`always_call`, so that it also runs when the forward raises, as the early
-stop of non-reentrant checkpointing does) pops and unpins.
+A *site* is a module whose forward needs units. Its `forward` is wrapped: before it the units are pinned on the device
+and saved-tensor hooks are pushed, after it, however it ends (the early stop of non-reentrant checkpointing is an
+exception), they are popped and unpinned. It is `forward` and not a pair of module hooks because a checkpoint around
+`module.forward` recomputes just that: transformers checkpoints its layers so. The compiler does not trace into the
+wrapper, but into what it calls: each site's forward is a graph of its own.
 
 What autograd saves for backward and lies in a lease becomes a handle (unit, offset, size, stride), so a lease can
 be given to another unit right after the forward. Unpacking the handle in backward fetches the unit again: that is
@@ -14,13 +16,14 @@ Saved-tensor hooks do not nest: only the innermost pair runs. Under an outer pai
 checkpointing, save_on_cpu) ours hands everything that is no weight on to it; without that, checkpointing would
 silently keep all activations.
 
-Parameters read outside their sites (`F.linear(x, self.wte.weight)` in another module) are caught at the read:
-the dict behind `module.weight` touches the unit. Inside the root's forward our saved-tensor hooks turn what
-autograd saves of it into a handle. Where they do not reach (a loss function outside the model, a foreign pair of
-hooks) the read gets a private copy, which autograd may keep as long as it likes.
+Parameters read outside their sites are `AwayParameter`s: [Note: a parameter away] in offloadzero/parameters/weight.py.
+For operations that do not look at the class (an autograd Function in C++) `F.linear(x, self.wte.weight)` in another
+module's forward is caught at the read as well: the dict behind `module.weight` brings the unit to the device. Our
+saved-tensor hooks turn what autograd saves of it into a handle; under a foreign pair of hooks the read gets a private
+copy, which autograd may keep as long as it likes.
 
 [Note: checkpointed units]
-A checkpointed unit's forward runs under torch's non-reentrant checkpointing, and its site's hooks run inside: the
+A checkpointed unit's forward runs under torch's non-reentrant checkpointing, and the site's wrapper runs inside: the
 recomputation pins the unit and pushes our saved-tensor hooks as the first run did. The order of the pairs, outermost
 first: the model's own; the one that takes the unit's inputs; torch's, which drops what the unit saves and, in the
 recomputation, catches it; the site's. torch saves the inputs it is given through the pair in force, so a tensor that
@@ -30,7 +33,9 @@ that pair.
 
 from __future__ import annotations
 
+import copy
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,22 +47,24 @@ from torch.utils.hooks import RemovableHandle
 
 from offloadzero.observe.timeline import Timeline
 from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.parameters.remote import RemoteTensor
+from offloadzero.parameters.weight import recorded
 from offloadzero.streaming.activations import ActivationStore, Call, KeptInput
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import SavedWeight
 from offloadzero.streaming.stepping import Stepper
 from offloadzero.streaming.units import Site, UnitCut
-
-_push = torch._C._autograd._push_saved_tensors_default_hooks
-_pop = torch._C._autograd._pop_saved_tensors_default_hooks
-
-
-def _innermost() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+from offloadzero.streaming.weights import WeightAccess
+from offloadzero.torch_private import (
+    pop_saved_tensors_default_hooks,
+    push_saved_tensors_default_hooks,
+    skip_frame,
+    top_saved_tensors_default_hooks,
+)
 
 
 class _WatchedParameters(dict[str, nn.Parameter | None]):
-    """`module._parameters` that touches a unit when one of its parameters is read."""
+    """`module._parameters` that brings a unit to the device when a forward reads one of its parameters."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], touch: Callable[[int], None]) -> None:
         super().__init__(parameters)
@@ -69,99 +76,132 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
             self._touch(id(param))
         return param
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
+        return copy.deepcopy(dict(self), memo)
 
-class _SiteHooks:
-    """The two forward hooks of one site."""
-
-    def __init__(self, site: Site, hooks: ModelHooks) -> None:
-        self._site = site
-        self._hooks = hooks
-        self._timeline = hooks.timeline
-        self._lap = f"forward {site.name or 'model'}"
-        self._entered: list[bool] = []  # one entry a running forward: whether hooks were pushed
-
-    def pre_forward(self, module: nn.Module, args: Any) -> None:
-        self._timeline.enter_model()
-        with self._timeline.launching():
-            self._enter()
-
-    def post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        with self._timeline.launching():
-            self._leave()
-
-    def _enter(self) -> None:
-        executor = self._hooks.executor
-        evaluating = self._hooks.is_evaluating()
-        if evaluating and not self._hooks.depth and not self._site.name:
-            executor.begin_evaluation()
-        pinned: list[int] = []
-        try:
-            for index in self._site.records:
-                executor.pin(index, evaluating=evaluating)
-                pinned.append(index)
-        except BaseException:
-            for index in pinned:
-                executor.unpin(index)
-            raise
-        self._entered.append(torch.is_grad_enabled() and self._hooks.push_saved_tensor_hooks())
-        if not self._hooks.depth:
-            self._hooks.outermost_evaluates = evaluating
-        self._hooks.depth += 1
-
-    def _leave(self) -> None:
-        if not self._entered:
-            return  # the pre-forward hook raised
-        self._hooks.depth -= 1
-        if self._entered.pop():
-            _pop()
-        for index in self._site.records:
-            self._hooks.executor.unpin(index)
-        self._timeline.lap(self._lap)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
 
 
-class _CheckpointedForward:
-    """Stands for a unit's `forward`: [Note: checkpointed units]."""
+class _Forward:
+    """Stands for a module's `forward`; a copy of the module has its own forward again."""
 
-    def __init__(self, name: str, module: nn.Module, site: _SiteHooks | None, hooks: ModelHooks) -> None:
-        """`site`: the hooks of the module as a site, which are not registered with it."""
-        functools.update_wrapper(self, module.forward)
-        self._name = name
+    def __init__(self, module: nn.Module) -> None:
+        functools.update_wrapper(self, module.forward)  # scripts look at the signature
         self._module = module
-        self._site = site
-        self._hooks = hooks
         self._own = module.__dict__.get("forward")  # set on the instance: a compiled one, say
         self._forward = module.forward
         module.forward = self
 
     def remove(self) -> None:
+        """Take it off again; the last one that was put on comes first."""
         if self._own is None:
             del self._module.forward
         else:
             self._module.forward = self._own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._own is not None:
+            return copy.deepcopy(self._own, memo)
+        module = copy.deepcopy(self._module, memo)
+        return types.MethodType(type(module).forward, module)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._own is not None:
+            return self._own.__reduce_ex__(protocol)
+        return types.MethodType, (type(self._module).forward, self._module)
+
+
+class _SiteForward(_Forward):
+    """The forward of a site: [Note: hooks]."""
+
+    def __init__(self, site: Site, hooks: ModelHooks) -> None:
+        super().__init__(site.module)
+        self._records = site.records
+        self._is_root = not site.name
+        self._hooks = hooks
+        self._timeline = hooks.timeline
+        self._lap = f"forward {site.name or 'model'}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._timeline.enter_model()
+        with self._timeline.launching():
+            has_pushed = self._enter()
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            with self._timeline.launching():
+                self._leave(has_pushed)
+
+    def _enter(self) -> bool:
+        """Pin the units; whether saved-tensor hooks were pushed."""
+        hooks = self._hooks
+        hooks.commit_gathered(self._records)
+        hooks.executor.enter_forward(self._records, is_root=self._is_root)
+        return torch.is_grad_enabled() and hooks.push_saved_tensor_hooks()
+
+    def _leave(self, has_pushed: bool) -> None:
+        if has_pushed:
+            pop_saved_tensors_default_hooks()
+        try:
+            self._hooks.commit_written(self._records)
+        finally:
+            self._hooks.executor.leave_forward(self._records)
+        self._timeline.lap(self._lap)
+
+
+class _CheckpointedForward(_Forward):
+    """The forward of a unit whose activations are computed again in backward: [Note: checkpointed units]."""
+
+    def __init__(self, name: str, module: nn.Module, hooks: ModelHooks) -> None:
+        super().__init__(module)
+        self._name = name
+        self._hooks = hooks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self._run(args, kwargs)
+            return self._forward(*args, **kwargs)
         # Flat, so that tensors inside tuples and dicts are inputs too.
         leaves, structure = pytree.tree_flatten((args, kwargs))
 
         def run(*leaves: Any) -> Any:
-            return self._run(*pytree.tree_unflatten(leaves, structure))
+            args, kwargs = pytree.tree_unflatten(leaves, structure)
+            return self._forward(*args, **kwargs)
 
         self._hooks.push_input_hooks(self._name)
         try:
             return checkpoint(run, *leaves, use_reentrant=False)
         finally:
-            _pop()
+            pop_saved_tensors_default_hooks()
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._site is None:
-            return self._forward(*args, **kwargs)
-        self._site.pre_forward(self._module, args)
-        try:
-            return self._forward(*args, **kwargs)
-        finally:
-            self._site.post_forward(self._module, args, None)
+
+skip_frame(_SiteForward.__call__)
+
+
+class _StateDictHook:
+    """A hook of one module's state dict; a copy of the module has none that does anything."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call: Callable[..., None] | None = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StateDictHook:
+        return _no_hook()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _no_hook, ()
+
+
+def _no_hook() -> _StateDictHook:
+    hook = _StateDictHook(print)
+    hook._call = None
+    return hook
 
 
 class ModelHooks:
@@ -174,24 +214,17 @@ class ModelHooks:
         *,
         executor: Executor,
         stepper: Stepper,
-        read_weight: Callable[[Record, ParamSlot], torch.Tensor],
-        write_weight: Callable[[Record, ParamSlot, torch.Tensor], None],
+        weights: WeightAccess,
         timeline: Timeline,
         checkpointed: Mapping[str, nn.Module],
         activations: ActivationStore | None,
     ) -> None:
-        """`read_weight` gives a parameter's value as a new host tensor in its shape, `write_weight` sets it.
-
-        `checkpointed` are modules by their units' names; `activations` takes their inputs.
-        """
+        """`checkpointed` are modules by their units' names; `activations` takes their inputs."""
         self.executor = executor
         self._pins = executor.pins
         self.timeline = timeline
         self._stepper = stepper
-        self._read_weight = read_weight
-        self._write_weight = write_weight
-        self.depth = 0  # of sites in their forward
-        self.outermost_evaluates = False
+        self._weights = weights
         self._loaded: set[str] = set()
         self._records = cut.records
         self._record_of = {id(slot.param): r.index for r in cut.records for slot in r.slots}
@@ -200,35 +233,21 @@ class ModelHooks:
         self._gradient_handles: list[RemovableHandle] = []
         self._owners = cut.owners
         self._activations = activations
-        self._forwards: list[_CheckpointedForward] = []
+        self._forwards: list[_Forward] = []
         self._attach(model, cut, checkpointed)
 
     def _attach(self, model: nn.Module, cut: UnitCut, checkpointed: Mapping[str, nn.Module]) -> None:
         sites = list(cut.sites)
         if not any(site.module is model for site in sites):
             sites.insert(0, Site("", model, ()))  # for its saved-tensor hooks
-        inside = {id(module) for module in checkpointed.values()}
-        site_hooks: dict[int, _SiteHooks] = {}
-        for site in sites:
-            hooks = site_hooks[id(site.module)] = _SiteHooks(site, self)
-            if id(site.module) in inside:
-                continue  # inside the checkpoint
-            self._handles += [
-                site.module.register_forward_pre_hook(hooks.pre_forward),
-                site.module.register_forward_hook(hooks.post_forward, always_call=True),
-            ]
-        self._forwards = [
-            _CheckpointedForward(name, module, site_hooks.get(id(module)), self)
-            for name, module in checkpointed.items()
-        ]
+        self._forwards = [_SiteForward(site, self) for site in sites]
+        self._forwards += [_CheckpointedForward(name, module, self) for name, module in checkpointed.items()]
         for module in cut.owners:
             module._parameters = _WatchedParameters(module._parameters, self._on_read)
-            # torch marks the hook with an attribute, which a bound method does not take.
-            fill = functools.partial(self._fill_state_dict)
             self._handles += [
-                module.register_state_dict_post_hook(fill),
-                module.register_load_state_dict_pre_hook(self._take_state_dict),
-                module.register_load_state_dict_post_hook(self._forgive_missing),
+                module.register_state_dict_post_hook(_StateDictHook(self._fill_state_dict)),
+                module.register_load_state_dict_pre_hook(_StateDictHook(self._take_state_dict)),
+                module.register_load_state_dict_post_hook(_StateDictHook(self._forgive_missing)),
             ]
         for record in cut.records:
             for slot in record.slots:
@@ -248,7 +267,7 @@ class ModelHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for forward in self._forwards:
+        for forward in reversed(self._forwards):
             forward.remove()
         self._forwards = []
         for module in self._owners:
@@ -256,28 +275,34 @@ class ModelHooks:
 
     # --- reads ---
 
-    def is_evaluating(self) -> bool:
-        """Whether a use now is no part of a training step: the outermost forward runs without gradients.
-
-        A forward without gradients inside one with them (a teacher, a target) is part of the step.
-        """
-        return self.outermost_evaluates if self.depth else not torch.is_grad_enabled()
-
     def _on_read(self, param_id: int) -> None:
         index = self._record_of.get(param_id)
-        if index is None or self._pins[index]:
+        if index is None or self._pins[index] or not self.executor.is_running:
             return
-        with_grad = torch.is_grad_enabled()
-        self.executor.touch(index, guard=True, evaluating=self.is_evaluating())
-        if with_grad and self._own_innermost() is None:
-            self.executor.lend_copy(index, self._slot_of[param_id])
+        may_be_kept = torch.is_grad_enabled() and self._own_innermost() is None
+        self.executor.show(index, place=self._slot_of[param_id].index, as_copy=may_be_kept)
 
     @staticmethod
     def _own_innermost() -> _SavedTensorHooks | None:
         """The innermost saved-tensor hooks if they are ours."""
-        top = _innermost()
+        top = top_saved_tensors_default_hooks(False)
         owner = getattr(top[0], "__self__", None) if top is not None else None
         return owner if isinstance(owner, _SavedTensorHooks) else None
+
+    # --- writes ---
+
+    def commit_gathered(self, records: Sequence[int]) -> None:
+        """A forward computes with what a script has made of gathered parameters."""
+        if self.executor.gathered:
+            for index in self.executor.gathered.intersection(records):
+                self._weights.commit_gathered(self._records[index])
+
+    def commit_written(self, records: Sequence[int]) -> None:
+        """What operations wrote into parameters in their own forward stays."""
+        for index in records:
+            places = self.executor.written_in_forward(index)
+            if places:
+                self._weights.commit_forward(self._records[index], places)
 
     # --- saved tensors ---
 
@@ -285,20 +310,22 @@ class ModelHooks:
         """Ours become the innermost pair and hand on to the pair that was; False if they are it already."""
         if self._own_innermost() is not None:
             return False
-        hooks = _SavedTensorHooks(self.executor, _innermost(), timeline=self.timeline)
-        _push(hooks.pack, hooks.unpack)
+        hooks = _SavedTensorHooks(
+            self.executor, top_saved_tensors_default_hooks(False), timeline=self.timeline
+        )
+        push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
         return True
 
     def push_input_hooks(self, name: str) -> None:
         """The pair that takes the inputs of unit `name`: [Note: checkpointed units]."""
         others = self._own_innermost() or _SavedTensorHooks(
-            self.executor, _innermost(), timeline=self.timeline
+            self.executor, top_saved_tensors_default_hooks(False), timeline=self.timeline
         )
         if others.is_under_foreign or self._activations is None:
-            _push(others.pack, others.unpack)
+            push_saved_tensors_default_hooks(others.pack, others.unpack)
         else:
             inputs = _InputHooks(Call(name), self._activations, self.executor, others)
-            _push(inputs.pack, inputs.unpack)
+            push_saved_tensors_default_hooks(inputs.pack, inputs.unpack)
 
     # --- gradients ---
 
@@ -327,7 +354,7 @@ class ModelHooks:
         """Replace the placeholders of one module's own parameters by their values, in host memory."""
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             if prefix + name in state_dict and id(param) in self._slot_of:
-                state_dict[prefix + name] = self._read_weight(
+                state_dict[prefix + name] = self._weights.read(
                     self._records[self._record_of[id(param)]], self._slot_of[id(param)]
                 )
 
@@ -349,7 +376,7 @@ class ModelHooks:
             slot = self._slot_of.get(id(param))
             if value is None or slot is None or value.shape != slot.shape:
                 continue  # torch reports what does not fit
-            self._write_weight(self._records[self._record_of[id(param)]], slot, value)
+            self._weights.write(self._records[self._record_of[id(param)]], slot, value)
             del state_dict[prefix + name]
             self._loaded.add(prefix + name)
 
@@ -396,6 +423,8 @@ class _SavedTensorHooks:
             return self._unpack(packed)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, RemoteTensor):
+            return recorded(tensor)
         address = tensor.data_ptr()
         if self._low <= address < self._high:
             return self._save(tensor, address)

@@ -8,7 +8,7 @@ the views of one block, which stay in the processor's cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -20,6 +20,8 @@ from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.optim.records import Record, SlotViews
+from offloadzero.parameters.weight import classes_of, set_data
+from offloadzero.torch_private import DisableTorchFunctionSubclass
 
 MAX_WEIGHT_VIEWS = 256  # kept of a layout
 
@@ -66,12 +68,94 @@ class LeasedUnit:
     updated: Ticket = FINISHED  # the last update; a fetch or a use comes after it
     generation: int = 0  # counts updates: a saved tensor of an older one is refused
     edits: int = 0  # the same for frozen weights, which no update changes: counts writes by the user
-    has_lent: bool = False  # some parameters point at copies of their own
+    shown_at: int = -1  # the address at which the parameters themselves point; 0: placeholders; -1: various
+    gathered: dict[int, torch.Tensor] = field(
+        default_factory=dict
+    )  # by slot: the memory it has for the script
+    versions: tuple[int, ...] = ()  # of the parameters, when their module's forward began
+
+    def __post_init__(self) -> None:
+        self._originals = [type(param) for param in self.params]
+        self._present = [classes_of(original)[0] for original in self._originals]
+        self._away = [classes_of(original)[1] for original in self._originals]
 
     def put_at(self, flat: torch.Tensor | None) -> None:
         """The parameters are on the device, or no more."""
         self.flat = flat
         self.address = 0 if flat is None else flat.data_ptr()
+
+    # --- the parameters themselves ---
+
+    def show(self) -> None:
+        """Point the parameters at the unit's memory, or at a placeholder that keeps their shape.
+
+        The placeholder is one NaN expanded: autograd's shape checks hold, and a use that nobody foresaw shows.
+        """
+        if self.shown_at != self.address:
+            self._point()
+            for place in self.gathered:
+                self._show_gathered(place)
+
+    def _point(self) -> None:
+        views = self.looks.placeholders if self.flat is None else self.looks.views.at(self.flat)
+        with DisableTorchFunctionSubclass():
+            for param, view in zip(self.params, views, strict=True):
+                set_data(param, view)
+        self.shown_at = self.address
+
+    def show_copy(self, place: int) -> None:
+        """Point the parameter of slot `place` at a copy of its own until the unit is shown elsewhere."""
+        if self.flat is None:
+            raise StateError(f"{self.record.name} is not on the device")
+        with DisableTorchFunctionSubclass():
+            set_data(self.params[place], self.record.slots[place].view_in(self.flat).clone())
+        self.shown_at = -1
+
+    def enter_forward(self) -> None:
+        """The module of the parameters computes: [Note: a parameter away]."""
+        if self.shown_at != self.address:
+            self._point()
+        for param, present in zip(self.params, self._present, strict=True):
+            param.__class__ = present
+        self.versions = tuple([param._version for param in self.params])
+
+    def leave_forward(self) -> None:
+        """The parameters are away again."""
+        for param, away in zip(self.params, self._away, strict=True):
+            param.__class__ = away
+        for place in self.gathered:
+            self._show_gathered(place)
+
+    def places_written(self) -> list[int]:
+        """The slots whose parameters an operation wrote in place during the forward that now ends."""
+        versions = tuple([param._version for param in self.params])
+        if versions == self.versions:
+            return []
+        return [i for i, (now, then) in enumerate(zip(versions, self.versions, strict=True)) if now != then]
+
+    def gather(self, place: int, value: torch.Tensor) -> None:
+        """The parameter of slot `place` is an ordinary one with memory of its own."""
+        self.gathered[place] = value
+        self._show_gathered(place)
+
+    def _show_gathered(self, place: int) -> None:
+        param = self.params[place]
+        with DisableTorchFunctionSubclass():
+            set_data(param, self.gathered[place])
+        param.__class__ = self._originals[place]
+        self.shown_at = -1
+
+    def scatter(self, place: int) -> torch.Tensor:
+        """Undo `gather`; gives the memory that the parameter has now."""
+        param = self.params[place]
+        value = param.data
+        del self.gathered[place]
+        param.__class__ = self._away[place]
+        self.shown_at = -1
+        self.show()
+        return value
+
+    # --- where the parameters are ---
 
     def holds(self, address: int) -> bool:
         """Whether `address` is that of one of its parameters on the device."""

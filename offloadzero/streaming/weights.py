@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -14,6 +14,8 @@ from offloadzero.native.compact import num_scales
 from offloadzero.observe.clock import StepClock
 from offloadzero.optim import compact_math, device_math
 from offloadzero.optim.records import COMPACT_STATE, ParamSlot, Record, segment_slice
+from offloadzero.parameters.remote import RemoteTensor
+from offloadzero.parameters.weight import offload_parameter
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.spill import take_spilled
 
@@ -77,38 +79,74 @@ class WeightAccess:
         if master is not None:
             self._write(record, slot, SegmentKind.MASTER, master)
 
-    def snapshot(self, record: Record, slots: Sequence[ParamSlot]) -> dict[ParamSlot, torch.Tensor]:
-        """Copies of parameters of a pinned unit, on the device, flat."""
-        flat = self._executor.flat_parameters(record.index)
-        return {slot: slot.view_in(flat).reshape(-1).clone() for slot in slots}
+    # --- what scripts do with parameters ---
 
-    def edits(
-        self, record: Record, before: Mapping[ParamSlot, torch.Tensor]
-    ) -> dict[ParamSlot, torch.Tensor]:
-        """The parameters of a pinned unit that differ from `before`, as fp32 masters to be.
+    def attach(self, records: Iterable[Record]) -> None:
+        """Answer for the parameters of `records` outside their forwards: [Note: a parameter away]."""
+        for record in records:
+            for slot in record.slots:
+                offload_parameter(slot.param, SlotWeight(self, record, slot))
 
-        Elements whose bits are unchanged keep their master.
+    @property
+    def device(self) -> torch.device:
+        """Where the computation runs."""
+        return self._store.accelerator.device
+
+    def version(self, record: Record, slot: ParamSlot) -> int:
+        """Grows with every change of the parameter: an update leaves frozen ones as they are."""
+        return self._executor.version(record.index, is_frozen=not slot.trainable)
+
+    def value(self, record: Record, slot: ParamSlot) -> torch.Tensor:
+        """The parameter on the device, in its shape, for an operation that is launched next; not to be written."""
+        flat = self._executor.on_device(record.index)
+        return slot.view_in(flat) if flat is not None else self.read(record, slot).to(self.device)
+
+    def replace(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> bool:
+        """Write what a script made of a parameter; whether anything changed.
+
+        Elements whose bits are unchanged keep their fp32 master.
         """
-        flat = self._executor.flat_parameters(record.index)
-        edits: dict[ParamSlot, torch.Tensor] = {}
-        for slot, old in before.items():
-            new = slot.view_in(flat).detach().reshape(-1)
-            changed = (_bits(new) != _bits(old)).to("cpu")
-            if bool(changed.any()):
-                master = self.read_master(record, slot).reshape(-1)
-                edits[slot] = torch.where(changed, new.to("cpu").float(), master)
-        return edits
+        new = value.detach().to("cpu").reshape(-1)
+        changed = _bits(new) != _bits(self.read(record, slot).reshape(-1))
+        if not bool(changed.any()):
+            return False
+        if slot.trainable and SegmentKind.MASTER in record.segments:
+            new = torch.where(changed, new.float(), self.read_master(record, slot).reshape(-1))
+        self.write(record, slot, new)
+        flat = self._executor.pinned_parameters(record.index)
+        if flat is not None:
+            slot.view_in(flat).copy_(value)
+        return True
 
-    def undo(self, record: Record, before: Mapping[ParamSlot, torch.Tensor]) -> None:
-        """Put a snapshot back into the pinned unit."""
-        flat = self._executor.flat_parameters(record.index)
-        for slot, old in before.items():
-            slot.view_in(flat).detach().reshape(-1).copy_(old)
+    def commit_forward(self, record: Record, places: Iterable[int]) -> None:
+        """Write what operations made of these slots' parameters in place, in the forward that now ends."""
+        flat = self._executor.pinned_parameters(record.index)
+        if flat is None:
+            raise AssertionError(f"{record.name} is in no forward")
+        for place in places:
+            slot = record.slots[place]
+            self.replace(record, slot, slot.view_in(flat).clone())
 
-    def commit(self, record: Record, edits: Mapping[ParamSlot, torch.Tensor]) -> None:
-        """Write what `edits` found."""
-        for slot, weights in edits.items():
-            self.write(record, slot, weights)
+    def commit_gathered(self, record: Record) -> None:
+        """Write what a script made of gathered parameters before their module computes with them."""
+        for place, value in self._executor.gathered_in(record.index).items():
+            self.replace(record, record.slots[place], value)
+
+    def gather(self, record: Record, slot: ParamSlot) -> bool:
+        """Make a parameter an ordinary one with memory of its own on the device, until `scatter`; False if it is."""
+        if slot.index in self._executor.gathered_in(record.index):
+            return False
+        self._executor.gather(record.index, slot.index, self.value(record, slot).clone())
+        return True
+
+    def scatter(self, record: Record, slot: ParamSlot) -> torch.Tensor:
+        """Undo `gather`; gives what the parameter holds now."""
+        return self._executor.scatter(record.index, slot.index)
+
+    def differs(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> bool:
+        """Whether the parameter has other bits than `value`."""
+        home = self.read(record, slot)
+        return not torch.equal(_bits(value.detach().to("cpu").reshape(-1)), _bits(home.reshape(-1)))
 
     # --- optimizer states ---
 
@@ -182,6 +220,65 @@ class WeightAccess:
         with self._clock.waiting("state access"), self._store.failures.handed_over():
             self._store.write(segment, source, start=first).wait()
         record.version += 1
+
+
+class SlotWeight:
+    """One parameter as a script's operations reach it: a `Weight` of offloadzero.parameters."""
+
+    def __init__(self, access: WeightAccess, record: Record, slot: ParamSlot) -> None:
+        self._access = access
+        self._record = record
+        self._slot = slot
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the model."""
+        return self._slot.name
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's shape."""
+        return self._slot.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameter's dtype."""
+        return self._record.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the computation runs."""
+        return self._access.device
+
+    @property
+    def version(self) -> int:
+        """Grows with every change of the value."""
+        return self._access.version(self._record, self._slot)
+
+    def read(self) -> torch.Tensor:
+        """The value on the device; not to be written."""
+        return self._access.value(self._record, self._slot)
+
+    def read_to_write(self) -> torch.Tensor:
+        """The value on the device, in memory of its own."""
+        return self.read().clone()
+
+    def write(self, value: torch.Tensor) -> None:
+        """Commit a value."""
+        self._access.replace(self._record, self._slot, value)
+
+    def assign(self, value: torch.Tensor) -> None:
+        """`param.data = value`."""
+        if isinstance(value, RemoteTensor) and value.source is self and value.is_whole:
+            return  # `param.data += x` has written already
+        if value.dtype != self.dtype:
+            allowed = f"{self.dtype}: the configuration says the precision (its bf16 and fp16 blocks)"
+            raise ConfigError(f"{self.name}.data", value.dtype, allowed)
+        if value.shape != self.shape:
+            raise ConfigError(f"{self.name}.data", tuple(value.shape), f"shape {tuple(self.shape)}")
+        if value.device.type != self.device.type:
+            raise ConfigError(f"{self.name}.data", str(value.device), f"device {self.device}")
+        self.write(value.detach().clone())
 
 
 CodeSpec = tuple[str, SegmentKind, torch.dtype, torch.Size]

@@ -1,0 +1,256 @@
+"""Parameters of an offloaded model as scripts see them: inside their module's forward, and away from it.
+
+[Note: a parameter away]
+Between the uses of its module a parameter has no value in memory: its `data` is one NaN expanded to its shape. It wears
+the class `AwayParameter` then, and whatever a script does with it arrives in `__torch_function__`: what needs no value
+(shape, dtype, grad, hooks) passes; for everything else a remote tensor stands for the parameter, so reads wait for
+the update and give the value at home, and writes are committed there. With gradients on, the remote tensor is
+connected to the parameter: what autograd saves of it is the remote tensor, no copy of a weight is kept for backward,
+and the gradient arrives at the parameter.
+
+In its module's forward it wears `PresentParameter`, an ordinary parameter for every operation and for the compiler.
+Only `data` and `detach()` are remote tensors there too: what they hand out may be kept, and the memory belongs to
+another unit soon.
+
+An operation that is written in C++ and takes the parameter itself (no Python function of torch) sees the NaN outside of
+the forward; inside a forward the read of a module's attribute brings the weight to the device for such operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from offloadzero.errors import StateError
+from offloadzero.parameters.remote import RemoteTensor, Source
+from offloadzero.torch_private import DisableTorchFunctionSubclass
+
+_ATTRIBUTE = "_offloadzero_weight"
+_COMPILER = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses", "torch.fx")
+
+
+class Weight(Source, Protocol):
+    """The value of a parameter, wherever it is."""
+
+    @property
+    def version(self) -> int:
+        """Grows with every change of the value."""
+
+    def assign(self, value: Tensor) -> None:
+        """`param.data = value`: the same shape, dtype and device; the value is copied."""
+
+
+class _LeafTensor(RemoteTensor):
+    """Stands for a parameter in a graph. As with any leaf, writing it is an error where gradients are recorded."""
+
+    @property
+    def _detached_type(self) -> type[RemoteTensor]:
+        return RemoteTensor
+
+    def _check_write(self) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{self.source.name}: a leaf Variable that requires grad is being used in an in-place operation."
+            )
+
+
+class _AsRecorded:
+    """A weight in a graph: read in backward it must have the value that it had in the forward."""
+
+    def __init__(self, weight: Weight) -> None:
+        self._weight = weight
+        self._version = weight.version
+        self.name = weight.name
+        self.shape = weight.shape
+        self.dtype = weight.dtype
+        self.device = weight.device
+
+    def read(self) -> Tensor:
+        if self._weight.version != self._version:
+            raise StateError(
+                f"{self.name} was updated between its use and the backward pass through it: "
+                "call backward() before step() and before writing weights"
+            )
+        return self._weight.read()
+
+    def read_to_write(self) -> Tensor:
+        return self.read().clone()
+
+    def write(self, value: Tensor) -> None:
+        self._weight.write(value)
+        self._version = self._weight.version
+
+
+class _Connect(torch.autograd.Function):
+    """A remote tensor whose gradient is the parameter's."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor) -> Tensor:  # noqa: ARG004 (torch's signature)
+        return _LeafTensor(_AsRecorded(weight_of(param)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
+        return grad
+
+
+class _Offloaded(nn.Parameter):
+    """What an offloaded parameter is in both of its classes."""
+
+    @property
+    def data(self) -> Tensor:
+        """The value, without a graph."""
+        return RemoteTensor(weight_of(self))
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        weight_of(self).assign(value)
+
+    def detach(self) -> Tensor:
+        """The value, without a graph."""
+        return RemoteTensor(weight_of(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = memo[id(self)] = self._resident_copy()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._resident_copy().__reduce_ex__(protocol)
+
+    def _resident_copy(self) -> nn.Parameter:
+        return nn.Parameter(RemoteTensor(weight_of(self)).read(), requires_grad=self.requires_grad)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return "Parameter containing:\n" + repr(RemoteTensor(weight_of(self)))
+
+
+class PresentParameter(_Offloaded):
+    """A parameter in its module's forward: [Note: a parameter away]."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> Tensor:
+        """The value, without a graph; for the compiler, which looks at what it is about to use, the memory itself."""
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith(_COMPILER):
+            return get_data(self)
+        return RemoteTensor(weight_of(self))
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        weight_of(self).assign(value)
+
+
+class AwayParameter(_Offloaded):
+    """A parameter outside its module's forward: [Note: a parameter away]."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _NEED_NO_VALUE:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return _answer(func, args, kwargs or {})
+
+
+def recorded(tensor: RemoteTensor) -> RemoteTensor:
+    """What autograd keeps of a remote tensor: reading it in backward is an error if the value has changed."""
+    if isinstance(tensor, _LeafTensor) or not hasattr(tensor.source, "version"):
+        return tensor
+    return tensor.with_source(_AsRecorded(tensor.source))
+
+
+def weight_of(param: Tensor) -> Weight:
+    """Where the value of an offloaded parameter is."""
+    weight: Weight = getattr(param, _ATTRIBUTE)
+    return weight
+
+
+@functools.cache
+def classes_of(original: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
+    """What a parameter of class `original` wears present and away."""
+    if original is nn.Parameter:
+        return PresentParameter, AwayParameter
+    return (
+        type("PresentParameter", (PresentParameter, original), {}),
+        type("AwayParameter", (AwayParameter, original), {}),
+    )
+
+
+def offload_parameter(param: nn.Parameter, weight: Weight) -> None:
+    """From here on `weight` answers for the parameter."""
+    setattr(param, _ATTRIBUTE, weight)
+    param.__class__ = classes_of(type(param))[1]
+
+
+# Of the parameter itself, whatever its class. Who calls them disables torch functions.
+get_data: Callable[[Tensor], Tensor] = torch._C.TensorBase.data.__get__
+set_data: Callable[[Tensor, Tensor], None] = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+
+
+def _answer(func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """Run an operation with remote tensors in the place of parameters that are away."""
+    standing: dict[int, tuple[nn.Parameter, Tensor]] = {}
+
+    def stand_in(param: AwayParameter) -> Tensor:
+        if id(param) not in standing:
+            standing[id(param)] = (param, _remote(param))
+        return standing[id(param)][1]
+
+    def parameter(tensor: RemoteTensor) -> Tensor:
+        return next((param for param, remote in standing.values() if remote is tensor), tensor)
+
+    args, keywords = pytree.tree_map_only(AwayParameter, stand_in, (args, dict(keywords)))
+    return pytree.tree_map_only(RemoteTensor, parameter, func(*args, **keywords))
+
+
+def _remote(param: AwayParameter) -> Tensor:
+    with DisableTorchFunctionSubclass():
+        is_connected = param.requires_grad and torch.is_grad_enabled()
+    if is_connected:
+        connected: Tensor = _Connect.apply(param)  # type: ignore[no-untyped-call]
+        return connected
+    return RemoteTensor(weight_of(param))
+
+
+# --- what needs no value
+
+_GETTERS = (
+    "_backward_hooks _base _cdata _grad _grad_fn _post_accumulate_grad_hooks _version device dtype grad grad_dtype "
+    "grad_fn is_cpu is_cuda is_ipu is_leaf is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse "
+    "is_sparse_csr is_vulkan is_xla is_xpu itemsize layout name names nbytes ndim output_nr requires_grad retains_grad "
+    "shape volatile"
+)
+_SETTERS = "_backward_hooks _grad _post_accumulate_grad_hooks grad grad_dtype names requires_grad"
+_METHODS = (
+    "__hash__ __len__ _is_view dim element_size get_device has_names is_complex is_conj is_distributed "
+    "is_floating_point is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed ndimension nelement "
+    "numel register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size"
+)
+_FUNCTIONS = "is_complex is_conj is_floating_point is_inference is_neg is_same_size is_signed numel"
+
+
+def _found(owner: Any, names: str, accessor: str = "") -> set[Any]:
+    """What this torch has of these names, as `__torch_function__` receives it."""
+    attributes = (getattr(owner, name, None) for name in names.split())
+    found = (getattr(one, accessor, None) if accessor else one for one in attributes)
+    return {one for one in found if one is not None}
+
+
+_NEED_NO_VALUE = frozenset(
+    _found(torch.Tensor, _GETTERS, "__get__")
+    | _found(torch.Tensor, _SETTERS, "__set__")
+    | _found(torch.Tensor, _METHODS)
+    | _found(torch, _FUNCTIONS)
+)
