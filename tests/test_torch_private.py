@@ -61,9 +61,7 @@ def test_the_names_do_what_the_comments_say() -> None:
     leaf = torch.ones(1, requires_grad=True)
     product = leaf * 2
     product.register_hook(
-        lambda _: seen.append(
-            (torch_private.current_autograd_node(), torch_private.current_graph_task_id())
-        )
+        lambda _: seen.append((torch_private.current_autograd_node(), torch_private.current_graph_task_id()))
     )
     product.sum().backward()
     ((node, task),) = seen

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero import BudgetError, ConfigError, StateError, zero
+from offloadzero import ConfigError, StateError, zero
 from offloadzero.streaming.spill import Spilled
 from tests.tiny import TinyModel, all_states, make_engine, run_script, settings, tokens, train
 
@@ -408,17 +408,29 @@ def test_an_exception_inside_is_the_one_that_is_raised(engine: offloadzero.Engin
     train(engine, num_steps=1)
 
 
-def test_more_than_fits_is_refused_and_nothing_stays_pinned(tmp_path: Path) -> None:
-    config = settings(
+def test_more_is_gathered_than_the_leases_hold(tmp_path: Path) -> None:
+    """Read, trained inside, edited: as the same model with room for all."""
+    small = settings(
         tmp_path, placement="host", zero_optimization={"stage": 3, "stage3_max_live_parameters": 1}
     )
-    engine = make_engine(config)
-    expected = make_engine(config)
-    with pytest.raises(BudgetError, match="blocks"):
-        zero.GatheredParameters(list(engine.module.parameters())).__enter__()
-    assert train(engine, num_steps=3) == train(expected, num_steps=3)
-    engine.close()
-    expected.close()
+    outcomes = []
+    for config in (small, settings(tmp_path, placement="device")):
+        engine = make_engine(config)
+        losses = train(engine, num_steps=1)
+        params = dict(engine.module.named_parameters())
+        with zero.GatheredParameters(params.values(), modifier_rank=0), torch.no_grad():
+            seen = {name: param.clone() for name, param in params.items()}
+            for param in params.values():
+                param.mul_(0.5)
+            inside = engine(tokens(7)).item()  # computes with the edits
+            params["blocks.1.norm.bias"].fill_(0.25)
+        losses += [inside, *train(engine, num_steps=2, first_seed=1)]
+        outcomes.append((losses, seen, all_states(engine)))
+        engine.close()
+    assert outcomes[0][0] == outcomes[1][0]
+    for ours, theirs in zip(outcomes[0][1:], outcomes[1][1:], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_gathering_a_model_that_is_not_offloaded_yet(tmp_path: Path) -> None:

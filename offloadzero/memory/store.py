@@ -82,6 +82,7 @@ class TieredStore:
         self.timeline = accelerator.timeline
         self.poison = poison
         self._pinned = False
+        self.is_closed = False
         self.nvme = (
             NvmeTier(nvme_paths, num_bytes=sizes.nvme, aio=aio, timeline=accelerator.timeline)
             if sizes.nvme
@@ -175,6 +176,7 @@ class TieredStore:
 
     def close(self) -> None:
         """Drain the lanes, end the file transfers, remove the files, unpin."""
+        self.is_closed = True
         self.h2d.close()
         self.d2h.close()
         if self.nvme is not None:

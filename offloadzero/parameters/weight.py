@@ -166,9 +166,9 @@ class AwayParameter(_Offloaded):
 
 def recorded(tensor: RemoteTensor) -> RemoteTensor:
     """What autograd keeps of a remote tensor: reading it in backward is an error if the value has changed."""
-    if isinstance(tensor, _LeafTensor) or not hasattr(tensor.source, "version"):
-        return tensor
-    return tensor.with_source(_AsRecorded(tensor.source))
+    weight: Any = tensor.source
+    is_weight = hasattr(weight, "version") and not isinstance(tensor, _LeafTensor)
+    return tensor.with_source(_AsRecorded(weight)) if is_weight else tensor
 
 
 def weight_of(param: Tensor) -> Weight:
@@ -195,7 +195,7 @@ def offload_parameter(param: nn.Parameter, weight: Weight) -> None:
 
 
 # Of the parameter itself, whatever its class. Who calls them disables torch functions.
-get_data: Callable[[Tensor], Tensor] = torch._C.TensorBase.data.__get__
+get_data: Callable[[Tensor], Tensor] = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
 set_data: Callable[[Tensor, Tensor], None] = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 

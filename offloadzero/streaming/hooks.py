@@ -112,7 +112,7 @@ class _Forward:
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._own is not None:
             return self._own.__reduce_ex__(protocol)
-        return types.MethodType, (type(self._module).forward, self._module)
+        return getattr, (self._module, "forward")  # the class's: the copy has none of its own yet
 
 
 class _SiteForward(_Forward):
@@ -437,7 +437,7 @@ class _SavedTensorHooks:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is SavedWeight:
             return self._load(packed)
-        if self._outer is not None:
+        if self._outer is not None and not isinstance(packed, RemoteTensor):
             return self._outer[1](packed)  # type: ignore[no-any-return]
         return packed  # type: ignore[no-any-return]
 

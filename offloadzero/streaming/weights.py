@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from offloadzero.config import SegmentKind
-from offloadzero.errors import ConfigError
+from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.native.compact import num_scales
@@ -98,7 +98,7 @@ class WeightAccess:
 
     def value(self, record: Record, slot: ParamSlot) -> torch.Tensor:
         """The parameter on the device, in its shape, for an operation that is launched next; not to be written."""
-        flat = self._executor.on_device(record.index)
+        flat = None if self._store.is_closed else self._executor.on_device(record.index)
         return slot.view_in(flat) if flat is not None else self.read(record, slot).to(self.device)
 
     def replace(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> bool:
@@ -194,6 +194,8 @@ class WeightAccess:
     # --- segments ---
 
     def _segment(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> Segment:
+        if self._store.is_closed:
+            raise StateError(f"{slot.name}: the engine of this model is closed, and its states went with it")
         if kind is not SegmentKind.PARAM and not slot.trainable:
             raise ConfigError(slot.name, kind.value, "a frozen parameter has no optimizer state")
         return record.segments[kind]
