@@ -140,7 +140,7 @@ class RemoteTensor(torch.Tensor):
 
     def read(self) -> Tensor:
         """The value now, as an ordinary tensor that nobody else holds."""
-        return self._view_in(self._source.read()).clone()
+        return self._view_in(self._source.read_to_write())
 
     def _check_write(self) -> None:
         """Raise if the tensor must not be written now."""

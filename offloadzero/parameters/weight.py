@@ -42,8 +42,54 @@ class Weight(Source, Protocol):
     def version(self) -> int:
         """Grows with every change of the value."""
 
+    def alias(self) -> Alias:
+        """The same object until `assign`."""
+
     def assign(self, value: Tensor) -> None:
         """`param.data = value`: the same shape, dtype and device; the value is copied."""
+
+
+class Alias:
+    """What `param.data` gives stands for: the parameter's value, until the parameter is given other memory.
+
+    `param.data = x` leaves those who hold the former `param.data` with the value that it had: what is then `fixed`.
+    """
+
+    def __init__(self, weight: Weight) -> None:
+        self._weight = weight
+        self._fixed: Tensor | None = None
+        self.name = weight.name
+        self.shape = weight.shape
+        self.dtype = weight.dtype
+        self.device = weight.device
+
+    @property
+    def version(self) -> int:
+        """Grows with every change of the value."""
+        return self._weight.version if self._fixed is None else 0
+
+    def fix(self, value: Tensor) -> None:
+        """The parameter has other memory from now on."""
+        self._fixed = value
+
+    def read(self) -> Tensor:
+        """The value on the device."""
+        return self._weight.read() if self._fixed is None else self._fixed
+
+    def read_to_write(self) -> Tensor:
+        """The value on the device, in memory of its own."""
+        return self._weight.read_to_write() if self._fixed is None else self._fixed.clone()
+
+    def write(self, value: Tensor) -> None:
+        """Replace the value."""
+        if self._fixed is None:
+            self._weight.write(value)
+        else:
+            self._fixed = value
+
+
+def _value_of(param: Tensor) -> RemoteTensor:
+    return RemoteTensor(weight_of(param).alias())
 
 
 class _LeafTensor(RemoteTensor):
@@ -105,7 +151,7 @@ class _Offloaded(nn.Parameter):
     @property
     def data(self) -> Tensor:
         """The value, without a graph."""
-        return RemoteTensor(weight_of(self))
+        return _value_of(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -113,7 +159,12 @@ class _Offloaded(nn.Parameter):
 
     def detach(self) -> Tensor:
         """The value, without a graph."""
-        return RemoteTensor(weight_of(self))
+        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.parameter":
+            raise StateError(
+                f"{weight_of(self).name}: a new Parameter cannot share memory with an offloaded one: do this before "
+                "offloading, or take a copy with clone()"
+            )
+        return _value_of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = memo[id(self)] = self._resident_copy()
@@ -123,10 +174,10 @@ class _Offloaded(nn.Parameter):
         return self._resident_copy().__reduce_ex__(protocol)
 
     def _resident_copy(self) -> nn.Parameter:
-        return nn.Parameter(RemoteTensor(weight_of(self)).read(), requires_grad=self.requires_grad)
+        return nn.Parameter(_value_of(self).read(), requires_grad=self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return "Parameter containing:\n" + repr(RemoteTensor(weight_of(self)))
+        return "Parameter containing:\n" + repr(_value_of(self))
 
 
 class PresentParameter(_Offloaded):
@@ -140,7 +191,7 @@ class PresentParameter(_Offloaded):
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if caller.startswith(_COMPILER):
             return get_data(self)
-        return RemoteTensor(weight_of(self))
+        return _value_of(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -211,6 +262,9 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[s
     def parameter(tensor: RemoteTensor) -> Tensor:
         return next((param for param, remote in standing.values() if remote is tensor), tensor)
 
+    own = _METHODS_OF_REMOTE.get(func)
+    if own is not None:
+        return own(_value_of(args[0]), *args[1:], **keywords)
     args, keywords = pytree.tree_map_only(AwayParameter, stand_in, (args, dict(keywords)))
     return pytree.tree_map_only(RemoteTensor, parameter, func(*args, **keywords))
 
@@ -221,7 +275,7 @@ def _remote(param: AwayParameter) -> Tensor:
     if is_connected:
         connected: Tensor = _Connect.apply(param)  # type: ignore[no-untyped-call]
         return connected
-    return RemoteTensor(weight_of(param))
+    return _value_of(param)
 
 
 # --- what needs no value
@@ -248,9 +302,16 @@ def _found(owner: Any, names: str, accessor: str = "") -> set[Any]:
     return {one for one in found if one is not None}
 
 
+# What torch's own methods of these names would take from memory that is not there.
+_METHODS_OF_REMOTE: Mapping[Any, Any] = {
+    getattr(torch.Tensor, name): getattr(RemoteTensor, name)
+    for name in ["numpy", "__array__", "tolist", "data_ptr", "untyped_storage", "share_memory_", "__dlpack__"]
+}
+
 _NEED_NO_VALUE = frozenset(
     _found(torch.Tensor, _GETTERS, "__get__")
     | _found(torch.Tensor, _SETTERS, "__set__")
     | _found(torch.Tensor, _METHODS)
     | _found(torch, _FUNCTIONS)
+    | _found(torch.autograd, "backward grad")
 )

@@ -45,6 +45,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from offloadzero.errors import ConfigError
 from offloadzero.observe.timeline import Timeline
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.parameters.remote import RemoteTensor
@@ -370,6 +371,9 @@ class ModelHooks:
         errors: list[str],
     ) -> None:
         """Write one module's own weights to their homes; torch finds them gone and reports them missing."""
+        if metadata.get("assign_to_params_buffers"):
+            allowed = "False: an offloaded model keeps its parameters, and takes the values"
+            raise ConfigError("load_state_dict(assign)", True, allowed)
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             self._loaded.discard(prefix + name)
             value = state_dict.get(prefix + name)

@@ -184,7 +184,7 @@ def _assign_parameters(
 
     def visit(module: nn.Module, name: str, unit: str | None) -> None:
         unit = unit or roots.get(id(module))
-        is_leaf = not any(module.children())
+        is_leaf = next(module.children(), None) is None  # a child may have a length, of 0 or of an error
         params = [(n, p) for n, p in _own_parameters(module) if id(p) not in seen]
         if params:
             seen.update(id(param) for _, param in params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -15,7 +16,7 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.optim import compact_math, device_math
 from offloadzero.optim.records import COMPACT_STATE, ParamSlot, Record, segment_slice
 from offloadzero.parameters.remote import RemoteTensor
-from offloadzero.parameters.weight import offload_parameter
+from offloadzero.parameters.weight import Alias, offload_parameter
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.spill import take_spilled
 
@@ -69,15 +70,16 @@ class WeightAccess:
         """Set the parameter and its master; fp32 values keep all their bits."""
         if value.numel() != slot.num_elements:  # torch would broadcast a single one
             raise ConfigError(slot.name, tuple(value.shape), f"shape {tuple(slot.shape)}")
-        param = torch.zeros(slot.num_elements, dtype=record.dtype)
-        master = None
         segment = record.segments.get(SegmentKind.MASTER)
-        if segment is not None and slot.trainable:
-            master = torch.zeros(slot.num_elements, dtype=segment.dtype)
+        if segment is None or not slot.trainable:
+            param = value.detach().to("cpu", record.dtype).reshape(-1).contiguous()
+            self._write(record, slot, SegmentKind.PARAM, param)
+            return
+        param = torch.zeros(slot.num_elements, dtype=record.dtype)
+        master = torch.zeros(slot.num_elements, dtype=segment.dtype)
         _encode(slot, value.detach().to("cpu"), param, master, base=slot.offset)
         self._write(record, slot, SegmentKind.PARAM, param)
-        if master is not None:
-            self._write(record, slot, SegmentKind.MASTER, master)
+        self._write(record, slot, SegmentKind.MASTER, master)
 
     # --- what scripts do with parameters ---
 
@@ -96,27 +98,29 @@ class WeightAccess:
         """Grows with every change of the parameter: an update leaves frozen ones as they are."""
         return self._executor.version(record.index, is_frozen=not slot.trainable)
 
-    def value(self, record: Record, slot: ParamSlot) -> torch.Tensor:
-        """The parameter on the device, in its shape, for an operation that is launched next; not to be written."""
-        flat = None if self._store.is_closed else self._executor.on_device(record.index)
-        return slot.view_in(flat) if flat is not None else self.read(record, slot).to(self.device)
+    def value(self, record: Record, slot: ParamSlot, *, to_write: bool = False) -> torch.Tensor:
+        """The parameter on the device, in its shape, for an operation that is launched next.
 
-    def replace(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> bool:
-        """Write what a script made of a parameter; whether anything changed.
-
-        Elements whose bits are unchanged keep their fp32 master.
+        `to_write`: in memory of its own; else it may be the unit's, and is not to be written.
         """
+        flat = None if self._store.is_closed else self._executor.on_device(record.index)
+        if flat is None:
+            return self.read(record, slot).to(self.device)
+        value = slot.view_in(flat)
+        return value.clone() if to_write else value
+
+    def replace(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> None:
+        """Write what a script made of a parameter. Elements whose bits are unchanged keep their fp32 master."""
         new = value.detach().to("cpu").reshape(-1)
-        changed = _bits(new) != _bits(self.read(record, slot).reshape(-1))
-        if not bool(changed.any()):
-            return False
         if slot.trainable and SegmentKind.MASTER in record.segments:
+            changed = _bits(new) != _bits(self.read(record, slot).reshape(-1))
+            if not bool(changed.any()):
+                return
             new = torch.where(changed, new.float(), self.read_master(record, slot).reshape(-1))
         self.write(record, slot, new)
         flat = self._executor.pinned_parameters(record.index)
         if flat is not None:
             slot.view_in(flat).copy_(value)
-        return True
 
     def commit_forward(self, record: Record, places: Iterable[int]) -> None:
         """Write what operations made of these slots' parameters in place, in the forward that now ends."""
@@ -231,6 +235,7 @@ class SlotWeight:
         self._access = access
         self._record = record
         self._slot = slot
+        self._alias: weakref.ref[Alias] | None = None
 
     @property
     def name(self) -> str:
@@ -263,15 +268,24 @@ class SlotWeight:
 
     def read_to_write(self) -> torch.Tensor:
         """The value on the device, in memory of its own."""
-        return self.read().clone()
+        return self._access.value(self._record, self._slot, to_write=True)
 
     def write(self, value: torch.Tensor) -> None:
         """Commit a value."""
         self._access.replace(self._record, self._slot, value)
 
+    def alias(self) -> Alias:
+        """What stands for the value until `assign`."""
+        alias = None if self._alias is None else self._alias()
+        if alias is None:
+            alias = Alias(self)
+            self._alias = weakref.ref(alias)
+        return alias
+
     def assign(self, value: torch.Tensor) -> None:
         """`param.data = value`."""
-        if isinstance(value, RemoteTensor) and value.source is self and value.is_whole:
+        alias = None if self._alias is None else self._alias()
+        if isinstance(value, RemoteTensor) and value.source is alias and value.is_whole:
             return  # `param.data += x` has written already
         if value.dtype != self.dtype:
             allowed = f"{self.dtype}: the configuration says the precision (its bf16 and fp16 blocks)"
@@ -280,7 +294,11 @@ class SlotWeight:
             raise ConfigError(f"{self.name}.data", tuple(value.shape), f"shape {tuple(self.shape)}")
         if value.device.type != self.device.type:
             raise ConfigError(f"{self.name}.data", str(value.device), f"device {self.device}")
-        self.write(value.detach().clone())
+        value = value.detach().clone()
+        if alias is not None:  # somebody holds the former `param.data`
+            alias.fix(self.read_to_write())
+            self._alias = None
+        self.write(value)
 
 
 CodeSpec = tuple[str, SegmentKind, torch.dtype, torch.Size]
