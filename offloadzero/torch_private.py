@@ -58,12 +58,9 @@ make_wrapper_subclass: Callable[..., Any] = _look_up("Tensor._make_wrapper_subcl
 _eval_frame: Any = _look_up("_C._dynamo.eval_frame")
 
 
-def skip_frame(function: Callable[..., Any]) -> None:
-    """Have the compiler run `function` as it is, and compile what it calls."""
+def skip_frame(function: Callable[..., Any], *, with_calls: bool) -> None:
+    """Have the compiler run `function` as it is; and what it calls too, or compile that."""
     setattr(function, "_torchdynamo_disable", True)  # noqa: B010 (no inlining either: a graph ends here)
-    if hasattr(_eval_frame, "skip_code"):  # before torch 2.9
-        _eval_frame.skip_code(function.__code__)
-    else:
-        action = _eval_frame._FrameAction
-        strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
-        _eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    action = _eval_frame._FrameAction
+    strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if with_calls else action.DEFAULT)
+    _eval_frame.set_code_exec_strategy(function.__code__, strategy)

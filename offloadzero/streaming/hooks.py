@@ -179,7 +179,10 @@ class _CheckpointedForward(_Forward):
             pop_saved_tensors_default_hooks()
 
 
-skip_frame(_SiteForward.__call__)
+# The compiler goes from a site's wrapper to what it wraps, and into nothing else of ours.
+skip_frame(_SiteForward.__call__, with_calls=False)
+for _function in (_SiteForward._enter, _SiteForward._leave, _WatchedParameters.__getitem__):
+    skip_frame(_function, with_calls=True)
 
 
 class _StateDictHook:
