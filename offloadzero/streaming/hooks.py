@@ -128,30 +128,30 @@ class _SiteForward(_Forward):
         self._lap = f"forward {site.name or 'model'}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._timeline.enter_model()
-        with self._timeline.launching():
-            has_pushed = self._enter()
+        has_pushed = self._enter()
         try:
             return self._forward(*args, **kwargs)
         finally:
-            with self._timeline.launching():
-                self._leave(has_pushed)
+            self._leave(has_pushed)
 
     def _enter(self) -> bool:
         """Pin the units; whether saved-tensor hooks were pushed."""
         hooks = self._hooks
-        hooks.commit_gathered(self._records)
-        hooks.executor.enter_forward(self._records, is_root=self._is_root)
-        return torch.is_grad_enabled() and hooks.push_saved_tensor_hooks()
+        self._timeline.enter_model()
+        with self._timeline.launching():
+            hooks.commit_gathered(self._records)
+            hooks.executor.enter_forward(self._records, is_root=self._is_root)
+            return torch.is_grad_enabled() and hooks.push_saved_tensor_hooks()
 
     def _leave(self, has_pushed: bool) -> None:
-        if has_pushed:
-            pop_saved_tensors_default_hooks()
-        try:
-            self._hooks.commit_written(self._records)
-        finally:
-            self._hooks.executor.leave_forward(self._records)
-        self._timeline.lap(self._lap)
+        with self._timeline.launching():
+            if has_pushed:
+                pop_saved_tensors_default_hooks()
+            try:
+                self._hooks.commit_written(self._records)
+            finally:
+                self._hooks.executor.leave_forward(self._records)
+            self._timeline.lap(self._lap)
 
 
 class _CheckpointedForward(_Forward):
