@@ -481,3 +481,45 @@ def test_reads_after_close_say_so(offloaded: Any) -> None:
     optimizer.close()
     with pytest.raises(StateError, match="closed"):
         model.get_parameter("blocks.0.up.weight").sum()
+
+
+def test_a_write_into_the_state_dict_arrives(offloaded: Any) -> None:
+    model, optimizer = offloaded()
+    reference = build()
+    plain = adam(reference)
+    for net in (model, reference):
+        state = net.state_dict()
+        state["blocks.0.up.weight"].mul_(0.5)
+        state["blocks.1.up.weight"][0].fill_(0.25)
+        state["blocks.1.up.bias"].view(-1)[1:] = -0.5
+        torch._foreach_add_([state["blocks.0.norm.weight"], state["blocks.0.norm.bias"]], 0.125)
+    assert_same_weights(model, reference, rtol=0.0, atol=0.0)
+    for seed in range(2):
+        assert step(model, optimizer, seed) == pytest.approx(step(reference, plain, seed), rel=1e-5)
+
+
+def test_a_state_dict_is_of_ordinary_tensors_for_those_who_read_it(offloaded: Any) -> None:
+    model, optimizer = offloaded()
+    state = model.state_dict()
+    value = state["blocks.0.up.weight"]
+    assert type(value * 2) is Tensor
+    assert type(value.clone()) is Tensor
+    assert type(copy.deepcopy(state)["blocks.0.up.weight"]) is Tensor
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded["blocks.0.up.weight"]) is Tensor
+    assert torch.equal(loaded["blocks.0.up.weight"], value)
+    assert value.data_ptr()
+    before = value.clone()
+    step(model, optimizer, 0)
+    assert torch.equal(value, before)  # a copy
+    with pytest.raises(StateError, match=r"blocks\.0\.up\.weight: was changed since state_dict"):
+        value.zero_()
+
+
+def test_keep_vars_gives_the_parameters(offloaded: Any) -> None:
+    model, _ = offloaded()
+    state = model.state_dict(keep_vars=True)
+    assert all(state[name] is param for name, param in model.named_parameters())

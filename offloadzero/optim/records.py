@@ -54,6 +54,7 @@ class ParamSlot:
     group_index: int | None  # of the optimizer's param_groups; None: frozen
     index: int = 0  # in its record's slots
     step: int = 0  # updates so far
+    num_writes: int = 0  # other than updates
 
     @property
     def trainable(self) -> bool:

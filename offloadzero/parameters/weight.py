@@ -39,8 +39,8 @@ class Weight(Source, Protocol):
     """The value of a parameter, wherever it is."""
 
     @property
-    def version(self) -> int:
-        """Grows with every change of the value."""
+    def history(self) -> tuple[int, int]:
+        """Changes with each change of this value, and no other's."""
 
     def alias(self) -> Alias:
         """The same object until `assign`."""
@@ -64,9 +64,9 @@ class Alias:
         self.device = weight.device
 
     @property
-    def version(self) -> int:
-        """Grows with every change of the value."""
-        return self._weight.version if self._fixed is None else 0
+    def history(self) -> tuple[int, int]:
+        """Changes with each change of this value."""
+        return self._weight.history if self._fixed is None else (-1, 0)
 
     def fix(self, value: Tensor) -> None:
         """The parameter has other memory from now on."""
@@ -111,14 +111,14 @@ class _AsRecorded:
 
     def __init__(self, weight: Weight) -> None:
         self._weight = weight
-        self._version = weight.version
+        self._history = weight.history
         self.name = weight.name
         self.shape = weight.shape
         self.dtype = weight.dtype
         self.device = weight.device
 
     def read(self) -> Tensor:
-        if self._weight.version != self._version:
+        if self._weight.history != self._history:
             raise StateError(
                 f"{self.name} was updated between its use and the backward pass through it: "
                 "call backward() before step() and before writing weights"
@@ -130,7 +130,7 @@ class _AsRecorded:
 
     def write(self, value: Tensor) -> None:
         self._weight.write(value)
-        self._version = self._weight.version
+        self._history = self._weight.history
 
 
 class _Connect(torch.autograd.Function):
@@ -218,7 +218,7 @@ class AwayParameter(_Offloaded):
 def recorded(tensor: RemoteTensor) -> RemoteTensor:
     """What autograd keeps of a remote tensor: reading it in backward is an error if the value has changed."""
     weight: Any = tensor.source
-    is_weight = hasattr(weight, "version") and not isinstance(tensor, _LeafTensor)
+    is_weight = hasattr(weight, "history") and not isinstance(tensor, _LeafTensor)
     return tensor.with_source(_AsRecorded(weight)) if is_weight else tensor
 
 

@@ -253,10 +253,9 @@ class Executor:
             self.touch(index, guard=True, evaluating=self.is_evaluating)
         return unit.flat
 
-    def version(self, index: int, *, is_frozen: bool) -> int:
-        """Of the unit's weights: counts what changes the trainable ones, or the frozen ones."""
-        unit = self._units[index]
-        return unit.edits if is_frozen else unit.generation
+    def num_updates(self, index: int) -> int:
+        """Of the unit, begun so far."""
+        return self._units[index].generation - self._units[index].edits
 
     def show(self, index: int, *, place: int, as_copy: bool) -> None:
         """Bring a unit to the device for a read of one parameter and point its parameters there.

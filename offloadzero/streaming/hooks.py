@@ -49,7 +49,8 @@ from offloadzero.errors import ConfigError
 from offloadzero.observe.timeline import Timeline
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.parameters.remote import RemoteTensor
-from offloadzero.parameters.weight import recorded
+from offloadzero.parameters.state import state_tensor
+from offloadzero.parameters.weight import recorded, weight_of
 from offloadzero.streaming.activations import ActivationStore, Call, KeptInput
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import SavedWeight
@@ -357,10 +358,11 @@ class ModelHooks:
     ) -> None:
         """Replace the placeholders of one module's own parameters by their values, in host memory."""
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if prefix + name in state_dict and id(param) in self._slot_of:
-                state_dict[prefix + name] = self._weights.read(
-                    self._records[self._record_of[id(param)]], self._slot_of[id(param)]
-                )
+            slot = self._slot_of.get(id(param))
+            if slot is None or state_dict.get(prefix + name, param) is param:
+                continue  # keep_vars=True asks for the parameters themselves
+            value = self._weights.read(self._records[self._record_of[id(param)]], slot)
+            state_dict[prefix + name] = state_tensor(value, weight_of(param))
 
     def _take_state_dict(
         self,

@@ -72,6 +72,7 @@ class WeightAccess:
         """Set the parameter and its master; fp32 values keep all their bits."""
         if value.numel() != slot.num_elements:  # torch would broadcast a single one
             raise ConfigError(slot.name, tuple(value.shape), f"shape {tuple(slot.shape)}")
+        slot.num_writes += 1
         segment = record.segments.get(SegmentKind.MASTER)
         if segment is None or not slot.trainable:
             param = value.detach().to("cpu", record.dtype).reshape(-1).contiguous()
@@ -96,9 +97,9 @@ class WeightAccess:
         """Where the computation runs."""
         return self._store.accelerator.device
 
-    def version(self, record: Record, slot: ParamSlot) -> int:
-        """Grows with every change of the parameter: an update leaves frozen ones as they are."""
-        return self._executor.version(record.index, is_frozen=not slot.trainable)
+    def num_updates(self, record: Record) -> int:
+        """Updates of the record begun so far."""
+        return self._executor.num_updates(record.index)
 
     def value(self, record: Record, slot: ParamSlot, *, to_write: bool = False) -> torch.Tensor:
         """The parameter on the device, in its shape, for an operation that is launched next.
@@ -261,9 +262,9 @@ class SlotWeight:
         return self._access.device
 
     @property
-    def version(self) -> int:
-        """Grows with every change of the value."""
-        return self._access.version(self._record, self._slot)
+    def history(self) -> tuple[int, int]:
+        """Updates of the unit begun so far, and writes of this parameter."""
+        return self._access.num_updates(self._record), self._slot.num_writes
 
     def read(self) -> torch.Tensor:
         """The value on the device; not to be written."""
