@@ -77,11 +77,23 @@ def test_a_warmup_is_at_least_two_iterations(warmup: int) -> None:
     assert run(optimizer, schedule, 4) == pytest.approx([0, 0, 0.5, 1])
 
 
-def test_warmup_max_lr_defaults_to_the_optimizers_rate_and_groups_have_their_own() -> None:
+def test_warmup_max_lr_defaults_to_each_groups_own_rate() -> None:
+    """Of two groups each ends at its own rate, and is at every step as far on its way as the other."""
     optimizer = adam(0.25, 0.75)
-    schedule = WarmupLR(optimizer, warmup_num_steps=2)
-    run(optimizer, schedule, 5)
-    assert schedule.get_last_lr() == [0.25, 0.25]
+    schedule = WarmupLR(optimizer, warmup_num_steps=5)
+    for step in range(9):
+        expected = [log_warmup(step, 5) * rate for rate in (0.25, 0.75)]
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(expected)
+        optimizer.step()
+        schedule.step()
+    assert schedule.get_last_lr() == [0.25, 0.75]
+    optimizer = adam(0.25, 0.75)
+    decay = WarmupDecayLR(optimizer, 40, warmup_max_lr=None, warmup_num_steps=2)
+    run(optimizer, decay, 3)
+    assert decay.get_last_lr() == [0.25, 0.75]
+
+
+def test_warmup_bounds_of_each_group() -> None:
     optimizer = adam(0.25, 0.75)
     schedule = WarmupLR(optimizer, warmup_min_lr=[0.5, 1], warmup_max_lr=[2, 3], warmup_num_steps=2)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 1]
@@ -158,6 +170,13 @@ def test_one_cycle_and_decay(first: int, second: int | None) -> None:
     assert run(optimizer, schedule, total + 10) == pytest.approx(expected)
 
 
+def test_one_cycle_without_a_second_half_by_hand() -> None:
+    """DeepSpeed's phase is 0 again where the only half ends: the peak itself is never reached."""
+    optimizer = adam()
+    schedule = OneCycle(optimizer, 0.0, 1.0, cycle_first_step_size=4, cycle_second_step_size=0)
+    assert run(optimizer, schedule, 8) == pytest.approx([0, 0.25, 0.5, 0.75, 0, 0, 0, 0])
+
+
 def test_one_cycle_stairs_by_hand() -> None:
     optimizer = adam()
     schedule = OneCycle(
@@ -181,6 +200,27 @@ def test_one_cycle_moves_the_first_beta() -> None:
     assert {betas[1] for betas in seen} == {0.99}
     with pytest.raises(ConfigError, match="decay_mom_rate"):
         run(optimizer, schedule, 20)
+
+
+def test_one_cycle_momenta_of_each_group() -> None:
+    optimizer = adam(0.5, 0.5)
+    schedule = OneCycle(
+        optimizer,
+        [0.0, 1.0],
+        [1.0, 5.0],
+        cycle_first_step_size=2,
+        cycle_min_mom=[0.5, 0.6],
+        cycle_max_mom=[0.9, 0.8],
+    )
+    rates, momenta = [], []
+    for _ in range(6):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        momenta.append([group["betas"][0] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    assert rates == [pytest.approx(row) for row in ([0, 1], [0.5, 3], [1, 5], [0.5, 3], [0, 1], [0, 1])]
+    expected = ([0.5, 0.6], [0.7, 0.7], [0.5, 0.6], [0.7, 0.7], [0.9, 0.8], [0.9, 0.8])
+    assert momenta == [pytest.approx(row) for row in expected]
 
 
 def test_one_cycle_can_leave_the_betas_alone() -> None:
@@ -244,6 +284,31 @@ def test_deepspeeds_own_state_and_last_batch_iteration_resume(name: str) -> None
 
 
 @pytest.mark.parametrize("name", DEEPSPEED_SCHEDULES)
+def test_a_step_to_an_iteration(name: str) -> None:
+    """`step(k)` is DeepSpeed's: the rate (and beta) that k + 1 plain steps lead to, and the plain steps go on."""
+    plain_optimizer, optimizer = adam(), adam()
+    plain, schedule = (build(name, made, **PARAMS[name]) for made in (plain_optimizer, optimizer))
+    states = []
+    for _ in range(16):
+        plain_optimizer.step()
+        plain.step()
+        group = plain_optimizer.param_groups[0]
+        states.append((group["lr"], group["betas"]))
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for iteration in (0, 7, 3, 14):
+            schedule.step(iteration)
+            group = optimizer.param_groups[0]
+            assert (group["lr"], group["betas"]) == states[iteration]
+            assert schedule.last_batch_iteration == iteration
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == states[15][0]
+    with pytest.raises(ConfigError, match="whole number, at least -1"):
+        schedule.step(-2)
+
+
+@pytest.mark.parametrize("name", DEEPSPEED_SCHEDULES)
 def test_no_warning_in_ordinary_use(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -291,6 +356,7 @@ def test_torch_schedules_are_built_by_name() -> None:
         ("WarmupLR", {"warmup_max_lr": math.inf}, "finite"),
         ("WarmupLR", {"warmup_min_lr": -1e-3}, "at least 0"),
         ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "at least 1"),
+        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_min_mom": [0.8, 0.8]}, "1 groups"),
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "at least 1"),
     ],
 )

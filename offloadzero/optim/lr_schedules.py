@@ -9,7 +9,8 @@ step() after an optimizer step adds one. So optimizer step k (from 0) runs with 
 and a warmup's first two steps both run at its minimum (iterations -1 and 0). torch's `last_epoch` is 0 after
 construction: here iteration = last_epoch - 1, so every optimizer step sees the rate it sees under DeepSpeed.
 Given as an argument, `last_batch_iteration` is the iteration to resume after, as in DeepSpeed; unlike there,
-the rate of that iteration is set at once. A DeepSpeed scheduler state, {"last_batch_iteration": n}, loads.
+the rate of that iteration is set at once. `step(k)` sets the rate of iteration k, in DeepSpeed's count and not in
+torch's epochs. A DeepSpeed scheduler state, {"last_batch_iteration": n}, loads.
 """
 
 from __future__ import annotations
@@ -56,6 +57,13 @@ class _IterationSchedule(LRScheduler):
         """The rate of each parameter group at DeepSpeed's `iteration` (at least -1)."""
         raise NotImplementedError
 
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Set the rates of the next iteration, or of the one given."""
+        if last_batch_iteration is not None:
+            # torch's step() adds one, and iteration i is its epoch i + 1.
+            self.last_epoch = _iteration(last_batch_iteration)
+        super().step()
+
     def get_lr(self) -> list[Any]:
         return self.rates(self.last_batch_iteration)
 
@@ -74,8 +82,8 @@ class _IterationSchedule(LRScheduler):
 class WarmupLR(_IterationSchedule):
     """From `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps` iterations, then constant.
 
-    Each rate is a number, or a list with one for each parameter group; `warmup_max_lr` None is the first
-    group's rate. rate(i) = min + (max - min) * fraction(i), see `warmup_fraction`. Raises ConfigError.
+    Each rate is a number, or a list with one for each parameter group; `warmup_max_lr` None is each group's own
+    rate. rate(i) = min + (max - min) * fraction(i), see `warmup_fraction`. Raises ConfigError.
     """
 
     def __init__(
@@ -88,7 +96,7 @@ class WarmupLR(_IterationSchedule):
         last_batch_iteration: int = -1,
     ) -> None:
         if warmup_max_lr is None:
-            warmup_max_lr = float(optimizer.param_groups[0]["lr"])
+            warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
         self.min_lrs = _per_group("warmup_min_lr", warmup_min_lr, optimizer)
         self.max_lrs = _per_group("warmup_max_lr", warmup_max_lr, optimizer)
         self.warmup_num_steps = _whole("warmup_num_steps", warmup_num_steps, minimum=0)
@@ -212,16 +220,17 @@ class OneCycle(_IterationSchedule):
     t / a up to t = a, then (a + b - t) / b; a stair count s > 0 rounds it down to a multiple of 1 / s in that
     half. rate = min + (max - min) * scale; beta1 = max - (max - min) * scale. From i = a + b on, with
     d = (i - a - b + 1) / decay_step_size: rate = min / (1 + decay_lr_rate * d), beta1 = max * (1 +
-    decay_mom_rate * d); without a decay (rate or step size 0) they stay. As in DeepSpeed, beta1 at iteration
-    -1 is its minimum and the second beta is 0.99 throughout; set `cycle_momentum` false to leave betas alone.
-    An optimizer without betas keeps its momentum, with a warning. Raises ConfigError.
+    decay_mom_rate * d); without a decay (rate or step size 0) they stay. Rates and momenta are numbers, or lists
+    with one for each parameter group. As in DeepSpeed, b may be 0 (t = a is then the minimum again), beta1 at
+    iteration -1 is its minimum and the second beta is 0.99 throughout; set `cycle_momentum` false to leave betas
+    alone. An optimizer without betas keeps its momentum, with a warning. Raises ConfigError.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        cycle_min_lr: float,
-        cycle_max_lr: float,
+        cycle_min_lr: float | Sequence[float],
+        cycle_max_lr: float | Sequence[float],
         decay_lr_rate: float = 0.0,
         cycle_first_step_size: int = 2000,
         cycle_second_step_size: int | None = None,
@@ -229,8 +238,8 @@ class OneCycle(_IterationSchedule):
         cycle_second_stair_count: int | None = None,
         decay_step_size: int = 0,
         cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
+        cycle_min_mom: float | Sequence[float] = 0.8,
+        cycle_max_mom: float | Sequence[float] = 0.9,
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
@@ -239,24 +248,25 @@ class OneCycle(_IterationSchedule):
         if cycle_second_stair_count is None:
             cycle_second_stair_count = cycle_first_stair_count
         self.first_step_size = _whole("cycle_first_step_size", cycle_first_step_size, minimum=1)
-        self.second_step_size = _whole("cycle_second_step_size", cycle_second_step_size, minimum=1)
+        self.second_step_size = _whole("cycle_second_step_size", cycle_second_step_size, minimum=0)
         self.first_stair_count = _whole("cycle_first_stair_count", cycle_first_stair_count, minimum=0)
         self.second_stair_count = _whole("cycle_second_stair_count", cycle_second_stair_count, minimum=0)
         self.decay_step_size = _whole("decay_step_size", decay_step_size, minimum=0)
         self.min_lrs = _per_group("cycle_min_lr", cycle_min_lr, optimizer)
         self.max_lrs = _per_group("cycle_max_lr", cycle_max_lr, optimizer)
         self.decay_lr_rate = _number("decay_lr_rate", decay_lr_rate)
-        self.min_mom = _number("cycle_min_mom", cycle_min_mom)
-        self.max_mom = _number("cycle_max_mom", cycle_max_mom)
+        self.min_moms = _per_group("cycle_min_mom", cycle_min_mom, optimizer)
+        self.max_moms = _per_group("cycle_max_mom", cycle_max_mom, optimizer)
         self.decay_mom_rate = _number("decay_mom_rate", decay_mom_rate)
         self.cycle_momentum = bool(cycle_momentum) and _has_betas(optimizer)
         super().__init__(optimizer, last_batch_iteration=last_batch_iteration)
 
-    def step(self, epoch: int | None = None) -> None:
-        super().step(epoch)
+    def step(self, batch_iteration: int | None = None) -> None:
+        """Set rates and first betas of the next iteration, or of the one given."""
+        super().step(batch_iteration)
         if self.cycle_momentum:
-            beta1 = self.momentum(self.last_batch_iteration)
-            for group in self.optimizer.param_groups:
+            momenta = self.momenta(self.last_batch_iteration)
+            for group, beta1 in zip(self.optimizer.param_groups, momenta, strict=True):
                 group["betas"] = (beta1, _ONE_CYCLE_BETA2)
 
     def rates(self, iteration: int) -> list[float]:
@@ -266,17 +276,20 @@ class OneCycle(_IterationSchedule):
         decay = 1 + self.decay_lr_rate * self._decay_intervals(iteration)
         return [low / decay for low in self.min_lrs]
 
-    def momentum(self, iteration: int) -> float:
-        """The first beta at DeepSpeed's `iteration`; ConfigError when the decay drives it to 1 or beyond."""
+    def momenta(self, iteration: int) -> list[float]:
+        """First betas at DeepSpeed's `iteration`; ConfigError when the decay drives one to 1 or beyond."""
         if iteration < 0:
-            return self.min_mom
+            return self.min_moms
         if iteration < self.first_step_size + self.second_step_size:
-            return self.max_mom - (self.max_mom - self.min_mom) * self._scale(iteration)
-        beta1 = self.max_mom * (1 + self.decay_mom_rate * self._decay_intervals(iteration))
-        if not 0 <= beta1 < 1:
-            key = f"{_PARAMS_KEY}.decay_mom_rate"
-            raise ConfigError(key, self.decay_mom_rate, f"beta1 would be {beta1} at iteration {iteration}")
-        return beta1
+            scale = self._scale(iteration)
+            return [high - (high - low) * scale for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+        factor = 1 + self.decay_mom_rate * self._decay_intervals(iteration)
+        for beta1 in (high * factor for high in self.max_moms):
+            if not 0 <= beta1 < 1:
+                key = f"{_PARAMS_KEY}.decay_mom_rate"
+                allowed = f"beta1 would be {beta1} at iteration {iteration}"
+                raise ConfigError(key, self.decay_mom_rate, allowed)
+        return [high * factor for high in self.max_moms]
 
     def _scale(self, iteration: int) -> float:
         passed = (iteration + 1) % (self.first_step_size + self.second_step_size)
@@ -362,6 +375,12 @@ def warmup_fraction(iteration: int, *, num_steps: int, warmup_type: str) -> floa
     if warmup_type == "log":
         return math.log(iteration + 1) / math.log(num_steps)
     return iteration / num_steps
+
+
+def _iteration(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= -1:
+        return value
+    raise ConfigError("last_batch_iteration", value, "a whole number, at least -1")
 
 
 def _warmup_type(value: object) -> str:
