@@ -9,9 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offloadzero import optim, zero
+    from offloadzero import ops, optim, zero
     from offloadzero.config import OffloadConfig, load_config
     from offloadzero.engine import Engine, initialize
+    from offloadzero.engine import Engine as DeepSpeedEngine
     from offloadzero.errors import (
         AioError,
         BudgetError,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         OffloadError,
         StateError,
     )
+    from offloadzero.launch import add_config_arguments, init_distributed
     from offloadzero.optimizer import OffloadedOptimizer, offload
 
 __version__ = "0.1.0"
@@ -34,25 +36,32 @@ _HOMES = {
     "OffloadError": "errors",
     "OffloadedOptimizer": "optimizer",
     "StateError": "errors",
+    "add_config_arguments": "launch",
+    "init_distributed": "launch",
     "initialize": "engine",
     "load_config": "config",
     "offload": "optimizer",
 }
-_MODULES = ("optim", "zero")
+_MODULES = ("ops", "optim", "zero")
+_ALIASES = {"DeepSpeedEngine": "Engine"}  # scripts ask isinstance(model, deepspeed.DeepSpeedEngine)
 
 __all__ = [
     "AioError",
     "BudgetError",
     "ConfigError",
+    "DeepSpeedEngine",
     "Engine",
     "NonFiniteError",
     "OffloadConfig",
     "OffloadError",
     "OffloadedOptimizer",
     "StateError",
+    "add_config_arguments",
+    "init_distributed",
     "initialize",
     "load_config",
     "offload",
+    "ops",
     "optim",
     "zero",
 ]
@@ -63,7 +72,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     elif name in _MODULES:
         value = importlib.import_module(f"{__name__}.{name}")
+    elif name in _ALIASES:
+        value = __getattr__(_ALIASES[name])
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        absent = importlib.import_module(f"{__name__}.absent")
+        raise absent.no_attribute(f"module {__name__!r}", name, known=__all__, reasons=absent.PACKAGE_NAMES)
     globals()[name] = value
     return value

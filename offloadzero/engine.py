@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from offloadzero import deepspeed_names, launch
+from offloadzero.absent import ENGINE_NAMES, no_attribute
+from offloadzero.accumulation import Accumulation
 from offloadzero.checkpoint.states import (
     States,
     find_checkpoint,
@@ -20,13 +25,15 @@ from offloadzero.checkpoint.states import (
     save_weights,
 )
 from offloadzero.config import OffloadConfig, TierName, load_config
-from offloadzero.errors import ConfigError
+from offloadzero.errors import ConfigError, StateError
 from offloadzero.observe.clock import StepReport
 from offloadzero.optim.lr_schedules import build_lr_scheduler
 from offloadzero.optimizer import ConfigSource, OffloadedOptimizer, check_optimizer, group_defaults
+from offloadzero.runtime import Runtime
 
 OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
 SchedulerSource = Any  # a torch scheduler, or a callable that makes one from the optimizer
+Collate = Callable[[list[Any]], Any]
 
 
 def initialize(
@@ -36,90 +43,142 @@ def initialize(
     model_parameters: Any = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: SchedulerSource = None,
-    *,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
+    distributed_port: int = launch.DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Collate | None = None,
     config: ConfigSource | None = None,
+    mesh_param: Any = None,
     config_params: ConfigSource | None = None,
-) -> tuple[Engine, OffloadedOptimizer, DataLoader[Any] | None, Any]:
+) -> tuple[Engine, OffloadedOptimizer | None, DataLoader[Any] | None, Any]:
     """Make a training engine of `model` from a DeepSpeed-shaped JSON.
 
     Args:
         args: an object whose `deepspeed_config` names the JSON, when `config` is None.
-        optimizer: a torch.optim.Adam or AdamW, or a callable that makes one from the parameters; None takes the
-            config's optimizer block.
+        optimizer: a torch.optim.Adam or AdamW or a CPUAdam, or a callable that makes one from the parameters; None
+            takes the config's optimizer block. Without either the engine only evaluates.
         model_parameters: parameters or param groups for the config's optimizer; None takes all trainable ones.
-        training_data: a dataset for the returned DataLoader, at the micro batch size.
+        training_data: a dataset for the returned DataLoader, at the micro batch size, shuffled as in DeepSpeed.
         lr_scheduler: a scheduler or a callable that makes one from the optimizer; None takes the config's.
+        distributed_port: not used, one process listens nowhere.
+        mpu, mesh_param: refused unless None.
+        dist_init_required: True makes torch's process group of one.
         config, config_params: a dict, a path, or an OffloadConfig.
 
     Returns:
-        (engine, optimizer, dataloader or None, lr_scheduler or None).
+        (engine, optimizer or None, dataloader or None, lr_scheduler or None).
 
     Raises:
         ConfigError, BudgetError, AioError.
     """
-    source = config if config is not None else config_params
-    if source is None:
-        source = getattr(args, "deepspeed_config", None)
-    if source is None:
-        raise ConfigError("config", None, "a dict, the path of a JSON file, or an OffloadConfig")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise ConfigError(name, value, "None: model and sequence parallelism are not built")
+    launch.expect_one_process()
+    settings = load_config(_config_source(args, config, config_params))
     if model is None:
         raise ConfigError("model", None, "an nn.Module")
-    settings = load_config(source)
-    groups = _param_groups(model, optimizer, model_parameters, settings)
-    offloaded = OffloadedOptimizer(model, groups, settings)
-    scheduler = _make_scheduler(lr_scheduler, settings, offloaded)
-    engine = Engine(model, offloaded, scheduler)
-    loader = None
-    if training_data is not None:
-        loader = DataLoader(
-            training_data, batch_size=settings.batch.micro_batch_size or 1, collate_fn=collate_fn
-        )
-    return engine, offloaded, loader, scheduler
-
-
-def _param_groups(
-    model: nn.Module, optimizer: OptimizerSource, model_parameters: Any, config: OffloadConfig
-) -> list[dict[str, Any]]:
-    trainable = [param for param in model.parameters() if param.requires_grad]
     if not any(True for _ in model.parameters()):
         raise ConfigError("model", type(model).__name__, "a module with parameters: this one has none")
+    if dist_init_required:
+        launch.init_distributed(distributed_port=distributed_port, dist_init_required=True)
+    offloaded = _make_optimizer(model, optimizer, model_parameters, settings)
+    if offloaded is None:
+        # No state of an optimizer: nothing to lay out compactly.
+        evaluation = replace(settings, state_layout="fp32")
+        runtime = Runtime(model, evaluation, param_groups=(), current_hypers=tuple)
+    else:
+        runtime = offloaded.runtime
+    scheduler = _make_scheduler(lr_scheduler, settings, offloaded)
+    engine = Engine(runtime, offloaded, scheduler)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    return engine, offloaded, engine.training_dataloader, scheduler
+
+
+def _config_source(
+    args: Any, config: ConfigSource | None, config_params: ConfigSource | None
+) -> ConfigSource:
+    given = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),
+    }
+    found = {name: value for name, value in given.items() if value is not None}
+    if not found:
+        raise ConfigError("config", None, "a dict, the path of a JSON file, or an OffloadConfig")
+    first, *others = found
+    for other in others:
+        if found[other] != found[first]:
+            raise ConfigError(other, found[other], f"{first} is given too: give one")
+    return found[first]
+
+
+def _make_optimizer(
+    model: nn.Module, optimizer: OptimizerSource, model_parameters: Any, config: OffloadConfig
+) -> OffloadedOptimizer | None:
+    trainable = [param for param in model.parameters() if param.requires_grad]
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(model_parameters if model_parameters is not None else trainable)
-        check_optimizer(optimizer)
-        return optimizer.param_groups
+        check_optimizer(optimizer, config)
+        return OffloadedOptimizer(model, optimizer.param_groups, config, origin=optimizer)
     if config.optimizer is None:
-        raise ConfigError("optimizer", None, "pass one to initialize() or name one in the config")
+        return None
     defaults = group_defaults(config.optimizer)
     given: list[Any] = list(model_parameters) if model_parameters is not None else list(trainable)
     groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
-    return [{**defaults, **group, "params": list(group["params"])} for group in groups]
+    groups = [{**defaults, **group, "params": list(group["params"])} for group in groups]
+    return OffloadedOptimizer(model, groups, config)
 
 
-def _make_scheduler(source: SchedulerSource, config: OffloadConfig, optimizer: OffloadedOptimizer) -> Any:
+def _make_scheduler(
+    source: SchedulerSource, config: OffloadConfig, optimizer: OffloadedOptimizer | None
+) -> Any:
+    if optimizer is None:
+        if source is not None:
+            raise ConfigError("lr_scheduler", type(source).__name__, "None: there is no optimizer")
+        return None
     if source is None:
         return build_lr_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
-    if isinstance(source, torch.optim.lr_scheduler.LRScheduler) or not callable(source):
-        return source
-    return source(optimizer)
+    if not isinstance(source, torch.optim.lr_scheduler.LRScheduler) and callable(source):
+        source = source(optimizer)
+    steered = getattr(getattr(source, "optimizer", None), "param_groups", optimizer.param_groups)
+    if steered is not optimizer.param_groups:
+        message = "it sets the rates of another optimizer: make it on the one that initialize() is given"
+        raise ConfigError("lr_scheduler", type(source).__name__, f"{message}, or give a callable")
+    return source
+
+
+class LossScale(float):
+    """The present loss scale; DeepSpeed's engine gives it through a call."""
+
+    def __call__(self) -> float:
+        """The number."""
+        return float(self)
 
 
 class Engine:
     """Trains one model: `loss = engine(batch); engine.backward(loss); engine.step()`.
 
-    Attributes it does not have are the module's.
+    Attributes it does not have are answers about the configuration, under DeepSpeed's names
+    (offloadzero/deepspeed_names.py), or the module's.
     """
 
-    def __init__(self, model: nn.Module, optimizer: OffloadedOptimizer, lr_scheduler: Any) -> None:
-        self.module = model
+    def __init__(self, runtime: Runtime, optimizer: OffloadedOptimizer | None, lr_scheduler: Any) -> None:
+        """Without an optimizer it evaluates."""
+        self.module = runtime.model
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self._runtime = optimizer.runtime
-        self._boundary_override: bool | None = None
-        self._num_micro_steps = 0
-        self._stepper = optimizer.runtime.stepper
-        self._stepper.boundary = self.is_gradient_accumulation_boundary
+        self.training_dataloader: DataLoader[Any] | None = None
+        self.local_rank = launch.local_rank()
+        self._runtime = runtime
+        self._stepper = runtime.stepper
+        self._accumulation = Accumulation(
+            runtime.config.batch, keeps_gradients=self._stepper.policy.keeps_gradients
+        )
+        self._stepper.boundary = self._accumulation.is_boundary
 
     # --- the loop ---
 
@@ -127,31 +186,55 @@ class Engine:
         """The module's forward."""
         return self.module(*inputs, **kwargs)
 
-    def backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """Backward of `loss` / accumulation steps; returns that quotient."""
+    forward = __call__
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Backward of `loss` / accumulation steps (of `loss` without `scale_wrt_gas`); returns that quotient."""
+        optimizer = self._expect_optimizer("backward")
         if self._runtime.monitor.wants_loss:
             self._runtime.monitor.add_loss(self._runtime.accelerator.read_later(loss))
-        scaled = loss / self.gradient_accumulation_steps() if self.gradient_accumulation_steps() > 1 else loss
-        self.optimizer.scale(scaled).backward()
+        num_parts = self.gradient_accumulation_steps() if scale_wrt_gas else 1
+        scaled = loss / num_parts if num_parts > 1 else loss
+        optimizer.scale(scaled).backward(retain_graph=retain_graph)
         return scaled
 
-    def step(self) -> None:
-        """At an accumulation boundary: update the weights and advance the learning-rate schedule."""
-        boundary = self.is_gradient_accumulation_boundary()
-        self._num_micro_steps += 1
-        if not boundary:
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """For a backward without `backward()`: `engine.scale(loss).backward()`."""
+        return self._expect_optimizer("scale").scale(loss)
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """At an accumulation boundary: update the weights and advance the learning-rate schedule.
+
+        `lr_kwargs` go to the schedule's `step()`.
+        """
+        optimizer = self._expect_optimizer("step")
+        if not self._accumulation.take():
             return
-        self.optimizer.step()
+        optimizer.step()
         may_skip = self._runtime.config.precision.param_dtype == "fp16"
         if self.lr_scheduler is not None and (not may_skip or self.was_step_applied()):
-            self.lr_scheduler.step()
+            self.lr_scheduler.step(**(lr_kwargs or {}))
         every = self._runtime.config.steps_per_print
         if every and self.global_steps % every == 0:
             print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}", flush=True)
 
     def zero_grad(self) -> None:
         """Drop gradients that no step has used."""
-        self.optimizer.zero_grad()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    def _expect_optimizer(self, call: str) -> OffloadedOptimizer:
+        if self.optimizer is None:
+            raise StateError(
+                f"engine.{call}(): the engine has no optimizer and only evaluates: give initialize() one, or name one "
+                "in the config"
+            )
+        return self.optimizer
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Nothing to do: one process has all of the gradients."""
 
     def train(self, mode: bool = True) -> Engine:
         """The module's training mode."""
@@ -162,58 +245,151 @@ class Engine:
         """The module's evaluation mode."""
         return self.train(False)
 
-    # --- accumulation ---
+    # --- the module's methods that must not give the module back ---
+
+    def to(self, *places: Any, **more: Any) -> Engine:
+        """Itself, for the device and dtype it has; so do `cuda()`, `half()` and the like.
+
+        Raises:
+            StateError: it is to move, or to change its dtype.
+        """
+        wanted = (*places, *(more[key] for key in ("device", "dtype", "tensor") if key in more))
+        for place in wanted:
+            if place is not None and not isinstance(place, bool):  # non_blocking
+                deepspeed_names.expect_place(self._runtime, place)
+        return self
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+    ) -> None:
+        """Compile the module as `module.compile(backend=..., **compile_kwargs)` does."""
+        if schedule is not None:
+            raise ConfigError("schedule", schedule, "None: DeepSpeed's compile passes are not built")
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile()` was called."""
+        return self.module._compiled_call_impl is not None
+
+    # --- batches and accumulation ---
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Collate | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """A DataLoader of micro batches; in DeepSpeed's order, which is shuffled for route "train"."""
+        shuffles = route == "train" and not isinstance(dataset, IterableDataset)
+        if data_sampler is None and shuffles:
+            data_sampler = DistributedSampler(dataset, num_replicas=1, rank=0)
+        return DataLoader(
+            dataset,
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu() or 1,
+            sampler=data_sampler,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            num_workers=num_local_io_workers or 0,
+        )
 
     def gradient_accumulation_steps(self) -> int:
         """Micro batches per step."""
-        return self._runtime.config.batch.gradient_accumulation_steps
+        return self._accumulation.num_steps
 
     def train_micro_batch_size_per_gpu(self) -> int | None:
-        """As configured."""
-        return self._runtime.config.batch.micro_batch_size
+        """As configured or set."""
+        return self._accumulation.batch.micro_batch_size
 
     def train_batch_size(self) -> int | None:
-        """As configured or resolved."""
-        return self._runtime.config.batch.train_batch_size
+        """As configured, resolved or set."""
+        return self._accumulation.batch.train_batch_size
+
+    def get_batch_info(self) -> tuple[int | None, int | None, int]:
+        """(train batch size, micro batch size, accumulation steps)."""
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the accumulation steps, between two steps; micro batches stay as they are.
+
+        Raises:
+            ConfigError: not a multiple of the micro batch, or gradients are not kept from one to the next.
+            StateError: some micro batches of a step have been taken.
+        """
+        self._accumulation.set_train_batch_size(train_batch_size, global_steps=self.global_steps)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro batch, between two steps; accumulation steps stay as they are.
+
+        A DataLoader that has been made keeps its batch size.
+        """
+        self._accumulation.set_micro_batch_size(micro_batch_size, global_steps=self.global_steps)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether `step()` after the present micro batch updates the weights."""
-        if self._boundary_override is not None:
-            return self._boundary_override
-        return (self._num_micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self._accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Override the counting, until set again."""
-        self._boundary_override = is_boundary
+        self._accumulation.override = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Micro batches inside are no boundary."""
-        previous = self._boundary_override
-        self._boundary_override = False
+        previous = self._accumulation.override
+        self._accumulation.override = False
         try:
             yield
         finally:
-            self._boundary_override = previous
+            self._accumulation.override = previous
 
     # --- what happened ---
 
-    def get_global_grad_norm(self) -> float:
-        """Of the last step, before clipping; waits until it is known."""
-        return self.optimizer.grad_norm()
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last step, before clipping; waits until it is known. None before the first."""
+        return self.optimizer.grad_norm() if self.optimizer is not None and self.global_steps else None
+
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     def get_lr(self) -> list[float]:
         """The learning rate of each param group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [float(group["lr"]) for group in self._param_groups]
+
+    def get_mom(self) -> list[tuple[float, float]]:
+        """The betas of each param group."""
+        return [group["betas"] for group in self._param_groups]
+
+    def get_type(self) -> list[Any]:
+        """What each param group holds as "type", else 0.0, as in DeepSpeed."""
+        return [group.get("type", 0.0) for group in self._param_groups]
+
+    def optimizer_name(self) -> str | None:
+        """The class of the optimizer that was given, or the config's type."""
+        origin = None if self.optimizer is None else self.optimizer.origin
+        config = self._runtime.config.optimizer
+        return type(origin).__name__ if origin is not None else config.type if config is not None else None
 
     def was_step_applied(self) -> bool:
         """False when the last step was skipped; waits until it is known."""
-        return self.optimizer.was_step_applied()
+        return self._stepper.was_applied()
 
     @property
-    def loss_scale(self) -> float:
+    def loss_scale(self) -> LossScale:
         """The present loss scale (1.0 without fp16)."""
-        return self._stepper.loss_scale
+        return LossScale(self._stepper.loss_scale)
 
     @property
     def device(self) -> torch.device:
@@ -226,9 +402,14 @@ class Engine:
         return self._stepper.counts.global_steps
 
     @property
+    def global_samples(self) -> int:
+        """Samples of all steps, by the batch sizes of the config and of `set_train_batch_size()`."""
+        return self._accumulation.num_samples(self.global_steps)
+
+    @property
     def micro_steps(self) -> int:
         """Calls of `step()` so far."""
-        return self._num_micro_steps
+        return self._accumulation.num_micro_steps
 
     @property
     def skipped_steps(self) -> int:
@@ -255,6 +436,10 @@ class Engine:
     def close(self) -> None:
         """Finish the updates, stop the threads, remove the files. Raises the first failure."""
         self._runtime.close()
+
+    def destroy(self) -> None:
+        """`close()` under DeepSpeed's name."""
+        self.close()
 
     # --- checkpoints ---
 
@@ -283,7 +468,7 @@ class Engine:
             "lr_scheduler": scheduler() if callable(scheduler) else None,
             "param_groups": [
                 {key: value for key, value in group.items() if key != "params"}
-                for group in self.optimizer.param_groups
+                for group in self._param_groups
             ],
         }
         save_states(
@@ -317,14 +502,15 @@ class Engine:
         if path is None:
             return None, {}
         meta = read_meta(path)
-        with_states = load_optimizer_states and not load_module_only
+        with_states = load_optimizer_states and not load_module_only and self.optimizer is not None
         load_states(self._states(), path, strict=load_module_strict, load_optimizer_states=with_states)
         if with_states:
-            self._num_micro_steps = meta["micro_steps"]
+            self._accumulation.resume(meta["micro_steps"])
             self._stepper.restore(meta["global_steps"], meta["skipped_steps"], meta["loss_scale"])
-            for group, saved in zip(self.optimizer.param_groups, meta["param_groups"], strict=True):
+            for group, saved in zip(self._param_groups, meta["param_groups"], strict=True):
                 group.update(saved)
-        if load_lr_scheduler_states and not load_module_only and meta["lr_scheduler"] is not None:
+        with_schedule = load_lr_scheduler_states and not load_module_only and self.optimizer is not None
+        if with_schedule and meta["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(meta["lr_scheduler"])
         return str(path), meta["client_state"]
 
@@ -333,7 +519,51 @@ class Engine:
         save_weights(self._states(), Path(save_dir) / save_filename)
         return True
 
+    def save_fp16_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
+        """`save_16bit_model()` under its old name."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The module's state_dict; its weights are new tensors in host memory."""
+        values: dict[str, Any] = self.module.state_dict()
+        if exclude_frozen_parameters:
+            named = self.module.named_parameters(remove_duplicate=False)
+            for name in [name for name, param in named if not param.requires_grad]:
+                values.pop(name, None)
+        return values
+
+    _zero3_consolidated_16bit_state_dict = module_state_dict  # what Accelerate and the HF Trainer call
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., None] | None = None,
+        fetch_z3_params: bool = False,  # noqa: ARG002 (DeepSpeed's signature)
+    ) -> None:
+        """Load weights: a state_dict of the module, or one under "module" as in DeepSpeed's checkpoints."""
+        weights = checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
+        if custom_load_fn is not None:
+            custom_load_fn(src=weights, dst=self.module)
+        else:
+            self.module.load_state_dict(weights, strict=strict)
+
+    # --- attributes of the configuration and of the module ---
+
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "module" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.module, name)
+        own = type(self).__name__
+        if "module" not in self.__dict__ or "_runtime" not in self.__dict__:
+            raise AttributeError(f"{own} object has no attribute {name!r}", name=name)
+        if name in deepspeed_names.MOVES:
+            return functools.partial(self.to, *deepspeed_names.MOVES[name])
+        if name in deepspeed_names.NAMES:
+            return deepspeed_names.look_up(name, self._runtime)
+        try:
+            return getattr(self.module, name)
+        except AttributeError as error:
+            note = f", and neither has its module, a {type(self.module).__name__}"
+            known = (*dir(self), *dir(self.module))
+            raise no_attribute(own, name, known=known, reasons=ENGINE_NAMES, note=note) from error
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *deepspeed_names.NAMES, *deepspeed_names.MOVES})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, overload
@@ -13,6 +15,7 @@ from torch import nn
 from offloadzero.config import OffloadConfig, OptimizerConfig, SegmentKind, load_config
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.optim import CPUAdam
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.runtime import Runtime
 
@@ -35,21 +38,29 @@ def offload(
     those of `optimizer`.
 
     Raises:
-        ConfigError: an optimizer other than torch.optim.Adam or AdamW, or one that has stepped already.
+        ConfigError: an optimizer other than torch.optim.Adam, AdamW or CPUAdam, or one that has stepped already.
         BudgetError: something does not fit.
     """
     settings = load_config(config)
     if isinstance(optimizer, OffloadedOptimizer):
         raise ConfigError("optimizer", type(optimizer).__name__, "is offloaded already")
-    check_optimizer(optimizer)
-    return model, OffloadedOptimizer(model, optimizer.param_groups, settings)
+    check_optimizer(optimizer, settings)
+    return model, OffloadedOptimizer(model, optimizer.param_groups, settings, origin=optimizer)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> None:
     """Refuse what the offloaded update would not compute exactly."""
-    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW | CPUAdam):
+        classes = "torch.optim.Adam, torch.optim.AdamW, offloadzero.optim.CPUAdam"
+        raise ConfigError("optimizer", type(optimizer).__name__, f"allowed: {classes}")
+    if isinstance(optimizer, CPUAdam) and (optimizer.state_layout, config.state_layout) == (
+        "compact",
+        "fp32",
+    ):
         raise ConfigError(
-            "optimizer", type(optimizer).__name__, "allowed: torch.optim.Adam, torch.optim.AdamW"
+            "optimizer.state_layout",
+            "compact",
+            'needs "offloadzero": {"state_layout": "compact"} in the config',
         )
     if optimizer.state:
         raise ConfigError("optimizer", type(optimizer).__name__, "offload it before its first step")
@@ -77,8 +88,22 @@ def adam_hyper(group: Mapping[str, Any]) -> AdamHyper:
     )
 
 
-def group_defaults(config: OptimizerConfig) -> dict[str, Any]:
+def _refuse_step(
+    successor: weakref.ref[OffloadedOptimizer], origin: torch.optim.Optimizer, *_: object
+) -> None:
+    """A step pre-hook of `origin`: it has no states, and no gradients reach it."""
+    if successor() is None:
+        return
+    raise StateError(
+        f"step() of the {type(origin).__name__} whose states were offloaded: call step() of what offload() or "
+        "initialize() returned"
+    )
+
+
+def group_defaults(config: OptimizerConfig | None) -> dict[str, Any]:
     """A param group's options from the JSON's optimizer block."""
+    if config is None:
+        raise ConfigError("optimizer", None, "pass one to initialize() or name one in the config")
     return {
         "lr": config.lr,
         "betas": config.betas,
@@ -96,10 +121,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     `gradient_clipping`; `grad_norm()` gives the norm.
     """
 
-    def __init__(self, model: nn.Module, param_groups: list[dict[str, Any]], config: OffloadConfig) -> None:
-        super().__init__(param_groups, {})
+    def __init__(
+        self,
+        model: nn.Module,
+        param_groups: list[dict[str, Any]],
+        config: OffloadConfig,
+        *,
+        origin: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """`origin` is the optimizer whose groups these are; without one they are the config's."""
+        # Schedulers that cycle a momentum look in the defaults for its name.
+        defaults = origin.defaults if origin is not None else group_defaults(config.optimizer)
+        super().__init__(param_groups, dict(defaults))
         self.param_groups = param_groups  # the caller's own dicts: schedulers made on them stay connected
         self.runtime = Runtime(model, config, param_groups=param_groups, current_hypers=self._current_hypers)
+        self.origin = origin
+        if origin is not None:
+            origin.register_step_pre_hook(functools.partial(_refuse_step, weakref.ref(self)))
         self._scaled = False
         if self.runtime.config.precision.param_dtype == "fp16":
             self.runtime.stepper.before_backward = self._check_scaled
@@ -140,6 +178,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.runtime.stepper.step()
+        if self.origin is not None:
+            # A torch scheduler that was made on it asks it whether a step came before the scheduler's.
+            self.origin._opt_called = True  # type: ignore[attr-defined]
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
@@ -161,6 +202,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def was_step_applied(self) -> bool:
         """False when the last step was skipped for a non-finite gradient; waits until it is known."""
         return self.runtime.stepper.was_applied()
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped; waits until it is known. (DeepSpeed's name.)"""
+        return self.runtime.stepper.counts.global_steps > 0 and not self.was_step_applied()
+
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale (1.0 without fp16)."""
+        return self.runtime.stepper.loss_scale
+
+    cur_scale = loss_scale  # DeepSpeed's other name for it
 
     def synchronize(self) -> None:
         """Block until all updates are home; raises what failed."""

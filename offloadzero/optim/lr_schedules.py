@@ -282,7 +282,9 @@ class OneCycle(_IterationSchedule):
             return self.min_moms
         if iteration < self.first_step_size + self.second_step_size:
             scale = self._scale(iteration)
-            return [high - (high - low) * scale for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+            return [
+                high - (high - low) * scale for low, high in zip(self.min_moms, self.max_moms, strict=True)
+            ]
         factor = 1 + self.decay_mom_rate * self._decay_intervals(iteration)
         for beta1 in (high * factor for high in self.max_moms):
             if not 0 <= beta1 < 1:

@@ -1,0 +1,74 @@
+"""Names of DeepSpeed that scripts may look for and that are not here: what to do instead (floor 0)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+_NOT_BUILT = "not built"
+_PIPELINE = "pipeline parallelism is not built: call engine(...), backward(loss) and step()"
+_TIERS = "states stay in the tiers that the config names until close()"
+_REPORT = "last_step_report() gives the seconds of a step"
+
+# Of the package: `offloadzero.<name>`.
+PACKAGE_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "DeepSpeedConfig": "load_config() reads the JSON",
+        "HfDeepSpeedConfig": "load_config() reads the JSON",
+        "OnDevice": "zero.Init builds a model that does not fit in memory",
+        "PipelineModule": "pipeline parallelism is not built",
+        "accelerator": "torch.cuda says what there is; engine.device is where the computation runs",
+        "checkpointing": '"offloadzero": {"activation_checkpoints": {}} in the config, or torch.utils.checkpoint',
+        "comm": "one process; torch.distributed has the same functions",
+        "get_accelerator": "torch.cuda says what there is; engine.device is where the computation runs",
+        "init_inference": "initialize() without an optimizer gives an engine that evaluates",
+        "moe": "expert parallelism is not built",
+        "pipe": "pipeline parallelism is not built",
+        "tp_model_init": "tensor parallelism is not built",
+        "utils": "the safe_get and safe_set functions are in offloadzero.zero, logging is Python's",
+    }
+)
+
+# Of the engine.
+ENGINE_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "basic_optimizer": "optimizer.param_groups are the groups of the optimizer that was given",
+        "checkpoint_engine": "save_checkpoint() and load_checkpoint() are the whole of it",
+        "client_lr_scheduler": "lr_scheduler is the one that was given",
+        "client_optimizer": "optimizer.param_groups are the groups of the optimizer that was given",
+        "compression_scheduler": _NOT_BUILT,
+        "curriculum_scheduler_legacy": _NOT_BUILT,
+        "eigenvalue": _NOT_BUILT,
+        "eval_batch": _PIPELINE,
+        "flops_profiler": _REPORT,
+        "monitor": '"offloadzero": {"observe": {"run_dir": ...}} records every step',
+        "offload_states": _TIERS,
+        "progressive_layer_drop": _NOT_BUILT,
+        "quantizer": _NOT_BUILT,
+        "random_ltd_scheduler": _NOT_BUILT,
+        "register_compile_pass": "compile() is torch's",
+        "reload_states": _TIERS,
+        "set_custom_curriculum_learning_schedule": _NOT_BUILT,
+        "set_data_post_process_func": "give initialize() a collate_fn",
+        "set_dataiterator": _PIPELINE,
+        "set_dataloader": _PIPELINE,
+        "set_lr": 'set group["lr"] in optimizer.param_groups',
+        "timers": _REPORT,
+        "tput_timer": _REPORT,
+        "train_batch": _PIPELINE,
+    }
+)
+
+
+def no_attribute(
+    owner: str, name: str, *, known: Iterable[str], reasons: Mapping[str, str], note: str = ""
+) -> AttributeError:
+    """An error that names the owner, and what to do or the nearest known name."""
+    text = f"{owner} has no attribute {name!r}{note}"
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    if name in reasons:
+        text += f": {reasons[name]}"
+    elif near:
+        text += f" (did you mean {near[0]!r}?)"
+    return AttributeError(text, name=name)

@@ -1,0 +1,77 @@
+"""Which micro batch is the last of its step (floor 5)."""
+
+from __future__ import annotations
+
+from offloadzero.config.batch import resolve_batch
+from offloadzero.config.schema import BatchConfig
+from offloadzero.errors import ConfigError, StateError
+
+
+class Accumulation:
+    """Counts micro batches to the boundary, under a batch size that may be set anew between steps."""
+
+    def __init__(self, batch: BatchConfig, *, keeps_gradients: bool) -> None:
+        """`keeps_gradients`: from one micro batch to the next, so that there may be several to a step."""
+        self.batch = batch
+        self.override: bool | None = None
+        self.num_micro_steps = 0
+        self._keeps_gradients = keeps_gradients
+        self._window_start = 0  # the first micro step of the present step
+        self._steps_before, self._samples_before = 0, 0  # of batch sizes before this one
+
+    @property
+    def num_steps(self) -> int:
+        """Micro batches per step."""
+        return self.batch.gradient_accumulation_steps
+
+    @property
+    def num_taken(self) -> int:
+        """Micro batches of the present step that have been counted."""
+        return self.num_micro_steps - self._window_start
+
+    def is_boundary(self) -> bool:
+        """Whether the present micro batch is the last of its step."""
+        return (self.num_taken + 1) % self.num_steps == 0 if self.override is None else self.override
+
+    def take(self) -> bool:
+        """Count the present micro batch; True if it was the last of its step."""
+        was_last = self.is_boundary()
+        self.num_micro_steps += 1
+        if was_last:
+            self._window_start = self.num_micro_steps
+        return was_last
+
+    def resume(self, num_micro_steps: int) -> None:
+        """Go on from a checkpoint, with a whole window: no gradients come with it."""
+        self.num_micro_steps = self._window_start = num_micro_steps
+
+    def num_samples(self, global_steps: int) -> int:
+        """Samples of `global_steps` steps, as far as batch sizes are known; a micro batch without one counts 1."""
+        per_step = self.batch.train_batch_size or self.num_steps
+        return self._samples_before + (global_steps - self._steps_before) * per_step
+
+    def set_train_batch_size(self, size: int, *, global_steps: int) -> None:
+        """Change the accumulation steps; micro batches stay as they are. Raises ConfigError, StateError."""
+        micro = self.batch.micro_batch_size
+        if micro is None:
+            key = "train_micro_batch_size_per_gpu"
+            raise ConfigError(key, None, "set_train_batch_size() needs it in the config")
+        self._set(resolve_batch(size, micro, None, world_size=1), global_steps)
+
+    def set_micro_batch_size(self, size: int, *, global_steps: int) -> None:
+        """Change the micro batch; accumulation steps stay as they are. Raises ConfigError, StateError."""
+        self._set(resolve_batch(None, size, self.num_steps, world_size=1), global_steps)
+
+    def _set(self, batch: BatchConfig, global_steps: int) -> None:
+        if self.num_taken:
+            taken = f"{self.num_taken} of {self.num_steps} micro batches of this step have been taken"
+            raise StateError(f"the batch size changes between steps: {taken}")
+        if batch.gradient_accumulation_steps > 1 and not self._keeps_gradients:
+            raise ConfigError(
+                "gradient_accumulation_steps",
+                batch.gradient_accumulation_steps,
+                "1: gradients are not kept from one micro batch to the next. Begin with 2 or more in the config, or "
+                'set "offloadzero": {"update": {"in_backward": false}}',
+            )
+        self._samples_before, self._steps_before = self.num_samples(global_steps), global_steps
+        self.batch = batch

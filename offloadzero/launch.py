@@ -1,0 +1,115 @@
+"""What launchers and command lines of DeepSpeed scripts expect of one process (floor 1)."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from datetime import timedelta
+from typing import Any
+
+from offloadzero.errors import ConfigError
+
+log = logging.getLogger("offloadzero")
+
+DEFAULT_PORT = 29500  # DeepSpeed's and torch's
+
+# Who starts several processes says so in one of these.
+_WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def local_rank() -> int:
+    """As the launcher set it; 0 without one."""
+    return _environment_number("LOCAL_RANK", default=0)
+
+
+def expect_one_process() -> None:
+    """Refuse to train on one of several ranks: each would train a model of its own.
+
+    Raises:
+        ConfigError: naming the variable, or torch's process group, that says so.
+    """
+    sizes = {name: _environment_number(name, default=1) for name in _WORLD_SIZES}
+    if _group_is_up():
+        sizes["torch.distributed.get_world_size()"] = _distributed().get_world_size()
+    for name, size in sizes.items():
+        _expect_one(name, size)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,  # noqa: ARG001 (DeepSpeed's signature)
+    distributed_port: int = DEFAULT_PORT,  # noqa: ARG001 (a group of one listens nowhere)
+    verbose: bool = True,  # noqa: ARG001
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,  # noqa: ARG001
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Accept one process, and make torch's process group of one where a launcher or the caller asks for it.
+
+    Without a launcher's RANK and WORLD_SIZE, and unless `dist_init_required`, `rank` or `init_method` asks, nothing
+    is initialised. A group that is up is kept. "nccl" without a GPU becomes "gloo", which is also the default.
+
+    Raises:
+        ConfigError: there are several ranks.
+    """
+    expect_one_process()
+    _expect_one("world_size", max(world_size, 1))
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    wanted = launched or init_method is not None or rank >= 0
+    if _group_is_up() or not (wanted if dist_init_required is None else dist_init_required):
+        return
+    dist = _distributed()
+    options = {} if timeout is None else {"timeout": timeout}
+    where = {"store": dist.HashStore()} if init_method is None else {"init_method": init_method}
+    dist.init_process_group(_backend(dist_backend), rank=0, world_size=1, **where, **options)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add --deepspeed and --deepspeed_config (and their oldest names), which `initialize(args)` reads."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    for name in ("deepspeed", "deepscale"):
+        group.add_argument(
+            f"--{name}", action="store_true", help="for the script's own use: changes nothing here"
+        )
+        group.add_argument(f"--{name}_config", default=None, type=str, help="the configuration's JSON file")
+    return parser
+
+
+def _environment_number(name: str, *, default: int) -> int:
+    text = os.environ.get(name, "")
+    try:
+        return int(text) if text.strip() else default
+    except ValueError:
+        raise ConfigError(name, text, "a whole number: it is set by the launcher") from None
+
+
+def _expect_one(name: str, size: int) -> None:
+    if size > 1:
+        raise ConfigError(name, size, "1: one process trains one model, several ranks are not built yet")
+
+
+def _distributed() -> Any:
+    import torch.distributed
+
+    return torch.distributed
+
+
+def _group_is_up() -> bool:
+    dist = _distributed()
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def _backend(asked: str | None) -> str:
+    import torch
+
+    if asked is None or (asked == "nccl" and not torch.cuda.is_available()):
+        if asked is not None:
+            log.info(
+                "init_distributed: gloo instead of %s, there is no GPU; a group of one sends nothing", asked
+            )
+        return "gloo"
+    return asked

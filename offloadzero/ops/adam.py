@@ -1,0 +1,43 @@
+"""DeepSpeedCPUAdam: CPUAdam with DeepSpeed's arguments in DeepSpeed's order (floor 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from offloadzero.ops.options import expect_only
+from offloadzero.optim import CPUAdam
+
+
+class DeepSpeedCPUAdam(CPUAdam):
+    """CPUAdam under DeepSpeed's name; `initialize()` and `offload()` take it as they take CPUAdam.
+
+    Raises ConfigError for `amsgrad`, which DeepSpeed does not compute either, and without `fp32_optimizer_states`.
+    """
+
+    def __init__(
+        self,
+        model_params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        expect_only("amsgrad", amsgrad, allowed=False)
+        smaller = '; smaller states are CPUAdam(state_layout="compact")'
+        expect_only("fp32_optimizer_states", fp32_optimizer_states, allowed=True, hint=smaller)
+        super().__init__(
+            model_params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            adamw_mode=adamw_mode,
+            bias_correction=bias_correction,
+        )
