@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
 import os
 from datetime import timedelta
@@ -66,6 +67,8 @@ def init_distributed(
     options = {} if timeout is None else {"timeout": timeout}
     where = {"store": dist.HashStore()} if init_method is None else {"init_method": init_method}
     dist.init_process_group(_backend(dist_backend), rank=0, world_size=1, **where, **options)
+    # A gloo group that is up when the process ends aborts it now and then, where its thread has not been joined.
+    atexit.register(_leave_group)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -96,6 +99,11 @@ def _distributed() -> Any:
     import torch.distributed
 
     return torch.distributed
+
+
+def _leave_group() -> None:
+    if _group_is_up():
+        _distributed().destroy_process_group()
 
 
 def _group_is_up() -> bool:

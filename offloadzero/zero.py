@@ -33,7 +33,8 @@ class Init:
     `module.apply(fn)` inside the block brings each module's parameters back for the call. `initialize()`
     or `offload()` then takes them over one unit at a time.
 
-    With `module`, that module's parameters are moved at once and no block is needed.
+    With `module`, that module's parameters are moved at once and no block is needed. Inside another `Init` the block
+    does nothing more, as in DeepSpeed: the outermost one says where parameters go and in which dtype.
     """
 
     _active: ClassVar[Init | None] = None
@@ -81,10 +82,8 @@ class Init:
         return self._settings.nvme_paths[0]
 
     def __enter__(self) -> Init:
-        if not self._enabled:
+        if not self._enabled or Init._active is not None:
             return self
-        if Init._active is not None:
-            raise StateError("zero.Init inside zero.Init")
         Init._active = self
         for cls in _all_subclasses(nn.Module):
             self._wrap(cls)
@@ -96,7 +95,7 @@ class Init:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._enabled:
+        if Init._active is not self:
             return
         for cls, original in self._originals:
             setattr(cls, "__init__", original)  # noqa: B010
@@ -270,6 +269,14 @@ def _kind(optim_state_key: str) -> SegmentKind:
     return kinds[optim_state_key]
 
 
+def _expect_shape(slot: ParamSlot, value: torch.Tensor) -> None:
+    """Raises ConfigError unless `value` has the parameter's shape, or is all of it as a vector."""
+    if value.shape not in (slot.shape, torch.Size((slot.num_elements,))):
+        raise ConfigError(
+            slot.name, tuple(value.shape), f"shape {tuple(slot.shape)}, or as many elements in one row"
+        )
+
+
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """The fp32 master weight: a new host tensor in the parameter's shape."""
     runtime, record, slot = _located(param)
@@ -279,16 +286,43 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the fp32 master weight and with it the parameter."""
     runtime, record, slot = _located(param)
+    _expect_shape(slot, value)
     runtime.weights.write(record, slot, value)
 
 
-def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor:
-    """ "exp_avg" or "exp_avg_sq": a new fp32 host tensor in the parameter's shape."""
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """ "exp_avg" or "exp_avg_sq": a new fp32 host tensor in the parameter's shape; None for a frozen parameter."""
     runtime, record, slot = _located(param)
-    return runtime.weights.read_state(record, slot, _kind(optim_state_key))
+    kind = _kind(optim_state_key)
+    return runtime.weights.read_state(record, slot, kind) if slot.trainable else None
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set "exp_avg" or "exp_avg_sq"."""
+    """Set "exp_avg" or "exp_avg_sq". Raises ConfigError for a frozen parameter, which has neither."""
     runtime, record, slot = _located(param)
+    _expect_shape(slot, value)
     runtime.weights.write_state(record, slot, _kind(optim_state_key), value)
+
+
+# The local forms: this process's part of each parameter as a vector, which of one process is all of it.
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    """The fp32 master weight as a vector: a new host tensor."""
+    return safe_get_full_fp32_param(param).reshape(-1)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the fp32 master weight and with it the parameter."""
+    safe_set_full_fp32_param(param, value)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """ "exp_avg" or "exp_avg_sq" as a vector: a new fp32 host tensor; None for a frozen parameter."""
+    state = safe_get_full_optimizer_state(param, optim_state_key)
+    return None if state is None else state.reshape(-1)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set "exp_avg" or "exp_avg_sq". Raises ConfigError for a frozen parameter, which has neither."""
+    safe_set_full_optimizer_state(param, value, optim_state_key)

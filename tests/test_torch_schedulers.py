@@ -73,7 +73,9 @@ def no_warnings() -> Iterator[None]:
 
 
 def options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
 
 
 def train(
@@ -82,7 +84,12 @@ def train(
     """Losses, and rates and betas by group, of steps [first, last)."""
     losses, seen = [], []
     for step in range(first, last):
-        seen.append((tuple(g["lr"] for g in optimizer.param_groups), tuple(g["betas"] for g in optimizer.param_groups)))
+        seen.append(
+            (
+                tuple(g["lr"] for g in optimizer.param_groups),
+                tuple(g["betas"] for g in optimizer.param_groups),
+            )
+        )
         loss = model(tokens(step))
         loss.backward()
         optimizer.step()
@@ -213,7 +220,10 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
         offloadzero.initialize(model=model, config=config(), lr_scheduler=scheduler)
     with pytest.raises(ConfigError, match="another optimizer"):
         offloadzero.initialize(
-            model=(other := make_model()), optimizer=make_adamw(other), config=config(), lr_scheduler=scheduler
+            model=(other := make_model()),
+            optimizer=make_adamw(other),
+            config=config(),
+            lr_scheduler=scheduler,
         )
 
 
@@ -246,7 +256,9 @@ def test_stepping_the_original_optimizer_is_refused() -> None:
     original = make_adamw(model)
     offloaded, optimizer = offloadzero.offload(model, original, config())
     offloaded(tokens(0)).backward()
-    with pytest.raises(StateError, match=r"step\(\) of the AdamW whose states were offloaded: call step\(\) of what"):
+    with pytest.raises(
+        StateError, match=r"step\(\) of the AdamW whose states were offloaded: call step\(\) of what"
+    ):
         original.step()
     optimizer.step()
     optimizer.close()

@@ -187,11 +187,29 @@ def test_init_leaves_no_trace(tmp_path: Path) -> None:
     assert Later(100, 100).weight.untyped_storage().nbytes() == 40_000
 
 
-def test_init_inside_init_is_refused(tmp_path: Path) -> None:
-    config = settings(tmp_path)
-    with zero.Init(config_dict_or_path=config), pytest.raises(StateError, match="inside"):
-        zero.Init(config_dict_or_path=config).__enter__()
+def test_init_inside_init_does_nothing_more(tmp_path: Path) -> None:
+    """As in DeepSpeed, the outermost block decides, and is still in force when an inner one has ended."""
+    before = nn.Linear.__init__
+    with zero.Init(config_dict_or_path=settings(tmp_path, placement="host")):
+        wrapped = nn.Linear.__init__
+        with zero.Init(config_dict_or_path=settings(tmp_path), dtype=torch.float16) as inner:
+            assert isinstance(inner, zero.Init)
+            assert nn.Linear.__init__ is wrapped
+            model = build()
+        with zero.Init(enabled=False), pytest.raises(RuntimeError, match="from inside"):
+            raise RuntimeError("from inside")
+        late = nn.Linear(100, 100)
+    assert model.emb.weight.dtype == torch.bfloat16
+    assert torch.float16 not in {param.dtype for param in model.parameters()}
+    assert late.weight.untyped_storage().nbytes() < 10
+    assert os.listdir(tmp_path) == []
+    assert nn.Linear.__init__ is before
     assert nn.Linear(100, 100).weight.untyped_storage().nbytes() == 40_000
+    plain = build()
+    engine = make_engine(settings(tmp_path), model)
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in masters(engine).items())
+    train(engine, num_steps=1)
+    engine.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -492,6 +510,28 @@ def test_moments(engine: offloadzero.Engine) -> None:
     train(engine, num_steps=1)
 
 
+def test_local_forms_are_all_of_a_parameter_as_a_vector(engine: offloadzero.Engine) -> None:
+    param = engine.module.blocks[3].down.weight
+    full = zero.safe_get_full_fp32_param(param)
+    local = zero.safe_get_local_fp32_param(param)
+    assert local.shape == (param.numel(),)
+    assert torch.equal(local.view(param.shape), full)
+    value = torch.randn(param.numel())
+    zero.safe_set_local_fp32_param(param, value)
+    assert torch.equal(zero.safe_get_full_fp32_param(param), value.view(param.shape))
+    for key in ("exp_avg", "exp_avg_sq"):
+        full_state = zero.safe_get_full_optimizer_state(param, key)
+        local_state = zero.safe_get_local_optimizer_state(param, key)
+        assert full_state is not None
+        assert local_state is not None
+        assert local_state.shape == (param.numel(),)
+        assert torch.equal(local_state.view(param.shape), full_state)
+        assert bool(local_state.any())
+        zero.safe_set_local_optimizer_state(param, value.abs(), key)
+        assert torch.equal(zero.safe_get_full_optimizer_state(param, key), value.abs().view(param.shape))
+    train(engine, num_steps=1)
+
+
 def test_accessors_wait_for_the_update_in_flight(engine: offloadzero.Engine) -> None:
     param = engine.module.blocks[0].up.weight
     engine.backward(engine(tokens(4)))
@@ -512,6 +552,9 @@ def test_errors_of_the_accessors(engine: offloadzero.Engine) -> None:
         zero.safe_set_full_optimizer_state(param, torch.ones(3), "exp_avg")
     with pytest.raises(ConfigError, match="shape"):
         zero.safe_set_full_fp32_param(param, torch.ones(3))
+    assert param.shape[0] != param.shape[1]
+    with pytest.raises(ConfigError, match=r"blocks\.0\.up\.weight.*shape"):
+        zero.safe_set_full_fp32_param(param, torch.ones(param.shape).T)
     train(engine, num_steps=1)
 
 
@@ -523,8 +566,16 @@ def test_frozen_parameters(tmp_path: Path) -> None:
     engine = make_engine(settings(tmp_path), model)
     param = engine.module.blocks[0].up.weight
     assert torch.equal(zero.safe_get_full_fp32_param(param), value.bfloat16().float())
-    with pytest.raises(ConfigError, match="frozen"):
-        zero.safe_get_full_optimizer_state(param, "exp_avg")
+    assert torch.equal(zero.safe_get_local_fp32_param(param), value.bfloat16().float().reshape(-1))
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert zero.safe_get_full_optimizer_state(param, key) is None
+        assert zero.safe_get_local_optimizer_state(param, key) is None
+        with pytest.raises(ConfigError, match="frozen"):
+            zero.safe_set_full_optimizer_state(param, torch.zeros(param.shape), key)
+        with pytest.raises(ConfigError, match="frozen"):
+            zero.safe_set_local_optimizer_state(param, torch.zeros(param.numel()), key)
+    with pytest.raises(ConfigError, match="exp_avg"):
+        zero.safe_get_full_optimizer_state(param, "momentum")
     with zero.GatheredParameters(param, modifier_rank=0), torch.no_grad():
         param.fill_(0.5)
     train(engine, num_steps=1)

@@ -265,15 +265,19 @@ def _check_names(
     states: States, files: Mapping[str, Path], path: Path, *, strict: bool, with_moments: bool
 ) -> None:
     known = {slot.name for record in states.records for slot in record.slots}
-    moments = {
-        name
-        for record in states.records
-        for slot in record.trainable_slots
-        for name, _, _ in _moment_specs(slot, compact=_is_compact(slot, files))
-    }
+    moments, frozen_moments = (
+        {
+            name
+            for record in states.records
+            for slot in record.slots
+            if slot.trainable is trainable
+            for name, _, _ in _moment_specs(slot, compact=_is_compact(slot, files))
+        }
+        for trainable in (True, False)
+    )
     wanted = known | (moments if with_moments else set())
     missing = sorted(wanted - set(files))
-    foreign = sorted(set(files) - known - moments)
+    foreign = sorted(set(files) - known - moments - frozen_moments)  # what trained once may be frozen here
     if strict and (missing or foreign):
         raise CheckpointError(
             f"{path}: missing {', '.join(missing[:5]) or 'nothing'}; not in the model: "

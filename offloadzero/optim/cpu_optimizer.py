@@ -90,6 +90,11 @@ class CPUOptimizer(Optimizer, ABC):
             for index, param in enumerate(group["params"]):
                 if param.grad is not None:
                     name = f"param_groups[{group_index}].params[{index}]"
+                    if _is_placeholder(param):
+                        message = (
+                            "its value has left memory: give this optimizer to offload() or initialize()"
+                        )
+                        raise ConfigError(name, tuple(param.shape), message)
                     self._step_param(param, self._in_order_of(param, param.grad, name=name), group)
         return loss
 
@@ -186,7 +191,7 @@ class CPUOptimizer(Optimizer, ABC):
             raise ConfigError(name, what, "allowed torch.bfloat16, torch.float16, torch.float32")
         if not param.is_cpu:
             raise ConfigError(name, what, f"{type(self).__name__} trains parameters on the CPU")
-        if param.layout != torch.strided or not _is_dense(param):
+        if param.layout != torch.strided or not (_is_dense(param) or _is_placeholder(param)):
             raise ConfigError(name, what, "must be dense in memory (no gaps, no element twice)")
 
     def _in_order_of(self, param: Tensor, grad: Tensor, *, name: str) -> Tensor:
@@ -199,6 +204,11 @@ class CPUOptimizer(Optimizer, ABC):
         if grad.stride() == param.stride():
             return grad
         return torch.empty_like(param, dtype=grad.dtype, memory_format=torch.preserve_format).copy_(grad)
+
+
+def _is_placeholder(tensor: Tensor) -> bool:
+    """One NaN expanded to a shape: what zero.Init leaves in a parameter until its model is offloaded."""
+    return tensor.numel() > 1 and not any(tensor.stride()) and bool(tensor.detach().as_strided((), ()).isnan())
 
 
 def _is_dense(tensor: Tensor) -> bool:
