@@ -179,7 +179,7 @@ MOVES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 
-NAMES = (*ANSWERS, *OFF, *VALUES)
+NAMES = frozenset((*ANSWERS, *OFF, *VALUES))
 
 
 def look_up(name: str, runtime: Runtime) -> Any:

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from offloadzero import deepspeed_names, launch
 from offloadzero.absent import ENGINE_NAMES, no_attribute
 from offloadzero.accumulation import Accumulation
+from offloadzero.arguments import Collate, config_source, make_loader
 from offloadzero.checkpoint.states import (
     States,
     find_checkpoint,
@@ -33,7 +34,6 @@ from offloadzero.runtime import Runtime
 
 OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
 SchedulerSource = Any  # a torch scheduler, or a callable that makes one from the optimizer
-Collate = Callable[[list[Any]], Any]
 
 
 def initialize(
@@ -75,13 +75,16 @@ def initialize(
         if value is not None:
             raise ConfigError(name, value, "None: model and sequence parallelism are not built")
     launch.expect_one_process()
-    settings = load_config(_config_source(args, config, config_params))
+    settings = load_config(config_source(args, config, config_params))
     if model is None:
         raise ConfigError("model", None, "an nn.Module")
     if not any(True for _ in model.parameters()):
         raise ConfigError("model", type(model).__name__, "a module with parameters: this one has none")
     if dist_init_required:
         launch.init_distributed(distributed_port=distributed_port, dist_init_required=True)
+    loader = None
+    if training_data is not None:
+        loader = make_loader(training_data, settings.batch.micro_batch_size, collate_fn=collate_fn)
     offloaded = _make_optimizer(model, optimizer, model_parameters, settings)
     if offloaded is None:
         # No state of an optimizer: nothing to lay out compactly.
@@ -90,29 +93,8 @@ def initialize(
     else:
         runtime = offloaded.runtime
     scheduler = _make_scheduler(lr_scheduler, settings, offloaded)
-    engine = Engine(runtime, offloaded, scheduler)
-    if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    return engine, offloaded, engine.training_dataloader, scheduler
-
-
-def _config_source(
-    args: Any, config: ConfigSource | None, config_params: ConfigSource | None
-) -> ConfigSource:
-    given = {
-        "config": config,
-        "config_params": config_params,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-        "args.deepscale_config": getattr(args, "deepscale_config", None),
-    }
-    found = {name: value for name, value in given.items() if value is not None}
-    if not found:
-        raise ConfigError("config", None, "a dict, the path of a JSON file, or an OffloadConfig")
-    first, *others = found
-    for other in others:
-        if found[other] != found[first]:
-            raise ConfigError(other, found[other], f"{first} is given too: give one")
-    return found[first]
+    engine = Engine(runtime, offloaded, scheduler, loader)
+    return engine, offloaded, loader, scheduler
 
 
 def _make_optimizer(
@@ -166,12 +148,18 @@ class Engine:
     (offloadzero/deepspeed_names.py), or the module's.
     """
 
-    def __init__(self, runtime: Runtime, optimizer: OffloadedOptimizer | None, lr_scheduler: Any) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        optimizer: OffloadedOptimizer | None,
+        lr_scheduler: Any,
+        training_dataloader: DataLoader[Any] | None,
+    ) -> None:
         """Without an optimizer it evaluates."""
         self.module = runtime.model
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.training_dataloader: DataLoader[Any] | None = None
+        self.training_dataloader = training_dataloader
         self.local_rank = launch.local_rank()
         self._runtime = runtime
         self._stepper = runtime.stepper
@@ -287,13 +275,11 @@ class Engine:
         collate_fn: Collate | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """A DataLoader of micro batches; in DeepSpeed's order, which is shuffled for route "train"."""
-        shuffles = route == "train" and not isinstance(dataset, IterableDataset)
-        if data_sampler is None and shuffles:
-            data_sampler = DistributedSampler(dataset, num_replicas=1, rank=0)
-        return DataLoader(
+        """A DataLoader of micro batches, as that of `initialize(training_data=...)`."""
+        return make_loader(
             dataset,
-            batch_size=batch_size or self.train_micro_batch_size_per_gpu() or 1,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            route=route,
             sampler=data_sampler,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
@@ -552,8 +538,8 @@ class Engine:
 
     def __getattr__(self, name: str) -> Any:
         own = type(self).__name__
-        if "module" not in self.__dict__ or "_runtime" not in self.__dict__:
-            raise AttributeError(f"{own} object has no attribute {name!r}", name=name)
+        if name.startswith("__") or not {"module", "_runtime"} <= self.__dict__.keys():
+            raise AttributeError(f"{own} has no attribute {name!r}", name=name)
         if name in deepspeed_names.MOVES:
             return functools.partial(self.to, *deepspeed_names.MOVES[name])
         if name in deepspeed_names.NAMES:

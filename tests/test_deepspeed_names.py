@@ -409,7 +409,8 @@ def test_every_row_of_the_tables_answers(engine: offloadzero.Engine) -> None:
         assert name in dir(engine)
     for name in deepspeed_names.VALUES:
         assert hasattr(engine, name)
-    rows = (*deepspeed_names.NAMES, *deepspeed_names.MOVES, *ENGINE_NAMES)
+    answers = (*deepspeed_names.ANSWERS, *deepspeed_names.OFF, *deepspeed_names.VALUES)
+    rows = (*answers, *deepspeed_names.MOVES, *ENGINE_NAMES)
     assert len(rows) == len(set(rows))
     assert not {name for name in rows if name in vars(offloadzero.Engine)}, (
         "the engine has it: the row is dead"
@@ -607,6 +608,17 @@ def test_the_order_of_the_data_is_deepspeeds(engine: offloadzero.Engine) -> None
         assert torch.cat(list(loader)).tolist() == order
     assert [len(batch) for batch in loader] == [2, 2, 2, 2, 2, 1]
     assert torch.cat(list(engine.deepspeed_io(data, 4, route="eval"))).tolist() == data  # type: ignore[arg-type]
+
+
+def test_data_needs_a_batch_size() -> None:
+    """And it is said before the model is touched."""
+    model = make_model()
+    before = model.emb.weight.untyped_storage().nbytes()
+    with pytest.raises(ConfigError, match=r"train_micro_batch_size_per_gpu = None: a number"):
+        offloadzero.initialize(
+            model=model, config=config(train_micro_batch_size_per_gpu=None), training_data=torch.zeros(4, 3)
+        )
+    assert model.emb.weight.untyped_storage().nbytes() == before
 
 
 # --- the batch size ---

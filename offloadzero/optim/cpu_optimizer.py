@@ -208,7 +208,9 @@ class CPUOptimizer(Optimizer, ABC):
 
 def _is_placeholder(tensor: Tensor) -> bool:
     """One NaN expanded to a shape: what zero.Init leaves in a parameter until its model is offloaded."""
-    return tensor.numel() > 1 and not any(tensor.stride()) and bool(tensor.detach().as_strided((), ()).isnan())
+    return (
+        tensor.numel() > 1 and not any(tensor.stride()) and bool(tensor.detach().as_strided((), ()).isnan())
+    )
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -75,7 +75,7 @@ class WeightAccess:
         slot.num_writes += 1
         segment = record.segments.get(SegmentKind.MASTER)
         if segment is None or not slot.trainable:
-            param = value.detach().to("cpu", record.dtype).reshape(-1).contiguous()
+            param = _rounded(value.detach().to("cpu").reshape(-1), record.dtype)
             self._write(record, slot, SegmentKind.PARAM, param)
             return
         param = torch.zeros(slot.num_elements, dtype=record.dtype)
@@ -342,6 +342,15 @@ def _encode_moment(kind: SegmentKind, values: torch.Tensor, scales: torch.Tensor
 def _bits(values: torch.Tensor) -> torch.Tensor:
     """The patterns of floating-point values as integers: NaN equals itself, -0 differs from 0."""
     return values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
+
+
+def _rounded(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A parameter without a master, rounded as a trained one is: a checkpoint's weights are the same bits in both."""
+    if (flat.dtype, dtype) != (torch.float32, torch.bfloat16):
+        return flat.to(dtype).contiguous()
+    param, remainder = torch.empty_like(flat, dtype=dtype), torch.empty_like(flat, dtype=torch.int16)
+    device_math.split_master(flat, param, remainder)
+    return param
 
 
 def _encode(

@@ -1,0 +1,49 @@
+"""What callers give `initialize()`: a configuration from one of several places, data (floor 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+
+from offloadzero.errors import ConfigError
+from offloadzero.optimizer import ConfigSource
+
+Collate = Callable[[list[Any]], Any]
+
+
+def config_source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:
+    """The one configuration that is given. Raises ConfigError for none, and for two that differ."""
+    given = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),
+    }
+    found = {name: value for name, value in given.items() if value is not None}
+    if not found:
+        raise ConfigError("config", None, "a dict, the path of a JSON file, or an OffloadConfig")
+    first, *others = found
+    for other in others:
+        if found[other] != found[first]:
+            raise ConfigError(other, found[other], f"{first} is given too: give one")
+    return found[first]
+
+
+def make_loader(
+    dataset: Dataset[Any],
+    batch_size: int | None,
+    *,
+    route: str = "train",
+    sampler: Sampler[Any] | None = None,
+    **options: Any,
+) -> DataLoader[Any]:
+    """A DataLoader of micro batches; in DeepSpeed's order, which is shuffled for the route "train"."""
+    if batch_size is None:
+        raise ConfigError(
+            "train_micro_batch_size_per_gpu", None, "a number: the DataLoader of the data needs it"
+        )
+    if sampler is None and route == "train" and not isinstance(dataset, IterableDataset):
+        sampler = DistributedSampler(dataset, num_replicas=1, rank=0)
+    return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)
