@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -47,3 +48,12 @@ def make_loader(
     if sampler is None and route == "train" and not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, num_replicas=1, rank=0)
     return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)
+
+
+def step_arguments(scheduler: Any) -> tuple[str, ...]:
+    """What `scheduler.step()` cannot do without: "metrics" for a ReduceLROnPlateau."""
+    if scheduler is None:
+        return ()
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in kinds and p.default is p.empty)

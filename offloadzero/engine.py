@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from offloadzero import deepspeed_names, launch
 from offloadzero.absent import ENGINE_NAMES, no_attribute
 from offloadzero.accumulation import Accumulation
-from offloadzero.arguments import Collate, config_source, make_loader
+from offloadzero.arguments import Collate, config_source, make_loader, step_arguments
 from offloadzero.checkpoint.states import (
     States,
     find_checkpoint,
@@ -87,14 +87,14 @@ def initialize(
         loader = make_loader(training_data, settings.batch.micro_batch_size, collate_fn=collate_fn)
     offloaded = _make_optimizer(model, optimizer, model_parameters, settings)
     if offloaded is None:
+        if lr_scheduler is not None:
+            raise ConfigError("lr_scheduler", type(lr_scheduler).__name__, "None: there is no optimizer")
         # No state of an optimizer: nothing to lay out compactly.
         evaluation = replace(settings, state_layout="fp32")
         runtime = Runtime(model, evaluation, param_groups=(), current_hypers=tuple)
-    else:
-        runtime = offloaded.runtime
+        return Engine(runtime, None, None, loader), None, loader, None
     scheduler = _make_scheduler(lr_scheduler, settings, offloaded)
-    engine = Engine(runtime, offloaded, scheduler, loader)
-    return engine, offloaded, loader, scheduler
+    return Engine(offloaded.runtime, offloaded, scheduler, loader), offloaded, loader, scheduler
 
 
 def _make_optimizer(
@@ -115,17 +115,14 @@ def _make_optimizer(
     return OffloadedOptimizer(model, groups, config)
 
 
-def _make_scheduler(
-    source: SchedulerSource, config: OffloadConfig, optimizer: OffloadedOptimizer | None
-) -> Any:
-    if optimizer is None:
-        if source is not None:
-            raise ConfigError("lr_scheduler", type(source).__name__, "None: there is no optimizer")
-        return None
+def _make_scheduler(source: SchedulerSource, config: OffloadConfig, optimizer: OffloadedOptimizer) -> Any:
     if source is None:
         return build_lr_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
     if not isinstance(source, torch.optim.lr_scheduler.LRScheduler) and callable(source):
         source = source(optimizer)
+    if not callable(getattr(source, "step", None)):
+        allowed = "a scheduler, or a callable that takes the optimizer and returns one: this has no step()"
+        raise ConfigError("lr_scheduler", type(source).__name__, allowed)
     steered = getattr(getattr(source, "optimizer", None), "param_groups", optimizer.param_groups)
     if steered is not optimizer.param_groups:
         message = "it sets the rates of another optimizer: make it on the one that initialize() is given"
@@ -159,6 +156,7 @@ class Engine:
         self.module = runtime.model
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
+        self._schedule_needs = step_arguments(lr_scheduler)
         self.training_dataloader = training_dataloader
         self.local_rank = launch.local_rank()
         self._runtime = runtime
@@ -198,6 +196,14 @@ class Engine:
         `lr_kwargs` go to the schedule's `step()`.
         """
         optimizer = self._expect_optimizer("step")
+        for name in self._schedule_needs:
+            if name not in (lr_kwargs or {}):
+                raise ConfigError(
+                    "lr_kwargs",
+                    lr_kwargs,
+                    f'{type(self.lr_scheduler).__name__} needs engine.step({{"{name}": ...}}); or do not give it to '
+                    "initialize(), and step it yourself",
+                )
         if not self._accumulation.take():
             return
         optimizer.step()

@@ -337,6 +337,14 @@ def test_deepspeeds_optimizers_by_themselves() -> None:
 # --- the engine ---
 
 
+@pytest.fixture(scope="module")
+def asked() -> Any:
+    """An engine that is only asked."""
+    made = make_engine(config(gradient_accumulation_steps=2, optimizer=None, bf16=None), **client())
+    yield made
+    made.close()
+
+
 @pytest.fixture
 def engine() -> Any:
     made = make_engine(config(gradient_accumulation_steps=2, optimizer=None, bf16=None), **client())
@@ -390,25 +398,25 @@ EXPECTED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_an_answer(engine: offloadzero.Engine, name: str) -> None:
-    assert getattr(engine, name)() == EXPECTED[name]
+def test_an_answer(asked: offloadzero.Engine, name: str) -> None:
+    assert getattr(asked, name)() == EXPECTED[name]
 
 
-def test_values(engine: offloadzero.Engine) -> None:
-    assert (engine.local_rank, engine.global_rank, engine.world_size) == (0, 0, 1)
-    assert (engine.dp_world_size, engine.mp_world_size, engine.mpu) == (1, 1, None)
-    assert engine.communication_data_type is torch.float32
-    assert engine.loss_scale == 1.0
-    assert engine.is_compiled is False
-    assert isinstance(engine, offloadzero.DeepSpeedEngine)
+def test_values(asked: offloadzero.Engine) -> None:
+    assert (asked.local_rank, asked.global_rank, asked.world_size) == (0, 0, 1)
+    assert (asked.dp_world_size, asked.mp_world_size, asked.mpu) == (1, 1, None)
+    assert asked.communication_data_type is torch.float32
+    assert asked.loss_scale == 1.0
+    assert asked.is_compiled is False
+    assert isinstance(asked, offloadzero.DeepSpeedEngine)
 
 
-def test_every_row_of_the_tables_answers(engine: offloadzero.Engine) -> None:
+def test_every_row_of_the_tables_answers(asked: offloadzero.Engine) -> None:
     for name in (*deepspeed_names.ANSWERS, *deepspeed_names.OFF):
-        getattr(engine, name)()
-        assert name in dir(engine)
+        getattr(asked, name)()
+        assert name in dir(asked)
     for name in deepspeed_names.VALUES:
-        assert hasattr(engine, name)
+        assert hasattr(asked, name)
     answers = (*deepspeed_names.ANSWERS, *deepspeed_names.OFF, *deepspeed_names.VALUES)
     rows = (*answers, *deepspeed_names.MOVES, *ENGINE_NAMES)
     assert len(rows) == len(set(rows))
@@ -473,9 +481,9 @@ def test_precision_answers() -> None:
     engine.close()
 
 
-def test_an_unknown_attribute_names_the_engine_and_its_module(engine: offloadzero.Engine) -> None:
+def test_an_unknown_attribute_names_the_engine_and_its_module(asked: offloadzero.Engine) -> None:
     with pytest.raises(AttributeError) as caught:
-        engine.save_chekpoint  # noqa: B018
+        asked.save_chekpoint  # noqa: B018
     assert str(caught.value) == (
         "Engine has no attribute 'save_chekpoint', and neither has its module, a TinyModel "
         "(did you mean 'save_checkpoint'?)"
@@ -483,15 +491,15 @@ def test_an_unknown_attribute_names_the_engine_and_its_module(engine: offloadzer
     with pytest.raises(
         AttributeError, match=r"'zero_optimization_stages'.*did you mean 'zero_optimization_stage'"
     ):
-        engine.zero_optimization_stages  # noqa: B018
+        asked.zero_optimization_stages  # noqa: B018
     with pytest.raises(AttributeError, match=r"'blocs'.* a TinyModel \(did you mean 'blocks'\?\)"):
-        engine.blocs  # noqa: B018
+        asked.blocs  # noqa: B018
     for name, reason in ENGINE_NAMES.items():
-        assert not hasattr(engine, name)
+        assert not hasattr(asked, name)
         with pytest.raises(AttributeError) as caught:
-            getattr(engine, name)
+            getattr(asked, name)
         assert reason in str(caught.value)
-    assert engine.blocks is engine.module.blocks
+    assert asked.blocks is asked.module.blocks
 
 
 def test_the_modules_own_property_that_fails_is_the_cause() -> None:
@@ -529,27 +537,27 @@ def test_forward_is_the_engines(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_moving_and_casting(engine: offloadzero.Engine) -> None:
+def test_moving_and_casting(asked: offloadzero.Engine) -> None:
     """What it is already gives the engine back, not the module; anything else says what to set."""
     for same in (
-        *(engine.to("cpu"), engine.to(torch.device("cpu")), engine.cpu(), engine.to(dtype=torch.float32)),
+        *(asked.to("cpu"), asked.to(torch.device("cpu")), asked.cpu(), asked.to(dtype=torch.float32)),
         *(
-            engine.float(),
-            engine.to("cpu", torch.float32, True),
-            engine.to(torch.zeros(1)),
-            engine.type(torch.float32),
+            asked.float(),
+            asked.to("cpu", torch.float32, True),
+            asked.to(torch.zeros(1)),
+            asked.type(torch.float32),
         ),
-        *(engine.to(device="cpu", non_blocking=True), engine.to(None), engine.train(), engine.eval()),
+        *(asked.to(device="cpu", non_blocking=True), asked.to(None), asked.train(), asked.eval()),
     ):
-        assert same is engine
-    for move in (engine.cuda, lambda: engine.cuda(0), lambda: engine.to("cuda:0"), lambda: engine.to("meta")):
+        assert same is asked
+    for move in (asked.cuda, lambda: asked.cuda(0), lambda: asked.to("cuda:0"), lambda: asked.to("meta")):
         with pytest.raises(StateError, match=r"the engine computes on cpu and moves the weights by itself"):
             move()
     for cast in (
-        engine.half,
-        engine.bfloat16,
-        engine.double,
-        lambda: engine.to(torch.zeros(1, dtype=torch.half)),
+        asked.half,
+        asked.bfloat16,
+        asked.double,
+        lambda: asked.to(torch.zeros(1, dtype=torch.half)),
     ):
         with pytest.raises(StateError, match=r"the parameters are torch\.float32: the config's bf16 or fp16"):
             cast()

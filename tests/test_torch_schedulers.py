@@ -227,6 +227,14 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
         )
 
 
+@pytest.mark.parametrize("given", [0.5, lambda _: 0.5])
+def test_what_is_no_scheduler_is_refused(given: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"lr_scheduler = 'float': a scheduler, or a callable .* has no step\(\)"
+    ):
+        offloadzero.initialize(model=make_model(), config=config(), lr_scheduler=given)
+
+
 @pytest.mark.parametrize("form", ["instance", "callable"])
 @pytest.mark.usefixtures("no_warnings")
 def test_a_scheduler_given_to_initialize(form: str) -> None:
@@ -262,3 +270,24 @@ def test_stepping_the_original_optimizer_is_refused() -> None:
         original.step()
     optimizer.step()
     optimizer.close()
+
+
+def test_a_scheduler_that_needs_a_metric() -> None:
+    """The engine hands it over, or says before it steps that it is missing."""
+    model = make_model()
+    plain_optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plain = lr_scheduler.ReduceLROnPlateau(plain_optimizer, patience=1, factor=0.5)
+    scheduler = {"type": "ReduceLROnPlateau", "params": {"patience": 1, "factor": 0.5}}
+    engine, *_ = offloadzero.initialize(model=make_model(), config={**config(), "scheduler": scheduler})
+    rates = []
+    for step, metric in enumerate([3.0, 2.0, 4.0, 4.0, 4.0, 1.0]):
+        engine.backward(engine(tokens(step)))
+        with pytest.raises(ConfigError, match=r'ReduceLROnPlateau needs engine\.step\({"metrics": \.\.\.}\)'):
+            engine.step()
+        engine.step({"metrics": metric})
+        plain.step(metric)
+        rates.append(engine.get_lr()[0])
+        assert rates[-1] == plain_optimizer.param_groups[0]["lr"]
+    assert engine.global_steps == 6
+    assert rates[-1] == 5e-3
+    engine.close()

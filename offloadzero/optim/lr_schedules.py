@@ -318,7 +318,7 @@ def build_lr_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> LRSched
     """The schedule `config.type` names: one of DeepSpeed's, or any class of torch.optim.lr_scheduler.
 
     A torch schedule that needs more than the configuration can say (ReduceLROnPlateau wants a metric at each
-    step) is built, and is the caller's to drive.
+    step) is built; `engine.step({"metrics": loss})` hands it over.
 
     Raises:
         ConfigError: an unknown name or parameter (with the nearest known one), a missing parameter, or values
