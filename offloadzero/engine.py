@@ -350,7 +350,9 @@ class Engine:
 
     def get_global_grad_norm(self) -> float | None:
         """Of the last step, before clipping; waits until it is known. None before the first."""
-        return self.optimizer.grad_norm() if self.optimizer is not None and self.global_steps else None
+        if self.optimizer is None or not self.optimizer.has_stepped:
+            return None
+        return self.optimizer.grad_norm()
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -139,6 +140,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if origin is not None:
             origin.register_step_pre_hook(functools.partial(_refuse_step, weakref.ref(self)))
         self._scaled = False
+        self.has_stepped = False  # in this process
         if self.runtime.config.precision.param_dtype == "fp16":
             self.runtime.stepper.before_backward = self._check_scaled
 
@@ -178,6 +180,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.runtime.stepper.step()
+        self.has_stepped = True
         if self.origin is not None:
             # A torch scheduler that was made on it asks it whether a step came before the scheduler's.
             self.origin._opt_called = True  # type: ignore[attr-defined]
@@ -205,8 +208,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped; waits until it is known. (DeepSpeed's name.)"""
-        return self.runtime.stepper.counts.global_steps > 0 and not self.was_step_applied()
+        """Whether the last step was skipped for a gradient that is not finite; waits until it is known.
+
+        (DeepSpeed's name for it.)
+        """
+        return not math.isfinite(self.grad_norm())
 
     @property
     def loss_scale(self) -> float:

@@ -481,6 +481,22 @@ def test_precision_answers() -> None:
     engine.close()
 
 
+def test_after_loading_there_is_no_last_step(tmp_path: Path) -> None:
+    engine = make_engine(config(), make_model())
+    train(engine, num_steps=2)
+    assert engine.get_global_grad_norm() > 0
+    engine.save_checkpoint(tmp_path)
+    engine.close()
+    engine = make_engine(config(), make_model())
+    engine.load_checkpoint(tmp_path)
+    assert engine.global_steps == 2
+    assert engine.get_global_grad_norm() is None
+    assert engine.optimizer.overflow is False
+    train(engine, num_steps=1)
+    assert engine.get_global_grad_norm() > 0
+    engine.close()
+
+
 def test_an_unknown_attribute_names_the_engine_and_its_module(asked: offloadzero.Engine) -> None:
     with pytest.raises(AttributeError) as caught:
         asked.save_chekpoint  # noqa: B018
