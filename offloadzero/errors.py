@@ -4,7 +4,49 @@ from __future__ import annotations
 
 import difflib
 import os
+import reprlib
 from collections.abc import Iterable
+
+MAX_SHOWN_CHARS = 240
+_MAX_COMPARED_CHARS = 80  # of a word for which the nearest known one is looked up
+
+
+class _ShortRepr(reprlib.Repr):
+    """repr for messages: of anything, of bounded length, and it never raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 16
+        self.maxstring = self.maxother = self.maxlong = 120
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to print an integer of more than some thousand digits.
+        return f"<integer of {x.bit_length()} bits>" if x.bit_length() > 512 else super().repr_int(x, level)
+
+
+_short_repr = _ShortRepr()
+
+
+def shortened(value: object) -> str:
+    """`repr(value)`, cut in the middle where it is long."""
+    return _cut(_short_repr.repr(value))
+
+
+def _printable(key: str) -> str:
+    """A dotted key as it can be printed anywhere: no control characters, no lone surrogates."""
+    return _cut(key if key.isprintable() else repr(key)[1:-1])
+
+
+def _cut(text: str) -> str:
+    half = MAX_SHOWN_CHARS // 2 - 2
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:half]}...{text[-half:]}"
+
+
+def _nearest(word: object, known: Iterable[str]) -> list[str]:
+    if not isinstance(word, str) or len(word) > _MAX_COMPARED_CHARS:
+        return []
+    return difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
 
 
 class OffloadError(Exception):
@@ -26,11 +68,10 @@ class ConfigError(OffloadError, ValueError):
         self.key = key
         self.value = value
         self.allowed = allowed
-        near = difflib.get_close_matches(key.rsplit(".", 1)[-1], list(known_keys), n=1, cutoff=0.5)
-        near += difflib.get_close_matches(str(value), list(known_values), n=1, cutoff=0.5)
+        near = _nearest(key.rsplit(".", 1)[-1], known_keys) + _nearest(value, known_values)
         self.nearest = near[0] if near else None
         hint = f" (did you mean {self.nearest!r}?)" if self.nearest else ""
-        super().__init__(f"{key} = {value!r}: {allowed}{hint}")
+        super().__init__(f"{_printable(key)} = {shortened(value)}: {allowed}{hint}")
 
 
 class BudgetError(OffloadError, MemoryError):
