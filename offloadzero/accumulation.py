@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from offloadzero.config.batch import resolve_batch
 from offloadzero.config.schema import BatchConfig
 from offloadzero.errors import ConfigError, StateError
@@ -30,12 +32,17 @@ class Accumulation:
         return self.num_micro_steps - self._window_start
 
     def is_boundary(self) -> bool:
-        """Whether the present micro batch is the last of its step."""
-        return (self.num_taken + 1) % self.num_steps == 0 if self.override is None else self.override
+        """Whether the present micro batch is the last of its step.
+
+        Where accumulation is not managed no one knows before `step()` is called: it is none.
+        """
+        if self.override is not None:
+            return self.override
+        return self.batch.managed and (self.num_taken + 1) % self.num_steps == 0
 
     def take(self) -> bool:
         """Count the present micro batch; True if it was the last of its step."""
-        was_last = self.is_boundary()
+        was_last = self.is_boundary() if self.batch.managed or self.override is not None else True
         self.num_micro_steps += 1
         if was_last:
             self._window_start = self.num_micro_steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +26,7 @@ from offloadzero.checkpoint.states import (
     save_states,
     save_weights,
 )
-from offloadzero.config import OffloadConfig, TierName, load_config
+from offloadzero.config import OffloadConfig, TierName, load_config, settle_for_initialize
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.observe.clock import StepReport
 from offloadzero.optim.lr_schedules import build_lr_scheduler
@@ -76,6 +77,10 @@ def initialize(
             raise ConfigError(name, value, "None: model and sequence parallelism are not built")
     launch.expect_one_process()
     settings = load_config(config_source(args, config, config_params))
+    if optimizer is not None or settings.optimizer is not None:
+        settings = settle_for_initialize(settings)
+        for warning in settings.warnings:
+            warnings.warn(warning, stacklevel=2)
     if model is None:
         raise ConfigError("model", None, "an nn.Module")
     if not any(True for _ in model.parameters()):
@@ -334,6 +339,10 @@ class Engine:
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Override the counting, until set again."""
+        if not self._runtime.config.batch.managed:
+            raise StateError(
+                "managed_gradient_accumulation is false: each step() is a boundary, and nothing else is"
+            )
         self._accumulation.override = is_boundary
 
     @contextmanager

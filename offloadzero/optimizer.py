@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,7 +14,14 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from offloadzero.config import OffloadConfig, OptimizerConfig, SegmentKind, load_config
+from offloadzero.config import (
+    UNRESOLVED,
+    OffloadConfig,
+    OptimizerConfig,
+    SegmentKind,
+    load_config,
+    settle_for_offload,
+)
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim import CPUAdam
@@ -42,7 +50,9 @@ def offload(
         ConfigError: an optimizer other than torch.optim.Adam, AdamW or CPUAdam, or one that has stepped already.
         BudgetError: something does not fit.
     """
-    settings = load_config(config)
+    settings = settle_for_offload(load_config(config))
+    for warning in settings.warnings:
+        warnings.warn(warning, stacklevel=2)
     if isinstance(optimizer, OffloadedOptimizer):
         raise ConfigError("optimizer", type(optimizer).__name__, "is offloaded already")
     check_optimizer(optimizer, settings)
@@ -115,6 +125,12 @@ def group_defaults(config: OptimizerConfig | None) -> dict[str, Any]:
     }
 
 
+def _expect_rates(param_groups: Iterable[Mapping[str, Any]]) -> None:
+    """A rate that the configuration leaves at "auto" has to come with the groups."""
+    if any(group["lr"] is None for group in param_groups):
+        raise ConfigError("optimizer.params.lr", "auto", f"{UNRESOLVED}; or pass an optimizer")
+
+
 class OffloadedOptimizer(torch.optim.Optimizer):
     """An Adam whose states live in the tiers; made by `offload()` or `initialize()`.
 
@@ -131,6 +147,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         origin: torch.optim.Optimizer | None = None,
     ) -> None:
         """`origin` is the optimizer whose groups these are; without one they are the config's."""
+        _expect_rates(param_groups)
         # Schedulers that cycle a momentum look in the defaults for its name.
         defaults = origin.defaults if origin is not None else group_defaults(config.optimizer)
         super().__init__(param_groups, dict(defaults))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from offloadzero.config import OffloadConfig, SegmentKind, TierName
+from offloadzero.config import OffloadConfig, SegmentKind, TierName, create_nvme_directories
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.memory.arena import Arena, BufferPool, Lease
 from offloadzero.memory.heap import FreedMemory
@@ -93,6 +93,8 @@ class Runtime:
         # What to close, the last first; each part even when another's close fails.
         self._parts = contextlib.ExitStack()
         self._parts.callback(self.monitor.close)
+        if self.plan.tier_bytes(TierName.NVME) or (checkpointing and checkpointing.tier is TierName.NVME):
+            create_nvme_directories(config.nvme_paths)
         self.store = _open_store(self, config)
         self._parts.callback(self.store.close)
         _live.add(self)
@@ -161,7 +163,7 @@ class Runtime:
             update_in_backward=plan.update_in_backward,
             keeps_gradients=plan.grads_have_homes,
             gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
-            max_norm=config.gradient_clipping,
+            max_norm=config.gradient_clipping or 0.0,
             skip_nonfinite=config.precision.param_dtype == "fp16" or config.update.on_nonfinite == "skip",
             loss_scale=config.precision.loss_scale if config.precision.param_dtype == "fp16" else None,
         )

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from offloadzero.config import OffloadConfig, SegmentKind, TierName, load_config
+from offloadzero.config import OffloadConfig, SegmentKind, TierName, create_nvme_directories, load_config
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.heap import FreedMemory
 from offloadzero.optim.records import ParamSlot, Record
@@ -79,6 +79,7 @@ class Init:
             return None
         if not self._settings.nvme_paths:
             raise ConfigError("nvme_path", None, "parameters are to wait on nvme: name a directory")
+        create_nvme_directories(self._settings.nvme_paths[:1])
         return self._settings.nvme_paths[0]
 
     def __enter__(self) -> Init:

@@ -304,8 +304,8 @@ def test_errors_of_init(tmp_path: Path) -> None:
         zero.Init(data_parallel_group=object())
     with pytest.raises(ConfigError, match="placment"):
         zero.Init(config_dict_or_path={"offloadzero": {"placment": "host"}})
-    with pytest.raises(ConfigError, match=str(tmp_path / "nowhere")):
-        zero.Init(config_dict_or_path=settings(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=str(tmp_path / "nowhere" / "train")):
+        zero.Init(config_dict_or_path=settings(tmp_path / "nowhere" / "train"))
 
 
 # --- GatheredParameters ---

@@ -4,6 +4,8 @@ Nothing here imports torch.
 """
 
 from offloadzero.config.load import load_config
+from offloadzero.config.nvme_paths import create_nvme_directories
+from offloadzero.config.optimizer import UNRESOLVED, resolve_scheduler
 from offloadzero.config.schema import (
     ActivationConfig,
     AioConfig,
@@ -22,8 +24,10 @@ from offloadzero.config.schema import (
     UnitConfig,
     UpdateConfig,
 )
+from offloadzero.config.settle import settle_for_initialize, settle_for_offload
 
 __all__ = [
+    "UNRESOLVED",
     "ActivationConfig",
     "AioConfig",
     "BatchConfig",
@@ -40,5 +44,9 @@ __all__ = [
     "TierName",
     "UnitConfig",
     "UpdateConfig",
+    "create_nvme_directories",
     "load_config",
+    "resolve_scheduler",
+    "settle_for_initialize",
+    "settle_for_offload",
 ]

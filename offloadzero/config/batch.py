@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from offloadzero.config.block import Block
-from offloadzero.config.parse import read_int
+from dataclasses import replace
+
+from offloadzero.config.block import Block, is_auto
+from offloadzero.config.parse import MAX_COUNT, read_bool, read_int
 from offloadzero.config.schema import BatchConfig
 from offloadzero.errors import ConfigError
 
@@ -14,10 +16,22 @@ _STEPS = "gradient_accumulation_steps"
 
 def read_batch(top: Block, *, world_size: int) -> BatchConfig:
     """Raises ConfigError, with the product, where the three keys and `world_size` contradict each other."""
-    train: int | None = top.read(_TRAIN, read_int, None, minimum=1)
-    micro: int | None = top.read(_MICRO, read_int, None, minimum=1)
-    steps: int | None = top.read(_STEPS, read_int, None, minimum=1)
-    return resolve_batch(train, micro, steps, world_size=world_size)
+    train, micro, steps = (top.read(key, _read_size, None) for key in (_TRAIN, _MICRO, _STEPS))
+    batch = resolve_batch(train, micro, steps, world_size=world_size)
+    follows = {
+        _TRAIN: batch.train_batch_size is not None,
+        _MICRO: batch.micro_batch_size is not None,
+        _STEPS: train is not None and micro is not None,  # that a size alone means one step is no resolution
+    }
+    return replace(
+        batch,
+        managed=top.read("managed_gradient_accumulation", read_bool, batch.managed),
+        unresolved=tuple(key for key, known in follows.items() if is_auto(top.raw(key)) and not known),
+    )
+
+
+def _read_size(key: str, value: object) -> int | None:
+    return None if is_auto(value) else read_int(key, value, minimum=1, maximum=MAX_COUNT)
 
 
 def resolve_batch(train: int | None, micro: int | None, steps: int | None, *, world_size: int) -> BatchConfig:

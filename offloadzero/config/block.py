@@ -7,21 +7,26 @@ from typing import Any, TypeVar
 
 from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action, KeySpec, KeyTable, Kind
 from offloadzero.config.parse import any_enabled, read_bool, read_float, read_mapping, read_str
-from offloadzero.errors import ConfigError
+from offloadzero.errors import ConfigError, shortened
 
 T = TypeVar("T")
 D = TypeVar("D")
 
-# The HF Trainer resolves "auto" before us; where nobody did, our default stands.
+# The Hugging Face Trainer resolves "auto" before us.
 AUTO = "auto"
+
+
+def is_auto(value: object) -> bool:
+    """Whether the word "auto" stands where somebody was to put a value."""
+    return isinstance(value, str) and value == AUTO
 
 
 class Block:
     """The values of one JSON object under the names of its table.
 
     Building one raises ConfigError for an unknown key, a refused value, or two spellings of one key that
-    disagree; it appends one line per accepted key to `notices`. null and "auto" count as absent, but for the keys
-    that have an "auto" of their own.
+    disagree; it appends one line per accepted key to `notices`. null counts as absent. So does "auto", with a
+    notice, but for the keys that have an "auto" of their own, or to which it matters who resolves it.
     """
 
     def __init__(self, path: str, value: object, *, table: KeyTable, notices: list[str]) -> None:
@@ -39,11 +44,17 @@ class Block:
         if spec.action is Action.ALIAS:
             name = spec.note
             spec = table[name]
-        if value is None or (spec.auto_is_absent and isinstance(value, str) and value == AUTO):
+        if value is None:
+            return
+        if is_auto(value) and spec.auto_is_absent:
+            if spec.action in (Action.USE, Action.MAP):
+                notices.append(f'{self._dotted(key)}: "auto", which nobody has resolved: {spec.note}')
             return
         if name in self._values and self._values[name] != value:
             other = self._dotted(self._written[name])
-            raise ConfigError(self._dotted(key), value, f"contradicts {other} = {self._values[name]!r}")
+            raise ConfigError(
+                self._dotted(key), value, f"contradicts {other} = {shortened(self._values[name])}"
+            )
         if spec.action in (Action.ACCEPT, Action.REFUSE):
             self._dismiss(key, value, spec, notices)
         self._values[name] = value

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from offloadzero.config.batch import read_batch
-from offloadzero.config.block import Block
+from offloadzero.config.block import Block, is_auto
 from offloadzero.config.keys import DEEPSPEED_KEYS
 from offloadzero.config.nvme_paths import NvmePath, read_nvme_paths
 from offloadzero.config.optimizer import read_optimizer, read_scheduler
@@ -31,6 +31,7 @@ MIN_SUB_GROUP_ELEMENTS = 65_536
 # O_DIRECT wants lengths and offsets in multiples of the logical block, at most a page; chunks of 4096
 # elements keep every segment of a chunk on that grid.
 ALIGNMENT = 4096
+MAX_BLOCK_BYTES = 2**30  # the file engine's
 
 _DTYPES = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
@@ -46,6 +47,7 @@ class Reading:
     """What one load gathers beside the configuration itself."""
 
     notices: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     nvme_paths: list[NvmePath] = field(default_factory=list)
     # Keys that would have had to name a directory; one of them is blamed when nobody names any.
     nvme_path_wanted: list[str] = field(default_factory=list)
@@ -60,7 +62,7 @@ class Reading:
 def read_deepspeed(top: Block, *, world_size: int, reading: Reading) -> OffloadConfig:
     """All keys but our own block; nvme paths and notices go to `reading`. Raises ConfigError."""
     precision = _read_precision(top, reading)
-    for name in ("activation_checkpointing", "checkpoint"):
+    for name in ("activation_checkpointing", "checkpoint", "tensor_parallel"):
         reading.sub_block(top, name, name)
     zero = _read_zero(top, reading)
     return OffloadConfig(
@@ -76,17 +78,18 @@ def read_deepspeed(top: Block, *, world_size: int, reading: Reading) -> OffloadC
         update=_read_update(zero.block, reading),
         aio=_read_aio(top, reading),
         max_live_parameters=zero.block.read("max_live_parameters", read_int, None, minimum=0),
-        gather_16bit_weights_on_save=zero.block.read("gather_16bit_weights_on_model_save", read_bool, False),
         steps_per_print=_read_steps_per_print(top),
     )
 
 
-def _read_clipping(top: Block, reading: Reading) -> float:
-    if "gradient_clipping" not in top:
-        reading.notices.append(
-            f"gradient_clipping: absent, so {DEFAULT_GRADIENT_CLIPPING} as in DeepSpeed; 0 turns clipping off"
+def _read_clipping(top: Block, reading: Reading) -> float | None:
+    if is_auto(top.raw("gradient_clipping")):
+        reading.warnings.append(
+            f'gradient_clipping is "auto", which nobody has resolved: gradients are clipped at a norm of '
+            f"{DEFAULT_GRADIENT_CLIPPING}, DeepSpeed's default. Write a number; 0 turns clipping off."
         )
-    return top.read("gradient_clipping", read_float, DEFAULT_GRADIENT_CLIPPING, minimum=0)
+        return DEFAULT_GRADIENT_CLIPPING
+    return top.read("gradient_clipping", read_float, None, minimum=0)
 
 
 def _read_steps_per_print(top: Block) -> int | None:
@@ -108,8 +111,16 @@ def _read_precision(top: Block, reading: Reading) -> PrecisionConfig:
         )
     types = reading.sub_block(top, "data_types", "data_types")
     accum = types.read("grad_accum_dtype", read_enum, None, allowed=_DTYPES)
+    param_dtype = "fp16" if use_fp16 else "bf16" if use_bf16 else None
+    said = types.read("param_dtype", read_enum, None, allowed=_DTYPES)
+    if said is not None and _DTYPES[said] != (param_dtype or "fp32"):
+        raise ConfigError(
+            types.dotted("param_dtype"),
+            said,
+            f"contradicts fp16 and bf16, which say {param_dtype or 'neither'}",
+        )
     return PrecisionConfig(
-        param_dtype="fp16" if use_fp16 else "bf16" if use_bf16 else None,
+        param_dtype=param_dtype,
         loss_scale=loss_scale if use_fp16 else None,
         grad_accum_dtype=_DTYPES[accum] if accum is not None else None,
     )
@@ -242,7 +253,7 @@ def _read_update(zero: Block, reading: Reading) -> UpdateConfig:
 def _read_aio(top: Block, reading: Reading) -> AioConfig:
     aio = reading.sub_block(top, "aio", "aio")
     default = AioConfig()
-    given = aio.read("block_size", read_num_bytes, default.block_size, minimum=1)
+    given = aio.read("block_size", read_num_bytes, default.block_size, minimum=1, maximum=MAX_BLOCK_BYTES)
     block_size = _round_up(given)
     if block_size != given:
         reading.notices.append(f"{aio.dotted('block_size')}: {given} is rounded up to {block_size}")

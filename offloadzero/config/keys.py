@@ -35,7 +35,7 @@ class Kind(str, Enum):
 class KeySpec:
     """One known key. A value in `off` asks for nothing: no line when accepted, no error when refused.
 
-    `auto_is_absent`: "auto" leaves our default; else it is a value like others.
+    `auto_is_absent`: "auto" leaves our default, and a notice says so; else its reader knows what it means.
     """
 
     action: Action
@@ -80,12 +80,18 @@ _SCHEDULED_BITS = "not built; ignoring it would change what is trained"
 
 _TOP: dict[str, KeySpec] = {
     "train_batch_size": _use(
-        "samples per optimizer step over all ranks = micro batch * accumulation * ranks"
+        "samples per optimizer step over all ranks = micro batch * accumulation * ranks", auto_is_absent=False
     ),
-    "train_micro_batch_size_per_gpu": _use("samples per forward on one rank"),
-    "gradient_accumulation_steps": _use("micro batches per optimizer step; 1 when it does not follow"),
+    "train_micro_batch_size_per_gpu": _use("samples per forward on one rank", auto_is_absent=False),
+    "gradient_accumulation_steps": _use(
+        "micro batches per optimizer step; 1 when it does not follow", auto_is_absent=False
+    ),
+    "managed_gradient_accumulation": _use(
+        "true when absent; false: every engine.step() updates, with all gradients since the last"
+    ),
     "gradient_clipping": _use(
-        "largest global gradient norm; 1.0 when the key is absent, 0 turns clipping off"
+        "largest global gradient norm, 0 is off; absent: offload() does not clip, initialize() clips at 1.0",
+        auto_is_absent=False,
     ),
     "optimizer": _use("the optimizer to build"),
     "scheduler": _use("the learning-rate schedule to build"),
@@ -93,6 +99,7 @@ _TOP: dict[str, KeySpec] = {
     "bf16": _use("bf16 parameters"),
     "bfloat16": _alias("bf16"),
     "data_types": _use("the dtype gradients are accumulated in"),
+    "tensor_parallel": _use("refused where it asks for more than one device"),
     "zero_optimization": _use("what is sharded and offloaded; `true` is stage 1"),
     "aio": _use("the file engine"),
     "activation_checkpointing": _use("refused where it asks for what is not built"),
@@ -110,9 +117,14 @@ _TOP: dict[str, KeySpec] = {
     "gradient_predivide_factor": _accept("gradients are averaged in the reduction", _NUMBER, 1),
     "gradient_allreduce_op": _refuse("gradients are averaged: allowed mean", _TEXT, "mean"),
     "communication_data_type": _accept("gradients travel in their own dtype", _TEXT),
-    "seq_parallel_comm_data_type": _accept("there is no sequence parallelism", _TEXT),
+    "seq_parallel_communication_data_type": _accept("there is no sequence parallelism", _TEXT),
+    "seq_parallel_comm_data_type": _alias("seq_parallel_communication_data_type"),
     "sequence_parallel_size": _refuse("sequence parallelism is not built: allowed 1", _NUMBER, 1),
     "use_data_before_expert_parallelism": _accept("there is no expert parallelism", _BOOL, False),
+    "disable_python_gc": _accept("Python's garbage collector is left alone", _BOOL, False),
+    "vocabulary_size": _accept("in DeepSpeed it only warns of an unaligned size", _NUMBER),
+    "log_level": _accept("set the level of Python's logger offloadzero", _TEXT),
+    "timers": _accept("every step's waits are measured anyway", _SWITCHED),
     "disable_allgather": _accept(_COLLECTIVES, _BOOL, False),
     "allgather_size": _accept(_COLLECTIVES, _NUMBER),
     "graph_harvesting": _accept("kernels are launched as the model launches them", _BOOL, False),
@@ -139,19 +151,20 @@ _TOP: dict[str, KeySpec] = {
     "curriculum_learning": _refuse(_SCHEDULED_BITS, _SWITCHED),
     "progressive_layer_drop": _refuse(_SCHEDULED_BITS, _SWITCHED),
     "quantize_training": _refuse(_SCHEDULED_BITS, _SWITCHED),
+    "weight_quantization": _refuse("quantized weights are not built; they change the numbers", Kind.ANY, {}),
     "eigenvalue": _refuse(_SCHEDULED_BITS, _SWITCHED),
     "hybrid_engine": _refuse("generation inside training is not built", _SWITCHED),
     "expert_parallel": _refuse("expert parallelism is not built", _SWITCHED),
 }
 
 _OPTIMIZER: dict[str, KeySpec] = {
-    "type": _use("Adam or AdamW, in any case"),
+    "type": _use("Adam or AdamW, in any case", auto_is_absent=False),
     "params": _use("the optimizer's arguments"),
     "legacy_fusion": _accept("there is one fused update", _BOOL, False),
 }
 
 _OPTIMIZER_PARAMS: dict[str, KeySpec] = {
-    "lr": _use("learning rate, at least 0; 1e-3 when absent"),
+    "lr": _use("learning rate, at least 0; 1e-3 when absent", auto_is_absent=False),
     "betas": _use("two numbers in [0, 1); 0.9, 0.999 when absent"),
     "eps": _use("at least 0; 1e-8 when absent"),
     "weight_decay": _use("at least 0; 0 when absent"),
@@ -165,12 +178,15 @@ _OPTIMIZER_PARAMS: dict[str, KeySpec] = {
 }
 
 _SCHEDULER: dict[str, KeySpec] = {
-    "type": _use("WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest or a torch scheduler"),
+    "type": _use(
+        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest or a torch scheduler",
+        auto_is_absent=False,
+    ),
     "params": _use("the schedule's arguments, checked when it is built"),
 }
 
 _FP16: dict[str, KeySpec] = {
-    "enabled": _use("parameters and gradients in fp16"),
+    "enabled": _use("parameters and gradients in fp16; when neither is on they keep the model's dtypes"),
     "loss_scale": _use("a fixed loss scale; 0 (when absent) is dynamic"),
     "initial_scale_power": _use("the dynamic scale starts at 2 to this power; 16 when absent"),
     "loss_scale_window": _use("good steps before the scale doubles; 1000 when absent"),
@@ -183,7 +199,10 @@ _FP16: dict[str, KeySpec] = {
 }
 
 _BF16: dict[str, KeySpec] = {
-    "enabled": _use("parameters and gradients in bf16, the fp32 master weight exact"),
+    "enabled": _use(
+        "parameters and gradients in bf16, the fp32 master weight exact; "
+        "when neither is on they keep the model's dtypes"
+    ),
     "immediate_grad_update": _accept("a gradient leaves the device as soon as it is complete", _BOOL),
     "check_grad_overflow": _accept("gradients are always checked (offloadzero.update.on_nonfinite)", _BOOL),
     "bf16_master_weights_and_grads": _refuse("the master weight is always exact fp32"),
@@ -203,7 +222,9 @@ _ZERO: dict[str, KeySpec] = {
     "param_persistence_threshold": _map("units.min_leaf_elements: smaller leaves join the resident unit"),
     "stage3_param_persistence_threshold": _alias("param_persistence_threshold"),
     "sub_group_size": _map("an upper bound on update.chunk_elements, at least 65536"),
-    "gather_16bit_weights_on_model_save": _use("saving the model gathers its 16-bit weights"),
+    "gather_16bit_weights_on_model_save": _accept(
+        "save_16bit_model saves the whole model anyway", _BOOL, False
+    ),
     "stage3_gather_16bit_weights_on_model_save": _alias("gather_16bit_weights_on_model_save"),
     "gather_fp16_weights_on_model_save": _alias("gather_16bit_weights_on_model_save"),
     "stage3_gather_fp16_weights_on_model_save": _alias("gather_16bit_weights_on_model_save"),
@@ -225,6 +246,8 @@ _ZERO: dict[str, KeySpec] = {
     "stage3_allgather_sequential": _alias("allgather_sequential"),
     "partition_stream_chunk_size": _accept("parameters are moved unit by unit", _NUMBER, 0),
     "stage3_partition_stream_chunk_size": _alias("partition_stream_chunk_size"),
+    "compute_grad_norm": _accept("the gradient norm is always known", _BOOL, True),
+    "parameter_alignment": _accept("the flat layout aligns what needs it", _BOOL, False),
     "overlap_comm": _accept("transfers always overlap the computation", _BOOL),
     "contiguous_gradients": _accept("a unit's gradients are one flat buffer", _BOOL),
     "reduce_scatter": _accept("gradients are always reduce-scattered", _BOOL),
@@ -313,8 +336,31 @@ _CHECKPOINT: dict[str, KeySpec] = {
     "tag_validation": _accept("the ranks agree on the tag before they write", _TEXT),
     "load_universal": _accept("a checkpoint's format is recognised when it is loaded", _BOOL, False),
     "use_node_local_storage": _accept("each rank writes where save_dir points on its node", _BOOL, False),
+    "checkpoint_serialization": _accept("tensors are written as safetensors", _BOOL),
     "parallel_write": _accept("every rank writes its own shard"),
     "writer": _accept("every rank writes its own shard"),
+}
+
+_DATA_TYPES: dict[str, KeySpec] = {
+    "grad_accum_dtype": _use("fp32, bf16 or fp16; the parameter's dtype when absent"),
+    "param_dtype": _use("must agree with what fp16 and bf16 say"),
+    "buffer_dtype": _refuse("buffers keep their own dtype", _TEXT),
+    "keep_in_fp32_modules": _accept("buffers keep their own dtype"),
+}
+
+_NO_TENSOR_PARALLELISM = "there is no tensor parallelism"
+_TENSOR_PARALLEL: dict[str, KeySpec] = {
+    "autotp_size": _refuse("tensor parallelism is not built: allowed 0, 1", _NUMBER, 0, 1),
+    "tensor_parallel": _refuse("tensor parallelism is not built", Kind.ANY, {}, {"tp_size": 1}),
+    "tp": _refuse("tensor parallelism is not built", Kind.ANY, {}, {"tp_size": 1}),
+    **{
+        key: _accept(_NO_TENSOR_PARALLELISM)
+        for key in (
+            *("dtype", "tp_overlap_comm", "vocab_parallel_lm_head", "vocab_parallel_ce_backend"),
+            *("injection_policy_tuple", "partition_config", "preset_model", "keep_module_on_host"),
+            *("replace_with_kernel_inject", "kernel_inject"),
+        )
+    },
 }
 
 DEEPSPEED_KEYS: Mapping[str, KeyTable] = MappingProxyType(
@@ -325,7 +371,8 @@ DEEPSPEED_KEYS: Mapping[str, KeyTable] = MappingProxyType(
         "scheduler": _SCHEDULER,
         "fp16": _FP16,
         "bf16": _BF16,
-        "data_types": {"grad_accum_dtype": _use("fp32, bf16 or fp16; the parameter's dtype when absent")},
+        "data_types": _DATA_TYPES,
+        "tensor_parallel": _TENSOR_PARALLEL,
         "zero_optimization": _ZERO,
         "zero_optimization.offload_param": _OFFLOAD_PARAM,
         "zero_optimization.offload_optimizer": _OFFLOAD_OPTIMIZER,
@@ -388,7 +435,9 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
             "tier": _use("where the inputs wait for backward: device, host or nvme; device when absent"),
         },
         "offloadzero.update": {
-            "in_backward": _use('true, false or "auto": update a unit as soon as that is exact'),
+            "in_backward": _use(
+                'true, false or "auto": update a unit as soon as that is exact', auto_is_absent=False
+            ),
             "on_nonfinite": _use("error or skip, when a gradient holds NaN or Inf; fp16 always skips"),
             "chunk_elements": _use(
                 "elements per pipelined piece, a multiple of 4096 (of 65536 with state_layout compact); 4194304"
@@ -398,7 +447,10 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
             "cores": _use("the CPUs its threads keep to, [2, 3] say; any when absent"),
         },
         "offloadzero.aio": {
-            "backend": _use("auto, io_uring, native_aio or aiofiles; one asked for by name never falls back"),
+            "backend": _use(
+                "auto, io_uring, native_aio or aiofiles; one asked for by name never falls back",
+                auto_is_absent=False,
+            ),
         },
         "offloadzero.observe": {
             "step_line": _use("print a line per step: its time, its bound, its largest waits; false"),

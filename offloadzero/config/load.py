@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from offloadzero.config.deepspeed import Reading, read_deepspeed
+from offloadzero.config.json_text import Pairs, parse_json
 from offloadzero.config.nvme_paths import unite_nvme_paths
 from offloadzero.config.own_block import read_own_block
-from offloadzero.config.parse import read_int
+from offloadzero.config.parse import MAX_COUNT, read_int, read_path
+from offloadzero.config.plain import plain_values
 from offloadzero.config.schema import OffloadConfig, TierName
 from offloadzero.errors import ConfigError
+
+MAX_FILE_BYTES = 2**20
 
 
 def load_config(
@@ -32,12 +35,17 @@ def load_config(
     """
     if isinstance(source, OffloadConfig):
         return source
-    read_int("world_size", world_size, minimum=1)
+    read_int("world_size", world_size, minimum=1, maximum=MAX_COUNT)
     reading = Reading()
-    top = reading.block("", _read_source(source))
+    top = reading.block("", plain_values(_read_source(source)))
     config = read_deepspeed(top, world_size=world_size, reading=reading)
     config = read_own_block(top, config, reading=reading)
-    config = replace(config, nvme_paths=unite_nvme_paths(reading.nvme_paths), notices=tuple(reading.notices))
+    config = replace(
+        config,
+        nvme_paths=unite_nvme_paths(reading.nvme_paths),
+        notices=tuple(reading.notices),
+        warnings=tuple(reading.warnings),
+    )
     _check_nvme_paths(config, reading)
     return config
 
@@ -55,53 +63,28 @@ def _check_nvme_paths(config: OffloadConfig, reading: Reading) -> None:
         )
 
 
-def _read_source(source: object) -> Mapping[str, Any]:
+def _read_source(source: object) -> Mapping[Any, Any] | Pairs:
     if isinstance(source, Mapping):
         return source
     if isinstance(source, (str, os.PathLike)):
-        return _read_json_file(Path(source))
+        return _read_json_file(source)
     raise ConfigError("config", source, "a dict, the path of a JSON file, or an OffloadConfig")
 
 
-def _read_json_file(path: Path) -> Mapping[str, Any]:
+def _read_json_file(source: str | os.PathLike[str]) -> Pairs:
+    path = read_path("config", source)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError("config", str(path), f"the file cannot be read: {error.strerror}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError("config", str(path), f"the file has more than {MAX_FILE_BYTES} bytes")
+    try:
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError("config", str(path), f"the file is not UTF-8 text: {error}") from error
-    try:
-        parsed = json.loads(text, object_pairs_hook=_Pairs)
-    except json.JSONDecodeError as error:
-        line = text.splitlines()[error.lineno - 1 : error.lineno]
-        where = f"{path}:{error.lineno}:{error.colno}"
-        raise ConfigError(where, "".join(line).strip(), f"not valid JSON: {error.msg}") from error
-    except RecursionError as error:
-        raise ConfigError("config", str(path), "nested too deeply") from error
-    values = _without_duplicates("", parsed)
-    if not isinstance(values, dict):
+    values = parse_json(text, name=str(path))
+    if not isinstance(values, Pairs):
         raise ConfigError("config", str(path), "the file must hold one JSON object {...}")
     return values
-
-
-class _Pairs(list[tuple[str, Any]]):
-    """The members of a JSON object as written, duplicates included."""
-
-
-def _without_duplicates(path: str, value: Any) -> Any:
-    """Pairs to dicts; the json module keeps the last of two equal keys silently, this does not."""
-    if isinstance(value, _Pairs):
-        members: dict[str, Any] = {}
-        for key, entry in value:
-            dotted = f"{path}.{key}" if path else key
-            if key in members:
-                raise ConfigError(dotted, _plain(entry), f"duplicate key, given before as {members[key]!r}")
-            members[key] = _without_duplicates(dotted, entry)
-        return members
-    if isinstance(value, list):
-        return [_without_duplicates(f"{path}[{index}]", entry) for index, entry in enumerate(value)]
-    return value
-
-
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, _Pairs) else value

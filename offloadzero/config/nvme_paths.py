@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from offloadzero.config.parse import read_str_list
-from offloadzero.errors import ConfigError
+from offloadzero.config.parse import read_path
+from offloadzero.errors import ConfigError, shortened
+
+log = logging.getLogger("offloadzero.nvme")
 
 
 @dataclass(frozen=True)
@@ -21,29 +24,57 @@ class NvmePath:
 
 def read_nvme_paths(key: str, value: object) -> tuple[NvmePath, ...]:
     """One path or a list of them, `~` expanded; an empty list is a ConfigError."""
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    elif isinstance(value, (list, tuple)):
-        value = [os.fspath(entry) if isinstance(entry, os.PathLike) else entry for entry in value]
-    texts = read_str_list(key, value)
-    if not texts:
-        raise ConfigError(key, value, "at least one directory")
-    return tuple(NvmePath(key, Path(text).expanduser()) for text in texts)
+    if isinstance(value, (str, os.PathLike)):
+        return (NvmePath(key, read_path(key, value)),)
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ConfigError(key, value, "a directory, or a list of at least one")
+    keys = [f"{key}[{index}]" for index in range(len(value))]
+    return tuple(NvmePath(name, read_path(name, entry)) for name, entry in zip(keys, value, strict=True))
 
 
 def unite_nvme_paths(paths: Iterable[NvmePath]) -> tuple[Path, ...]:
-    """Distinct usable directories in order of first mention; ConfigError for one that cannot be used."""
+    """Distinct usable directories in order of first mention; ConfigError for one that cannot be used.
+
+    One that does not exist yet is usable where the directory above it is: `create_nvme_directories`.
+    """
     united: dict[str, Path] = {}
     for entry in paths:
-        _check_directory(entry)
+        try:
+            _check_directory(entry)
+        except OSError as error:
+            raise ConfigError(entry.key, str(entry.path), f"cannot be used: {error.strerror}") from error
         united.setdefault(os.path.realpath(entry.path), entry.path)
     return tuple(united.values())
 
 
+def create_nvme_directories(paths: Iterable[Path]) -> None:
+    """Create those that do not exist yet, and say so. The directory above must be there."""
+    for path in paths:
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError("nvme_path", str(path), f"cannot be created: {error.strerror}") from error
+        log.info("nvme_path %s: there was no such directory, it is created", path)
+
+
 def _check_directory(entry: NvmePath) -> None:
-    text = str(entry.path)
-    if not os.path.lexists(text):
-        raise ConfigError(entry.key, text, "there is no such directory: create it, or mount the drive there")
+    if os.path.lexists(entry.path):
+        _check_usable(entry, entry.path)
+        return
+    above = entry.path.parent
+    if not os.path.isdir(above):
+        raise ConfigError(
+            entry.key,
+            str(entry.path),
+            f"there is no such directory, nor {shortened(str(above))} to create it in: create it, or mount the drive",
+        )
+    _check_usable(entry, above)
+
+
+def _check_usable(entry: NvmePath, directory: Path) -> None:
+    text = str(directory)
     if not os.path.isdir(text):
         raise ConfigError(entry.key, text, "is not a directory")
     # access() answers for this process, root included; a read-only mount shows in the flags everywhere.

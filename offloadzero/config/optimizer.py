@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
-from offloadzero.config.block import AUTO, Block
+from offloadzero.config.block import AUTO, Block, is_auto
 from offloadzero.config.keys import DEEPSPEED_KEYS
 from offloadzero.config.parse import read_bool, read_float, read_mapping, read_str
 from offloadzero.config.schema import OptimizerConfig, SchedulerConfig
@@ -30,9 +33,14 @@ KNOWN_OPTIMIZERS = (
 )
 
 
+UNRESOLVED = 'a number: "auto" is for the Hugging Face Trainer to resolve, and nobody has'
+# What the Trainer puts for "auto"; None is each group's own rate, which it has put there too.
+_AUTO_RATES: Mapping[str, float | None] = MappingProxyType({"warmup_min_lr": 0.0, "warmup_max_lr": None})
+
+
 def read_optimizer(top: Block, notices: list[str]) -> OptimizerConfig | None:
-    """None without an `optimizer` block. Raises ConfigError."""
-    if "optimizer" not in top:
+    """None without an `optimizer` block, or with an empty one. Raises ConfigError."""
+    if not top.raw("optimizer"):
         return None
     block = top.sub_block("optimizer", table=DEEPSPEED_KEYS["optimizer"], notices=notices)
     name = _read_type(block)
@@ -43,7 +51,7 @@ def read_optimizer(top: Block, notices: list[str]) -> OptimizerConfig | None:
         raise ConfigError(params.dotted("adam_w_mode"), False, 'contradicts the type "AdamW": write "Adam"')
     return OptimizerConfig(
         type=name,
-        lr=params.read("lr", read_float, default.lr, minimum=0),
+        lr=params.read("lr", _read_lr, default.lr),
         betas=params.read("betas", _read_betas, default.betas),
         eps=params.read("eps", read_float, default.eps, minimum=0),
         weight_decay=params.read("weight_decay", read_float, default.weight_decay, minimum=0),
@@ -55,12 +63,12 @@ def read_optimizer(top: Block, notices: list[str]) -> OptimizerConfig | None:
 def _read_type(block: Block) -> str:
     """The canonical spelling; DeepSpeed compares these names without regard to case."""
     key = block.dotted("type")
-    if block.raw("type") is None and "type" not in block:
-        return OptimizerConfig().type
+    available = ", ".join(AVAILABLE_OPTIMIZERS)
+    if "type" not in block:
+        raise ConfigError(key, None, f"the name of an optimizer: available are {available}")
     given = read_str(key, block.raw("type"))
     by_lower = {name.lower(): name for name in (*AVAILABLE_OPTIMIZERS, *KNOWN_OPTIMIZERS)}
     name = by_lower.get(given.lower())
-    available = ", ".join(AVAILABLE_OPTIMIZERS)
     if name is None:
         raise ConfigError(
             key, given, f"unknown optimizer: available are {available}", known_values=AVAILABLE_OPTIMIZERS
@@ -68,6 +76,10 @@ def _read_type(block: Block) -> str:
     if name not in AVAILABLE_OPTIMIZERS:
         raise ConfigError(key, given, f"known, not built yet: available are {available}")
     return name
+
+
+def _read_lr(key: str, value: object) -> float | None:
+    return None if is_auto(value) else read_float(key, value, minimum=0)
 
 
 def _read_betas(key: str, value: object) -> tuple[float, float]:
@@ -80,18 +92,34 @@ def _read_betas(key: str, value: object) -> tuple[float, float]:
 
 
 def read_scheduler(top: Block, notices: list[str]) -> SchedulerConfig | None:
-    """None without a `scheduler` block. The schedule's own parameters are checked where it is built."""
-    if "scheduler" not in top:
+    """None without a `scheduler` block, or with an empty one.
+
+    The schedule's own parameters are checked where it is built, and so is what "auto" means to it.
+    """
+    if not top.raw("scheduler"):
         return None
     block = top.sub_block("scheduler", table=DEEPSPEED_KEYS["scheduler"], notices=notices)
-    if "type" not in block:
-        raise ConfigError(block.dotted("type"), None, "the name of a learning-rate schedule")
     params = block.read("params", read_mapping, {})
-    known = {name: entry for name, entry in params.items() if not _is_auto(entry)}
-    return SchedulerConfig(
-        type=read_str(block.dotted("type"), block.raw("type")), params=MappingProxyType(known)
-    )
+    if "type" not in block and not params:
+        return None
+    name = block.raw("type")
+    if not isinstance(name, str) or not name or is_auto(name):
+        raise ConfigError(block.dotted("type"), name, "the name of a learning-rate schedule")
+    return SchedulerConfig(type=name, params=MappingProxyType(dict(params)))
 
 
-def _is_auto(value: object) -> bool:
-    return isinstance(value, str) and value == AUTO
+def resolve_scheduler(scheduler: SchedulerConfig) -> SchedulerConfig:
+    """The same without "auto": a warmup then goes from 0 to each parameter group's own rate.
+
+    Raises:
+        ConfigError: any other parameter is "auto"; a default would be another schedule than the one meant.
+    """
+    params: dict[str, Any] = {}
+    for name, value in scheduler.params.items():
+        if not is_auto(value):
+            params[name] = value
+        elif name in _AUTO_RATES:
+            params[name] = _AUTO_RATES[name]
+        else:
+            raise ConfigError(f"scheduler.params.{name}", AUTO, UNRESOLVED)
+    return replace(scheduler, params=MappingProxyType(params))

@@ -6,10 +6,9 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 
-from offloadzero.config.block import AUTO, Block
+from offloadzero.config.block import AUTO, Block, is_auto
 from offloadzero.config.deepspeed import ALIGNMENT, OPTIMIZER_SEGMENTS, Reading
 from offloadzero.config.keys import OWN_KEYS
 from offloadzero.config.nvme_paths import read_nvme_paths
@@ -18,6 +17,7 @@ from offloadzero.config.parse import (
     read_enum,
     read_int,
     read_num_bytes,
+    read_path,
     read_str,
     read_str_list,
 )
@@ -40,11 +40,13 @@ BACKENDS = ("auto", "io_uring", "native_aio", "aiofiles")
 STATE_LAYOUTS = ("fp32", "compact")
 # 4096 bytes of scales, two fp32 per 128 elements: every segment of a chunk is on the grid of direct I/O.
 COMPACT_CHUNK_MULTIPLE = 65_536
+MAX_CHUNKS_IN_FLIGHT = 1024
+MAX_UPDATE_THREADS = 1024
 RECORD_SEGMENTS = (SegmentKind.PARAM, *OPTIMIZER_SEGMENTS)
 
 _ROOT = "offloadzero"
 _TIERS = tuple(tier.value for tier in TierName)
-_STEPS = re.compile(r"([0-9]+)(?:-([0-9]+))?", re.ASCII)
+_STEPS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?", re.ASCII)
 
 
@@ -149,24 +151,35 @@ def _read_update(block: Block, base: UpdateConfig, *, state_layout: str) -> Upda
     multiple = COMPACT_CHUNK_MULTIPLE if state_layout == "compact" else ALIGNMENT
     inherited = -(-base.chunk_elements // multiple) * multiple
     return UpdateConfig(
-        in_backward=block.read("in_backward", read_bool, base.in_backward),
+        in_backward=block.read("in_backward", _read_in_backward, base.in_backward),
         on_nonfinite=block.read("on_nonfinite", read_enum, base.on_nonfinite, allowed=("error", "skip")),
         chunk_elements=block.read("chunk_elements", _read_chunk_elements, inherited, multiple=multiple),
         num_chunks_in_flight=block.read(
-            "num_chunks_in_flight", read_int, base.num_chunks_in_flight, minimum=1
+            "num_chunks_in_flight",
+            read_int,
+            base.num_chunks_in_flight,
+            minimum=1,
+            maximum=MAX_CHUNKS_IN_FLIGHT,
         ),
-        num_threads=block.read("num_threads", read_int, base.num_threads, minimum=1),
+        num_threads=block.read(
+            "num_threads", read_int, base.num_threads, minimum=1, maximum=MAX_UPDATE_THREADS
+        ),
         cores=block.read("cores", _read_cores, base.cores),
     )
 
 
+def _read_in_backward(key: str, value: object) -> bool | None:
+    return None if is_auto(value) else read_bool(key, value)
+
+
 def _read_cores(key: str, value: object) -> tuple[int, ...]:
     usable = os.sched_getaffinity(0)
-    if not isinstance(value, list) or not value or not all(type(core) is int for core in value):
+    if not isinstance(value, list) or not value:
         raise ConfigError(key, value, "a list of CPU numbers")
-    if not usable.issuperset(value):
+    cores = {read_int(f"{key}[{index}]", core, minimum=0) for index, core in enumerate(value)}
+    if not usable.issuperset(cores):
         raise ConfigError(key, value, f"some of the CPUs this process may use: {sorted(usable)}")
-    return tuple(sorted(set(value)))
+    return tuple(sorted(cores))
 
 
 def _read_chunk_elements(key: str, value: object, *, multiple: int) -> int:
@@ -182,13 +195,13 @@ def _read_aio(block: Block, base: AioConfig) -> AioConfig:
 
 
 def _read_observe(block: Block) -> ObserveConfig:
-    run_dir = block.read("run_dir", read_str, None)
+    run_dir = block.read("run_dir", read_path, None)
     trace_steps: tuple[tuple[int, int], ...] = block.read("trace_steps", _read_steps, ())
     if trace_steps and run_dir is None:
         raise ConfigError(block.dotted("trace_steps"), block.raw("trace_steps"), "run_dir must be set too")
     return ObserveConfig(
         step_line=block.read("step_line", read_bool, False),
-        run_dir=None if run_dir is None else Path(run_dir),
+        run_dir=run_dir,
         trace_steps=trace_steps,
         nvme_shared=block.read("nvme_shared", read_bool, False),
     )

@@ -1,15 +1,17 @@
 """Typed readers of JSON values: each names the full dotted key in its ConfigError.
 
 JSON writers print large counts as floats (`5e8`, `0.9 * h * h`), so an integral float is an integer here;
-true and false are never numbers.
+true and false are never numbers, but 0 and 1 are booleans where one is asked for, as in DeepSpeed.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
@@ -29,7 +31,9 @@ BYTE_UNITS: Mapping[str, int] = MappingProxyType(
     }
 )
 
-_BYTE_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)", re.ASCII)
+# Samples, micro batches, threads: what is beyond is a mistake, and nothing that is counted gets there.
+MAX_COUNT = 2**31 - 1
+_BYTE_SIZE = re.compile(r"([0-9]{1,40}(?:\.[0-9]{1,40})?) *([A-Za-z]*)", re.ASCII)
 _BYTE_SIZE_ALLOWED = 'a whole number of bytes, or text such as "16GiB" (2**30 each) or "512MB" (10**6 each)'
 
 
@@ -49,10 +53,10 @@ def _is_whole(value: object) -> TypeGuard[int | float]:
 
 
 def read_bool(key: str, value: object) -> bool:
-    """Raises ConfigError for anything but true and false."""
-    if not isinstance(value, bool):
+    """true, false, or the numbers 1 and 0. Raises ConfigError for anything else."""
+    if not isinstance(value, (bool, int, float)) or value not in (0, 1):
         raise ConfigError(key, value, "allowed true, false")
-    return value
+    return bool(value)
 
 
 def read_int(key: str, value: object, *, minimum: int | None = None, maximum: int | None = None) -> int:
@@ -99,7 +103,7 @@ def read_enum(key: str, value: object, allowed: Iterable[str]) -> str:
     return value
 
 
-def read_num_bytes(key: str, value: object, *, minimum: int = 0) -> int:
+def read_num_bytes(key: str, value: object, *, minimum: int = 0, maximum: int | None = None) -> int:
     """A byte size: a whole number, or a number with a unit of `BYTE_UNITS` ("16GiB", "1.5 GB").
 
     A bare "16G" is refused: tools disagree whether it means 10**9 or 2**30. A fraction of a byte is refused.
@@ -117,9 +121,26 @@ def read_num_bytes(key: str, value: object, *, minimum: int = 0) -> int:
         num_bytes = int(value)
     else:
         raise ConfigError(key, value, _BYTE_SIZE_ALLOWED)
-    if num_bytes < minimum:
-        raise ConfigError(key, value, f"at least {minimum} bytes")
+    if num_bytes < minimum or (maximum is not None and num_bytes > maximum):
+        raise ConfigError(key, value, _range_text("bytes,", minimum, maximum))
     return num_bytes
+
+
+def read_path(key: str, value: object) -> Path:
+    """The path of a file or directory that the system can be asked for, `~` expanded."""
+    text = read_str(key, os.fspath(value) if isinstance(value, os.PathLike) else value)
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError:
+        raise ConfigError(
+            key, value, "a path: this text has no form as a file name (lone surrogates)"
+        ) from None
+    if b"\0" in encoded:
+        raise ConfigError(key, value, "a path: it must not contain a NUL character")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # a user nobody knows
+        raise ConfigError(key, value, f"a path: {error}") from error
 
 
 def read_str_list(key: str, value: object) -> tuple[str, ...]:

@@ -34,11 +34,17 @@ class SegmentKind(str, Enum):
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """train_batch_size = micro_batch_size * gradient_accumulation_steps * world size, already resolved."""
+    """train_batch_size = micro_batch_size * gradient_accumulation_steps * world size, already resolved.
+
+    `managed` False: the caller decides when a step is complete. `unresolved`: the keys that are "auto" and do not
+    follow from the others.
+    """
 
     train_batch_size: int | None = None
     micro_batch_size: int | None = None
     gradient_accumulation_steps: int = 1
+    managed: bool = True
+    unresolved: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class OptimizerConfig:
     """An Adam of the JSON's `optimizer` block."""
 
     type: str = "AdamW"  # "Adam" | "AdamW"
-    lr: float = 1e-3
+    lr: float | None = 1e-3  # None: "auto", which nobody has resolved
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -76,7 +82,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """A learning-rate schedule by name, with its keyword arguments."""
+    """A learning-rate schedule by name, with its keyword arguments as written ("auto" among them)."""
 
     type: str
     params: MappingProxyType[str, Any]
@@ -168,7 +174,7 @@ class OffloadConfig:
 
     batch: BatchConfig = field(default_factory=BatchConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    gradient_clipping: float = 0.0
+    gradient_clipping: float | None = None  # 0.0: off; None: not given, so the way of starting decides
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     zero_stage: int = 0
@@ -184,9 +190,9 @@ class OffloadConfig:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     # stage3_max_live_parameters, when given: parameters (elements) on the device at once.
     max_live_parameters: int | None = None
-    gather_16bit_weights_on_save: bool = False
     poison_released_leases: bool = False  # fill released leases with NaN (tests)
     device: str | None = None  # None = "cuda" if there is one, else "cpu"
     steps_per_print: int | None = None
-    # One line per DeepSpeed key that is accepted and changes nothing here.
+    # One line per DeepSpeed key that is accepted and changes nothing here, or was left at "auto".
     notices: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # what a user has to see: a value taken that may not be the one meant

@@ -80,7 +80,8 @@ def updates_in_backward(config: OffloadConfig) -> bool:
     finite before any state changes.
     """
     reasons = {
-        "gradient_clipping": config.gradient_clipping > 0,
+        "gradient_clipping": bool(config.gradient_clipping),
+        "managed_gradient_accumulation = false": not config.batch.managed,
         "fp16": config.precision.param_dtype == "fp16",
         'offloadzero.update.on_nonfinite = "skip"': config.update.on_nonfinite == "skip",
     }

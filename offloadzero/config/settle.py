@@ -1,0 +1,35 @@
+"""What the two ways of starting make of a configuration where it leaves something open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from offloadzero.config.deepspeed import DEFAULT_GRADIENT_CLIPPING
+from offloadzero.config.optimizer import UNRESOLVED
+from offloadzero.config.schema import OffloadConfig
+from offloadzero.errors import ConfigError
+
+
+def settle_for_initialize(config: OffloadConfig) -> OffloadConfig:
+    """DeepSpeed's defaults, where they matter with a warning.
+
+    Raises:
+        ConfigError: the number of micro batches per step is "auto" and does not follow from the batch sizes.
+    """
+    steps = "gradient_accumulation_steps"
+    if steps in config.batch.unresolved and config.batch.managed:
+        sizes = "train_batch_size and train_micro_batch_size_per_gpu"
+        raise ConfigError(steps, "auto", f"{UNRESOLVED}; or give {sizes}, from which it follows")
+    if config.gradient_clipping is not None:
+        return config
+    warning = (
+        f"The configuration has no gradient_clipping: gradients are clipped at a norm of "
+        f"{DEFAULT_GRADIENT_CLIPPING}, DeepSpeed's default. Write the key, {DEFAULT_GRADIENT_CLIPPING} or any other "
+        "number or 0 for no clipping, and this warning is gone."
+    )
+    return replace(config, gradient_clipping=DEFAULT_GRADIENT_CLIPPING, warnings=(*config.warnings, warning))
+
+
+def settle_for_offload(config: OffloadConfig) -> OffloadConfig:
+    """As in torch: what the configuration does not ask for is not done to the gradients."""
+    return config if config.gradient_clipping is not None else replace(config, gradient_clipping=0.0)
