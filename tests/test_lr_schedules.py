@@ -334,6 +334,29 @@ def test_torch_schedules_are_built_by_name() -> None:
     assert isinstance(metric, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
+def test_a_rehearsal_leaves_the_optimizer_alone() -> None:
+    optimizer = adam()
+    before = [{**group} for group in optimizer.param_groups]
+    calls: list[int] = []
+
+    def rate(step: int) -> float:
+        calls.append(step)
+        return 1.0 if step < 1 else 1 / (step - 1)
+
+    with pytest.raises(ConfigError, match="LambdaLR fails with them at its first step: ZeroDivisionError"):
+        build("LambdaLR", optimizer, lr_lambda=rate)
+    assert calls == [0, 1]
+    assert optimizer.param_groups == before
+    optimizer.step()
+    assert build("ExponentialLR", optimizer, gamma=0.5).get_last_lr() == [before[0]["lr"]]
+
+
+def test_whole_numbers_may_be_written_as_floats() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    schedule = build("OneCycleLR", optimizer, max_lr=1, total_steps=1e2)  # torch alone refuses it
+    assert schedule.total_steps == 100
+
+
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
@@ -358,6 +381,37 @@ def test_torch_schedules_are_built_by_name() -> None:
         ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "at least 1"),
         ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_min_mom": [0.8, 0.8]}, "1 groups"),
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "at least 1"),
+        ("StepLR", {"step_size": 0}, "StepLR fails with them at its first step: ZeroDivisionError"),
+        ("StepLR", {"step_size": 1.5}, r"scheduler\.params\.step_size = 1\.5: a whole number"),
+        ("StepLR", {"step_size": 30, "gamma": "x"}, r"scheduler\.params\.gamma = 'x': a number"),
+        ("StepLR", {"step_size": 30, "gamma": math.nan}, r"scheduler\.params\.gamma = nan: a finite number"),
+        ("StepLR", {"step_size": None}, r"scheduler\.params\.step_size = None: a whole number"),
+        ("ExponentialLR", {"gamma": None}, r"scheduler\.params\.gamma = None: a number"),
+        ("ExponentialLR", {"gamma": True}, r"scheduler\.params\.gamma = True: a number"),
+        ("MultiStepLR", {"milestones": "357"}, r"scheduler\.params\.milestones = '357': a list of whole"),
+        (
+            "MultiStepLR",
+            {"milestones": [3, "5"]},
+            r"scheduler\.params\.milestones\[1\] = '5': a whole number",
+        ),
+        (
+            "CosineAnnealingLR",
+            {"T_max": 0},
+            "CosineAnnealingLR fails with them at its first step: ZeroDivision",
+        ),
+        ("CosineAnnealingWarmRestarts", {"T_0": 0}, "CosineAnnealingWarmRestarts refuses them: ValueError"),
+        ("CyclicLR", {"base_lr": 1, "max_lr": 2, "step_size_up": 0}, "CyclicLR refuses them: ZeroDivision"),
+        ("CyclicLR", {"base_lr": [1, math.inf], "max_lr": 2}, r"base_lr\[1\] = inf: a finite number"),
+        ("OneCycleLR", {"max_lr": 1, "total_steps": 0}, "OneCycleLR refuses them: ValueError"),
+        ("LinearLR", {"start_factor": 0.5, "total_iters": 1e400}, "a finite number"),
+        ("PolynomialLR", {"power": "x"}, r"scheduler\.params\.power = 'x': a number"),
+        (
+            "MultiplicativeLR",
+            {"lr_lambda": lambda _: "x"},
+            "MultiplicativeLR fails with them at its first step",
+        ),
+        ("LambdaLR", {"lr_lambda": lambda _: math.nan}, "LambdaLR gives a learning rate of nan"),
+        ("ChainedScheduler", {"schedulers": [3]}, "ChainedScheduler"),
     ],
 )
 def test_mistakes(name: str, params: dict[str, object], message: str) -> None:

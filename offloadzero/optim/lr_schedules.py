@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from offloadzero.config.schema import SchedulerConfig
 from offloadzero.errors import ConfigError
+from offloadzero.optim.lr_rehearsal import rehearse
 
 _TYPE_KEY = "scheduler.type"
 _PARAMS_KEY = "scheduler.params"
@@ -322,7 +323,7 @@ def build_lr_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> LRSched
 
     Raises:
         ConfigError: an unknown name or parameter (with the nearest known one), a missing parameter, or values
-            that the schedule's constructor refuses.
+            that the schedule refuses when it is made or at its first step.
     """
     known = {**_torch_schedules(), **DEEPSPEED_SCHEDULES}
     cls = known.get(config.type)
@@ -331,12 +332,7 @@ def build_lr_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> LRSched
         allowed = f"unknown schedule: allowed {names}, or a class of torch.optim.lr_scheduler"
         raise ConfigError(_TYPE_KEY, config.type, allowed, known_values=known)
     _check_params(config, cls)
-    try:
-        return cls(optimizer, **config.params)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(_PARAMS_KEY, dict(config.params), f"{config.type} refuses them: {error}") from error
+    return cls(optimizer, **rehearse(config, cls, optimizer))
 
 
 def _torch_schedules() -> dict[str, type[LRScheduler]]:
