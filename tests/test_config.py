@@ -561,6 +561,7 @@ def test_budgets() -> None:
         ("aio", "thread_count", 0),
         ("offloadzero", "state_layout", "fp8"),
         ("offloadzero", "device", "cuda:"),
+        ("offloadzero", "device", "cuda:1234567890"),
         ("offloadzero", "device", "mps"),
         ("offloadzero", "poison_released_leases", 0.5),
         ("offloadzero.units", "patterns", 1),
@@ -691,6 +692,7 @@ def test_optimizers(block: dict[str, Any], expected: OptimizerConfig) -> None:
         ({"type": "Adam", "params": {"betas": ["auto", 0.9]}}, r"betas\[0\]"),
         ({"type": "Adam", "params": {"eps": -1e-8}}, r"optimizer\.params\.eps"),
         ({"type": "Adam", "params": {"lr": -1}}, r"optimizer\.params\.lr"),
+        ({"type": "Adam", "params": {"lr": 1e300}}, r"optimizer\.params\.lr = 1e\+300: .* at most 3\.4e\+38"),
         ({"type": "Adam", "params": {"weight_decay": -1}}, r"optimizer\.params\.weight_decay"),
     ],
 )

@@ -264,6 +264,16 @@ def test_auto_with_a_meaning_of_its_own_gives_no_notice() -> None:
     assert config == replace(OffloadConfig(), placement=PlacementConfig(auto=True))
 
 
+def test_a_cuda_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = {"offloadzero": {"device": "cuda:1"}, "gradient_clipping": 0}
+    model = linear()
+    with pytest.raises(
+        ConfigError, match=r"offloadzero\.device = 'cuda:1': CUDA devices that torch finds here: 0"
+    ):
+        offloadzero.initialize(model=model, config=config, optimizer=adamw(model))
+
+
 # --- who says when a step is complete --------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from offloadzero.config.parse import read_bool, read_float, read_mapping, read_s
 from offloadzero.config.schema import OptimizerConfig, SchedulerConfig
 from offloadzero.errors import ConfigError
 
+MAX_FP32 = 3.4e38  # the update computes in fp32
 AVAILABLE_OPTIMIZERS = ("Adam", "AdamW")
 # DeepSpeed's own and torch.optim's (2.13): names a script may carry over.
 KNOWN_OPTIMIZERS = (
@@ -53,8 +54,10 @@ def read_optimizer(top: Block, notices: list[str]) -> OptimizerConfig | None:
         type=name,
         lr=params.read("lr", _read_lr, default.lr),
         betas=params.read("betas", _read_betas, default.betas),
-        eps=params.read("eps", read_float, default.eps, minimum=0),
-        weight_decay=params.read("weight_decay", read_float, default.weight_decay, minimum=0),
+        eps=params.read("eps", read_float, default.eps, minimum=0, maximum=MAX_FP32),
+        weight_decay=params.read(
+            "weight_decay", read_float, default.weight_decay, minimum=0, maximum=MAX_FP32
+        ),
         decoupled_weight_decay=adam_w_mode,
         bias_correction=params.read("bias_correction", read_bool, default.bias_correction),
     )
@@ -79,7 +82,7 @@ def _read_type(block: Block) -> str:
 
 
 def _read_lr(key: str, value: object) -> float | None:
-    return None if is_auto(value) else read_float(key, value, minimum=0)
+    return None if is_auto(value) else read_float(key, value, minimum=0, maximum=MAX_FP32)
 
 
 def _read_betas(key: str, value: object) -> tuple[float, float]:

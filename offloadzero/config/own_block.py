@@ -47,7 +47,7 @@ RECORD_SEGMENTS = (SegmentKind.PARAM, *OPTIMIZER_SEGMENTS)
 _ROOT = "offloadzero"
 _TIERS = tuple(tier.value for tier in TierName)
 _STEPS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
-_DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?", re.ASCII)
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?", re.ASCII)
 
 
 def read_own_block(top: Block, base: OffloadConfig, *, reading: Reading) -> OffloadConfig:

@@ -28,7 +28,7 @@ from typing import Protocol
 
 import torch
 
-from offloadzero.errors import OffloadError
+from offloadzero.errors import ConfigError, OffloadError
 from offloadzero.memory.tickets import FINISHED, Failures, Latch, Ticket
 from offloadzero.observe import timeline
 from offloadzero.observe.timeline import Timeline
@@ -359,6 +359,15 @@ class _Reference:
 
 
 def make_accelerator(device: str | None, recorder: Timeline = timeline.OFF) -> Accelerator:
-    """The accelerator of `device` ("cpu", "cuda", "cuda:N"); None takes CUDA where there is one."""
+    """The accelerator of `device` ("cpu", "cuda", "cuda:N"); None takes CUDA where there is one.
+
+    Raises:
+        ConfigError: there is no such CUDA device.
+    """
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return CudaAccelerator(chosen, recorder) if chosen.type == "cuda" else CpuAccelerator(recorder)
+    if chosen.type != "cuda":
+        return CpuAccelerator(recorder)
+    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (chosen.index or 0) >= num_cuda:
+        raise ConfigError("offloadzero.device", device, f"CUDA devices that torch finds here: {num_cuda}")
+    return CudaAccelerator(chosen, recorder)
