@@ -81,4 +81,4 @@ class Accumulation:
                 'set "offloadzero": {"update": {"in_backward": false}}',
             )
         self._samples_before, self._steps_before = self.num_samples(global_steps), global_steps
-        self.batch = batch
+        self.batch = replace(batch, managed=self.batch.managed)

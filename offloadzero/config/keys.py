@@ -72,7 +72,7 @@ _BOOL, _NUMBER, _TEXT, _SWITCHED = Kind.BOOL, Kind.NUMBER, Kind.TEXT, Kind.SWITC
 
 _TRACKER = "metrics are not sent to trackers from here; log what the engine reports"
 _LEASES = "leases are sized from the units and the budgets (offloadzero.budgets)"
-_COLLECTIVES = "collectives move one flat buffer per unit"
+_COLLECTIVES = "there is one rank, and no collective"
 _PIPELINE = "reads, the update and writes always overlap (offloadzero.update.num_chunks_in_flight)"
 _REPLACEMENT = "what stays on the device follows from the recorded order of use (offloadzero.budgets.device)"
 _QUANTIZED = "quantized communication is not built; it would change the numbers"
@@ -80,7 +80,7 @@ _SCHEDULED_BITS = "not built; ignoring it would change what is trained"
 
 _TOP: dict[str, KeySpec] = {
     "train_batch_size": _use(
-        "samples per optimizer step over all ranks = micro batch * accumulation * ranks", auto_is_absent=False
+        "samples per optimizer step = micro batch * accumulation * ranks (one)", auto_is_absent=False
     ),
     "train_micro_batch_size_per_gpu": _use("samples per forward on one rank", auto_is_absent=False),
     "gradient_accumulation_steps": _use(
@@ -100,7 +100,7 @@ _TOP: dict[str, KeySpec] = {
     "bfloat16": _alias("bf16"),
     "data_types": _use("the dtype gradients are accumulated in"),
     "tensor_parallel": _use("refused where it asks for more than one device"),
-    "zero_optimization": _use("what is sharded and offloaded; `true` is stage 1"),
+    "zero_optimization": _use("what is offloaded; `true` is stage 1"),
     "aio": _use("the file engine"),
     "activation_checkpointing": _use("refused where it asks for what is not built"),
     "checkpoint": _use("accepted, nothing in it is needed here"),
@@ -113,10 +113,10 @@ _TOP: dict[str, KeySpec] = {
         "an optimizer passed in is used or refused by its type", _BOOL, False
     ),
     "zero_force_ds_cpu_optimizer": _accept("the update runs where the optimizer state lives", _BOOL),
-    "prescale_gradients": _accept("gradients are averaged in the reduction", _BOOL, False),
-    "gradient_predivide_factor": _accept("gradients are averaged in the reduction", _NUMBER, 1),
-    "gradient_allreduce_op": _refuse("gradients are averaged: allowed mean", _TEXT, "mean"),
-    "communication_data_type": _accept("gradients travel in their own dtype", _TEXT),
+    "prescale_gradients": _accept(_COLLECTIVES, _BOOL, False),
+    "gradient_predivide_factor": _accept(_COLLECTIVES, _NUMBER, 1),
+    "gradient_allreduce_op": _refuse("gradients are not summed over ranks: allowed mean", _TEXT, "mean"),
+    "communication_data_type": _accept(_COLLECTIVES, _TEXT),
     "seq_parallel_communication_data_type": _accept("there is no sequence parallelism", _TEXT),
     "seq_parallel_comm_data_type": _alias("seq_parallel_communication_data_type"),
     "sequence_parallel_size": _refuse("sequence parallelism is not built: allowed 1", _NUMBER, 1),
@@ -137,7 +137,7 @@ _TOP: dict[str, KeySpec] = {
     "comet": _accept(_TRACKER, _SWITCHED),
     "monitor_config": _accept(_TRACKER, _SWITCHED),
     "flops_profiler": _accept("no profile is printed; use torch.profiler", _SWITCHED),
-    "comms_logger": _accept("collectives are not logged one by one", _SWITCHED),
+    "comms_logger": _accept(_COLLECTIVES, _SWITCHED),
     "autotuning": _accept("the placement is planned from the budgets, nothing is tuned by trial", _SWITCHED),
     "compile": _accept("compile the model's blocks with torch.compile before wrapping", _SWITCHED),
     "nebula": _accept("checkpoints are written by this package", _SWITCHED),
@@ -210,14 +210,16 @@ _BF16: dict[str, KeySpec] = {
 }
 
 _ZERO: dict[str, KeySpec] = {
-    "stage": _use("0, 1, 2 or 3; `true` is 1"),
+    "stage": _use("0, 1, 2 or 3, `true` is 1: which offload blocks are allowed; one rank shards nothing"),
     "offload_param": _use("home of the parameters; needs stage 3"),
     "offload_optimizer": _use("home of master weights and moments; needs stage 1, 2 or 3"),
     "cpu_offload": _map('old name of offload_optimizer {"device": "cpu"}'),
     "cpu_offload_param": _map('old name of offload_param {"device": "cpu"}'),
     "cpu_offload_params": _alias("cpu_offload_param"),
     "cpu_offload_use_pin_memory": _map("old name of pin_memory"),
-    "max_live_parameters": _map("a bound on the parameters on the device at once, beside the device budget"),
+    "max_live_parameters": _map(
+        "parameters leased on the device at once, at least a unit; a device budget wins"
+    ),
     "stage3_max_live_parameters": _alias("max_live_parameters"),
     "param_persistence_threshold": _map("units.min_leaf_elements: smaller leaves join the resident unit"),
     "stage3_param_persistence_threshold": _alias("param_persistence_threshold"),
@@ -250,21 +252,25 @@ _ZERO: dict[str, KeySpec] = {
     "parameter_alignment": _accept("the flat layout aligns what needs it", _BOOL, False),
     "overlap_comm": _accept("transfers always overlap the computation", _BOOL),
     "contiguous_gradients": _accept("a unit's gradients are one flat buffer", _BOOL),
-    "reduce_scatter": _accept("gradients are always reduce-scattered", _BOOL),
+    "reduce_scatter": _accept(_COLLECTIVES, _BOOL),
     "reduce_bucket_size": _accept(_COLLECTIVES, _NUMBER),
     "use_multi_rank_bucket_allreduce": _accept(_COLLECTIVES, _BOOL),
     "allgather_partitions": _accept(_COLLECTIVES, _BOOL),
     "allgather_bucket_size": _accept(_COLLECTIVES, _NUMBER),
     "round_robin_gradients": _accept("a gradient leaves the device as soon as it is complete", _BOOL, False),
-    "ignore_unused_parameters": _accept("a parameter without a gradient counts as a zero gradient", _BOOL),
-    "load_from_fp32_weights": _accept("master weights are always restored exactly", _BOOL),
-    "elastic_checkpoint": _accept("checkpoints load on any number of ranks", _BOOL, False),
+    "ignore_unused_parameters": _accept(
+        "a parameter without a gradient is left as it is, as in torch", _BOOL
+    ),
+    "load_from_fp32_weights": _accept("a checkpoint holds the master weights", _BOOL),
+    "elastic_checkpoint": _accept("a checkpoint holds whole tensors, whatever the placement", _BOOL, False),
     "legacy_stage1": _accept("there is one stage 1", _BOOL, False),
     "memory_efficient_linear": _accept("the model's linear layers are used as they are", _BOOL),
-    "override_module_apply": _accept("Module.apply is left alone", _BOOL),
+    "override_module_apply": _accept("Module.apply gathers inside zero.Init, else it is left alone", _BOOL),
     "pipeline_loading_checkpoint": _accept("checkpoints are read unit by unit", _BOOL, False),
-    "log_trace_cache_warnings": _accept("a change in the order of use is always reported", _BOOL, False),
-    "enable_sanity_checks": _accept("the checks are always on", _BOOL, False),
+    "log_trace_cache_warnings": _accept(
+        "a change in the order of use shows as waits in the step report", _BOOL, False
+    ),
+    "enable_sanity_checks": _accept("there are no checks to switch on", _BOOL, False),
     "save_muon_momentum_buffer_in_memory": _accept("Muon is not built", _BOOL, False),
     "zero_hpz_partition_size": _refuse("secondary shards are not built: allowed 1", _NUMBER, 0, 1),
     "zero_quantized_weights": _refuse(_QUANTIZED),
@@ -333,12 +339,12 @@ _ACTIVATION_CHECKPOINTING: dict[str, KeySpec] = {
 }
 
 _CHECKPOINT: dict[str, KeySpec] = {
-    "tag_validation": _accept("the ranks agree on the tag before they write", _TEXT),
-    "load_universal": _accept("a checkpoint's format is recognised when it is loaded", _BOOL, False),
-    "use_node_local_storage": _accept("each rank writes where save_dir points on its node", _BOOL, False),
+    "tag_validation": _accept("there is one rank, and one tag", _TEXT),
+    "load_universal": _accept("checkpoints of DeepSpeed are not read, universal or not", _BOOL, False),
+    "use_node_local_storage": _accept("checkpoints are written to save_dir", _BOOL, False),
     "checkpoint_serialization": _accept("tensors are written as safetensors", _BOOL),
-    "parallel_write": _accept("every rank writes its own shard"),
-    "writer": _accept("every rank writes its own shard"),
+    "parallel_write": _accept("one process writes, unit by unit"),
+    "writer": _accept("one process writes, unit by unit"),
 }
 
 _DATA_TYPES: dict[str, KeySpec] = {
@@ -426,7 +432,7 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
         "offloadzero.units": {
             "patterns": _use("globs of module names that are units; the default cut when absent"),
             "min_leaf_elements": _use("leaves of at least so many elements are units of their own; 100000"),
-            "prefetch_units": _use("unit leases beside the homes when no device budget is given; 2"),
+            "prefetch_units": _use("units leased ahead without a device budget or max_live_parameters; 2"),
         },
         "offloadzero.activation_checkpoints": {
             "units": _use(
