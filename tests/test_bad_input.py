@@ -89,8 +89,9 @@ def test_nvme_without_a_path() -> None:
 
 
 def test_nvme_path_missing(tmp_path: Path) -> None:
-    error = refusal(settings(tmp_path / "nowhere"))
-    assert (error.key, error.value) == ("offloadzero.nvme_path", str(tmp_path / "nowhere"))
+    """A directory is created, but not the one above it: a drive may not be mounted there."""
+    error = refusal(settings(tmp_path / "nowhere" / "train"))
+    assert (error.key, error.value) == ("offloadzero.nvme_path", str(tmp_path / "nowhere" / "train"))
     assert "no such directory" in str(error)
     assert not (tmp_path / "nowhere").exists()
 

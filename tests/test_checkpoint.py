@@ -43,6 +43,7 @@ def make_engine(directory: Path, placement: str, dtype: str = "bf16", seed: int 
     torch.manual_seed(seed)
     config = {
         "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
         dtype: {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-2}},

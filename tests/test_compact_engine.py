@@ -289,6 +289,7 @@ def test_the_scales_live_with_the_first_moment_unless_placed() -> None:
 def small_engine(model: nn.Module, **top: Any) -> offloadzero.Engine:
     config = {
         "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "offloadzero": {"device": "cpu", "placement": "host", "state_layout": "compact"},
         **top,

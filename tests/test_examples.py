@@ -267,7 +267,7 @@ def test_a_wrong_key_is_one_clear_line(tmp_path: Path) -> None:
 
 def test_a_missing_directory_is_one_clear_line(tmp_path: Path) -> None:
     config = load_config("nvme")
-    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = "no-such-directory"
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = "no-such-directory/train"
     done = run_script(tmp_path / "run", config, "--steps", "1")
     assert done.returncode == 1
     assert done.stderr.splitlines() == [done.stderr.strip()]

@@ -407,7 +407,7 @@ def test_each_step_has_a_line(
         ({"run_dir": "r", "trace_steps": [0]}, "trace_steps"),
         ({"run_dir": "r", "trace_steps": "x"}, "trace_steps"),
         ({"run_dir": ""}, "run_dir"),
-        ({"step_line": 1}, "step_line"),
+        ({"step_line": 2}, "step_line"),
         ({"trace": [1]}, "trace"),
     ],
 )
