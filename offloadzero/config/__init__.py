@@ -5,7 +5,7 @@ Nothing here imports torch.
 
 from offloadzero.config.load import load_config
 from offloadzero.config.nvme_paths import create_nvme_directories
-from offloadzero.config.optimizer import UNRESOLVED, resolve_scheduler
+from offloadzero.config.optimizer import UNRESOLVED
 from offloadzero.config.schema import (
     ActivationConfig,
     AioConfig,
@@ -46,7 +46,6 @@ __all__ = [
     "UpdateConfig",
     "create_nvme_directories",
     "load_config",
-    "resolve_scheduler",
     "settle_for_initialize",
     "settle_for_offload",
 ]

@@ -25,6 +25,7 @@ from typing import Any
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from offloadzero.config.optimizer import resolve_scheduler
 from offloadzero.config.schema import SchedulerConfig
 from offloadzero.errors import ConfigError
 from offloadzero.optim.lr_rehearsal import rehearse
@@ -325,6 +326,7 @@ def build_lr_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> LRSched
         ConfigError: an unknown name or parameter (with the nearest known one), a missing parameter, or values
             that the schedule refuses when it is made or at its first step.
     """
+    config = resolve_scheduler(config)
     known = {**_torch_schedules(), **DEEPSPEED_SCHEDULES}
     cls = known.get(config.type)
     if cls is None:
