@@ -207,7 +207,7 @@ def mutate(config: Json, random_: random.Random) -> None:
     elif change == "delete":
         del container[key]
     elif change == "name" and isinstance(container, dict):
-        new = random_.choice((_typo(key, random_), random_.choice(ALL_KEYS), 7, None, True))
+        new = random_.choice((_typo(str(key), random_), random_.choice(ALL_KEYS), 7, None, True))
         container[new] = container.pop(key)
     elif change == "add" and isinstance(container, dict):
         container[random_.choice(ALL_KEYS)] = random_.choice(ODD_VALUES)()
