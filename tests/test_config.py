@@ -206,6 +206,7 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("zero_optimization", "max_live_parameters"): (8, {}),
     ("zero_optimization", "param_persistence_threshold"): (8, {}),
     ("zero_optimization", "sub_group_size"): (100_000, {}),
+    ("zero_optimization", "gather_16bit_weights_on_model_save"): (True, {}),
     ("zero_optimization.offload_param", "pin_memory"): (False, {}),
     ("zero_optimization.offload_optimizer", "pin_memory"): (False, {}),
     ("aio", "block_size"): (131072, {}),
@@ -1080,6 +1081,7 @@ def test_the_hugging_face_stage_3_configuration() -> None:
     assert config.batch == BatchConfig(unresolved=batch_keys)
     assert config.gradient_clipping == 1.0
     assert config.max_live_parameters == 10**9
+    assert config.gather_16bit_weights_on_save
     assert config.steps_per_print == 2000
     assert [line.split(" ")[0] for line in config.warnings] == ["gradient_clipping"]
     assert {line.split(":")[0] for line in config.notices} == {
@@ -1094,7 +1096,6 @@ def test_the_hugging_face_stage_3_configuration() -> None:
                 "stage3_prefetch_bucket_size",
                 "stage3_max_reuse_distance",
                 "stage3_param_persistence_threshold",
-                "stage3_gather_16bit_weights_on_model_save",
             )
         ),
     }

@@ -78,6 +78,7 @@ def read_deepspeed(top: Block, *, world_size: int, reading: Reading) -> OffloadC
         update=_read_update(zero.block, reading),
         aio=_read_aio(top, reading),
         max_live_parameters=zero.block.read("max_live_parameters", read_int, None, minimum=0),
+        gather_16bit_weights_on_save=zero.block.read("gather_16bit_weights_on_model_save", read_bool, False),
         steps_per_print=_read_steps_per_print(top),
     )
 

@@ -224,8 +224,8 @@ _ZERO: dict[str, KeySpec] = {
     "param_persistence_threshold": _map("units.min_leaf_elements: smaller leaves join the resident unit"),
     "stage3_param_persistence_threshold": _alias("param_persistence_threshold"),
     "sub_group_size": _map("an upper bound on update.chunk_elements, at least 65536"),
-    "gather_16bit_weights_on_model_save": _accept(
-        "save_16bit_model saves the whole model anyway", _BOOL, False
+    "gather_16bit_weights_on_model_save": _use(
+        "for a script to ask the engine; save_16bit_model saves the whole model either way"
     ),
     "stage3_gather_16bit_weights_on_model_save": _alias("gather_16bit_weights_on_model_save"),
     "gather_fp16_weights_on_model_save": _alias("gather_16bit_weights_on_model_save"),

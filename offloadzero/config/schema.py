@@ -190,6 +190,7 @@ class OffloadConfig:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     # stage3_max_live_parameters, when given: parameters (elements) on the device at once.
     max_live_parameters: int | None = None
+    gather_16bit_weights_on_save: bool = False
     poison_released_leases: bool = False  # fill released leases with NaN (tests)
     device: str | None = None  # None = "cuda" if there is one, else "cpu"
     steps_per_print: int | None = None
