@@ -117,6 +117,12 @@ def test_the_warning_points_at_the_callers_line() -> None:
     assert [warning.filename for warning in seen] == [__file__]
 
 
+def test_an_engine_that_only_evaluates_has_nothing_to_settle(opened: list[Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        start(opened, on_cpu(gradient_accumulation_steps="auto"))
+
+
 @pytest.mark.parametrize("form", ["offload", "initialize"])
 def test_clipping_left_at_auto_is_deepspeeds_default_and_said(form: str, opened: list[Any]) -> None:
     model = linear()
