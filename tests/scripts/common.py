@@ -1,0 +1,205 @@
+"""What the scripts share: how a model is handed over, what a run leaves behind, and a model and data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import offloadzero
+from tests.training import Config, merge
+
+NUM_STEPS = int(os.environ.get("OFFLOADZERO_TEST_STEPS", "8"))
+MAX_NORM = 0.1  # bites in every step of every script here
+LR = 3e-3
+# Larger than usual, so that a gradient of another size is another update: Adam alone hardly sees its scale.
+EPS = 1e-4
+
+
+class Wrap:
+    """Hands nothing over: model and optimizer stay plain torch's. The base of `Offloaded`."""
+
+    name = "resident"
+
+    def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+        return model, optimizer
+
+    def close(self) -> None:
+        """What a user does at the end of the script."""
+
+
+class Offloaded(Wrap):
+    """`offloadzero.offload` with small leases that turn to NaN when they are released."""
+
+    def __init__(self, name: str, config: Config) -> None:
+        self.name = name
+        self._config = config
+        self._optimizers: list[Any] = []
+
+    def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+        model, wrapped = offloadzero.offload(model, optimizer, self._config)
+        self._optimizers.append(wrapped)
+        return model, wrapped
+
+    def close(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.close()
+
+
+def make_config(placement: str, directory: Path | str, **own: Any) -> Config:
+    """What a user writes for fp32 and no clipping of ours; `own` is laid over the offloadzero block."""
+    homes = {"device": "cpu"} if placement == "host" else {"device": "nvme", "nvme_path": str(directory)}
+    zero: Config = {"stage": 3, "offload_param": homes, "offload_optimizer": homes}
+    if placement == "stage 1":
+        zero = {"stage": 1}
+    else:
+        zero["stage3_max_live_parameters"] = 1  # the smallest leases: one unit
+    block = {"device": "cpu", "poison_released_leases": True, "units": {"min_leaf_elements": 256}}
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": zero,
+        "offloadzero": merge(block, own),
+    }
+
+
+def offloaded(placement: str, directory: Path | str, **own: Any) -> Offloaded:
+    """A wrap for "host", "nvme" or "stage 1" (everything on the device)."""
+    return Offloaded(placement, make_config(placement, directory, **own))
+
+
+@dataclass
+class Result:
+    """What a run leaves behind. `notes` are other tensors and numbers that a script read on its way."""
+
+    losses: list[float]
+    grad_norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+Script = Callable[[Wrap], Result]
+
+
+def run(script: Script, wrap: Wrap) -> Result:
+    """Run from a fixed seed; what was handed over is closed."""
+    torch.manual_seed(0)
+    try:
+        return script(wrap)
+    finally:
+        wrap.close()
+
+
+_references: dict[Script, Result] = {}
+
+
+def reference(script: Script) -> Result:
+    """The script's outcome without us, run once."""
+    if script not in _references:
+        _references[script] = run(script, Wrap())
+    return _references[script]
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the state dict."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def worst_relative_difference(one: Iterable[float], other: Iterable[float]) -> float:
+    """max |a - b| / |b|, infinite where one is no number."""
+    pairs = list(zip(one, other, strict=True))
+    differences = [abs(a - b) / max(abs(b), 1e-30) for a, b in pairs]
+    return max((d if d == d else float("inf") for d in differences), default=0.0)
+
+
+def assert_matches(ours: Result, plain: Result, *, loss_rtol: float = 1e-4, norm_rtol: float = 1e-5) -> None:
+    """Losses, norms, weights and notes are those of the run without us."""
+    assert len(plain.losses) > 1
+    worst = worst_relative_difference(ours.losses, plain.losses)
+    assert worst <= loss_rtol, f"losses differ by {worst:.2e}: {ours.losses} against {plain.losses}"
+    worst = worst_relative_difference(ours.grad_norms, plain.grad_norms)
+    assert worst <= norm_rtol, f"norms differ by {worst:.2e}: {ours.grad_norms} against {plain.grad_norms}"
+    assert_close(ours.weights, plain.weights, "weight")
+    assert_close(ours.notes, plain.notes, "note")
+
+
+def assert_close(ours: Mapping[str, Any], plain: Mapping[str, Any], what: str) -> None:
+    """The same names and, but for rounding, the same values."""
+    assert ours.keys() == plain.keys()
+    for name, value in plain.items():
+        torch.testing.assert_close(
+            ours[name],
+            value,
+            rtol=1e-4,
+            atol=2e-5,
+            msg=lambda text, name=name: f"{what} {name}: {text}",
+        )
+
+
+# --- a model and data ---
+
+VOCABULARY = 61  # odd on purpose
+WIDTH = 24
+NUM_BLOCKS = 3
+
+
+class Block(nn.Module):
+    """Residual MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH + 1)
+        self.down = nn.Linear(2 * WIDTH + 1, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class LM(nn.Module):
+    """forward(tokens) gives the loss."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(VOCABULARY, WIDTH)
+        nn.init.normal_(self.emb.weight, std=0.3)
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.emb.weight
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        h = self.emb(ids)
+        for block in self.blocks:
+            h = block(h)
+        return self.norm(h)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.hidden(ids[:, :-1]))
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def tokens(seed: int, *, rows: int = 4, length: int = 9, vocabulary: int = VOCABULARY) -> Tensor:
+    """Token ids (rows, length), with something to learn in them: each follows from the one before."""
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.randint(vocabulary, (rows, 1), generator=generator)
+    strides = torch.randint(1, 4, (rows, 1), generator=generator)
+    return (first + strides * torch.arange(length)) % vocabulary
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
+    """AdamW over all parameters that train."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, **{"lr": LR, "eps": EPS, "weight_decay": 0.1, **options})
+
+
+def start(wrap: Wrap, model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, Any]:
+    """A model and its AdamW, handed over."""
+    model = LM() if model is None else model
+    return wrap(model, adamw(model, **options))
