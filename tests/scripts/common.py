@@ -52,8 +52,10 @@ class Offloaded(Wrap):
             optimizer.close()
 
 
-def make_config(placement: str, directory: Path | str, **own: Any) -> Config:
-    """What a user writes for fp32 and no clipping of ours; `own` is laid over the offloadzero block."""
+def make_config(
+    placement: str, directory: Path | str, *, clipping: float | None = None, **own: Any
+) -> Config:
+    """What a user writes for fp32; without `clipping` the key is absent. `own` is laid over the own block."""
     homes = {"device": "cpu"} if placement == "host" else {"device": "nvme", "nvme_path": str(directory)}
     zero: Config = {"stage": 3, "offload_param": homes, "offload_optimizer": homes}
     if placement == "stage 1":
@@ -61,11 +63,12 @@ def make_config(placement: str, directory: Path | str, **own: Any) -> Config:
     else:
         zero["stage3_max_live_parameters"] = 1  # the smallest leases: one unit
     block = {"device": "cpu", "poison_released_leases": True, "units": {"min_leaf_elements": 256}}
-    return {
+    config = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": zero,
         "offloadzero": merge(block, own),
     }
+    return config if clipping is None else {**config, "gradient_clipping": clipping}
 
 
 def offloaded(placement: str, directory: Path | str, **own: Any) -> Offloaded:

@@ -592,26 +592,6 @@ def gradients_by_autograd_grad(wrap: Wrap) -> Result:
 
 
 @script
-def gradient_penalty_on_inputs(wrap: Wrap) -> Result:
-    """create_graph=True: a second backward through the first."""
-    model, optimizer = start(wrap)
-    losses = []
-    for step in range(NUM_STEPS):
-        hidden = torch.randn(4, 24, generator=generator(step)).requires_grad_()
-        h = hidden
-        for block in model.blocks:
-            h = block(h)
-        loss = model.norm(h).pow(3).mean()
-        (slope,) = torch.autograd.grad(loss, hidden, create_graph=True)
-        total = loss + slope.pow(2).sum()
-        total.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total.item())
-    return Result(losses, [], weights_of(model))
-
-
-@script
 def closure(wrap: Wrap) -> Result:
     """optimizer.step(closure), as L-BFGS and Lightning do."""
     model, optimizer = start(wrap)
@@ -1018,3 +998,23 @@ def optimizer_state_reset(wrap: Wrap) -> Result:
             optimizer.state.clear()
 
     return _loop(model, optimizer, at_step)
+
+
+@may_be_refused
+def gradient_penalty_on_inputs(wrap: Wrap) -> Result:
+    """create_graph=True: a second backward through the first."""
+    model, optimizer = start(wrap)
+    losses = []
+    for step in range(NUM_STEPS):
+        hidden = torch.randn(4, 24, generator=generator(step)).requires_grad_()
+        h = hidden
+        for block in model.blocks:
+            h = block(h)
+        loss = model.norm(h).pow(3).mean()
+        (slope,) = torch.autograd.grad(loss, hidden, create_graph=True)
+        total = loss + slope.pow(2).sum()
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    return Result(losses, [], weights_of(model))

@@ -1,0 +1,49 @@
+"""Weights that a script reads are the present ones, and what it writes arrives; schedules; torch.compile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offloadzero import OffloadError
+from tests.scripts import weights
+from tests.scripts.common import Script, assert_matches, offloaded, reference, run
+
+COMPILED_STEPS = 3
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme", "stage 1"])
+@pytest.mark.parametrize("name", weights.SCRIPTS)
+def test_weights_are_those_of_torch(name: str, placement: str, tmp_path: Path) -> None:
+    script = weights.SCRIPTS[name]
+    assert_matches(run(script, offloaded(placement, tmp_path, clipping=0.0)), reference(script))
+
+
+@pytest.mark.parametrize("name", weights.SCHEDULES)
+def test_schedules_of_torch(name: str, tmp_path: Path) -> None:
+    script = weights.SCHEDULES[name]
+    assert_matches(run(script, offloaded("host", tmp_path, clipping=0.0)), reference(script))
+
+
+def followed_or_refused(script: Script, directory: Path) -> None:
+    expected = reference(script)
+    try:
+        result = run(script, offloaded("host", directory, clipping=0.0))
+    except OffloadError as error:
+        assert len(str(error)) > 40, "says what to do"  # noqa: PT017
+    else:
+        assert_matches(result, expected)
+
+
+@pytest.mark.parametrize("name", weights.MAY_BE_REFUSED)
+def test_followed_or_refused_by_name(name: str, tmp_path: Path) -> None:
+    followed_or_refused(weights.MAY_BE_REFUSED[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", weights.COMPILED)
+def test_compiled_models_train_or_are_refused_by_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "NUM_STEPS", COMPILED_STEPS)
+    followed_or_refused(weights.COMPILED[name], tmp_path)
