@@ -125,6 +125,11 @@ class PlainBf16AdamW(torch.optim.AdamW):
             p.data.copy_(master.data)
             self._written[i] = p.detach().clone()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for p in self._params:
+            p.grad = None
+        super().zero_grad(set_to_none)
+
     def groups_of_scripts(self) -> list[dict[str, Any]]:
         return [{"params": self._params}]
 
@@ -352,10 +357,9 @@ WRITES: dict[str, Write] = {
     "vector_to_parameters": lambda r, n: vector_to_parameters(
         _new(parameters_to_vector(r.layer(n).parameters())), r.layer(n).parameters()
     ),
-    "state_dict().mul_": _no_grad(lambda r, n: r.model.state_dict()[n].mul_(0.5)),
 }
 
-# What torch takes and means something else: the optimizer goes on with the old parameter; a memory shared with numpy.
+# What scripts seldom mean: the optimizer goes on with the old parameter; memory shared with numpy or a state dict.
 UNUSUAL_WRITES: dict[str, Write] = {
     "module.weight = nn.Parameter": lambda r, n: setattr(
         r.layer(n), n.split(".")[-1], nn.Parameter(_new(r.param(n)))
@@ -364,6 +368,7 @@ UNUSUAL_WRITES: dict[str, Write] = {
         {n.split(".")[-1]: _new(r.param(n))}, strict=False, assign=True
     ),
     "numpy": lambda r, n: _numpy_write(r.param(n)),
+    "state_dict().mul_": _no_grad(lambda r, n: r.model.state_dict()[n].mul_(0.5)),
     "kept .data": lambda r, n: r.held[n].mul_(0.5),
     "kept .data[0] =": lambda r, n: _assign_item(r.held[n]),
 }
@@ -451,7 +456,7 @@ def same(one: Any, other: Any, dtype: torch.dtype) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(same(a, b, dtype) for a, b in zip(one, other, strict=True))
     if isinstance(one, float):
-        return abs(one - other) <= 1e-3 * abs(other) + 1e-6 if dtype == torch.float32 else abs(one - other) < 0.03
+        return abs(one - other) <= 1e-3 * abs(other) + 1e-6 if dtype == torch.float32 else abs(one - other) < 0.01
     return bool(one == other)
 
 

@@ -1,0 +1,139 @@
+"""Loops over a whole model read and write it in bounded memory, weights and gradients."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import run_script
+
+# 24 layers of 8 MiB whose states are in files; a few layers fit on the device.
+LOOPS = """
+    import json, os, sys, time
+    import torch
+    from torch import nn
+    import offloadzero
+
+    torch.set_num_threads(1)
+    NUM_LAYERS, WIDTH = 24, 1448
+    UNIT_BYTES = 4 * WIDTH * WIDTH
+
+    def resident_bytes():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    class Layer(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 1e-4 * (1 + number)))
+
+        def forward(self, x):
+            return x + nn.functional.linear(x, self.weight)
+
+    model = nn.Sequential(*(Layer(number) for number in range(NUM_LAYERS)))
+    expected = [1e-4 * (1 + number) for number in range(NUM_LAYERS)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    homes = {"device": "nvme", "nvme_path": sys.argv[1]}
+    model, optimizer = offloadzero.offload(model, optimizer, {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3, "offload_param": homes, "offload_optimizer": homes},
+        "offloadzero": {
+            "device": "cpu", "placement": [{"grad": "nvme"}], "budgets": {"device": 4 * UNIT_BYTES}},
+    })
+    report = {"model": NUM_LAYERS * UNIT_BYTES, "unit": UNIT_BYTES}
+    peak = 0
+
+    def sample():
+        global peak
+        peak = max(peak, resident_bytes())
+
+    def values(of):
+        found = []
+        for p in model.parameters():
+            found.append(of(p))
+            sample()
+        return found
+
+    def check(name, found, wanted):
+        torch.testing.assert_close(
+            torch.tensor(found), torch.tensor(wanted), rtol=1e-4, atol=1e-9, msg=lambda text: name + ": " + text)
+
+    def loop(name, body):
+        global peak
+        optimizer.synchronize()
+        before = peak = resident_bytes()
+        start = time.perf_counter()
+        body()
+        report[name] = {"grown": peak - before, "s": time.perf_counter() - start}
+
+    first = lambda p: p.flatten()[7].item()
+    model(torch.ones(1, WIDTH)).sum()  # the leases are there
+    model.zero_grad()
+    loop(*BODY)
+    print(json.dumps(report))
+"""
+
+READS = """
+    def body():
+        check("norm", values(lambda p: p.detach().norm().item()), [WIDTH * x for x in expected])
+        check("data", values(lambda p: p.data.mean().item()), expected)
+        check("clone", values(lambda p: p.clone().max().item()), expected)
+        check("list", [first(p) for p in list(model.parameters())], expected)
+    BODY = ("reads", body)
+"""
+
+WRITES = """
+    def body():
+        global expected
+        with torch.no_grad():
+            values(lambda p: p.mul_(0.5))
+        expected = [0.5 * x for x in expected]
+        check("mul_", values(lambda p: p.detach().mean().item()), expected)
+        values(lambda p: p.data.mul_(0.5))
+        expected = [0.5 * x for x in expected]
+        check("data", values(lambda p: p.detach().mean().item()), expected)
+        values(lambda p: nn.init.constant_(p, 0.001))
+        expected = [0.001] * NUM_LAYERS
+        check("init", values(lambda p: p.detach().mean().item()), expected)
+        for p in model.parameters():
+            p.data = torch.full((WIDTH, WIDTH), 0.002)
+            sample()
+        check("data =", values(lambda p: p.detach().mean().item()), [0.002] * NUM_LAYERS)
+    BODY = ("writes", body)
+"""
+
+GRADIENTS = """
+    def body():
+        # d loss / d weight is all ones up to what the residual adds: the first layer's is the largest.
+        model(torch.full((1, WIDTH), 1e-3)).sum().backward()
+        sample()
+        before = values(lambda p: p.grad.norm().item())
+        assert all(x > 0 for x in before)
+        total = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5 * sum(x * x for x in before) ** 0.5)
+        sample()
+        torch.testing.assert_close(float(total), sum(x * x for x in before) ** 0.5, rtol=1e-5, atol=0.0)
+        check("clipped", values(lambda p: p.grad.norm().item()), [0.5 * x for x in before])
+        values(lambda p: p.grad.sign_())
+        check("sign", values(lambda p: p.grad.mean().item()), [1.0] * NUM_LAYERS)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.25)
+        sample()
+        check("value", values(lambda p: p.grad.max().item()), [0.25] * NUM_LAYERS)
+        optimizer.step()
+        # AdamW's first step is lr against the sign, and the decay.
+        wanted = [x * (1 - 1e-3 * 1e-2) - 1e-3 for x in expected]
+        check("step", values(lambda p: p.detach().mean().item()), wanted)
+    BODY = ("gradients", body)
+"""
+
+
+@pytest.mark.parametrize("body", [READS, WRITES, GRADIENTS], ids=["reads", "writes", "gradients"])
+def test_loops_over_a_model_stay_within_a_few_units(body: str, tmp_path: Path) -> None:
+    script = LOOPS.replace("    loop(*BODY)", body.strip("\n") + "\n    loop(*BODY)")
+    done = run_script(script, tmp_path, timeout_s=60.0)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout)
+    (name,) = set(report) - {"model", "unit"}
+    assert report[name]["grown"] < report["model"] / 3, report
