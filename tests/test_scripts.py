@@ -23,13 +23,21 @@ SCRIPTS: dict[str, tuple[Script, str | None]] = {
     "Trainer": (transformers_trainer.gpt2, "accelerate"),
     "Trainer with checkpointing": (transformers_trainer.llama_checkpointed, "accelerate"),
     "Trainer saves": (transformers_trainer.saved_model, "accelerate"),
+    "Trainer resumes": (transformers_trainer.resumed, "accelerate"),
+    "Trainer loads its best model": (transformers_trainer.best_model_loaded, "accelerate"),
+    "Trainer in bf16": (transformers_trainer.bf16_autocast, "accelerate"),
     "Accelerate": (accelerate_loop.run, "accelerate"),
     "Accelerate accumulates": (accelerate_loop.accumulated, "accelerate"),
+    "Accelerate in bf16": (accelerate_loop.bf16_autocast, "accelerate"),
+    "Accelerate clips values": (accelerate_loop.value_clipping, "accelerate"),
+    "Accelerate saves and loads": (accelerate_loop.saved_and_loaded, "accelerate"),
     "Lightning": (lightning_module.run, "lightning"),
     "Lightning clips values": (lightning_module.by_value, "lightning"),
+    "Lightning resumes": (lightning_module.resumed, "lightning"),
     "LoRA with checkpointing": (peft_lora.checkpointed, "peft"),
     "LoRA merged": (peft_lora.merged, "peft"),
     "LoRA adapter saved": (peft_lora.adapter_saved, "peft"),
+    "LoRA by the Trainer": (peft_lora.by_trainer, "peft"),
 }
 
 

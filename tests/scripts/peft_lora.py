@@ -84,3 +84,15 @@ def adapter_saved(wrap: Wrap) -> Result:
         torch.manual_seed(0)
         loaded = peft.PeftModel.from_pretrained(make_llama(), directory)
     return Result(result.losses, result.grad_norms, result.weights, weights_of(loaded))
+
+
+def by_trainer(wrap: Wrap) -> Result:
+    """The Trainer's own gradient checkpointing on a LoRA model."""
+    from tests.scripts.transformers_trainer import train as train_by_trainer
+
+    return train_by_trainer(
+        wrap,
+        make_lora(),
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+    )[1]

@@ -39,7 +39,9 @@ def dataset(num_rows: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row.clone()} for row in rows]
 
 
-def train(wrap: Wrap, model: Any, **arguments: Any) -> tuple[Any, Result]:
+def train(
+    wrap: Wrap, model: Any, *, directory: str | None = None, resume: bool = False, **arguments: Any
+) -> tuple[Any, Result]:
     """Trainer.train() with max_grad_norm; norms are those of its log."""
     import transformers
 
@@ -53,9 +55,9 @@ def train(wrap: Wrap, model: Any, **arguments: Any) -> tuple[Any, Result]:
 
     model, optimizer = wrap(model, adamw(model))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 0.05 * step))
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as scratch:
         settings: dict[str, Any] = {
-            "output_dir": directory,
+            "output_dir": directory or scratch,
             "max_steps": NUM_STEPS,
             "per_device_train_batch_size": 4,
             "max_grad_norm": MAX_NORM,
@@ -71,9 +73,10 @@ def train(wrap: Wrap, model: Any, **arguments: Any) -> tuple[Any, Result]:
             model=model,
             args=transformers.TrainingArguments(**{**settings, **arguments}),
             train_dataset=dataset(32),
+            eval_dataset=dataset(8),
             optimizers=(optimizer, scheduler),
         )
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
         logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
         norms = [float(entry["grad_norm"]) for entry in logged]
         rates = torch.tensor([entry["learning_rate"] for entry in logged])
@@ -107,3 +110,44 @@ def saved_model(wrap: Wrap) -> Result:
         trainer.save_model(directory)
         loaded = transformers.GPT2LMHeadModel.from_pretrained(directory)
     return Result(result.losses, result.grad_norms, result.weights, weights_of(loaded))
+
+
+def resumed(wrap: Wrap) -> Result:
+    """Checkpoints on the way, evaluation, then a second Trainer goes on from the last checkpoint."""
+    with tempfile.TemporaryDirectory() as directory:
+        half = NUM_STEPS // 2
+        saving = {"save_strategy": "steps", "save_steps": half, "directory": directory}
+        first = train(wrap, make_gpt2(), max_steps=half, eval_strategy="steps", eval_steps=2, **saving)
+        second = train(wrap, make_gpt2(), resume=True, **saving)
+    evaluated = [entry["eval_loss"] for entry in first[0].state.log_history if "eval_loss" in entry]
+    assert len(evaluated) == half // 2
+    assert second[0].state.global_step == NUM_STEPS
+    losses = [*first[1].losses, *evaluated, *second[1].losses]
+    return Result(losses, second[1].grad_norms, second[1].weights)
+
+
+def best_model_loaded(wrap: Wrap) -> Result:
+    """load_best_model_at_end puts the weights of the best evaluation back; then it generates."""
+    with tempfile.TemporaryDirectory() as directory:
+        trainer, result = train(
+            wrap,
+            make_gpt2(),
+            directory=directory,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="steps",
+            save_steps=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="loss",
+            greater_is_better=True,  # the worst, so that it is not the last
+        )
+        trainer.model.eval()
+        ids = dataset(2)[1]["input_ids"][None, :4]
+        with torch.no_grad():
+            generated = trainer.model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    return Result(result.losses, result.grad_norms, result.weights, {"generated": generated})
+
+
+def bf16_autocast(wrap: Wrap) -> Result:
+    """bf16=True: Accelerate wraps the model's forward."""
+    return train(wrap, make_gpt2(), bf16=True)[1]
