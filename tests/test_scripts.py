@@ -49,7 +49,7 @@ def test_a_script_gives_the_numbers_of_plain_torch(name: str, placement: str, tm
         pytest.importorskip("transformers")
         pytest.importorskip(framework)
     expected = reference(script)
-    assert all(norm > 2 * MAX_NORM for norm in expected.grad_norms), "clipping must bite in every step"
+    assert all(norm > 1.2 * MAX_NORM for norm in expected.grad_norms), "clipping must bite in every step"
     assert_matches(run(script, offloaded(placement, tmp_path)), expected)
 
 
