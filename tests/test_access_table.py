@@ -16,7 +16,16 @@ from tests.access_table import KEPT_READS, PLACES, READS, STATES, UNUSUAL_WRITES
 from tests.scripts.common import NUM_STEPS
 
 LONG = NUM_STEPS >= 50
-BF16_WAYS = ("parameters()", ".data", "state_dict()", "norm", "mul_", ".data.copy_", ".data =", "load_state_dict")
+BF16_WAYS = (
+    "parameters()",
+    ".data",
+    "state_dict()",
+    "norm",
+    "mul_",
+    ".data.copy_",
+    ".data =",
+    "load_state_dict",
+)
 
 
 def cases(names: Iterable[str]) -> list[Any]:

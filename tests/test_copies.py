@@ -94,7 +94,9 @@ def test_a_copy_is_resident_and_on_its_own(how: str, placement: str, tmp_path: P
         for name, value in made.state_dict().items():
             assert type(value) is Tensor, name
         losses += steps(made, adamw(made), 100)
-        return Result(losses, [], end, {**at_once, **{f"trained {k}": v for k, v in weights_of(made).items()}})
+        return Result(
+            losses, [], end, {**at_once, **{f"trained {k}": v for k, v in weights_of(made).items()}}
+        )
 
     expected = run(script, Wrap())
     try:
@@ -143,7 +145,11 @@ def test_a_copy_of_a_parameter_is_an_ordinary_one(tmp_path: Path) -> None:
     steps(model, optimizer, 0)
     value = weights_of(model)["blocks.0.up.weight"]
     param = model.blocks[0].up.weight
-    for made in (copy.deepcopy(param), nn.Parameter(param.detach().clone()), nn.Parameter(param.data.clone())):
+    for made in (
+        copy.deepcopy(param),
+        nn.Parameter(param.detach().clone()),
+        nn.Parameter(param.data.clone()),
+    ):
         assert type(made) is nn.Parameter
         assert torch.equal(made.detach(), value)
         (made**2).sum().backward()

@@ -13,7 +13,15 @@ import warnings
 
 import torch
 
-from tests.scripts.common import NUM_STEPS, Result, Script, offloaded, reference, run, worst_relative_difference
+from tests.scripts.common import (
+    NUM_STEPS,
+    Result,
+    Script,
+    offloaded,
+    reference,
+    run,
+    worst_relative_difference,
+)
 from tests.test_scripts import SCRIPTS
 
 
@@ -21,7 +29,9 @@ def largest_difference(ours: Result, plain: Result) -> float:
     """Of any weight or note."""
     pairs = [(ours.weights.get(k), v) for k, v in plain.weights.items()]
     pairs += [(ours.notes.get(k), v) for k, v in plain.notes.items()]
-    found = [float((a.double() - b.double()).abs().max()) if a is not None else float("inf") for a, b in pairs]
+    found = [
+        float((a.double() - b.double()).abs().max()) if a is not None else float("inf") for a, b in pairs
+    ]
     return max((x if x == x else float("inf") for x in found), default=0.0)
 
 

@@ -23,7 +23,9 @@ from tests.scripts.common import (
     weights_of,
 )
 
-Edit = Callable[[nn.Module, int], Any]  # between backward and step; what it returns is noted if it is a tensor
+Edit = Callable[
+    [nn.Module, int], Any
+]  # between backward and step; what it returns is noted if it is a tensor
 SCRIPTS: dict[str, Script] = {}
 
 
@@ -287,7 +289,11 @@ def norm_of_every_parameter(model: nn.Module, step: int) -> Any:  # noqa: ARG001
 @edited
 def norm_of_detached_and_data(model: nn.Module, step: int) -> Any:  # noqa: ARG001
     return torch.stack(
-        [x for p in model.parameters() for x in (p.grad.detach().norm(2), p.grad.data.norm(1), p.grad.abs().max())]
+        [
+            x
+            for p in model.parameters()
+            for x in (p.grad.detach().norm(2), p.grad.data.norm(1), p.grad.abs().max())
+        ]
     )
 
 
@@ -309,7 +315,10 @@ def flat_vector(model: nn.Module, step: int) -> Any:  # noqa: ARG001
 
 @edited
 def numbers(model: nn.Module, step: int) -> Any:  # noqa: ARG001
-    values = [(p.grad.sum().item(), p.grad.view(-1)[0].item(), p.grad.float().std().item()) for p in model.parameters()]
+    values = [
+        (p.grad.sum().item(), p.grad.view(-1)[0].item(), p.grad.float().std().item())
+        for p in model.parameters()
+    ]
     return torch.tensor(values)
 
 
@@ -347,7 +356,9 @@ def read_after_step(wrap: Wrap) -> Result:
 # --- zeroing and accumulating ---
 
 
-def accumulated(zero: Callable[[nn.Module, Any], None], *, num_micro_steps: int = 3, **options: Any) -> Script:
+def accumulated(
+    zero: Callable[[nn.Module, Any], None], *, num_micro_steps: int = 3, **options: Any
+) -> Script:
     """Several backwards and then one step; `zero` begins the next window."""
 
     def run(wrap: Wrap) -> Result:
@@ -445,7 +456,7 @@ def skipped_steps(wrap: Wrap) -> Result:
         optimizer.zero_grad()
         losses.append(loss.item())
         norms.append(norm)
-    assert 0 < len(steps)
+    assert len(steps) > 0
     return Result(losses, norms, weights_of(model), {"steps": torch.tensor(steps)})
 
 

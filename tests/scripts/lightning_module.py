@@ -83,6 +83,4 @@ def resumed(wrap: Wrap) -> Result:
         path = str(Path(directory) / "half.ckpt")
         first = fit(wrap, num_steps=NUM_STEPS // 2, max_epochs=1, save_to=path)
         second = fit(wrap, resume=path, max_epochs=-1, max_steps=NUM_STEPS)
-    return Result(
-        first.losses + second.losses, first.grad_norms + second.grad_norms, second.weights
-    )
+    return Result(first.losses + second.losses, first.grad_norms + second.grad_norms, second.weights)

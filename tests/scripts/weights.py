@@ -650,7 +650,9 @@ def scheduled(make: Callable[[Any], Any], *, before: bool = False, metric: bool 
 
 SCHEDULES: dict[str, Script] = {
     "LambdaLR": scheduled(lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.8**step)),
-    "LambdaLR made before": scheduled(lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.8**step), before=True),
+    "LambdaLR made before": scheduled(
+        lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.8**step), before=True
+    ),
     "OneCycleLR": scheduled(lambda o: lr_scheduler.OneCycleLR(o, 10 * LR, total_steps=NUM_STEPS + 1)),
     "OneCycleLR made before": scheduled(
         lambda o: lr_scheduler.OneCycleLR(o, 10 * LR, total_steps=NUM_STEPS + 1), before=True
