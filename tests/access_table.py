@@ -203,7 +203,7 @@ READS: dict[str, Read] = {
     "state_dict() of the layer": lambda r, n: r.layer(n).state_dict()[n.split(".")[-1]].clone(),
     "state_dict(keep_vars=True)": lambda r, n: r.model.state_dict(keep_vars=True)[n].clone(),
     "parameters_to_vector": lambda r, n: parameters_to_vector(r.layer(n).parameters()),
-    "parameters_to_vector of all": lambda r, n: parameters_to_vector(r.model.parameters()),
+    "parameters_to_vector of all": lambda r, _: parameters_to_vector(r.model.parameters()),
     "functional_call of the layer": lambda r, n: functional_call(
         r.layer(n), dict(r.layer(n).named_parameters()), (inputs(7, r.dtype),)
     ),

@@ -762,7 +762,7 @@ def module_backward_hooks(wrap: Wrap) -> Result:
     return Result(result.losses, norms, result.weights)
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """Raised by a hook."""
 
 
@@ -774,7 +774,7 @@ def hook_that_raises(wrap: Wrap) -> Result:
 
     def hook(grad: Tensor) -> None:  # noqa: ARG001
         if armed:
-            raise Stopped
+            raise StoppedError
 
     model.get_parameter("blocks.1.up.weight").register_hook(hook)
     losses, norms = [], []
@@ -784,7 +784,7 @@ def hook_that_raises(wrap: Wrap) -> Result:
         losses.append(loss.item())
         try:
             loss.backward()
-        except Stopped:
+        except StoppedError:
             optimizer.zero_grad()
             continue
         norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
@@ -801,7 +801,7 @@ def hook_that_raises_unclipped(wrap: Wrap) -> Result:
 
     def hook(grad: Tensor) -> None:  # noqa: ARG001
         if armed:
-            raise Stopped
+            raise StoppedError
 
     model.get_parameter("blocks.1.up.weight").register_hook(hook)
     losses = []
@@ -812,7 +812,7 @@ def hook_that_raises_unclipped(wrap: Wrap) -> Result:
         try:
             loss.backward()
             optimizer.step()
-        except Stopped:
+        except StoppedError:
             pass
         model.zero_grad()
     return Result(losses, [], weights_of(model))
@@ -826,7 +826,7 @@ def forward_that_raises(wrap: Wrap) -> Result:
 
     def hook(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001
         if armed:
-            raise Stopped
+            raise StoppedError
 
     model.blocks[1].up.register_forward_pre_hook(hook)
     losses, norms = [], []
@@ -834,7 +834,7 @@ def forward_that_raises(wrap: Wrap) -> Result:
         armed = step in (1, 4)
         try:
             loss = model(tokens(step))
-        except Stopped:
+        except StoppedError:
             armed = False
             loss = model(tokens(100 + step))
         loss.backward()
