@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,9 +90,19 @@ class Result:
 Script = Callable[[Wrap], Result]
 
 
+def forget_accelerate() -> None:
+    """Accelerate keeps its settings (mixed precision) for the whole process: the next script begins anew."""
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
 def run(script: Script, wrap: Wrap) -> Result:
     """Run from a fixed seed; what was handed over is closed."""
     torch.manual_seed(0)
+    forget_accelerate()
     try:
         return script(wrap)
     finally:
