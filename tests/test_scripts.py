@@ -40,6 +40,10 @@ SCRIPTS: dict[str, tuple[Script, str | None]] = {
     "LoRA by the Trainer": (peft_lora.by_trainer, "peft"),
 }
 
+# Under bf16 autocast the last bit of a fp32 weight flips roundings: a plain run whose learning rate is 1e-6 larger
+# has norms that differ by 5e-4.
+AUTOCAST = ("Trainer in bf16", "Accelerate in bf16")
+
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -50,7 +54,8 @@ def test_a_script_gives_the_numbers_of_plain_torch(name: str, placement: str, tm
         pytest.importorskip(framework)
     expected = reference(script)
     assert all(norm > 1.2 * MAX_NORM for norm in expected.grad_norms), "clipping must bite in every step"
-    assert_matches(run(script, offloaded(placement, tmp_path)), expected)
+    norm_rtol = 2e-3 if name in AUTOCAST else 1e-5
+    assert_matches(run(script, offloaded(placement, tmp_path)), expected, norm_rtol=norm_rtol)
 
 
 def test_the_clipping_of_these_scripts_is_seen_in_their_losses(monkeypatch: pytest.MonkeyPatch) -> None:

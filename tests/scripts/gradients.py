@@ -268,16 +268,6 @@ def grad_kept_and_put_back(model: nn.Module, step: int) -> Any:
         p.grad = torch.where(p.grad * other > 0, p.grad + other, torch.zeros_like(other))
 
 
-@edited
-def grad_moved_into_a_list(model: nn.Module, step: int) -> Any:
-    """The tensor itself is kept over zero_grad and assigned again."""
-    first = [p.grad for p in model.parameters()]
-    model.zero_grad(set_to_none=True)
-    model(tokens(1000 + step)).backward()
-    for p, other in zip(model.parameters(), first, strict=True):
-        p.grad = other
-
-
 # --- read ---
 
 
@@ -904,18 +894,6 @@ def _train(params: Iterable[nn.Parameter], flag: bool) -> None:
 
 
 @script
-def frozen_then_unfrozen(wrap: Wrap) -> Result:
-    """Frozen when handed over, but with the optimizer from the start, as torch has it; trains from step 3."""
-    made = LM()
-    optimizer = adamw(made)
-    _train(made.blocks[0].parameters(), False)
-    model, optimizer = wrap(made, optimizer)
-    return _loop(
-        model, optimizer, lambda step: _train(model.blocks[0].parameters(), True) if step == 3 else None
-    )
-
-
-@script
 def frozen_for_some_steps(wrap: Wrap) -> Result:
     """Trained, frozen from step 2, unfrozen at step 5: its moments and its count of steps wait."""
     model, optimizer = start(wrap)
@@ -1029,3 +1007,34 @@ def gradient_penalty_on_inputs(wrap: Wrap) -> Result:
         optimizer.zero_grad()
         losses.append(total.item())
     return Result(losses, [], weights_of(model))
+
+
+@may_be_refused
+def gradients_kept_over_zero_grad(wrap: Wrap) -> Result:
+    """The gradient itself, no copy, is kept over zero_grad and the next backward, and assigned again."""
+    model, optimizer = start(wrap)
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = model(tokens(step))
+        loss.backward()
+        first = [p.grad for p in model.parameters()]
+        model.zero_grad(set_to_none=True)
+        model(tokens(1000 + step)).backward()
+        for p, other in zip(model.parameters(), first, strict=True):
+            p.grad = other
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Result(losses, [], weights_of(model))
+
+
+@may_be_refused
+def frozen_then_unfrozen(wrap: Wrap) -> Result:
+    """Frozen when handed over, but with the optimizer from the start, as torch has it; trains from step 3."""
+    made = LM()
+    optimizer = adamw(made)
+    _train(made.blocks[0].parameters(), False)
+    model, optimizer = wrap(made, optimizer)
+    return _loop(
+        model, optimizer, lambda step: _train(model.blocks[0].parameters(), True) if step == 3 else None
+    )
