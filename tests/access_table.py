@@ -431,7 +431,8 @@ class Failure:
 
     @property
     def is_named(self) -> bool:
-        return isinstance(self.error, OffloadError)
+        """An error of ours that says which parameter, or the unit it is in."""
+        return isinstance(self.error, OffloadError) and "layers." in str(self.error)
 
     def __str__(self) -> str:
         text = " ".join(str(self.error).split())

@@ -916,16 +916,20 @@ def groups_of_different_rates(wrap: Wrap) -> Result:
     return _loop(*wrap(made, optimizer))
 
 
-SCRIPTS_THAT_MAY_BE_REFUSED: dict[str, Script] = {}
+SCRIPTS_THAT_MAY_BE_REFUSED: dict[str, tuple[Script, str]] = {}
 
 
-def may_be_refused(function: Script) -> Script:
-    """What torch takes and we may refuse, at that line and by name."""
-    SCRIPTS_THAT_MAY_BE_REFUSED[function.__name__] = function
-    return function
+def may_be_refused(words: str) -> Callable[[Script], Script]:
+    """What torch takes and we may refuse, at that line, with a message that `words` (a pattern) is found in."""
+
+    def register(function: Script) -> Script:
+        SCRIPTS_THAT_MAY_BE_REFUSED[function.__name__] = (function, words)
+        return function
+
+    return register
 
 
-@may_be_refused
+@may_be_refused("group")
 def added_group(wrap: Wrap) -> Result:
     """add_param_group for parameters that the optimizer did not have."""
     made = LM()
@@ -940,7 +944,7 @@ def added_group(wrap: Wrap) -> Result:
     return _loop(model, optimizer, at_step)
 
 
-@may_be_refused
+@may_be_refused("blocks.0")
 def unfrozen_without_optimizer(wrap: Wrap) -> Result:
     """Unfrozen later and in no group: torch gives it a gradient and trains it not. A word must be said."""
     made = LM()
@@ -951,7 +955,7 @@ def unfrozen_without_optimizer(wrap: Wrap) -> Result:
     )
 
 
-@may_be_refused
+@may_be_refused("optimizer")
 def optimizer_of_a_part(wrap: Wrap) -> Result:
     """The optimizer has the blocks only; the rest has gradients, which count for nothing."""
     made = LM()
@@ -968,7 +972,7 @@ def optimizer_of_a_part(wrap: Wrap) -> Result:
     return Result(losses, [], weights_of(model))
 
 
-@may_be_refused
+@may_be_refused("state")
 def optimizer_state_read(wrap: Wrap) -> Result:
     """optimizer.state[p], as loggers read it."""
     model, optimizer = start(wrap)
@@ -977,7 +981,7 @@ def optimizer_state_read(wrap: Wrap) -> Result:
     return Result(result.losses, result.grad_norms, result.weights, notes)
 
 
-@may_be_refused
+@may_be_refused("state")
 def optimizer_state_reset(wrap: Wrap) -> Result:
     """Moments cleared by hand in the middle."""
     model, optimizer = start(wrap)
@@ -989,7 +993,7 @@ def optimizer_state_reset(wrap: Wrap) -> Result:
     return _loop(model, optimizer, at_step)
 
 
-@may_be_refused
+@may_be_refused("backward|create_graph")
 def gradient_penalty_on_inputs(wrap: Wrap) -> Result:
     """create_graph=True: a second backward through the first."""
     model, optimizer = start(wrap)
@@ -1009,7 +1013,7 @@ def gradient_penalty_on_inputs(wrap: Wrap) -> Result:
     return Result(losses, [], weights_of(model))
 
 
-@may_be_refused
+@may_be_refused("grad")
 def gradients_kept_over_zero_grad(wrap: Wrap) -> Result:
     """The gradient itself, no copy, is kept over zero_grad and the next backward, and assigned again."""
     model, optimizer = start(wrap)
@@ -1028,7 +1032,7 @@ def gradients_kept_over_zero_grad(wrap: Wrap) -> Result:
     return Result(losses, [], weights_of(model))
 
 
-@may_be_refused
+@may_be_refused("blocks.0")
 def frozen_then_unfrozen(wrap: Wrap) -> Result:
     """Frozen when handed over, but with the optimizer from the start, as torch has it; trains from step 3."""
     made = LM()

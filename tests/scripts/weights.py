@@ -32,7 +32,7 @@ from tests.scripts.common import (
 
 Visit = Callable[[nn.Module, int], Any]  # right after step(); what it returns is noted if it is a tensor
 SCRIPTS: dict[str, Script] = {}
-MAY_BE_REFUSED: dict[str, Script] = {}
+MAY_BE_REFUSED: dict[str, tuple[Script, str]] = {}
 
 
 def script(function: Script) -> Script:
@@ -40,10 +40,14 @@ def script(function: Script) -> Script:
     return function
 
 
-def may_be_refused(function: Script) -> Script:
-    """What torch takes and we may refuse, at that line and by name."""
-    MAY_BE_REFUSED[function.__name__] = function
-    return function
+def may_be_refused(words: str) -> Callable[[Script], Script]:
+    """What torch takes and we may refuse, at that line, with a message that `words` (a pattern) is found in."""
+
+    def register(function: Script) -> Script:
+        MAY_BE_REFUSED[function.__name__] = (function, words)
+        return function
+
+    return register
 
 
 def train(model: nn.Module, optimizer: Any, visit: Visit | None = None, **hooks: Any) -> Result:
@@ -539,7 +543,7 @@ def spectral_norm(wrap: Wrap) -> Result:
 # --- what may be refused ---
 
 
-@may_be_refused
+@may_be_refused("assign|replaced")
 def state_dict_assigned(wrap: Wrap) -> Result:
     """load_state_dict(assign=True) makes new parameters: torch's optimizer goes on with the old ones."""
     model, optimizer = start(wrap)
@@ -552,7 +556,7 @@ def state_dict_assigned(wrap: Wrap) -> Result:
     return train(model, optimizer, visit)
 
 
-@may_be_refused
+@may_be_refused("head")
 def head_replaced(wrap: Wrap) -> Result:
     """A new head after offloading; the optimizer does not have it."""
     model, optimizer = start(wrap)
@@ -561,7 +565,7 @@ def head_replaced(wrap: Wrap) -> Result:
     return train(model, optimizer)
 
 
-@may_be_refused
+@may_be_refused("blocks")
 def block_appended(wrap: Wrap) -> Result:
     """Another block after offloading."""
     from tests.scripts.common import Block
@@ -572,21 +576,21 @@ def block_appended(wrap: Wrap) -> Result:
     return train(model, optimizer)
 
 
-@may_be_refused
+@may_be_refused("bias")
 def parameter_replaced(wrap: Wrap) -> Result:
     model, optimizer = start(wrap)
     model.blocks[1].up.bias = nn.Parameter(torch.full((49,), 0.1))
     return train(model, optimizer)
 
 
-@may_be_refused
+@may_be_refused("float64|double|dtype")
 def model_in_double(wrap: Wrap) -> Result:
     """model.double() after offloading."""
     model, optimizer = start(wrap)
     return train(model.double(), optimizer)
 
 
-@may_be_refused
+@may_be_refused("weight")
 def pruned_by_torch(wrap: Wrap) -> Result:
     """torch.nn.utils.prune after offloading."""
     model, optimizer = start(wrap)
@@ -594,14 +598,14 @@ def pruned_by_torch(wrap: Wrap) -> Result:
     return train(model, optimizer)
 
 
-@may_be_refused
+@may_be_refused("weight")
 def weight_norm_after_offloading(wrap: Wrap) -> Result:
     model, optimizer = start(wrap)
     nn.utils.parametrizations.weight_norm(model.blocks[1].up)
     return train(model, optimizer)
 
 
-@may_be_refused
+@may_be_refused("weight")
 def numpy_written(wrap: Wrap) -> Result:
     """Through the memory that numpy shares with a detached parameter."""
 
