@@ -381,8 +381,11 @@ UNUSUAL_WRITES: dict[str, Write] = {
 }
 
 
-# A numpy array that cannot be written says so itself.
-REFUSALS_OF_OTHERS = {"numpy": "ValueError: assignment destination is read-only"}
+# Refusals that name no parameter: of a numpy array that cannot be written, and of an argument.
+OTHER_REFUSALS = {
+    "numpy": "ValueError: assignment destination is read-only",
+    "load_state_dict(assign=True)": "ConfigError: load_state_dict(assign)",
+}
 
 # --- running ---
 
@@ -626,7 +629,7 @@ def judge_write(
     expected = plain_writes(name, dtype, places, reads_back)
     found = run_writes(state, dtype, _write(name), places, reads_back=reads_back)
     if found.failure is not None:
-        if found.failure.is_named or REFUSALS_OF_OTHERS.get(name, "\0") in str(found.failure):
+        if found.failure.is_named or OTHER_REFUSALS.get(name, "\0") in str(found.failure):
             return Cell("refused", str(found.failure))
         same_error = expected.failure is not None and isinstance(
             found.failure.error, type(expected.failure.error)
