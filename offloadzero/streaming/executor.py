@@ -244,13 +244,17 @@ class Executor:
     def on_device(self, index: int) -> torch.Tensor | None:
         """The unit's parameters for an operation now, shape (num_elements,); None where a read of the home is better.
 
-        That is between steps: a fetch for one parameter would drive out what the next step needs.
+        That is between steps, when a fetch for one parameter would drive out what the next step needs, and where every
+        lease is in use.
         """
         unit = self._units[index]
         if not self.pins[index]:
             if unit.residency is not HOME and not self.is_running:
                 return None
-            self.touch(index, guard=True, evaluating=self.is_evaluating)
+            try:
+                self.touch(index, guard=True, evaluating=self.is_evaluating)
+            except BudgetError:  # every lease is in use
+                return None
         return unit.flat
 
     def num_updates(self, index: int) -> int:
@@ -262,8 +266,11 @@ class Executor:
 
         `as_copy`: that parameter at a copy of its own, for what may be kept longer than the unit stays.
         """
-        self.touch(index, guard=True, evaluating=self.is_evaluating)
         unit = self._units[index]
+        try:
+            self.touch(index, guard=True, evaluating=self.is_evaluating)
+        except BudgetError:  # every lease is in use: operations take it from its home
+            return
         unit.show()
         if as_copy and unit.residency is not HOME:
             unit.show_copy(place)
