@@ -44,6 +44,7 @@ FLOORS: Mapping[str, int] = {
     "absent": 0,
     "errors": 0,
     "torch_private": 0,
+    "interrupts": 0,
 }
 
 # Built from csrc/: no Python file shows them.

@@ -8,16 +8,18 @@ after the other do lie so; with a page between them they do not.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
-import queue
 import threading
+from collections import deque
 from collections.abc import Sequence
 
 import torch
 
 from offloadzero.errors import BudgetError, StateError
-from offloadzero.memory.tickets import FINISHED, Failures, Ticket
+from offloadzero.interrupts import interruptible, uninterrupted
+from offloadzero.memory.tickets import FINISHED, LOOK_UP_S, Failures, Ticket
 
 ALIGN_BYTES = 4096  # what O_DIRECT wants of addresses; a multiple of what copies and kernels want
 
@@ -187,27 +189,36 @@ class BufferPool:
         self.num_buffers = len(leases)
         self._failures = failures
         self._poison = poison
-        self._free: queue.SimpleQueue[PooledBuffer] = queue.SimpleQueue()
-        for lease in leases:
-            self._free.put(PooledBuffer(lease.bytes))
+        self._free = deque(PooledBuffer(lease.bytes) for lease in leases)
+        self._given = threading.Lock()  # free when a buffer may be: a wait that is interrupted loses no buffer
 
     def take(self) -> PooledBuffer:
         """A free buffer; blocks. Raises the engine's failure if there is one, which does not count as seen by that.
 
         After a failure buffers may never come back, so the wait looks up now and then.
         """
-        while True:
-            try:
-                return self.try_take() or self._free.get(timeout=0.5)
-            except queue.Empty:
-                if self._failures.first is not None:
-                    raise self._failures.first from None
+        while (buffer := self.try_take()) is None:
+            if not self._wait_given() and self._failures.first is not None:
+                raise self._failures.first from None
+        if self._free:
+            self._wake()  # the next one's turn
+        return buffer
+
+    @interruptible
+    def _wait_given(self) -> bool:
+        if uninterrupted.pending:
+            uninterrupted.raise_pending()
+        return self._given.acquire(timeout=LOOK_UP_S)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # somebody else did
+            self._given.release()
 
     def try_take(self) -> PooledBuffer | None:
         """A free buffer or None."""
         try:
-            return self._free.get_nowait()
-        except queue.Empty:
+            return self._free.popleft()
+        except IndexError:
             return None
 
     def give_back(self, buffer: PooledBuffer, *, last_use: Ticket = FINISHED) -> None:
@@ -216,4 +227,5 @@ class BufferPool:
         # In CUDA's memory the fill would run later, and the next taker waits for `last_use` only.
         if self._poison and buffer.bytes.device.type == "cpu" and last_use.done():
             buffer.bytes.fill_(0xFF)
-        self._free.put(buffer)
+        self._free.append(buffer)
+        self._wake()

@@ -114,9 +114,10 @@ class Lane:
         self._stream = stream
         self._tasks: queue.SimpleQueue[tuple[Task, Sequence[Ticket], Fence, str, LaneTicket] | None]
         self._tasks = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"offloadzero-{name}", daemon=True)
-        self._thread.start()
         self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"offloadzero-{name}", daemon=True)
+        failures.threads.append(self)
+        self._thread.start()
 
     def submit(
         self, task: Task, *, after: Sequence[Ticket] = (), fence: Fence = None, label: str = "copy"
@@ -132,16 +133,18 @@ class Lane:
         return ticket
 
     def close(self) -> None:
-        """Finish what was submitted and stop the thread."""
-        if not self._closed:
-            self._closed = True
-            self._tasks.put(None)
+        """Finish what was submitted and stop the thread. One that was interrupted may be repeated."""
+        self._closed = True
+        self._tasks.put(None)
+        if self._thread.is_alive():
             self._thread.join()
-            if self._stream is not None:
-                self._stream.synchronize()  # or memory would be given back under its copies
+        if self._stream is not None:
+            self._stream.synchronize()  # or memory would be given back under its copies
+            self._stream = None
 
     def _run(self) -> None:
         _here.lane = COPY_LANES.get(self.name, self.name)
+        self._failures.in_background()
         while (item := self._tasks.get()) is not None:
             task, after, fence, _here.label, ticket = item
             try:

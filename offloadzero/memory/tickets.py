@@ -1,12 +1,25 @@
-"""Handles of asynchronous work: only `wait()` blocks (floor 3)."""
+"""Handles of asynchronous work: only `wait()` blocks (floor 3).
+
+[Note: waits look up]
+A ticket is fulfilled by another thread. When that thread is gone (the process has forked) or was never given the
+work (an interrupt came between a ticket's birth and its submission) it never is, and a wait for it must still end.
+So every wait looks up now and then: inside `Failures.handed_over()` it raises the engine's first failure, on a
+background thread it ends when the engine has been given up.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
+
+from offloadzero.errors import StateError
+from offloadzero.interrupts import interruptible, uninterrupted
+
+LOOK_UP_S = 0.5  # between two looks of a wait
 
 
 class Ticket(Protocol):
@@ -19,8 +32,19 @@ class Ticket(Protocol):
         """Whether `wait()` would return (or raise) at once."""
 
 
+class _Here(threading.local):
+    """What a wait of the calling thread looks up: raises when what it waits for will not come."""
+
+    look_up: Callable[[], None] | None = None
+
+
+_here = _Here()
+
+
 class Latch:
-    """Set once, waited for by many: a bare lock, made when someone waits. A threading.Event costs 20 times as much."""
+    """Set once, waited for by many: a bare lock, made when someone waits. A threading.Event costs 20 times as much,
+    and one whose wait is interrupted at the wrong place can keep its lock for good.
+    """
 
     __slots__ = ("_closed", "is_set")
     _setting = threading.Lock()
@@ -37,27 +61,27 @@ class Latch:
                 if self._closed is not None:
                     self._closed.release()
 
+    @interruptible
     def wait(self) -> None:
-        """Block until it is set."""
-        if not self.is_set:
-            with self._closed_until_set():
-                pass  # the next one's turn
+        """Block until it is set: [Note: waits look up]."""
+        while not self.is_set:
+            if uninterrupted.pending:
+                uninterrupted.raise_pending()
+            closed = self._closed_until_set()
+            # One that is interrupted with the lock in its hands stops nobody for long: the others see `is_set`.
+            if closed.acquire(timeout=LOOK_UP_S):
+                closed.release()  # the next one's turn
+            elif not self.is_set and _here.look_up is not None:
+                _here.look_up()
 
     def _closed_until_set(self) -> threading.Lock:
         with self._setting:
             if self._closed is None:
-                self._closed = threading.Lock()
+                closed = threading.Lock()
                 if not self.is_set:
-                    self._closed.acquire()
+                    closed.acquire()
+                self._closed = closed
             return self._closed
-
-
-def _renew_setting() -> None:
-    Latch._setting = threading.Lock()
-
-
-# A thread that the child does not have may have held it in the moment of the fork.
-os.register_at_fork(after_in_child=_renew_setting)
 
 
 class Finished:
@@ -133,16 +157,28 @@ class Promise:
         return self._latch.is_set and (self._error is not None or self._then.done())
 
 
-class Failures:
-    """The first failure of any background thread; every later use of the engine raises it.
+class Thread(Protocol):
+    """A background thread of an engine."""
 
-    A failed write must stop the step even when nobody waits for that very write.
+    def close(self) -> None:
+        """Finish what was submitted and stop. May be called again, after an interrupt say."""
+
+
+class Failures:
+    """What all parts of one engine share: its first failure, its background threads, the process it belongs to.
+
+    The first failure of any background thread is raised by every later use of the engine: a failed write must stop the
+    step even when nobody waits for that very write.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.first: BaseException | None = None
         self.was_raised = False  # whether the caller has seen it
+        self.is_foreign = False  # this process is a forked child of the engine's
+        self.given_up = False  # nobody will use the engine any more: background threads wait for nothing
+        self.threads: list[Thread] = []  # in the order in which they were made: a later one may use earlier ones
+        _known.add(self)
 
     def record(self, error: BaseException) -> None:
         """Remember `error` unless another came first."""
@@ -150,9 +186,25 @@ class Failures:
             if self.first is None:
                 self.first = error
 
+    def spoil(self, error: BaseException) -> None:
+        """Like `record`, of an error that the caller sees anyway."""
+        self.was_raised = True
+        self.record(error)
+
     def handed_over(self) -> AbstractContextManager[None]:
-        """A wait whose failure reaches the caller: what failed first is raised, and counts as seen."""
+        """A wait whose failure reaches the caller: what failed first is raised, and counts as seen.
+
+        In a forked child it raises at once: who would fulfil the ticket is in the parent.
+        """
         return _HandedOver(self)
+
+    def whole(self, what: str) -> AbstractContextManager[None]:
+        """A change of the engine's state that is done whole: an exception that leaves it makes the engine unusable."""
+        return _Whole(self, what)
+
+    def in_background(self) -> None:
+        """The calling thread is one of the engine's: its waits end when the engine has been given up."""
+        _here.look_up = self._check_given_up
 
     def check(self) -> None:
         """Raise the first failure, if there was one."""
@@ -160,20 +212,70 @@ class Failures:
             self.was_raised = True
             raise self.first
 
+    def _check_given_up(self) -> None:
+        if self.given_up:
+            raise StateError("the engine was given up before this came") from self.first
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: the threads and the host memory are the parent's."""
+        self._lock = threading.Lock()  # a thread that the child does not have may have held it
+        self.is_foreign = True
+        self.was_raised = True
+        self.threads = []
+        self.first = StateError(
+            f"the engine of this model belongs to process {os.getppid()}, from which this one was forked: its threads "
+            "and its memory stay there. Use the model in that process, or load the weights into one of this process's own"
+        )
+
+
+_known: weakref.WeakSet[Failures] = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    Latch._setting = threading.Lock()  # a thread that the child does not have may have held it
+    _here.look_up = None
+    for failures in list(_known):
+        failures._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
+
 
 class _HandedOver:
-    __slots__ = ("_failures",)
+    __slots__ = ("_before", "_failures")
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
+        self._before: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        failures = self._failures
+        if failures.is_foreign:
+            failures.check()
+        self._before, _here.look_up = _here.look_up, failures.check
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        _here.look_up = self._before
+        if isinstance(error, Exception):
+            failures = self._failures
+            failures.spoil(error)
+            if failures.first is not None and failures.first is not error:
+                raise failures.first from None
+
+
+class _Whole:
+    __slots__ = ("_failures", "_what")
+
+    def __init__(self, failures: Failures, what: str) -> None:
+        self._failures = failures
+        self._what = what
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if isinstance(error, Exception):
-            failures = self._failures
-            failures.record(error)
-            failures.was_raised = True
-            if failures.first is not None and failures.first is not error:
-                raise failures.first from None
+        if error is not None and self._failures.first is None:
+            why = str(error) or type(error).__name__
+            lost = StateError(f"{self._what} was interrupted half-way ({why}): the engine cannot go on")
+            lost.__cause__ = error
+            self._failures.spoil(lost)

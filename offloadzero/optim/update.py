@@ -10,6 +10,7 @@ updated there in one piece, on a lane of its own.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -62,6 +63,9 @@ class _Chunk:
     data: StagedChunk | None = None
 
 
+_Work = RecordUpdate | Callable[[], None]
+
+
 def update_bytes(buffers: Mapping[SegmentKind, torch.Tensor]) -> int:
     """Bytes that an update of these segments moves: all are read, all but the gradient are written."""
     return sum(b.nbytes * (1 if kind is SegmentKind.GRAD else 2) for kind, b in buffers.items())
@@ -84,26 +88,25 @@ class UpdatePipeline:
         self._num_threads = num_threads
         self._stager = ChunkStager(store, slot_leases, chunk_elements=chunk_elements)
         self._device_lane = store.accelerator.lane("update-device", store.failures)
-        self._condition = threading.Condition()
-        self._work: deque[RecordUpdate | Callable[[], None]] = deque()
+        # What arrives: to put it there is one step, which no interrupt can halve. None: nothing more will come.
+        self._arriving: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._work: deque[_Work] = deque()  # the thread's own
         self._chunks: deque[_Chunk] = deque()  # of the record being cut
         self._closing = False
+        self._is_over = False
         self._thread = threading.Thread(target=self._run, name="offloadzero-update", daemon=True)
+        store.failures.threads.append(self)
         self._thread.start()
 
-    def submit(self, work: RecordUpdate | Callable[[], None]) -> None:
+    def submit(self, work: _Work) -> None:
         """Queue an update, or a call that runs on the pipeline's thread between updates."""
-        with self._condition:
-            if self._closing:
-                raise OffloadError("the update pipeline is closed")
-            self._work.append(work)
-            self._condition.notify()
+        if self._closing:
+            raise OffloadError("the update pipeline is closed")
+        self._arriving.put(work)
 
     def submit_first(self, updates: Sequence[RecordUpdate]) -> None:
         """Queue updates before all others; for calls that run on the pipeline's thread."""
-        with self._condition:
-            self._work.extendleft(reversed(updates))
-            self._condition.notify()
+        self._work.extendleft(reversed(updates))
 
     def read_ahead(self, records: Sequence[Record]) -> None:
         """The next step updates `records` in this order: [Note: reading ahead]."""
@@ -111,18 +114,17 @@ class UpdatePipeline:
             self.submit(lambda: self._stager.read_ahead(records))
 
     def close(self) -> None:
-        """Finish what was submitted and stop the thread."""
-        with self._condition:
-            if self._closing:
-                return
-            self._closing = True
-            self._condition.notify()
-        self._thread.join()
+        """Finish what was submitted and stop the thread. One that was interrupted may be repeated."""
+        self._closing = True
+        self._arriving.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
         self._device_lane.close()
 
     # --- the pipeline's thread ---
 
     def _run(self) -> None:
+        self._failures.in_background()
         window: deque[_Chunk] = deque()
         depth = max(1, self._stager.num_slots - 1)
         while True:
@@ -139,16 +141,15 @@ class UpdatePipeline:
                 self._failures.record(error)
                 self._fail([*window, *([chunk] if chunk is not None else [])], error)
                 window.clear()
+            del chunk  # a thread that waits for work keeps nothing of the last
 
     def _next_chunk(self, *, block: bool) -> _Chunk | None:
         """The next chunk to start; None when there is none now (or, blocking, ever again)."""
         while not self._chunks:
-            with self._condition:
-                while block and not self._work and not self._closing:
-                    self._condition.wait()
-                if not self._work or (not block and not isinstance(self._work[0], RecordUpdate)):
-                    return None  # a call comes after the updates before it
-                work = self._work.popleft()
+            self._take_arrived(block=block and not self._work)
+            if not self._work or (not block and not isinstance(self._work[0], RecordUpdate)):
+                return None  # a call comes after the updates before it
+            work = self._work.popleft()
             if isinstance(work, RecordUpdate):
                 self._begin(work)
             else:
@@ -156,7 +157,21 @@ class UpdatePipeline:
                     work()
                 except BaseException as error:
                     self._failures.record(error)
+            del work
         return self._chunks.popleft()
+
+    def _take_arrived(self, *, block: bool) -> None:
+        """Queue what has been submitted; `block`: wait for something unless nothing more will come."""
+        while not self._is_over:
+            try:
+                work = self._arriving.get(block)
+            except queue.Empty:
+                return
+            block = False
+            if work is None:
+                self._is_over = True
+            else:
+                self._work.append(work)
 
     def _begin(self, update: RecordUpdate) -> None:
         if self._failures.first is not None:

@@ -1,0 +1,91 @@
+"""Ctrl-C and what it may interrupt (floor 0: imports nothing of ours).
+
+[Note: interrupts]
+Python raises KeyboardInterrupt in the main thread at almost any call: also between "the ticket is made" and "the work
+is submitted". A change of state that must be whole runs under `uninterrupted`: an interrupt that comes inside is
+raised where the section ends, or in a blocking wait inside it (a function marked `interruptible`), so that a wait that
+never ends can always be left. What changes state around such a wait must be right when the wait raises; no other place
+need.
+
+    with uninterrupted:
+        ticket = UpdateTicket()
+        self._tickets[index] = ticket
+        pipeline.submit(...)
+
+This works where Python's own handler of SIGINT is in force: `install()` puts one in its place that asks first. A
+handler of the user's own is left alone. What it raises, or a handler of another signal, is not held back:
+`Failures.whole()` marks the engine in whose midst that happened.
+"""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import threading
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+
+class _Uninterrupted:
+    """The context in which KeyboardInterrupt waits; one for all, as only the main thread is ever interrupted."""
+
+    __slots__ = ("depth", "pending")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.pending = False
+
+    # Neither method calls anything before it has done its work: Python looks for signals at calls.
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, _kind: object, _error: object, _traceback: object) -> None:
+        self.depth -= 1
+        if self.pending and self.depth <= 0:
+            self.raise_pending()
+
+    def raise_pending(self) -> None:
+        """An interrupt that was held back is raised now, in the main thread."""
+        self.pending = False
+        if threading.get_ident() == threading.main_thread().ident:
+            raise KeyboardInterrupt
+        _thread.interrupt_main()
+
+
+uninterrupted = _Uninterrupted()
+
+_waits: set[CodeType] = set()
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def interruptible(function: _Function) -> _Function:
+    """Marks a blocking wait: an interrupt that comes in its own frame is raised there, under `uninterrupted` too.
+
+    It must be right wherever that happens, and look at `uninterrupted.pending` before it blocks.
+    """
+    _waits.add(function.__code__)
+    return function
+
+
+def _on_sigint(_signal: int, frame: FrameType | None) -> None:
+    if uninterrupted.depth > 0 and (frame is None or frame.f_code not in _waits):
+        uninterrupted.pending = True
+        return
+    uninterrupted.pending = False
+    raise KeyboardInterrupt
+
+
+def install() -> None:
+    """Hold KeyboardInterrupt back where `uninterrupted` says so, unless SIGINT has a handler of the user's."""
+    is_main = threading.get_ident() == threading.main_thread().ident
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _on_sigint)
+
+
+def uninstall() -> None:
+    """Python's own handler again, if ours is in force. On another thread than the main one it stays."""
+    is_main = threading.get_ident() == threading.main_thread().ident
+    if is_main and signal.getsignal(signal.SIGINT) is _on_sigint:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
