@@ -29,7 +29,6 @@ from types import TracebackType
 from typing import Any
 
 from offloadzero.errors import AioError, ConfigError, StateError
-from offloadzero.interrupts import uninterrupted
 from offloadzero.native.aio_backends import (
     AioBackend,
     DirectMode,
@@ -54,7 +53,6 @@ __all__ = [
     "UringOptions",
 ]
 
-WAIT_SLICE_S = 0.2
 MIN_BLOCK_SIZE = 4096
 MAX_BLOCK_SIZE = 1 << 30
 MAX_QUEUE_DEPTH = 4096
@@ -234,20 +232,13 @@ class AioTicket:
         engine = self._engine
         if engine is not None:
             engine._check_process()
-        outcome = self._wait_in_slices() if timeout_s is None else self._core.wait(max(timeout_s, 0.0))
+        outcome = self._core.wait(-1.0 if timeout_s is None else max(timeout_s, 0.0))
         if outcome is None:
             raise TimeoutError(f"{self.operation} {self.path}+{self.offset:#x}: not done after {timeout_s} s")
         self._outcome = outcome
         self._engine = None
         if engine is not None:
             engine._release_finished()
-        return outcome
-
-    def _wait_in_slices(self) -> tuple[int, int]:
-        """Python sees a Ctrl-C between two waits only."""
-        while (outcome := self._core.wait(WAIT_SLICE_S)) is None:
-            if uninterrupted.pending:
-                uninterrupted.raise_pending()
         return outcome
 
     def _error(self, error: int, error_offset: int) -> AioError:
