@@ -1,4 +1,4 @@
-"""Builds the two native modules: plain C++17 and the kernel's own headers, nothing else.
+"""Builds the native modules: plain C++17 and the kernel's own headers, nothing else.
 
 The bindings use CPython's limited API, so one build serves every Python from 3.10 on. SIMD is chosen at
 run time: no global -march or -mavx flag may appear here.
@@ -34,6 +34,10 @@ def native_module(name: str, folder: str) -> Extension:
 
 
 setup(
-    ext_modules=[native_module("_aio", "aio"), native_module("_cpu_adam", "cpu_adam")],
+    ext_modules=[
+        native_module("_aio", "aio"),
+        native_module("_cpu_adam", "cpu_adam"),
+        native_module("_termination", "termination"),
+    ],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

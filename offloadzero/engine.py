@@ -28,6 +28,7 @@ from offloadzero.checkpoint.states import (
 )
 from offloadzero.config import OffloadConfig, TierName, load_config, settle_for_initialize
 from offloadzero.errors import ConfigError, StateError
+from offloadzero.lifetime import EngineState
 from offloadzero.observe.clock import StepReport
 from offloadzero.optim.lr_schedules import build_lr_scheduler
 from offloadzero.optimizer import ConfigSource, OffloadedOptimizer, check_optimizer, group_defaults
@@ -90,7 +91,15 @@ def initialize(
     loader = None
     if training_data is not None:
         loader = make_loader(training_data, settings.batch.micro_batch_size, collate_fn=collate_fn)
-    offloaded = _make_optimizer(model, optimizer, model_parameters, settings)
+    schedulers: list[Any] = []
+
+    def make_scheduler(optimizer: OffloadedOptimizer) -> None:
+        schedulers.append(_make_scheduler(lr_scheduler, settings, optimizer))
+
+    # The scheduler comes first: what is wrong with it must not cost the model its weights.
+    offloaded = _make_optimizer(
+        model, optimizer, model_parameters, settings, before_take_over=make_scheduler
+    )
     if offloaded is None:
         if lr_scheduler is not None:
             raise ConfigError("lr_scheduler", type(lr_scheduler).__name__, "None: there is no optimizer")
@@ -98,26 +107,33 @@ def initialize(
         evaluation = replace(settings, state_layout="fp32")
         runtime = Runtime(model, evaluation, param_groups=(), current_hypers=tuple)
         return Engine(runtime, None, None, loader), None, loader, None
-    scheduler = _make_scheduler(lr_scheduler, settings, offloaded)
+    (scheduler,) = schedulers
     return Engine(offloaded.runtime, offloaded, scheduler, loader), offloaded, loader, scheduler
 
 
 def _make_optimizer(
-    model: nn.Module, optimizer: OptimizerSource, model_parameters: Any, config: OffloadConfig
+    model: nn.Module,
+    optimizer: OptimizerSource,
+    model_parameters: Any,
+    config: OffloadConfig,
+    *,
+    before_take_over: Callable[[OffloadedOptimizer], None],
 ) -> OffloadedOptimizer | None:
     trainable = [param for param in model.parameters() if param.requires_grad]
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(model_parameters if model_parameters is not None else trainable)
         check_optimizer(optimizer, config)
-        return OffloadedOptimizer(model, optimizer.param_groups, config, origin=optimizer)
+        return OffloadedOptimizer(
+            model, optimizer.param_groups, config, origin=optimizer, before_take_over=before_take_over
+        )
     if config.optimizer is None:
         return None
     defaults = group_defaults(config.optimizer)
     given: list[Any] = list(model_parameters) if model_parameters is not None else list(trainable)
     groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
     groups = [{**defaults, **group, "params": list(group["params"])} for group in groups]
-    return OffloadedOptimizer(model, groups, config)
+    return OffloadedOptimizer(model, groups, config, before_take_over=before_take_over)
 
 
 def _make_scheduler(source: SchedulerSource, config: OffloadConfig, optimizer: OffloadedOptimizer) -> Any:
@@ -443,6 +459,18 @@ class Engine:
     def destroy(self) -> None:
         """`close()` under DeepSpeed's name."""
         self.close()
+
+    def restore_model(self) -> None:
+        """Make the model an ordinary one again, with its weights as they are now, and close the engine.
+
+        The weights take their old dtype and device, all in memory; fp32 ones get their fp32 masters.
+        """
+        self._runtime.restore_model()
+
+    @property
+    def state(self) -> EngineState:
+        """Whether it is open, has failed (and why any use says), is closed, or has given the model back."""
+        return self._runtime.state
 
     # --- checkpoints ---
 

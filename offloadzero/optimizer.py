@@ -145,19 +145,25 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         config: OffloadConfig,
         *,
         origin: torch.optim.Optimizer | None = None,
+        before_take_over: Callable[[OffloadedOptimizer], None] | None = None,
     ) -> None:
-        """`origin` is the optimizer whose groups these are; without one they are the config's."""
+        """`origin` is the optimizer whose groups these are; without one they are the config's.
+
+        `before_take_over` may still fail: the model is as it was.
+        """
         _expect_rates(param_groups)
         # Schedulers that cycle a momentum look in the defaults for its name.
         defaults = origin.defaults if origin is not None else group_defaults(config.optimizer)
         super().__init__(param_groups, dict(defaults))
         self.param_groups = param_groups  # the caller's own dicts: schedulers made on them stay connected
-        self.runtime = Runtime(model, config, param_groups=param_groups, current_hypers=self._current_hypers)
         self.origin = origin
-        if origin is not None:
-            origin.register_step_pre_hook(functools.partial(_refuse_step, weakref.ref(self)))
         self._scaled = False
         self.has_stepped = False  # in this process
+        if before_take_over is not None:
+            before_take_over(self)
+        self.runtime = Runtime(model, config, param_groups=param_groups, current_hypers=self._current_hypers)
+        if origin is not None:
+            origin.register_step_pre_hook(functools.partial(_refuse_step, weakref.ref(self)))
         if self.runtime.config.precision.param_dtype == "fp16":
             self.runtime.stepper.before_backward = self._check_scaled
 
@@ -245,6 +251,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Finish the updates, stop the threads, remove the files."""
         self.runtime.close()
+
+    def restore_model(self) -> None:
+        """Make the model an ordinary one again, with its weights as they are now; the optimizer is closed."""
+        self.runtime.restore_model()
 
     # --- state dict ---
 

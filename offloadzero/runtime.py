@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import sys
@@ -14,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
+from offloadzero import interrupts
 from offloadzero.config import OffloadConfig, SegmentKind, TierName, create_nvme_directories
 from offloadzero.errors import BudgetError, StateError
+from offloadzero.lifetime import EngineState, Resources, wait_for_collected
 from offloadzero.memory.arena import Arena, BufferPool, Lease
-from offloadzero.memory.heap import FreedMemory
 from offloadzero.memory.lanes import make_accelerator
 from offloadzero.memory.store import StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
@@ -40,9 +40,10 @@ from offloadzero.streaming.activations import ActivationStore, make_activation_s
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.gradients import GradientCollector
 from offloadzero.streaming.hooks import ModelHooks
+from offloadzero.streaming.original_form import OriginalForm
 from offloadzero.streaming.spill import host_bytes
 from offloadzero.streaming.stepping import Hypers, Stepper, StepPolicy
-from offloadzero.streaming.units import checkpointed_modules, cut_units
+from offloadzero.streaming.units import UnitCut, checkpointed_modules, cut_units
 from offloadzero.streaming.weights import WeightAccess
 
 log = logging.getLogger("offloadzero")
@@ -68,14 +69,18 @@ class Runtime:
             current_hypers: reads the hyperparameters by group index.
 
         Raises:
-            ConfigError, BudgetError, AioError: before any parameter has been touched.
+            ConfigError, BudgetError, AioError, StateError (the model is offloaded already). The model is then as it
+            was: [Note: the original form].
         """
-        self._pid = os.getpid()
+        _refuse_second(model)
         self.config = config
         self.model = model
         self.monitor = StepMonitor(config.observe)
         self.clock = StepClock(self.monitor.timeline, on_step=self.monitor.on_step)
         self.failures = Failures()
+        self.resources = Resources(self.failures)
+        self.resources.close_when_collected(self)
+        self.resources.add(self.monitor.close)
         self.accelerator = make_accelerator(config.device, self.monitor.timeline)
         cut = cut_units(
             model,
@@ -85,52 +90,52 @@ class Runtime:
             compact=config.state_layout == "compact",
         )
         self.records = cut.records
-        checkpointing = config.activation_checkpoints
-        checkpointed = (
-            checkpointed_modules(model, cut, config.units, checkpointing.units) if checkpointing else {}
-        )
+        self.slots = {id(slot.param): (record, slot) for record in self.records for slot in record.slots}
+        self._original = OriginalForm(self.records)
+        self._is_restored = False
+        self.hooks: ModelHooks | None = None
         self.plan = _plan(self.records, config, cut.together, self.accelerator.device)
-        # What to close, the last first; each part even when another's close fails.
-        self._parts = contextlib.ExitStack()
-        self._parts.callback(self.monitor.close)
-        if self.plan.tier_bytes(TierName.NVME) or (checkpointing and checkpointing.tier is TierName.NVME):
-            create_nvme_directories(config.nvme_paths)
-        self.store = _open_store(self, config)
-        self._parts.callback(self.store.close)
-        _live.add(self)
+        checkpointing = config.activation_checkpoints
         try:
-            self._build(cut.records, current_hypers)
-            self.hooks = ModelHooks(
-                model,
-                cut,
-                executor=self.executor,
-                stepper=self.stepper,
-                weights=self.weights,
-                timeline=self.monitor.timeline,
-                checkpointed=checkpointed,
-                activations=self.activations,
-            )
-            self._parts.callback(self.hooks.remove_gradient_hooks)
-            self.weights.attach(self.records)
-            self.slots = {id(slot.param): (record, slot) for record in self.records for slot in record.slots}
-            _move_buffers(model, self.accelerator.device)
-            for notice in config.notices:
-                log.info("%s", notice)
+            if self.plan.tier_bytes(TierName.NVME) or (checkpointing and checkpointing.tier is TierName.NVME):
+                create_nvme_directories(config.nvme_paths)
+            self.store = _open_store(self, config)
+            self.resources.add(self.store.close)
             self.monitor.begin(self._description(), device_is_cpu=self.accelerator.device.type == "cpu")
+            self._build(cut, current_hypers)
         except BaseException:
-            _live.discard(self)
-            self._parts.close()
+            self._undo()
             raise
+        _live.add(self)
+        interrupts.install()
+        for notice in config.notices:
+            log.info("%s", notice)
         self.clock.restart()
 
-    def _build(self, records: Sequence[Record], current_hypers: Callable[[], Hypers]) -> None:
+    def _build(self, cut: UnitCut, current_hypers: Callable[[], Hypers]) -> None:
+        config = self.config
+        checkpointing = config.activation_checkpoints
+        checkpointed = (
+            checkpointed_modules(self.model, cut, config.units, checkpointing.units) if checkpointing else {}
+        )
+        _create_segments(cut.records, self.plan, self.store)
+        self._original.load(self.store)
+        self._build_parts(cut.records, current_hypers)
+        self.hooks = ModelHooks(
+            self.model,
+            cut,
+            executor=self.executor,
+            stepper=self.stepper,
+            weights=self.weights,
+            timeline=self.monitor.timeline,
+            checkpointed=checkpointed,
+            activations=self.activations,
+        )
+        self.weights.attach(self.records)
+        _move_buffers(self.model, self.accelerator.device)
+
+    def _build_parts(self, records: Sequence[Record], current_hypers: Callable[[], Hypers]) -> None:
         config, plan, store = self.config, self.plan, self.store
-        _create_segments(records, plan, store)
-        freed = FreedMemory()
-        for record in records:
-            WeightAccess.load_initial(record, store)
-            freed.add(record.param_bytes)
-        freed.trim()
         if config.pin_memory:
             store.pin()
         poison = config.poison_released_leases
@@ -141,7 +146,6 @@ class Runtime:
             staging=self._host_pool("parameter staging", NUM_STAGING_LEASES, plan.param_staging_bytes),
             clock=self.clock,
         )
-        self._parts.callback(self.executor.close)
         self.weights = WeightAccess(store, self.executor, clock=self.clock)
         cores = config.update.cores
         num_threads = config.update.num_threads or len(cores) or None
@@ -153,12 +157,11 @@ class Runtime:
             chunk_elements=config.update.chunk_elements,
             num_threads=num_threads,
         )
-        self._parts.callback(self.pipeline.close)
         if cores:
             self.pipeline.submit(lambda: set_cores(cores))
         self.activations = self._make_activation_store() if config.activation_checkpoints else None
         if self.activations is not None:
-            self._parts.callback(self.activations.close)
+            self.resources.add(self.activations.close)
         policy = StepPolicy(
             update_in_backward=plan.update_in_backward,
             keeps_gradients=plan.grads_have_homes,
@@ -193,7 +196,6 @@ class Runtime:
             on_complete=self.stepper.on_complete,
             on_landed=self.stepper.on_landed,
         )
-        self._parts.callback(self.collector.close)
         self.stepper.attach(self.collector)
 
     def _make_activation_store(self) -> ActivationStore:
@@ -262,34 +264,88 @@ class Runtime:
         self.executor.wait_updates()
         self.failures.check()
 
+    @property
+    def state(self) -> EngineState:
+        """What can be done with the engine now."""
+        if self._is_restored:
+            return EngineState.RESTORED
+        if not self.resources.is_open and not self.failures.is_foreign:
+            return EngineState.CLOSED
+        return EngineState.OPEN if self.failures.first is None else EngineState.FAILED
+
     def close(self) -> None:
         """Finish all updates, stop the threads, remove the files. Raises the first failure nobody has seen.
 
-        In a forked child it does nothing: threads and files are the parent's.
+        In a forked child it does nothing: threads and files are the parent's. One that was interrupted may be repeated.
         """
-        if self not in _live or os.getpid() != self._pid:
+        if not self.resources.is_open:
             return
-        _live.discard(self)
         was_raised = self.failures.was_raised
         try:
             if self.failures.first is None:
                 self.executor.wait_updates()
+        except Exception:
+            raise
+        except BaseException:
+            self.failures.spoil(StateError("close() was interrupted: updates may be lost"))
+            raise
         finally:
             try:
-                self._parts.close()
+                self._release()
             finally:
                 first = self.failures.first
                 self.failures.record(StateError("the engine of this model is closed"))
         if first is not None and not was_raised:
             raise first
 
+    def restore_model(self) -> None:
+        """Make the model an ordinary one again, with its weights as they are now, and close the engine.
 
+        Each parameter gets the dtype and the device that it had before; one that was fp32 gets its fp32 master. Raises
+        the first failure nobody has seen, and StateError when the engine is closed.
+        """
+        if self.state is EngineState.FAILED:
+            self.failures.check()
+        if self.state is not EngineState.OPEN:
+            raise StateError(f"the engine of this model is {self.state.value}: there is nothing to restore")
+        self.synchronize()
+        self._original.restore()
+        self._is_restored = True
+        if self.hooks is not None:
+            self.hooks.remove()
+        self.close()
+
+    def _undo(self) -> None:
+        """The engine could not be built: the model is as it was."""
+        try:
+            if self.hooks is not None:
+                self.hooks.remove()
+            self._original.restore()
+            self._is_restored = True
+        finally:
+            self.resources.close()
+
+    def _release(self) -> None:
+        try:
+            if self.hooks is not None:
+                self.hooks.remove_gradient_hooks()
+        finally:
+            self.resources.close()
+            _live.discard(self)
+            _closed.add(self)
+            if not _live:
+                interrupts.uninstall()
+
+
+# Those whose hooks are on a model.
 _live: weakref.WeakSet[Runtime] = weakref.WeakSet()
+_closed: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_at_exit() -> None:
     """A failure that nobody has seen must not end in exit status 0."""
+    wait_for_collected()
     for runtime in list(_live):
         try:
             runtime.close()
@@ -298,6 +354,24 @@ def _close_at_exit() -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
+
+
+def _refuse_second(model: nn.Module) -> None:
+    """A model that is offloaded already, or whose weights went with its engine."""
+    for runtime in (*_live, *_closed):
+        if runtime.state is EngineState.RESTORED:
+            continue
+        for name, param in model.named_parameters():
+            if id(param) not in runtime.slots:
+                continue
+            if runtime.state is EngineState.CLOSED:
+                raise StateError(
+                    f"{name}: this model's engine was closed, and its weights went with it. Call restore_model() "
+                    "instead of close() to go on with the model, or build it anew"
+                )
+            raise StateError(
+                f"{name} is offloaded already, by another engine: restore_model() of that one gives the model back"
+            )
 
 
 def runtime_of(param: nn.Parameter) -> Runtime | None:

@@ -30,6 +30,7 @@ FLOORS: Mapping[str, int] = {
     "accumulation": 5,
     "ops": 5,
     "checkpoint": 5,
+    "lifetime": 5,
     "streaming": 5,
     "parameters": 4,
     "optim": 4,
@@ -48,7 +49,7 @@ FLOORS: Mapping[str, int] = {
 }
 
 # Built from csrc/: no Python file shows them.
-COMPILED = ("native._aio", "native._cpu_adam")
+COMPILED = ("native._aio", "native._cpu_adam", "native._termination")
 
 # What `import offloadzero` must not load: optional dependencies, the async file fallback, compiled modules.
 FORBIDDEN_AT_IMPORT = (
@@ -59,6 +60,7 @@ FORBIDDEN_AT_IMPORT = (
     "aiofiles",
     "offloadzero.native._aio",
     "offloadzero.native._cpu_adam",
+    "offloadzero.native._termination",
 )
 
 Graph = dict[str, set[str]]

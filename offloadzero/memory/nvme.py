@@ -21,6 +21,7 @@ from offloadzero.errors import AioError, BudgetError
 from offloadzero.memory.arena import align_up
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.native.aio import AioEngine, AioFile
+from offloadzero.native.termination import DoomedFile
 from offloadzero.observe.timeline import NVME_READ, NVME_WRITE, OFF, Timeline
 
 log = logging.getLogger("offloadzero.nvme")
@@ -129,6 +130,7 @@ class NvmeTier:
         self._timeline = timeline
         self._next_offset = 0
         self._files: list[_BackingFile] = []
+        self._doomed: list[DoomedFile] = []
         self.engine = AioEngine(
             backend=aio.backend,
             block_size=aio.block_size,
@@ -141,6 +143,7 @@ class NvmeTier:
                 remove_stale_files(directory)
             for directory in directories:
                 self._files.append(_BackingFile(self.engine, directory))
+                self._doomed.append(DoomedFile(self._files[-1].path))
             self._preallocate()
         except BaseException:
             self.close()
@@ -241,6 +244,8 @@ class NvmeTier:
                 stack.callback(backing.close)
             stack.callback(self.engine.close)  # runs first
         self._files = []
+        for doomed in self._doomed:
+            doomed.spare()
 
 
 _open_tiers: weakref.WeakSet[NvmeTier] = weakref.WeakSet()

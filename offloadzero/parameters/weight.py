@@ -245,6 +245,13 @@ def offload_parameter(param: nn.Parameter, weight: Weight) -> None:
     param.__class__ = classes_of(type(param))[1]
 
 
+def restore_parameter(param: nn.Parameter) -> None:
+    """Undo `offload_parameter`: an ordinary parameter, whose `data` is for the caller to set."""
+    if isinstance(param, _Offloaded):
+        param.__class__ = next(cls for cls in type(param).__mro__ if not issubclass(cls, _Offloaded))
+        delattr(param, _ATTRIBUTE)
+
+
 # Of the parameter itself, whatever its class. Who calls them disables torch functions.
 get_data: Callable[[Tensor], Tensor] = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
 set_data: Callable[[Tensor, Tensor], None] = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]

@@ -108,6 +108,12 @@ def is_spilled(param: torch.nn.Parameter) -> bool:
     return _registry.get(param) is not None
 
 
+def original_dtype(param: torch.nn.Parameter) -> torch.dtype:
+    """That of the parameter's value, wherever it is; a placeholder may have another."""
+    spilled = _registry.get(param)
+    return param.dtype if spilled is None else spilled.dtype
+
+
 def take_spilled(param: torch.nn.Parameter) -> torch.Tensor | None:
     """The value, which is forgotten here; None if the parameter holds it itself."""
     value = _registry.take(param)

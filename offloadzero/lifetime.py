@@ -1,0 +1,123 @@
+"""How an engine ends: closed, collected, interrupted, forked away from (floor 5).
+
+[Note: the end of an engine]
+`Resources` has what an engine holds of the machine: threads, files, memory. It knows nothing of the model, the hooks
+or the optimizer, and no thread of an engine does while it waits for work; so an engine that nobody can reach any more,
+model and all, is collected like any other object, and its resources are closed then. The collector may run on any
+thread and at any allocation: the closing runs on a thread of its own.
+
+What holds a model's parameters or its hooks must not be held from here. And a parameter must not hold the engine in a
+way that Python's collector does not see: hooks on gradients, `grad` and `data` live in C++.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import weakref
+from collections.abc import Callable
+from enum import Enum
+
+from offloadzero.errors import StateError
+from offloadzero.memory.tickets import Failures, Latch
+
+
+class EngineState(Enum):
+    """What can be done with an engine."""
+
+    OPEN = "open"
+    FAILED = "failed"  # it does not go on: `Failures.first` says why
+    CLOSED = "closed"  # its weights are gone
+    RESTORED = "restored"  # its weights are the model's own again
+
+
+class Resources:
+    """What one engine holds of the machine: [Note: the end of an engine]."""
+
+    def __init__(self, failures: Failures) -> None:
+        self.failures = failures
+        self._pid = os.getpid()
+        self._parts: list[Callable[[], None]] = []
+        self._closed = Latch()
+        self._finalizer: weakref.finalize[..., object] | None = None
+
+    def add(self, close: Callable[[], None]) -> None:
+        """A part and how it is closed; must bear to be closed again, and use only parts added before."""
+        self._parts.append(close)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anything to close; not in a forked child: it is all the parent's."""
+        return not self._closed.is_set and os.getpid() == self._pid
+
+    def close(self) -> None:
+        """Stop the threads, then close the parts, the last first; each even when another fails. Raises what failed first.
+
+        An interrupt makes it hurry: what waits for something in the background is told that it will not come. It may
+        be called again.
+        """
+        if not self.is_open:
+            return
+        failures = self.failures
+        # After a failure some things never come: nobody is to wait for them.
+        failures.given_up = failures.given_up or failures.first is not None
+        first: BaseException | None = None
+        threads = [thread.close for thread in reversed(failures.threads)]
+        for close in (*threads, *reversed(self._parts)):
+            first = self._close_part(close) or first
+        self._closed.set()
+        if self._finalizer is not None:
+            self._finalizer.detach()  # or it would keep the failure, and what its traceback holds
+        if first is not None:
+            raise first
+
+    def _close_part(self, close: Callable[[], None]) -> BaseException | None:
+        try:
+            close()
+        except Exception as error:
+            return error
+        except BaseException as error:
+            self.failures.spoil(StateError("the engine was interrupted while it closed"))
+            self.failures.given_up = True
+            close()
+            return error
+        return None
+
+    # --- an engine that is collected ---
+
+    def close_when_collected(self, owner: object) -> None:
+        """Close when `owner` is gone."""
+        self._finalizer = weakref.finalize(owner, self._close_in_background)
+        self._finalizer.atexit = False  # the exit has a handler of its own
+
+    def _close_in_background(self) -> None:
+        if self.is_open:
+            _closing.add(self)
+            # Not threading.Thread, whose start takes locks that the thread which is collecting here may hold.
+            _thread.start_new_thread(self._close_collected, ())
+
+    def _close_collected(self) -> None:
+        unseen = self.failures.first if not self.failures.was_raised else None
+        # Nobody can read what its updates would still write.
+        self.failures.record(StateError("the engine was collected"))
+        try:
+            self.close()
+        finally:
+            self._closed.set()
+            _closing.discard(self)
+        if unseen is not None:
+            raise unseen  # to sys.unraisablehook, which prints it
+
+    def wait_closed(self) -> None:
+        """Block until it is closed."""
+        self._closed.wait()
+
+
+_closing: set[Resources] = set()
+
+
+def wait_for_collected() -> None:
+    """Block until the engines that were collected are closed, and their files gone."""
+    for resources in list(_closing):
+        if resources.is_open:
+            resources.wait_closed()

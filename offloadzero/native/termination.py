@@ -1,0 +1,32 @@
+"""Files that go with the process when SIGTERM ends it (floor 2).
+
+As long as there is such a file, SIGTERM's default action is replaced by one that removes the files and then dies of
+SIGTERM all the same: at once, whatever the process waits for. A handler of the user's own stays in force, whether it
+was there before or comes later; then the file goes when the process ends in order, or at the next start.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+
+from offloadzero.native import _termination
+
+
+class DoomedFile:
+    """A file that SIGTERM removes, until `spare()` or the end of this object."""
+
+    def __init__(self, path: Path) -> None:
+        place = _termination.add(os.fsencode(os.path.abspath(path)))
+        self._spare = weakref.finalize(self, _termination.discard, place)
+        self._spare.atexit = False  # the file may still be there when the interpreter goes
+
+    def spare(self) -> None:
+        """The file is gone, or stays."""
+        self._spare()
+
+
+def is_installed() -> bool:
+    """Whether SIGTERM removes files of ours now."""
+    return _termination.is_installed()

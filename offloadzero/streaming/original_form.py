@@ -1,0 +1,83 @@
+"""The parameters as they were before their model was offloaded, and the way back (floor 5).
+
+[Note: the original form]
+A model gives its memory up unit by unit as its states move to their homes, so that nothing is there twice. When the
+engine cannot be built after all, or hands the model back, the values come from the homes. They are the same bits with
+one exception: what a home holds in less than it was given (a frozen fp32 weight under bf16 has no master; the compact
+layout rounds the master to 24 bits) comes back as rounded as it would have been trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from offloadzero.config import SegmentKind
+from offloadzero.memory.heap import FreedMemory
+from offloadzero.memory.store import TieredStore
+from offloadzero.optim import device_math
+from offloadzero.optim.records import ParamSlot, Record, segment_slice
+from offloadzero.parameters.weight import restore_parameter
+from offloadzero.streaming.spill import original_dtype, restore
+from offloadzero.streaming.weights import WeightAccess
+
+
+class OriginalForm:
+    """Which dtype and device the parameters had, and which records have taken their values."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._records = records
+        self._forms = {
+            id(slot.param): (original_dtype(slot.param), slot.param.device)
+            for record in records
+            for slot in record.slots
+        }
+        self._taken: list[tuple[Record, TieredStore]] = []
+
+    def load(self, store: TieredStore) -> None:
+        """Move all values to their homes, one record at a time."""
+        freed = FreedMemory()
+        for record in self._records:
+            for slot in record.slots:
+                restore(slot.param)  # one that waits outside the module
+            values = [slot.param.data for slot in record.slots]
+            try:
+                WeightAccess.load_initial(record, store)
+            except BaseException:
+                for slot, value in zip(record.slots, values, strict=True):
+                    slot.param.data = value
+                raise
+            self._taken.append((record, store))
+            freed.add(record.param_bytes)
+        freed.trim()
+
+    def restore(self) -> None:
+        """Put the values of the homes back into the parameters; nobody may write the homes meanwhile."""
+        while self._taken:
+            record, store = self._taken[-1]
+            param = _read(record, SegmentKind.PARAM, store)
+            master = _read(record, SegmentKind.MASTER, store) if SegmentKind.MASTER in record.segments else None
+            for slot in record.slots:
+                dtype, device = self._forms[id(slot.param)]
+                restore_parameter(slot.param)
+                # A tensor of its own: the record's would stay as long as any parameter of it.
+                slot.param.data = _value(slot, param, master, dtype).to(device, dtype, copy=True)
+            self._taken.pop()
+
+
+def _read(record: Record, kind: SegmentKind, store: TieredStore) -> torch.Tensor:
+    segment = record.segments[kind]
+    values = torch.empty(segment.num_elements, dtype=segment.dtype)
+    store.read(segment, values).wait()
+    return values
+
+
+def _value(
+    slot: ParamSlot, param: torch.Tensor, master: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    value = param[slot.offset : slot.offset + slot.num_elements]
+    if master is not None and slot.trainable and dtype == torch.float32:
+        part = segment_slice(SegmentKind.MASTER, slot.offset, slot.offset + slot.num_elements)
+        value = device_math.join_master(value, master[part])
+    return value.view(slot.shape)

@@ -1,0 +1,379 @@
+"""How engines begin and end: late failures leave the model as it was, what is dropped is freed, a fork is told so."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offloadzero
+from offloadzero.errors import AioError, ConfigError, StateError
+from offloadzero.lifetime import EngineState, wait_for_collected
+from offloadzero.memory.store import TieredStore
+from offloadzero.runtime import Runtime
+from tests.tiny import TinyModel, make_engine, run_script, settings, start_script, tokens, train
+
+Forms = dict[str, tuple[torch.Tensor, torch.dtype, bool]]
+
+
+def forms(model: nn.Module) -> Forms:
+    """Values, dtypes and requires_grad."""
+    return {
+        name: (param.detach().clone(), param.dtype, param.requires_grad)
+        for name, param in model.named_parameters()
+    }
+
+
+def hooks_on(model: nn.Module) -> list[str]:
+    """What is attached to modules and parameters."""
+    found = []
+    for name, module in model.named_modules():
+        for kind in ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks"):
+            found += [f"{name}.{kind}"] * len(getattr(module, kind))
+        if type(module._parameters) is not dict:
+            found.append(f"{name}._parameters")
+        if "forward" in module.__dict__:
+            found.append(f"{name}.forward")
+    for name, param in model.named_parameters():
+        found += [name] * len(param._post_accumulate_grad_hooks or ())
+        if type(param) is not nn.Parameter:
+            found.append(f"{name}: {type(param).__name__}")
+    return found
+
+
+def assert_as_before(model: nn.Module, before: Forms) -> None:
+    after = forms(model)
+    assert after.keys() == before.keys()
+    for name, (value, dtype, requires_grad) in after.items():
+        assert dtype == before[name][1] and requires_grad == before[name][2], name
+        assert torch.equal(value, before[name][0]), name
+    assert hooks_on(model) == []
+    assert torch.isfinite(model(tokens(0)))
+
+
+def threads_of_ours() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("offloadzero-")]
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def fresh_model() -> TinyModel:
+    torch.manual_seed(1)
+    return TinyModel()
+
+
+def raises(*_: object, **__: object) -> Any:
+    raise ZeroDivisionError("late")
+
+
+# --- initialize() that fails late ---
+
+
+def wrong_scheduler(directory: Path) -> dict[str, Any]:
+    config = settings(directory)
+    config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_nm_steps": 3}}
+    return {"config": config}
+
+
+LATE: dict[str, tuple[Callable[[Path], dict[str, Any]], type[Exception]]] = {
+    "a typo in the scheduler": (wrong_scheduler, ConfigError),
+    "a scheduler that raises": (
+        lambda directory: {"config": settings(directory), "lr_scheduler": raises},
+        ZeroDivisionError,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", list(LATE))
+def test_a_late_failure_leaves_the_model_as_it_was(tmp_path: Path, what: str) -> None:
+    make, error = LATE[what]
+    model = fresh_model()
+    before, threads, files = forms(model), threads_of_ours(), open_files()
+    with pytest.raises(error):
+        offloadzero.initialize(model=model, **make(tmp_path))
+    assert_as_before(model, before)
+    assert (threads_of_ours(), os.listdir(tmp_path), open_files()) == (threads, [], files)
+    engine = make_engine(settings(tmp_path), model)  # and it can be offloaded after all
+    reference = make_engine(settings(tmp_path), fresh_model())
+    assert train(engine, num_steps=2) == train(reference, num_steps=2)
+    engine.close()
+    reference.close()
+
+
+# Where building may still fail when weights have moved, from the outside in.
+PLACES = {
+    "hooks": "offloadzero.runtime.ModelHooks",
+    "buffers": "offloadzero.runtime._move_buffers",
+    "collector": "offloadzero.runtime.GradientCollector",
+    "pipeline": "offloadzero.runtime.UpdatePipeline",
+    "executor": "offloadzero.runtime.Executor",
+}
+
+
+@pytest.mark.parametrize("place", list(PLACES))
+@pytest.mark.parametrize("placement", ["nvme", "host", "device"])
+def test_an_engine_that_cannot_be_built_gives_the_weights_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, placement: str
+) -> None:
+    model = fresh_model()
+    before, threads, files = forms(model), threads_of_ours(), open_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(PLACES[place], raises)
+        with pytest.raises(ZeroDivisionError):
+            make_engine(settings(tmp_path, placement=placement), model)
+    assert_as_before(model, before)
+    assert (threads_of_ours(), os.listdir(tmp_path), open_files()) == (threads, [], files)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 5, 9])
+def test_a_file_that_fails_while_weights_move_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    model = fresh_model()
+    before, threads = forms(model), threads_of_ours()
+    write, count = TieredStore.write, [0]
+
+    def failing(self: TieredStore, *args: Any, **keys: Any) -> Any:
+        count[0] += 1
+        if count[0] == nth:
+            raise AioError(operation="pwrite", path="x", offset=0, num_bytes=1, errno=5)
+        return write(self, *args, **keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TieredStore, "write", failing)
+        with pytest.raises(AioError):
+            make_engine(settings(tmp_path), model)
+    assert_as_before(model, before)
+    assert (threads_of_ours(), os.listdir(tmp_path)) == (threads, [])
+
+
+# --- twice, and after the end ---
+
+
+def test_a_model_is_offloaded_once(tmp_path: Path) -> None:
+    model = fresh_model()
+    engine = make_engine(settings(tmp_path), model)
+    losses = train(engine, num_steps=1)
+    threads = threads_of_ours()
+    with pytest.raises(StateError, match=r"emb\.weight is offloaded already, by another engine"):
+        make_engine(settings(tmp_path), model)
+    with pytest.raises(StateError, match=r"offloaded already"):
+        offloadzero.offload(model, torch.optim.AdamW(model.parameters()), settings(tmp_path))
+    assert threads_of_ours() == threads
+    losses += train(engine, num_steps=2, first_seed=1)
+    engine.close()
+    reference = make_engine(settings(tmp_path))
+    assert losses == train(reference, num_steps=3)
+    reference.close()
+
+
+def test_a_part_of_an_offloaded_model_is_refused_too(tmp_path: Path) -> None:
+    model = fresh_model()
+    engine = make_engine(settings(tmp_path), model)
+    with pytest.raises(StateError, match=r"up\.weight is offloaded already|norm\.weight is offloaded already"):
+        make_engine(settings(tmp_path), model.blocks[0])
+    engine.close()
+
+
+def test_a_model_whose_engine_was_closed_is_refused(tmp_path: Path) -> None:
+    model = fresh_model()
+    engine = make_engine(settings(tmp_path), model)
+    assert engine.state is EngineState.OPEN
+    engine.close()
+    assert engine.state is EngineState.CLOSED
+    with pytest.raises(StateError, match=r"engine was closed, and its weights went with it.*restore_model"):
+        make_engine(settings(tmp_path), model)
+
+
+@pytest.mark.parametrize("placement", ["nvme", "host", "device"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_restored_model_is_an_ordinary_one(tmp_path: Path, placement: str, dtype: str) -> None:
+    model = fresh_model()
+    config = settings(tmp_path, placement=placement, bf16={"enabled": dtype == "bf16"})
+    engine = make_engine(config, model)
+    train(engine, num_steps=3)
+    masters = {
+        name: offloadzero.zero.safe_get_full_fp32_param(param) for name, param in model.named_parameters()
+    }
+    engine.restore_model()
+    assert engine.state is EngineState.RESTORED
+    assert hooks_on(model) == []
+    for name, param in model.named_parameters():
+        assert param.dtype == torch.float32
+        assert torch.equal(param, masters[name]), name
+    assert model.head.weight is model.emb.weight
+    assert os.listdir(tmp_path) == []
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(tokens(0)).backward()
+    optimizer.step()
+    with pytest.raises(StateError, match="restored"):
+        engine.restore_model()
+    engine.close()
+    optimizer.zero_grad()
+    again = make_engine(config, model)
+    train(again, num_steps=1)
+    again.close()
+
+
+def test_a_closed_engine_has_nothing_to_restore(tmp_path: Path) -> None:
+    engine = make_engine(settings(tmp_path))
+    engine.close()
+    with pytest.raises(StateError, match="closed"):
+        engine.restore_model()
+
+
+# --- engines that are dropped ---
+
+
+def collect() -> None:
+    gc.collect()
+    wait_for_collected()
+
+
+DROPPED = {
+    "nvme": {"placement": "nvme"},
+    "host": {"placement": "host", "gradient_clipping": 1.0},
+    "device": {"placement": "device"},
+    "checkpointed": {"placement": "nvme", "activation_checkpoints": {"device": "nvme"}},
+}
+
+
+@pytest.mark.parametrize("what", list(DROPPED))
+def test_an_engine_that_is_dropped_is_freed(tmp_path: Path, what: str) -> None:
+    collect()
+    threads, files = threads_of_ours(), open_files()
+    engine = make_engine(settings(tmp_path, **DROPPED[what]))
+    train(engine, num_steps=2)  # the last updates may be in flight
+    runtime = engine.optimizer.runtime
+    gone = [weakref.ref(thing) for thing in (engine, engine.module, engine.optimizer, runtime)]
+    arenas = [weakref.ref(arena.buffer) for arena in (runtime.store.device, runtime.store.host)]
+    del engine, runtime
+    collect()
+    assert [reference() for reference in gone] == [None] * len(gone)
+    assert (threads_of_ours(), os.listdir(tmp_path), open_files()) == (threads, [], files)
+    assert [reference() for reference in arenas] == [None] * len(arenas)
+
+
+def test_the_plain_form_is_freed_too(tmp_path: Path) -> None:
+    collect()
+    threads, files = threads_of_ours(), open_files()
+
+    def use() -> None:
+        model = fresh_model()
+        plain = torch.optim.AdamW(model.parameters())
+        model, optimizer = offloadzero.offload(model, plain, settings(tmp_path))
+        scheduler = torch.optim.lr_scheduler.StepLR(plain, 1)
+        model(tokens(0)).backward()
+        optimizer.step()
+        scheduler.step()
+
+    use()
+    collect()
+    assert (threads_of_ours(), os.listdir(tmp_path), open_files()) == (threads, [], files)
+
+
+def test_a_model_keeps_its_engine(tmp_path: Path) -> None:
+    """Its weights are there; who has dropped the engine and the optimizer may still evaluate and save it."""
+    engine = make_engine(settings(tmp_path))
+    train(engine, num_steps=1)
+    model = engine.module
+    expected = engine(tokens(5)).item()
+    del engine
+    collect()
+    assert len(os.listdir(tmp_path)) == 1
+    assert model(tokens(5)).item() == expected
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+    del model
+    collect()
+    assert os.listdir(tmp_path) == []
+
+
+def test_engines_one_after_the_other_take_no_more_memory_than_one(tmp_path: Path) -> None:
+    script = """
+        import gc, os, sys
+        from offloadzero.lifetime import wait_for_collected
+        from tests.tiny import TinyModel, make_engine, settings, train
+
+        def resident_mib():
+            return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+        sizes = []
+        for turn in range(int(sys.argv[2])):
+            train(make_engine(settings(sys.argv[1], placement="host"), TinyModel(width=256)), num_steps=1)
+            gc.collect()
+            wait_for_collected()
+            sizes.append(resident_mib())
+        print(sizes[-1] - sizes[2])
+    """
+    done = run_script(script, tmp_path, 12)
+    assert done.returncode == 0, done.stderr
+    # An engine of this model takes 45 MiB.
+    assert float(done.stdout) < 45
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_failure_that_nobody_saw_is_said_when_its_engine_is_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    said: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: said.append(unraisable.exc_value))
+    engine = make_engine(settings(tmp_path))
+    train(engine, num_steps=1)
+    engine.optimizer.runtime.failures.record(OSError("the drive is gone"))
+    del engine
+    collect()
+    assert [str(error) for error in said] == ["the drive is gone"]
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_engine_that_is_dropped_on_one_of_its_own_threads_is_freed(tmp_path: Path) -> None:
+    """The collector runs on whatever thread allocates."""
+    collect()
+    threads = threads_of_ours()
+    engine = make_engine(settings(tmp_path))
+    train(engine, num_steps=1)
+    lane = engine.optimizer.runtime.store.h2d
+    gate = threading.Event()
+
+    def work() -> None:
+        gate.wait()
+        gc.collect()
+
+    ticket = lane.submit(work)
+    del engine, lane
+    gate.set()
+    ticket.wait()
+    del ticket, work
+    collect()
+    assert (threads_of_ours(), os.listdir(tmp_path)) == (threads, [])
+
+
+def test_an_exit_waits_for_what_was_collected(tmp_path: Path) -> None:
+    script = """
+        import gc, sys
+        from tests.tiny import make_engine, settings, train
+        engine = make_engine(settings(sys.argv[1]))
+        train(engine, num_steps=1)
+        for nth in range(1, 200):
+            engine.optimizer.runtime.store.nvme.engine.inject("delay", nth, 20)
+        train(engine, num_steps=1)
+        del engine
+        gc.collect()
+    """
+    done = run_script(script, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert os.listdir(tmp_path) == []
