@@ -137,6 +137,10 @@ class GradientCollector:
 
     # --- in backward ---
 
+    def add_slot(self, index: int, number: int) -> None:
+        """`add` by numbers: of the record, and of the slot in it."""
+        self.add(index, self.gradients[index].record.slots[number])
+
     def add(self, index: int, slot: ParamSlot) -> None:
         """Take `slot.param.grad` away from the parameter."""
         param = slot.param

@@ -36,6 +36,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -335,21 +336,25 @@ class ModelHooks:
     # --- gradients ---
 
     def _gradient_hook(self, record: Record, slot: ParamSlot) -> Callable[[torch.Tensor], None]:
-        add, index = self._stepper.collector.add, record.index
+        # Weakly: the parameter holds the hook in C++, where Python's collector does not see it.
+        collector, index = weakref.ref(self._stepper.collector), record.index
+        number, timeline = slot.index, self.timeline
 
         def take(_: torch.Tensor) -> None:
-            add(index, slot)
+            taker = collector()
+            if taker is not None:
+                taker.add_slot(index, number)
 
         def timed_take(_: torch.Tensor) -> None:
-            with self.timeline.launching():
-                add(index, slot)
+            with timeline.launching():
+                take(_)
 
         def drop(param: torch.Tensor) -> None:
             param.grad = None
 
         if not slot.trainable:
             return drop
-        return timed_take if self.timeline.is_on else take
+        return timed_take if timeline.is_on else take
 
     # --- state dict ---
 
