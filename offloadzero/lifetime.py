@@ -65,9 +65,11 @@ class Resources:
         threads = [thread.close for thread in reversed(failures.threads)]
         for close in (*threads, *reversed(self._parts)):
             first = self._close_part(close) or first
-        self._closed.set()
         if self._finalizer is not None:
             self._finalizer.detach()  # or it would keep the failure, and what its traceback holds
+        failures.threads = []
+        self._parts = []
+        self._closed.set()
         if first is not None:
             raise first
 
