@@ -73,6 +73,7 @@ class Runtime:
             was: [Note: the original form].
         """
         _refuse_second(model)
+        interrupts.install()
         self.config = config
         self.model = model
         self.monitor = StepMonitor(config.observe)
@@ -107,7 +108,6 @@ class Runtime:
             self._undo()
             raise
         _live.add(self)
-        interrupts.install()
         for notice in config.notices:
             log.info("%s", notice)
         self.clock.restart()
@@ -121,17 +121,18 @@ class Runtime:
         _create_segments(cut.records, self.plan, self.store)
         self._original.load(self.store)
         self._build_parts(cut.records, current_hypers)
-        self.hooks = ModelHooks(
-            self.model,
-            cut,
-            executor=self.executor,
-            stepper=self.stepper,
-            weights=self.weights,
-            timeline=self.monitor.timeline,
-            checkpointed=checkpointed,
-            activations=self.activations,
-        )
-        self.weights.attach(self.records)
+        with interrupts.uninterrupted:  # half of them could not be taken off again
+            self.hooks = ModelHooks(
+                self.model,
+                cut,
+                executor=self.executor,
+                stepper=self.stepper,
+                weights=self.weights,
+                timeline=self.monitor.timeline,
+                checkpointed=checkpointed,
+                activations=self.activations,
+            )
+            self.weights.attach(self.records)
         _move_buffers(self.model, self.accelerator.device)
 
     def _build_parts(self, records: Sequence[Record], current_hypers: Callable[[], Hypers]) -> None:
@@ -324,6 +325,8 @@ class Runtime:
             self._is_restored = True
         finally:
             self.resources.close()
+            if not _live:
+                interrupts.uninstall()
 
     def _release(self) -> None:
         try:

@@ -241,7 +241,7 @@ def test_a_close_that_is_interrupted_is_done_by_the_next(tmp_path: Path, clippin
 
     threads = threads_of_ours()
     open_one()
-    for interrupt in at_each_place(use, every=9):
+    for interrupt in at_each_place(use, every=int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_CLOSE", "9"))):
         close_and_note_nothing(engines[-1])
         assert engines[-1].state is EngineState.CLOSED, interrupt.place
         assert (threads_of_ours(), os.listdir(tmp_path)) == (threads, []), interrupt.place

@@ -18,6 +18,7 @@ import torch
 
 from offloadzero.config import AioConfig
 from offloadzero.errors import AioError, BudgetError
+from offloadzero.interrupts import uninterrupted
 from offloadzero.memory.arena import align_up
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.native.aio import AioEngine, AioFile
@@ -111,9 +112,13 @@ class _BackingFile:
             raise
 
     def close(self) -> None:
+        """Once more does nothing: its descriptor's number may be another file's by then."""
         self.path.unlink(missing_ok=True)
         self.file.close()
-        os.close(self._lock_descriptor)
+        with uninterrupted:
+            descriptor, self._lock_descriptor = self._lock_descriptor, -1
+            if descriptor >= 0:
+                os.close(descriptor)
 
 
 class NvmeTier:
