@@ -51,7 +51,7 @@ class Resources:
         return not self._closed.is_set and os.getpid() == self._pid
 
     def close(self) -> None:
-        """Stop the threads, then close the parts, the last first; each even when another fails. Raises what failed first.
+        """Stop the threads, then close the parts, the last first; each even when another fails, whose error is raised.
 
         An interrupt makes it hurry: what waits for something in the background is told that it will not come. It may
         be called again.

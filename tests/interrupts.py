@@ -32,11 +32,11 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -44,6 +44,7 @@ import offloadzero
 from tests.tiny import TinyModel, settings, tokens
 
 PACKAGE = str(Path(offloadzero.__file__).parent) + os.sep
+STARTED = "started\n"
 NUM_STEPS = 5
 ACCUMULATION = 2
 PATIENCE_S = float(os.environ.get("OFFLOADZERO_TEST_INTERRUPT_PATIENCE_S", "30"))
@@ -51,7 +52,7 @@ PATIENCE_S = float(os.environ.get("OFFLOADZERO_TEST_INTERRUPT_PATIENCE_S", "30")
 
 @dataclass(frozen=True)
 class Case:
-    """One interrupt in one run. `at` is a place's number (injected) or a time in seconds (real)."""
+    """One interrupt in one run. `at` is a place's number (injected) or a fraction of the run's time (real)."""
 
     placement: str
     clipping: float
@@ -181,10 +182,8 @@ def save(run: Run, directory: str) -> str:
 
 def end_refused(run: Run, where: str) -> str:
     """The engine cannot go on, and closes."""
-    try:
+    with suppress(offloadzero.OffloadError):  # the failure, once more
         run.optimizer.close()
-    except offloadzero.OffloadError:
-        pass  # the failure, once more
     return f"refused after an interrupt in {where}"
 
 
@@ -207,13 +206,14 @@ class Interrupt:
     def note(self, error: BaseException) -> None:
         self.came = True
         if not self.place:
-            frames = [
-                frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(PACKAGE)
+            found = traceback.extract_tb(error.__traceback__)
+            places = [
+                place_of(one.filename, one.lineno, one.name) for one in found if PACKAGE in one.filename
             ]
-            self.place = place_of(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name) if frames else "outside"
+            self.place = places[-1] if places else "outside"
 
 
-def place_of(file: str, line: int, function: str) -> str:
+def place_of(file: str, line: int | None, function: str) -> str:
     return f"{file.removeprefix(PACKAGE)}:{line} {function}"
 
 
@@ -243,7 +243,8 @@ class Injected(Interrupt):
             return
         self.num_places += 1
         if self.num_places == self._countdown:
-            self.place = place_of(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) + f" ({event})"
+            code = frame.f_code
+            self.place = f"{place_of(code.co_filename, frame.f_lineno, code.co_name)} ({event})"
             # Python's handler runs inside this call, and what it raises is raised at the place.
             handler = signal.getsignal(signal.SIGINT)
             assert callable(handler)
@@ -251,7 +252,15 @@ class Injected(Interrupt):
 
 
 class Real(Interrupt):
-    """Nothing to do: the signal comes from outside."""
+    """The signal comes from outside, some time after the parent has been told that training begins."""
+
+    def __init__(self, pipe: TextIO) -> None:
+        super().__init__()
+        self._pipe = pipe
+
+    def arm(self) -> None:
+        self._pipe.write(STARTED)
+        self._pipe.flush()
 
 
 # --- many cases ---
@@ -260,10 +269,8 @@ class Real(Interrupt):
 def in_child(case: Case, directory: str, reference: str, write: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
-    interrupt: Interrupt = Injected(int(case.at)) if case.kind == "injected" else Real()
-    started = os.fdopen(write, "w")
-    started.write("started\n")
-    started.flush()
+    pipe = os.fdopen(write, "w")
+    interrupt: Interrupt = Injected(int(case.at)) if case.kind == "injected" else Real(pipe)
     outcome, result = play(case, directory, interrupt)
     different = [] if result is None else differences(result, torch.load(reference, weights_only=True))
     report = {
@@ -274,8 +281,8 @@ def in_child(case: Case, directory: str, reference: str, write: int) -> None:
         "saved": interrupt.saved,
         "num_places": getattr(interrupt, "num_places", 0),
     }
-    started.write(json.dumps(report) + "\n")
-    started.flush()
+    pipe.write(json.dumps(report) + "\n")
+    pipe.flush()
 
 
 def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
@@ -284,7 +291,10 @@ def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 def play_in_child(case: Case, folder: str, number: int, reference: str) -> dict[str, Any]:
-    """The case in a process of its own, which gets the signal if it is a real one, and its end."""
+    """The case in a process of its own, which gets the signal if it is a real one, and its end.
+
+    `reference` is the file of the uninterrupted run's result; beside it is one with the seconds it trained.
+    """
     directory = f"{folder}/{number}"
     os.mkdir(directory)
     read, write = os.pipe()
@@ -311,8 +321,8 @@ def play_in_child(case: Case, folder: str, number: int, reference: str) -> dict[
         os._exit(status)
     os.close(write)
     if case.kind == "real":
-        os.read(read, len("started\n"))
-        time.sleep(case.at)
+        os.read(read, len(STARTED))
+        time.sleep(case.at * float(Path(reference + ".seconds").read_text()))
         os.kill(pid, signal.SIGINT)
     status = wait_for(pid, started_s + PATIENCE_S)
     with os.fdopen(read) as pipe:
@@ -397,8 +407,12 @@ def make_reference(case: Case, folder: str, number: int) -> str:
         torch.set_num_threads(1)
         directory = f"{folder}/reference{number}.nvme"
         os.mkdir(directory)
-        _, result = play(case, directory, Real())
-        torch.save(result, path)
+        run = Run(case, directory)
+        started_s = time.monotonic()
+        train(run)
+        Path(path + ".seconds").write_text(str(time.monotonic() - started_s))
+        torch.save(run.result(), path)
+        run.optimizer.close()
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert status == 0, status
@@ -425,14 +439,15 @@ def choose(kind: str, number: int, *, seed: int) -> list[Case]:
     cases = []
     for index in range(number):
         configuration = CONFIGURATIONS[index % len(CONFIGURATIONS)]
-        at = 1 + draw.randrange(int(ends[configuration])) if kind == "injected" else draw.uniform(0.0, 0.6)
+        at = 1 + draw.randrange(int(ends[configuration])) if kind == "injected" else draw.random()
         cases.append(Case(*configuration, kind=kind, at=at))
     return cases
 
 
 def summary(reports: Sequence[dict[str, Any]]) -> str:
     """Verdicts with their numbers; of those that are wrong, the places."""
-    lines = [f"{count:5}  {name}" for name, count in Counter(report["verdict"] for report in reports).most_common()]
+    verdicts = Counter(report["verdict"] for report in reports)
+    lines = [f"{count:5}  {name}" for name, count in verdicts.most_common()]
     saves = Counter(report["saved"] or "" for report in reports if report["verdict"] == "refused")
     lines += [f"{count:5}  emergency save of a refused one: {what}" for what, count in saves.most_common()]
     wrong: dict[str, Counter[str]] = {}
@@ -464,6 +479,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import torch._dynamo  # noqa: F401 (else every child would spend a second on it)
+    import torch._dynamo  # else every child would spend a second on it
 
     main()

@@ -21,10 +21,12 @@ import offloadzero
 from offloadzero.errors import AioError, ConfigError, StateError
 from offloadzero.lifetime import EngineState, wait_for_collected
 from offloadzero.memory.store import TieredStore
-from offloadzero.runtime import Runtime
 from tests.tiny import TinyModel, make_engine, run_script, settings, tokens, train
 
 Forms = dict[str, tuple[torch.Tensor, torch.dtype, bool]]
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")
 
 
 def forms(model: nn.Module) -> Forms:
@@ -39,7 +41,7 @@ def hooks_on(model: nn.Module) -> list[str]:
     """What is attached to modules and parameters."""
     found = []
     for name, module in model.named_modules():
-        for kind in ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks"):
+        for kind in HOOKS:
             found += [f"{name}.{kind}"] * len(getattr(module, kind))
         if type(module._parameters) is not dict:
             found.append(f"{name}._parameters")
@@ -56,7 +58,7 @@ def assert_as_before(model: nn.Module, before: Forms) -> None:
     after = forms(model)
     assert after.keys() == before.keys()
     for name, (value, dtype, requires_grad) in after.items():
-        assert dtype == before[name][1] and requires_grad == before[name][2], name
+        assert (dtype, requires_grad) == before[name][1:], name
         assert torch.equal(value, before[name][0]), name
     assert hooks_on(model) == []
     assert torch.isfinite(model(tokens(0)))
@@ -183,7 +185,7 @@ def test_a_model_is_offloaded_once(tmp_path: Path) -> None:
 def test_a_part_of_an_offloaded_model_is_refused_too(tmp_path: Path) -> None:
     model = fresh_model()
     engine = make_engine(settings(tmp_path), model)
-    with pytest.raises(StateError, match=r"up\.weight is offloaded already|norm\.weight is offloaded already"):
+    with pytest.raises(StateError, match=r"norm\.weight is offloaded already"):
         make_engine(settings(tmp_path), model.blocks[0])
     engine.close()
 

@@ -190,7 +190,8 @@ class BufferPool:
         self._failures = failures
         self._poison = poison
         self._free = deque(PooledBuffer(lease.bytes) for lease in leases)
-        self._given = threading.Lock()  # free when a buffer may be: a wait that is interrupted loses no buffer
+        # Open when a buffer may be free. A wait takes no buffer, so one that is interrupted loses none.
+        self._given = threading.Lock()
 
     def take(self) -> PooledBuffer:
         """A free buffer; blocks. Raises the engine's failure if there is one, which does not count as seen by that.

@@ -177,7 +177,7 @@ class Failures:
         self.was_raised = False  # whether the caller has seen it
         self.is_foreign = False  # this process is a forked child of the engine's
         self.given_up = False  # nobody will use the engine any more: background threads wait for nothing
-        self.threads: list[Thread] = []  # in the order in which they were made: a later one may use earlier ones
+        self.threads: list[Thread] = []  # in the order of their making: a later one may use earlier ones
         _known.add(self)
 
     def record(self, error: BaseException) -> None:
@@ -224,7 +224,7 @@ class Failures:
         self.threads = []
         self.first = StateError(
             f"the engine of this model belongs to process {os.getppid()}, from which this one was forked: its threads "
-            "and its memory stay there. Use the model in that process, or load the weights into one of this process's own"
+            "and its memory stay there. Use the model in that process, or load the weights into a model of this one"
         )
 
 

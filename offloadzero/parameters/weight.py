@@ -248,7 +248,8 @@ def offload_parameter(param: nn.Parameter, weight: Weight) -> None:
 def restore_parameter(param: nn.Parameter) -> None:
     """Undo `offload_parameter`: an ordinary parameter, whose `data` is for the caller to set."""
     if isinstance(param, _Offloaded):
-        param.__class__ = next(cls for cls in type(param).__mro__ if not issubclass(cls, _Offloaded))
+        original: Any = next(cls for cls in type(param).__mro__ if not issubclass(cls, _Offloaded))
+        param.__class__ = original
         delattr(param, _ATTRIBUTE)
 
 

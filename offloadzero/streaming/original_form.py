@@ -57,7 +57,8 @@ class OriginalForm:
         while self._taken:
             record, store = self._taken[-1]
             param = _read(record, SegmentKind.PARAM, store)
-            master = _read(record, SegmentKind.MASTER, store) if SegmentKind.MASTER in record.segments else None
+            has_master = SegmentKind.MASTER in record.segments
+            master = _read(record, SegmentKind.MASTER, store) if has_master else None
             for slot in record.slots:
                 dtype, device = self._forms[id(slot.param)]
                 restore_parameter(slot.param)
