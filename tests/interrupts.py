@@ -208,7 +208,9 @@ class Interrupt:
         if not self.place:
             found = traceback.extract_tb(error.__traceback__)
             places = [
-                place_of(one.filename, one.lineno, one.name) for one in found if PACKAGE in one.filename
+                place_of(one.filename, one.lineno, one.name)
+                for one in found
+                if PACKAGE in one.filename and not one.filename.endswith("interrupts.py")
             ]
             self.place = places[-1] if places else "outside"
 
