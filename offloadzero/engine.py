@@ -28,6 +28,7 @@ from offloadzero.checkpoint.states import (
 )
 from offloadzero.config import OffloadConfig, TierName, load_config, settle_for_initialize
 from offloadzero.errors import ConfigError, StateError
+from offloadzero.interrupts import uninterrupted
 from offloadzero.lifetime import EngineState
 from offloadzero.observe.clock import StepReport
 from offloadzero.optim.lr_schedules import build_lr_scheduler
@@ -225,12 +226,14 @@ class Engine:
                     f'{type(self.lr_scheduler).__name__} needs engine.step({{"{name}": ...}}); or do not give it to '
                     "initialize(), and step it yourself",
                 )
-        if not self._accumulation.take():
-            return
-        optimizer.step()
-        may_skip = self._runtime.config.precision.param_dtype == "fp16"
-        if self.lr_scheduler is not None and (not may_skip or self.was_step_applied()):
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+        # Who sees `global_steps` after an interrupt may rely on it: the schedule has advanced with it.
+        with uninterrupted:
+            if not self._accumulation.take():
+                return
+            optimizer.step()
+            may_skip = self._runtime.config.precision.param_dtype == "fp16"
+            if self.lr_scheduler is not None and (not may_skip or self.was_step_applied()):
+                self.lr_scheduler.step(**(lr_kwargs or {}))
         every = self._runtime.config.steps_per_print
         if every and self.global_steps % every == 0:
             print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}", flush=True)

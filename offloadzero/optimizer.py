@@ -23,6 +23,7 @@ from offloadzero.config import (
     settle_for_offload,
 )
 from offloadzero.errors import ConfigError, StateError
+from offloadzero.interrupts import uninterrupted
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim import CPUAdam
 from offloadzero.optim.records import ParamSlot, Record
@@ -202,7 +203,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.runtime.stepper.step()
+        with uninterrupted, self.runtime.failures.whole("step()"):
+            self.runtime.stepper.step()
         self.has_stepped = True
         if self.origin is not None:
             # A torch scheduler that was made on it asks it whether a step came before the scheduler's.

@@ -196,6 +196,7 @@ class Interrupt:
     def __init__(self) -> None:
         self.came = False
         self.place = ""  # where it came: file:line function
+        self.stack: list[str] = []  # the package's functions it went through
         self.refusal = ""
         self.saved = ""  # what became of an emergency save
 
@@ -205,14 +206,13 @@ class Interrupt:
 
     def note(self, error: BaseException) -> None:
         self.came = True
+        self.stack = [
+            place_of(one.filename, one.lineno, one.name)
+            for one in traceback.extract_tb(error.__traceback__)
+            if PACKAGE in one.filename and not one.filename.endswith("interrupts.py")
+        ]
         if not self.place:
-            found = traceback.extract_tb(error.__traceback__)
-            places = [
-                place_of(one.filename, one.lineno, one.name)
-                for one in found
-                if PACKAGE in one.filename and not one.filename.endswith("interrupts.py")
-            ]
-            self.place = places[-1] if places else "outside"
+            self.place = self.stack[-1] if self.stack else "outside"
 
 
 def place_of(file: str, line: int | None, function: str) -> str:
@@ -279,6 +279,7 @@ def in_child(case: Case, directory: str, reference: str, write: int) -> None:
         "outcome": outcome,
         "different": different[:5],
         "place": interrupt.place,
+        "stack": interrupt.stack,
         "refusal": interrupt.refusal,
         "saved": interrupt.saved,
         "num_places": getattr(interrupt, "num_places", 0),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from offloadzero.errors import StateError
+from offloadzero.errors import OffloadError, StateError
 from offloadzero.interrupts import interruptible, uninterrupted
 
 LOOK_UP_S = 0.5  # between two looks of a wait
@@ -199,7 +199,10 @@ class Failures:
         return _HandedOver(self)
 
     def whole(self, what: str) -> AbstractContextManager[None]:
-        """A change of the engine's state that is done whole: an exception that leaves it makes the engine unusable."""
+        """A change of the engine's state that is done whole: what interrupts it makes the engine unusable.
+
+        Errors of this package are no interruption: they are raised before anything has changed, or are on record.
+        """
         return _Whole(self, what)
 
     def in_background(self) -> None:
@@ -274,7 +277,9 @@ class _Whole:
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if error is not None and self._failures.first is None:
+        if error is None or isinstance(error, OffloadError):
+            return
+        if self._failures.first is None:
             why = str(error) or type(error).__name__
             lost = StateError(f"{self._what} was interrupted half-way ({why}): the engine cannot go on")
             lost.__cause__ = error
