@@ -438,7 +438,7 @@ def test_a_batch_that_does_not_fit_takes_nothing_from_the_next(tmp_path: Path) -
     for _ in range(activation_homes.NUM_STAGING):
         with pytest.raises(BudgetError, match=r"blocks\.0: staging: offloadzero\.budgets\.host"):
             engine(large)
-    assert engine.optimizer.runtime.activations._home._outgoing._free.qsize() == activation_homes.NUM_STAGING
+    assert engine.optimizer.runtime.activations._home._outgoing.num_free == activation_homes.NUM_STAGING
     assert loop(engine) == losses
     assert engine.reserved_bytes() == needed
     engine.close()

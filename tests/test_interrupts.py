@@ -30,7 +30,7 @@ from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import Failures, Latch, Promise
 from tests.interrupts import FINE, Injected, summary
-from tests.test_lifetime import assert_as_before, forms, fresh_model, threads_of_ours
+from tests.test_lifetime import assert_as_before, collect, forms, fresh_model, threads_of_ours
 from tests.tiny import REPOSITORY, make_engine, script_environment, settings, train
 
 SOON_S = 5.0
@@ -249,6 +249,7 @@ def test_a_close_that_is_interrupted_is_done_by_the_next(tmp_path: Path, clippin
         engines.append(make_engine(settings(tmp_path, gradient_clipping=clipping)))
         train(engines[-1], num_steps=1)
 
+    collect()  # what other tests have dropped
     threads = threads_of_ours()
     open_one()
     for interrupt in at_each_place(use, every=int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_CLOSE", "9"))):

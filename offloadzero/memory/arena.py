@@ -193,6 +193,11 @@ class BufferPool:
         # Open when a buffer may be free. A wait takes no buffer, so one that is interrupted loses none.
         self._given = threading.Lock()
 
+    @property
+    def num_free(self) -> int:
+        """Buffers that `take` would give at once."""
+        return len(self._free)
+
     def take(self) -> PooledBuffer:
         """A free buffer; blocks. Raises the engine's failure if there is one, which does not count as seen by that.
 
