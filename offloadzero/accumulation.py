@@ -48,6 +48,10 @@ class Accumulation:
             self._window_start = self.num_micro_steps
         return was_last
 
+    def restart(self) -> None:
+        """The gradients of the present step were dropped: its micro batches come again."""
+        self.num_micro_steps = self._window_start
+
     def resume(self, num_micro_steps: int) -> None:
         """Go on from a checkpoint, with a whole window: no gradients come with it."""
         self.num_micro_steps = self._window_start = num_micro_steps

@@ -98,9 +98,7 @@ def initialize(
         schedulers.append(_make_scheduler(lr_scheduler, settings, optimizer))
 
     # The scheduler comes first: what is wrong with it must not cost the model its weights.
-    offloaded = _make_optimizer(
-        model, optimizer, model_parameters, settings, before_take_over=make_scheduler
-    )
+    offloaded = _make_optimizer(model, optimizer, model_parameters, settings, before_take_over=make_scheduler)
     if offloaded is None:
         if lr_scheduler is not None:
             raise ConfigError("lr_scheduler", type(lr_scheduler).__name__, "None: there is no optimizer")
@@ -239,9 +237,10 @@ class Engine:
             print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}", flush=True)
 
     def zero_grad(self) -> None:
-        """Drop gradients that no step has used."""
+        """Drop gradients that no step has used; the count of micro batches is back at the begin of the step."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
+            self._accumulation.restart()
 
     def _expect_optimizer(self, call: str) -> OffloadedOptimizer:
         if self.optimizer is None:

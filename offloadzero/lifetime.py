@@ -39,6 +39,7 @@ class Resources:
         self._pid = os.getpid()
         self._parts: list[Callable[[], None]] = []
         self._closed = Latch()
+        self._collected = Latch()  # set when the thread that closed it holds nothing of it any more
         self._finalizer: weakref.finalize[..., object] | None = None
 
     def add(self, close: Callable[[], None]) -> None:
@@ -105,21 +106,23 @@ class Resources:
         try:
             self.close()
         finally:
-            self._closed.set()
             _closing.discard(self)
+            self._collected.set()
         if unseen is not None:
             raise unseen  # to sys.unraisablehook, which prints it
 
-    def wait_closed(self) -> None:
-        """Block until it is closed."""
-        self._closed.wait()
+    def wait_collected(self) -> None:
+        """Block until it is closed, and what it held is given back."""
+        self._collected.wait()
 
 
 _closing: set[Resources] = set()
 
 
 def wait_for_collected() -> None:
-    """Block until the engines that were collected are closed, and their files gone."""
+    """Block until the engines that were collected are closed, their files gone and their memory given back.
+
+    At the exit of the process, too: a thread that is still in C++ then would end it with SIGABRT.
+    """
     for resources in list(_closing):
-        if resources.is_open:
-            resources.wait_closed()
+        resources.wait_collected()

@@ -348,7 +348,6 @@ _closed: weakref.WeakSet[Runtime] = weakref.WeakSet()
 @atexit.register
 def _close_at_exit() -> None:
     """A failure that nobody has seen must not end in exit status 0."""
-    wait_for_collected()
     for runtime in list(_live):
         try:
             runtime.close()
@@ -357,6 +356,7 @@ def _close_at_exit() -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
+    wait_for_collected()
 
 
 def _refuse_second(model: nn.Module) -> None:

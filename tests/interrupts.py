@@ -120,8 +120,6 @@ class Run:
         """After an interrupt: drop what the unfinished step has left."""
         if self.form == "engine":
             self.engine.zero_grad()
-            # To the begin of the window; zero_grad() leaves the count of micro batches as it is.
-            self.engine._num_micro_steps = self.steps * self.num_micro
         else:
             self.optimizer.zero_grad()
 
