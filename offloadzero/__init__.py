@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from offloadzero.errors import (
         AioError,
         BudgetError,
+        CheckpointError,
         ConfigError,
         NonFiniteError,
         OffloadError,
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AioError": "errors",
     "BudgetError": "errors",
+    "CheckpointError": "errors",
     "ConfigError": "errors",
     "Engine": "engine",
     "NonFiniteError": "errors",
@@ -48,6 +50,7 @@ _ALIASES = {"DeepSpeedEngine": "Engine"}  # scripts ask isinstance(model, deepsp
 __all__ = [
     "AioError",
     "BudgetError",
+    "CheckpointError",
     "ConfigError",
     "DeepSpeedEngine",
     "Engine",

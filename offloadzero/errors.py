@@ -107,6 +107,10 @@ class AioError(OffloadError, OSError):
         return self.text
 
 
+class CheckpointError(OffloadError, ValueError):
+    """A checkpoint that is not there, not whole or not ours, or does not fit the model: names file and reason."""
+
+
 class NonFiniteError(OffloadError, ArithmeticError):
     """A gradient holds NaN or Inf and the configuration says to stop."""
 
