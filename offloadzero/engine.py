@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,17 @@ from offloadzero import deepspeed_names, launch
 from offloadzero.absent import ENGINE_NAMES, no_attribute
 from offloadzero.accumulation import Accumulation
 from offloadzero.arguments import Collate, config_source, make_loader, step_arguments
-from offloadzero.checkpoint.states import (
-    States,
-    find_checkpoint,
-    load_states,
-    read_meta,
-    save_states,
-    save_weights,
+from offloadzero.checkpoint.latest import find_checkpoint, open_found
+from offloadzero.checkpoint.loading import (
+    fit_param_groups,
+    loss_scale_state,
+    plan_load,
+    schedule_name,
+    try_schedule,
 )
+from offloadzero.checkpoint.meta import LossScaleState, Meta
+from offloadzero.checkpoint.names import directory_of, tag_text
+from offloadzero.checkpoint.states import States, save_states, save_weights
 from offloadzero.config import OffloadConfig, TierName, load_config, settle_for_initialize
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import uninterrupted
@@ -476,6 +479,8 @@ class Engine:
 
     # --- checkpoints ---
 
+    _half_loaded: StateError | None = None  # why the states are a mixture
+
     def _states(self) -> States:
         return States(self.module, self._runtime.records, self._runtime.weights)
 
@@ -489,30 +494,47 @@ class Engine:
     ) -> bool:
         """Write all states to `save_dir`/`tag` (default: global_stepN); the old checkpoint stays until this is whole.
 
-        `client_state` must be JSON. See [Note: checkpoint format] in offloadzero/checkpoint/states.py.
+        `client_state` is a dict of numbers, texts, None, lists, tuples and dicts of them: [Note: checkpoint format] in
+        offloadzero/checkpoint/states.py.
+
+        Raises:
+            ConfigError: a tag that cannot be one, or a state that is no JSON.
+            CheckpointError: `tag` or `latest` is there already and is not of this package: it is left alone.
+            StateError: a load did not come to its end, so the states are a mixture.
         """
-        scheduler = getattr(self.lr_scheduler, "state_dict", None)
-        meta = {
-            "client_state": dict(client_state or {}),
-            "global_steps": self.global_steps,
-            "micro_steps": self.micro_steps,
-            "skipped_steps": self.skipped_steps,
-            "loss_scale": self._stepper.loss_scale_state(),
-            "lr_scheduler": scheduler() if callable(scheduler) else None,
-            "param_groups": [
+        directory = directory_of("save_dir", save_dir)
+        if self._half_loaded is not None:
+            raise self._half_loaded
+        scheduler = schedule_name(self.lr_scheduler)
+        meta = Meta(
+            client_state=dict(client_state or {}),
+            global_steps=self.global_steps,
+            micro_steps=self.micro_steps,
+            skipped_steps=self.skipped_steps,
+            loss_scale=self._dynamic_loss_scale(),
+            lr_scheduler=self.lr_scheduler.state_dict() if scheduler is not None else None,
+            lr_scheduler_type=scheduler,
+            param_groups=[
                 {key: value for key, value in group.items() if key != "params"}
                 for group in self._param_groups
             ],
-        }
+        )
         save_states(
             self._states(),
-            Path(save_dir),
-            tag=tag or f"global_step{self.global_steps}",
+            directory,
+            tag=f"global_step{self.global_steps}" if tag is None else tag_text(tag),
             meta=meta,
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
         )
         return True
+
+    def _dynamic_loss_scale(self) -> LossScaleState | None:
+        """None without loss scaling, and when the configuration fixes the scale."""
+        config = self._stepper.policy.loss_scale
+        if config is None or config.static:
+            return None
+        return loss_scale_state(self._stepper.loss_scale_state())
 
     def load_checkpoint(
         self,
@@ -525,31 +547,67 @@ class Engine:
     ) -> tuple[str | None, dict[str, Any]]:
         """Take over a checkpoint, whatever the placement or dtype it was written from.
 
+        All of it is checked before the first weight, state or counter changes: [Note: what is checked at load] in
+        offloadzero/checkpoint/verify.py. Gradients of a step that was begun are dropped.
+
         Returns:
-            (its path, client_state); (None, {}) when `load_dir` has no checkpoint.
+            (its path, client_state); (None, {}) only when `load_dir` has no checkpoint and no `tag` is given.
 
         Raises:
-            CheckpointError: it is not whole or does not fit the model.
+            CheckpointError: it is not there, not whole, or does not fit the model. Nothing has changed then.
         """
-        path = find_checkpoint(Path(load_dir), tag)
-        if path is None:
+        directory = directory_of("load_dir", load_dir)
+        found = find_checkpoint(directory, None if tag is None else tag_text(tag))
+        if found is None:
             return None, {}
-        meta = read_meta(path)
-        with_states = load_optimizer_states and not load_module_only and self.optimizer is not None
-        load_states(self._states(), path, strict=load_module_strict, load_optimizer_states=with_states)
-        if with_states:
-            self._accumulation.resume(meta["micro_steps"])
-            self._stepper.restore(meta["global_steps"], meta["skipped_steps"], meta["loss_scale"])
-            for group, saved in zip(self._param_groups, meta["param_groups"], strict=True):
-                group.update(saved)
-        with_schedule = load_lr_scheduler_states and not load_module_only and self.optimizer is not None
-        if with_schedule and meta["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(meta["lr_scheduler"])
-        return str(path), meta["client_state"]
+        checkpoint = open_found(directory, found)
+        meta = checkpoint.meta
+        is_training = self.optimizer is not None and not load_module_only
+        with_states = load_optimizer_states and is_training
+        states = self._states()
+        plan = plan_load(states, checkpoint, strict=load_module_strict, with_states=with_states)
+        groups = fit_param_groups(self._param_groups, checkpoint) if with_states else []
+        with_schedule = load_lr_scheduler_states and is_training
+        if with_schedule:
+            try_schedule(self.lr_scheduler, checkpoint)
+        self.zero_grad()
+        with self._loading(found.path):
+            plan.apply()
+            if with_states:
+                self._go_on_from(meta)
+                for group, saved in zip(self._param_groups, groups, strict=True):
+                    group.update(saved)
+            if with_schedule and meta.lr_scheduler is not None:
+                self.lr_scheduler.load_state_dict(meta.lr_scheduler)
+        return str(found.path), meta.client_state
+
+    def _go_on_from(self, meta: Meta) -> None:
+        """Take the counters. A step that was begun when it was saved begins anew: its gradients were not saved."""
+        self._accumulation.resume(meta.micro_steps)
+        saved = None if self._dynamic_loss_scale() is None else meta.loss_scale
+        scale = self._stepper.loss_scale_state() if saved is None else asdict(saved)
+        self._stepper.restore(meta.global_steps, meta.skipped_steps, scale)
+
+    @contextmanager
+    def _loading(self, path: Path) -> Iterator[None]:
+        """What fails while values are written leaves a mixture, on which nothing may go on."""
+        try:
+            yield
+        except BaseException as error:
+            lost = StateError(
+                f"loading {path} did not come to its end, so weights and states are a mixture: make the engine anew"
+            )
+            lost.__cause__ = error
+            self._half_loaded = lost
+            self._runtime.failures.record(lost)
+            self._runtime.failures.was_raised = True
+            raise
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
-        """One safetensors file with the weights in their training dtype."""
-        save_weights(self._states(), Path(save_dir) / save_filename)
+        """One safetensors file with the weights in their training dtype; a file of that name is replaced."""
+        if self._half_loaded is not None:
+            raise self._half_loaded
+        save_weights(self._states(), directory_of("save_dir", save_dir) / save_filename)
         return True
 
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
-from offloadzero import ConfigError, zero
-from offloadzero.checkpoint.safetensors_file import CheckpointError
+from offloadzero import CheckpointError, ConfigError, zero
 from offloadzero.config import OffloadConfig, SegmentKind, TierName
 from offloadzero.config.schema import PlacementConfig, PlacementRule
 from offloadzero.native.compact import COMPACT_BLOCK, compact_adam_step, compact_encode, num_scales
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim.records import Record, make_record, segment_slice
 from offloadzero.planning.memory_plan import place, plan_memory
+from tests.checkpoints import reseal
 from tests.tiny import all_states
 from tests.training import Outcome, assert_same, make_config, snapshot
 
@@ -435,6 +435,7 @@ def test_a_checkpoint_with_codes_of_another_kind_is_refused(tmp_path: Path) -> N
         engine.save_checkpoint(tmp_path / "saved")
         for file in (tmp_path / "saved").rglob("unit-*.safetensors"):
             file.write_bytes(file.read_bytes().replace(b".exp_avg_e2m5", b".exp_avg_i8xx"))
+        reseal(tmp_path / "saved" / "global_step1")
         with pytest.raises(CheckpointError, match=r"missing .*exp_avg_e2m5"):
             engine.load_checkpoint(tmp_path / "saved")
 

@@ -8,15 +8,20 @@ and then takes the tensors in that order.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from offloadzero.errors import OffloadError
+from offloadzero.checkpoint.hashing import FileEntry, HashedFile, file_size
+from offloadzero.checkpoint.json_file import parse_json
+from offloadzero.errors import CheckpointError
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -32,19 +37,34 @@ _DTYPE_NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own bound
-
-
-class CheckpointError(OffloadError, ValueError):
-    """A checkpoint that is not whole, or does not fit the model: names file and tensor."""
-
+_MAX_DIMENSIONS = 64  # torch's own
 
 TensorSpec = tuple[str, torch.dtype, torch.Size]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a file: bytes [start, stop) behind the header."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
+    stop: int
 
 
 class SafetensorsWriter:
     """Writes tensors in the order of `specs`; `close` flushes them to the disk."""
 
-    def __init__(self, path: Path, specs: Sequence[TensorSpec], *, metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        specs: Sequence[TensorSpec],
+        *,
+        metadata: Mapping[str, str],
+        pool: ThreadPoolExecutor,
+        is_there: bool = False,
+    ) -> None:
+        """`pool` hashes; `is_there`: an empty file of this name is, otherwise none may be."""
         self.path = path
         self._expected = list(specs)
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -61,8 +81,12 @@ class SafetensorsWriter:
             offset += size
         encoded = json.dumps(header).encode()
         encoded += b" " * (-len(encoded) % 8)
-        self._file = path.open("xb")
-        self._file.write(len(encoded).to_bytes(8, "little") + encoded)
+        self._file = HashedFile(path, pool, is_there=is_there)
+        try:
+            self._file.write(len(encoded).to_bytes(8, "little") + encoded)
+        except BaseException:
+            self._file.abandon()
+            raise
 
     def add(self, tensor: torch.Tensor) -> None:
         """Append the next tensor (host memory)."""
@@ -74,58 +98,103 @@ class SafetensorsWriter:
         if tensor.numel():
             self._file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
-    def close(self) -> None:
+    def close(self) -> FileEntry:
         """Everything is on the disk."""
         if self._expected:
             raise AssertionError(f"{self.path}: {len(self._expected)} tensors are missing")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        return self._file.close()
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._file.abandon()
 
 
 class SafetensorsReader:
-    """Reads single tensors of one file."""
+    """Reads single tensors of one file. The header is checked when it is opened: CheckpointError whatever it holds."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("rb")
-        self._entries = self._read_header()
+        size_bytes = file_size(path)
+        try:
+            self._file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from error
+        try:
+            self.entries = self._read_header(size_bytes)
+        except BaseException:
+            self._file.close()
+            raise
 
-    def _read_header(self) -> dict[str, Any]:
-        size_bytes = os.fstat(self._file.fileno()).st_size
-        header_bytes = int.from_bytes(self._file.read(8), "little")
+    def _read_header(self, size_bytes: int) -> dict[str, TensorEntry]:
+        header_bytes = int.from_bytes(self._read_at(0, 8), "little") if size_bytes >= 8 else size_bytes
         if header_bytes > min(_MAX_HEADER_BYTES, size_bytes - 8):
             raise CheckpointError(f"{self.path}: not a safetensors file, or cut short")
-        try:
-            header = json.loads(self._file.read(header_bytes))
-        except ValueError as error:
-            raise CheckpointError(f"{self.path}: the header is not JSON: {error}") from error
+        header = parse_json(self._read_at(8, header_bytes), self.path)
         header.pop("__metadata__", None)
         self._data_offset = 8 + header_bytes
-        for name, entry in header.items():
-            if entry["data_offsets"][1] > size_bytes - self._data_offset:
-                raise CheckpointError(f"{self.path}: {name} ends past the end of the file")
-        return header  # type: ignore[no-any-return]
+        entries = {name: self._entry(name, values) for name, values in header.items()}
+        position = 0
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+            if entry.start != position:
+                raise CheckpointError(f"{self.path}: {name} begins at {entry.start} instead of {position}")
+            position = entry.stop
+        if position > size_bytes - self._data_offset:
+            raise CheckpointError(f"{self.path}: {name} ends past the end of the file")
+        if position < size_bytes - self._data_offset:
+            raise CheckpointError(f"{self.path}: there is more behind the last tensor")
+        return entries
+
+    def _entry(self, name: str, values: Any) -> TensorEntry:
+        try:
+            dtype, shape, (start, stop) = values["dtype"], values["shape"], values["data_offsets"]
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(f"{self.path}: {name} has no dtype, shape and data_offsets") from None
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise CheckpointError(f"{self.path}: {name} has an unknown dtype")
+        if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
+            raise CheckpointError(f"{self.path}: {name} has no shape")
+        if not all(_is_size(size) for size in [*shape, start, stop]):
+            raise CheckpointError(f"{self.path}: {name} has sizes that are none")
+        num_bytes = math.prod(shape) * _DTYPES[dtype].itemsize
+        if num_bytes != stop - start:
+            raise CheckpointError(f"{self.path}: {name} has {stop - start} bytes, its shape {num_bytes}")
+        return TensorEntry(_DTYPES[dtype], torch.Size(shape), start, stop)
 
     def names(self) -> list[str]:
         """All tensors of the file."""
-        return list(self._entries)
+        return list(self.entries)
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor in host memory."""
-        if name not in self._entries:
+        if name not in self.entries:
             raise CheckpointError(f"{self.path}: there is no {name}")
-        entry = self._entries[name]
-        start, stop = entry["data_offsets"]
-        tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
-        if tensor.nbytes != stop - start:
-            raise CheckpointError(f"{self.path}: {name} has {stop - start} bytes, its shape {tensor.nbytes}")
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
         if tensor.numel():
-            self._file.seek(self._data_offset + start)
-            view = tensor.reshape(-1).view(torch.uint8).numpy().data
-            if self._file.readinto(view) != tensor.nbytes:
-                raise CheckpointError(f"{self.path}: {name} is cut short")
+            view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data).cast("B")
+            self._read_into(self._data_offset + entry.start, view, what=name)
         return tensor
+
+    def _read_at(self, offset: int, num_bytes: int) -> bytes:
+        data = bytearray(num_bytes)
+        self._read_into(offset, memoryview(data), what="the header")
+        return bytes(data)
+
+    def _read_into(self, offset: int, view: memoryview, *, what: str) -> None:
+        position = 0
+        while position < len(view):
+            try:
+                num_read = os.preadv(self._file.fileno(), [view[position:]], offset + position)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: {what}: {error.strerror}") from error
+            if num_read == 0:
+                raise CheckpointError(f"{self.path}: {what} is cut short")
+            position += num_read
 
     def __enter__(self) -> SafetensorsReader:
         return self
@@ -134,3 +203,7 @@ class SafetensorsReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63

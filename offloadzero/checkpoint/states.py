@@ -1,4 +1,4 @@
-"""Saving and loading all states of an offloaded model (floor 5).
+"""Saving all states of an offloaded model (floor 5).
 
 [Note: checkpoint format]
 A checkpoint is a directory: `meta.json` (format, counters, param groups, schedules, the user's own state), one
@@ -13,37 +13,41 @@ refused and not misread. What is in the file decides how it is read: a run in ei
 layout unchanged goes on bit by bit. From compact to fp32 the values are those of the codes, exactly; from fp32 to
 compact they are rounded as [Note: compact state] in csrc/cpu_adam/cpu_adam.h says.
 
-It is written beside its final name and renamed when every file is on the disk: a crash at any instant leaves the
-previous checkpoint whole. A checkpoint that is replaced keeps the suffix `.replaced` until its successor has
-taken its name, and the reader knows that name too.
+`manifest.json` lists the files with sizes and digests; `is_latest` is there in the one that `latest` names ([Note: the
+file latest]). How it takes its name: [Note: how a checkpoint takes its name]. What is checked before the first value
+of it is used: [Note: what is checked at load].
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from offloadzero.checkpoint.safetensors_file import (
-    CheckpointError,
-    SafetensorsReader,
-    SafetensorsWriter,
-    TensorSpec,
+from offloadzero.checkpoint.hashing import FileEntry, HashedFile, hashing_pool
+from offloadzero.checkpoint.latest import expect_latest_replaceable, point_latest_to
+from offloadzero.checkpoint.manifest import encode_manifest
+from offloadzero.checkpoint.meta import Meta, encode_meta
+from offloadzero.checkpoint.names import BUFFERS, IS_LATEST, MANIFEST, META, tag_problem, unit_file
+from offloadzero.checkpoint.partial import (
+    PartialCheckpoint,
+    clear_leftovers,
+    expect_replaceable,
+    new_file,
+    sync_directory,
 )
+from offloadzero.checkpoint.safetensors_file import SafetensorsWriter, TensorSpec
 from offloadzero.config import SegmentKind
 from offloadzero.errors import ConfigError
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.streaming.weights import WeightAccess, code_specs
 
-FORMAT = "offloadzero-1"
-LATEST = "latest"
 _MOMENTS = (SegmentKind.EXP_AVG, SegmentKind.EXP_AVG_SQ)
 
 
@@ -67,16 +71,7 @@ def _moment_name(slot: ParamSlot, kind: SegmentKind) -> str:
     return f"{slot.name}.{kind.value}"
 
 
-def _is_compact(slot: ParamSlot, names: Collection[str]) -> bool:
-    """Whether a checkpoint with these names has the parameter's moments in the compact layout."""
-    return f"{slot.name}.{SegmentKind.SCALES.value}" in names
-
-
-def _file_name(record: Record) -> str:
-    return f"unit-{record.index:04}.safetensors"
-
-
-def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Persistent buffers by name."""
     buffers: dict[str, torch.Tensor] = {}
     for module_name, module in model.named_modules():
@@ -94,62 +89,105 @@ def save_states(
     directory: Path,
     *,
     tag: str,
-    meta: Mapping[str, Any],
+    meta: Meta,
     save_latest: bool,
     exclude_frozen: bool,
 ) -> Path:
-    """Write a checkpoint `directory`/`tag`: [Note: checkpoint format]. `meta` must be JSON."""
-    if not tag or "/" in tag or tag.startswith("."):
-        raise ConfigError("tag", tag, "a name without '/' that does not begin with '.'")
-    try:
-        json.dumps(meta)
-    except TypeError as error:
-        raise ConfigError("client_state", type(meta).__name__, f"must be JSON: {error}") from error
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write a checkpoint `directory`/`tag`: [Note: checkpoint format]. `meta` gets its steps and its time here.
+
+    ConfigError for a tag that cannot be one and for what JSON cannot keep; CheckpointError where `tag` or `latest` is
+    there and is not ours. Nothing has been written then.
+    """
+    problem = tag_problem(tag)
+    if problem is not None:
+        raise ConfigError("tag", tag, problem)
+    encode_meta(meta)
+    _make_directory(directory)
+    clear_leftovers(directory)
     final = directory / tag
-    partial = directory / f".{tag}.{os.getpid()}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        for record in states.records:
-            _save_record(states, record, partial / _file_name(record), exclude_frozen=exclude_frozen)
-        buffers = _buffers(states.model)
-        _save_tensors(partial / "buffers.safetensors", buffers)
-        # Only now: reading the records has waited for their updates, which count the steps.
-        whole = {**meta, "format": FORMAT, "steps": _steps(states.records)}
-        _write_text(partial / "meta.json", json.dumps(whole, indent=1))
-        _sync_directory(partial)
-        _replace(partial, final)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    expect_replaceable(final)
     if save_latest:
-        _write_text(directory / f"{LATEST}.partial", tag)
-        (directory / f"{LATEST}.partial").rename(directory / LATEST)
-        _sync_directory(directory)
+        expect_latest_replaceable(directory)
+    with PartialCheckpoint(directory, tag) as partial, hashing_pool() as pool:
+        writer = _FileWriter(partial.path, pool)
+        for record in states.records:
+            writer.add_record(states, record, exclude_frozen=exclude_frozen)
+        writer.add_tensors(BUFFERS, persistent_buffers(states.model))
+        # Only now: reading the records has waited for their updates, which count the steps.
+        whole = replace(meta, steps=_steps(states.records), saved_unix_ns=time.time_ns())
+        writer.add_bytes(META, encode_meta(whole))
+        writer.add_bytes(MANIFEST, encode_manifest(writer.files))
+        if save_latest or os.path.lexists(final / IS_LATEST):
+            (partial.path / IS_LATEST).touch()
+        partial.commit()
+    if save_latest:
+        point_latest_to(directory, tag)
     return final
+
+
+def _make_directory(directory: Path) -> None:
+    existed = directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError("save_dir", str(directory), "a directory: there is a file") from error
+    if not existed:
+        sync_directory(directory.parent)
+
+
+class _FileWriter:
+    """Writes the files of one checkpoint; `files` is its manifest."""
+
+    def __init__(self, path: Path, pool: ThreadPoolExecutor) -> None:
+        self.files: dict[str, FileEntry] = {}
+        self._path = path
+        self._pool = pool
+
+    def add_record(self, states: States, record: Record, *, exclude_frozen: bool) -> None:
+        slots = [slot for slot in record.slots if slot.trainable or not exclude_frozen]
+        specs: list[TensorSpec] = []
+        for slot in slots:
+            specs.append((slot.name, torch.float32 if slot.trainable else record.dtype, slot.shape))
+            if slot.trainable:
+                specs += _moment_specs(slot, compact=record.compact)
+        name = unit_file(record.index)
+        with self._open(name, specs, unit=record.name) as writer:
+            for slot in slots:
+                for tensor in _read_slot(states, record, slot):
+                    writer.add(tensor)
+            self.files[name] = writer.close()
+
+    def add_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        specs = [(key, tensor.dtype, tensor.shape) for key, tensor in tensors.items()]
+        with self._open(name, specs) as writer:
+            for tensor in tensors.values():
+                writer.add(tensor.detach().to("cpu"))
+            self.files[name] = writer.close()
+
+    def _open(self, name: str, specs: Sequence[TensorSpec], **metadata: str) -> SafetensorsWriter:
+        metadata = {"format": "pt", **metadata}
+        return SafetensorsWriter(self._path / name, specs, metadata=metadata, pool=self._pool)
+
+    def add_bytes(self, name: str, data: bytes) -> None:
+        file = HashedFile(self._path / name, self._pool)
+        try:
+            file.write(data)
+            self.files[name] = file.close()
+        except BaseException:
+            file.abandon()
+            raise
 
 
 def _steps(records: Sequence[Record]) -> dict[str, int]:
     return {slot.name: slot.step for record in records for slot in record.trainable_slots}
 
 
-def _save_record(states: States, record: Record, path: Path, *, exclude_frozen: bool) -> None:
-    slots = [slot for slot in record.slots if slot.trainable or not exclude_frozen]
-    specs: list[TensorSpec] = []
-    for slot in slots:
-        specs.append((slot.name, torch.float32 if slot.trainable else record.dtype, slot.shape))
-        if slot.trainable:
-            specs += _moment_specs(slot, compact=record.compact)
-    writer = SafetensorsWriter(path, specs, metadata={"format": "pt", "unit": record.name})
-    for slot in slots:
-        if slot.trainable:
-            writer.add(states.weights.read_master(record, slot))
-            for moment in _read_moments(states, record, slot):
-                writer.add(moment)
-        else:
-            writer.add(states.weights.read(record, slot))
-    writer.close()
+def _read_slot(states: States, record: Record, slot: ParamSlot) -> Iterator[torch.Tensor]:
+    if not slot.trainable:
+        yield states.weights.read(record, slot)
+        return
+    yield states.weights.read_master(record, slot)
+    yield from _read_moments(states, record, slot)
 
 
 def _read_moments(states: States, record: Record, slot: ParamSlot) -> Iterator[torch.Tensor]:
@@ -160,155 +198,30 @@ def _read_moments(states: States, record: Record, slot: ParamSlot) -> Iterator[t
         yield from (states.weights.read_state(record, slot, kind) for kind in _MOMENTS)
 
 
-def _save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    specs = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
-    writer = SafetensorsWriter(path, specs, metadata={"format": "pt"})
-    for tensor in tensors.values():
-        writer.add(tensor.detach().to("cpu"))
-    writer.close()
-
-
 def save_weights(states: States, path: Path) -> None:
     """One safetensors file with every parameter in its own dtype, and the buffers; tied ones once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    buffers = _buffers(states.model)
+    _make_directory(path.parent)
+    clear_leftovers(path.parent)
+    buffers = persistent_buffers(states.model)
     specs = [(slot.name, record.dtype, slot.shape) for record in states.records for slot in record.slots]
     specs += [(name, buffer.dtype, buffer.shape) for name, buffer in buffers.items()]
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.unlink(missing_ok=True)
+    partial, lock = new_file(path)
     try:
-        writer = SafetensorsWriter(partial, specs, metadata={"format": "pt"})
-        for record in states.records:
-            for slot in record.slots:
-                writer.add(states.weights.read(record, slot))
-        for buffer in buffers.values():
-            writer.add(buffer.detach().to("cpu"))
-        writer.close()
+        metadata = {"format": "pt"}
+        with (
+            hashing_pool() as pool,
+            SafetensorsWriter(partial, specs, metadata=metadata, pool=pool, is_there=True) as writer,
+        ):
+            for record in states.records:
+                for slot in record.slots:
+                    writer.add(states.weights.read(record, slot))
+            for buffer in buffers.values():
+                writer.add(buffer.detach().to("cpu"))
+            writer.close()
         partial.rename(path)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
     finally:
-        os.close(descriptor)
-
-
-def _replaced(final: Path) -> Path:
-    return final.with_name(f"{final.name}.replaced")
-
-
-def _replace(partial: Path, final: Path) -> None:
-    old = _replaced(final)
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-    partial.rename(final)
-    _sync_directory(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-# --- load ---
-
-
-def find_checkpoint(directory: Path, tag: str | None) -> Path | None:
-    """The checkpoint of `tag`, or of the file `latest`; None when there is neither."""
-    if tag is None:
-        latest = directory / LATEST
-        if not latest.exists():
-            return None
-        tag = latest.read_text().strip()
-    for path in (directory / tag, _replaced(directory / tag)):
-        if (path / "meta.json").exists():
-            return path
-    return None
-
-
-def read_meta(path: Path) -> dict[str, Any]:
-    """meta.json of a checkpoint; raises CheckpointError for another format."""
-    meta: dict[str, Any] = json.loads((path / "meta.json").read_text())
-    if meta.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format {meta.get('format')!r} instead of {FORMAT!r}")
-    return meta
-
-
-def load_states(states: States, path: Path, *, strict: bool, load_optimizer_states: bool) -> None:
-    """Write a checkpoint's values to the homes. All names and shapes are checked before the first is written."""
-    meta = read_meta(path)
-    files: dict[str, Path] = {}
-    for file in sorted(path.glob("unit-*.safetensors")):
-        with SafetensorsReader(file) as reader:
-            files.update(dict.fromkeys(reader.names(), file))
-    _check_names(states, files, path, strict=strict, with_moments=load_optimizer_states)
-    for record in states.records:
-        for slot in record.slots:
-            if slot.name in files:
-                _load_slot(states, record, slot, files, with_moments=load_optimizer_states)
-                if load_optimizer_states and slot.trainable:
-                    slot.step = int(meta["steps"][slot.name])
-    _load_buffers(states.model, path)
-
-
-def _check_names(
-    states: States, files: Mapping[str, Path], path: Path, *, strict: bool, with_moments: bool
-) -> None:
-    known = {slot.name for record in states.records for slot in record.slots}
-    moments, frozen_moments = (
-        {
-            name
-            for record in states.records
-            for slot in record.slots
-            if slot.trainable is trainable
-            for name, _, _ in _moment_specs(slot, compact=_is_compact(slot, files))
-        }
-        for trainable in (True, False)
-    )
-    wanted = known | (moments if with_moments else set())
-    missing = sorted(wanted - set(files))
-    foreign = sorted(set(files) - known - moments - frozen_moments)  # what trained once may be frozen here
-    if strict and (missing or foreign):
-        raise CheckpointError(
-            f"{path}: missing {', '.join(missing[:5]) or 'nothing'}; not in the model: "
-            f"{', '.join(foreign[:5]) or 'nothing'} ({len(missing)} and {len(foreign)} in all)"
-        )
-
-
-def _load_slot(
-    states: States, record: Record, slot: ParamSlot, files: Mapping[str, Path], *, with_moments: bool
-) -> None:
-    with SafetensorsReader(files[slot.name]) as reader:
-        value = reader.read(slot.name)
-        if value.shape != slot.shape:
-            raise CheckpointError(
-                f"{files[slot.name]}: {slot.name} is {tuple(value.shape)}, in the model {tuple(slot.shape)}"
-            )
-        states.weights.write(record, slot, value)
-        if not with_moments or not slot.trainable:
-            return
-        if _is_compact(slot, files):
-            names = [name for name, _, _, _ in code_specs(slot)]
-            codes = {name: reader.read(f"{slot.name}.{name}") for name in names}
-            states.weights.write_codes(record, slot, codes)
-        else:
-            for kind in _MOMENTS:
-                states.weights.write_state(record, slot, kind, reader.read(_moment_name(slot, kind)))
-
-
-def _load_buffers(model: nn.Module, path: Path) -> None:
-    buffers = _buffers(model)
-    with SafetensorsReader(path / "buffers.safetensors") as reader:
-        for name in reader.names():
-            if name in buffers:
-                buffers[name].copy_(reader.read(name))
+        os.close(lock)

@@ -1,0 +1,181 @@
+"""Digests of files, made while they are written and streamed when they are checked (floor 5).
+
+[Note: the digest of a file]
+SHA-256 of the SHA-256 digests of its pieces of 4 MiB, one after another: the pieces of one file are hashed side by
+side on several cores, and beside the write that carries them to the disk. It is there against damage and not against
+adversaries; what it costs is what counts. On one core of a Xeon with SHA instructions 1.8 GB/s (two cores 3.5), 0.45
+without them; blake2b 0.9, zlib's crc32 4.2 but only 32 bits wide, a CRC-64 from tables in C 2.3. A multiply-and-fold
+kernel in C of 25 GB/s was left out: nobody would know what its guarantees are, and with a few cores SHA-256 is
+faster than the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from errno import EIO
+from pathlib import Path
+
+from offloadzero.errors import AioError, CheckpointError
+
+PIECE_BYTES = 4 * 1024 * 1024
+_MAX_THREADS = 8  # enough for the fastest drives
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What the manifest says about one file."""
+
+    num_bytes: int
+    sha256: str  # [Note: the digest of a file]
+
+
+def hashing_pool() -> ThreadPoolExecutor:
+    """Threads for one save or load; a context manager."""
+    return ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS), "offloadzero-sha256")
+
+
+class _RunningDigest:
+    """The digest of bytes that come in order."""
+
+    def __init__(self) -> None:
+        self._pieces: list[hashlib._Hash] = []
+        self._num_bytes = 0
+
+    def begin(self, data: memoryview, pool: ThreadPoolExecutor) -> list[Future[None]]:
+        """Hash `data` on the pool; it must stay until the futures are done, and the next call waits for that."""
+        futures = []
+        position = 0
+        while position < len(data):
+            inside = self._num_bytes % PIECE_BYTES
+            if inside == 0:
+                self._pieces.append(hashlib.sha256())
+            part = data[position : position + PIECE_BYTES - inside]
+            futures.append(pool.submit(self._pieces[-1].update, part))
+            position += len(part)
+            self._num_bytes += len(part)
+        return futures
+
+    def entry(self) -> FileEntry:
+        return FileEntry(self._num_bytes, _root(piece.digest() for piece in self._pieces))
+
+
+def _root(digests: Iterator[bytes]) -> str:
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+class HashedFile:
+    """A new file that is hashed as it is written. AioError names it, the offset and the length."""
+
+    def __init__(self, path: Path, pool: ThreadPoolExecutor, *, is_there: bool = False) -> None:
+        """`is_there`: an empty file of this name is; otherwise none may be."""
+        self.path = path
+        self._pool = pool
+        self._digest = _RunningDigest()
+        self._offset = 0
+        with self._named("open", 0):
+            self._file = path.open("r+b" if is_there else "xb")
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append."""
+        view = memoryview(data).cast("B")
+        futures = self._digest.begin(view, self._pool)
+        try:
+            with self._named("write", len(view)):
+                self._file.write(view)
+        finally:
+            wait(futures)  # the caller's memory is read until then
+        for future in futures:
+            future.result()
+        self._offset += len(view)
+
+    def close(self) -> FileEntry:
+        """Everything is on the disk."""
+        with self._named("fsync", 0):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        return self._digest.entry()
+
+    def abandon(self) -> None:
+        """Let go of the file after a failure."""
+        with suppress(OSError):  # what could not be written has been said
+            self._file.close()
+
+    @contextmanager
+    def _named(self, operation: str, num_bytes: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise AioError(
+                operation=operation,
+                path=str(self.path),
+                offset=self._offset,
+                num_bytes=num_bytes,
+                errno=error.errno or EIO,
+            ) from error
+
+
+def file_size(path: Path) -> int:
+    """Of a regular file; CheckpointError for everything else."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is not a regular file")
+    return status.st_size
+
+
+def read_bytes(path: Path, *, max_bytes: int) -> bytes:
+    """A small file; CheckpointError when it is no file, larger, or cannot be read."""
+    num_bytes = file_size(path)
+    if num_bytes > max_bytes:
+        raise CheckpointError(f"{path} has {num_bytes:,} bytes: more than {max_bytes:,}")
+    try:
+        with path.open("rb") as file:
+            return file.read(max_bytes)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+
+
+def check_file(path: Path, entry: FileEntry, pool: ThreadPoolExecutor) -> None:
+    """Read the file, a piece per thread at a time; CheckpointError unless it is what was written."""
+    check_size(path, entry)
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            offsets = range(0, entry.num_bytes, PIECE_BYTES)
+            found = _root(pool.map(lambda offset: _piece_digest(descriptor, offset), offsets))
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    if found != entry.sha256:
+        raise CheckpointError(f"{path} is damaged: its bytes are not those that were written")
+
+
+def check_size(path: Path, entry: FileEntry) -> None:
+    """CheckpointError unless the file is as long as what was written."""
+    num_bytes = file_size(path)
+    if num_bytes != entry.num_bytes:
+        raise CheckpointError(f"{path} has {num_bytes:,} bytes; {entry.num_bytes:,} were written")
+
+
+def _piece_digest(descriptor: int, offset: int) -> bytes:
+    piece = hashlib.sha256()
+    end = offset + PIECE_BYTES
+    while offset < end:
+        data = os.pread(descriptor, end - offset, offset)
+        if not data:
+            break
+        piece.update(data)
+        offset += len(data)
+    return piece.digest()

@@ -1,0 +1,246 @@
+"""Which checkpoint is meant: by tag, or by the file `latest` (floor 5).
+
+[Note: the file latest]
+`latest` is DeepSpeed's: a text file with the newest checkpoint's tag and nothing else, so nothing in it can say whether
+it is whole: one flipped bit makes global_step5 of global_step4. So the checkpoint that it names says so too: it holds
+an empty file `is_latest`, which is taken from the one before when `latest` has changed. A kill between leaves two of
+them, and either is right. A `latest` that names another than those was damaged, or changed by hand: loading says so,
+and the tag can be given. (None, {}) comes back only where no checkpoint of ours is; everything else is an error, for
+a script that takes it for a fresh start would train from step 0 and save over its own run.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from offloadzero.checkpoint.hashing import read_bytes
+from offloadzero.checkpoint.manifest import read_manifest
+from offloadzero.checkpoint.meta import read_mark, read_meta
+from offloadzero.checkpoint.names import (
+    IS_LATEST,
+    LATEST,
+    MANIFEST,
+    META,
+    REPLACED,
+    is_unit_file,
+    name_problem,
+    parse_unfinished,
+)
+from offloadzero.checkpoint.partial import new_file, not_ours, sync_directory
+from offloadzero.checkpoint.verify import Checkpoint, check_sizes, open_checkpoint
+from offloadzero.errors import CheckpointError
+
+_MAX_LATEST_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Found:
+    """A directory that is, or was, a checkpoint."""
+
+    tag: str
+    path: Path
+
+
+# --- which ---
+
+
+def find_checkpoint(directory: Path, tag: str | None) -> Found | None:
+    """The checkpoint of `tag`, or the one that `latest` names: [Note: the file latest].
+
+    None when no tag is given and no checkpoint of ours is there. CheckpointError for everything else that is not found.
+    """
+    if tag is not None:
+        return _find_tag(directory, tag)
+    if not os.path.lexists(directory / LATEST):
+        if not list_checkpoints(directory):
+            return None
+        raise CheckpointError(f"{directory / LATEST} is missing. {offer(directory)}")
+    try:
+        return _find_latest(directory)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {offer(directory)}") from error
+
+
+def _find_tag(directory: Path, tag: str) -> Found:
+    problem = name_problem(tag)
+    path = None if problem is not None else _path_of(directory, tag)
+    if path is None:
+        reason = f" ({problem})" if problem is not None else ""
+        raise CheckpointError(f"there is no checkpoint {tag!r} in {directory}{reason}. {_known(directory)}")
+    if not _looks_like_checkpoint(path):
+        raise CheckpointError(f"{path} is not a checkpoint of this package. {_known(directory)}")
+    return Found(tag, path)
+
+
+def _find_latest(directory: Path) -> Found:
+    file = directory / LATEST
+    raw = read_bytes(file, max_bytes=_MAX_LATEST_BYTES)
+    try:
+        tag = raw.decode().strip()
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{file} is damaged: not UTF-8") from None
+    problem = name_problem(tag)
+    if problem is not None:
+        raise CheckpointError(f"{file} is damaged: it holds {tag[:80]!r}, but a tag {problem}")
+    path = _path_of(directory, tag)
+    if path is None:
+        raise CheckpointError(f"{file} is damaged: it names {tag!r}, which is not there")
+    if not _looks_like_checkpoint(path):
+        raise CheckpointError(f"{file} names {tag!r}, which is not a checkpoint of this package")
+    if os.path.lexists(path / MANIFEST) and not os.path.lexists(path / IS_LATEST):
+        raise CheckpointError(
+            f"{file} names {tag!r}, which was not saved as the latest: damaged, or changed by hand (then pass "
+            f"tag={tag!r})"
+        )
+    return Found(tag, path)
+
+
+def _path_of(directory: Path, tag: str) -> Path | None:
+    """Where the checkpoint is: under its name, or where a kill left it between two renames."""
+    if os.path.lexists(directory / tag):
+        return directory / tag
+    for path in _entries(directory):
+        unfinished = parse_unfinished(path.name)
+        if unfinished is not None and (unfinished.stem, unfinished.kind) == (tag, REPLACED):
+            return path
+    old = directory / f"{tag}.{REPLACED}"  # as version 1 called it
+    return old if not_ours(old) is None else None
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{directory}: {error.strerror}") from error
+
+
+def _looks_like_checkpoint(path: Path) -> bool:
+    """Whether it is one of ours, or was before it was damaged."""
+    try:
+        if any(is_unit_file(name) for name in os.listdir(path)):
+            return True
+    except (NotADirectoryError, PermissionError):
+        return False  # a file; another user's
+    for read in (read_mark, read_manifest):
+        try:
+            read(path)
+            return True
+        except CheckpointError:
+            pass  # the other may say it
+    return False
+
+
+def list_checkpoints(directory: Path) -> list[Found]:
+    """All that are, or were, checkpoints of ours; the newest first."""
+    found: dict[str, Found] = {}
+    for path in _entries(directory):
+        unfinished = parse_unfinished(path.name)
+        if unfinished is None and not path.name.startswith(".") and _looks_like_checkpoint(path):
+            found[path.name] = Found(path.name, path)
+    for path in _entries(directory):
+        unfinished = parse_unfinished(path.name)
+        if unfinished is not None and unfinished.kind == REPLACED and _looks_like_checkpoint(path):
+            found.setdefault(unfinished.stem, Found(unfinished.stem, path))
+    return sorted(found.values(), key=_age)
+
+
+def _age(found: Found) -> tuple[float, str]:
+    """Smaller is newer."""
+    try:
+        saved_unix_ns = read_meta(found.path).saved_unix_ns
+        if saved_unix_ns == 0:
+            saved_unix_ns = (found.path / META).stat().st_mtime_ns
+    except (CheckpointError, OSError):
+        return 0.0, found.tag  # damaged: whatever is offered is not this one
+    return -float(saved_unix_ns), found.tag
+
+
+# --- what to say ---
+
+
+def offer(directory: Path, *, besides: Path | None = None) -> str:
+    """A sentence that names the newest checkpoint that is intact. Reads as much as it takes to be sure."""
+    for found in list_checkpoints(directory):
+        if found.path == besides:
+            continue
+        try:
+            step = open_checkpoint(found.path).meta.global_steps
+        except CheckpointError:
+            continue  # not this one
+        return f"{found.tag!r} (step {step}) is intact: pass tag={found.tag!r} to load it"
+    other = "other " if besides is not None else ""
+    return f"No {other}checkpoint in {directory} is intact"
+
+
+def _known(directory: Path) -> str:
+    """A sentence that names all checkpoints, by what is quick to see."""
+    good, damaged = [], []
+    for found in list_checkpoints(directory):
+        try:
+            check_sizes(found.path)
+            good.append(found.tag)
+        except CheckpointError as error:
+            damaged.append(f"{found.tag!r} ({error})")
+    text = f"Complete there: {', '.join(map(repr, good)) or 'none'}"
+    return text + (f"; damaged: {', '.join(damaged)}" if damaged else "")
+
+
+def open_found(directory: Path, found: Found) -> Checkpoint:
+    """Check all of it; the CheckpointError offers another that is intact."""
+    try:
+        checkpoint = open_checkpoint(found.path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {offer(directory, besides=found.path)}") from error
+    if checkpoint.meta.version < 2:
+        warnings.warn(
+            f"{found.path} was written without a manifest (version 1): damage to its bytes would not be seen. Saved "
+            "again, it has one",
+            stacklevel=3,
+        )
+    return checkpoint
+
+
+# --- to point to another ---
+
+
+def expect_latest_replaceable(directory: Path) -> None:
+    """CheckpointError when `latest` is there and no checkpoint of ours is, or when it is no file."""
+    path = directory / LATEST
+    if not os.path.lexists(path):
+        return
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        reason = "not a regular file"
+    elif list_checkpoints(directory):
+        return
+    else:
+        reason = "no checkpoint of this package is beside it"
+    raise CheckpointError(
+        f"{path} is not the file of this package ({reason}). It is left alone: save into another directory, move it "
+        "away, or pass save_latest=False"
+    )
+
+
+def point_latest_to(directory: Path, tag: str) -> None:
+    """Let `latest` name a checkpoint that says so already."""
+    expect_latest_replaceable(directory)
+    partial, descriptor = new_file(directory / LATEST)
+    try:
+        os.write(descriptor, tag.encode())
+        os.fsync(descriptor)
+        partial.rename(directory / LATEST)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+    sync_directory(directory)
+    for path in sorted(directory.iterdir()):
+        marker = path / IS_LATEST
+        if path.name != tag and os.path.lexists(marker) and not_ours(path) is None:
+            marker.unlink(missing_ok=True)

@@ -1,0 +1,211 @@
+"""Taking a checkpoint over: all of it is compared with the model before the first value is written (floor 5)."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offloadzero.checkpoint.meta import LossScaleState, Meta
+from offloadzero.checkpoint.safetensors_file import SafetensorsReader
+from offloadzero.checkpoint.states import States, persistent_buffers
+from offloadzero.checkpoint.verify import CODES, MOMENTS, Checkpoint, StoredTensor
+from offloadzero.config import SegmentKind
+from offloadzero.errors import CheckpointError
+from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.streaming.weights import code_specs
+
+log = logging.getLogger("offloadzero.checkpoint")
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What is written where; everything in it fits."""
+
+    states: States
+    checkpoint: Checkpoint
+    slots: Sequence[tuple[Record, ParamSlot]]
+    with_moments: frozenset[str]  # names of parameters whose state is taken too
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Write the values to their homes, one parameter in memory at a time."""
+        for record, slot in self.slots:
+            stored = self.checkpoint.weights[slot.name]
+            with SafetensorsReader(stored.file) as reader:
+                self.states.weights.write(record, slot, reader.read(slot.name))
+            if slot.name in self.with_moments:
+                self._write_moments(record, slot)
+                slot.step = self.checkpoint.meta.steps[slot.name]
+        for name, buffer in self.buffers.items():
+            with SafetensorsReader(self.checkpoint.buffers[name].file) as reader:
+                buffer.copy_(reader.read(name))
+
+    def _write_moments(self, record: Record, slot: ParamSlot) -> None:
+        moments = self.checkpoint.moments[slot.name]
+        values = dict(_read_moments(slot.name, moments))
+        if CODES[-1] in moments:
+            self.states.weights.write_codes(record, slot, values)
+        else:
+            for name in MOMENTS:
+                self.states.weights.write_state(record, slot, SegmentKind(name), values[name])
+
+
+def _read_moments(name: str, moments: Mapping[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    for suffix, stored in moments.items():
+        with SafetensorsReader(stored.file) as reader:
+            yield suffix, reader.read(f"{name}.{suffix}")
+
+
+def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_states: bool) -> LoadPlan:
+    """Compare the checkpoint with the model. CheckpointError names what is missing, foreign, or of another shape.
+
+    Not `strict`: what both have is taken, and must fit.
+    """
+    slots = [(record, slot) for record in states.records for slot in record.slots]
+    buffers = persistent_buffers(states.model)
+    missing, foreign = _differences(checkpoint, [slot for _, slot in slots], buffers, with_states=with_states)
+    if strict and (missing or foreign):
+        raise CheckpointError(
+            f"{checkpoint.path}: missing {', '.join(missing[:5]) or 'nothing'}; not in the model: "
+            f"{', '.join(foreign[:5]) or 'nothing'} ({len(missing)} and {len(foreign)} in all)"
+        )
+    if missing:
+        log.warning("%s: missing %s; they stay as they are", checkpoint.path, ", ".join(missing[:5]))
+    taken = [(record, slot) for record, slot in slots if slot.name in checkpoint.weights]
+    with_moments = frozenset(
+        slot.name for _, slot in taken if with_states and slot.trainable and slot.name in checkpoint.moments
+    )
+    for record, slot in taken:
+        _check_tensor(slot.name, checkpoint.weights[slot.name], slot.shape, record.dtype)
+        if slot.name in with_moments:
+            _check_codes(slot, checkpoint.moments[slot.name])
+    shared = {name: buffer for name, buffer in buffers.items() if name in checkpoint.buffers}
+    for name, buffer in shared.items():
+        _check_tensor(name, checkpoint.buffers[name], buffer.shape, buffer.dtype)
+    return LoadPlan(states, checkpoint, taken, with_moments, shared)
+
+
+def _differences(
+    checkpoint: Checkpoint,
+    slots: Sequence[ParamSlot],
+    buffers: Mapping[str, torch.Tensor],
+    *,
+    with_states: bool,
+) -> tuple[list[str], list[str]]:
+    """Names that the model has and the checkpoint has not, and the other way round.
+
+    What trained once may be frozen here: its moments are left alone.
+    """
+    known = {slot.name for slot in slots}
+    trainable = {slot.name for slot in slots if slot.trainable}
+    missing = [*(known - set(checkpoint.weights)), *(set(buffers) - set(checkpoint.buffers))]
+    foreign = [*(set(checkpoint.weights) - known), *(set(checkpoint.buffers) - set(buffers))]
+    if with_states:
+        missing += [f"{name}.{MOMENTS[0]}" for name in trainable - set(checkpoint.moments)]
+    return sorted(missing), sorted(foreign)
+
+
+def _check_tensor(name: str, stored: StoredTensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    if stored.entry.shape != shape:
+        found = tuple(stored.entry.shape)
+        raise CheckpointError(f"{stored.file}: {name} is {found}, in the model {tuple(shape)}")
+    if stored.entry.dtype != dtype and not (stored.entry.dtype.is_floating_point and dtype.is_floating_point):
+        raise CheckpointError(f"{stored.file}: {name} is {stored.entry.dtype}, in the model {dtype}")
+
+
+def _check_codes(slot: ParamSlot, moments: Mapping[str, StoredTensor]) -> None:
+    for name, _, dtype, shape in code_specs(slot):
+        if name in moments and (moments[name].entry.dtype, moments[name].entry.shape) != (dtype, shape):
+            raise CheckpointError(
+                f"{moments[name].file}: {slot.name}.{name} is {moments[name].entry.dtype} "
+                f"{tuple(moments[name].entry.shape)} instead of {dtype} {tuple(shape)}"
+            )
+
+
+# --- what is no tensor ---
+
+
+def fit_param_groups(present: Sequence[Mapping[str, Any]], checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """The saved options of each group, in the types of those that are there. CheckpointError unless they fit."""
+    saved = checkpoint.meta.param_groups
+    if len(saved) != len(present):
+        raise CheckpointError(
+            f"{checkpoint.path}: {len(saved)} param groups were saved, the optimizer has {len(present)}"
+        )
+    fitted = []
+    for index, (own, group) in enumerate(zip(present, saved, strict=True)):
+        for key, value in group.items():
+            if key == "params" or (key in own and not _same_kind(own[key], value)):
+                raise CheckpointError(
+                    f"{checkpoint.path}: param_groups[{index}].{key} does not fit the optimizer's"
+                )
+        tuples = {key: tuple(group[key]) for key in group if isinstance(own.get(key), tuple)}
+        fitted.append({**group, **tuples})
+    return fitted
+
+
+def _same_kind(present: Any, saved: Any) -> bool:
+    """Whether `saved` can stand in the place of `present`."""
+    if present is None:
+        return True
+    if isinstance(present, bool):
+        return saved is None or isinstance(saved, bool)
+    if isinstance(present, dict):
+        kinds = {type(key) for key in present}
+        return isinstance(saved, dict) and (not kinds or {type(key) for key in saved} <= kinds)
+    for kind in (int | float, str, list | tuple):
+        if isinstance(present, kind):
+            return isinstance(saved, kind) and not isinstance(saved, bool)
+    return True
+
+
+def try_schedule(scheduler: Any, checkpoint: Checkpoint) -> None:
+    """CheckpointError unless the learning-rate schedule takes its saved state. It is left as it is."""
+    meta = checkpoint.meta
+    _check_schedule(scheduler, meta, checkpoint)
+    if meta.lr_scheduler is None:
+        return
+    before = copy.deepcopy(scheduler.state_dict())
+    try:
+        scheduler.load_state_dict(copy.deepcopy(meta.lr_scheduler))
+    except Exception as error:
+        raise CheckpointError(
+            f"{checkpoint.path}: {type(scheduler).__name__} refuses lr_scheduler: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        scheduler.load_state_dict(before)
+
+
+def _check_schedule(scheduler: Any, meta: Meta, checkpoint: Checkpoint) -> None:
+    own = schedule_name(scheduler)
+    skip = "pass load_lr_scheduler_states=False to leave the schedule out"
+    if meta.lr_scheduler is None:
+        if own is not None:
+            raise CheckpointError(
+                f"{checkpoint.path}: saved without a schedule; {own} would begin anew: {skip}, if that is meant"
+            )
+        return
+    saved = meta.lr_scheduler_type or "a schedule"
+    if own is None:
+        raise CheckpointError(f"{checkpoint.path}: saved with {saved}, the engine has no schedule: {skip}")
+    if meta.lr_scheduler_type not in (None, own):
+        raise CheckpointError(f"{checkpoint.path}: saved with {saved}, the engine has {own}: {skip}")
+    for key, value in scheduler.state_dict().items():
+        if key in meta.lr_scheduler and not _same_kind(value, meta.lr_scheduler[key]):
+            raise CheckpointError(f"{checkpoint.path}: lr_scheduler.{key} does not fit {own}")
+
+
+def schedule_name(scheduler: Any) -> str | None:
+    """What a schedule with a state is called; None for one without, and for None."""
+    return type(scheduler).__qualname__ if callable(getattr(scheduler, "state_dict", None)) else None
+
+
+def loss_scale_state(values: Mapping[str, float]) -> LossScaleState:
+    """Of dynamic loss scaling, for the checkpoint."""
+    return LossScaleState(float(values["scale"]), int(values["good_steps"]), int(values["hysteresis_left"]))

@@ -1,0 +1,201 @@
+"""meta.json of a checkpoint: the mark that it is ours, the counters, and what is no tensor (floor 5)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from offloadzero.checkpoint.hashing import read_bytes
+from offloadzero.checkpoint.json_file import decode_plain, encode_plain, parse_json
+from offloadzero.checkpoint.names import META
+from offloadzero.errors import CheckpointError, ConfigError
+
+FORMAT = "offloadzero-checkpoint"
+VERSION = 2
+FORMAT_1 = "offloadzero-1"  # of version 1, which had no manifest
+MAX_META_BYTES = 256 * 1024 * 1024
+_MAX_COUNT = 2**53
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LossScaleState:
+    """Of dynamic loss scaling."""
+
+    scale: float
+    good_steps: int
+    hysteresis_left: int
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What meta.json holds beside the format."""
+
+    global_steps: int
+    micro_steps: int
+    skipped_steps: int
+    param_groups: list[dict[str, Any]]
+    client_state: dict[str, Any] = field(default_factory=dict)
+    loss_scale: LossScaleState | None = None
+    lr_scheduler: dict[str, Any] | None = None
+    lr_scheduler_type: str | None = None
+    steps: dict[str, int] = field(default_factory=dict)  # updates so far of each trainable parameter
+    saved_unix_ns: int = 0
+    version: int = VERSION
+
+
+_PLAIN = ("client_state", "lr_scheduler", "param_groups")
+
+
+def encode_meta(meta: Meta) -> bytes:
+    """The file's bytes. ConfigError names what JSON cannot keep."""
+    values = {"format": FORMAT, **_as_dict(meta)}
+    for key in _PLAIN:
+        values[key] = encode_plain(values[key], key)
+    try:
+        encoded = json.dumps(values, indent=1).encode()
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise ConfigError("client_state", "…", f"JSON cannot keep it: {error}") from error
+    if len(encoded) > MAX_META_BYTES:
+        allowed = f"at most {MAX_META_BYTES:,} bytes of JSON, beside the checkpoint's own"
+        raise ConfigError("client_state", f"{len(encoded):,} bytes", allowed)
+    return encoded
+
+
+def _as_dict(meta: Meta) -> dict[str, Any]:
+    """Field by name; the loss scale as a dict."""
+    values = {name: getattr(meta, name) for name in meta.__dataclass_fields__}
+    values["loss_scale"] = None if meta.loss_scale is None else asdict(meta.loss_scale)
+    return values
+
+
+def read_mark(checkpoint: Path) -> int:
+    """The version of a checkpoint of this package; CheckpointError when it is none."""
+    return _version(_read(checkpoint), checkpoint / META)
+
+
+def read_meta(checkpoint: Path) -> Meta:
+    """meta.json, with every field of the right type; CheckpointError otherwise."""
+    path = checkpoint / META
+    values = _read(checkpoint)
+    version = _version(values, path)
+    if version >= 2:
+        for key in _PLAIN:
+            values[key] = _decode(values, key, path)
+    get = _Fields(values, path)
+    return Meta(
+        version=version,
+        global_steps=get("global_steps", _count),
+        micro_steps=get("micro_steps", _count),
+        skipped_steps=get("skipped_steps", _count),
+        param_groups=get("param_groups", _list_of_dicts),
+        client_state=get("client_state", _dict),
+        loss_scale=get("loss_scale", _optional(_loss_scale)),
+        lr_scheduler=get("lr_scheduler", _optional(_dict)),
+        lr_scheduler_type=get("lr_scheduler_type", _optional(_text)) if version >= 2 else None,
+        steps=get("steps", _counts),
+        saved_unix_ns=get("saved_unix_ns", _whole) if version >= 2 else 0,
+    )
+
+
+def _read(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / META
+    return parse_json(read_bytes(path, max_bytes=MAX_META_BYTES), path)
+
+
+def _version(values: Mapping[str, Any], path: Path) -> int:
+    name, version = values.get("format"), values.get("version")
+    if name == FORMAT_1:
+        return 1
+    if name != FORMAT or type(version) is not int or version < VERSION:
+        raise CheckpointError(f"{path}: format {_short(name)} instead of {FORMAT!r}")
+    if version > VERSION:
+        raise CheckpointError(f"{path}: version {_short(version)}; this package reads up to {VERSION}")
+    return version
+
+
+def _decode(values: Mapping[str, Any], key: str, path: Path) -> Any:
+    try:
+        return decode_plain(values.get(key))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {key} is not what was saved: {error}") from error
+
+
+def _short(value: object) -> str:
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of too many digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class _Fields:
+    """Reads fields by name and type."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
+        self._values = values
+        self._path = path
+
+    def __call__(self, key: str, parse: Callable[[Any], T]) -> T:
+        if key not in self._values:
+            raise CheckpointError(f"{self._path}: {key} is missing")
+        try:
+            return parse(self._values[key])
+        except _WrongTypeError as error:
+            shown = _short(self._values[key])
+            raise CheckpointError(f"{self._path}: {key} = {shown}: {error}") from None
+
+
+class _WrongTypeError(Exception):
+    """A field is not what it must be."""
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or abs(value) >= 2**63:
+        raise _WrongTypeError("not a whole number of 64 bits")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MAX_COUNT:
+        raise _WrongTypeError("not a count")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _WrongTypeError("not a text")
+    return value
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _WrongTypeError("not an object")
+    return value
+
+
+def _list_of_dicts(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise _WrongTypeError("not a list")
+    return [_dict(item) for item in value]
+
+
+def _counts(value: Any) -> dict[str, int]:
+    return {key: _count(item) for key, item in _dict(value).items()}
+
+
+def _loss_scale(value: Any) -> LossScaleState:
+    values = _dict(value)
+    scale = values.get("scale")
+    if type(scale) is not float or not math.isfinite(scale) or scale <= 0:
+        raise _WrongTypeError("scale is not a positive number")
+    return LossScaleState(scale, _whole(values.get("good_steps")), _whole(values.get("hysteresis_left")))
+
+
+def _optional(parse: Callable[[Any], T]) -> Callable[[Any], T | None]:
+    return lambda value: None if value is None else parse(value)

@@ -1,0 +1,284 @@
+"""A checkpoint while it is written, how it takes its name, and what a kill leaves behind (floor 5).
+
+[Note: how a checkpoint takes its name]
+It is written into `.TAG.TOKEN.partial`. When every file is on the disk, one that is there already is renamed to
+`.TAG.TOKEN.replaced`, the new one to TAG, and the old one is removed. A kill at any instant leaves the last one whole:
+under its name, or, between the two renames, as `.replaced`, where the reader finds it and whence the next save brings
+it back. The next save also removes what is partial, if the process that wrote it is gone: it holds a lock on a file
+inside, which no other process, no other container and no number of a process that comes again can hold. On a
+filesystem without locks nothing is cleared away.
+
+What does not carry our mark is never touched: a directory is a checkpoint of ours if its meta.json says so, an
+unfinished one if its name does ([Note: names that are marks]); and of both only our own files are removed, one by one.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from offloadzero.checkpoint.manifest import read_manifest
+from offloadzero.checkpoint.meta import read_mark
+from offloadzero.checkpoint.names import (
+    LOCK,
+    MANIFEST,
+    META,
+    PARTIAL,
+    REPLACED,
+    Unfinished,
+    is_data_file,
+    is_own_file,
+    new_unfinished,
+    parse_unfinished,
+)
+from offloadzero.errors import CheckpointError
+
+log = logging.getLogger("offloadzero.checkpoint")
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class PartialCheckpoint:
+    """A directory to write into, `path`, until `commit` gives it its name; otherwise it is removed on exit."""
+
+    def __init__(self, directory: Path, tag: str) -> None:
+        self.tag = tag
+        self._directory = directory
+        self.path, self._lock = _new_directory(directory, tag)
+        unfinished = parse_unfinished(self.path.name)
+        if unfinished is None:
+            raise AssertionError(self.path)
+        self._replaced = directory / Unfinished(tag, unfinished.token, REPLACED).name
+
+    def commit(self) -> Path:
+        """Take the name: [Note: how a checkpoint takes its name]. The directory's path from now on."""
+        final = self._directory / self.tag
+        sync_directory(self.path)
+        expect_replaceable(final)  # once more: writing takes its time
+        if os.path.lexists(final):
+            final.rename(self._replaced)
+        self.path.rename(final)
+        sync_directory(self._directory)
+        _remove_lock(final)
+        _remove_own(self._replaced)
+        return final
+
+    def __enter__(self) -> PartialCheckpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is not None:
+                _settle_replaced(self._replaced, self._directory / self.tag)
+                _remove_own(self.path)
+        finally:
+            os.close(self._lock)
+
+
+def _new_directory(directory: Path, tag: str) -> tuple[Path, int]:
+    while True:
+        path = directory / new_unfinished(tag).name
+        path.mkdir()
+        try:
+            lock = _take_new(path / LOCK)
+        except FileNotFoundError:
+            if not directory.is_dir():
+                raise
+            continue  # another process took it for abandoned before it had its lock
+        if lock is not None:
+            return path, lock
+
+
+def new_file(path: Path) -> tuple[Path, int]:
+    """A new locked file beside `path`, to be renamed to it; a descriptor that holds the lock while it is open."""
+    while True:
+        partial = path.parent / new_unfinished(path.name).name
+        lock = _take_new(partial)
+        if lock is not None:
+            return partial, lock
+
+
+def _take_new(path: Path) -> int | None:
+    """Create and lock a file; None when another process took it for abandoned in the moment between."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    try:
+        if _try_lock(descriptor) is not False and _is_there(path, descriptor):
+            return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Whether the lock is ours now; None on a filesystem without locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return True
+
+
+def _is_there(path: Path, descriptor: int) -> bool:
+    """Whether `path` still names the open file."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+# --- ours or not ---
+
+
+def not_ours(path: Path) -> str | None:
+    """Why a directory is not a checkpoint of this package; None if it is one."""
+    if path.is_symlink():
+        return "a symbolic link"
+    if not path.is_dir():
+        return "not a directory"
+    try:
+        read_mark(path)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def expect_replaceable(final: Path) -> None:
+    """CheckpointError unless nothing is there, or a checkpoint of ours with nothing else in it."""
+    if not os.path.lexists(final):
+        return
+    reason = not_ours(final)
+    what_to_do = "It is left alone: save under another tag, or move it away."
+    if reason is not None:
+        raise CheckpointError(f"{final} is not a checkpoint of this package ({reason}). {what_to_do}")
+    foreign = _foreign_entries(final)
+    if foreign:
+        raise CheckpointError(f"{final} holds {foreign[0]!r}, which is not of the checkpoint. {what_to_do}")
+
+
+def _foreign_entries(path: Path) -> list[str]:
+    """What is in a checkpoint's directory and not ours: by its manifest, or by name if that cannot be read."""
+    try:
+        listed = set(read_manifest(path))
+    except CheckpointError:
+        listed = {name for name in os.listdir(path) if is_data_file(name)}
+    with os.scandir(path) as entries:
+        return sorted(
+            entry.name
+            for entry in entries
+            if entry.is_dir(follow_symlinks=False)
+            or not is_own_file(entry.name)
+            or (is_data_file(entry.name) and entry.name not in listed | {META, MANIFEST})
+        )
+
+
+# --- what a kill leaves behind ---
+
+
+def clear_leftovers(directory: Path) -> None:
+    """Remove what dead processes left, and bring back what they were about to replace."""
+    found = [(parse_unfinished(name), directory / name) for name in sorted(os.listdir(directory))]
+    ours = [(unfinished, path) for unfinished, path in found if unfinished and not path.is_symlink()]
+    # The old ones first: while the partial one of the same token is locked, its process is at it.
+    for unfinished, path in ours:
+        if unfinished.kind == REPLACED and path.is_dir():
+            successor = directory / Unfinished(unfinished.stem, unfinished.token, PARTIAL).name
+            with _abandoned(successor) as is_abandoned:
+                if is_abandoned:
+                    _settle_replaced(path, directory / unfinished.stem)
+    for unfinished, path in ours:
+        if unfinished.kind == PARTIAL:
+            with _abandoned(path) as is_abandoned:
+                if is_abandoned:
+                    _clear_partial(path)
+    for path in sorted(directory.iterdir()):
+        if os.path.lexists(path / LOCK) and not_ours(path) is None:
+            with _abandoned(path) as is_abandoned:  # killed between its last rename and this
+                if is_abandoned:
+                    _remove_lock(path)
+
+
+def _clear_partial(path: Path) -> None:
+    if path.is_dir():
+        foreign = [name for name in os.listdir(path) if not is_own_file(name)]
+        if foreign:
+            log.warning("%s was left by a killed process, but holds %r: it stays", path, foreign[0])
+            return
+        _remove_own(path)
+    else:
+        path.unlink(missing_ok=True)
+    log.warning("removed %s, which a killed process left behind", path)
+
+
+@contextmanager
+def _abandoned(path: Path) -> Iterator[bool]:
+    """Whether no process writes a partial file or directory; none will while this lasts."""
+    lock = path / LOCK if path.is_dir() else path
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        # Killed before it could make the lock; or it is about to: then it finds that another took the directory.
+        yield not os.path.lexists(path) or not os.listdir(path)
+        return
+    except OSError:
+        yield False  # another user's
+        return
+    try:
+        yield _try_lock(descriptor) is True
+    finally:
+        os.close(descriptor)
+
+
+def _settle_replaced(replaced: Path, final: Path) -> None:
+    """Give a checkpoint its name back, or remove it when its successor has the name."""
+    if not os.path.lexists(replaced):
+        return
+    if os.path.lexists(final):
+        _remove_own(replaced)
+    elif not_ours(replaced) is None:
+        replaced.rename(final)
+        sync_directory(final.parent)
+
+
+def _remove_lock(path: Path) -> None:
+    (path / LOCK).unlink(missing_ok=True)
+
+
+def _remove_own(path: Path) -> None:
+    """Remove our files and, when nothing else is in it, the directory. The lock goes last."""
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError:
+        return
+    for name in sorted(filter(is_own_file, names), key=lambda name: (name == LOCK, name == META)):
+        (path / name).unlink(missing_ok=True)
+    try:
+        path.rmdir()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        log.warning("%s holds what is not of the checkpoint: it stays", path)
+
+
+def sync_directory(path: Path) -> None:
+    """The names in a directory are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

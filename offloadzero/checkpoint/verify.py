@@ -1,0 +1,151 @@
+"""Whether a checkpoint is what was written: every file, before anything of it is used (floor 5).
+
+[Note: what is checked at load]
+The manifest against its own digest, then size and digest of each file it lists, then that no file of our names is
+there beside them; then each field of meta.json and the header of each file: that dtypes and shapes give the sizes,
+that no tensor is there twice, that each parameter with a step count has the tensors of a state, in their dtypes, and
+none without. Only what has passed all of it is compared with the model, and only what has passed that is written.
+There is no way around it. It reads every byte once more than loading does: that costs the checkpoint's size over the
+slower of the drive's and the digest's rate ([Note: the digest of a file]), and what fits into the page cache is then
+loaded from there.
+
+Version 1 had no manifest. Such a checkpoint is loaded with a warning, after all checks but those of the bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from offloadzero.checkpoint.hashing import check_file, check_size, hashing_pool
+from offloadzero.checkpoint.manifest import read_manifest
+from offloadzero.checkpoint.meta import Meta, read_meta
+from offloadzero.checkpoint.names import BUFFERS, IS_LATEST, MANIFEST, META, is_data_file, is_unit_file
+from offloadzero.checkpoint.safetensors_file import SafetensorsReader, TensorEntry
+from offloadzero.errors import CheckpointError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # fp32, in the parameter's shape
+CODES = ("exp_avg_e2m5", "exp_avg_sq_e1m7", "scales")  # of the compact layout
+_MOMENT_DTYPES = {
+    "exp_avg": torch.float32,
+    "exp_avg_sq": torch.float32,
+    "exp_avg_e2m5": torch.int8,
+    "exp_avg_sq_e1m7": torch.uint8,
+    "scales": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor is, and what."""
+
+    file: Path
+    entry: TensorEntry
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that is whole. `moments` holds, for each parameter with a state, `MOMENTS` or `CODES`."""
+
+    path: Path
+    meta: Meta
+    weights: Mapping[str, StoredTensor] = field(default_factory=dict)
+    moments: Mapping[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
+    buffers: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Check all of it: [Note: what is checked at load]. CheckpointError names the file and the reason."""
+    if not os.path.lexists(path / MANIFEST):
+        _expect_version_1(path)
+        data_files = sorted(name for name in os.listdir(path) if is_data_file(name))
+    else:
+        data_files = _check_manifest(path, contents=True)
+    return _read_headers(path, data_files)
+
+
+def check_sizes(path: Path) -> Meta:
+    """The quick part of the checks: manifest, meta.json, and the size of each file."""
+    if os.path.lexists(path / MANIFEST):
+        _check_manifest(path, contents=False)
+    return read_meta(path)
+
+
+def _expect_version_1(path: Path) -> None:
+    if read_meta(path).version >= 2:
+        raise CheckpointError(f"{path / MANIFEST} is missing")
+
+
+def _check_manifest(path: Path, *, contents: bool) -> list[str]:
+    """The names of the files that were written."""
+    files = read_manifest(path)
+    for name in (META, BUFFERS):
+        if name not in files:
+            raise CheckpointError(f"{path / MANIFEST} does not list {name}")
+    for name, entry in files.items():
+        check_size(path / name, entry)
+    stray = sorted(name for name in os.listdir(path) if is_data_file(name) and name not in files)
+    if stray:
+        raise CheckpointError(f"{path / stray[0]} is not of this checkpoint: its manifest does not list it")
+    _check_marker(path)
+    if contents:
+        with hashing_pool() as pool:
+            for name, entry in files.items():
+                check_file(path / name, entry, pool)
+    if read_meta(path).version < 2:
+        raise CheckpointError(f"{path / META} is of version 1, which has no {MANIFEST}: it is another's")
+    return sorted(files)
+
+
+def _check_marker(path: Path) -> None:
+    marker = path / IS_LATEST
+    if os.path.lexists(marker) and not (marker.is_file() and marker.stat().st_size == 0):
+        raise CheckpointError(f"{marker} is damaged: it is an empty file when it is whole")
+
+
+def _read_headers(path: Path, data_files: Collection[str]) -> Checkpoint:
+    meta = read_meta(path)
+    tensors: dict[str, StoredTensor] = {}
+    for name in sorted(filter(is_unit_file, data_files)):
+        for tensor, entry in _entries(path / name).items():
+            if tensor in tensors:
+                raise CheckpointError(f"{path / name}: {tensor} is in {tensors[tensor].file.name} too")
+            tensors[tensor] = StoredTensor(path / name, entry)
+    moments = {name: _take_moments(path, name, tensors) for name in meta.steps}
+    _check_weights(tensors, meta)
+    buffers = {name: StoredTensor(path / BUFFERS, entry) for name, entry in _entries(path / BUFFERS).items()}
+    return Checkpoint(path, meta, weights=tensors, moments=moments, buffers=buffers)
+
+
+def _entries(file: Path) -> dict[str, TensorEntry]:
+    with SafetensorsReader(file) as reader:
+        return reader.entries
+
+
+def _take_moments(path: Path, name: str, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Move a parameter's moments out of `tensors`."""
+    suffixes = CODES if f"{name}.{CODES[-1]}" in tensors else MOMENTS
+    missing = [stored for stored in (name, *(f"{name}.{s}" for s in suffixes)) if stored not in tensors]
+    if missing:
+        raise CheckpointError(f"{path}: missing {', '.join(missing)}")
+    shape = tensors[name].entry.shape
+    moments = {suffix: tensors.pop(f"{name}.{suffix}") for suffix in suffixes}
+    for suffix, stored in moments.items():
+        if stored.entry.dtype != _MOMENT_DTYPES[suffix]:
+            raise CheckpointError(f"{stored.file}: {name}.{suffix} has dtype {stored.entry.dtype}")
+        if suffix != CODES[-1] and stored.entry.shape != shape:
+            raise CheckpointError(f"{stored.file}: {name}.{suffix} has another shape than {name}")
+    return moments
+
+
+def _check_weights(tensors: Mapping[str, StoredTensor], meta: Meta) -> None:
+    for name, stored in tensors.items():
+        if name in meta.steps and stored.entry.dtype != torch.float32:
+            raise CheckpointError(f"{stored.file}: {name} has dtype {stored.entry.dtype} instead of float32")
+        owner, _, suffix = name.rpartition(".")
+        if suffix in _MOMENT_DTYPES and owner in tensors:
+            raise CheckpointError(f"{stored.file}: {name}, but {META} has no step count of {owner}")
