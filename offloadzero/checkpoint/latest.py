@@ -11,6 +11,7 @@ a script that takes it for a fresh start would train from step 0 and save over i
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import warnings
@@ -35,6 +36,12 @@ from offloadzero.checkpoint.verify import Checkpoint, check_sizes, open_checkpoi
 from offloadzero.errors import CheckpointError
 
 _MAX_LATEST_BYTES = 4096
+_NO_DIRECTORY = (
+    errno.ENOTDIR,
+    errno.ENOENT,
+    errno.ELOOP,
+    errno.EACCES,
+)  # a file, a dangling link, another user's
 
 
 @dataclass(frozen=True)
@@ -125,8 +132,10 @@ def _looks_like_checkpoint(path: Path) -> bool:
     try:
         if any(is_unit_file(name) for name in os.listdir(path)):
             return True
-    except (NotADirectoryError, PermissionError):
-        return False  # a file; another user's
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY:
+            raise CheckpointError(f"{path}: {error.strerror}") from error
+        return False
     for read in (read_mark, read_manifest):
         try:
             read(path)
