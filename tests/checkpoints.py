@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.checkpoint.hashing import FileEntry, HashedFile, hashing_pool
+from offloadzero.checkpoint.hashing import FileEntry, HashedFile, HashingPool
 from offloadzero.checkpoint.manifest import encode_manifest
 from offloadzero.checkpoint.names import MANIFEST, META, is_data_file
 from tests.tiny import all_states
@@ -20,7 +21,7 @@ from tests.tiny import all_states
 def reseal(checkpoint: Path) -> None:
     """Write a manifest of the files as they are now: what is wrong inside of them has to be seen by itself."""
     files: dict[str, FileEntry] = {}
-    with hashing_pool() as pool:
+    with HashingPool() as pool:
         for path in sorted(checkpoint.iterdir()):
             if is_data_file(path.name):
                 data = path.read_bytes()
@@ -133,3 +134,16 @@ def contents(directory: Path) -> dict[str, Any]:
         else:
             found[name] = path.read_bytes() if path.is_file() else None
     return found
+
+
+def state_digest(engine: Any) -> str:
+    """Of every weight, state, buffer and counter."""
+    state = whole_state(engine)
+    return hashlib.sha256(repr(sorted(state.items())).encode()).hexdigest()
+
+
+def save_numbered(engine: Any, directory: str, tag: str, number: int) -> None:
+    """A checkpoint that knows what it is."""
+    engine.save_checkpoint(
+        directory, tag=tag, client_state={"number": number, "digest": state_digest(engine)}
+    )

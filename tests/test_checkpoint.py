@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.checkpoint.hashing import hashing_pool
+from offloadzero.checkpoint.hashing import HashingPool
 from offloadzero.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from offloadzero.errors import CheckpointError, ConfigError
 from offloadzero.optim.update import RecordUpdate
@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path)
 def test_safetensors_round_trip(tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = (torch.rand(shape) * 8 - 4).to(dtype)
     with (
-        hashing_pool() as pool,
+        HashingPool() as pool,
         SafetensorsWriter(tmp_path / "x", [("x", dtype, tensor.shape)], metadata={}, pool=pool) as writer,
     ):
         writer.add(tensor)

@@ -14,17 +14,21 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import EIO
 from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
 
 from offloadzero.errors import AioError, CheckpointError
 
 PIECE_BYTES = 4 * 1024 * 1024
 _MAX_THREADS = 8  # enough for the fastest drives
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,29 @@ class FileEntry:
     sha256: str  # [Note: the digest of a file]
 
 
-def hashing_pool() -> ThreadPoolExecutor:
-    """Threads for one save or load; a context manager."""
-    return ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS), "offloadzero-sha256")
+class HashingPool:
+    """Threads that hash, for one save or load."""
+
+    def __init__(self) -> None:
+        num_threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+        self._pool = ThreadPoolExecutor(num_threads, "offloadzero-sha256")
+
+    def submit(self, function: Callable[..., T], *arguments: object) -> Future[T]:
+        """Run it on a thread; here when the interpreter is about to end (a last save in atexit)."""
+        try:
+            return self._pool.submit(function, *arguments)
+        except RuntimeError:
+            future: Future[T] = Future()
+            future.set_result(function(*arguments))
+            return future
+
+    def __enter__(self) -> HashingPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
 
 
 class _RunningDigest:
@@ -47,7 +71,7 @@ class _RunningDigest:
         self._pieces: list[hashlib._Hash] = []
         self._num_bytes = 0
 
-    def begin(self, data: memoryview, pool: ThreadPoolExecutor) -> list[Future[None]]:
+    def begin(self, data: memoryview, pool: HashingPool) -> list[Future[None]]:
         """Hash `data` on the pool; it must stay until the futures are done, and the next call waits for that."""
         futures = []
         position = 0
@@ -72,7 +96,7 @@ def _root(digests: Iterator[bytes]) -> str:
 class HashedFile:
     """A new file that is hashed as it is written. AioError names it, the offset and the length."""
 
-    def __init__(self, path: Path, pool: ThreadPoolExecutor, *, is_there: bool = False) -> None:
+    def __init__(self, path: Path, pool: HashingPool, *, is_there: bool = False) -> None:
         """`is_there`: an empty file of this name is; otherwise none may be."""
         self.path = path
         self._pool = pool
@@ -146,14 +170,15 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
         raise CheckpointError(f"{path}: {error.strerror}") from error
 
 
-def check_file(path: Path, entry: FileEntry, pool: ThreadPoolExecutor) -> None:
+def check_file(path: Path, entry: FileEntry, pool: HashingPool) -> None:
     """Read the file, a piece per thread at a time; CheckpointError unless it is what was written."""
     check_size(path, entry)
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             offsets = range(0, entry.num_bytes, PIECE_BYTES)
-            found = _root(pool.map(lambda offset: _piece_digest(descriptor, offset), offsets))
+            pieces = [pool.submit(_piece_digest, descriptor, offset) for offset in offsets]
+            found = _root(piece.result() for piece in pieces)
         finally:
             os.close(descriptor)
     except OSError as error:

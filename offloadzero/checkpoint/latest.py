@@ -98,7 +98,10 @@ def _find_latest(directory: Path) -> Found:
         raise CheckpointError(f"{file} is damaged: it names {tag!r}, which is not there")
     if not _looks_like_checkpoint(path):
         raise CheckpointError(f"{file} names {tag!r}, which is not a checkpoint of this package")
-    if os.path.lexists(path / MANIFEST) and not os.path.lexists(path / IS_LATEST):
+    if not os.path.lexists(path / IS_LATEST) and (
+        os.path.lexists(path / MANIFEST)
+        or any(os.path.lexists(other.path / IS_LATEST) for other in list_checkpoints(directory))
+    ):  # one of version 1 may be named where there are no others
         raise CheckpointError(
             f"{file} names {tag!r}, which was not saved as the latest: damaged, or changed by hand (then pass "
             f"tag={tag!r})"

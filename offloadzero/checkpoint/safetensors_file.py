@@ -11,7 +11,6 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from offloadzero.checkpoint.hashing import FileEntry, HashedFile, file_size
+from offloadzero.checkpoint.hashing import FileEntry, HashedFile, HashingPool, file_size
 from offloadzero.checkpoint.json_file import parse_json
 from offloadzero.errors import CheckpointError
 
@@ -61,7 +60,7 @@ class SafetensorsWriter:
         specs: Sequence[TensorSpec],
         *,
         metadata: Mapping[str, str],
-        pool: ThreadPoolExecutor,
+        pool: HashingPool,
         is_there: bool = False,
     ) -> None:
         """`pool` hashes; `is_there`: an empty file of this name is, otherwise none may be."""

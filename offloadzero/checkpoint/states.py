@@ -23,14 +23,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from offloadzero.checkpoint.hashing import FileEntry, HashedFile, hashing_pool
+from offloadzero.checkpoint.hashing import FileEntry, HashedFile, HashingPool
 from offloadzero.checkpoint.latest import expect_latest_replaceable, point_latest_to
 from offloadzero.checkpoint.manifest import encode_manifest
 from offloadzero.checkpoint.meta import Meta, encode_meta
@@ -108,7 +107,7 @@ def save_states(
     expect_replaceable(final)
     if save_latest:
         expect_latest_replaceable(directory)
-    with PartialCheckpoint(directory, tag) as partial, hashing_pool() as pool:
+    with PartialCheckpoint(directory, tag) as partial, HashingPool() as pool:
         writer = _FileWriter(partial.path, pool)
         for record in states.records:
             writer.add_record(states, record, exclude_frozen=exclude_frozen)
@@ -138,7 +137,7 @@ def _make_directory(directory: Path) -> None:
 class _FileWriter:
     """Writes the files of one checkpoint; `files` is its manifest."""
 
-    def __init__(self, path: Path, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, path: Path, pool: HashingPool) -> None:
         self.files: dict[str, FileEntry] = {}
         self._path = path
         self._pool = pool
@@ -209,7 +208,7 @@ def save_weights(states: States, path: Path) -> None:
     try:
         metadata = {"format": "pt"}
         with (
-            hashing_pool() as pool,
+            HashingPool() as pool,
             SafetensorsWriter(partial, specs, metadata=metadata, pool=pool, is_there=True) as writer,
         ):
             for record in states.records:

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from offloadzero.checkpoint.hashing import check_file, check_size, hashing_pool
+from offloadzero.checkpoint.hashing import HashingPool, check_file, check_size
 from offloadzero.checkpoint.manifest import read_manifest
-from offloadzero.checkpoint.meta import Meta, read_meta
+from offloadzero.checkpoint.meta import Meta, read_mark, read_meta
 from offloadzero.checkpoint.names import BUFFERS, IS_LATEST, MANIFEST, META, is_data_file, is_unit_file
 from offloadzero.checkpoint.safetensors_file import SafetensorsReader, TensorEntry
 from offloadzero.errors import CheckpointError
@@ -76,7 +76,7 @@ def check_sizes(path: Path) -> Meta:
 
 
 def _expect_version_1(path: Path) -> None:
-    if read_meta(path).version >= 2:
+    if read_mark(path) >= 2:
         raise CheckpointError(f"{path / MANIFEST} is missing")
 
 
@@ -93,7 +93,7 @@ def _check_manifest(path: Path, *, contents: bool) -> list[str]:
         raise CheckpointError(f"{path / stray[0]} is not of this checkpoint: its manifest does not list it")
     _check_marker(path)
     if contents:
-        with hashing_pool() as pool:
+        with HashingPool() as pool:
             for name, entry in files.items():
                 check_file(path / name, entry, pool)
     if read_meta(path).version < 2:
