@@ -6,6 +6,7 @@ import fcntl
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -369,6 +370,38 @@ def test_a_failing_rename_leaves_the_old_one(
         with pytest.raises(OSError, match="Input/output"):
             engine.save_checkpoint(saved, tag="b")
     assert contents(saved) == before
+
+
+@pytest.mark.parametrize("tags", ["one each", "the same"])
+def test_two_runs_save_into_one_directory(
+    tmp_path: Path, tags: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither takes what the other is writing for abandoned, and what `latest` names says so."""
+    engines = [small_engine(tmp_path, seed=seed) for seed in range(2)]
+    failures: list[BaseException] = []
+
+    def save(engine: Any, number: int) -> None:
+        try:
+            for count in range(12):
+                tag = f"run{number}" if tags == "one each" else "best"
+                engine.save_checkpoint(tmp_path / "saved", tag=tag, client_state={"count": count})
+                engine.save_16bit_model(tmp_path / "saved", f"{number}.safetensors")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=save, args=(engine, i)) for i, engine in enumerate(engines)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    assert engines[0].load_checkpoint(tmp_path / "saved")[1] == {"count": 11}
+    expected = {"best"} if tags == "the same" else {"run0", "run1"}
+    found = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert found == {"0.safetensors", "1.safetensors", *expected, "latest"}
+    assert not caplog.records
+    for engine in engines:
+        engine.close()
 
 
 def test_the_error_is_public() -> None:

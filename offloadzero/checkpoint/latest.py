@@ -31,7 +31,7 @@ from offloadzero.checkpoint.names import (
     name_problem,
     parse_unfinished,
 )
-from offloadzero.checkpoint.partial import new_file, not_ours, sync_directory
+from offloadzero.checkpoint.partial import alone_in, new_file, not_ours, sync_directory
 from offloadzero.checkpoint.verify import Checkpoint, check_sizes, open_checkpoint
 from offloadzero.errors import CheckpointError
 
@@ -239,8 +239,18 @@ def expect_latest_replaceable(directory: Path) -> None:
 
 
 def point_latest_to(directory: Path, tag: str) -> None:
-    """Let `latest` name a checkpoint that says so already."""
+    """Let `latest` name a checkpoint, and the checkpoint say so."""
     expect_latest_replaceable(directory)
+    with alone_in(directory):
+        (directory / tag / IS_LATEST).touch()
+        _write_latest(directory, tag)
+        for path in sorted(directory.iterdir()):
+            marker = path / IS_LATEST
+            if path.name != tag and os.path.lexists(marker) and not_ours(path) is None:
+                marker.unlink(missing_ok=True)
+
+
+def _write_latest(directory: Path, tag: str) -> None:
     partial, descriptor = new_file(directory / LATEST)
     try:
         os.write(descriptor, tag.encode())
@@ -252,7 +262,3 @@ def point_latest_to(directory: Path, tag: str) -> None:
     finally:
         os.close(descriptor)
     sync_directory(directory)
-    for path in sorted(directory.iterdir()):
-        marker = path / IS_LATEST
-        if path.name != tag and os.path.lexists(marker) and not_ours(path) is None:
-            marker.unlink(missing_ok=True)

@@ -41,7 +41,7 @@ from offloadzero.errors import CheckpointError
 
 log = logging.getLogger("offloadzero.checkpoint")
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
 
 class PartialCheckpoint:
@@ -50,7 +50,8 @@ class PartialCheckpoint:
     def __init__(self, directory: Path, tag: str) -> None:
         self.tag = tag
         self._directory = directory
-        self.path, self._lock = _new_directory(directory, tag)
+        self.path, lock = _new_directory(directory, tag)
+        self._lock = os.fdopen(lock)
         unfinished = parse_unfinished(self.path.name)
         if unfinished is None:
             raise AssertionError(self.path)
@@ -60,12 +61,13 @@ class PartialCheckpoint:
         """Take the name: [Note: how a checkpoint takes its name]. The directory's path from now on."""
         final = self._directory / self.tag
         sync_directory(self.path)
-        expect_replaceable(final)  # once more: writing takes its time
-        if os.path.lexists(final):
-            final.rename(self._replaced)
-        self.path.rename(final)
-        sync_directory(self._directory)
-        _remove_lock(final)
+        with alone_in(self._directory):
+            expect_replaceable(final)  # once more: writing takes its time
+            if os.path.lexists(final):
+                final.rename(self._replaced)
+            self.path.rename(final)
+            sync_directory(self._directory)
+            _remove_lock(final)
         _remove_own(self._replaced)
         return final
 
@@ -80,7 +82,7 @@ class PartialCheckpoint:
                 _settle_replaced(self._replaced, self._directory / self.tag)
                 _remove_own(self.path)
         finally:
-            os.close(self._lock)
+            self._lock.close()
 
 
 def _new_directory(directory: Path, tag: str) -> tuple[Path, int]:
@@ -138,6 +140,21 @@ def _is_there(path: Path, descriptor: int) -> bool:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
+
+
+@contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Names in a directory change by one process at a time: this is for moments, not for the writing of files."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield
+    finally:
+        os.close(descriptor)
 
 
 # --- ours or not ---

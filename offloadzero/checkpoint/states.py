@@ -36,6 +36,7 @@ from offloadzero.checkpoint.meta import Meta, encode_meta
 from offloadzero.checkpoint.names import BUFFERS, IS_LATEST, MANIFEST, META, tag_problem, unit_file
 from offloadzero.checkpoint.partial import (
     PartialCheckpoint,
+    alone_in,
     clear_leftovers,
     expect_replaceable,
     new_file,
@@ -102,12 +103,14 @@ def save_states(
         raise ConfigError("tag", tag, problem)
     encode_meta(meta)
     _make_directory(directory)
-    clear_leftovers(directory)
     final = directory / tag
-    expect_replaceable(final)
-    if save_latest:
-        expect_latest_replaceable(directory)
-    with PartialCheckpoint(directory, tag) as partial, HashingPool() as pool:
+    with alone_in(directory):
+        clear_leftovers(directory)
+        expect_replaceable(final)
+        if save_latest:
+            expect_latest_replaceable(directory)
+        unfinished = PartialCheckpoint(directory, tag)
+    with unfinished as partial, HashingPool() as pool:
         writer = _FileWriter(partial.path, pool)
         for record in states.records:
             writer.add_record(states, record, exclude_frozen=exclude_frozen)
@@ -200,11 +203,12 @@ def _read_moments(states: States, record: Record, slot: ParamSlot) -> Iterator[t
 def save_weights(states: States, path: Path) -> None:
     """One safetensors file with every parameter in its own dtype, and the buffers; tied ones once."""
     _make_directory(path.parent)
-    clear_leftovers(path.parent)
+    with alone_in(path.parent):
+        clear_leftovers(path.parent)
+        partial, lock = new_file(path)
     buffers = persistent_buffers(states.model)
     specs = [(slot.name, record.dtype, slot.shape) for record in states.records for slot in record.slots]
     specs += [(name, buffer.dtype, buffer.shape) for name, buffer in buffers.items()]
-    partial, lock = new_file(path)
     try:
         metadata = {"format": "pt"}
         with (
