@@ -5,6 +5,7 @@ OFFLOADZERO_TEST_DAMAGES random ones (1,000 for the campaign): each is found, na
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -371,6 +372,61 @@ def test_what_the_manifest_agrees_to_is_checked_too(
         engine.load_checkpoint(tmp_path / "saved", tag="global_step2")
     assert str(path) in str(raised.value)
     assert whole_state(engine) == before
+
+
+WEIRD = [
+    None, True, -1, 0, 2**53, 2**70, 10**400, 0.5, -0.0, float("inf"), float("nan"), "", "x", "\ud800", "a\0", [], {}, [[]],
+    [None], {"a": 1}, {"__tuple__": 5}, {"__dict__": [1]}, {"__dict__": [[{}, 1]]}, {"__counter__": [["a", "b"]]},
+]  # fmt: skip
+
+
+def change_somewhere(value: Any, draw: random.Random) -> Any:
+    """Another value at a random place of a JSON tree."""
+    if isinstance(value, dict | list) and value and draw.random() < 0.85:
+        places = list(value) if isinstance(value, dict) else range(len(value))
+        place = draw.choice(places)
+        if draw.random() < 0.15:
+            del value[place]
+        else:
+            value[place] = change_somewhere(value[place], draw)
+        return value
+    return copy.deepcopy(draw.choice(WEIRD))
+
+
+def test_no_content_ends_in_another_error(engine: Any, pristine: Path, tmp_path: Path) -> None:
+    """meta.json and headers with other values at random places, agreed to by the manifest: refused, or whole."""
+    num_refused = 0
+    shutil.copytree(pristine / "saved", tmp_path / "saved")
+    path = tmp_path / "saved" / "global_step2"
+    whole = {file.name: file.read_bytes() for file in path.iterdir()}
+    before = whole_state(engine)
+    for seed in range(NUM_DAMAGES):
+        draw = random.Random(seed)
+        for name, data in whole.items():
+            (path / name).write_bytes(data)
+        name = draw.choice(["meta.json", "buffers.safetensors", "unit-0000.safetensors", UNIT])
+        if name == "meta.json":
+            changed = change_somewhere(json.loads(whole[name]), draw)
+            (path / name).write_text(json.dumps(changed))
+        else:
+            size = int.from_bytes(whole[name][:8], "little")
+            encoded = json.dumps(change_somewhere(json.loads(whole[name][8 : 8 + size]), draw)).encode()
+            (path / name).write_bytes(len(encoded).to_bytes(8, "little") + encoded + whole[name][8 + size :])
+        reseal(path)
+        try:
+            engine.load_checkpoint(
+                tmp_path / "saved", tag="global_step2", load_module_strict=draw.random() < 0.8
+            )
+        except CheckpointError as error:
+            num_refused += 1
+            assert str(path) in str(error), f"seed {seed}: {error}"
+            assert whole_state(engine) == before, f"seed {seed}: {error}"
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {name}") from error
+        else:
+            engine.load_checkpoint(pristine / "saved", tag="global_step1")
+            before = whole_state(engine)
+    assert num_refused > NUM_DAMAGES / 2
 
 
 MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
