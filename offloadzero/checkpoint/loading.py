@@ -159,9 +159,12 @@ def _same_kind(present: Any, saved: Any) -> bool:
     if isinstance(present, dict):
         kinds = {type(key) for key in present}
         return isinstance(saved, dict) and (not kinds or {type(key) for key in saved} <= kinds)
-    for kind in (int | float, str, list | tuple):
+    if isinstance(present, int | float):
+        is_number = isinstance(saved, int | float) and not isinstance(saved, bool)
+        return is_number and (isinstance(saved, float) or abs(saved) < 2**63)
+    for kind in (str, list | tuple):
         if isinstance(present, kind):
-            return isinstance(saved, kind) and not isinstance(saved, bool)
+            return isinstance(saved, kind)
     return True
 
 
