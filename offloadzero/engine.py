@@ -26,7 +26,7 @@ from offloadzero.checkpoint.loading import (
     schedule_name,
     try_schedule,
 )
-from offloadzero.checkpoint.meta import LossScaleState, Meta
+from offloadzero.checkpoint.meta import LossScaleState, Meta, client_dict
 from offloadzero.checkpoint.names import directory_of, tag_text
 from offloadzero.checkpoint.states import States, save_states, save_weights
 from offloadzero.config import OffloadConfig, TierName, load_config, settle_for_initialize
@@ -507,7 +507,7 @@ class Engine:
             raise self._half_loaded
         scheduler = schedule_name(self.lr_scheduler)
         meta = Meta(
-            client_state=dict(client_state or {}),
+            client_state=client_dict(client_state),
             global_steps=self.global_steps,
             micro_steps=self.micro_steps,
             skipped_steps=self.skipped_steps,

@@ -105,6 +105,7 @@ def test_what_json_cannot_keep_is_refused_by_its_place(tmp_path: Path) -> None:
         ({"x": {1, 2}}, r"client_state\['x'\] = 'set'"),
         (cyclic, "client_state = 'dict': nested more than 100 deep"),
         ({"x": 10**5000}, "JSON cannot keep it"),
+        ([1], "client_state = 'list': a dict"),
     ):
         with pytest.raises(ConfigError, match=where):
             engine.save_checkpoint(tmp_path / "saved", client_state=state)

@@ -18,7 +18,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from offloadzero.checkpoint.hashing import read_bytes
+from offloadzero.checkpoint.hashing import HashedFile, HashingPool, read_bytes
 from offloadzero.checkpoint.manifest import read_manifest
 from offloadzero.checkpoint.meta import read_mark, read_meta
 from offloadzero.checkpoint.names import (
@@ -251,14 +251,16 @@ def point_latest_to(directory: Path, tag: str) -> None:
 
 
 def _write_latest(directory: Path, tag: str) -> None:
-    partial, descriptor = new_file(directory / LATEST)
+    partial, lock = new_file(directory / LATEST)
     try:
-        os.write(descriptor, tag.encode())
-        os.fsync(descriptor)
+        with HashingPool() as pool:
+            file = HashedFile(partial, pool, is_there=True)
+            file.write(tag.encode())
+            file.close()
         partial.rename(directory / LATEST)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
     finally:
-        os.close(descriptor)
+        os.close(lock)
     sync_directory(directory)

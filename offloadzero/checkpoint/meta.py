@@ -49,6 +49,13 @@ class Meta:
     version: int = VERSION
 
 
+def client_dict(client_state: object) -> dict[str, Any]:
+    """The state that a caller gave; None is an empty one."""
+    if client_state is not None and not isinstance(client_state, Mapping):
+        raise ConfigError("client_state", type(client_state).__name__, "a dict")
+    return dict(client_state or {})
+
+
 _PLAIN = ("client_state", "lr_scheduler", "param_groups")
 
 
