@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from offloadzero import CheckpointError
+from offloadzero.checkpoint.latest import find_checkpoint
+from offloadzero.checkpoint.manifest import read_manifest
 from offloadzero.checkpoint.names import IS_LATEST, MANIFEST
 from tests.checkpoints import edit_meta, reseal, small_engine, train, whole_state
 
@@ -462,6 +464,26 @@ def test_a_manifest_that_agrees_with_itself(engine: Any, pristine: Path, tmp_pat
     (path / MANIFEST).write_bytes(manifest._encode(values))
     with pytest.raises(CheckpointError, match=reason):
         engine.load_checkpoint(tmp_path / "saved", tag="global_step2")
+
+
+def test_bits_all_over_the_manifest_and_latest(pristine: Path, tmp_path: Path) -> None:
+    shutil.copytree(pristine / "saved", tmp_path / "saved")
+    path = tmp_path / "saved" / STEPS[-1]
+    assert read_manifest(path)
+    for file, read, stride in (
+        (path / MANIFEST, lambda: read_manifest(path), 13),
+        (tmp_path / "saved" / "latest", lambda: find_checkpoint(tmp_path / "saved", None), 3),
+    ):
+        whole = file.read_bytes()
+        for bit in range(0, 8 * len(whole), stride):
+            flipped = bytearray(whole)
+            flipped[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(flipped)
+            with pytest.raises(
+                CheckpointError, match=r"damaged|not JSON|not UTF-8|no object|not saved as|names"
+            ):
+                read()
+        file.write_bytes(whole)
 
 
 def test_a_manifest_in_another_spelling_is_damaged(engine: Any, pristine: Path, tmp_path: Path) -> None:
