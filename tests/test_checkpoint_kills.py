@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 
 from offloadzero import CheckpointError
 from offloadzero.checkpoint.latest import list_checkpoints
-from offloadzero.checkpoint.names import parse_unfinished
+from offloadzero.checkpoint.names import IS_LATEST, LOCK, parse_unfinished
+from offloadzero.checkpoint.partial import not_ours
 from offloadzero.checkpoint.verify import open_checkpoint
 from tests.checkpoints import contents, small_engine, state_digest
 from tests.tiny import run_script
@@ -98,7 +100,7 @@ def make_cases(tmp_path: Path) -> list[dict[str, Any]]:
         draw = random.Random(seed)
         number = seed // KILLS_PER_DIRECTORY
         directory = tmp_path / f"saved{number}"
-        if seed % KILLS_PER_DIRECTORY == 0:
+        if not directory.exists():
             for name, data in FOREIGN.items():
                 (directory / name).parent.mkdir(parents=True, exist_ok=True)
                 (directory / name).write_bytes(data)
@@ -138,14 +140,30 @@ def test_a_kill_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
     done = run_script(ZYGOTE, tmp_path / "cases.json", timeout_s=60 + 2.0 * NUM_KILLS)
     assert done.returncode == 0, done.stderr
     engine = small_engine(tmp_path, seed=10_000)
+    left: Counter[str] = Counter()
     for case in cases:
         what = f"seed {case['seed']}: killed at call {case['call']}, or after {case['delay_s']:.3f} s"
         error = Path(case["log"] + ".error")
         assert not error.exists(), f"{what}: {error.read_text()}"
         check_after_kill(engine, Path(case["copy"]), committed(cases, case), what)
+        left.update(left_behind(Path(case["copy"])))
         if case["seed"] % KILLS_PER_DIRECTORY == KILLS_PER_DIRECTORY - 1 or case is cases[-1]:
             check_next_save(engine, Path(case["directory"]), what)
     engine.close()
+    print(f"{NUM_KILLS} kills left behind: {dict(left)}")
+    assert left["partial"] >= NUM_KILLS // 4  # else they were no kills while saving
+
+
+def left_behind(directory: Path) -> set[str]:
+    """What a kill in the middle of a save is to be seen by."""
+    found = [unfinished for path in directory.iterdir() if (unfinished := parse_unfinished(path.name))]
+    ours = [path for path in directory.iterdir() if not_ours(path) is None]
+    kinds = {unfinished.kind for unfinished in found if unfinished.stem != "latest"}
+    kinds |= {"latest.partial" for unfinished in found if unfinished.stem == "latest"}
+    kinds |= {"lock" for path in ours if (path / LOCK).exists()}
+    if sum((path / IS_LATEST).exists() for path in ours) > 1:
+        kinds.add("two marked")
+    return kinds
 
 
 def check_after_kill(engine: Any, directory: Path, saved: dict[str, int], what: str) -> None:
