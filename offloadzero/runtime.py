@@ -110,6 +110,7 @@ class Runtime:
         _live.add(self)
         for notice in config.notices:
             log.info("%s", notice)
+        self.monitor.timeline.take(0)  # moving the weights home is no part of a step
         self.clock.restart()
 
     def _build(self, cut: UnitCut, current_hypers: Callable[[], Hypers]) -> None:

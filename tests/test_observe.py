@@ -439,7 +439,7 @@ class WaitWatch:
         for kind in (LaneTicket, Promise, AioTicket):
             self._watch(monkeypatch, kind, "wait", lambda ticket: not ticket.done())
         self._watch(monkeypatch, LaneTicket, "order_compute", lambda ticket: not ticket.done())
-        self._watch(monkeypatch, BufferPool, "take", lambda pool: pool._free.empty())
+        self._watch(monkeypatch, BufferPool, "take", lambda pool: not pool.num_free)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
