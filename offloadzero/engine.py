@@ -206,12 +206,15 @@ class Engine:
             self._runtime.monitor.add_loss(self._runtime.accelerator.read_later(loss))
         num_parts = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         scaled = loss / num_parts if num_parts > 1 else loss
+        self._stepper.begin_window()
         optimizer.scale(scaled).backward(retain_graph=retain_graph)
         return scaled
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """For a backward without `backward()`: `engine.scale(loss).backward()`."""
-        return self._expect_optimizer("scale").scale(loss)
+        optimizer = self._expect_optimizer("scale")
+        self._stepper.begin_window()
+        return optimizer.scale(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At an accumulation boundary: update the weights and advance the learning-rate schedule.
@@ -229,6 +232,7 @@ class Engine:
                 )
         # Who sees `global_steps` after an interrupt may rely on it: the schedule has advanced with it.
         with uninterrupted:
+            self._stepper.expect_whole()
             if not self._accumulation.take():
                 return
             optimizer.step()
@@ -240,7 +244,10 @@ class Engine:
             print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}", flush=True)
 
     def zero_grad(self) -> None:
-        """Drop gradients that no step has used; the count of micro batches is back at the begin of the step."""
+        """Drop gradients that no step has used, also those of a backward that did not finish.
+
+        The count of micro batches is back at the begin of the step.
+        """
         if self.optimizer is not None:
             self.optimizer.zero_grad()
             self._accumulation.restart()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -27,7 +29,10 @@ from offloadzero.interrupts import uninterrupted
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim import CPUAdam
 from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.planning.memory_plan import format_bytes, updates_in_backward
 from offloadzero.runtime import Runtime
+
+log = logging.getLogger("offloadzero")
 
 ConfigSource = Mapping[str, Any] | str | Path | OffloadConfig
 
@@ -45,10 +50,13 @@ def offload(
 
     The model stays the same nn.Module and the loop stays `loss.backward(); optimizer.step();
     optimizer.zero_grad()`. Learning-rate schedulers work on the returned optimizer's param_groups, which are
-    those of `optimizer`.
+    those of `optimizer`. Gradients are torch's: they add up until they are dropped, however many backward passes that
+    takes, and `param.grad` can be read, clipped, edited and assigned. `update.in_backward: true` in the configuration
+    gives that up for memory and time.
 
     Raises:
-        ConfigError: an optimizer other than torch.optim.Adam, AdamW or CPUAdam, or one that has stepped already.
+        ConfigError: an optimizer other than torch.optim.Adam, AdamW or CPUAdam, one that has stepped already, or one
+            whose parameters are not the model's.
         BudgetError: something does not fit.
     """
     settings = settle_for_offload(load_config(config))
@@ -57,7 +65,20 @@ def offload(
     if isinstance(optimizer, OffloadedOptimizer):
         raise ConfigError("optimizer", type(optimizer).__name__, "is offloaded already")
     check_optimizer(optimizer, settings)
-    return model, OffloadedOptimizer(model, optimizer.param_groups, settings, origin=optimizer)
+    could_update_in_backward = settings.update.in_backward is None and updates_in_backward(settings)
+    if could_update_in_backward:
+        settings = replace(settings, update=replace(settings.update, in_backward=False))
+    offloaded = OffloadedOptimizer(
+        model, optimizer.param_groups, settings, origin=optimizer, keeps_gradients=True
+    )
+    if could_update_in_backward:
+        log.info(
+            "gradients are kept until they are dropped, as torch keeps them: %s. "
+            '"offloadzero": {"update": {"in_backward": true}} would save that and update the weights during backward; '
+            "param.grad could not be used then",
+            format_bytes(offloaded.runtime.plan.kept_grad_bytes),
+        )
+    return model, offloaded
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> None:
@@ -84,6 +105,31 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> 
                 )
         # The class says how weight decay works; it must say so in the group to survive the class.
         group.setdefault("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+
+
+def check_parameters(model: nn.Module, param_groups: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse an optimizer that holds what is not the model's: nothing would train it."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    held = {id(param) for group in param_groups for param in group["params"]}
+    num_foreign = len(held - names.keys())
+    if not num_foreign:
+        left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+        if left_out:
+            log.info(
+                "%s and %d more parameters require gradients and are in no group of the optimizer: their gradients "
+                "stay on the device as torch leaves them. requires_grad_(False) would save that",
+                left_out[0],
+                len(left_out) - 1,
+            )
+        return
+    missing = next((name for key, name in names.items() if key not in held), None)
+    raise ConfigError(
+        "optimizer",
+        f"{len(held)} parameters",
+        f"{num_foreign} of them are not the model's"
+        + (f", and it does not hold the model's {missing}" if missing is not None else "")
+        + ": make it on the parameters of the very model that is given, model.parameters()",
+    )
 
 
 def adam_hyper(group: Mapping[str, Any]) -> AdamHyper:
@@ -135,8 +181,8 @@ def _expect_rates(param_groups: Iterable[Mapping[str, Any]]) -> None:
 class OffloadedOptimizer(torch.optim.Optimizer):
     """An Adam whose states live in the tiers; made by `offload()` or `initialize()`.
 
-    `param.grad` is None after backward: gradients leave the device as they appear. Clip through the config's
-    `gradient_clipping`; `grad_norm()` gives the norm.
+    `param.grad` stands for the gradient wherever it is: [Note: gradients as tensors]. `grad_norm()` gives the norm that
+    the last step has seen.
     """
 
     def __init__(
@@ -147,12 +193,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         *,
         origin: torch.optim.Optimizer | None = None,
         before_take_over: Callable[[OffloadedOptimizer], None] | None = None,
+        keeps_gradients: bool = False,
     ) -> None:
-        """`origin` is the optimizer whose groups these are; without one they are the config's.
-
-        `before_take_over` may still fail: the model is as it was.
+        """Args:
+        origin: the optimizer whose groups these are; without one they are the config's.
+        before_take_over: may still fail: the model is as it was.
+        keeps_gradients: until they are dropped, as torch does; else the step drops them, as DeepSpeed does.
         """
         _expect_rates(param_groups)
+        check_parameters(model, param_groups)
         # Schedulers that cycle a momentum look in the defaults for its name.
         defaults = origin.defaults if origin is not None else group_defaults(config.optimizer)
         super().__init__(param_groups, dict(defaults))
@@ -162,7 +211,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.has_stepped = False  # in this process
         if before_take_over is not None:
             before_take_over(self)
-        self.runtime = Runtime(model, config, param_groups=param_groups, current_hypers=self._current_hypers)
+        self.runtime = Runtime(
+            model,
+            config,
+            param_groups=param_groups,
+            current_hypers=self._current_hypers,
+            keeps_after_step=keeps_gradients,
+        )
         if origin is not None:
             origin.register_step_pre_hook(functools.partial(_refuse_step, weakref.ref(self)))
         if self.runtime.config.precision.param_dtype == "fp16":
@@ -194,7 +249,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Apply the gradients accumulated since the last step. Returns before the update is done.
+        """Apply the gradients. Returns before the update is done.
 
         Raises:
             NonFiniteError, AioError: of this or an earlier step's update; the latest at the next use.
@@ -211,9 +266,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.origin._opt_called = True  # type: ignore[attr-defined]
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
-        """Drop gradients that no step has used."""
-        self.runtime.stepper.discard_gradients()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, also those of a backward that did not finish; or make them zero."""
+        self.runtime.stepper.discard_gradients(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while the optimizer is being made: the units are laid out once."""

@@ -24,7 +24,7 @@ from offloadzero.memory.tickets import Failures
 from offloadzero.native.cpu_adam import set_cores
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.monitor import StepMonitor
-from offloadzero.optim.records import Record
+from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.optim.update import UpdatePipeline
 from offloadzero.planning.memory_plan import (
     NUM_GRAD_LEASES,
@@ -61,12 +61,14 @@ class Runtime:
         *,
         param_groups: Sequence[Mapping[str, object]],
         current_hypers: Callable[[], Hypers],
+        keeps_after_step: bool = False,
     ) -> None:
         """Take the states of `model` over: its parameters are placeholders from here on.
 
         Args:
             param_groups: of a torch optimizer; parameters in none of them are frozen.
             current_hypers: reads the hyperparameters by group index.
+            keeps_after_step: gradients stay until they are dropped, unless the update runs in backward.
 
         Raises:
             ConfigError, BudgetError, AioError, StateError (the model is offloaded already). The model is then as it
@@ -83,15 +85,20 @@ class Runtime:
         self.resources.close_when_collected(self)
         self.resources.add(self.monitor.close)
         self.accelerator = make_accelerator(config.device, self.monitor.timeline)
+        group_of = _group_of(param_groups)
         cut = cut_units(
             model,
             config.units,
-            group_of=_group_of(param_groups),
+            group_of=group_of,
             param_dtype=DTYPES[config.precision.param_dtype],
             compact=config.state_layout == "compact",
         )
         self.records = cut.records
         self.slots = {id(slot.param): (record, slot) for record in self.records for slot in record.slots}
+        self._keeps_after_step = keeps_after_step
+        self._may_not_train = [
+            slot for _, slot in self.slots.values() if id(slot.param) in group_of and not slot.trainable
+        ]
         self._original = OriginalForm(self.records)
         self._is_restored = False
         self.hooks: ModelHooks | None = None
@@ -167,6 +174,7 @@ class Runtime:
         policy = StepPolicy(
             update_in_backward=plan.update_in_backward,
             keeps_gradients=plan.grads_have_homes,
+            keeps_after_step=self._keeps_after_step and not plan.update_in_backward,
             gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
             max_norm=config.gradient_clipping or 0.0,
             skip_nonfinite=config.precision.param_dtype == "fp16" or config.update.on_nonfinite == "skip",
@@ -194,6 +202,9 @@ class Runtime:
             num_threads=num_threads,
             cores=cores,
             previous_update=self.executor.update_ticket,
+            keeps_after_step=policy.keeps_after_step,
+            updates_in_backward=policy.update_in_backward,
+            may_not_train=self._may_not_train,
             on_begin=self.stepper.on_begin,
             on_complete=self.stepper.on_complete,
             on_landed=self.stepper.on_landed,

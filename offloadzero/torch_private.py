@@ -49,6 +49,9 @@ top_saved_tensors_default_hooks: Callable[[bool], tuple[PackHook, UnpackHook] | 
 current_autograd_node: Callable[[], torch.autograd.graph.Node | None] = _look_up("_C._current_autograd_node")
 current_graph_task_id: Callable[[], int] = _look_up("_C._current_graph_task_id")
 
+# How many hold a storage (by its `_cdata`), the tensor that is asked included.
+storage_use_count: Callable[[int], int] = _look_up("_C._storage_Use_Count")
+
 # What a tensor subclass is made of.
 DisableTorchFunctionSubclass: Any = _look_up("_C.DisableTorchFunctionSubclass")
 make_wrapper_subclass: Callable[..., Any] = _look_up("Tensor._make_wrapper_subclass")

@@ -305,6 +305,28 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     runtime.weights.write_state(record, slot, _kind(optim_state_key), value)
 
 
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The gradient accumulated since the last step: a new fp32 host tensor; None where there is none.
+
+    Raises:
+        StateError: the weights are updated in backward, and the gradient is gone.
+    """
+    _located(param)
+    grad = param.grad
+    return None if grad is None else grad.detach().clone().to("cpu", torch.float32)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the gradient; a parameter without one gets one."""
+    _, record, slot = _located(param)
+    if value.shape != slot.shape:  # torch would broadcast
+        raise ConfigError(f"{slot.name}.grad", tuple(value.shape), f"shape {tuple(slot.shape)}")
+    if param.grad is None:
+        param.grad = value.detach().to(param.device, record.dtype, copy=True)
+    else:
+        param.grad.copy_(value)
+
+
 # The local forms: this process's part of each parameter as a vector, which of one process is all of it.
 
 
@@ -327,3 +349,16 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Set "exp_avg" or "exp_avg_sq". Raises ConfigError for a frozen parameter, which has neither."""
     safe_set_full_optimizer_state(param, value, optim_state_key)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The gradient accumulated since the last step as a vector: a new fp32 host tensor; None where there is none."""
+    grad = safe_get_full_grad(param)
+    return None if grad is None else grad.reshape(-1)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the gradient."""
+    if value.numel() != param.numel():
+        raise ConfigError("value", tuple(value.shape), f"{param.numel()} elements")
+    safe_set_full_grad(param, value.reshape(param.shape))

@@ -442,7 +442,9 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
         },
         "offloadzero.update": {
             "in_backward": _use(
-                'true, false or "auto": update a unit as soon as that is exact', auto_is_absent=False
+                'true, false or "auto": update a unit as soon as that is exact; offload() takes "auto" as false, so '
+                "that scripts can use `param.grad`",
+                auto_is_absent=False,
             ),
             "on_nonfinite": _use("error or skip, when a gradient holds NaN or Inf; fp16 always skips"),
             "chunk_elements": _use(

@@ -9,6 +9,8 @@ root are correctly rounded, which CUDA's are. The compact layout's form is in op
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from offloadzero.native import compact, cpu_adam
@@ -21,6 +23,19 @@ def sq_norm(grad: torch.Tensor, *, num_threads: int | None = None) -> float:
     if grad.device.type == "cpu":
         return cpu_adam.sq_norm(grad, num_threads=num_threads)
     return float(grad.double().square_().sum())
+
+
+def sq_norms(
+    grad: torch.Tensor, parts: Sequence[tuple[int, int]], *, num_threads: int | None = None
+) -> list[float]:
+    """`sq_norm` of parts [start, stop) of a flat gradient. Blocks the host once on CUDA."""
+    if not parts:
+        return []
+    if grad.device.type == "cpu":
+        return [cpu_adam.sq_norm(grad[start:stop], num_threads=num_threads) for start, stop in parts]
+    sums = [grad[start:stop].double().square_().sum() for start, stop in parts]
+    values: list[float] = torch.stack(sums).tolist()
+    return values
 
 
 def accumulate(acc: torch.Tensor, grad: torch.Tensor, *, num_threads: int | None = None) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 
@@ -98,12 +99,13 @@ def slot_layout(slots: Sequence[ParamSlot]) -> Hashable:
 
 @dataclass(frozen=True)
 class UpdateRange:
-    """Elements [start, stop) that share hyperparameters and step count."""
+    """Elements [start, stop) that share hyperparameters, step count and the factor of their gradient."""
 
     start: int
     stop: int
     group_index: int
     step: int
+    factor: float = 1.0
 
 
 def segment_slice(kind: SegmentKind, start: int, stop: int) -> slice:
@@ -234,23 +236,28 @@ def make_record(
     return Record(index, name, dtype, tuple(slots), num_trainable, position, resident, compact)
 
 
-def update_ranges(record: Record, slots: Iterable[ParamSlot]) -> list[UpdateRange]:
-    """Merge neighbouring `slots` with equal group and step into ranges, in the record's order.
+def update_ranges(
+    record: Record, slots: Iterable[ParamSlot], *, factors: Mapping[int, float] = MappingProxyType({})
+) -> list[UpdateRange]:
+    """Merge neighbouring `slots` with equal group, step and factor into ranges, in the record's order.
 
-    Padding behind a parameter belongs to its range: its gradient is zero, so it stays zero.
+    `factors` of gradients are by slot, 1 where there is none. Padding behind a parameter belongs to its
+    range: its gradient is zero, so it stays zero.
     """
     ranges: list[UpdateRange] = []
     for slot in sorted(slots, key=lambda slot: slot.offset):
         if slot.group_index is None:
             raise AssertionError(f"{slot.name} is frozen")
         stop = slot.offset + record.padded(slot.num_elements)
+        factor = factors.get(slot.index, 1.0)
+        shared = (slot.group_index, slot.step, factor)
         last = ranges[-1] if ranges else None
         if (
             last is not None
             and last.stop == slot.offset
-            and (last.group_index, last.step) == (slot.group_index, slot.step)
+            and (last.group_index, last.step, last.factor) == shared
         ):
-            ranges[-1] = UpdateRange(last.start, stop, last.group_index, last.step)
+            ranges[-1] = UpdateRange(last.start, stop, *shared)
         else:
-            ranges.append(UpdateRange(slot.offset, stop, slot.group_index, slot.step))
+            ranges.append(UpdateRange(slot.offset, stop, *shared))
     return ranges

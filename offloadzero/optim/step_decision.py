@@ -21,7 +21,7 @@ class StepDecision:
 
 
 def decide_step(sq_norms: Sequence[float], *, loss_scale: float, max_norm: float) -> StepDecision:
-    """Decide from the squared norms of the scaled gradients of all records, in the records' order.
+    """Decide from the squared norms of the scaled gradients of all parameters; their order does not matter.
 
     The factor is that of `torch.nn.utils.clip_grad_norm_`: min(1, max_norm / (norm + 1e-6)); `max_norm` 0
     switches clipping off. A norm that is not finite means that some gradient is not: apply is False then.

@@ -253,7 +253,7 @@ class UpdatePipeline:
                 state[SegmentKind.EXP_AVG_SQ],
                 hyper=update.hypers[part.group_index],
                 step=part.step,
-                grad_scale=update.grad_scale,
+                grad_scale=update.grad_scale * part.factor,
                 master=state.get(SegmentKind.MASTER),
                 scales=state.get(SegmentKind.SCALES),
                 num_threads=self._num_threads,

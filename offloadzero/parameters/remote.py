@@ -129,6 +129,21 @@ class RemoteTensor(torch.Tensor):
         return type(self)
 
     @property
+    def data(self) -> Tensor:
+        """The same value, without a graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if (value.shape, value.dtype) != (self.shape, self.dtype):
+            raise StateError(
+                f"{self._source.name}: data of {value.dtype} {tuple(value.shape)} is assigned where {self.dtype} "
+                f"{tuple(self.shape)} is: the value has a place of that size"
+            )
+        with torch.no_grad():
+            self.detach().copy_(value)
+
+    @property
     def is_whole(self) -> bool:
         """Whether it is the value itself and no view of it."""
         return not self._views

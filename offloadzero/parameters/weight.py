@@ -319,6 +319,7 @@ _METHODS_OF_REMOTE: Mapping[Any, Any] = {
 _NEED_NO_VALUE = frozenset(
     _found(torch.Tensor, _GETTERS, "__get__")
     | _found(torch.Tensor, _SETTERS, "__set__")
+    | _found(torch.Tensor, _SETTERS, "__delete__")
     | _found(torch.Tensor, _METHODS)
     | _found(torch, _FUNCTIONS)
     | _found(torch.autograd, "backward grad")

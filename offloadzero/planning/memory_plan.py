@@ -47,6 +47,14 @@ class MemoryPlan:
         """Everything reserved in `tier`."""
         return sum(line.num_bytes for line in self.lines if line.tier is tier)
 
+    @property
+    def kept_grad_bytes(self) -> int:
+        """What keeping gradients takes. Those whose update runs on the device have their home there in any case."""
+        kept = f"home: {SegmentKind.GRAD.value}"
+        return sum(
+            line.num_bytes for line in self.lines if line.what == kept and line.tier is not TierName.DEVICE
+        )
+
     def table(self) -> str:
         """The bytes per tier for people."""
         rows = []

@@ -6,81 +6,43 @@ the unit's last gradient has arrived the lease goes to the host in one copy, and
 thread) into its home, where micro batches add up. What is left at the end of backward, because some parameters
 took no part, lands then; parameters without a gradient are left out of the norm and of the update, as
 torch.optim leaves out parameters whose grad is None. A gradient whose update runs on the device is accumulated in
-its home there and never leaves.
+its home there and never leaves. `param.grad` stands for it all the way: [Note: the life of param.grad].
+
+[Note: a script's own gradient]
+A tensor that a script has put into `param.grad` before backward, a view of a flat buffer say, is added to in place by
+autograd and is the script's to read and write afterwards. It stays where it is and is copied home at the step. It is
+known by two things: it was written in place, and somebody besides `param.grad` holds it or its storage.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+import operator
+import sys
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
-from offloadzero.config import SegmentKind, TierName
+from offloadzero.config import TierName
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.arena import BufferPool, PooledBuffer
-from offloadzero.memory.lanes import Fence, Lane, order_compute_after
-from offloadzero.memory.store import Segment, TieredStore
-from offloadzero.memory.tickets import FINISHED, AllOf, Promise, Ticket
-from offloadzero.native.cpu_adam import AdamHyper, set_cores
+from offloadzero.memory.lanes import Lane, order_compute_after
+from offloadzero.memory.store import TieredStore
+from offloadzero.memory.tickets import AllOf, Promise, Ticket
+from offloadzero.native.cpu_adam import set_cores
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import LANDING
 from offloadzero.optim import device_math
-from offloadzero.optim.delivery import UpdateTicket
-from offloadzero.optim.records import ParamSlot, Record, SlotViews, UpdateRange, slot_layout, update_ranges
+from offloadzero.optim.records import ParamSlot, Record, SlotViews, slot_layout, update_ranges
+from offloadzero.parameters.gradient import GradientTensor
+from offloadzero.streaming.param_grad import KEEP_KEY, GradientAccess, GradientHandle
+from offloadzero.streaming.record_gradient import RecordGradient
+from offloadzero.torch_private import DisableTorchFunctionSubclass, current_graph_task_id, storage_use_count
 
 log = logging.getLogger("offloadzero.gradients")
-
-
-@dataclass(frozen=True, eq=False)
-class BegunUpdate:
-    """An update that waits for its gradient to land: its ticket, and the hyperparameters by group index."""
-
-    ticket: UpdateTicket
-    hypers: Sequence[AdamHyper]
-    step: int
-
-
-@dataclass(eq=False)
-class RecordGradient:
-    """The gradient of one record in one accumulation window."""
-
-    record: Record
-    # In backward:
-    lease: PooledBuffer | None = None
-    flat: torch.Tensor | None = None  # on the device, shape (num_trainable,)
-    targets: Sequence[torch.Tensor] = ()  # views of `flat` by slot
-    arrived: list[ParamSlot] = field(default_factory=list)
-    # In the window:
-    present: frozenset[int] = frozenset()  # offsets of the slots that have a gradient
-    landed: Ticket = FINISHED
-    fence: Fence = None
-    sq_norm: float = 0.0  # of what has landed
-    closed: bool = False  # its last micro batch is landing; on_landed follows
-    update: BegunUpdate | None = None  # set in backward when the update follows the landing
-    passing: PooledBuffer | None = None  # the host buffer of a gradient without a home
-
-    def __post_init__(self) -> None:
-        # Where it is kept until the step; None: it is consumed as it lands.
-        self.home: Segment | None = self.record.segments.get(SegmentKind.GRAD)
-
-    @property
-    def present_slots(self) -> Iterator[ParamSlot]:
-        """The parameters that have a gradient."""
-        return (slot for slot in self.record.trainable_slots if slot.offset in self.present)
-
-    def ranges(self) -> list[UpdateRange]:
-        """What has a gradient, as ranges of the record (with the steps done so far)."""
-        return update_ranges(self.record, self.present_slots)
-
-    def in_memory(self) -> torch.Tensor | None:
-        """The accumulated gradient, shape (num_trainable,), unless it lives on NVMe."""
-        if self.passing is not None:
-            return self.passing.view(self.record.grad_dtype, self.record.num_trainable)
-        home = self.home
-        return None if home is None or home.tier is TierName.NVME else home.memory
 
 
 class GradientCollector:
@@ -98,6 +60,9 @@ class GradientCollector:
         num_threads: int | None,
         cores: Collection[int],
         previous_update: Callable[[int], Ticket],
+        keeps_after_step: bool,
+        updates_in_backward: bool,
+        may_not_train: Sequence[ParamSlot],
         on_begin: Callable[[], None],
         on_complete: Callable[[RecordGradient], None],
         on_landed: Callable[[RecordGradient], None],
@@ -107,7 +72,10 @@ class GradientCollector:
             home; host buffers for gradients that are added to one already there.
         cores: CPUs that landing keeps to; empty: any.
         previous_update: the last update of a record, which may still read its gradient's home.
-        on_begin: called in backward before a record's first gradient is taken.
+        keeps_after_step: gradients stay until they are dropped, as torch's do; else the step drops them.
+        updates_in_backward: a gradient is consumed as it lands.
+        may_not_train: parameters of the optimizer that were frozen when the model was offloaded.
+        on_begin: called in each backward before the first gradient is taken.
         on_complete: called in backward when a record's gradients have all arrived and their landing begins.
         on_landed: called on the landing thread when the gradient of the whole window is home.
         """
@@ -134,6 +102,19 @@ class GradientCollector:
                 self._views[index] = shared.setdefault(layout, self._views[index])
         self._num_filling = 0
         self.last_micro_batch = True  # whether the running backward closes the window
+        self._running = -1  # the backward whose gradients are taken
+        self._keeps_after_step = keeps_after_step
+        self._updates_in_backward = updates_in_backward
+        self._may_not_train = tuple(may_not_train)
+        self.access = GradientAccess(
+            store,
+            clock=clock,
+            num_threads=num_threads,
+            current=lambda index: self.gradients[index],
+            previous_update=previous_update,
+            updates_in_backward=updates_in_backward,
+        )
+        self._handles = {i: self.access.handles(s.record) for i, s in self.gradients.items()}
 
     # --- in backward ---
 
@@ -142,22 +123,29 @@ class GradientCollector:
         self.add(index, self.gradients[index].record.slots[number])
 
     def add(self, index: int, slot: ParamSlot) -> None:
-        """Take `slot.param.grad` away from the parameter."""
-        param = slot.param
-        grad = param.grad
-        param.grad = None
-        if grad is None:
-            raise AssertionError(f"{slot.name} has no gradient")
-        state = self.gradients[index]
+        """Take what backward has put into `slot.param.grad`, and put there what stands for it."""
+        with DisableTorchFunctionSubclass():
+            if current_graph_task_id() != self._running:
+                self._begin_backward(index, slot)
+            param = slot.param
+            grad = param.grad
+            state = self.gradients[index]
+            handle = self._handles[index][slot.index]
+            if type(grad) is not torch.Tensor or slot.index in state.present or grad._version:
+                grad = self._contribution(state, handle, grad)
+                if grad is None:
+                    return
+            param.grad = handle.tensor
+            handle.source.taken_in = self._running
         if state.flat is None:
-            self._on_begin()
             self._begin(state)
         if grad.is_sparse:
-            raise ConfigError(
-                slot.name, "sparse gradient", "dense gradients only: build the module sparse=False"
-            )
+            _expect_dense(slot, grad)
         target = state.targets[slot.index]
-        if state.lease is None and slot.offset in state.present:
+        if state.lease is None and slot.index in state.present:
+            factor = state.factors.pop(slot.index, 1.0)
+            if factor != 1.0:
+                target.mul_(factor)
             target.add_(grad)
         else:
             target.copy_(grad)
@@ -165,6 +153,47 @@ class GradientCollector:
         arrived.append(slot)
         if len(arrived) == len(state.targets):
             self._complete(state)
+
+    def _begin_backward(self, index: int, slot: ParamSlot) -> None:
+        handle, grad = self._handles[index][slot.index], slot.param.grad
+        is_own = handle.is_own(grad)
+        if not is_own:
+            slot.param.grad = None  # as it was before this backward, unless it is the script's own
+        try:
+            self._on_begin()
+        except BaseException:
+            # What this backward has brought is not taken, and must not be there for the next one.
+            handle.source.contribution = None
+            raise
+        if not is_own:
+            slot.param.grad = grad
+        self._running = current_graph_task_id()
+
+    def end_backward(self) -> None:
+        """The next gradient is another backward's."""
+        self._running = -1
+
+    @staticmethod
+    def _contribution(
+        state: RecordGradient, handle: GradientHandle, grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """What there is to take where `param.grad` was not empty before: [Note: the life of param.grad]."""
+        slot, source = handle.slot, handle.source
+        if handle.is_own(grad):
+            contribution, source.contribution = source.contribution, None
+            if contribution is None:
+                return None
+            if contribution.is_all or slot.index in state.zeroed:
+                state.forget(slot)
+            return contribution.grad
+        if slot.index in state.present:  # the script has dropped it, or put another in its place
+            state.forget(slot)
+            handle.drop()
+        if grad is None or isinstance(grad, GradientTensor):
+            return None
+        if grad._version and _is_held(grad):
+            return None  # [Note: a script's own gradient]
+        return grad
 
     def flush(self) -> None:
         """Backward is over: land the records of which some parameter took no part.
@@ -227,8 +256,13 @@ class GradientCollector:
         if flat is None:
             raise AssertionError(f"{record.name} has no gradient lease")
         earlier = state.present
-        state.present = earlier.union([slot.offset for slot in arrived])
+        state.present = earlier.union([slot.index for slot in arrived])
         before = self._previous_update(record.index)  # on_complete replaces it
+        if not state.landed.done():
+            before = AllOf([before, state.landed])  # of gradients that were dropped since
+        factors = {}
+        if state.factors and lease is not None:
+            factors = {s.index: state.factors.pop(s.index) for s in arrived if s.index in state.factors}
         state.fence = self._store.accelerator.fence()
         state.landed = done = Promise()
         state.closed = self.last_micro_batch
@@ -244,7 +278,9 @@ class GradientCollector:
             if target.in_place:
                 self._land(state, done, [copied], None)
             else:
-                self._land(state, done, [copied], lambda: self._merge(state, target, arrived, earlier))
+                self._land(
+                    state, done, [copied], lambda: self._merge(state, target, arrived, earlier, factors)
+                )
         except BaseException as error:
             self._lose(state, done, error)
             raise
@@ -331,10 +367,11 @@ class GradientCollector:
         if grad is None:
             return  # on its file, measured by an earlier micro batch
         with self._store.timeline.span(LANDING, state.record.name, grad.nbytes):
-            state.sq_norm = sum(
-                device_math.sq_norm(grad[part.start : part.stop], num_threads=self._num_threads)
-                for part in state.ranges()
-            )
+            slots = list(state.present_slots)
+            parts = [(slot.offset, slot.offset + slot.num_elements) for slot in slots]
+            measured = device_math.sq_norms(grad, parts, num_threads=self._num_threads)
+            for slot, sq_norm in zip(slots, measured, strict=True):
+                state.sq_norms[slot.index] = sq_norm
         home = state.home
         if home is not None and home.tier is TierName.NVME:
             self._store.write(home, grad).wait()
@@ -346,8 +383,12 @@ class GradientCollector:
         landing: _Landing,
         arrived: Sequence[ParamSlot],
         earlier: frozenset[int],
+        factors: Mapping[int, float],
     ) -> None:
-        """Copy what is the first of its window, add what is at the offsets `earlier`, which its home holds already."""
+        """Copy what is the first of its window, add what is at the places `earlier`, which its home holds already.
+
+        `factors` are those of what the home holds, by slot.
+        """
         record = state.record
         home = state.home
         on_file = home is not None and home.tier is TierName.NVME
@@ -359,9 +400,12 @@ class GradientCollector:
         if on_file and earlier and home is not None:
             self._store.read(home, acc).wait()
         with self._store.timeline.span(LANDING, record.name, landing.flat.nbytes + acc.nbytes):
-            for part in update_ranges(record, [slot for slot in arrived if slot.offset not in earlier]):
+            for part in update_ranges(record, [slot for slot in arrived if slot.index not in earlier]):
                 acc[part.start : part.stop].copy_(landing.flat[part.start : part.stop])
-            for part in update_ranges(record, [slot for slot in arrived if slot.offset in earlier]):
+            added = [slot for slot in arrived if slot.index in earlier]
+            for part in update_ranges(record, added, factors=factors):
+                if part.factor != 1.0:
+                    acc[part.start : part.stop].mul_(part.factor)
                 device_math.accumulate(
                     acc[part.start : part.stop],
                     landing.flat[part.start : part.stop],
@@ -372,18 +416,55 @@ class GradientCollector:
 
     # --- after backward ---
 
+    def has_gradients(self) -> bool:
+        """Whether some parameter has a gradient."""
+        handles = chain.from_iterable(self._handles.values())
+        with DisableTorchFunctionSubclass():
+            return any(handle.param.grad is not None for handle in handles)
+
     def abandon_window(self) -> None:
         """Drop the window's gradients, those of a backward that did not finish included."""
+        self._abandon()
+        self._drop_tensors()
+
+    def zero_window(self) -> None:
+        """Make every gradient that is there zero; what a backward that did not finish has left, too."""
+        self._abandon()
+        for index, handles in self._handles.items():
+            for handle in handles:
+                slot = handle.slot
+                handle.source.contribution = None
+                with DisableTorchFunctionSubclass():
+                    grad = slot.param.grad
+                if handle.is_own(grad):
+                    state = self.gradients[index]
+                    state.present |= {slot.index}
+                    state.zeroed.add(slot.index)
+                elif grad is not None:
+                    grad.detach_().zero_()
+
+    def _abandon(self) -> None:
         for state in self.gradients.values():
-            if state.lease is not None:
-                self._num_filling -= not state.lease.temporary
-                if not state.lease.temporary:
-                    self._device_leases.give_back(state.lease, last_use=self._store.accelerator.launched())
-                state.lease = None
-        for state in self.take_window():
-            with self._clock.waiting("gradient landing"):
-                state.landed.wait()
-            self.release_passing(state)
+            if state.lease is not None and not state.lease.temporary:
+                self._device_leases.give_back(state.lease, last_use=self._store.accelerator.launched())
+        self._num_filling = 0
+        self.end_backward()
+        self._new_window()
+
+    def _new_window(self) -> None:
+        # What still lands comes before what lands next.
+        self.gradients = {
+            index: RecordGradient(state.record, landed=state.landed)
+            for index, state in self.gradients.items()
+        }
+
+    def _drop_tensors(self) -> None:
+        with DisableTorchFunctionSubclass():
+            for handle in chain.from_iterable(self._handles.values()):
+                handle.param.grad = None
+                handle.drop()
+            for slot in self._may_not_train:
+                slot.param.grad = None
 
     def release_passing(self, state: RecordGradient) -> None:
         """The update has read the gradient."""
@@ -391,14 +472,77 @@ class GradientCollector:
             buffer, state.passing = state.passing, None
             self._passing.give_back(buffer)
 
+    def _changed(self) -> Iterator[tuple[RecordGradient, GradientHandle, torch.Tensor | None]]:
+        """The parameters, with `param.grad`, where that is not the gradient that backward has brought."""
+        for index, state in self.gradients.items():
+            handles = self._handles[index]
+            is_whole = len(state.present) == len(handles) and not state.zeroed
+            with DisableTorchFunctionSubclass():
+                grads = [handle.param.grad for handle in handles]
+            for handle, grad in zip(handles, grads, strict=True):
+                if grad is handle.tensor:
+                    if not is_whole and (handle.slot.index not in state.present or state.zeroed):
+                        yield state, handle, grad
+                elif grad is not None or handle.slot.index in state.present:
+                    yield state, handle, grad
+
+    def settle(self) -> None:
+        """Before the step: what scripts have assigned comes home, what they have dropped is left out."""
+        for state, handle, grad in self._changed():
+            slot = handle.slot
+            if handle.is_own(grad):
+                self._settle_own(state, slot)
+            elif grad is None:
+                state.forget(slot)
+                handle.drop()
+            else:
+                _expect_dense(slot, grad)
+                handle.drop()
+                value = grad.read() if isinstance(grad, GradientTensor) else grad
+                self.access.store(state, slot, value)
+
+    def _settle_own(self, state: RecordGradient, slot: ParamSlot) -> None:
+        if slot.index not in state.present:
+            raise StateError(
+                f"{slot.name}.grad was lost with a backward that did not finish: call optimizer.zero_grad()"
+            )
+        if slot.index in state.zeroed:
+            self.access.store(state, slot, torch.zeros(slot.num_elements, dtype=state.record.dtype))
+
+    def expect_untouched(self) -> None:
+        """Where the update has run in backward, a gradient that was dropped or assigned since is an error."""
+        for state, handle, grad in self._changed():
+            if handle.is_own(grad):
+                continue
+            slot = handle.slot
+            slot.param.grad = handle.tensor if slot.index in state.present else None
+            raise StateError(
+                f"{slot.name}.grad was {'dropped' if grad is None else 'assigned'} before step(), but weights are "
+                f"updated in backward: set {KEEP_KEY} to keep gradients until the step"
+            )
+
+    def expect_frozen(self) -> None:
+        """A parameter that was frozen when the model was offloaded has no states to train it with."""
+        with DisableTorchFunctionSubclass():
+            for slot in self._may_not_train:
+                if slot.param.requires_grad:
+                    raise StateError(
+                        f"{slot.name}: was frozen when the model was offloaded, so it has no optimizer state: unfreeze "
+                        "it before offload() or initialize() (it may be frozen again right after)"
+                    )
+
     def take_window(self) -> list[RecordGradient]:
-        """Close the window: its gradients, in the records' order, now belong to the caller."""
+        """Close the window: its gradients, in the records' order."""
         window = [state for state in self.gradients.values() if state.present]
-        self.gradients = {index: RecordGradient(state.record) for index, state in self.gradients.items()}
+        if self._keeps_after_step:
+            return [state.as_of_now() for state in window]
+        self._new_window()
+        self._drop_tensors()
         return window
 
     def close(self) -> None:
         """Finish the copies and stop the lanes."""
+        self._drop_tensors()
         self._d2h.close()
         self._landing.close()
 
@@ -409,3 +553,38 @@ class _Landing(NamedTuple):
     flat: torch.Tensor
     buffer: PooledBuffer | None
     in_place: bool
+
+
+def _expect_dense(slot: ParamSlot, grad: torch.Tensor) -> None:
+    if grad.is_sparse:
+        raise ConfigError(slot.name, "sparse gradient", "dense gradients only: build the module sparse=False")
+
+
+def _holders(grad: torch.Tensor) -> tuple[int, int]:
+    """References to a tensor, and to its storage."""
+    return sys.getrefcount(grad), storage_use_count(grad.untyped_storage()._cdata)
+
+
+def _is_held(grad: torch.Tensor) -> bool:
+    """Whether somebody holds `param.grad`, or its storage, besides the parameter and two calls of ours."""
+    return any(map(operator.gt, _holders(grad), _unheld()))
+
+
+@functools.cache
+def _unheld() -> tuple[int, int]:
+    """Versions of torch count differently."""
+    param = torch.nn.Parameter(torch.zeros(1))
+    param.grad = torch.zeros(1)
+
+    def called(grad: torch.Tensor) -> tuple[int, int]:
+        def again(grad: torch.Tensor) -> tuple[int, int]:
+            return _holders(grad)
+
+        return again(grad)
+
+    def hook() -> tuple[int, int]:
+        grad = param.grad
+        assert grad is not None
+        return called(grad)
+
+    return hook()

@@ -349,11 +349,11 @@ class ModelHooks:
             with timeline.launching():
                 take(_)
 
-        def drop(param: torch.Tensor) -> None:
-            param.grad = None
+        def leave(_: torch.Tensor) -> None:
+            """No group of the optimizer holds it: as in torch, it has a gradient and nobody uses it."""
 
         if not slot.trainable:
-            return drop
+            return leave
         return timed_take if timeline.is_on else take
 
     # --- state dict ---

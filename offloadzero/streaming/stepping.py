@@ -12,7 +12,7 @@ the norm.
 from __future__ import annotations
 
 import itertools
-import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,7 +30,8 @@ from offloadzero.optim.staging import needs_slot
 from offloadzero.optim.step_decision import LossScale, StepDecision, decide_step
 from offloadzero.optim.update import RecordUpdate, UpdatePipeline
 from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.gradients import BegunUpdate, GradientCollector, RecordGradient
+from offloadzero.streaming.gradients import GradientCollector
+from offloadzero.streaming.record_gradient import BegunUpdate, RecordGradient
 
 Hypers = Sequence[AdamHyper]
 
@@ -41,6 +42,7 @@ class StepPolicy:
 
     update_in_backward: bool
     keeps_gradients: bool  # from one backward to the next
+    keeps_after_step: bool  # until they are dropped
     gradient_accumulation_steps: int
     max_norm: float  # 0 = no clipping
     skip_nonfinite: bool
@@ -58,6 +60,22 @@ class _Window:
     reads: Ticket = FINISHED  # of the weights before the step
     decided: Ticket = FINISHED
     decision: StepDecision | None = None
+
+
+class _Backward:
+    """A backward that takes gradients. autograd calls it at the end, and drops it when the backward fails."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __call__(self) -> None:
+        self._end()
+
+
+UNFINISHED = (
+    "the last backward did not finish: what it has left is not a gradient. Call optimizer.zero_grad() and repeat the "
+    "micro batches since the last step"
+)
 
 
 @dataclass
@@ -95,6 +113,7 @@ class Stepper:
         self._current_hypers = current_hypers
         self._scale = LossScale.initial(policy.loss_scale)
         self._in_backward = False
+        self._backward: weakref.ref[_Backward] | None = None  # the one that runs, unless it has failed
         self._window_micro_steps = 0
         self._hypers: Hypers = ()
         self._tickets: dict[int, UpdateTicket] = {}  # updates that backward has begun
@@ -145,12 +164,33 @@ class Stepper:
         return (self._window_micro_steps + 1) % self.policy.gradient_accumulation_steps == 0
 
     def on_begin(self) -> None:
-        """The first gradient of a record has arrived."""
+        """The first gradient of a backward has arrived, or one of a backward inside of it."""
+        if not self._is_running():
+            self.expect_whole()
         if not self._in_backward:
             self._begin_backward()
 
+    def _is_running(self) -> bool:
+        return self._backward is not None and self._backward() is not None
+
+    def begin_window(self) -> None:
+        """Before the first micro batch of a step, where the step drops gradients: nothing of earlier ones is left."""
+        if self._window_micro_steps or self._tickets:
+            return
+        if self._in_backward or self.collector.has_gradients():
+            self.discard_gradients()
+
+    def expect_whole(self) -> None:
+        """Refuse to go on from a backward that did not finish, unless all that it has left was dropped since."""
+        if not self._in_backward:
+            return
+        if self._is_running() or self.collector.has_gradients():
+            raise StateError(UNFINISHED)
+        self.discard_gradients()
+
     def _begin_backward(self) -> None:
         self._failures.check()
+        self.collector.expect_frozen()
         if self.before_backward is not None:
             self.before_backward()
         if self._tickets:
@@ -175,7 +215,9 @@ class Stepper:
             # is still being written back must not be read.
             home = itertools.takewhile(lambda index: self._executor.update_ticket(index).done(), order)
             self._pipeline.read_ahead([self._staged_records[index] for index in home])
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        backward = _Backward(self._end_backward)
+        self._backward = weakref.ref(backward)
+        torch.autograd.Variable._execution_engine.queue_callback(backward)
 
     @property
     def _updates_now(self) -> bool:
@@ -185,6 +227,7 @@ class Stepper:
         self.collector.flush()
         self._clock.timeline.lap("backward: the rest", leaves_model=True)
         self._in_backward = False
+        self.collector.end_backward()
         self._window_micro_steps += 1
         self.counts.micro_steps += 1
 
@@ -204,7 +247,7 @@ class Stepper:
         begun = state.update
         if begun is None:
             return
-        if not math.isfinite(state.sq_norm):
+        if not state.is_finite:
             error = self._non_finite([state], begun.step)
             self._failures.record(error)
             begun.ticket.fail(error)
@@ -216,13 +259,17 @@ class Stepper:
     def step(self) -> None:
         """Apply the window's gradients: [Note: two ways to step]."""
         self._failures.check()
-        if self._in_backward:
-            raise StateError("step() inside backward, or after a backward that did not finish")
+        self.expect_whole()
+        self.collector.expect_frozen()
         if self._tickets and list(self._current_hypers()) != list(self._hypers):
             raise StateError(
                 "the optimizer's param_groups have changed since backward(), which has updated the weights with the "
                 'old ones: change them after step(), or set "offloadzero": {"update": {"in_backward": false}}'
             )
+        if self.policy.update_in_backward:
+            self.collector.expect_untouched()
+        else:
+            self.collector.settle()
         step = self.counts.global_steps + 1
         window = _Window(step, self.collector.take_window(), self._tickets, self._hypers)
         self._tickets = {}
@@ -275,7 +322,7 @@ class Stepper:
         window.reads.wait()
         scale = self._scale
         decision = decide_step(
-            [state.sq_norm for state in window.gradients],
+            [sq_norm for state in window.gradients for sq_norm in state.sq_norms_by_slot()],
             loss_scale=scale.scale,
             max_norm=self.policy.max_norm,
         )
@@ -299,7 +346,7 @@ class Stepper:
 
     @staticmethod
     def _non_finite(gradients: Sequence[RecordGradient], step: int) -> NonFiniteError:
-        names = [state.record.name for state in gradients if not math.isfinite(state.sq_norm)]
+        names = [state.record.name for state in gradients if not state.is_finite]
         return NonFiniteError(
             f"step {step}: the gradient of {', '.join(names)} holds NaN or Inf; nothing "
             'of it was applied. ("offloadzero": {"update": {"on_nonfinite": "skip"}} skips such steps.)'
@@ -325,15 +372,18 @@ class Stepper:
             ticket=ticket,
         )
 
-    def discard_gradients(self) -> None:
-        """Drop what was accumulated since the last step (`optimizer.zero_grad()`)."""
+    def discard_gradients(self, *, set_to_none: bool = True) -> None:
+        """Drop the gradients, or make them zero (`optimizer.zero_grad()`)."""
         if self._tickets:
             raise StateError(
                 "zero_grad() without step() after a backward that has updated the weights: set "
                 '"offloadzero": {"update": {"in_backward": false}} to be able to drop gradients'
             )
         self._in_backward = False
-        self.collector.abandon_window()
+        if set_to_none or self.policy.update_in_backward:
+            self.collector.abandon_window()
+        else:
+            self.collector.zero_window()
         self._window_micro_steps = 0
 
     # --- what was decided ---
@@ -355,4 +405,5 @@ class Stepper:
         with self._clock.waiting("gradient landing"), self._failures.handed_over():
             for state in self._last.gradients:
                 state.landed.wait()
-        return decide_step([s.sq_norm for s in self._last.gradients], loss_scale=1.0, max_norm=0.0).grad_norm
+        sq_norms = [sq_norm for state in self._last.gradients for sq_norm in state.sq_norms_by_slot()]
+        return decide_step(sq_norms, loss_scale=1.0, max_norm=0.0).grad_norm

@@ -1,0 +1,242 @@
+"""`param.grad` of an offloaded parameter: a tensor that stands for the gradient wherever it is (floor 4).
+
+[Note: gradients as tensors]
+After backward `param.grad` is a `GradientTensor`. Like any remote tensor ([Note: remote tensors]) it reads, computes
+and writes back; what scripts do with the gradients of a whole model is answered without moving a byte:
+
+- the 2-norm, from the squares that were summed up when the gradient landed;
+- `mul_` by one number, and `div_` by a power of two, by a factor that the update's kernel multiplies by. In fp32 that
+  gives torch's bits. In bf16 and fp16 torch rounds the product to the gradient's dtype, the kept factor does not; what
+  is read of the gradient then is rounded as torch rounds it. Two factors become one only where the product is exact;
+- `zero_`, and torch.amp.GradScaler's check and unscaling in one.
+
+That is all that `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `GradScaler` ask for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offloadzero.errors import StateError
+from offloadzero.parameters.remote import Operation, RemoteTensor, Source
+
+aten = torch.ops.aten
+
+
+class GradientSource(Source, Protocol):
+    """One parameter's gradient, in a home, on its way there, or gone."""
+
+    num_tensors: int  # that have been made of it
+
+    def norm(self) -> float | None:
+        """The 2-norm; None where it is not known without reading."""
+
+    def scale(self, factor: float) -> bool:
+        """Multiply by a number of fp32 without moving anything; False where that would give other numbers."""
+
+    def clear(self) -> None:
+        """Make it zero."""
+
+    def accept(self, contribution: Tensor) -> bool:
+        """Take what autograd adds; False where the addition is somebody else's."""
+
+
+class GradientTensor(RemoteTensor):
+    """What `param.grad` is: [Note: gradients as tensors]."""
+
+    _source: GradientSource
+
+    @staticmethod
+    def __new__(cls, source: GradientSource, *arguments: Any, **options: Any) -> GradientTensor:
+        """Of a view: as `RemoteTensor`."""
+        source.num_tensors += 1
+        return cast(GradientTensor, RemoteTensor.__new__(cls, source, *arguments, **options))
+
+    @property
+    def source(self) -> GradientSource:
+        """Where the value is."""
+        return self._source
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Operation,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        shortcut = _SHORTCUTS.get(func)
+        if shortcut is not None:
+            answer = shortcut(*args, **(kwargs or {}))
+            if answer is not _NONE:
+                return answer
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise StateError(
+            f"{self._source.name}: {what} needs memory, but the gradient is away: take a copy with clone()"
+        )
+
+
+def as_fp32(value: float) -> float:
+    """The number of fp32 nearest to `value`."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
+
+
+def product_is_exact(one: float, other: float) -> bool:
+    """Whether to multiply by `one` and then by `other` (numbers of fp32) is to multiply by their product.
+
+    It is where one of them is a power of two: then only one of the multiplications rounds.
+    """
+    product = one * other
+    return (_is_power_of_two(one) or _is_power_of_two(other)) and (
+        product == 0.0 or 2.0**-100 <= abs(product) <= 2.0**100
+    )
+
+
+def _is_power_of_two(value: float) -> bool:
+    return math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5
+
+
+# --- what is answered without the value ---
+
+_NONE = object()  # no shortcut: the value is needed
+
+
+def _whole(gradient: Any) -> GradientSource | None:
+    """The source of a gradient tensor that is no view."""
+    return gradient.source if isinstance(gradient, GradientTensor) and gradient.is_whole else None
+
+
+def _only(gradients: Sequence[Any]) -> GradientSource | None:
+    """The source of the one element of a list: longer ones come element by element."""
+    return _whole(gradients[0]) if len(gradients) == 1 else None
+
+
+class _Numbers:
+    """The values of 0-dim tensors. One factor goes to many gradients, and to read it from a device costs a wait."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, int, float] | None = None
+
+    def of(self, value: Any) -> float | None:
+        if isinstance(value, bool | complex):
+            return None
+        if isinstance(value, int | float):
+            return float(value)
+        if type(value) is not Tensor or value.dim() or not value.is_floating_point():
+            return None
+        if value.is_inference():
+            return float(value)
+        last = self._last
+        if last is None or last[0] is not value or last[1] != value._version:
+            last = self._last = (value, value._version, float(value))
+        return last[2]
+
+
+_numbers = _Numbers()
+
+
+def _norm(source: GradientSource, dtype: torch.dtype | None) -> Any:
+    norm = source.norm()
+    return _NONE if norm is None else torch.full((), norm, dtype=dtype or source.dtype, device=source.device)
+
+
+def _scale(source: GradientSource | None, factor: float | None) -> bool:
+    return source is not None and factor is not None and source.scale(as_fp32(factor))
+
+
+# The functions below have the signatures of the operations in _SHORTCUTS.
+
+
+def _vector_norm(
+    gradient: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    source = _whole(gradient)
+    if source is None or ord != 2 or dim is not None or keepdim:
+        return _NONE
+    return _norm(source, dtype)
+
+
+def _list_norm(gradients: Sequence[Any], ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
+    source = _only(gradients)
+    if source is None or ord != 2:
+        return _NONE
+    norm = _norm(source, dtype)
+    return norm if norm is _NONE else [norm]
+
+
+def _multiply(gradient: Any, factor: Any) -> Any:
+    return gradient if _scale(_whole(gradient), _numbers.of(factor)) else _NONE
+
+
+def _divide(gradient: Any, divisor: Any) -> Any:
+    number = _numbers.of(divisor)
+    if number is None or not _is_power_of_two(number):
+        return _NONE  # to multiply by the inverse rounds otherwise
+    return gradient if _scale(_whole(gradient), 1.0 / number) else _NONE
+
+
+def _multiply_list(gradients: Sequence[Any], factors: Any) -> Any:
+    factor = factors[0] if isinstance(factors, list | tuple) and len(factors) == 1 else factors
+    return None if _scale(_only(gradients), _numbers.of(factor)) else _NONE
+
+
+def _clear(gradient: Any) -> Any:
+    source = _whole(gradient)
+    if source is None:
+        return _NONE
+    source.clear()
+    return gradient
+
+
+def _clear_list(gradients: Sequence[Any]) -> Any:
+    source = _only(gradients)
+    return _NONE if source is None else source.clear()
+
+
+def _add(gradient: Any, other: Any, *, alpha: Any = 1) -> Any:
+    source = _whole(gradient)
+    accepted = source is not None and alpha == 1 and type(other) is Tensor and source.accept(other)
+    return gradient if accepted else _NONE
+
+
+def _check_and_unscale(gradients: Sequence[Any], found_inf: Tensor, inverse_scale: Tensor) -> Any:
+    """GradScaler.unscale_: `found_inf` becomes 1 if an element of a list of gradients is not finite; all are scaled."""
+    if len(gradients) > 1:
+        for gradient in gradients:
+            aten._amp_foreach_non_finite_check_and_unscale_([gradient], found_inf, inverse_scale)
+        return None
+    source = _only(gradients)
+    norm = source.norm() if source is not None else None
+    if norm is None:
+        return _NONE
+    if not math.isfinite(norm):
+        found_inf.fill_(1.0)
+    if not _scale(source, _numbers.of(inverse_scale)):
+        gradients[0].mul_(inverse_scale.reshape(()))
+    return None
+
+
+_SHORTCUTS: Mapping[Operation, Callable[..., Any]] = {
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten._foreach_norm.Scalar: _list_norm,
+    aten.mul_.Tensor: _multiply,
+    aten.mul_.Scalar: _multiply,
+    aten.div_.Tensor: _divide,
+    aten.div_.Scalar: _divide,
+    aten._foreach_mul_.Scalar: _multiply_list,
+    aten._foreach_mul_.Tensor: _multiply_list,
+    aten._foreach_mul_.ScalarList: _multiply_list,
+    aten.zero_.default: _clear,
+    aten._foreach_zero_.default: _clear_list,
+    aten.add_.Tensor: _add,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _check_and_unscale,
+}

@@ -1,0 +1,324 @@
+"""Reading and writing a parameter's gradient wherever it is: what `param.grad` asks for (floor 5).
+
+[Note: the life of param.grad]
+Each trainable parameter has one `GradientTensor`, made once, which the hook on its gradient puts into `param.grad`. It
+stands for what the record's gradient holds of the parameter: in the device lease until the unit's gradients are
+complete, then landing, then at home, earlier micro batches included.
+
+Nothing intercepts `param.grad = None` or `param.grad = tensor`. They are seen when it matters: when the next gradient
+of the parameter arrives, and at the step. The tensor itself: the gradient is what is kept. None: it was dropped, and
+takes no part in the norm and in the update. Another tensor: that is the gradient, and it stays the script's own (it may
+be a view of a buffer that the script goes on to write into).
+
+In a later backward of a window autograd adds to `param.grad` in place. The tensor keeps that contribution for the hook,
+which takes it as it takes a first one; nothing is read.
+
+A script may keep a dropped gradient and go on to make the next one. In torch these are two tensors; here the home would
+be the next one's, so the kept one becomes an error.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from sys import getrefcount
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from offloadzero.config import TierName
+from offloadzero.errors import StateError
+from offloadzero.memory.store import TieredStore
+from offloadzero.memory.tickets import Ticket
+from offloadzero.observe.clock import StepClock
+from offloadzero.optim import device_math
+from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.parameters.gradient import GradientTensor, product_is_exact
+from offloadzero.streaming.record_gradient import RecordGradient
+from offloadzero.torch_private import current_autograd_node, current_graph_task_id
+
+KEEP_KEY = '"offloadzero": {"update": {"in_backward": false}}'
+
+
+class Contribution(NamedTuple):
+    """What autograd has added and the hook has not taken yet; `is_all`: with what was there before."""
+
+    grad: Tensor
+    is_all: bool
+
+
+class ParamGradient:
+    """The gradient of one parameter until it is dropped: a GradientSource.
+
+    It holds neither parameter nor engine: `param.grad` is an edge that Python's collector does not see.
+    """
+
+    __slots__ = (
+        "_access",
+        "contribution",
+        "device",
+        "dtype",
+        "index",
+        "is_dropped",
+        "name",
+        "num_tensors",
+        "shape",
+        "taken_in",
+    )
+
+    def __init__(self, access: GradientAccess, record: Record, slot: ParamSlot, device: torch.device) -> None:
+        self._access = weakref.ref(access)
+        self.index = (record.index, slot.index)
+        self.name = f"{slot.name}.grad"
+        self.shape = slot.shape
+        self.dtype = record.dtype
+        self.device = device
+        self.is_dropped = False
+        self.contribution: Contribution | None = None
+        self.num_tensors = 0  # that were made of it: views are more
+        self.taken_in = -1  # the last backward in which the hook took a gradient
+
+    def _expect(self) -> GradientAccess:
+        access = self._access()
+        if self.is_dropped or access is None:
+            raise StateError(
+                f"{self.name}: this gradient was dropped (by zero_grad(), by param.grad = None, or with its engine), "
+                "and its memory is used for the next one: keep a copy, param.grad.clone()"
+            )
+        return access
+
+    def read(self) -> Tensor:
+        """The value now, on the device; not to be written into."""
+        return self._expect().read(self)
+
+    def read_to_write(self) -> Tensor:
+        """The value now, in memory of its own."""
+        return self._expect().read(self).clone()
+
+    def write(self, value: Tensor) -> None:
+        """Replace the value."""
+        self._expect().write(self, value)
+
+    def norm(self) -> float | None:
+        """The 2-norm; None where it is not known without reading."""
+        return self._expect().norm(self)
+
+    def scale(self, factor: float) -> bool:
+        """Keep a factor; False where that would give other numbers than multiplying."""
+        return self._expect().scale(self, factor)
+
+    def clear(self) -> None:
+        """Make it zero."""
+        self._expect().clear(self)
+
+    def accept(self, contribution: Tensor) -> bool:
+        """Whether `contribution` is what autograd adds to the gradient: then the hook takes it."""
+        return self._expect().accept(self, contribution)
+
+
+class GradientHandle:
+    """A parameter's gradient tensor, and whether it is the one that the parameter wears."""
+
+    __slots__ = ("_make", "param", "slot", "source", "tensor")
+
+    def __init__(self, slot: ParamSlot, make: Callable[[], ParamGradient]) -> None:
+        self.slot = slot
+        self.param = slot.param
+        self._make = make
+        self._renew()
+
+    def _renew(self) -> None:
+        self.source = self._make()
+        self.tensor = GradientTensor(self.source)
+
+    def is_own(self, grad: Tensor | None) -> bool:
+        """Whether `grad` is this gradient: the tensor, or what `detach()` gave of it."""
+        return grad is self.tensor or (
+            isinstance(grad, GradientTensor) and grad.source is self.source and grad.is_whole
+        )
+
+    def drop(self) -> None:
+        """`param.grad` is another now: who still holds this one must not take the next one for it."""
+        source = self.source
+        source.contribution = None
+        # The tensor by this handle and by the call. The source by the tensor, this handle, this function and the call.
+        if getrefcount(self.tensor) > 2 or (source.num_tensors > 1 and getrefcount(source) > 4):
+            source.is_dropped = True
+            self._renew()
+
+
+class GradientAccess:
+    """Reads and writes gradients of single parameters: [Note: the life of param.grad]."""
+
+    def __init__(
+        self,
+        store: TieredStore,
+        *,
+        clock: StepClock,
+        num_threads: int | None,
+        current: Callable[[int], RecordGradient],
+        previous_update: Callable[[int], Ticket],
+        updates_in_backward: bool,
+    ) -> None:
+        """`current` gives a record's gradient in this window, `previous_update` its last update."""
+        self._store = store
+        self._device = store.accelerator.device
+        self._clock = clock
+        self._num_threads = num_threads
+        self._current = current
+        self._previous_update = previous_update
+        self._updates_in_backward = updates_in_backward
+
+    def handles(self, record: Record) -> tuple[GradientHandle, ...]:
+        """A new handle for each trainable slot."""
+
+        def handle(slot: ParamSlot) -> GradientHandle:
+            return GradientHandle(slot, lambda: ParamGradient(self, record, slot, self._device))
+
+        return tuple(handle(slot) for slot in record.trainable_slots)
+
+    def _located(self, source: ParamGradient) -> tuple[RecordGradient, ParamSlot]:
+        record_index, slot_index = source.index
+        state = self._current(record_index)
+        slot = state.record.trainable_slots[slot_index]
+        if self._updates_in_backward and (state.closed or state.arrived or state.home is None):
+            raise StateError(
+                f"{source.name}: the weights are updated in backward, and the gradient is gone by now: set {KEEP_KEY} "
+                "to keep gradients until they are dropped"
+            )
+        if not (slot.index in state.present or slot in state.arrived or source.contribution is not None):
+            raise StateError(
+                f"{source.name}: this gradient was dropped or lost with a backward that did not finish: call "
+                "optimizer.zero_grad()"
+            )
+        return state, slot
+
+    # --- what param.grad asks for ---
+
+    def read(self, source: ParamGradient) -> Tensor:
+        """The value in the parameter's dtype and shape, on the device; it may be the home itself."""
+        state, slot = self._located(source)
+        contribution = source.contribution
+        if contribution is not None and contribution.is_all:
+            return contribution.grad
+        if contribution is not None:
+            return self._with_earlier(state, slot, contribution.grad)
+        if slot not in state.arrived:
+            value = self._at_home(state, slot)
+        elif state.lease is None:
+            value = state.targets[slot.index]  # which is the home
+        else:
+            value = self._with_earlier(state, slot, state.targets[slot.index])
+        return value.to(source.dtype).view(slot.shape)
+
+    def write(self, source: ParamGradient, value: Tensor) -> None:
+        """Put the value where the gradient is."""
+        state, slot = self._located(source)
+        if source.contribution is not None:
+            source.contribution = Contribution(value, is_all=True)
+        elif slot in state.arrived:
+            state.targets[slot.index].copy_(value)
+            state.forget(slot)  # what is at home
+        else:
+            self.store(state, slot, value)
+
+    def norm(self, source: ParamGradient) -> float | None:
+        """The 2-norm as measured; None while it is in a lease."""
+        state, slot = self._located(source)
+        if source.contribution is not None or slot in state.arrived:
+            return None
+        self._wait_landed(state)
+        return math.sqrt(state.sq_norm_of(slot))
+
+    def scale(self, source: ParamGradient, factor: float) -> bool:
+        """Keep a factor where the update gives the same numbers with it: [Note: gradients as tensors]."""
+        state, slot = self._located(source)
+        before = state.factors.get(slot.index, 1.0)
+        if source.contribution is not None or slot in state.arrived or not math.isfinite(factor):
+            return False
+        if not product_is_exact(before, factor):
+            return False
+        if slot.index in state.zeroed:
+            return True
+        if abs(before * factor) > 1.0:
+            self._wait_landed(state)
+            bound = math.sqrt(state.sq_norms[slot.index]) * abs(before * factor)
+            if not bound <= torch.finfo(source.dtype).max:
+                return False  # an element may overflow
+        state.factors[slot.index] = before * factor
+        return True
+
+    def clear(self, source: ParamGradient) -> None:
+        """Zeros, which are written only if they are still there at the step."""
+        state, slot = self._located(source)
+        if source.contribution is not None or slot in state.arrived or self._updates_in_backward:
+            self.write(source, torch.zeros(slot.shape, dtype=source.dtype, device=self._device))
+        else:
+            state.factors.pop(slot.index, None)
+            state.zeroed.add(slot.index)
+
+    def accept(self, source: ParamGradient, grad: Tensor) -> bool:
+        """Whether autograd adds `grad` right now, as the contribution of a backward."""
+        node = current_autograd_node()
+        if node is None or source.contribution is not None or source.taken_in == current_graph_task_id():
+            return False  # a hook's own addition
+        record_index, slot_index = source.index
+        slot = self._current(record_index).record.trainable_slots[slot_index]
+        if getattr(node, "variable", None) is not slot.param:
+            return False
+        source.contribution = Contribution(grad, is_all=False)
+        return True
+
+    # --- at home ---
+
+    def store(self, state: RecordGradient, slot: ParamSlot, value: Tensor) -> None:
+        """Make `value` (of any floating-point dtype) the gradient of the window so far."""
+        home = state.home
+        if home is None:
+            raise AssertionError(f"{slot.name}: its gradient has no home")
+        self._wait_landed(state)
+        with self._clock.waiting("update"), self._store.failures.handed_over():
+            self._previous_update(state.record.index).wait()  # may still read the home
+        flat = value.detach().reshape(-1)
+        if home.tier is TierName.NVME:
+            target = flat.to("cpu", home.dtype).contiguous()
+            with self._clock.waiting("gradient access"), self._store.failures.handed_over():
+                self._store.write(home, target, start=slot.offset).wait()
+        else:
+            target = home.memory[slot.offset : slot.offset + slot.num_elements]
+            target.copy_(flat)
+            state.fence = self._store.accelerator.fence()
+        state.forget(slot)
+        state.sq_norms[slot.index] = device_math.sq_norm(target, num_threads=self._num_threads)
+        state.present |= {slot.index}
+
+    def _at_home(self, state: RecordGradient, slot: ParamSlot) -> Tensor:
+        """What has landed, in the home's dtype, flat, on the device; with the kept factor."""
+        home = state.home
+        if home is None:
+            raise AssertionError(f"{slot.name}: its gradient has no home")
+        if slot.index in state.zeroed:
+            return torch.zeros(slot.num_elements, dtype=home.dtype, device=self._device)
+        self._wait_landed(state)
+        if home.tier is TierName.NVME:
+            flat = torch.empty(slot.num_elements, dtype=home.dtype)
+            with self._clock.waiting("gradient access"), self._store.failures.handed_over():
+                self._store.read(home, flat, start=slot.offset).wait()
+        else:
+            flat = home.memory[slot.offset : slot.offset + slot.num_elements]
+        value = flat.to(self._device)
+        factor = state.factors.get(slot.index, 1.0)
+        return value if factor == 1.0 else value * factor
+
+    def _with_earlier(self, state: RecordGradient, slot: ParamSlot, grad: Tensor) -> Tensor:
+        """A contribution of the running backward with those before it."""
+        if slot.index not in state.present:
+            return grad
+        earlier = self._at_home(state, slot).view(slot.shape)
+        return (earlier.float() + grad.float()).to(earlier.dtype)
+
+    def _wait_landed(self, state: RecordGradient) -> None:
+        with self._clock.waiting("gradient landing"), self._store.failures.handed_over():
+            state.landed.wait()

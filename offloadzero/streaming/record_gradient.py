@@ -1,0 +1,102 @@
+"""The gradient of one record: what it holds, and what was measured of it (floor 5)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from offloadzero.config import SegmentKind, TierName
+from offloadzero.memory.arena import PooledBuffer
+from offloadzero.memory.lanes import Fence
+from offloadzero.memory.store import Segment
+from offloadzero.memory.tickets import FINISHED, Ticket
+from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.optim.delivery import UpdateTicket
+from offloadzero.optim.records import ParamSlot, Record, UpdateRange, update_ranges
+
+
+@dataclass(frozen=True, eq=False)
+class BegunUpdate:
+    """An update that waits for its gradient to land: its ticket, and the hyperparameters by group index."""
+
+    ticket: UpdateTicket
+    hypers: Sequence[AdamHyper]
+    step: int
+
+
+@dataclass(eq=False)
+class RecordGradient:
+    """The gradient of one record in one accumulation window."""
+
+    record: Record
+    # In backward:
+    lease: PooledBuffer | None = None
+    flat: torch.Tensor | None = None  # on the device, shape (num_trainable,)
+    targets: Sequence[torch.Tensor] = ()  # views of `flat` by slot
+    arrived: list[ParamSlot] = field(default_factory=list)
+    # In the window:
+    present: frozenset[int] = frozenset()  # indices of the slots that have a gradient
+    factors: dict[int, float] = field(
+        default_factory=dict
+    )  # by slot: what scripts have multiplied by, unless 1
+    zeroed: set[int] = field(default_factory=set)  # those that stand for zeros, whatever the home holds
+    landed: Ticket = FINISHED
+    fence: Fence = None
+    sq_norms: list[float] = field(default_factory=list)  # of what has landed, by slot, without the factors
+    closed: bool = False  # its last micro batch is landing; on_landed follows
+    update: BegunUpdate | None = None  # set in backward when the update follows the landing
+    passing: PooledBuffer | None = None  # the host buffer of a gradient without a home
+
+    def __post_init__(self) -> None:
+        # Where it is kept until the step; None: it is consumed as it lands.
+        self.home: Segment | None = self.record.segments.get(SegmentKind.GRAD)
+        if not self.sq_norms:
+            self.sq_norms = [0.0] * len(self.record.trainable_slots)
+
+    @property
+    def present_slots(self) -> Iterator[ParamSlot]:
+        """The parameters that have a gradient."""
+        return (slot for slot in self.record.trainable_slots if slot.index in self.present)
+
+    def forget(self, slot: ParamSlot) -> None:
+        """What the home holds of a parameter is its gradient no more."""
+        self.present -= {slot.index}
+        self.factors.pop(slot.index, None)
+        self.zeroed.discard(slot.index)
+
+    def sq_norm_of(self, slot: ParamSlot) -> float:
+        """The squared norm of a gradient that has landed."""
+        if slot.index in self.zeroed:
+            return 0.0
+        factor = self.factors.get(slot.index, 1.0)
+        return self.sq_norms[slot.index] * factor * factor
+
+    def sq_norms_by_slot(self) -> list[float]:
+        """The squared norms of all that has landed: what the step is decided by."""
+        return [self.sq_norm_of(slot) for slot in self.present_slots]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all that has landed is."""
+        return all(map(math.isfinite, self.sq_norms_by_slot()))
+
+    def ranges(self) -> list[UpdateRange]:
+        """What has a gradient, as ranges of the record (with the steps done so far)."""
+        return update_ranges(self.record, self.present_slots, factors=self.factors)
+
+    def in_memory(self) -> torch.Tensor | None:
+        """The accumulated gradient, shape (num_trainable,), unless it lives on NVMe."""
+        if self.passing is not None:
+            return self.passing.view(self.record.grad_dtype, self.record.num_trainable)
+        home = self.home
+        return None if home is None or home.tier is TierName.NVME else home.memory
+
+    def as_of_now(self) -> RecordGradient:
+        """For a step of which the gradient outlives the update: what scripts do to it from now on is not in there.
+
+        The measured norms are shared: whoever changes what is at home waits for the last update first.
+        """
+        return replace(self, factors=dict(self.factors), zeroed=set(self.zeroed), passing=None)
