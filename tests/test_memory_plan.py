@@ -176,7 +176,9 @@ def test_gradients_that_are_kept_have_homes() -> None:
     units = records(COUNT, COUNT)
     plan = plan_memory(units, config(everything("host"), gradient_clipping=1.0))
     assert homes_of(plan, HOST)["grad"] == 2 * (2 * COUNT + PAGE)
+    assert plan.kept_grad_bytes == homes_of(plan, HOST)["grad"]
     assert plan.num_host_grads == 0
+    assert plan_memory(units, config(everything("device"), gradient_clipping=1.0)).kept_grad_bytes == 0
     wide = records(COUNT, COUNT)
     for record in wide:
         record.grad_dtype = torch.float32

@@ -229,14 +229,16 @@ def test_update_ranges_cover_each_parameter_once(
     slots = [slot for slot in record.trainable_slots if data.draw(st.booleans())]
     for slot in slots:
         slot.step = data.draw(st.integers(0, 2))
+    factors = {slot.index: 0.5 for slot in slots if data.draw(st.booleans())}
     covered = torch.zeros(record.num_trainable, dtype=torch.int64)
-    for part in update_ranges(record, slots):
+    for part in update_ranges(record, slots, factors=factors):
         covered[part.start : part.stop] += 1
         for slot in record.slots:
             inside = slot.num_elements and part.start <= slot.offset < part.stop
             if inside:
                 assert slot in slots, f"{slot.name} takes no part"
                 assert (part.group_index, part.step) == (slot.group_index, slot.step)
+                assert part.factor == factors.get(slot.index, 1.0)
     assert bool((covered <= 1).all())
     for slot in slots:
         assert bool((covered[slot.offset : slot.offset + slot.num_elements] == 1).all())
