@@ -24,7 +24,7 @@ from offloadzero.memory.tickets import Failures
 from offloadzero.native.cpu_adam import set_cores
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.monitor import StepMonitor
-from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.optim.records import Record
 from offloadzero.optim.update import UpdatePipeline
 from offloadzero.planning.memory_plan import (
     NUM_GRAD_LEASES,
@@ -344,6 +344,7 @@ class Runtime:
         try:
             if self.hooks is not None:
                 self.hooks.remove_gradient_hooks()
+                self.collector.drop_tensors()
         finally:
             self.resources.close()
             _live.discard(self)

@@ -425,7 +425,7 @@ class GradientCollector:
     def abandon_window(self) -> None:
         """Drop the window's gradients, those of a backward that did not finish included."""
         self._abandon()
-        self._drop_tensors()
+        self.drop_tensors()
 
     def zero_window(self) -> None:
         """Make every gradient that is there zero; what a backward that did not finish has left, too."""
@@ -458,7 +458,8 @@ class GradientCollector:
             for index, state in self.gradients.items()
         }
 
-    def _drop_tensors(self) -> None:
+    def drop_tensors(self) -> None:
+        """No parameter has a gradient any more."""
         with DisableTorchFunctionSubclass():
             for handle in chain.from_iterable(self._handles.values()):
                 handle.param.grad = None
@@ -537,14 +538,8 @@ class GradientCollector:
         if self._keeps_after_step:
             return [state.as_of_now() for state in window]
         self._new_window()
-        self._drop_tensors()
+        self.drop_tensors()
         return window
-
-    def close(self) -> None:
-        """Finish the copies and stop the lanes."""
-        self._drop_tensors()
-        self._d2h.close()
-        self._landing.close()
 
 
 class _Landing(NamedTuple):
