@@ -450,7 +450,9 @@ class _SavedTensorHooks:
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is SavedWeight:
-            return self._load(packed)
+            weight = self._load(packed)
+            # A backward that records its own graph (create_graph=True) saves what it is given, without hooks of ours.
+            return weight.clone() if torch.is_grad_enabled() else weight
         if self._outer is not None and not isinstance(packed, RemoteTensor):
             return self._outer[1](packed)  # type: ignore[no-any-return]
         return packed  # type: ignore[no-any-return]
