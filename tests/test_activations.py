@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import offloadzero
 from offloadzero.errors import AioError, BudgetError, ConfigError, StateError
 from offloadzero.memory.lanes import Lane, LaneTicket
+from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.streaming import activation_homes, activations
 from tests import models
 from tests.models import WIDTH, CheckpointedStack, Stack
@@ -449,7 +450,7 @@ def test_the_file_goes_with_the_engine(tmp_path: Path) -> None:
     before = set(tmp_path.iterdir())
     loss = engine(features(0))
     (file,) = set(tmp_path.iterdir()) - before
-    assert file.stat().st_size == models.NUM_BLOCKS * 8192
+    assert file.stat().st_size == MARK_BYTES + models.NUM_BLOCKS * 8192
     engine.close()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(StateError, match="closed"):

@@ -5,9 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import fcntl
-import itertools
-import logging
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -18,18 +15,14 @@ import torch
 
 from offloadzero.config import AioConfig
 from offloadzero.errors import AioError, BudgetError
-from offloadzero.interrupts import uninterrupted
 from offloadzero.memory.arena import align_up
+from offloadzero.memory.swap_file import MARK_BYTES, SwapFile, remove_stale_files
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.native.aio import AioEngine, AioFile
 from offloadzero.native.termination import DoomedFile
 from offloadzero.observe.timeline import NVME_READ, NVME_WRITE, OFF, Timeline
 
-log = logging.getLogger("offloadzero.nvme")
-
-FILE_PREFIX = "offloadzero-"
 STRIPE_BYTES = 4 * 1024 * 1024
-_file_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -65,60 +58,28 @@ def stripe_pieces(offset: int, num_bytes: int, num_files: int) -> Iterator[Piece
         position += size
 
 
-def remove_stale_files(directory: Path) -> list[Path]:
-    """Remove files that a killed process of ours left in `directory`: those whose lock nobody holds."""
-    removed = []
-    for path in directory.glob(f"{FILE_PREFIX}*.bin"):
-        try:
-            descriptor = os.open(path, os.O_RDWR)
-        except OSError:
-            continue  # another user's, or gone already
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            removed.append(path)
-        except BlockingIOError:
-            pass  # its process lives
-        finally:
-            os.close(descriptor)
-    if removed:
-        log.warning("removed files of processes that are gone: %s", ", ".join(map(str, removed)))
-    return removed
-
-
 class _BackingFile:
-    """One file of mode 0600, locked while its process lives, removed on close."""
+    """A swap file and its place in the engine."""
 
     def __init__(self, engine: AioEngine, directory: Path) -> None:
-        name = f"{FILE_PREFIX}{os.getpid()}-{next(_file_numbers)}.bin"
-        self.path = directory / name
-        # The lock tells a later process that this one lives; it needs a descriptor of its own. The file is locked
-        # before it has its name: one that starts just now would find it unlocked, and remove it.
-        unnamed = directory / f".{name}.new"
+        self.swap = SwapFile(directory)
+        self.path = self.swap.path
         try:
-            self._lock_descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise AioError(
-                operation="open", path=str(self.path), offset=0, num_bytes=0, errno=error.errno or errno.EIO
-            ) from error
-        try:
-            fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            unnamed.rename(self.path)
-            self.file: AioFile = engine.open(self.path)
+            self.file: AioFile = engine.open(self.swap.open_path, name=str(self.path))
         except BaseException:
-            unnamed.unlink(missing_ok=True)
-            self.path.unlink(missing_ok=True)
-            os.close(self._lock_descriptor)
+            self.swap.remove()
             raise
 
+    def preallocate(self, num_bytes: int) -> None:
+        """Room for `num_bytes` of data."""
+        self.file.preallocate(MARK_BYTES + num_bytes)
+
     def close(self) -> None:
-        """Once more does nothing: its descriptor's number may be another file's by then."""
-        self.path.unlink(missing_ok=True)
-        self.file.close()
-        with uninterrupted:
-            descriptor, self._lock_descriptor = self._lock_descriptor, -1
-            if descriptor >= 0:
-                os.close(descriptor)
+        """Once more does nothing."""
+        try:
+            self.file.close()
+        finally:
+            self.swap.remove()
 
 
 class NvmeTier:
@@ -159,7 +120,7 @@ class NvmeTier:
         per_file = self.num_bytes if num_files == 1 else self._striped_file_bytes(num_files)
         for backing in self._files:
             try:
-                backing.file.preallocate(per_file)
+                backing.preallocate(per_file)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
@@ -175,7 +136,7 @@ class NvmeTier:
     @property
     def files(self) -> list[tuple[Path, int]]:
         """Path and size in bytes of each backing file."""
-        return [(backing.path, backing.path.stat().st_size) for backing in self._files]
+        return [(backing.path, backing.swap.num_bytes) for backing in self._files]
 
     @property
     def description(self) -> str:
@@ -228,7 +189,7 @@ class NvmeTier:
             submit(
                 self._files[piece.file_index].file,
                 data[piece.buffer_offset : piece.buffer_offset + piece.num_bytes],
-                offset=piece.file_offset,
+                offset=MARK_BYTES + piece.file_offset,
                 priority=priority,
                 label=label,
             )

@@ -326,21 +326,24 @@ class AioEngine:
         create: bool = False,
         readonly: bool = False,
         direct: str = "auto",
+        name: str | None = None,
     ) -> AioFile:
         """Opens a file for reading and, unless `readonly`, writing.
 
         create: make it, with mode 0600, if it is missing; an existing one keeps its bytes.
         direct: a DirectMode value.
+        name: what errors call the file, where the path does not tell.
         Raises AioError when the file cannot be opened, ConfigError when direct="on" and the filesystem or the
         backend has no direct I/O.
         """
         self._check_usable()
         mode = _parse(DirectMode, "direct", direct)
-        name = os.fspath(path)
+        plain = os.fspath(path)
+        name = plain if name is None else name
         if create and readonly:
             raise ConfigError("create", create, "not together with readonly")
         try:
-            core = self._core.open(name, create=create, readonly=readonly, direct=mode.value)
+            core = self._core.open(plain, create=create, readonly=readonly, direct=mode.value)
         except OSError as error:
             code = error.errno or errno_codes.EIO
             if mode is DirectMode.ON and code in (errno_codes.EINVAL, errno_codes.EOPNOTSUPP):

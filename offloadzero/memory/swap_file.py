@@ -1,0 +1,251 @@
+"""Swap files: made so that nobody can plant one, removed so that nobody else's is touched (floor 3).
+
+[Note: swap files]
+A swap file has a name, though an unnamed one (O_TMPFILE) would vanish with its process in every case: a terabyte that
+`ls` and `du` do not show is hard to account for, an error should name a file that one can look at, and what the file
+holds can be handed on only under a name. It gets the name last:
+
+1. It is made unnamed, with mode 0600, checked to be ours, locked (flock), and its mark is written to disk.
+2. linkat() gives it its name, which must be a new one. Whoever sees the name sees the mark and the lock.
+
+So a process that is killed leaves either nothing or a marked file without a lock, whenever it is killed. The mark is
+the first block: a magic number, 16 random bytes that the name repeats, a format version. A later start removes a file
+only if name and mark agree, it is a regular file of this user, and nobody holds its lock; links are not followed, and
+a file of somebody else with a similar name has no such mark.
+
+Where a filesystem has no O_TMPFILE (NFS, some FUSE), the file is made under its name with O_EXCL. Killed before the
+mark is written it is empty: an unlocked empty file with the full pattern of our names is removed as well, which loses
+no byte of anybody's. A start that looks in just between takes the new file for such a one; its maker notices that it
+has no name any more, and makes another.
+
+The name cannot be guessed and holds the process number for people only: two containers may have the same.
+All use goes through the descriptor (/proc/self/fd): what happens to the name meanwhile does not matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from offloadzero.errors import AioError
+from offloadzero.interrupts import uninterrupted
+
+log = logging.getLogger("offloadzero.nvme")
+
+MARK_BYTES = 4096  # the data begins behind it, on the grid of direct I/O
+FORMAT_VERSION = 1
+
+_MAGIC = b"offloadzero-swap"
+_ID_BYTES = 16
+_NAME = re.compile(rf"offloadzero-[0-9]+-([0-9a-f]{{{2 * _ID_BYTES}}})\.bin")
+_MODE = 0o600
+# What open() says of O_TMPFILE where the filesystem or the kernel does not have it (open(2), BUGS), and linkat() of
+# a descriptor where there is no /proc or no second name.
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
+_NO_LINK = (errno.ENOENT, errno.EOPNOTSUPP, errno.EPERM, errno.ENOSYS, errno.EXDEV)
+_MAX_TRIES = 16
+
+
+class SwapFile:
+    """An open file of this process: locked while it is, `MARK_BYTES` long at first."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises AioError: it cannot be made, or what was made is not this user's alone."""
+        file_id = secrets.token_bytes(_ID_BYTES)
+        self.path = directory / f"offloadzero-{os.getpid()}-{file_id.hex()}.bin"
+        try:
+            with uninterrupted, _directory(directory) as at:
+                self.descriptor = _make_linked(at, self.path, file_id)
+                if self.descriptor < 0:
+                    self.descriptor = _make_named(at, self.path, file_id)
+        except OSError as error:
+            if isinstance(error, AioError):
+                raise
+            raise AioError(
+                operation="open", path=str(self.path), offset=0, num_bytes=0, errno=error.errno or errno.EIO
+            ) from error
+
+    @property
+    def open_path(self) -> str:
+        """A path that opens this very file, whatever has become of its name."""
+        return f"/proc/self/fd/{self.descriptor}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size now."""
+        return os.fstat(self.descriptor).st_size
+
+    def remove(self) -> None:
+        """Give up the lock and the name, unless somebody has put another file there. Idempotent."""
+        with uninterrupted:  # or the number may be another file's when it is closed
+            descriptor, self.descriptor = self.descriptor, -1
+            if descriptor < 0:
+                return
+            try:
+                if self._has_name(descriptor):
+                    self.path.unlink(missing_ok=True)
+            finally:
+                os.close(descriptor)
+
+    def _has_name(self, descriptor: int) -> bool:
+        try:
+            is_ours = _is_same(os.stat(self.path, follow_symlinks=False), os.fstat(descriptor))
+        except FileNotFoundError:
+            return False
+        if not is_ours:
+            log.warning("%s is another file by now and stays", self.path)
+        return is_ours
+
+
+def remove_stale_files(directory: Path) -> list[Path]:
+    """Remove files that killed processes of ours left in `directory`: [Note: swap files]."""
+    removed = []
+    try:
+        with _directory(directory) as at:
+            for name in os.listdir(directory):
+                match = _NAME.fullmatch(name)
+                if match is not None and _remove_stale(at, name, bytes.fromhex(match[1])):
+                    removed.append(directory / name)
+    except FileNotFoundError:
+        return []  # making a file there says so
+    except PermissionError as error:
+        log.warning("%s: cannot look for files of processes that are gone: %s", directory, error.strerror)
+    if removed:
+        log.warning("removed files of processes that are gone: %s", ", ".join(map(str, removed)))
+    return removed
+
+
+@contextlib.contextmanager
+def _directory(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _make_linked(at: int, path: Path, file_id: bytes) -> int:
+    """Steps 1 and 2 of the note; -1 where the filesystem does not have them."""
+    try:
+        descriptor = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, _MODE, dir_fd=at)
+    except OSError as error:
+        if error.errno in _NO_TMPFILE:
+            return -1
+        raise
+    try:
+        _take(descriptor, path)
+        _write_mark(descriptor, file_id)
+        os.link(f"/proc/self/fd/{descriptor}", path.name, dst_dir_fd=at, follow_symlinks=True)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in _NO_LINK and not isinstance(error, AioError):
+            return -1
+        raise
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _make_named(at: int, path: Path, file_id: bytes) -> int:
+    """The fallback of the note."""
+    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    for _ in range(_MAX_TRIES):
+        descriptor = os.open(path.name, flags, _MODE, dir_fd=at)
+        is_made = False
+        try:
+            # A start that looks for stale files may hold the lock for a moment, or have removed the file.
+            with contextlib.suppress(BlockingIOError):
+                _take(descriptor, path)
+                is_made = os.fstat(descriptor).st_nlink > 0
+            if is_made:
+                _write_mark(descriptor, file_id)
+                return descriptor
+        except BaseException:
+            is_made = False
+            raise
+        finally:
+            if not is_made:
+                _discard(at, path.name, descriptor)
+    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+
+def _discard(at: int, name: str, descriptor: int) -> None:
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if _is_same(os.stat(name, dir_fd=at, follow_symlinks=False), os.fstat(descriptor)):
+                os.unlink(name, dir_fd=at)
+    finally:
+        os.close(descriptor)
+
+
+def _take(descriptor: int, path: Path) -> None:
+    """Lock a new file, and make sure that it is this user's alone: a mount may say otherwise."""
+    os.fchmod(descriptor, _MODE)  # whatever the umask
+    status = os.fstat(descriptor)
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != _MODE:
+        raise AioError(
+            operation="open",
+            path=str(path),
+            offset=0,
+            num_bytes=0,
+            errno=errno.EPERM,
+            detail=f"a new file here belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}, "
+            f"not to user {os.geteuid()} alone",
+        )
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _write_mark(descriptor: int, file_id: bytes) -> None:
+    mark = _mark(file_id) + FORMAT_VERSION.to_bytes(4, "little")
+    os.pwrite(descriptor, mark.ljust(MARK_BYTES, b"\0"), 0)
+    os.fdatasync(descriptor)  # or the power fails, and the name is there and the mark is not
+
+
+def _mark(file_id: bytes) -> bytes:
+    return _MAGIC + file_id
+
+
+def _remove_stale(at: int, name: str, file_id: bytes) -> bool:
+    """Whether the file was one of ours that nobody uses, and is gone now."""
+    # Not blocked by a pipe, and a device is not even asked.
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        status = os.stat(name, dir_fd=at, follow_symlinks=False)
+        if not _is_candidate(status):
+            return False
+        descriptor = os.open(name, flags, dir_fd=at)
+    except OSError:
+        return False  # a link, another user's, or gone already
+    try:
+        status = os.fstat(descriptor)
+        if not _is_candidate(status):
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        first = os.pread(descriptor, len(_MAGIC) + _ID_BYTES, 0)
+        if first not in (b"", _mark(file_id)):
+            return False
+        if not _is_same(os.stat(name, dir_fd=at, follow_symlinks=False), status):
+            return False
+        os.unlink(name, dir_fd=at)
+        return True
+    except (BlockingIOError, FileNotFoundError):
+        return False  # its process lives; another start was quicker
+    finally:
+        os.close(descriptor)
+
+
+def _is_candidate(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def _is_same(one: os.stat_result, other: os.stat_result) -> bool:
+    return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
