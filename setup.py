@@ -24,7 +24,7 @@ def native_module(name: str, folder: str) -> Extension:
     return Extension(
         f"offloadzero.native.{name}",
         sources=sorted(glob(f"csrc/{folder}/*.cpp")),
-        depends=sorted(glob(f"csrc/{folder}/*.h")),
+        depends=sorted([*glob(f"csrc/{folder}/*.h"), *glob("csrc/common/*.h")]),
         define_macros=[("Py_LIMITED_API", "0x030A0000")],
         extra_compile_args=COMPILE_ARGS,
         extra_link_args=["-pthread"],

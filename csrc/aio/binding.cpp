@@ -1,17 +1,25 @@
 // The only file here that knows Python. Arguments are plain: addresses, sizes, capsules; failures come back
-// as negative errno or tuples, and offloadzero/native/aio.py turns them into its exceptions.
+// as negative errno or tuples, and offloadzero/native/aio.py turns them into its exceptions. What numbers can
+// tell of an argument is checked here (common/arguments.h).
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <new>
+#include <cmath>
 
+#include "../common/arguments.h"
 #include "engine.h"
 
 namespace {
 
+using namespace offloadzero;
 using namespace offloadzero::aio;
+
+// As in offloadzero/native/aio.py.
+constexpr uint64_t kMinBlockSize = 4096, kMaxBlockSize = uint64_t{1} << 30;
+constexpr uint64_t kMaxQueueDepth = 4096, kMaxNumThreads = 64;
+constexpr long long kMaxDelayMs = 1'000'000'000;
 
 constexpr char kEngineName[] = "offloadzero.aio.engine";
 constexpr char kFileName[] = "offloadzero.aio.file";
@@ -41,6 +49,20 @@ T* unwrap(PyObject* capsule, const char* name) {
     return static_cast<T*>(PyCapsule_GetPointer(capsule, name));
 }
 
+// Null with an exception set; in a forked child always: it has the memory but not the threads.
+Engine* engine_of(PyObject* capsule) {
+    auto* engine = unwrap<Engine>(capsule, kEngineName);
+    if (engine == nullptr || engine->is_in_own_process()) return engine;
+    PyErr_SetString(PyExc_RuntimeError, "the engine belongs to another process");
+    return nullptr;
+}
+
+bool is_seconds(const char* name, double value) {
+    if (!std::isnan(value)) return true;
+    PyErr_Format(PyExc_ValueError, "%s is not a number", name);
+    return false;
+}
+
 void destroy_engine(PyObject* capsule) {
     auto* engine = unwrap<Engine>(capsule, kEngineName);
     // A forked child has the memory but not the threads: leaving it alone is all that is safe.
@@ -55,13 +77,19 @@ void destroy_operation(PyObject* capsule) { delete unwrap<OperationHandle>(capsu
 //               sqpoll, iopoll) -> engine | -errno
 PyObject* engine_create(PyObject*, PyObject* args) {
     int is_uring, fixed_files, fixed_buffers, defer_taskrun, sqpoll, iopoll;
-    unsigned long long block_size;
-    EngineOptions options;
-    if (!PyArg_ParseTuple(args, "pKIIppppp", &is_uring, &block_size, &options.queue_depth,
-                          &options.num_threads, &fixed_files, &fixed_buffers, &defer_taskrun, &sqpoll,
-                          &iopoll)) {
+    uint64_t block_size, queue_depth, num_threads;
+    if (!PyArg_ParseTuple(args, "pO&O&O&ppppp", &is_uring, read_unsigned, &block_size, read_unsigned,
+                          &queue_depth, read_unsigned, &num_threads, &fixed_files, &fixed_buffers,
+                          &defer_taskrun, &sqpoll, &iopoll) ||
+        !check_range("block_size", block_size, kMinBlockSize, kMaxBlockSize) ||
+        !check_range("block_size % 4096", block_size % kMinBlockSize, uint64_t{0}, uint64_t{0}) ||
+        !check_range("queue_depth", queue_depth, uint64_t{1}, kMaxQueueDepth) ||
+        !check_range("num_threads", num_threads, uint64_t{1}, kMaxNumThreads)) {
         return nullptr;
     }
+    EngineOptions options;
+    options.queue_depth = static_cast<unsigned>(queue_depth);
+    options.num_threads = static_cast<unsigned>(num_threads);
     options.uring = {fixed_files != 0, fixed_buffers != 0, defer_taskrun != 0, sqpoll != 0, iopoll != 0};
     options.kernel = is_uring ? KernelInterface::kUring : KernelInterface::kNativeAio;
     options.block_size = block_size;
@@ -82,7 +110,7 @@ PyObject* engine_close(PyObject*, PyObject* args) {
     PyObject* capsule;
     int should_cancel;
     if (!PyArg_ParseTuple(args, "Op", &capsule, &should_cancel)) return nullptr;
-    auto* engine = unwrap<Engine>(capsule, kEngineName);
+    Engine* engine = engine_of(capsule);
     if (engine == nullptr) return nullptr;
     {
         GilRelease release;
@@ -94,7 +122,7 @@ PyObject* engine_close(PyObject*, PyObject* args) {
 // engine_stats(engine) -> (bytes_read, bytes_written, operations, blocks, retries, bounced, fixed,
 //                          registered_bytes)
 PyObject* engine_stats(PyObject*, PyObject* capsule) {
-    auto* engine = unwrap<Engine>(capsule, kEngineName);
+    Engine* engine = engine_of(capsule);
     if (engine == nullptr) return nullptr;
     EngineStats stats = engine->stats();
     return Py_BuildValue(
@@ -109,14 +137,18 @@ PyObject* engine_stats(PyObject*, PyObject* capsule) {
 // engine_register_buffer(engine, address, num_bytes) -> 0 | -errno
 PyObject* engine_register_buffer(PyObject*, PyObject* args) {
     PyObject* capsule;
-    unsigned long long address, num_bytes;
-    if (!PyArg_ParseTuple(args, "OKK", &capsule, &address, &num_bytes)) return nullptr;
-    auto* engine = unwrap<Engine>(capsule, kEngineName);
-    if (engine == nullptr) return nullptr;
+    uint64_t address;
+    Py_ssize_t num_bytes;
+    if (!PyArg_ParseTuple(args, "OO&n", &capsule, read_unsigned, &address, &num_bytes)) return nullptr;
+    Engine* engine = engine_of(capsule);
+    if (engine == nullptr || !check_range("num_bytes", num_bytes, 1LL, PY_SSIZE_T_MAX) ||
+        !check_array({"buffer", address, num_bytes, 1, true})) {
+        return nullptr;
+    }
     int status;
     {
         GilRelease release;
-        status = engine->register_buffer(reinterpret_cast<char*>(address), num_bytes);
+        status = engine->register_buffer(pointer<char>(address), static_cast<size_t>(num_bytes));
     }
     return PyLong_FromLong(status);
 }
@@ -124,14 +156,14 @@ PyObject* engine_register_buffer(PyObject*, PyObject* args) {
 // engine_unregister_buffer(engine, address) -> whether it was there
 PyObject* engine_unregister_buffer(PyObject*, PyObject* args) {
     PyObject* capsule;
-    unsigned long long address;
-    if (!PyArg_ParseTuple(args, "OK", &capsule, &address)) return nullptr;
-    auto* engine = unwrap<Engine>(capsule, kEngineName);
+    uint64_t address;
+    if (!PyArg_ParseTuple(args, "OO&", &capsule, read_unsigned, &address)) return nullptr;
+    Engine* engine = engine_of(capsule);
     if (engine == nullptr) return nullptr;
     bool was_there;
     {
         GilRelease release;
-        was_there = engine->unregister_buffer(reinterpret_cast<char*>(address));
+        was_there = engine->unregister_buffer(pointer<char>(address));
     }
     return PyBool_FromLong(was_there);
 }
@@ -140,17 +172,20 @@ PyObject* engine_unregister_buffer(PyObject*, PyObject* args) {
 PyObject* engine_inject(PyObject*, PyObject* args) {
     PyObject* capsule;
     int kind;
-    unsigned long long nth;
+    uint64_t nth;
     long long value;
-    if (!PyArg_ParseTuple(args, "OiKL", &capsule, &kind, &nth, &value)) return nullptr;
-    auto* engine = unwrap<Engine>(capsule, kEngineName);
-    if (engine == nullptr) return nullptr;
+    if (!PyArg_ParseTuple(args, "OiO&L", &capsule, &kind, read_unsigned, &nth, &value)) return nullptr;
+    Engine* engine = engine_of(capsule);
+    if (engine == nullptr || !check_range("kind", kind, 0LL, 2LL) ||
+        !check_range("nth", nth, uint64_t{1}, UINT64_MAX) || !check_range("value", value, 0LL, kMaxDelayMs)) {
+        return nullptr;
+    }
     engine->faults().inject(static_cast<FaultKind>(kind), nth, value);
     Py_RETURN_NONE;
 }
 
 PyObject* engine_clear_faults(PyObject*, PyObject* capsule) {
-    auto* engine = unwrap<Engine>(capsule, kEngineName);
+    Engine* engine = engine_of(capsule);
     if (engine == nullptr) return nullptr;
     engine->faults().clear();
     Py_RETURN_NONE;
@@ -165,8 +200,8 @@ PyObject* file_open(PyObject*, PyObject* args) {
     int can_create, is_readonly, direct;
     if (!PyArg_ParseTuple(args, "Oyppi", &engine_capsule, &path, &can_create, &is_readonly, &direct))
         return nullptr;
-    auto* engine = unwrap<Engine>(engine_capsule, kEngineName);
-    if (engine == nullptr) return nullptr;
+    Engine* engine = engine_of(engine_capsule);
+    if (engine == nullptr || !check_range("direct", direct, 0LL, 2LL)) return nullptr;
     options.can_create = can_create != 0;
     options.is_readonly = is_readonly != 0;
     options.direct = static_cast<DirectMode>(direct);
@@ -230,22 +265,31 @@ PyObject* file_sync(PyObject*, PyObject* capsule) {
 PyObject* submit(PyObject*, PyObject* args) {
     PyObject *engine_capsule, *file_capsule;
     int is_write;
-    unsigned long long address, num_bytes, token;
+    uint64_t address, token;
+    Py_ssize_t num_bytes;
     long long offset, priority;
     double deadline_s;
-    if (!PyArg_ParseTuple(args, "OOpKKLLdK", &engine_capsule, &file_capsule, &is_write, &address, &num_bytes,
-                          &offset, &priority, &deadline_s, &token)) {
+    if (!PyArg_ParseTuple(args, "OOpO&nLLdO&", &engine_capsule, &file_capsule, &is_write, read_unsigned,
+                          &address, &num_bytes, &offset, &priority, &deadline_s, read_unsigned, &token)) {
         return nullptr;
     }
-    auto* engine = unwrap<Engine>(engine_capsule, kEngineName);
+    Engine* engine = engine_of(engine_capsule);
     if (engine == nullptr) return nullptr;
     auto* file = unwrap<FileHandle>(file_capsule, kFileName);
-    if (file == nullptr) return nullptr;
+    if (file == nullptr || !is_seconds("deadline_s", deadline_s) ||
+        !check_array({"buffer", address, num_bytes, 1, !is_write}) ||
+        !check_range("offset", offset, 0LL, PY_SSIZE_T_MAX - num_bytes)) {
+        return nullptr;
+    }
+    if (!engine->owns(**file)) {
+        PyErr_SetString(PyExc_ValueError, "the file belongs to another engine");
+        return nullptr;
+    }
     OperationRequest request;
     request.is_write = is_write != 0;
     request.file = *file;
-    request.data = reinterpret_cast<char*>(address);
-    request.num_bytes = num_bytes;
+    request.data = pointer<char>(address);
+    request.num_bytes = static_cast<size_t>(num_bytes);
     request.offset = offset;
     request.priority = priority;
     if (is_limit(deadline_s)) request.deadline_ns = now_ns() + to_ns(deadline_s);
@@ -267,7 +311,7 @@ PyObject* submit(PyObject*, PyObject* args) {
 
 // collect_finished(engine) -> [token]
 PyObject* collect_finished(PyObject*, PyObject* capsule) {
-    auto* engine = unwrap<Engine>(capsule, kEngineName);
+    Engine* engine = engine_of(capsule);
     if (engine == nullptr) return nullptr;
     std::vector<uint64_t> tokens = engine->collect_finished();
     PyObject* list = PyList_New(0);
@@ -288,12 +332,19 @@ Operation* operation_of(PyObject* capsule) {
     return operation == nullptr ? nullptr : operation->get();
 }
 
+Operation* operation_of(PyObject* capsule, const Engine* engine) {
+    Operation* operation = operation_of(capsule);
+    if (operation == nullptr || operation->engine == engine) return operation;
+    PyErr_SetString(PyExc_ValueError, "the operation belongs to another engine");
+    return nullptr;
+}
+
 // is_done(engine, operation) -> bool
 PyObject* is_done(PyObject*, PyObject* args) {
     PyObject *engine_capsule, *capsule;
     if (!PyArg_ParseTuple(args, "OO", &engine_capsule, &capsule)) return nullptr;
-    auto* engine = unwrap<Engine>(engine_capsule, kEngineName);
-    Operation* operation = engine == nullptr ? nullptr : operation_of(capsule);
+    Engine* engine = engine_of(engine_capsule);
+    Operation* operation = engine == nullptr ? nullptr : operation_of(capsule, engine);
     if (operation == nullptr) return nullptr;
     return PyBool_FromLong(engine->is_done(operation));
 }
@@ -302,8 +353,8 @@ PyObject* is_done(PyObject*, PyObject* args) {
 PyObject* cancel(PyObject*, PyObject* args) {
     PyObject *engine_capsule, *capsule;
     if (!PyArg_ParseTuple(args, "OO", &engine_capsule, &capsule)) return nullptr;
-    auto* engine = unwrap<Engine>(engine_capsule, kEngineName);
-    Operation* operation = engine == nullptr ? nullptr : operation_of(capsule);
+    Engine* engine = engine_of(engine_capsule);
+    Operation* operation = engine == nullptr ? nullptr : operation_of(capsule, engine);
     if (operation == nullptr) return nullptr;
     return PyBool_FromLong(engine->cancel(operation));
 }
@@ -331,9 +382,9 @@ PyObject* wait(PyObject*, PyObject* args) {
     PyObject *engine_capsule, *capsule;
     double timeout_s;
     if (!PyArg_ParseTuple(args, "OOd", &engine_capsule, &capsule, &timeout_s)) return nullptr;
-    auto* engine = unwrap<Engine>(engine_capsule, kEngineName);
-    Operation* operation = engine == nullptr ? nullptr : operation_of(capsule);
-    if (operation == nullptr) return nullptr;
+    Engine* engine = engine_of(engine_capsule);
+    Operation* operation = engine == nullptr ? nullptr : operation_of(capsule, engine);
+    if (operation == nullptr || !is_seconds("timeout_s", timeout_s)) return nullptr;
     int status = operation->done.is_set() ? 0 : wait_through_signals(timeout_s, [&](int64_t left_ns) {
         return engine->wait(operation, left_ns);
     });
@@ -348,7 +399,7 @@ PyObject* wait_released(PyObject*, PyObject* args) {
     double timeout_s;
     if (!PyArg_ParseTuple(args, "Od", &capsule, &timeout_s)) return nullptr;
     Operation* operation = operation_of(capsule);
-    if (operation == nullptr) return nullptr;
+    if (operation == nullptr || !is_seconds("timeout_s", timeout_s)) return nullptr;
     int status =
         wait_through_signals(timeout_s, [&](int64_t left_ns) { return operation->released.wait(left_ns); });
     return status < 0 ? nullptr : PyBool_FromLong(status == 0);
@@ -362,16 +413,6 @@ PyObject* times(PyObject*, PyObject* capsule) {
     int64_t begun_ns = operation->begun_ns != 0 ? operation->begun_ns : operation->ended_ns;
     return Py_BuildValue("(dd)", static_cast<double>(begun_ns) * 1e-9,
                          static_cast<double>(operation->ended_ns) * 1e-9);
-}
-
-// The core may run out of memory while it queues things; no C++ exception may cross into Python.
-template <PyObject* (*function)(PyObject*, PyObject*)>
-PyObject* guarded(PyObject* self, PyObject* argument) {
-    try {
-        return function(self, argument);
-    } catch (const std::bad_alloc&) {
-        return PyErr_NoMemory();
-    }
 }
 
 PyMethodDef kMethods[] = {

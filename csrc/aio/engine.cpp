@@ -47,6 +47,7 @@ int Engine::submit(OperationRequest request, std::shared_ptr<Operation>* operati
     if (is_closing_) return -ESHUTDOWN;
     if (abandoned_ != 0) return -abandoned_;
     *operation = submitted;
+    submitted->engine = this;
     submitted->sequence = next_sequence_++;
     outstanding_.emplace(submitted.get(), submitted);
     if (num_bytes == 0) {

@@ -58,6 +58,8 @@ class Engine {
 
     // As File::open, and known to the kernel queues.
     int open(const std::string& path, OpenOptions options, std::shared_ptr<File>* file);
+    // Whether the file was opened by this engine.
+    bool owns(const File& file) const { return file.is_known_to(*registry_); }
     // See Registry.
     int register_buffer(char* data, size_t num_bytes) { return registry_->add_buffer(data, num_bytes); }
     bool unregister_buffer(char* data) { return registry_->remove_buffer(data); }

@@ -32,6 +32,7 @@ class File {
 
     // Once, before the first transfer: gives the file its slot in the queues of an engine.
     void join(std::shared_ptr<Registry> registry);
+    bool is_known_to(const Registry& registry) const { return registry_.get() == &registry; }
 
     uint64_t id() const { return id_; }  // never used again in this process
     int fd() const { return fd_; }

@@ -43,6 +43,7 @@ class Operation {
     // Fixed but for the file, which the engine lets go of when the operation is complete: a caller who keeps
     // the result does not keep the file open.
     OperationRequest request;
+    const void* engine = nullptr;  // whose it is; for comparing only
 
     // Set when the result is known...
     Event done;

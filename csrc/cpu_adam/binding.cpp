@@ -1,26 +1,28 @@
 // The Python module: addresses and sizes as plain ints, limited API 3.10. The typed face that checks the
-// tensors is offloadzero/native/cpu_adam.py; here only what would index out of a table is checked.
+// tensors is offloadzero/native/cpu_adam.py; here is checked what numbers can tell (common/arguments.h).
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <cerrno>
 
+#include "../common/arguments.h"
 #include "cpu_adam.h"
 
 namespace {
 
+using namespace offloadzero;
 using namespace offloadzero::cpu_adam;
-using Address = unsigned long long;
+using Address = uint64_t;
 
-template <class T>
-T* pointer(Address address) {
-    return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
-}
+constexpr int MAX_THREADS = 1024;
+constexpr uint64_t DTYPE_BYTES[NUM_DTYPES] = {2, 2, 4};
+constexpr uint64_t PARAM_BYTES[NUM_LAYOUTS] = {2, 4, 2, 2};
+constexpr uint64_t MASTER_BYTES[NUM_LAYOUTS] = {2, 0, 4, 4};
 
-bool in_range(const char* name, int value, int count) {
-    if (value >= 0 && value < count) return true;
-    PyErr_Format(PyExc_ValueError, "%s = %d: allowed 0 to %d", name, value, count - 1);
-    return false;
+bool in_range(const char* name, int value, int count) { return check_range(name, value, 0LL, count - 1); }
+
+bool is_how_to_run(int isa, int num_threads) {
+    return in_range("isa", isa, NUM_ISAS) && check_range("num_threads", num_threads, 1LL, MAX_THREADS);
 }
 
 PyObject* result_of(int status) {
@@ -64,6 +66,7 @@ PyObject* step_result(int status, bool with_sq_norm, double sq_norm) {
 int read_scalars(PyObject* tuple, void* result) {
     auto* s = static_cast<AdamScalars*>(result);
     int decoupled;
+    if (!check_tuple("scalars", tuple)) return 0;
     if (!PyArg_ParseTuple(tuple, "ffffffffffffp:scalars", &s->grad_scale, &s->beta1, &s->one_minus_beta1,
                           &s->beta2, &s->one_minus_beta2, &s->eps, &s->step_size,
                           &s->inv_sqrt_bias_correction2, &s->decay, &s->weight_decay, &s->sqrt_beta2,
@@ -79,11 +82,17 @@ PyObject* py_adam_step(PyObject*, PyObject* args) {
     Address param, master, exp_avg, exp_avg_sq, grad;
     Py_ssize_t num_elements;
     AdamScalars scalars;
-    if (!PyArg_ParseTuple(args, "iiKKKKKniiO&p:adam_step", &layout, &grad_dtype, &param, &master, &exp_avg,
-                          &exp_avg_sq, &grad, &num_elements, &isa, &num_threads, read_scalars, &scalars,
+    if (!PyArg_ParseTuple(args, "iiO&O&O&O&O&niiO&p:adam_step", &layout, &grad_dtype, read_unsigned, &param,
+                          read_unsigned, &master, read_unsigned, &exp_avg, read_unsigned, &exp_avg_sq,
+                          read_unsigned, &grad, &num_elements, &isa, &num_threads, read_scalars, &scalars,
                           &with_sq_norm) ||
         !in_range("layout", layout, NUM_LAYOUTS) || !in_range("grad_dtype", grad_dtype, NUM_DTYPES) ||
-        !in_range("isa", isa, NUM_ISAS)) {
+        !is_how_to_run(isa, num_threads) ||
+        !check_arrays({{"param", param, num_elements, PARAM_BYTES[layout], true},
+                       {"master", master, num_elements, MASTER_BYTES[layout], true},
+                       {"exp_avg", exp_avg, num_elements, 4, true},
+                       {"exp_avg_sq", exp_avg_sq, num_elements, 4, true},
+                       {"grad", grad, num_elements, DTYPE_BYTES[grad_dtype], false}})) {
         return nullptr;
     }
     const AdamBuffers buffers{pointer<void>(param), pointer<void>(master), pointer<float>(exp_avg),
@@ -105,10 +114,15 @@ PyObject* moment_step(MomentStep step, PyObject* args) {
     Address param, master, moment, grad;
     Py_ssize_t num_elements;
     AdamScalars scalars;
-    if (!PyArg_ParseTuple(args, "iiKKKKniiO&p", &layout, &grad_dtype, &param, &master, &moment, &grad,
-                          &num_elements, &isa, &num_threads, read_scalars, &scalars, &with_sq_norm) ||
+    if (!PyArg_ParseTuple(args, "iiO&O&O&O&niiO&p", &layout, &grad_dtype, read_unsigned, &param,
+                          read_unsigned, &master, read_unsigned, &moment, read_unsigned, &grad, &num_elements,
+                          &isa, &num_threads, read_scalars, &scalars, &with_sq_norm) ||
         !in_range("layout", layout, NUM_LAYOUTS) || !in_range("grad_dtype", grad_dtype, NUM_DTYPES) ||
-        !in_range("isa", isa, NUM_ISAS)) {
+        !is_how_to_run(isa, num_threads) ||
+        !check_arrays({{"param", param, num_elements, PARAM_BYTES[layout], true},
+                       {"master", master, num_elements, MASTER_BYTES[layout], true},
+                       {"moment", moment, num_elements, 4, true},
+                       {"grad", grad, num_elements, DTYPE_BYTES[grad_dtype], false}})) {
         return nullptr;
     }
     const MomentBuffers buffers{pointer<void>(param), pointer<void>(master), pointer<float>(moment),
@@ -125,78 +139,131 @@ PyObject* moment_step(MomentStep step, PyObject* args) {
 PyObject* py_lion_step(PyObject*, PyObject* args) { return moment_step(lion_step, args); }
 PyObject* py_adagrad_step(PyObject*, PyObject* args) { return moment_step(adagrad_step, args); }
 
+// The addresses of a compact state, in the order of the tuple.
+struct CompactAddresses {
+    Address param, remainder, exp_avg, exp_avg_sq, scales;
+
+    CompactBuffers buffers(Address grad) const {
+        return {pointer<uint16_t>(param),     pointer<int8_t>(remainder), pointer<int8_t>(exp_avg),
+                pointer<uint8_t>(exp_avg_sq), pointer<float>(scales),     pointer<const void>(grad)};
+    }
+};
+
+int64_t num_scales(Py_ssize_t num_elements) {
+    constexpr auto BLOCK = static_cast<int64_t>(COMPACT_BLOCK);
+    return num_elements < 0 ? num_elements : 2 * (num_elements / BLOCK + (num_elements % BLOCK != 0));
+}
+
 // For "O&": (param, remainder, exp_avg, exp_avg_sq, scales).
 int read_compact(PyObject* tuple, void* result) {
-    Address param, remainder, exp_avg, exp_avg_sq, scales;
-    if (!PyArg_ParseTuple(tuple, "KKKKK:compact", &param, &remainder, &exp_avg, &exp_avg_sq, &scales))
-        return 0;
-    *static_cast<CompactBuffers*>(result) = {pointer<uint16_t>(param), pointer<int8_t>(remainder),
-                                             pointer<int8_t>(exp_avg), pointer<uint8_t>(exp_avg_sq),
-                                             pointer<float>(scales),   nullptr};
-    return 1;
+    auto* a = static_cast<CompactAddresses*>(result);
+    return check_tuple("compact", tuple) &&
+           PyArg_ParseTuple(tuple, "O&O&O&O&O&:compact", read_unsigned, &a->param, read_unsigned,
+                            &a->remainder, read_unsigned, &a->exp_avg, read_unsigned, &a->exp_avg_sq,
+                            read_unsigned, &a->scales);
 }
+
+struct StateAddresses {
+    Address master, exp_avg, exp_avg_sq;
+
+    Fp32State buffers() const {
+        return {pointer<float>(master), pointer<float>(exp_avg), pointer<float>(exp_avg_sq)};
+    }
+};
 
 // For "O&": (master, exp_avg, exp_avg_sq).
 int read_fp32_state(PyObject* tuple, void* result) {
-    Address master, exp_avg, exp_avg_sq;
-    if (!PyArg_ParseTuple(tuple, "KKK:state", &master, &exp_avg, &exp_avg_sq)) return 0;
-    *static_cast<Fp32State*>(result) = {pointer<float>(master), pointer<float>(exp_avg),
-                                        pointer<float>(exp_avg_sq)};
-    return 1;
+    auto* a = static_cast<StateAddresses*>(result);
+    return check_tuple("state", tuple) &&
+           PyArg_ParseTuple(tuple, "O&O&O&:state", read_unsigned, &a->master, read_unsigned, &a->exp_avg,
+                            read_unsigned, &a->exp_avg_sq);
 }
 
 PyObject* py_compact_adam_step(PyObject*, PyObject* args) {
     int grad_dtype, isa, num_threads, with_sq_norm;
     Address grad;
     Py_ssize_t num_elements;
-    CompactBuffers buffers;
+    CompactAddresses compact;
     AdamScalars scalars;
     unsigned int step;  // "I" takes it modulo 2^32
-    if (!PyArg_ParseTuple(args, "iO&KniiO&Ip:compact_adam_step", &grad_dtype, read_compact, &buffers, &grad,
-                          &num_elements, &isa, &num_threads, read_scalars, &scalars, &step, &with_sq_norm) ||
-        !in_range("grad_dtype", grad_dtype, NUM_DTYPES) || !in_range("isa", isa, NUM_ISAS)) {
+    if (!PyArg_ParseTuple(args, "iO&O&niiO&Ip:compact_adam_step", &grad_dtype, read_compact, &compact,
+                          read_unsigned, &grad, &num_elements, &isa, &num_threads, read_scalars, &scalars,
+                          &step, &with_sq_norm) ||
+        !in_range("grad_dtype", grad_dtype, NUM_DTYPES) || !is_how_to_run(isa, num_threads) ||
+        !check_arrays({{"param", compact.param, num_elements, 2, true},
+                       {"remainder", compact.remainder, num_elements, 1, true},
+                       {"exp_avg", compact.exp_avg, num_elements, 1, true},
+                       {"exp_avg_sq", compact.exp_avg_sq, num_elements, 1, true},
+                       {"scales", compact.scales, num_scales(num_elements), 4, true},
+                       {"grad", grad, num_elements, DTYPE_BYTES[grad_dtype], false}})) {
         return nullptr;
     }
-    buffers.grad = pointer<const void>(grad);
     double sq_norm = 0.0;
     const int status = without_gil([&] {
-        return compact_adam_step(buffers, static_cast<DType>(grad_dtype), scalars, step,
+        return compact_adam_step(compact.buffers(grad), static_cast<DType>(grad_dtype), scalars, step,
                                  static_cast<size_t>(num_elements), static_cast<Isa>(isa), num_threads,
                                  with_sq_norm ? &sq_norm : nullptr);
     });
     return step_result(status, with_sq_norm, sq_norm);
 }
 
+// Of the two conversions: one of the two is written.
+bool check_conversion(const StateAddresses& state, const CompactAddresses& compact, Py_ssize_t num_elements,
+                      bool encodes) {
+    return check_arrays({{"master", state.master, num_elements, 4, !encodes},
+                         {"exp_avg", state.exp_avg, num_elements, 4, !encodes},
+                         {"exp_avg_sq", state.exp_avg_sq, num_elements, 4, !encodes},
+                         {"compact param", compact.param, num_elements, 2, encodes},
+                         {"compact remainder", compact.remainder, num_elements, 1, encodes},
+                         {"compact exp_avg", compact.exp_avg, num_elements, 1, encodes},
+                         {"compact exp_avg_sq", compact.exp_avg_sq, num_elements, 1, encodes},
+                         {"compact scales", compact.scales, num_scales(num_elements), 4, encodes}});
+}
+
 PyObject* py_compact_encode(PyObject*, PyObject* args) {
     int isa, num_threads;
     Py_ssize_t num_elements;
-    Fp32State state;
-    CompactBuffers buffers;
-    if (!PyArg_ParseTuple(args, "O&O&nii:compact_encode", read_fp32_state, &state, read_compact, &buffers,
+    StateAddresses state;
+    CompactAddresses compact;
+    if (!PyArg_ParseTuple(args, "O&O&nii:compact_encode", read_fp32_state, &state, read_compact, &compact,
                           &num_elements, &isa, &num_threads) ||
-        !in_range("isa", isa, NUM_ISAS)) {
+        !is_how_to_run(isa, num_threads) || !check_conversion(state, compact, num_elements, true)) {
         return nullptr;
     }
     return result_of(without_gil([&] {
-        return compact_encode(state, buffers, static_cast<size_t>(num_elements), static_cast<Isa>(isa),
-                              num_threads);
+        return compact_encode(state.buffers(), compact.buffers(0), static_cast<size_t>(num_elements),
+                              static_cast<Isa>(isa), num_threads);
     }));
 }
 
 PyObject* py_compact_decode(PyObject*, PyObject* args) {
     int isa, num_threads;
     Py_ssize_t num_elements;
-    Fp32State state;
-    CompactBuffers buffers;
-    if (!PyArg_ParseTuple(args, "O&O&nii:compact_decode", read_compact, &buffers, read_fp32_state, &state,
+    StateAddresses state;
+    CompactAddresses compact;
+    if (!PyArg_ParseTuple(args, "O&O&nii:compact_decode", read_compact, &compact, read_fp32_state, &state,
                           &num_elements, &isa, &num_threads) ||
-        !in_range("isa", isa, NUM_ISAS)) {
+        !is_how_to_run(isa, num_threads) || !check_conversion(state, compact, num_elements, false)) {
         return nullptr;
     }
     return result_of(without_gil([&] {
-        return compact_decode(buffers, state, static_cast<size_t>(num_elements), static_cast<Isa>(isa),
-                              num_threads);
+        return compact_decode(compact.buffers(0), state.buffers(), static_cast<size_t>(num_elements),
+                              static_cast<Isa>(isa), num_threads);
     }));
+}
+
+// The next array of stream()'s tuple, whose lines are read as eight 64-bit words.
+bool read_stream_array(PyObject* item, Py_ssize_t num_elements, bool is_written, Array* array) {
+    Address address, element_size;
+    if (!check_tuple("array", item) ||
+        !PyArg_ParseTuple(item, "O&O&:array", read_unsigned, &address, read_unsigned, &element_size) ||
+        !check_range("element_size", element_size, uint64_t{1}, uint64_t{16})) {
+        return false;
+    }
+    *array = {"array", address, num_elements, element_size, is_written};
+    if (address % 8 == 0) return check_array(*array);
+    PyErr_SetString(PyExc_ValueError, "array: is not aligned to 8 bytes");
+    return false;
 }
 
 PyObject* py_stream(PyObject*, PyObject* args) {
@@ -205,24 +272,28 @@ PyObject* py_stream(PyObject*, PyObject* args) {
     Py_ssize_t num_elements;
     if (!PyArg_ParseTuple(args, "O!ipnii:stream", &PyTuple_Type, &list, &num_written, &prefetch,
                           &num_elements, &isa, &num_threads) ||
-        !in_range("isa", isa, NUM_ISAS)) {
+        !is_how_to_run(isa, num_threads)) {
         return nullptr;
     }
     const Py_ssize_t num_arrays = PyTuple_Size(list);
-    if (!in_range("number of arrays", static_cast<int>(num_arrays), MAX_STREAM_ARRAYS + 1) ||
-        !in_range("num_written", num_written, static_cast<int>(num_arrays) + 1)) {
+    if (!check_range("number of arrays", num_arrays, 0LL, static_cast<long long>(MAX_STREAM_ARRAYS)) ||
+        !check_range("num_written", num_written, 0LL, num_arrays)) {
         return nullptr;
     }
     StreamArrays arrays{};
     arrays.num_arrays = static_cast<size_t>(num_arrays);
     arrays.num_written = static_cast<size_t>(num_written);
     arrays.prefetch = prefetch != 0;
+    Array checked[MAX_STREAM_ARRAYS];
     for (Py_ssize_t k = 0; k < num_arrays; ++k) {
-        Address address;
-        Py_ssize_t element_size;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(list, k), "Kn:array", &address, &element_size)) return nullptr;
-        arrays.address[k] = pointer<void>(address);
-        arrays.element_size[k] = static_cast<size_t>(element_size);
+        Array& array = checked[k];
+        if (!read_stream_array(PyTuple_GetItem(list, k), num_elements, k < num_written, &array))
+            return nullptr;
+        for (Py_ssize_t before = 0; before < std::min<Py_ssize_t>(k, num_written); ++before) {
+            if (!check_arrays({checked[before], array})) return nullptr;
+        }
+        arrays.address[k] = pointer<void>(array.address);
+        arrays.element_size[k] = array.element_size;
     }
     uint64_t sink = 0;
     const int status = without_gil([&] {
@@ -235,9 +306,12 @@ PyObject* py_sq_norm(PyObject*, PyObject* args) {
     int dtype, isa, num_threads;
     Address grad;
     Py_ssize_t num_elements;
-    if (!PyArg_ParseTuple(args, "iKnii:sq_norm", &dtype, &grad, &num_elements, &isa, &num_threads))
+    if (!PyArg_ParseTuple(args, "iO&nii:sq_norm", &dtype, read_unsigned, &grad, &num_elements, &isa,
+                          &num_threads) ||
+        !in_range("dtype", dtype, NUM_DTYPES) || !is_how_to_run(isa, num_threads) ||
+        !check_arrays({{"grad", grad, num_elements, DTYPE_BYTES[dtype], false}})) {
         return nullptr;
-    if (!in_range("dtype", dtype, NUM_DTYPES) || !in_range("isa", isa, NUM_ISAS)) return nullptr;
+    }
     double result = 0.0;
     const int status = without_gil([&] {
         return sq_norm(pointer<const void>(grad), static_cast<DType>(dtype),
@@ -250,12 +324,12 @@ PyObject* py_accumulate(PyObject*, PyObject* args) {
     int acc_dtype, grad_dtype, isa, num_threads;
     Address acc, grad;
     Py_ssize_t num_elements;
-    if (!PyArg_ParseTuple(args, "iiKKnii:accumulate", &acc_dtype, &grad_dtype, &acc, &grad, &num_elements,
-                          &isa, &num_threads)) {
-        return nullptr;
-    }
-    if (!in_range("acc_dtype", acc_dtype, NUM_DTYPES) || !in_range("grad_dtype", grad_dtype, NUM_DTYPES) ||
-        !in_range("isa", isa, NUM_ISAS)) {
+    if (!PyArg_ParseTuple(args, "iiO&O&nii:accumulate", &acc_dtype, &grad_dtype, read_unsigned, &acc,
+                          read_unsigned, &grad, &num_elements, &isa, &num_threads) ||
+        !in_range("acc_dtype", acc_dtype, NUM_DTYPES) || !in_range("grad_dtype", grad_dtype, NUM_DTYPES) ||
+        !is_how_to_run(isa, num_threads) ||
+        !check_arrays({{"acc", acc, num_elements, DTYPE_BYTES[acc_dtype], true},
+                       {"grad", grad, num_elements, DTYPE_BYTES[grad_dtype], false}})) {
         return nullptr;
     }
     return result_of(without_gil([&] {
@@ -269,9 +343,12 @@ PyObject* py_split_master(PyObject*, PyObject* args) {
     int isa, num_threads;
     Address master, param, remainder;
     Py_ssize_t num_elements;
-    if (!PyArg_ParseTuple(args, "KKKnii:split_master", &master, &param, &remainder, &num_elements, &isa,
-                          &num_threads) ||
-        !in_range("isa", isa, NUM_ISAS)) {
+    if (!PyArg_ParseTuple(args, "O&O&O&nii:split_master", read_unsigned, &master, read_unsigned, &param,
+                          read_unsigned, &remainder, &num_elements, &isa, &num_threads) ||
+        !is_how_to_run(isa, num_threads) ||
+        !check_arrays({{"master", master, num_elements, 4, false},
+                       {"param", param, num_elements, 2, true},
+                       {"remainder", remainder, num_elements, 2, true}})) {
         return nullptr;
     }
     return result_of(without_gil([&] {
@@ -285,9 +362,12 @@ PyObject* py_join_master(PyObject*, PyObject* args) {
     int isa, num_threads;
     Address master, param, remainder;
     Py_ssize_t num_elements;
-    if (!PyArg_ParseTuple(args, "KKKnii:join_master", &param, &remainder, &master, &num_elements, &isa,
-                          &num_threads) ||
-        !in_range("isa", isa, NUM_ISAS)) {
+    if (!PyArg_ParseTuple(args, "O&O&O&nii:join_master", read_unsigned, &param, read_unsigned, &remainder,
+                          read_unsigned, &master, &num_elements, &isa, &num_threads) ||
+        !is_how_to_run(isa, num_threads) ||
+        !check_arrays({{"param", param, num_elements, 2, false},
+                       {"remainder", remainder, num_elements, 2, false},
+                       {"master", master, num_elements, 4, true}})) {
         return nullptr;
     }
     return result_of(without_gil([&] {
@@ -301,7 +381,12 @@ PyObject* py_copy_bytes(PyObject*, PyObject* args) {
     int num_threads;
     Address dst, src;
     Py_ssize_t num_bytes;
-    if (!PyArg_ParseTuple(args, "KKni:copy_bytes", &dst, &src, &num_bytes, &num_threads)) return nullptr;
+    if (!PyArg_ParseTuple(args, "O&O&ni:copy_bytes", read_unsigned, &dst, read_unsigned, &src, &num_bytes,
+                          &num_threads) ||
+        !check_range("num_threads", num_threads, 1LL, MAX_THREADS) ||
+        !check_arrays({{"dst", dst, num_bytes, 1, true}, {"src", src, num_bytes, 1, false}})) {
+        return nullptr;
+    }
     return result_of(without_gil([&] {
         return copy_bytes(pointer<void>(dst), pointer<const void>(src), static_cast<size_t>(num_bytes),
                           num_threads);
@@ -311,7 +396,7 @@ PyObject* py_copy_bytes(PyObject*, PyObject* args) {
 PyObject* py_split_join_exhaustive(PyObject*, PyObject* args) {
     int isa, num_threads;
     if (!PyArg_ParseTuple(args, "ii:split_join_exhaustive", &isa, &num_threads)) return nullptr;
-    if (!in_range("isa", isa, NUM_ISAS)) return nullptr;
+    if (!is_how_to_run(isa, num_threads)) return nullptr;
     uint64_t num_mismatches = 0;
     const int status = without_gil(
         [&] { return split_join_exhaustive(static_cast<Isa>(isa), num_threads, &num_mismatches); });
@@ -326,36 +411,38 @@ PyObject* py_set_cores(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {
-    {"set_cores", py_set_cores, METH_VARARGS, "set_cores(mask: bytes): bit k of byte b is CPU 8 b + k"},
-    {"isa_supported", py_isa_supported, METH_VARARGS, "isa_supported(isa) -> bool"},
-    {"adam_step", py_adam_step, METH_VARARGS,
+    {"set_cores", guarded<py_set_cores>, METH_VARARGS,
+     "set_cores(mask: bytes): bit k of byte b is CPU 8 b + k"},
+    {"isa_supported", guarded<py_isa_supported>, METH_VARARGS, "isa_supported(isa) -> bool"},
+    {"adam_step", guarded<py_adam_step>, METH_VARARGS,
      "adam_step(layout, grad_dtype, param, master, exp_avg, exp_avg_sq, grad, num_elements, isa, "
      "num_threads, scalars, with_sq_norm) -> None or the squared norm"},
-    {"lion_step", py_lion_step, METH_VARARGS,
+    {"lion_step", guarded<py_lion_step>, METH_VARARGS,
      "lion_step(layout, grad_dtype, param, master, exp_avg, grad, num_elements, isa, num_threads, scalars, "
      "with_sq_norm) -> None or the squared norm"},
-    {"adagrad_step", py_adagrad_step, METH_VARARGS,
+    {"adagrad_step", guarded<py_adagrad_step>, METH_VARARGS,
      "adagrad_step(layout, grad_dtype, param, master, sum, grad, num_elements, isa, num_threads, scalars, "
      "with_sq_norm) -> None or the squared norm"},
-    {"compact_adam_step", py_compact_adam_step, METH_VARARGS,
+    {"compact_adam_step", guarded<py_compact_adam_step>, METH_VARARGS,
      "compact_adam_step(grad_dtype, compact, grad, num_elements, isa, num_threads, scalars, step, "
      "with_sq_norm) -> None or the squared norm; compact = (param, remainder, exp_avg, exp_avg_sq, scales)"},
-    {"compact_encode", py_compact_encode, METH_VARARGS,
+    {"compact_encode", guarded<py_compact_encode>, METH_VARARGS,
      "compact_encode(state, compact, num_elements, isa, num_threads); state = (master, exp_avg, exp_avg_sq)"},
-    {"compact_decode", py_compact_decode, METH_VARARGS,
+    {"compact_decode", guarded<py_compact_decode>, METH_VARARGS,
      "compact_decode(compact, state, num_elements, isa, num_threads)"},
-    {"stream", py_stream, METH_VARARGS,
+    {"stream", guarded<py_stream>, METH_VARARGS,
      "stream(arrays, num_written, prefetch, num_elements, isa, num_threads) -> a value of all that was read; "
      "arrays = ((address, element_size), ...)"},
-    {"sq_norm", py_sq_norm, METH_VARARGS, "sq_norm(dtype, grad, num_elements, isa, num_threads) -> float"},
-    {"accumulate", py_accumulate, METH_VARARGS,
+    {"sq_norm", guarded<py_sq_norm>, METH_VARARGS,
+     "sq_norm(dtype, grad, num_elements, isa, num_threads) -> float"},
+    {"accumulate", guarded<py_accumulate>, METH_VARARGS,
      "accumulate(acc_dtype, grad_dtype, acc, grad, num_elements, isa, num_threads)"},
-    {"split_master", py_split_master, METH_VARARGS,
+    {"split_master", guarded<py_split_master>, METH_VARARGS,
      "split_master(master, param, remainder, num_elements, isa, num_threads)"},
-    {"join_master", py_join_master, METH_VARARGS,
+    {"join_master", guarded<py_join_master>, METH_VARARGS,
      "join_master(param, remainder, master, num_elements, isa, num_threads)"},
-    {"copy_bytes", py_copy_bytes, METH_VARARGS, "copy_bytes(dst, src, num_bytes, num_threads)"},
-    {"split_join_exhaustive", py_split_join_exhaustive, METH_VARARGS,
+    {"copy_bytes", guarded<py_copy_bytes>, METH_VARARGS, "copy_bytes(dst, src, num_bytes, num_threads)"},
+    {"split_join_exhaustive", guarded<py_split_join_exhaustive>, METH_VARARGS,
      "split_join_exhaustive(isa, num_threads) -> number of the 2**32 patterns that fail"},
     {nullptr, nullptr, 0, nullptr},
 };

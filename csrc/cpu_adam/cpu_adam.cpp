@@ -298,6 +298,7 @@ int set_cores(const unsigned char* mask, size_t num_bytes) {
         if (core >= CPU_SETSIZE) return -EINVAL;
         CPU_SET(core, &cores);
     }
+    if (CPU_COUNT(&cores) == 0) return -EINVAL;
     return ThreadPool::instance().set_cores(cores);
 }
 

@@ -222,6 +222,8 @@ class AioTicket:
         Needed after AioDeadlineError only, before the buffer, or a written range of the file, is used again;
         in all other cases wait() has waited for it. (A dropped buffer is kept alive as long as needed.)
         """
+        if self._engine is not None:
+            self._engine._check_process()
         return self._core.wait_released(-1.0 if timeout_s is None else max(timeout_s, 0.0))
 
     def times(self) -> tuple[float, float] | None:

@@ -26,7 +26,12 @@ def memory_of(buffer: Any, *, must_be_writable: bool) -> Memory:
         if not array.flags.c_contiguous:
             raise ConfigError("buffer", f"array with strides {array.strides}", "must be contiguous")
     else:
-        view = memoryview(buffer)
+        try:
+            view = memoryview(buffer)
+        except TypeError:
+            raise ConfigError(
+                "buffer", type(buffer).__name__, "must be a tensor, an array or a buffer"
+            ) from None
         if not view.c_contiguous:
             raise ConfigError("buffer", f"memoryview with strides {view.strides}", "must be contiguous")
         if view.nbytes == 0:
@@ -41,6 +46,8 @@ def _memory_of_tensor(tensor: Any) -> Memory:
     device = getattr(tensor, "device", None)
     if device is not None and device.type != "cpu":
         raise ConfigError("buffer", f"tensor on {device}", "must be in host memory (cpu)")
+    if str(getattr(tensor, "layout", "torch.strided")) != "torch.strided":
+        raise ConfigError("buffer", f"tensor with layout {tensor.layout}", "must be dense")
     if not tensor.is_contiguous():
         raise ConfigError("buffer", f"tensor with strides {tuple(tensor.stride())}", "must be contiguous")
     return Memory(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor)

@@ -32,7 +32,10 @@ def address(name: str, tensor: Tensor, num_elements: int) -> int:
         raise ConfigError(
             name, describe(tensor), f"must have {num_elements} elements like the first argument"
         )
-    return tensor.data_ptr()
+    place = tensor.data_ptr()
+    if place % tensor.element_size():
+        raise ConfigError(name, f"{describe(tensor)}, at {place:#x}", "must be aligned to its elements")
+    return place
 
 
 def typed_address(name: str, tensor: Tensor, num_elements: int, dtype: torch.dtype) -> int:

@@ -1,0 +1,380 @@
+"""Both compiled modules against hostile arguments: every entry point, every argument, each call in its own process.
+
+The modules take plain numbers, so a mistake in the typed faces, or a caller who goes around them, must end in an
+exception. A call that dies of a signal, or does not end, is named.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from offloadzero.errors import ConfigError
+from offloadzero.native import cpu_adam
+from offloadzero.native.aio import AioEngine
+from tests.tiny import run_script
+
+PACKAGE = Path(cpu_adam.__file__).parent
+
+# A script forks for each call: what it prints is {entry point: [[arguments, outcome], ...]}, where an outcome is
+# "returned", the name of an exception, or "signal N".
+HARNESS = """
+    import collections, ctypes, json, os, signal, sys
+
+    INTEGERS = (-1, 0, 1, 3, -2**31, 2**31, 2**32, -2**63, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30)
+    OTHERS = (None, "x", b"", 1.5, float("nan"), float("inf"), (), (1, 2), [], object())
+    HOSTILE = (*INTEGERS, *OTHERS)
+    # At sixteen bytes past a page, twice: of 64 KiB each, and 64 KiB apart.
+    memory = (ctypes.c_char * (32 * 65536))()
+    start = (ctypes.addressof(memory) + 4095) // 4096 * 4096
+
+    def place(index):
+        return start + 2 * index * 65536
+
+    NAMES = ("returned", "ValueError", "TypeError", "OverflowError", "RuntimeError", "MemoryError", "OSError")
+
+    def run(call):
+        signal.alarm(20)
+        try:
+            call()
+            os._exit(0)
+        except Exception as error:
+            kinds = [base.__name__ for base in type(error).__mro__ if base.__name__ in NAMES]
+            os._exit(NAMES.index(kinds[0]) if kinds else 99)
+
+    def ended(child):
+        status = os.waitpid(child, 0)[1]
+        if os.WIFSIGNALED(status):
+            return f"signal {os.WTERMSIG(status)}"
+        code = os.WEXITSTATUS(status)
+        return NAMES[code] if code < len(NAMES) else "other"
+
+    def outcomes(calls):
+        children = []
+        for call in calls:
+            children.append(os.fork())
+            if children[-1] == 0:
+                run(call)
+        return [ended(child) for child in children]
+
+    def outcome(call):
+        return outcomes([call])[0]
+
+    results = collections.defaultdict(list)
+
+    def attack(name, function, arguments, hostile=HOSTILE, prepare=lambda arguments: arguments):
+        cases = {"as it is": arguments}
+        for position in range(len(arguments)):
+            for value in hostile:
+                what = f"argument {position} = {value!r:.60}"
+                cases[what] = [*arguments[:position], value, *arguments[position + 1:]]
+        calls = [lambda case=case: function(*prepare(case)) for case in cases.values()]
+        calls.append(lambda: function(*prepare(arguments)[:-1]))
+        calls.append(lambda: function(*prepare(arguments), 1))
+        names = [*cases, "too few", "too many"]
+        for first in range(0, len(calls), 32):
+            results[name] += zip(names[first:], outcomes(calls[first : first + 32]))
+"""
+
+ADAM = """
+    from offloadzero.native import _cpu_adam as module
+    SCALARS = (1.0, 0.9, 0.1, 0.99, 0.01, 1e-8, 1e-3, 1.0, 1.0, 0.0, 1.0, 0.1, True)
+    N = 1000
+    COMPACT = tuple(map(place, range(5)))
+    STATE = tuple(map(place, range(5, 8)))
+    BAD_ADDRESSES = (place(0) + 1, place(1) + 2, place(0) + 512, place(1), 0x10000, 2**47 - 4096, 2**64 - 8)
+    HOSTILE = (*HOSTILE, *BAD_ADDRESSES)
+
+    def addresses(*indices):
+        return [place(index) for index in indices]
+
+    calls = {
+        "isa_supported": [0],
+        "set_cores": [b"\\x01"],
+        "adam_step": [0, 0, *addresses(0, 1, 2, 3, 4), N, 0, 2, SCALARS, True],
+        "lion_step": [1, 2, *addresses(0, 1, 2, 3), N, 0, 2, SCALARS, True],
+        "adagrad_step": [2, 1, *addresses(0, 1, 2, 3), N, 0, 2, SCALARS, False],
+        "compact_adam_step": [0, COMPACT, place(8), N, 0, 2, SCALARS, 7, True],
+        "compact_encode": [STATE, COMPACT, N, 0, 2],
+        "compact_decode": [COMPACT, STATE, N, 0, 2],
+        "stream": [((place(0), 2), (place(1), 4)), 1, True, 1024, 0, 2],
+        "sq_norm": [2, place(0), N, 0, 2],
+        "accumulate": [0, 2, *addresses(0, 1), N, 0, 2],
+        "split_master": [*addresses(0, 1, 2), N, 0, 2],
+        "join_master": [*addresses(0, 1, 2), N, 0, 2],
+        "copy_bytes": [*addresses(0, 1), N, 2],
+    }
+    for name, arguments in calls.items():
+        attack(name, getattr(module, name), arguments, HOSTILE)
+    for isa, num_threads in ((7, 2), (7, -1), (0, 0), (0, 1025), (-1, 1), (None, 1), (0, "x"), (2**40, 1), (0, 2**40)):
+        # 2**32 patterns take a while: no call that works.
+        call = lambda: module.split_join_exhaustive(isa, num_threads)
+        results["split_join_exhaustive"].append([f"{isa}, {num_threads}", outcome(call)])
+    for name, position, tuples in (("compact_adam_step", 1, COMPACT), ("compact_encode", 0, STATE),
+                                   ("compact_encode", 1, COMPACT), ("compact_decode", 0, COMPACT),
+                                   ("adam_step", 10, SCALARS)):
+        inside = calls[name]
+        attack(f"{name}: {position}", lambda *t: getattr(module, name)(*inside[:position], t, *inside[position + 1:]),
+               list(tuples), HOSTILE)
+    attack("stream: array", lambda *t: module.stream((t, (place(1), 4)), 1, False, 1024, 0, 2), [place(0), 2], HOSTILE)
+    places = {
+        "same": lambda: module.copy_bytes(place(0), place(0), N, 1),
+        "half": lambda: module.copy_bytes(place(0), place(0) + N // 2, N, 1),
+        "one byte": lambda: module.copy_bytes(place(0) + N - 1, place(0), N, 1),
+        "touching": lambda: module.copy_bytes(place(0) + N, place(0), N, 1),
+        "crooked": lambda: module.accumulate(2, 2, place(0), place(1) + 2, N, 0, 1),
+        "both read": lambda: module.stream(((place(0), 2), (place(0), 2)), 0, False, 1024, 0, 1),
+        "read and written": lambda: module.stream(((place(0), 2), (place(0), 2)), 1, False, 1024, 0, 1),
+    }
+    results["places"] = list(zip(places, outcomes(places.values())))
+    for threads in (0, -1, 1025):
+        results["num_threads"].append([threads, outcome(lambda: module.copy_bytes(place(0), place(1), 9, threads))])
+    print(json.dumps(results))
+"""
+
+AIO = """
+    from offloadzero.native import _aio as module
+    path = os.path.join(sys.argv[1], "file").encode()
+    IS_URING = False
+    ADDRESS = place(0)
+    HOSTILE = (*HOSTILE, 0x10000, 2**64 - 8, ADDRESS + 1)
+    handles = {}
+
+    # Handles are made in the child that uses them: threads do not survive a fork.
+    def engine():
+        handles["engine"] = module.engine_create(IS_URING, 4096, 4, 1, True, True, True, False, False)
+        return handles["engine"]
+
+    def file():
+        return module.file_open(handles.get("engine") or engine(), path, True, False, 2)[0]
+
+    def written():
+        opened = file()
+        return module.submit(handles["engine"], opened, True, ADDRESS, 8192, 0, 0, -1.0, 1)
+
+    def real(arguments):
+        return [argument() if callable(argument) else argument for argument in arguments]
+
+    def same_engine():
+        return handles.get("engine") or engine()
+
+    def other_engine():
+        return module.engine_create(IS_URING, 4096, 4, 1, True, True, True, False, False)
+
+    HOSTILE = [value for value in HOSTILE if value not in (3, -2**31, 2**64 - 1, 2**64, (1, 2), "x")]
+    calls = {
+        "engine_create": [IS_URING, 4096, 4, 1, True, True, True, False, False],
+        "engine_close": [engine, True],
+        "engine_stats": [engine],
+        "engine_register_buffer": [engine, ADDRESS, 65536],
+        "engine_unregister_buffer": [engine, ADDRESS],
+        "engine_inject": [engine, 0, 1, 5],
+        "engine_clear_faults": [engine],
+        "file_open": [engine, path, True, False, 2],
+        "file_num_bytes": [file],
+        "file_preallocate": [file, 8192],
+        "file_sync": [file],
+        "submit": [same_engine, file, True, ADDRESS, 8192, 0, 0, -1.0, 1],
+        "collect_finished": [engine],
+        "is_done": [same_engine, written],
+        "cancel": [same_engine, written],
+        "wait": [same_engine, written, 5.0],
+        "wait_released": [written, 5.0],
+        "times": [written],
+    }
+    for name, arguments in calls.items():
+        attack(name, getattr(module, name), arguments, (*HOSTILE, file, engine, written, other_engine), real)
+
+    # A queue that ends with the engine, and what is done with it afterwards.
+    def after_close(name):
+        def call():
+            arguments = real(calls[name])
+            module.engine_close(handles["engine"], False)
+            getattr(module, name)(*arguments)
+        return call
+
+    def in_a_fork(name):
+        def call():
+            arguments = real(calls[name])
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                try:
+                    getattr(module, name)(*arguments)
+                except RuntimeError:
+                    os._exit(5)
+                os._exit(0)
+            status = os.waitpid(child, 0)[1]
+            if os.WIFSIGNALED(status):
+                os.kill(os.getpid(), os.WTERMSIG(status))
+            if os.WEXITSTATUS(status) == 5:
+                raise RuntimeError
+        return call
+
+    for name in calls:
+        if name not in ("engine_create", "engine_close"):
+            results["after close"].append([name, outcome(after_close(name))])
+        if name not in ("engine_create", "file_num_bytes", "file_preallocate", "file_sync", "wait_released", "times"):
+            results["in a fork"].append([name, outcome(in_a_fork(name))])
+    for field, wrong in (("block_size", (0, 100, 4097, 2**31)), ("queue_depth", (0, 4097)), ("num_threads", (0, 65))):
+        for value in wrong:
+            numbers = {"block_size": 4096, "queue_depth": 4, "num_threads": 1, field: value}
+            call = lambda: module.engine_create(IS_URING, *numbers.values(), True, True, True, False, False)
+            results["numbers"].append([f"{field} = {value}", outcome(call)])
+    print(json.dumps(results))
+"""
+
+Results = dict[str, list[tuple[Any, str]]]
+
+
+def attacked(script: str, *arguments: object) -> Results:
+    done = run_script(HARNESS + script, *arguments, timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    results: Results = json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
+@pytest.fixture(scope="module")
+def adam() -> Results:
+    return attacked(ADAM)
+
+
+@pytest.fixture(scope="module", params=["native_aio", "io_uring"])
+def aio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    try:
+        AioEngine(backend=request.param).close()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    script = AIO.replace("IS_URING = False", f"IS_URING = {request.param == 'io_uring'}")
+    return attacked(script, tmp_path_factory.mktemp("aio"))
+
+
+def entry_points(module: str) -> set[str]:
+    """Of the stub, which the type checker holds against every call."""
+    tree = ast.parse((PACKAGE / f"{module}.pyi").read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def assert_survived(results: Results) -> None:
+    dead = [
+        f"{name}({what}): {end}"
+        for name, calls in results.items()
+        for what, end in calls
+        if end.startswith("signal") or end == "other"
+    ]
+    assert dead == []
+
+
+def ends(results: Results, name: str) -> dict[Any, str]:
+    return dict(results[name])
+
+
+def test_every_entry_point_of_the_kernels_survives(adam: Results) -> None:
+    assert_survived(adam)
+    assert entry_points("_cpu_adam") <= set(adam)
+    for name in entry_points("_cpu_adam") - {"split_join_exhaustive"}:
+        assert ends(adam, name)["as it is"] == "returned", name
+        assert ends(adam, name)["too few"] == ends(adam, name)["too many"] == "TypeError"
+    outcomes = Counter(end for calls in adam.values() for _, end in calls)
+    assert outcomes["ValueError"] > 400
+    assert outcomes["TypeError"] > 400
+    assert {end for _, end in adam["split_join_exhaustive"]} == {"ValueError", "TypeError", "OverflowError"}
+
+
+def test_what_the_kernels_refuse(adam: Results) -> None:
+    assert {end for _, end in adam["num_threads"]} == {"ValueError"}
+    for name, positions, count in (
+        ("adam_step", range(2, 7), 7),
+        ("lion_step", range(2, 6), 6),
+        ("accumulate", range(2, 4), 4),
+        ("copy_bytes", range(2), 2),
+        ("split_master", range(3), 3),
+        ("join_master", range(3), 3),
+    ):
+        found = ends(adam, name)
+        for position in positions:  # the addresses
+            if name == "lion_step" and position == 3:
+                continue  # an fp32 parameter has no master
+            for value in (0, 2**64 - 8, 0x10000):
+                assert found[f"argument {position} = {value}"] == "ValueError", (name, position, value)
+            assert found[f"argument {position} = -1"] == "OverflowError"
+        for value in (-1, 2**63 - 1, 2**31):
+            assert found[f"argument {count} = {value}"] == "ValueError", (name, value)
+    assert ends(adam, "places") == {
+        "same": "ValueError",
+        "half": "ValueError",
+        "one byte": "ValueError",
+        "touching": "returned",
+        "crooked": "ValueError",
+        "both read": "returned",
+        "read and written": "ValueError",
+    }
+    assert ends(adam, "sq_norm")["argument 0 = 3"] == "ValueError"
+
+
+def test_every_entry_point_of_the_file_engine_survives(aio: Results) -> None:
+    assert_survived(aio)
+    assert entry_points("_aio") <= set(aio)
+    for name in entry_points("_aio"):
+        assert ends(aio, name)["as it is"] == "returned", name
+        assert ends(aio, name)["too few"] == "TypeError"
+    outcomes = Counter(end for calls in aio.values() for _, end in calls)
+    assert outcomes["ValueError"] > 300
+    assert outcomes["TypeError"] > 200
+
+
+def test_what_the_file_engine_refuses(aio: Results) -> None:
+    assert {end for _, end in aio["numbers"]} == {"ValueError"}
+    assert {end for _, end in aio["in a fork"]} == {"RuntimeError"}
+    submit = ends(aio, "submit")
+    for what in ("3 = 0", "3 = 65536", "4 = -1", f"4 = {2**63 - 1}", "5 = -1", f"5 = {2**63 - 1}", "7 = nan"):
+        assert submit[f"argument {what}"] == "ValueError", what
+    for name in ("submit", "is_done", "cancel", "wait"):  # what another engine has made
+        other = [end for what, end in aio[name] if "other_engine" in what and "argument 0" in what]
+        assert other == ["ValueError"], name
+
+
+# --- the typed faces ---
+
+
+def test_buffers_that_are_none_are_named(tmp_path: Path) -> None:
+    read_only = np.zeros(8, dtype=np.uint8)
+    read_only.flags.writeable = False
+    wrong: list[Any] = [
+        b"bytes",
+        read_only,
+        np.zeros((8, 8))[:, ::2],
+        memoryview(bytearray(8))[::2],
+        [1, 2],
+        5,
+        None,
+    ]
+    wrong += [torch.zeros(8, 8).t(), torch.zeros(8, device="meta"), torch.zeros(3, 3).to_sparse()]
+    with AioEngine(backend="aiofiles") as engine, engine.open(tmp_path / "file", create=True) as file:
+        file.preallocate(4096)
+        for buffer in wrong:
+            with pytest.raises(ConfigError, match="buffer"):
+                engine.read(file, buffer, offset=0)
+            with pytest.raises(ConfigError, match="buffer"):
+                engine.register_buffer(buffer)
+
+
+def test_tensors_that_do_not_lie_right_are_named() -> None:
+    memory = bytearray(4 * 16 + 1)
+    odd = torch.frombuffer(memory, dtype=torch.uint8)[1:]
+    base = odd.data_ptr()
+    crooked = torch.frombuffer(memory, dtype=torch.float32, offset=1 if base % 4 else 2, count=8)
+    assert crooked.data_ptr() % 4
+    with pytest.raises(ConfigError, match="aligned"):
+        cpu_adam.sq_norm(crooked)
+    floats = torch.zeros(100)
+    with pytest.raises(ValueError, match="acc and grad overlap"):
+        cpu_adam.accumulate(floats[:60], floats[40:])
+    assert not floats.any()
