@@ -345,6 +345,35 @@ def test_mistakes_are_one_line_and_status_2(
     assert sorted(os.listdir(tmp_path)) == before
 
 
+@pytest.mark.parametrize(
+    ("paths", "words"),
+    [
+        ([".", "."], "is the same directory as '.'"),
+        (["a", "./a"], "is the same directory as 'a'"),
+        (["a", "link"], "is the same directory as 'a'"),
+        (["a", "b"], "is on the same drive as 'a', which would count as two: name one"),
+    ],
+)
+def test_one_drive_is_not_counted_as_two(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    paths: list[str],
+    words: str,
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("a")
+    monkeypatch.chdir(tmp_path)
+    drive = {"filesystem": "ext4", "device": {"name": "nvme0n1"}}
+    monkeypatch.setattr(scratch, "describe_path", lambda path: {**drive, "path": path})
+    assert main(["bench", "nvme", *map(str, paths)]) == 2
+    assert f"PATH = {paths[1]!r}: {words}" in capsys.readouterr().err
+    monkeypatch.setattr(scratch, "describe_path", lambda _: {"filesystem": "nfs", "device": None})
+    assert main(["bench", "nvme", *map(str, paths)]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_a_directory_that_is_not_writable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

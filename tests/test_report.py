@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -223,3 +225,80 @@ def test_a_page_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.C
     write_run(tmp_path, [])
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "no" / "page.html")]) == 2
     assert "--output" in capsys.readouterr().err
+
+
+# --- damaged ---
+
+NUM_DAMAGES = int(os.environ.get("OFFLOADZERO_TEST_DAMAGES", "150"))
+STRANGE = (None, True, "x", [], {}, [[]], -1, 0, 1e29, -1e29, "\ud800", {"a": {}}, 2**62, [1, "2"])
+STRANGE_TEXT = ("NaN", "Infinity", "1e999", "9" * 5000, "[" * 5000, '"', "\x00", "\ud7ff", "-", "1" * 400)
+
+
+def change_a_value(value: Any, rng: random.Random) -> Any:
+    """A JSON value with something strange somewhere in it."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(list(value))
+        if rng.random() < 0.2:
+            return {k: v for k, v in value.items() if k != key}
+        return {**value, key: change_a_value(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.9:
+        at = rng.randrange(len(value))
+        return [*value[:at], change_a_value(value[at], rng), *value[at + 1 :]]
+    return rng.choice(STRANGE)
+
+
+def damage(file: Path, rng: random.Random) -> None:
+    content = file.read_bytes()
+    at = rng.randrange(len(content))
+    way = rng.randrange(6)
+    if way == 0:
+        content = content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
+    elif way == 1:
+        content = content[:at]
+    elif way == 2:
+        content = content[:at] + rng.choice(STRANGE_TEXT).encode() + content[at + rng.randrange(9) :]
+    elif way == 3:
+        content = content[:at] + rng.randbytes(20) + content[at:]
+    else:
+        lines = content.decode().splitlines() if file.suffix == ".jsonl" else [content.decode()]
+        line = rng.randrange(len(lines))
+        lines[line] = json.dumps(change_a_value(json.loads(lines[line]), rng))
+        content = "\n".join(lines).encode()
+    file.write_bytes(content)
+
+
+def test_a_damaged_run_directory_is_a_page_or_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers = {"nvme": [{"what": "home: param", "num_bytes": 5}]}
+    trace = json.dumps(trace_events(1, [Span("h2d", "a", 0.0, 1.0)], start_s=0.0, end_s=2.0))
+    statuses = []
+    for seed in range(NUM_DAMAGES):
+        rng = random.Random(seed)
+        directory = write_run(
+            tmp_path / str(seed), [step_record(i) for i in (1, 2, 3)], tiers=tiers, num_units=4, device="cpu"
+        )
+        (directory / "trace_step_1.json").write_text(trace)
+        for file in rng.sample(sorted(directory.iterdir()), rng.randrange(1, 4)):
+            damage(file, rng)
+        statuses.append(main(["report", str(directory)]))
+        out, err = capsys.readouterr()
+        assert len(err.splitlines()) == (statuses[-1] != 0), (seed, err)
+        if statuses[-1] == 0:
+            assert Page((directory / "report.html").read_text(encoding="utf-8")).tags == TEMPLATE_TAGS
+            assert "written to" in out
+        else:
+            assert err.startswith("offloadzero: RUN_DIR")
+    assert {0, 2} == set(statuses)
+
+
+@pytest.mark.parametrize("name", ["run.json", "steps.jsonl", "trace_step_1.json"])
+def test_a_directory_in_place_of_a_file(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = write_run(tmp_path / "run", [step_record(1)])
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).mkdir()
+    status = main(["report", str(directory)])
+    err = capsys.readouterr().err
+    assert (status, len(err.splitlines())) == {"run.json": (2, 1), "steps.jsonl": (1, 1)}.get(name, (0, 0))

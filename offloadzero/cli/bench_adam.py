@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -261,7 +262,7 @@ def deepspeed_worker(
         raise ConfigError("--deepspeed-python", python, f"cannot be run: {error.strerror}") from error
     with worker:
         try:
-            versions: dict[str, str] = json.loads(_answer(worker, python))
+            versions = _versions(_answer(worker, python), python)
             cases = [
                 (
                     Case(f"DeepSpeed CPUAdam, {text}", "fp32 params", "", num_threads, num_bytes, num_params),
@@ -272,6 +273,14 @@ def deepspeed_worker(
             yield cases, versions
         finally:
             worker.terminate()
+
+
+def _versions(answer: str, python: str) -> dict[str, str]:
+    try:
+        versions = json.loads(answer)
+    except ValueError as error:
+        raise OffloadError(f"the DeepSpeed worker of {python} answered {answer!r:.80}") from error
+    return {str(name): str(version) for name, version in versions.items()}
 
 
 def _answer(worker: subprocess.Popen[str], python: str) -> str:
@@ -287,8 +296,14 @@ def _ask(worker: subprocess.Popen[str], python: str, step: str) -> Sample:
     def sample() -> float:
         if worker.stdin is None:
             raise AssertionError("the worker's questions are not piped")
-        print(step, file=worker.stdin, flush=True)
-        return float(_answer(worker, python))
+        # A worker that has ended reads nothing more: its status says why.
+        with contextlib.suppress(BrokenPipeError):
+            print(step, file=worker.stdin, flush=True)
+        answer = _answer(worker, python)
+        try:
+            return float(answer)
+        except ValueError as error:
+            raise OffloadError(f"the DeepSpeed worker of {python} answered {answer!r:.80}") from error
 
     return sample
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import os
 import sys
 from collections.abc import Sequence
+from typing import Any, TextIO
 
 from offloadzero import __version__
 from offloadzero.cli import bench_adam, bench_copy, bench_nvme, report
@@ -13,12 +17,18 @@ from offloadzero.errors import ConfigError, OffloadError
 USER_ERROR = 2
 FAILURE = 1
 INTERRUPTED = 130
+UNREAD = 141
+
+
+class _Parser(argparse.ArgumentParser):
+    """One whose help that could not be written is an error: argparse would say nothing."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        (file or sys.stderr).write(message)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="offloadzero", description="Offload training states; measure storage; show runs."
-    )
+    parser = _Parser(prog="offloadzero", description="Offload training states; measure storage; show runs.")
     parser.add_argument("--version", action="version", version=f"offloadzero {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     bench = commands.add_parser("bench", help="measure the drive, the memory or the optimizer")
@@ -31,7 +41,29 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit status: 0, 2 for a mistake of the user, 1 for a failure."""
+    """Runs a command and returns the exit status: 0, 2 for a mistake of the user, 1 for a failure.
+
+    130 after Ctrl-C and 141 when nobody reads the output any more, as a shell counts SIGINT and SIGPIPE.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path is any bytes; a terminal's encoding is not
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            # Here, and not at the interpreter's end, where nobody could say what went wrong.
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _discard(sys.stdout, sys.stderr)
+        return UNREAD
+    except OSError as error:
+        # Without a file it was a standard stream: what is opened by name says its name.
+        _discard(sys.stdout)
+        return _fail(error if error.filename else f"standard output: {error.strerror}", FAILURE)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     args = make_parser().parse_args(arguments)
     try:
         status: int = args.run(args)
@@ -39,11 +71,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, USER_ERROR)
     except OffloadError as error:
         return _fail(error, FAILURE)
+    except MemoryError as error:
+        return _fail(f"out of memory: {error}", FAILURE)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     return status
 
 
+def _discard(*streams: TextIO) -> None:
+    """What is still buffered goes nowhere: the interpreter writes it out at its end and would fail again."""
+    for stream in streams:
+        with contextlib.suppress(OSError):
+            stream.flush()
+            continue
+        with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+
+
 def _fail(why: object, status: int) -> int:
-    print(f"offloadzero: {why}", file=sys.stderr)
+    """One line, whatever the message."""
+    print(f"offloadzero: {' '.join(str(why).split())}", file=sys.stderr)
     return status

@@ -22,15 +22,16 @@ def compare_files(first: str, second: str) -> list[str]:
         for path in (first, second)
     ]
     names = ("A", "B")
-    lines = [
-        f"{name}: {path}, {_describe(result)}"
-        for name, path, result in zip(names, (first, second), results, strict=True)
-    ]
     try:
+        lines = [
+            f"{name}: {path}, {_describe(result)}"
+            for name, path, result in zip(names, (first, second), results, strict=True)
+        ]
         rows = [*_headline(*results), *_same_points(*results)]
-    except (KeyError, TypeError, IndexError) as error:
-        raise ConfigError("--compare", f"{first}, {second}", f"not whole: {error!r}") from error
-    body = [[what, f"{a:.3g}", f"{b:.3g}", f"{b / a:.3f}" if a else ""] for what, a, b in rows]
+        body = [[what, f"{a:.3g}", f"{b:.3g}", f"{b / a:.3f}" if a else ""] for what, a, b in rows]
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # Whatever the damage was, it shows as one of these where a value is used.
+        raise ConfigError("--compare", f"{first}, {second}", f"not whole: {error!r:.200}") from error
     return [*lines, "", *text_table(("", *names, "B/A"), body)]
 
 

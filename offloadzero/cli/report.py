@@ -9,19 +9,22 @@ markup. Nothing is loaded from anywhere: the page can be mailed.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offloadzero.cli.output import check_output, load_json, print_lines, save_text
+from offloadzero.cli.output import check_output, load_json, parse_json, print_lines, save_text
 from offloadzero.cli.units import duration_text, size_text
+from offloadzero.errors import AioError, ConfigError
 from offloadzero.observe.run_dir import FORMAT, FORMAT_VERSION, RUN_FILE, STEPS_FILE
 
 PAGE_FILE = Path(__file__).with_name("report_page.html")
 MAX_POINTS = 600  # of a chart; longer runs are drawn as means of consecutive steps
 MAX_SPANS = 20_000  # of a traced step
+_MAX_NUMBER = 1e30
 NUM_WARM_UP = 2  # steps that the summary leaves out when there are more
 
 Record = dict[str, Any]
@@ -46,11 +49,25 @@ def run(args: argparse.Namespace) -> int:
     description = load_json(
         "RUN_DIR", str(directory / RUN_FILE), format_name=FORMAT, format_version=FORMAT_VERSION
     )
+    if not _are_tiers(description.get("tiers", {})):
+        raise ConfigError(
+            "RUN_DIR", args.run_dir, f"{RUN_FILE} is damaged: tiers are lists of what and num_bytes"
+        )
     check_output("--output", output)
     data = page_data(directory, description)
     save_text(output, make_page(data))
     print_lines([data["summary"], f"written to {output}"])
     return 0
+
+
+def _are_tiers(tiers: object) -> bool:
+    return isinstance(tiers, dict) and all(
+        isinstance(lines, list) and all(map(_is_tier_line, lines)) for lines in tiers.values()
+    )
+
+
+def _is_tier_line(line: object) -> bool:
+    return isinstance(line, dict) and isinstance(line.get("what"), str) and _is_number(line.get("num_bytes"))
 
 
 def make_page(data: Mapping[str, Any]) -> str:
@@ -89,7 +106,7 @@ def read_steps(path: Path) -> tuple[list[Record], int]:
     """
     records: list[Record] = []
     num_unreadable = 0
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    lines = _text(path).splitlines() if path.exists() else []
     for line in lines:
         record = _step_record(line)
         if record is None:
@@ -101,9 +118,19 @@ def read_steps(path: Path) -> tuple[list[Record], int]:
     return records, num_unreadable
 
 
+def _text(path: Path) -> str:
+    """Raises AioError."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise AioError(
+            operation="read", path=str(path), offset=0, num_bytes=0, errno=error.errno or errno.EIO
+        ) from error
+
+
 def _step_record(line: str) -> Record | None:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     if not isinstance(record, dict):
@@ -117,7 +144,8 @@ def _step_record(line: str) -> Record | None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """One that a run can have measured: sums of them stay finite."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MAX_NUMBER
 
 
 def read_traces(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -125,9 +153,10 @@ def read_traces(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
     traces, notes = [], []
     for path in directory.glob("trace_step_*.json"):
         try:
-            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+            events = parse_json(path.read_text(encoding="utf-8"))["traceEvents"]
             trace, num_left_out = compact_trace(events)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            # Whatever the damage was, it shows as one of these where a value is used.
             notes.append(f"{path.name} cannot be read.")
             continue
         traces.append(trace)
@@ -215,7 +244,7 @@ def facts(records: Sequence[Record], description: Mapping[str, Any]) -> list[lis
             ["in named waits", f"{wait:.1%}"],
         ]
         num_units = description.get("num_units")
-        if _is_number(num_units) and num_units and all("launch_s" in r for r in shown):
+        if _is_number(num_units) and num_units and all(_is_number(r.get("launch_s")) for r in shown):
             launch_s = _median(r["launch_s"] for r in shown) / float(str(num_units))
             tiles.append(["hooks per unit", duration_text(launch_s)])
     tiles.append(["steps", str(len(records))])

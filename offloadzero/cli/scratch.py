@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from offloadzero.cli.machine import MEMORY_FILESYSTEMS, describe_path
 from offloadzero.cli.nvme_sweep import MIB
 from offloadzero.errors import AioError, ConfigError
 
@@ -161,17 +162,38 @@ def _handlers(wanted: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
 
 
 def check_directories(paths: Sequence[str]) -> None:
-    """Raises ConfigError unless each is a different directory that can be written to."""
-    seen: dict[tuple[int, int], str] = {}
+    """Raises ConfigError unless each can be written to and lies on a drive of its own.
+
+    Two directories of one drive would be measured as two drives. Filesystems in memory are no drives: there only the
+    same directory may not be named twice.
+    """
+    directories: dict[tuple[int, int], str] = {}
+    drives: dict[object, str] = {}
     for path in paths:
         if not Path(path).is_dir():
             what = "exists and is no directory" if os.path.lexists(path) else "does not exist"
             raise ConfigError("PATH", path, f"{what}: name a directory of the drive to measure")
         if not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError("PATH", path, "the directory is not writable")
-        other = seen.setdefault(_identity(os.stat(path)), path)
-        if other is not path:
-            raise ConfigError("PATH", path, f"is the same directory as {other!r}")
+        identity = _identity(os.stat(path))
+        if identity in directories:
+            raise ConfigError("PATH", path, f"is the same directory as {directories[identity]!r}")
+        directories[identity] = path
+        drive = _drive_of(path)
+        if drive is not None and drive in drives:
+            other = drives[drive]
+            raise ConfigError(
+                "PATH", path, f"is on the same drive as {other!r}, which would count as two: name one"
+            )
+        drives[drive] = path
+
+
+def _drive_of(path: str) -> object:
+    """The disk's name, else the number of the filesystem; None in memory."""
+    described = describe_path(path)
+    if described["filesystem"] in MEMORY_FILESYSTEMS:
+        return None
+    return described["device"]["name"] if described["device"] else os.stat(path).st_dev
 
 
 def check_space(paths: Sequence[str], num_bytes: int) -> None:
