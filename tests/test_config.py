@@ -244,6 +244,7 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("offloadzero.update", "num_threads"): (5, {}),
     ("offloadzero.update", "cores"): ([min(os.sched_getaffinity(0))], {}),
     ("offloadzero.aio", "backend"): ("aiofiles", {}),
+    ("offloadzero.aio", "checksums"): (True, {}),
     ("offloadzero.observe", "step_line"): (True, {}),
     ("offloadzero.observe", "run_dir"): ("runs/a", {}),
     ("offloadzero.observe", "trace_steps"): ([3, "5-7"], {"run_dir": "runs/a"}),

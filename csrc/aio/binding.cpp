@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "../common/arguments.h"
+#include "crc32c.h"
 #include "engine.h"
 
 namespace {
@@ -415,6 +416,57 @@ PyObject* times(PyObject*, PyObject* capsule) {
                          static_cast<double>(operation->ended_ns) * 1e-9);
 }
 
+// Whether `sums` holds one uint32 for each block of `data`.
+bool check_checksums(uint64_t data, Py_ssize_t num_bytes, Py_ssize_t block_size, uint64_t sums,
+                     bool writes_sums) {
+    if (!check_range("num_bytes", num_bytes, 0LL, PY_SSIZE_T_MAX) ||
+        !check_range("block_size", block_size, 1LL, PY_SSIZE_T_MAX)) {
+        return false;
+    }
+    const Py_ssize_t num_blocks = num_bytes / block_size + (num_bytes % block_size != 0);
+    return check_arrays({{"data", data, num_bytes, 1, false}, {"sums", sums, num_blocks, 4, writes_sums}});
+}
+
+// crc32c_blocks(address, num_bytes, block_size, sums, with_tables): one uint32 for each block goes to `sums`
+PyObject* py_crc32c_blocks(PyObject*, PyObject* args) {
+    uint64_t data, sums;
+    Py_ssize_t num_bytes, block_size;
+    int with_tables;
+    if (!PyArg_ParseTuple(args, "O&nnO&p", read_unsigned, &data, &num_bytes, &block_size, read_unsigned,
+                          &sums, &with_tables) ||
+        !check_checksums(data, num_bytes, block_size, sums, true)) {
+        return nullptr;
+    }
+    {
+        GilRelease release;
+        crc32c_blocks(pointer<const char>(data), static_cast<size_t>(num_bytes),
+                      static_cast<size_t>(block_size), pointer<uint32_t>(sums), with_tables != 0);
+    }
+    Py_RETURN_NONE;
+}
+
+// crc32c_find_mismatch(address, num_bytes, block_size, expected) -> index of the first block, or -1
+PyObject* py_crc32c_find_mismatch(PyObject*, PyObject* args) {
+    uint64_t data, sums;
+    Py_ssize_t num_bytes, block_size;
+    if (!PyArg_ParseTuple(args, "O&nnO&", read_unsigned, &data, &num_bytes, &block_size, read_unsigned,
+                          &sums) ||
+        !check_checksums(data, num_bytes, block_size, sums, false)) {
+        return nullptr;
+    }
+    int64_t index;
+    {
+        GilRelease release;
+        index = crc32c_find_mismatch(pointer<const char>(data), static_cast<size_t>(num_bytes),
+                                     static_cast<size_t>(block_size), pointer<const uint32_t>(sums));
+    }
+    return PyLong_FromLongLong(index);
+}
+
+PyObject* py_crc32c_implementation(PyObject*, PyObject*) {
+    return PyUnicode_FromString(crc32c_implementation());
+}
+
 PyMethodDef kMethods[] = {
     {"engine_create", guarded<engine_create>, METH_VARARGS, nullptr},
     {"engine_close", guarded<engine_close>, METH_VARARGS, nullptr},
@@ -434,6 +486,9 @@ PyMethodDef kMethods[] = {
     {"wait", guarded<wait>, METH_VARARGS, nullptr},
     {"wait_released", guarded<wait_released>, METH_VARARGS, nullptr},
     {"times", guarded<times>, METH_O, nullptr},
+    {"crc32c_blocks", guarded<py_crc32c_blocks>, METH_VARARGS, nullptr},
+    {"crc32c_find_mismatch", guarded<py_crc32c_find_mismatch>, METH_VARARGS, nullptr},
+    {"crc32c_implementation", guarded<py_crc32c_implementation>, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -459,6 +459,7 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
                 "auto, io_uring, native_aio or aiofiles; one asked for by name never falls back",
                 auto_is_absent=False,
             ),
+            "checksums": _use("keep a CRC-32C of each 4 KiB block on nvme and verify what is read; false"),
         },
         "offloadzero.observe": {
             "step_line": _use("print a line per step: its time, its bound, its largest waits; false"),

@@ -191,7 +191,11 @@ def _read_chunk_elements(key: str, value: object, *, multiple: int) -> int:
 
 
 def _read_aio(block: Block, base: AioConfig) -> AioConfig:
-    return replace(base, backend=block.read("backend", read_enum, base.backend, allowed=BACKENDS))
+    return replace(
+        base,
+        backend=block.read("backend", read_enum, base.backend, allowed=BACKENDS),
+        checksums=block.read("checksums", read_bool, base.checksums),
+    )
 
 
 def _read_observe(block: Block) -> ObserveConfig:

@@ -156,6 +156,7 @@ class AioConfig:
     block_size: int = 1024 * 1024
     queue_depth: int = 32
     num_threads: int = 1
+    checksums: bool = False  # of what swap files hold, verified when it is read
 
 
 @dataclass(frozen=True)

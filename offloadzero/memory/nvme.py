@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,8 +17,10 @@ import torch
 from offloadzero.config import AioConfig
 from offloadzero.errors import AioError, BudgetError
 from offloadzero.memory.arena import align_up
+from offloadzero.memory.checksums import Checksums, Transfers
 from offloadzero.memory.swap_file import MARK_BYTES, SwapFile, remove_stale_files
 from offloadzero.memory.tickets import AllOf, Ticket
+from offloadzero.native import _aio
 from offloadzero.native.aio import AioEngine, AioFile
 from offloadzero.native.termination import DoomedFile
 from offloadzero.observe.timeline import NVME_READ, NVME_WRITE, OFF, Timeline
@@ -95,6 +98,7 @@ class NvmeTier:
         self.num_bytes = align_up(num_bytes)
         self._timeline = timeline
         self._next_offset = 0
+        self._checksums = Checksums(self.num_bytes) if aio.checksums else None
         self._files: list[_BackingFile] = []
         self._doomed: list[DoomedFile] = []
         self.engine = AioEngine(
@@ -142,7 +146,8 @@ class NvmeTier:
     def description(self) -> str:
         """The file engine in use and why, and whether the files bypass the page cache."""
         direct = "; ".join(sorted({backing.file.direct_reason for backing in self._files}))
-        return f"{self.engine.backend.value} ({self.engine.reason}); {direct}"
+        checked = "" if self._checksums is None else f"; checksums ({_aio.crc32c_implementation()})"
+        return f"{self.engine.backend.value} ({self.engine.reason}); {direct}{checked}"
 
     def allocate(self, num_bytes: int, label: str) -> Extent:
         """The next `num_bytes`, rounded up to whole blocks."""
@@ -157,6 +162,8 @@ class NvmeTier:
         """Reserve `num_bytes` in all; what the extents hold stays. Raises like the constructor."""
         self.num_bytes = align_up(num_bytes)
         self._preallocate()
+        if self._checksums is not None:
+            self._checksums.grow(self.num_bytes)
 
     def read(
         self, extent: Extent, buffer: torch.Tensor, *, start_byte: int, priority: int, label: str
@@ -170,20 +177,40 @@ class NvmeTier:
         """Write `buffer` (host, contiguous) at `start_byte` of the extent."""
         return self._transfer("write", extent, buffer, start_byte, priority, label)
 
+    def forget(self, extent: Extent) -> None:
+        """What the extent holds is nobody's any more."""
+        if self._checksums is not None:
+            self._checksums.forget(extent.offset, extent.num_bytes)
+
     def _transfer(
         self, verb: str, extent: Extent, buffer: torch.Tensor, start_byte: int, priority: int, label: str
     ) -> Ticket:
         data = buffer.view(torch.uint8)
+        start = extent.offset + start_byte
         if start_byte + data.numel() > extent.num_bytes:
+            path, offset = self._file_place(start)
             raise AioError(
                 operation=verb,
-                path=str(self._files[0].path),
-                offset=extent.offset + start_byte,
+                path=path,
+                offset=offset,
                 num_bytes=data.numel(),
                 errno=errno.EINVAL,
                 label=label,
                 detail=f"past the extent's {extent.num_bytes} bytes",
             )
+        if self._checksums is None:
+            return self._submit(verb, start, data, priority=priority, label=label)
+        transfers = Transfers(
+            read=partial(self._submit, "read", priority=priority, label=label),
+            write=partial(self._submit, "write", priority=priority, label=label),
+            file_place=self._file_place,
+            label=label,
+        )
+        move = self._checksums.read if verb == "read" else self._checksums.write
+        return move(start, data, transfers)
+
+    def _submit(self, verb: str, start: int, data: torch.Tensor, *, priority: int, label: str) -> Ticket:
+        """Move bytes from `start` of the striped space on."""
         submit = self.engine.read if verb == "read" else self.engine.write
         tickets = [
             submit(
@@ -193,12 +220,17 @@ class NvmeTier:
                 priority=priority,
                 label=label,
             )
-            for piece in stripe_pieces(extent.offset + start_byte, data.numel(), len(self._files))
+            for piece in stripe_pieces(start, data.numel(), len(self._files))
         ]
         lane = NVME_READ if verb == "read" else NVME_WRITE
         for ticket in tickets:
             self._timeline.add_unfinished(lane, label, ticket.times, ticket.num_bytes)
         return tickets[0] if len(tickets) == 1 else AllOf(tickets)
+
+    def _file_place(self, offset: int) -> tuple[str, int]:
+        """Path and offset in the file of one byte of the striped space."""
+        (piece,) = stripe_pieces(offset, 1, len(self._files))
+        return str(self._files[piece.file_index].path), MARK_BYTES + piece.file_offset
 
     def close(self) -> None:
         """End all transfers and remove the files; in a forked child nothing: they are the parent's."""

@@ -10,6 +10,7 @@ import torch
 
 from offloadzero.config import AioConfig, SegmentKind, TierName
 from offloadzero.memory.arena import Arena, align_up, allocate_host, apart
+from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.lanes import Accelerator, Lane
 from offloadzero.memory.nvme import Extent, NvmeTier
 from offloadzero.memory.tickets import FINISHED, Failures, Ticket
@@ -54,7 +55,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class StoreSizes:
-    """Bytes to reserve before the first step."""
+    """Bytes to reserve before the first step; in host memory the checksums of nvme count, where there are any."""
 
     device: int
     host: int
@@ -88,7 +89,8 @@ class TieredStore:
             if sizes.nvme
             else None
         )
-        self.host = Arena("host", allocate_host(align_up(sizes.host)), poison=poison)
+        host_bytes = sizes.host - (checksum_bytes(sizes.nvme) if aio.checksums else 0)
+        self.host = Arena("host", allocate_host(align_up(host_bytes)), poison=poison)
         self.device = Arena("device", accelerator.allocate(align_up(sizes.device)), poison=poison)
         # State traffic has lanes of its own. Fetches wait for updates on theirs; an update that had to queue
         # behind such a fetch would never end.

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from offloadzero.config import OffloadConfig, SegmentKind, TierName
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.arena import ALIGN_BYTES, align_up, apart
+from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.optim.records import Record
 
 NUM_GRAD_LEASES = 2  # one being filled by backward, one on its way
@@ -249,6 +250,8 @@ def _plan(
     slot_bytes = _slot_bytes(records, config, placement)
     num_slots = max(2, config.update.num_chunks_in_flight) if slot_bytes else 0
     sheet.add(TierName.HOST, "update staging", num_slots * slot_bytes)
+    if config.aio.checksums:
+        sheet.add(TierName.HOST, "checksums of nvme", checksum_bytes(sheet.total(TierName.NVME)))
     return MemoryPlan(
         placement=placement,
         lines=tuple(sheet.lines),

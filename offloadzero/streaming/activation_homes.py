@@ -17,6 +17,7 @@ import torch
 from offloadzero.config import AioConfig, TierName
 from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import BufferPool, Holes, PooledBuffer, align_up, allocate_host
+from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.lanes import Accelerator, Fence, Lane, LaneTicket
 from offloadzero.memory.nvme import Extent, NvmeTier
 from offloadzero.memory.store import FETCH_PRIORITY, UPDATE_PRIORITY, TieredStore
@@ -284,6 +285,7 @@ class NvmeHome:
         self._open: Callable[[int], NvmeTier] = lambda num_bytes: NvmeTier(
             paths, num_bytes=num_bytes, aio=aio, timeline=store.timeline
         )
+        self._has_checksums = aio.checksums
         self._tier: NvmeTier | None = None
         self._holes = Holes()
         self._writer = Lane("activation-write", store.failures)
@@ -352,6 +354,8 @@ class NvmeHome:
         if offset is None:
             offset = self._reserve.num_bytes
             self._reserve.check(size, label)
+            if self._has_checksums:
+                self._memory.reserve.add(checksum_bytes(size), f"{label}: checksums")
             if self._tier is None:
                 self._tier = self._open(size)
             else:
@@ -390,6 +394,8 @@ class NvmeHome:
         return staged[0].view(copy.dtype, copy.num_elements)
 
     def give_back(self, extent: Extent) -> None:
+        if self._tier is not None:
+            self._tier.forget(extent)
         self._holes.give(extent.offset, extent.num_bytes)
 
     def reserved(self) -> dict[TierName, int]:
