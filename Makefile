@@ -1,5 +1,5 @@
 # Two set-ups: `make train` and `make test`. Needs python3 >= 3.10, make and a C++17 compiler.
-# A torch that python3 already has (a CUDA build) is kept; otherwise TORCH is installed first, so that no other
+# A torch >= 2.8 that python3 already has (a CUDA build) is kept; otherwise TORCH is installed first, so that no other
 # dependency chooses one. `make VENV=PATH ...` uses an environment you already have.
 
 PYTHON ?= python3
@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export OMP_WAIT_POLICY ?= passive
 export PATH := $(abspath $(BIN)):$(PATH)
 NATIVE_SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h)
-HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
+HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 HAS_CUDA := import sys, torch; sys.exit(not torch.cuda.is_available())
 
 .PHONY: train test lint gpu-test gpu bench native-test

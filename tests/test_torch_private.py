@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -67,3 +68,46 @@ def test_the_names_do_what_the_comments_say() -> None:
     ((node, task),) = seen
     assert node is not None
     assert task >= 0
+
+
+def test_the_set_up_asks_for_the_versions_that_work() -> None:
+    version = ".".join(map(str, torch_private.MINIMUM_TORCH))
+    assert torch_private.TESTED_TORCH[0] == version
+    assert f'"torch>={version}"' in (ROOT / "pyproject.toml").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    assert f">= {torch_private.MINIMUM_TORCH}" in makefile
+    assert f"TORCH ?= torch=={torch_private.TESTED_TORCH[-1]}." in makefile
+    tested = ", ".join(torch_private.TESTED_TORCH[:-1]) + " and " + torch_private.TESTED_TORCH[-1]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"if it is {version} or later (tested with {tested};" in readme
+    assert tuple(map(int, torch.__version__.split(".")[:2])) >= torch_private.MINIMUM_TORCH
+
+
+def private_uses(text: str) -> list[str]:
+    """Names with one underscore that are taken from torch, or imported from a part of it."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute):
+            chain = ast.unparse(node).split(".")
+            if chain[0] == "torch" and any(re.match("_[^_]", name) for name in chain):
+                found.append(".".join(chain))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            if any(re.match("_[^_]", name) for name in names):
+                found.append(ast.unparse(node))
+    return found
+
+
+# torch.utils._pytree has been there, under that name, in every version since 1.8.
+ALLOWED = ("from torch.utils import _pytree",)
+
+
+def test_private_names_are_used_through_that_module_only() -> None:
+    assert private_uses("import torch\ntorch._C.x.y; torch.Tensor._z; torch.__version__") != []
+    found = {
+        f"{file.relative_to(PACKAGE)}: {use}"
+        for file in PACKAGE.rglob("*.py")
+        for use in private_uses(file.read_text())
+        if file.name != "torch_private.py" and not use.startswith(ALLOWED)
+    }
+    assert found == set()

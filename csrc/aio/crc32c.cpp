@@ -16,6 +16,7 @@ namespace {
 
 constexpr uint32_t kPolynomial = 0x82F63B78;  // reflected
 constexpr size_t kLanes = 3;
+constexpr size_t kLine = 64;
 
 using Tables = std::array<std::array<uint32_t, 256>, 8>;
 
@@ -84,6 +85,11 @@ __attribute__((target("sse4.2"))) void sum_blocks_with_sse42(const char* data, s
     uint64_t a = kStart, b = kStart, c = kStart;
     const size_t num_whole = block_size / 8 * 8;
     for (size_t at = 0; at < num_whole; at += 8) {
+        if (at % kLine == 0) {
+            const uintptr_t next = reinterpret_cast<uintptr_t>(data) + kLanes * block_size + at;
+            for (size_t lane = 0; lane < kLanes; ++lane)
+                __builtin_prefetch(reinterpret_cast<const void*>(next + lane * block_size));
+        }
         a = _mm_crc32_u64(a, load(data + at));
         b = _mm_crc32_u64(b, load(data + at + block_size));
         c = _mm_crc32_u64(c, load(data + at + 2 * block_size));
