@@ -67,3 +67,15 @@ def skip_frame(function: Callable[..., Any], *, with_calls: bool) -> None:
     action = _eval_frame._FrameAction
     strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if with_calls else action.DEFAULT)
     _eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+# For a class whose __torch_function__ does nothing.
+disabled_torch_function_impl: Any = _look_up("_C._disabled_torch_function_impl")
+# `tensor.data` itself, whatever the tensor's class. Who calls them disables torch functions.
+get_data: Callable[[torch.Tensor], torch.Tensor] = _look_up("_C.TensorBase.data").__get__
+set_data: Callable[[torch.Tensor, torch.Tensor], None] = _look_up("_C.TensorBase.data").__set__
+
+# Runs a function at the end of the backward that is on its way on this thread.
+queue_backward_callback: Callable[[Callable[[], None]], None] = _look_up(
+    "autograd.Variable._execution_engine.queue_callback"
+)

@@ -88,9 +88,9 @@ def private_uses(text: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute):
-            chain = ast.unparse(node).split(".")
-            if chain[0] == "torch" and any(re.match("_[^_]", name) for name in chain):
-                found.append(".".join(chain))
+            name = ast.unparse(node)
+            if re.fullmatch(r"torch(\.\w+)*\._[A-Za-z]\w*(\.\w+)*", name):
+                found.append(name)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             if any(re.match("_[^_]", name) for name in names):

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from offloadzero.errors import OffloadError, StateError
+from offloadzero.torch_private import disabled_torch_function_impl, make_wrapper_subclass
 
 Operation = Any  # torch._ops.OpOverload: its class has no public name
 
@@ -93,7 +94,7 @@ class RemoteTensor(torch.Tensor):
     _source: Source
     _views: tuple[_View | _OneOf, ...]  # applied to the value in this order
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function_impl
 
     @staticmethod
     def __new__(
@@ -107,7 +108,7 @@ class RemoteTensor(torch.Tensor):
         """`like` has the dtype, shape and strides of the last view (on the meta device)."""
         if like is None:
             like = torch.empty(source.shape, dtype=source.dtype, device="meta")
-        tensor: RemoteTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: RemoteTensor = make_wrapper_subclass(
             cls,
             like.shape,
             strides=like.stride(),

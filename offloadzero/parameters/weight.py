@@ -29,7 +29,11 @@ from torch.utils import _pytree as pytree
 
 from offloadzero.errors import StateError
 from offloadzero.parameters.remote import RemoteTensor, Source
-from offloadzero.torch_private import DisableTorchFunctionSubclass
+from offloadzero.torch_private import (
+    DisableTorchFunctionSubclass,
+    disabled_torch_function_impl,
+    get_data,
+)
 
 _ATTRIBUTE = "_offloadzero_weight"
 _COMPILER = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses", "torch.fx")
@@ -183,7 +187,7 @@ class _Offloaded(nn.Parameter):
 class PresentParameter(_Offloaded):
     """A parameter in its module's forward: [Note: a parameter away]."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function_impl
 
     @property
     def data(self) -> Tensor:
@@ -251,11 +255,6 @@ def restore_parameter(param: nn.Parameter) -> None:
         original: Any = next(cls for cls in type(param).__mro__ if not issubclass(cls, _Offloaded))
         param.__class__ = original
         delattr(param, _ATTRIBUTE)
-
-
-# Of the parameter itself, whatever its class. Who calls them disables torch functions.
-get_data: Callable[[Tensor], Tensor] = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
-set_data: Callable[[Tensor, Tensor], None] = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
 def _answer(func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:

@@ -20,8 +20,8 @@ from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.optim.records import Record, SlotViews
-from offloadzero.parameters.weight import classes_of, set_data
-from offloadzero.torch_private import DisableTorchFunctionSubclass
+from offloadzero.parameters.weight import classes_of
+from offloadzero.torch_private import DisableTorchFunctionSubclass, set_data
 
 MAX_WEIGHT_VIEWS = 256  # kept of a layout
 

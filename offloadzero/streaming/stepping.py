@@ -32,6 +32,7 @@ from offloadzero.optim.update import RecordUpdate, UpdatePipeline
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.gradients import GradientCollector
 from offloadzero.streaming.record_gradient import BegunUpdate, RecordGradient
+from offloadzero.torch_private import queue_backward_callback
 
 Hypers = Sequence[AdamHyper]
 
@@ -217,7 +218,7 @@ class Stepper:
             self._pipeline.read_ahead([self._staged_records[index] for index in home])
         backward = _Backward(self._end_backward)
         self._backward = weakref.ref(backward)
-        torch.autograd.Variable._execution_engine.queue_callback(backward)
+        queue_backward_callback(backward)
 
     @property
     def _updates_now(self) -> bool:
