@@ -18,6 +18,7 @@ from torch import nn
 from offloadzero.config import OffloadConfig, SegmentKind, TierName, load_config
 from offloadzero.config.schema import BudgetConfig, PlacementConfig, PlacementRule, UpdateConfig
 from offloadzero.errors import BudgetError, ConfigError
+from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.optim.records import Record, make_record
 from offloadzero.planning.memory_plan import MemoryPlan, format_bytes, place, plan_memory, updates_in_backward
 from tests.tiny import TinyModel, make_engine, settings, train
@@ -377,7 +378,7 @@ def test_what_is_planned_is_what_is_reserved(tmp_path: Path, placement: Any, key
     assert store.device.free_bytes == 0
     assert store.host.free_bytes == 0
     on_disk = sum((tmp_path / name).stat().st_size for name in os.listdir(tmp_path))
-    assert on_disk == plan.tier_bytes(NVME)
+    assert on_disk == plan.tier_bytes(NVME) + len(os.listdir(tmp_path)) * MARK_BYTES
     for record in runtime.records:
         for kind, segment in record.segments.items():
             assert segment.tier is plan.placement[record.index, kind]
