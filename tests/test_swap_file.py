@@ -175,22 +175,24 @@ PEER = """
 
 
 def test_two_containers_with_one_process_number_do_not_share_a_file(tmp_path: Path) -> None:
-    directory, gate = tmp_path / "nvme", tmp_path / "gate"
+    directory = tmp_path / "nvme"
     directory.mkdir()
-    os.mkfifo(gate)
-    peers = [start_script(PEER, directory, gate, seed) for seed in (0, 100)]
+    gates = {seed: tmp_path / f"gate{seed}" for seed in (0, 100)}
+    for gate in gates.values():
+        os.mkfifo(gate)
+    peers = [start_script(PEER, directory, gate, seed) for seed, gate in gates.items()]
     try:
         lines = [peer.stdout.readline() for peer in peers if peer.stdout is not None]
         assert all(lines), [peer.communicate()[1] for peer in peers]
         assert len({*lines}) == len({*os.listdir(directory)}) == 2
-        with gate.open("w"):  # both readers are there: they go on together
-            pass
+        for gate in gates.values():  # both have their files: they go on together
+            gate.write_text("go")
         outputs = [peer.communicate(timeout=60) for peer in peers]
     finally:
         for peer in peers:
             peer.kill()
             peer.wait()
-    for (stdout, stderr), seed in zip(outputs, (0, 100), strict=True):
+    for (stdout, stderr), seed in zip(outputs, gates, strict=True):
         alone = make_engine(settings(placement="device"))
         assert json.loads(stdout or "[]") == train(alone, num_steps=3, first_seed=seed), stderr
         alone.close()
