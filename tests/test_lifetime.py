@@ -465,13 +465,7 @@ def said_in_child(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return said
 
 
-# Dropping gradients waits for their landing outside `Failures.handed_over()`.
-KNOWN_HANG = pytest.param("zero_grad", marks=pytest.mark.xfail(strict=True))
-
-
-@pytest.mark.parametrize(
-    "what", [what if what != "zero_grad" else KNOWN_HANG for whats in IN_CHILD for what in whats]
-)
+@pytest.mark.parametrize("what", [what for whats in IN_CHILD for what in whats])
 def test_a_forked_child_cannot_use_the_engine(said_in_child: dict[str, str], what: str) -> None:
     """And its exit leaves the parent, which trains on, alone."""
     expected = "the engine of this model belongs to process " if what != "close" else "went through"

@@ -375,6 +375,8 @@ class Stepper:
 
     def discard_gradients(self, *, set_to_none: bool = True) -> None:
         """Drop the gradients, or make them zero (`optimizer.zero_grad()`)."""
+        if self._failures.is_foreign:
+            self._failures.check()
         if self._tickets:
             raise StateError(
                 "zero_grad() without step() after a backward that has updated the weights: set "
