@@ -29,6 +29,7 @@ from offloadzero.interrupts import uninterrupted
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim import CPUAdam
 from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.optimizer_states import States
 from offloadzero.planning.memory_plan import format_bytes, updates_in_backward
 from offloadzero.runtime import Runtime
 
@@ -206,6 +207,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         defaults = origin.defaults if origin is not None else group_defaults(config.optimizer)
         super().__init__(param_groups, dict(defaults))
         self.param_groups = param_groups  # the caller's own dicts: schedulers made on them stay connected
+        self.state = States(self._states_of)
         self.origin = origin
         self._scaled = False
         self.has_stepped = False  # in this process
@@ -325,24 +327,32 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                         yield number, record, slot
                 number += 1
 
+    def _read_states(self, record: Record, slot: ParamSlot) -> dict[str, torch.Tensor]:
+        """One parameter's states in host memory, by the names of torch.optim.AdamW."""
+        weights = self.runtime.weights
+        states = {
+            "exp_avg": weights.read_state(record, slot, SegmentKind.EXP_AVG),
+            "exp_avg_sq": weights.read_state(record, slot, SegmentKind.EXP_AVG_SQ),
+        }
+        # Reading has waited for the update, which counts the step.
+        states["step"] = torch.tensor(float(slot.step))
+        if record.dtype != torch.float32:
+            states["master"] = weights.read_master(record, slot)
+        states.update(weights.read_codes(record, slot))
+        return states
+
+    def _states_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        place = self.runtime.slots.get(id(param))
+        if place is None or not place[1].trainable:
+            raise KeyError(param)
+        return self._read_states(*place)
+
     def state_dict(self) -> dict[str, Any]:
         """torch.optim.AdamW's format, all of it in host memory, with the fp32 master weights beside it.
 
         The compact layout adds the moments' codes and scales, from which loading continues with the same bits.
         """
-        weights = self.runtime.weights
-        state: dict[int, dict[str, torch.Tensor]] = {}
-        for number, record, slot in self._numbered():
-            record_state = {
-                "exp_avg": weights.read_state(record, slot, SegmentKind.EXP_AVG),
-                "exp_avg_sq": weights.read_state(record, slot, SegmentKind.EXP_AVG_SQ),
-            }
-            # Reading has waited for the update, which counts the step.
-            record_state["step"] = torch.tensor(float(slot.step))
-            if record.dtype != torch.float32:
-                record_state["master"] = weights.read_master(record, slot)
-            record_state.update(weights.read_codes(record, slot))
-            state[number] = record_state
+        state = {number: self._read_states(record, slot) for number, record, slot in self._numbered()}
         groups: list[dict[str, Any]] = []
         first = 0
         for group in self.param_groups:

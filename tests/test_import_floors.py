@@ -26,6 +26,7 @@ FLOORS: Mapping[str, int] = {
     "deepspeed_names": 6,
     "zero": 6,
     "optimizer": 6,
+    "optimizer_states": 6,
     "runtime": 6,
     "accumulation": 5,
     "ops": 5,

@@ -54,9 +54,11 @@ def test_a_script_gives_the_numbers_of_plain_torch(name: str, placement: str, tm
         pytest.importorskip(framework)
     expected = reference(script)
     assert all(norm > 1.2 * MAX_NORM for norm in expected.grad_norms), "clipping must bite in every step"
-    loss_rtol, norm_rtol = (1e-3, 2e-3) if name in AUTOCAST else (1e-4, 1e-5)
     ours = run(script, offloaded(placement, tmp_path))
-    assert_matches(ours, expected, loss_rtol=loss_rtol, norm_rtol=norm_rtol)
+    if name in AUTOCAST:
+        assert_matches(ours, expected, loss_rtol=1e-3, norm_rtol=2e-3, weight_atol=5e-4)
+    else:
+        assert_matches(ours, expected)
 
 
 def test_the_clipping_of_these_scripts_is_seen_in_their_losses(monkeypatch: pytest.MonkeyPatch) -> None:

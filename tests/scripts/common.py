@@ -138,7 +138,14 @@ LATER_NORM_RTOL = 2e-3
 WEIGHT_ATOL = 2e-5 if NUM_STEPS <= NUM_EXACT_STEPS else 5e-4
 
 
-def assert_matches(ours: Result, plain: Result, *, loss_rtol: float = 1e-4, norm_rtol: float = 1e-5) -> None:
+def assert_matches(
+    ours: Result,
+    plain: Result,
+    *,
+    loss_rtol: float = 1e-4,
+    norm_rtol: float = 1e-5,
+    weight_atol: float = WEIGHT_ATOL,
+) -> None:
     """Losses, norms, weights and notes are those of the run without us."""
     assert len(plain.losses) > 1
     worst = worst_relative_difference(ours.losses, plain.losses)
@@ -150,11 +157,13 @@ def assert_matches(ours: Result, plain: Result, *, loss_rtol: float = 1e-4, norm
         one, other = ours.grad_norms[steps], plain.grad_norms[steps]
         worst = worst_relative_difference(one, other)
         assert worst <= rtol, f"norms differ by {worst:.2e}: {one} against {other}"
-    assert_close(ours.weights, plain.weights, "weight")
+    assert_close(ours.weights, plain.weights, "weight", atol=weight_atol)
     assert_close(ours.notes, plain.notes, "note")
 
 
-def assert_close(ours: Mapping[str, Any], plain: Mapping[str, Any], what: str) -> None:
+def assert_close(
+    ours: Mapping[str, Any], plain: Mapping[str, Any], what: str, *, atol: float = WEIGHT_ATOL
+) -> None:
     """The same names and, but for rounding, the same values."""
     assert ours.keys() == plain.keys()
     for name, value in plain.items():
@@ -162,7 +171,7 @@ def assert_close(ours: Mapping[str, Any], plain: Mapping[str, Any], what: str) -
             ours[name],
             value,
             rtol=1e-4,
-            atol=WEIGHT_ATOL,
+            atol=atol,
             msg=lambda text, name=name: f"{what} {name}: {text}",
         )
 
