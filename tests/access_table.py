@@ -234,7 +234,7 @@ READS: dict[str, Read] = {
     "torch.save": lambda r, n: _saved(r.param(n)),
     "repr": lambda r, n: torch.tensor([float(x) for x in _numbers(repr(r.param(n).data[:1]))]),
     "autograd.grad": lambda r, n: _gradient(r.param(n)),
-    "vmap": lambda r, n: torch.vmap(lambda row: row.sum())(r.layer(n).weight),
+    "vmap": lambda r, n: torch.vmap(lambda row: row.sum())(r.layer(n).weight.detach()),
     "out=": lambda r, n: torch.mul(r.param(n).detach(), 2, out=torch.empty_like(r.param(n).detach())),
     "copied into another": lambda r, n: torch.empty_like(r.param(n).detach()).copy_(r.param(n).detach()),
 }

@@ -137,6 +137,21 @@ def test_a_read_gives_the_value_as_an_ordinary_tensor(name: str) -> None:
     assert source.num_writes == 0
 
 
+TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "vmap": lambda t: torch.vmap(lambda row: row * 2 + row.sum())(t),
+    "grad": lambda t: torch.func.grad(lambda x: (x**2).sum())(t),
+    "jvp": lambda t: torch.func.jvp(lambda x: x**2, (t,), (torch.ones(ROWS, COLUMNS),))[1],
+    "per-sample": lambda t: torch.vmap(torch.func.grad(lambda row: (row**3).sum()))(t),
+    "jacrev": lambda t: torch.func.jacrev(lambda x: (x**2).sum(0))(t),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_torch_func(name: str) -> None:
+    remote, _, expected = make()
+    torch.testing.assert_close(TRANSFORMS[name](remote), TRANSFORMS[name](expected))
+
+
 def test_a_reference_kept_is_as_alive_as_an_alias() -> None:
     remote, source, _ = make()
     row = remote[1]

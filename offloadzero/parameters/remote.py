@@ -54,7 +54,7 @@ class Source(Protocol):
         """Where `read()` brings it."""
 
     def read(self) -> Tensor:
-        """The value now: contiguous, on the device. Only what `write` gets next may be changed in it."""
+        """The value now: contiguous, on the device, not to be written; there until two others have been read."""
 
     def read_to_write(self) -> Tensor:
         """The value now, in memory that the caller may write and then give to `write`."""
@@ -281,7 +281,9 @@ def _compute(func: Operation, args: tuple[Any, ...], keywords: dict[str, Any]) -
     """Run an operation on values: read what it takes, write what it has changed."""
     if _is_list_operation(func, args):
         return _one_by_one(func, args, keywords)
-    values = _Values()
+    leaves = pytree.tree_leaves((args, keywords))
+    sources = {id(leaf._source) for leaf in leaves if isinstance(leaf, RemoteTensor)}
+    values = _Values(copy=len(sources) > 2)
     is_written = _written(func)
     real_args = [values.of(argument, write=is_written(place, "")) for place, argument in enumerate(args)]
     real_keywords = {
@@ -293,9 +295,14 @@ def _compute(func: Operation, args: tuple[Any, ...], keywords: dict[str, Any]) -
 
 
 class _Values:
-    """The values that one operation works with; of each source one, so that aliases stay aliases."""
+    """The values that one operation works with; of each source one, so that aliases stay aliases.
 
-    def __init__(self) -> None:
+    What a source gives to read is there until two others have been read: in a step it is a unit's memory, which another
+    unit gets. An operation on more takes copies.
+    """
+
+    def __init__(self, *, copy: bool) -> None:
+        self._copy = copy
         self._read: dict[int, Tensor] = {}  # by the id of the source
         self._written: dict[int, tuple[Source, Tensor]] = {}
         self._given: list[tuple[Tensor, RemoteTensor]] = []  # what stands for a written argument
@@ -314,7 +321,7 @@ class _Values:
         if write:
             remote._check_write()
         if key not in self._read or (write and key not in self._written):
-            self._read[key] = source.read_to_write() if write else source.read()
+            self._read[key] = source.read_to_write() if write or self._copy else source.read()
         if write:
             self._written[key] = (source, self._read[key])
         value = remote._view_in(self._read[key])
