@@ -20,7 +20,7 @@ NATIVE_SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 HAS_CUDA := import sys, torch; sys.exit(not torch.cuda.is_available())
 
-.PHONY: train test lint gpu-test gpu bench native-test
+.PHONY: train test campaign lint gpu-test gpu bench native-test
 
 train: $(STAMPS)/native $(STAMPS)/examples | offload-files
 	$(BIN)/python examples/train_gpt.py --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
@@ -28,6 +28,26 @@ train: $(STAMPS)/native $(STAMPS)/examples | offload-files
 test: $(STAMPS)/native $(STAMPS)/dev
 	if $(BIN)/python -c '$(HAS_CUDA)'; then $(BIN)/python -m pytest; \
 	else $(BIN)/python -m pytest -m "not gpu"; fi
+
+# The random and the long tests in full, some hours: `make campaign CAMPAIGN=tests/test_scripts.py` for one of them.
+CAMPAIGN ?= tests/test_scripts.py tests/test_script_gradients.py tests/test_script_weights.py \
+	tests/test_access_table.py tests/test_config_mutations.py tests/test_checkpoint_damage.py \
+	tests/test_checkpoint_kills.py tests/test_checkpoint_names.py tests/test_swap_file.py tests/test_checksums.py \
+	tests/test_report.py tests/test_interrupts.py tests/test_races.py
+
+campaign: export OFFLOADZERO_TEST_STEPS = 50
+campaign: export OFFLOADZERO_TEST_SCHEDULES = 500
+campaign: export OFFLOADZERO_TEST_INJECTED = 1000
+campaign: export OFFLOADZERO_TEST_INTERRUPTS = 200
+campaign: export OFFLOADZERO_TEST_DAMAGES = 1000
+campaign: export OFFLOADZERO_TEST_KILLS = 200
+campaign: export OFFLOADZERO_TEST_LAYOUTS = 100
+campaign: export OFFLOADZERO_TEST_FOREIGN_RUNS = 100
+campaign: export OFFLOADZERO_TEST_FLIPS = 500
+campaign: export OFFLOADZERO_TEST_HANG_S = 900
+campaign: export OFFLOADZERO_CONFIG_MUTATIONS = 5000
+campaign: $(STAMPS)/native $(STAMPS)/dev
+	$(BIN)/python -m pytest $(CAMPAIGN)
 
 lint: $(STAMPS)/dev
 	ruff check .

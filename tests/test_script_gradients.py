@@ -11,11 +11,10 @@ import torch
 import offloadzero
 from offloadzero import OffloadError
 from tests.scripts import gradients
-from tests.scripts.common import LM, adamw, assert_matches, offloaded, reference, run, start, tokens
+from tests.scripts.common import LM, adamw, assert_matches, cases, offloaded, reference, run, start, tokens
 
 
-@pytest.mark.parametrize("placement", ["host", "nvme", "stage 1"])
-@pytest.mark.parametrize("name", gradients.SCRIPTS)
+@pytest.mark.parametrize(("name", "placement"), cases(gradients.SCRIPTS, ["host", "nvme", "stage 1"]))
 def test_gradients_are_those_of_torch(name: str, placement: str, tmp_path: Path) -> None:
     script = gradients.SCRIPTS[name]
     assert_matches(run(script, offloaded(placement, tmp_path)), reference(script))

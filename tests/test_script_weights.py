@@ -9,13 +9,12 @@ import pytest
 
 from offloadzero import OffloadError
 from tests.scripts import weights
-from tests.scripts.common import Script, assert_matches, offloaded, reference, run
+from tests.scripts.common import Script, assert_matches, cases, offloaded, reference, run
 
 COMPILED_STEPS = 3
 
 
-@pytest.mark.parametrize("placement", ["host", "nvme", "stage 1"])
-@pytest.mark.parametrize("name", weights.SCRIPTS)
+@pytest.mark.parametrize(("name", "placement"), cases(weights.SCRIPTS, ["host", "nvme", "stage 1"]))
 def test_weights_are_those_of_torch(name: str, placement: str, tmp_path: Path) -> None:
     script = weights.SCRIPTS[name]
     assert_matches(run(script, offloaded(placement, tmp_path, clipping=0.0)), reference(script))

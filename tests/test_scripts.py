@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.scripts import accelerate_loop, lightning_module, peft_lora, plain, transformers_trainer
-from tests.scripts.common import MAX_NORM, Script, Wrap, assert_matches, offloaded, reference, run
+from tests.scripts.common import MAX_NORM, Script, Wrap, assert_matches, cases, offloaded, reference, run
 
 SCRIPTS: dict[str, tuple[Script, str | None]] = {
     "plain loop": (plain.loop, None),
@@ -45,8 +45,7 @@ SCRIPTS: dict[str, tuple[Script, str | None]] = {
 AUTOCAST = ("Trainer in bf16", "Accelerate in bf16")
 
 
-@pytest.mark.parametrize("placement", ["host", "nvme"])
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(("name", "placement"), cases(SCRIPTS, ["host", "nvme"]))
 def test_a_script_gives_the_numbers_of_plain_torch(name: str, placement: str, tmp_path: Path) -> None:
     script, framework = SCRIPTS[name]
     if framework:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,13 @@ MAX_NORM = 0.1  # bites in every step of every script here
 LR = 3e-3
 # Larger than usual, so that a gradient of another size is another update: Adam alone hardly sees its scale.
 EPS = 1e-4
+
+
+def cases(names: Iterable[str], places: Sequence[str]) -> list[tuple[str, str]]:
+    """(script, placement): the placements take turns; with 50 steps each script runs in every one."""
+    if NUM_STEPS >= 50:
+        return [(name, place) for name in names for place in places]
+    return [(name, places[i % len(places)]) for i, name in enumerate(names)]
 
 
 class Wrap:
