@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from offloadzero.errors import OffloadError, StateError
+from offloadzero.memory.heap import FreedMemory
 from offloadzero.torch_private import disabled_torch_function_impl, make_wrapper_subclass
 
 Operation = Any  # torch._ops.OpOverload: its class has no public name
@@ -291,7 +292,12 @@ def _compute(func: Operation, args: tuple[Any, ...], keywords: dict[str, Any]) -
     }
     result = func(*real_args, **real_keywords)
     values.write_back()
+    _freed.add(values.num_bytes)
     return pytree.tree_map_only(Tensor, values.given_for, result)
+
+
+# Loops over a model allocate and free a value after the other, of many sizes.
+_freed = FreedMemory(trim_bytes=32 * 1024 * 1024)
 
 
 class _Values:
@@ -328,6 +334,11 @@ class _Values:
         if write:
             self._given.append((value, remote))
         return value
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values."""
+        return sum(value.nbytes for value in self._read.values())
 
     def write_back(self) -> None:
         """Write what the operation has changed."""

@@ -9,7 +9,6 @@ import torch
 
 from offloadzero.config import SegmentKind
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.memory.heap import FreedMemory
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.native.compact import num_scales
@@ -29,7 +28,6 @@ class WeightAccess:
         self._store = store
         self._executor = executor
         self._clock = clock
-        self._freed = FreedMemory()  # by loops over a model that read and write weight by weight
 
     # --- the first values ---
 
@@ -211,7 +209,6 @@ class WeightAccess:
         segment = self._segment(record, slot, kind)
         part = segment_slice(kind, slot.offset, slot.offset + slot.num_elements)
         target = torch.empty(part.stop - part.start, dtype=segment.dtype)
-        self._freed.add(target.nbytes)
         with self._clock.waiting("state access"), self._store.failures.handed_over():
             self._executor.update_ticket(record.index).wait()
             self._store.read(segment, target, start=part.start).wait()
