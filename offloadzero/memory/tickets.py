@@ -36,6 +36,7 @@ class _Here(threading.local):
     """What a wait of the calling thread looks up: raises when what it waits for will not come."""
 
     look_up: Callable[[], None] | None = None
+    outside: Callable[[], None] | None = None  # of `handed_over`
 
 
 _here = _Here()
@@ -207,7 +208,7 @@ class Failures:
 
     def in_background(self) -> None:
         """The calling thread is one of the engine's: its waits end when the engine has been given up."""
-        _here.look_up = self._check_given_up
+        _here.look_up = _here.outside = self._check_given_up
 
     def check(self) -> None:
         """Raise the first failure, if there was one."""
@@ -236,7 +237,7 @@ _known: weakref.WeakSet[Failures] = weakref.WeakSet()
 
 def _in_forked_child() -> None:
     Latch._setting = threading.Lock()  # a thread that the child does not have may have held it
-    _here.look_up = None
+    _here.look_up = _here.outside = None
     for failures in list(_known):
         failures._leave_to_parent()
 
@@ -245,20 +246,20 @@ os.register_at_fork(after_in_child=_in_forked_child)
 
 
 class _HandedOver:
-    __slots__ = ("_before", "_failures")
+    __slots__ = ("_failures",)
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
-        self._before: Callable[[], None] | None = None
 
     def __enter__(self) -> None:
         failures = self._failures
         if failures.is_foreign:
             failures.check()
-        self._before, _here.look_up = _here.look_up, failures.check
+        _here.look_up = failures.check
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        _here.look_up = self._before
+        # Not what was before: where an interrupt kept an earlier one from leaving, that is another engine's.
+        _here.look_up = _here.outside
         if isinstance(error, Exception):
             failures = self._failures
             failures.spoil(error)
