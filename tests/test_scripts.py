@@ -40,8 +40,8 @@ SCRIPTS: dict[str, tuple[Script, str | None]] = {
     "LoRA by the Trainer": (peft_lora.by_trainer, "peft"),
 }
 
-# Under bf16 autocast the last bit of a fp32 weight flips roundings: a plain run whose learning rate is 1e-6 larger
-# has norms that differ by 5e-4.
+# Under bf16 autocast the last bit of a fp32 weight flips roundings: plain runs whose learning rates differ by 1e-6 to
+# 3e-6 differ by up to 2.5e-4 in losses, 3.0e-3 in norms and 2.7e-4 in weights within 50 steps.
 AUTOCAST = ("Trainer in bf16", "Accelerate in bf16")
 
 
@@ -55,7 +55,7 @@ def test_a_script_gives_the_numbers_of_plain_torch(name: str, placement: str, tm
     assert all(norm > 1.2 * MAX_NORM for norm in expected.grad_norms), "clipping must bite in every step"
     ours = run(script, offloaded(placement, tmp_path))
     if name in AUTOCAST:
-        assert_matches(ours, expected, loss_rtol=1e-3, norm_rtol=2e-3, weight_atol=5e-4)
+        assert_matches(ours, expected, loss_rtol=1e-3, norm_rtol=4e-3, weight_atol=5e-4)
     else:
         assert_matches(ours, expected)
 
