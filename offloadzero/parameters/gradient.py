@@ -120,28 +120,13 @@ def _only(gradients: Sequence[Any]) -> GradientSource | None:
     return _whole(gradients[0]) if len(gradients) == 1 else None
 
 
-class _Numbers:
-    """The values of 0-dim tensors. One factor goes to many gradients, and to read it from a device costs a wait."""
-
-    def __init__(self) -> None:
-        self._last: tuple[Tensor, int, float] | None = None
-
-    def of(self, value: Any) -> float | None:
-        if isinstance(value, bool | complex):
-            return None
-        if isinstance(value, int | float):
-            return float(value)
-        if type(value) is not Tensor or value.dim() or not value.is_floating_point():
-            return None
-        if value.is_inference():
-            return float(value)
-        last = self._last
-        if last is None or last[0] is not value or last[1] != value._version:
-            last = self._last = (value, value._version, float(value))
-        return last[2]
-
-
-_numbers = _Numbers()
+def _number(value: Any) -> float | None:
+    """The value of a number or of a 0-dim tensor, as it is now; None of anything else."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not Tensor or value.dim() or not value.is_floating_point():
+        return None
+    return float(value)
 
 
 def _norm(source: GradientSource, dtype: torch.dtype | None) -> Any:
@@ -174,11 +159,11 @@ def _list_norm(gradients: Sequence[Any], ord: Any = 2, dtype: torch.dtype | None
 
 
 def _multiply(gradient: Any, factor: Any) -> Any:
-    return gradient if _scale(_whole(gradient), _numbers.of(factor)) else _NONE
+    return gradient if _scale(_whole(gradient), _number(factor)) else _NONE
 
 
 def _divide(gradient: Any, divisor: Any) -> Any:
-    number = _numbers.of(divisor)
+    number = _number(divisor)
     if number is None or not _is_power_of_two(number):
         return _NONE  # to multiply by the inverse rounds otherwise
     return gradient if _scale(_whole(gradient), 1.0 / number) else _NONE
@@ -186,7 +171,7 @@ def _divide(gradient: Any, divisor: Any) -> Any:
 
 def _multiply_list(gradients: Sequence[Any], factors: Any) -> Any:
     factor = factors[0] if isinstance(factors, list | tuple) and len(factors) == 1 else factors
-    return None if _scale(_only(gradients), _numbers.of(factor)) else _NONE
+    return None if _scale(_only(gradients), _number(factor)) else _NONE
 
 
 def _clear(gradient: Any) -> Any:
@@ -220,7 +205,7 @@ def _check_and_unscale(gradients: Sequence[Any], found_inf: Tensor, inverse_scal
         return _NONE
     if not math.isfinite(norm):
         found_inf.fill_(1.0)
-    if not _scale(source, _numbers.of(inverse_scale)):
+    if not _scale(source, _number(inverse_scale)):
         gradients[0].mul_(inverse_scale.reshape(()))
     return None
 

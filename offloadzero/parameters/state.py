@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -20,12 +21,30 @@ from offloadzero.parameters.weight import Weight
 from offloadzero.torch_private import DisableTorchFunctionSubclass
 
 
+class _Copy:
+    """The copy of one weight, and when it was taken."""
+
+    def __init__(self, value: Tensor, weight: Weight) -> None:
+        self.value = value
+        self._weight = weight
+        self._history = weight.history
+
+    def commit(self) -> None:
+        """An operation has written into the copy."""
+        weight = self._weight
+        if weight.history != self._history:
+            raise StateError(
+                f"{weight.name} was changed since state_dict(), whose copy of it is written now: take a new one, "
+                "or use load_state_dict()"
+            )
+        weight.write(self.value.clone())
+        self._history = weight.history
+
+
 class StateTensor(torch.Tensor):
     """The copy, or a view of it. Other results of operations are ordinary tensors."""
 
-    _weight: Weight
-    _history: tuple[int, int]  # of the weight when the copy was taken
-    _whole: Tensor  # the copy as an ordinary tensor
+    _copy: _Copy
 
     @classmethod
     def __torch_function__(
@@ -37,27 +56,29 @@ class StateTensor(torch.Tensor):
     ) -> Any:
         keywords = dict(kwargs or {})
         with DisableTorchFunctionSubclass():
-            copies = [leaf for leaf in pytree.tree_leaves((args, keywords)) if isinstance(leaf, StateTensor)]
-            versions = [copy._version for copy in copies]
+            tensors = [leaf for leaf in pytree.tree_leaves((args, keywords)) if isinstance(leaf, StateTensor)]
+            versions = [tensor._version for tensor in tensors]
             result = func(*args, **keywords)
-            for copy, version in zip(copies, versions, strict=True):
-                if copy._version != version:
-                    copy._commit()
-            return pytree.tree_map_only(Tensor, lambda tensor: _view_of(copies, tensor), result)
+            for tensor, version in zip(tensors, versions, strict=True):
+                if tensor._version != version:
+                    tensor._copy.commit()
+            return pytree.tree_map_only(Tensor, lambda one: _view_of(tensors, one), result)
 
-    def _commit(self) -> None:
-        weight = self._weight
-        if weight.history != self._history:
-            raise StateError(
-                f"{weight.name}: was changed since state_dict(), whose copy of it is written now: take a new one, "
-                "or use load_state_dict()"
-            )
-        weight.write(self._whole.clone())
-        self._history = weight.history
+    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
+        """A read-only array: what is written into it would not be seen."""
+        array: np.ndarray[Any, Any] = self._plain().numpy(force=force)
+        array = array.view()
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        array = self.numpy()
+        if dtype is None or array.dtype == dtype:
+            return array.copy() if copy else array
+        return array.astype(dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        with DisableTorchFunctionSubclass():
-            copied = memo[id(self)] = self._plain().clone()
+        copied = memo[id(self)] = self._plain().clone()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -68,25 +89,27 @@ class StateTensor(torch.Tensor):
 
     def _plain(self) -> Tensor:
         with DisableTorchFunctionSubclass():
-            return self._whole.as_strided(self.size(), self.stride(), self.storage_offset())
+            return self._copy.value.as_strided(self.size(), self.stride(), self.storage_offset())
 
 
 def state_tensor(value: Tensor, weight: Weight) -> Tensor:
     """A new copy of a weight, for a state dict."""
-    return _made(value, value, weight, weight.history)
+    with torch.inference_mode(False):  # the state dict may be used outside
+        value = value.clone() if value.is_inference() else value
+        return _made(value, _Copy(value, weight))
 
 
-def _made(tensor: Tensor, whole: Tensor, weight: Weight, history: tuple[int, int]) -> StateTensor:
+def _made(tensor: Tensor, copy: _Copy) -> StateTensor:
     made = tensor.as_subclass(StateTensor)
-    made._weight, made._whole, made._history = weight, whole, history
+    made._copy = copy
     return made
 
 
-def _view_of(copies: list[StateTensor], result: Tensor) -> Tensor:
+def _view_of(tensors: list[StateTensor], result: Tensor) -> Tensor:
     """A result that shares memory with a copy is a view of it."""
     if isinstance(result, StateTensor) or result.device.type == "meta":
         return result
-    for copy in copies:
-        if result.untyped_storage()._cdata == copy._whole.untyped_storage()._cdata:
-            return _made(result, copy._whole, copy._weight, copy._history)
+    for tensor in tensors:
+        if result.untyped_storage()._cdata == tensor._copy.value.untyped_storage()._cdata:
+            return _made(result, tensor._copy)
     return result

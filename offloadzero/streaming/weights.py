@@ -38,7 +38,7 @@ class WeightAccess:
         fp32 values keep all their bits: what the parameter's dtype cannot hold goes to the master.
         """
         layout = record.layout()
-        param = torch.zeros(record.num_elements, dtype=record.dtype)
+        param = torch.zeros(record.num_elements, dtype=record.dtype, device="cpu")
         master_layout = layout.get(SegmentKind.MASTER)
         master = None if master_layout is None else torch.zeros(master_layout[1], dtype=master_layout[0])
         for slot in record.slots:
@@ -76,8 +76,8 @@ class WeightAccess:
             param = _rounded(value.detach().to("cpu").reshape(-1), record.dtype)
             self._write(record, slot, SegmentKind.PARAM, param)
             return
-        param = torch.zeros(slot.num_elements, dtype=record.dtype)
-        master = torch.zeros(slot.num_elements, dtype=segment.dtype)
+        param = torch.zeros(slot.num_elements, dtype=record.dtype, device="cpu")
+        master = torch.zeros(slot.num_elements, dtype=segment.dtype, device="cpu")
         _encode(slot, value.detach().to("cpu"), param, master, base=slot.offset)
         self._write(record, slot, SegmentKind.PARAM, param)
         self._write(record, slot, SegmentKind.MASTER, master)
@@ -208,7 +208,7 @@ class WeightAccess:
     def _read(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> torch.Tensor:
         segment = self._segment(record, slot, kind)
         part = segment_slice(kind, slot.offset, slot.offset + slot.num_elements)
-        target = torch.empty(part.stop - part.start, dtype=segment.dtype)
+        target = torch.empty(part.stop - part.start, dtype=segment.dtype, device="cpu")
         with self._clock.waiting("state access"), self._store.failures.handed_over():
             self._executor.update_ticket(record.index).wait()
             self._store.read(segment, target, start=part.start).wait()
