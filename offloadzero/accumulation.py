@@ -40,9 +40,14 @@ class Accumulation:
             return self.override
         return self.batch.managed and (self.num_taken + 1) % self.num_steps == 0
 
+    @property
+    def closes_step(self) -> bool:
+        """Whether `step()` now takes the step."""
+        return self.is_boundary() if self.batch.managed or self.override is not None else True
+
     def take(self) -> bool:
         """Count the present micro batch; True if it was the last of its step."""
-        was_last = self.is_boundary() if self.batch.managed or self.override is not None else True
+        was_last = self.closes_step
         self.num_micro_steps += 1
         if was_last:
             self._window_start = self.num_micro_steps

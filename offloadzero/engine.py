@@ -204,6 +204,7 @@ class Engine:
         optimizer = self._expect_optimizer("backward")
         if self._runtime.monitor.wants_loss:
             self._runtime.monitor.add_loss(self._runtime.accelerator.read_later(loss))
+        self._advance_schedule()
         num_parts = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         scaled = loss / num_parts if num_parts > 1 else loss
         self._stepper.begin_window()
@@ -232,25 +233,46 @@ class Engine:
                 )
         # Who sees `global_steps` after an interrupt may rely on it: the schedule has advanced with it.
         with uninterrupted:
+            self._advance_schedule()
             self._stepper.expect_whole()
-            if not self._accumulation.take():
+            if not self._accumulation.closes_step:
+                self._accumulation.take()
                 return
             optimizer.step()
-            may_skip = self._runtime.config.precision.param_dtype == "fp16"
-            if self.lr_scheduler is not None and (not may_skip or self.was_step_applied()):
-                self.lr_scheduler.step(**(lr_kwargs or {}))
+            self._accumulation.take()
+            self._schedule_due = None if self.lr_scheduler is None else dict(lr_kwargs or {})
+            self._advance_schedule()
         every = self._runtime.config.steps_per_print
         if every and self.global_steps % every == 0:
             print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}", flush=True)
 
+    _schedule_due: dict[str, Any] | None = None  # of the last step: what the schedule's own step() is given
+
+    def _advance_schedule(self) -> None:
+        """Make up for a step that the schedule has not seen: fp16 waits for the decision, and may be interrupted."""
+        if self._schedule_due is None:
+            return
+        with uninterrupted:
+            may_skip = self._runtime.config.precision.param_dtype == "fp16"
+            applied = not may_skip or self.was_step_applied()
+            due, self._schedule_due = self._schedule_due, None
+            if applied and due is not None:
+                self.lr_scheduler.step(**due)
+
     def zero_grad(self) -> None:
         """Drop gradients that no step has used, also those of a backward that did not finish.
 
-        The count of micro batches is back at the begin of the step.
+        The count of micro batches is back at the begin of the step. After a NonFiniteError of which nothing was
+        applied training goes on: that step counts as skipped.
+
+        Raises:
+            StateError: a backward has updated weights, all or some, in the place of `step()`.
+            NonFiniteError: of the last step, if nobody has seen it yet.
         """
         if self.optimizer is not None:
-            self.optimizer.zero_grad()
-            self._accumulation.restart()
+            with uninterrupted:
+                self.optimizer.zero_grad()
+                self._accumulation.restart()
 
     def _expect_optimizer(self, call: str) -> OffloadedOptimizer:
         if self.optimizer is None:
@@ -512,8 +534,13 @@ class Engine:
         directory = directory_of("save_dir", save_dir)
         if self._half_loaded is not None:
             raise self._half_loaded
+        self._advance_schedule()
+        partial_step = self._stepper.partial_step
+        if partial_step is not None:
+            warnings.warn(f"save_checkpoint: {partial_step}", stacklevel=2)
         scheduler = schedule_name(self.lr_scheduler)
         meta = Meta(
+            partial_step=partial_step,
             client_state=client_dict(client_state),
             global_steps=self.global_steps,
             micro_steps=self.micro_steps,
@@ -577,7 +604,14 @@ class Engine:
         with_schedule = load_lr_scheduler_states and is_training
         if with_schedule:
             try_schedule(self.lr_scheduler, checkpoint)
-        self.zero_grad()
+        if meta.partial_step is not None:
+            warnings.warn(
+                f"{found.path} was saved in the middle of a step: {meta.partial_step}", stacklevel=2
+            )
+        if self.optimizer is not None:
+            self._stepper.give_up_step()
+            self._accumulation.restart()
+        self._schedule_due = None
         with self._loading(found.path):
             plan.apply()
             if with_states:
@@ -586,6 +620,7 @@ class Engine:
                     group.update(saved)
             if with_schedule and meta.lr_scheduler is not None:
                 self.lr_scheduler.load_state_dict(meta.lr_scheduler)
+        self._stepper.resolve(is_whole=with_states)
         return str(found.path), meta.client_state
 
     def _go_on_from(self, meta: Meta) -> None:

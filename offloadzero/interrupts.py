@@ -12,6 +12,11 @@ need.
         self._tickets[index] = ticket
         pipeline.submit(...)
 
+A function may be interrupted where it begins, before its `with`. Where that would be too late, in a `finally` say, or
+in a hook whose caller has done its part, it is marked `uninterrupted_from_start`. What gives the caller something that
+has to be taken back later ends with `held` and not with `uninterrupted`: it does not raise, and the caller asks
+`raise_held()` where it can take that back.
+
 This works where Python's own handler of SIGINT is in force: `install()` puts one in its place that asks first. A
 handler of the user's own is left alone. What it raises, or a handler of another signal, is not held back:
 `Failures.whole()` marks the engine in whose midst that happened.
@@ -54,9 +59,31 @@ class _Uninterrupted:
         _thread.interrupt_main()
 
 
+class _Held:
+    """`uninterrupted` that does not raise at its end: who comes next does."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        uninterrupted.depth += 1
+
+    def __exit__(self, _kind: object, _error: object, _traceback: object) -> None:
+        uninterrupted.depth -= 1
+
+
 uninterrupted = _Uninterrupted()
+held = _Held()
+
+
+def raise_held() -> None:
+    """Raise the interrupt that came in a section `held`, unless an outer one holds it back."""
+    if uninterrupted.pending and uninterrupted.depth <= 0:
+        uninterrupted.raise_pending()
+
 
 _waits: set[CodeType] = set()
+# Those about to begin a section.
+_beginnings: set[CodeType] = {_Uninterrupted.__enter__.__code__, _Held.__enter__.__code__}
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -69,8 +96,15 @@ def interruptible(function: _Function) -> _Function:
     return function
 
 
+def uninterrupted_from_start(function: _Function) -> _Function:
+    """Marks a function whose body is one section: what comes before its `with` waits as what comes inside does."""
+    _beginnings.add(function.__code__)
+    return function
+
+
 def _on_sigint(_signal: int, frame: FrameType | None) -> None:
-    if uninterrupted.depth > 0 and (frame is None or frame.f_code not in _waits):
+    code = None if frame is None else frame.f_code
+    if code in _beginnings or (uninterrupted.depth > 0 and code not in _waits):
         uninterrupted.pending = True
         return
     uninterrupted.pending = False

@@ -26,7 +26,7 @@ class EngineState(Enum):
     """What can be done with an engine."""
 
     OPEN = "open"
-    FAILED = "failed"  # it does not go on: `Failures.first` says why
+    FAILED = "failed"  # it does not go on, or not yet: any use that trains says why
     CLOSED = "closed"  # its weights are gone
     RESTORED = "restored"  # its weights are the model's own again
 
@@ -100,7 +100,7 @@ class Resources:
             _thread.start_new_thread(self._close_collected, ())
 
     def _close_collected(self) -> None:
-        unseen = self.failures.first if not self.failures.was_raised else None
+        unseen = self.failures.unseen()
         # Nobody can read what its updates would still write.
         self.failures.record(StateError("the engine was collected"))
         try:

@@ -260,16 +260,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with uninterrupted, self.runtime.failures.whole("step()"):
+        with uninterrupted:
             self.runtime.stepper.step()
-        self.has_stepped = True
-        if self.origin is not None:
-            # A torch scheduler that was made on it asks it whether a step came before the scheduler's.
-            self.origin._opt_called = True  # type: ignore[attr-defined]
+            self.has_stepped = True
+            if self.origin is not None:
+                # A torch scheduler that was made on it asks it whether a step came before the scheduler's.
+                self.origin._opt_called = True  # type: ignore[attr-defined]
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, also those of a backward that did not finish; or make them zero."""
+        """Drop the gradients, also those of a backward that did not finish; or make them zero.
+
+        After a NonFiniteError of which nothing was applied training goes on: that step counts as skipped.
+
+        Raises:
+            StateError: a backward has updated weights, all or some, in the place of `step()`.
+            NonFiniteError: of the last step, if nobody has seen it yet.
+        """
         self.runtime.stepper.discard_gradients(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

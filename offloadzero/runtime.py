@@ -207,6 +207,7 @@ class Runtime:
             may_not_train=self._may_not_train,
             on_begin=self.stepper.on_begin,
             on_complete=self.stepper.on_complete,
+            on_sending=self.stepper.on_sending,
             on_landed=self.stepper.on_landed,
         )
         self.stepper.attach(self.collector)
@@ -284,7 +285,8 @@ class Runtime:
             return EngineState.RESTORED
         if not self.resources.is_open and not self.failures.is_foreign:
             return EngineState.CLOSED
-        return EngineState.OPEN if self.failures.first is None else EngineState.FAILED
+        is_stopped = self.failures.first is not None or self.failures.stop is not None
+        return EngineState.FAILED if is_stopped else EngineState.OPEN
 
     def close(self) -> None:
         """Finish all updates, stop the threads, remove the files. Raises the first failure nobody has seen.
@@ -293,7 +295,6 @@ class Runtime:
         """
         if not self.resources.is_open:
             return
-        was_raised = self.failures.was_raised
         try:
             if self.failures.first is None:
                 self.executor.wait_updates()
@@ -306,10 +307,10 @@ class Runtime:
             try:
                 self._release()
             finally:
-                first = self.failures.first
+                unseen = self.failures.unseen()
                 self.failures.record(StateError("the engine of this model is closed"))
-        if first is not None and not was_raised:
-            raise first
+        if unseen is not None:
+            raise unseen
 
     def restore_model(self) -> None:
         """Make the model an ordinary one again, with its weights as they are now, and close the engine.
@@ -317,11 +318,11 @@ class Runtime:
         Each parameter gets the dtype and the device that it had before; one that was fp32 gets its fp32 master. Raises
         the first failure nobody has seen, and StateError when the engine is closed.
         """
-        if self.state is EngineState.FAILED:
-            self.failures.check()
-        if self.state is not EngineState.OPEN:
+        if self.state in (EngineState.CLOSED, EngineState.RESTORED):
             raise StateError(f"the engine of this model is {self.state.value}: there is nothing to restore")
-        self.synchronize()
+        self.executor.wait_updates()
+        if self.failures.unseen() is not None:
+            self.failures.check()
         self._original.restore()
         self._is_restored = True
         if self.hooks is not None:

@@ -44,6 +44,7 @@ class Meta:
     loss_scale: LossScaleState | None = None
     lr_scheduler: dict[str, Any] | None = None
     lr_scheduler_type: str | None = None
+    partial_step: str | None = None  # what of a step the states have beyond `global_steps`, in words
     steps: dict[str, int] = field(default_factory=dict)  # updates so far of each trainable parameter
     saved_unix_ns: int = 0
     version: int = VERSION
@@ -105,6 +106,7 @@ def read_meta(checkpoint: Path) -> Meta:
         loss_scale=get("loss_scale", _optional(_loss_scale)),
         lr_scheduler=get("lr_scheduler", _optional(_dict)),
         lr_scheduler_type=get("lr_scheduler_type", _optional(_text)) if version >= 2 else None,
+        partial_step=get("partial_step", _optional(_text)) if "partial_step" in values else None,
         steps=get("steps", _counts),
         saved_unix_ns=get("saved_unix_ns", _whole) if version >= 2 else 0,
     )

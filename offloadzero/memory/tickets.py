@@ -170,12 +170,17 @@ class Failures:
 
     The first failure of any background thread is raised by every later use of the engine: a failed write must stop the
     step even when nobody waits for that very write.
+
+    What stops the training and has damaged nothing (a gradient that is not finite) is no failure: every use that
+    trains raises it, states can be read and saved, and it can be `resolved`.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.first: BaseException | None = None
         self.was_raised = False  # whether the caller has seen it
+        self.stop: OffloadError | None = None  # why training does not go on, though the states can be read
+        self.stop_was_raised = False
         self.is_foreign = False  # this process is a forked child of the engine's
         self.given_up = False  # nobody will use the engine any more: background threads wait for nothing
         self.threads: list[Thread] = []  # in the order of their making: a later one may use earlier ones
@@ -191,6 +196,16 @@ class Failures:
         """Like `record`, of an error that the caller sees anyway."""
         self.was_raised = True
         self.record(error)
+
+    def stop_training(self, error: OffloadError) -> None:
+        """Every use that trains raises `error` until it is resolved."""
+        with self._lock:
+            if self.stop is None:
+                self.stop, self.stop_was_raised = error, False
+
+    def resolve(self) -> None:
+        """What has stopped the training is out of the way."""
+        self.stop = None
 
     def handed_over(self) -> AbstractContextManager[None]:
         """A wait whose failure reaches the caller: what failed first is raised, and counts as seen.
@@ -211,10 +226,23 @@ class Failures:
         _here.look_up = _here.outside = self._check_given_up
 
     def check(self) -> None:
-        """Raise the first failure, if there was one."""
+        """Raise the first failure or what has stopped the training, if there was one."""
+        self.check_readable()
+        if self.stop is not None:
+            self.stop_was_raised = True
+            raise self.stop
+
+    def check_readable(self) -> None:
+        """Raise the first failure, if there was one: states may be lost."""
         if self.first is not None:
             self.was_raised = True
             raise self.first
+
+    def unseen(self) -> BaseException | None:
+        """What the caller has not been told."""
+        if self.first is not None and not self.was_raised:
+            return self.first
+        return self.stop if not self.stop_was_raised else None
 
     def _check_given_up(self) -> None:
         if self.given_up:
@@ -255,13 +283,13 @@ class _HandedOver:
         failures = self._failures
         if failures.is_foreign:
             failures.check()
-        _here.look_up = failures.check
+        _here.look_up = failures.check_readable
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         # Not what was before: where an interrupt kept an earlier one from leaving, that is another engine's.
         _here.look_up = _here.outside
-        if isinstance(error, Exception):
-            failures = self._failures
+        failures = self._failures
+        if isinstance(error, Exception) and error is not failures.stop:
             failures.spoil(error)
             if failures.first is not None and failures.first is not error:
                 raise failures.first from None

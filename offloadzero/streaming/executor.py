@@ -25,6 +25,7 @@ import torch
 
 from offloadzero.config import SegmentKind, TierName
 from offloadzero.errors import BudgetError, StateError
+from offloadzero.interrupts import uninterrupted
 from offloadzero.memory.arena import Arena, BufferPool, Lease, PooledBuffer, align_up
 from offloadzero.memory.lanes import Fence, Lane, order_compute_after
 from offloadzero.memory.store import FETCH_PRIORITY, TieredStore
@@ -150,7 +151,7 @@ class Executor:
             if not unit.updated.done():
                 with self._clock.waiting("update"), self._store.failures.handed_over():
                     order_compute_after(unit.updated)
-            self._store.failures.check()
+            self._store.failures.check_readable()
             return
         with self._lock:
             # Nodes run one after another: what an earlier one unpacked it has read, and after backward all have.
@@ -163,16 +164,21 @@ class Executor:
                 self._guarded.append(index)
             if index == self._current and unit.residency is READY:
                 return
-            self._store.failures.check()
-            self._current = index
-            self._evaluating = evaluating
-            (self._evaluation if evaluating else self._trace).advance(index)
-            if unit.residency is RELEASED:
-                self._start_fetch(unit, self._lease_on_demand(unit))
-            if evaluating or index != self._planned_use:
-                self._prefetch()
-            if unit.residency is FETCHING:
-                self._complete_fetch(unit)
+            self._store.failures.check_readable()
+            with uninterrupted:
+                self._use(unit, evaluating=evaluating)
+
+    def _use(self, unit: LeasedUnit, *, evaluating: bool) -> None:
+        index = unit.record.index
+        self._current = index
+        self._evaluating = evaluating
+        (self._evaluation if evaluating else self._trace).advance(index)
+        if unit.residency is RELEASED:
+            self._start_fetch(unit, self._lease_on_demand(unit))
+        if evaluating or index != self._planned_use:
+            self._prefetch()
+        if unit.residency is FETCHING:
+            self._complete_fetch(unit)
 
     # --- forwards of sites ---
 
@@ -192,7 +198,10 @@ class Executor:
         return not torch.is_grad_enabled() and current_autograd_node() is None
 
     def enter_forward(self, indices: Sequence[int], *, is_root: bool) -> None:
-        """A site that needs `indices` begins its forward; its parameters are ordinary ones until `leave_forward`."""
+        """A site that needs `indices` begins its forward; its parameters are ordinary ones until `leave_forward`.
+
+        What is raised leaves everything as it was. Not to be interrupted.
+        """
         evaluating = self.is_evaluating
         if evaluating and not self._num_forwards and is_root:
             self._evaluation.finish_step()  # uses up to the next one are recorded as its order
@@ -201,6 +210,8 @@ class Executor:
             for index in indices:
                 self.pin(index, evaluating=evaluating)
                 pinned.append(index)
+            if not evaluating:
+                self._store.failures.check()  # the decision over the last step was waited for
         except BaseException:
             for index in pinned:
                 self.unpin(index)
@@ -343,8 +354,16 @@ class Executor:
         """The last update of the unit."""
         return self._units[index].updated
 
+    def wait_updatable(self, index: int) -> None:
+        """Block until the unit's weights can change: `begin_update` will not wait. Nothing has changed till then."""
+        with self._lock:
+            self._wait_arrived(self._units[index])
+
     def begin_update(self, index: int, ticket: Ticket) -> None:
-        """The unit's trainable weights are about to change: its next use comes after `ticket`."""
+        """The unit's trainable weights are about to change: its next use comes after `ticket`.
+
+        What is raised leaves everything as it was.
+        """
         with self._lock:
             self._make_stale(self._units[index], ticket)
 
@@ -360,25 +379,30 @@ class Executor:
         with self._lock:
             if self.pins[index]:
                 return
-            self._units[index].edits += 1
             self._make_stale(self._units[index], FINISHED)
+            self._units[index].edits += 1
 
     def pinned_parameters(self, index: int) -> torch.Tensor | None:
         """The parameters of a unit whose module is in its forward, shape (num_elements,); else None."""
         return self._units[index].flat if self.pins[index] else None
 
     def _make_stale(self, unit: LeasedUnit, ticket: Ticket) -> None:
-        unit.updated = ticket
-        unit.generation += 1
+        with uninterrupted:
+            self._wait_arrived(unit)
+            unit.updated = ticket
+            unit.generation += 1
+            if unit.residency is not HOME and unit.residency is not RELEASED:
+                self._release(unit)
+
+    def _wait_arrived(self, unit: LeasedUnit) -> None:
+        """Block until nothing writes the unit's lease."""
         if unit.residency is HOME:
             return
         if self.pins[unit.record.index]:
             raise StateError(f"{unit.record.name} is updated while its module is in its forward")
-        if unit.residency is FETCHING and unit.fetched is not None:
+        if unit.residency is FETCHING and unit.fetched is not None and not unit.fetched.done():
             with self._clock.waiting("fetch"), self._store.failures.handed_over():
                 unit.fetched.wait()
-        if unit.residency is not RELEASED:
-            self._release(unit)
 
     def step_order(self, indices: Sequence[int]) -> list[int]:
         """`indices` in the order in which a step uses them first; what never leaves the device comes first."""
@@ -399,12 +423,7 @@ class Executor:
         with self._clock.waiting("synchronize"), self._store.failures.handed_over():
             for unit in self._units:
                 unit.updated.wait()
-        self._store.failures.check()
-
-    def close(self) -> None:
-        """Finish the transfers and stop the lanes."""
-        self._stage_lane.close()
-        self._fetch_lane.close()
+        self._store.failures.check_readable()
 
     # --- fetch and release ---
 

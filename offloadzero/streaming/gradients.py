@@ -8,6 +8,12 @@ took no part, lands then; parameters without a gradient are left out of the norm
 torch.optim leaves out parameters whose grad is None. A gradient whose update runs on the device is accumulated in
 its home there and never leaves. `param.grad` stands for it all the way: [Note: the life of param.grad].
 
+[Note: what a backward leaves that does not finish]
+The hooks run under `uninterrupted`: what autograd has brought is taken, or a wait inside was left. Each wait comes
+before the change that it is for, so what is raised there leaves a gradient that is either not taken yet or on its way
+home; dropping the gradients is then all that there is to do. What a hook never saw (another hook raised) is known by
+the number of its backward, and is not added to.
+
 [Note: a script's own gradient]
 A tensor that a script has put into `param.grad` before backward, a view of a flat buffer say, is added to in place by
 autograd and is the script's to read and write afterwards. It stays where it is and is copied home at the step. It is
@@ -65,6 +71,7 @@ class GradientCollector:
         may_not_train: Sequence[ParamSlot],
         on_begin: Callable[[], None],
         on_complete: Callable[[RecordGradient], None],
+        on_sending: Callable[[RecordGradient], None],
         on_landed: Callable[[RecordGradient], None],
     ) -> None:
         """Args:
@@ -76,7 +83,8 @@ class GradientCollector:
         updates_in_backward: a gradient is consumed as it lands.
         may_not_train: parameters of the optimizer that were frozen when the model was offloaded.
         on_begin: called in each backward before the first gradient is taken.
-        on_complete: called in backward when a record's gradients have all arrived and their landing begins.
+        on_complete: called in backward when a record's gradients have all arrived.
+        on_sending: called after that when their landing begins; what it raises leaves them where they are.
         on_landed: called on the landing thread when the gradient of the whole window is home.
         """
         self._store = store
@@ -88,6 +96,7 @@ class GradientCollector:
         self._previous_update = previous_update
         self._on_begin = on_begin
         self._on_complete = on_complete
+        self._on_sending = on_sending
         self._on_landed = on_landed
         self._d2h = store.accelerator.lane("gradient-d2h", store.failures)
         self._landing = Lane("landing", store.failures)
@@ -206,14 +215,11 @@ class GradientCollector:
             elif self.last_micro_batch and state.present and not state.closed:
                 # Its gradient says nothing of this micro batch, which may have read the weights all the same.
                 after = [state.landed, self._store.accelerator.launched()]
+                self._on_complete(state)
+                self._on_sending(state)
                 state.landed = done = Promise()
                 state.closed = True
-                try:
-                    self._on_complete(state)
-                    self._land(state, done, after, None)
-                except BaseException as error:
-                    self._lose(state, done, error)
-                    raise
+                self._land(state, done, after, None)
 
     def _begin(self, state: RecordGradient) -> None:
         record = state.record
@@ -243,21 +249,38 @@ class GradientCollector:
         elif lease is None:
             with self._clock.waiting("gradient lease"), self._store.failures.handed_over():
                 lease = self._device_leases.take()
-        self._num_filling += not lease.temporary
         if not lease.last_use.done():
-            with self._clock.waiting("gradient lease"), self._store.failures.handed_over():
-                order_compute_after(lease.last_use)
+            try:
+                with self._clock.waiting("gradient lease"), self._store.failures.handed_over():
+                    order_compute_after(lease.last_use)
+            except BaseException:
+                self._device_leases.give_back(lease, last_use=lease.last_use)
+                raise
+        self._num_filling += not lease.temporary
         return lease
 
     def _complete(self, state: RecordGradient) -> None:
-        record = state.record
-        arrived, state.arrived = state.arrived, []
-        lease, state.lease, flat, state.flat, state.targets = state.lease, None, state.flat, None, ()
+        """All that backward brings of a record is in its lease: send it home.
+
+        First come the waits. What is raised there leaves everything as it was; from then on nothing is raised.
+        """
+        record, lease, flat = state.record, state.lease, state.flat
         if flat is None:
             raise AssertionError(f"{record.name} has no gradient lease")
         earlier = state.present
+        self._on_complete(state)
+        target = None if lease is None else self._landing_place(state, is_first=not earlier)
+        before = self._previous_update(record.index)  # the one that is about to begin replaces it
+        try:
+            self._on_sending(state)
+        except BaseException:
+            self._give_back(target)
+            raise
+        if target is not None and target.in_place and target.buffer is not None:
+            state.passing = target.buffer
+        arrived, state.arrived = state.arrived, []
+        state.lease, state.flat, state.targets = None, None, ()
         state.present = earlier.union([slot.index for slot in arrived])
-        before = self._previous_update(record.index)  # on_complete replaces it
         if not state.landed.done():
             before = AllOf([before, state.landed])  # of gradients that were dropped since
         factors = {}
@@ -266,44 +289,29 @@ class GradientCollector:
         state.fence = self._store.accelerator.fence()
         state.landed = done = Promise()
         state.closed = self.last_micro_batch
-        try:
-            self._on_complete(state)
-            if lease is None:
-                arrival: Ticket = self._store.accelerator.launched()
-                self._land(state, done, [arrival], None)
-                return
-            self._num_filling -= not lease.temporary
-            target = self._landing_place(state, not earlier)
-            copied = self._copy_to_host(state, flat, lease, target, before)
-            if target.in_place:
-                self._land(state, done, [copied], None)
-            else:
-                self._land(
-                    state, done, [copied], lambda: self._merge(state, target, arrived, earlier, factors)
-                )
-        except BaseException as error:
-            self._lose(state, done, error)
-            raise
+        if lease is None or target is None:
+            self._land(state, done, [self._store.accelerator.launched()], None)
+            return
+        self._num_filling -= not lease.temporary
+        copied = self._copy_to_host(state, flat, lease, target, before)
+        merge = None
+        if not target.in_place:
+            merge = functools.partial(self._merge, state, target, arrived, earlier, factors)
+        self._land(state, done, [copied], merge)
 
-    def _lose(self, state: RecordGradient, done: Promise, error: BaseException) -> None:
-        """What was raised (Ctrl-C in a wait, say) must not leave tickets that nobody will ever fulfil."""
-        lost = StateError(f"{state.record.name}: backward was interrupted while its gradient was on the way")
-        lost.__cause__ = error
-        self._store.failures.record(lost)
-        self._store.failures.was_raised = True
-        done.fail(lost)
-        if state.update is not None:
-            state.update.ticket.fail(lost)
+    def _give_back(self, target: _Landing | None) -> None:
+        """Nothing will land there."""
+        if target is not None and target.buffer is not None:
+            (self._passing if target.in_place else self._staging).give_back(target.buffer)
 
-    def _landing_place(self, state: RecordGradient, is_first: bool) -> _Landing:
+    def _landing_place(self, state: RecordGradient, *, is_first: bool) -> _Landing:
         record, home = state.record, state.home
         same_dtype = record.grad_dtype == record.dtype
         if is_first and same_dtype and home is not None and home.tier is TierName.HOST:
             return _Landing(home.memory, None, in_place=True)
         if home is None and same_dtype:
-            state.passing = self._take_host(self._passing)
-            view = state.passing.view(record.dtype, record.num_trainable)
-            return _Landing(view, None, in_place=True)
+            passing = self._take_host(self._passing)
+            return _Landing(passing.view(record.dtype, record.num_trainable), passing, in_place=True)
         buffer = self._take_host(self._staging)
         return _Landing(buffer.view(record.dtype, record.num_trainable), buffer, in_place=False)
 
@@ -543,7 +551,7 @@ class GradientCollector:
 
 
 class _Landing(NamedTuple):
-    """Where a gradient's bytes arrive on the host; `in_place`: that is where it stays."""
+    """Where a gradient's bytes arrive on the host; `in_place`: that is where it stays, `buffer` included."""
 
     flat: torch.Tensor
     buffer: PooledBuffer | None

@@ -47,6 +47,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from offloadzero.errors import ConfigError
+from offloadzero.interrupts import held, raise_held, uninterrupted, uninterrupted_from_start
 from offloadzero.observe.timeline import Timeline
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.parameters.remote import RemoteTensor
@@ -132,21 +133,29 @@ class _SiteForward(_Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         has_pushed = self._enter()
         try:
+            if uninterrupted.pending:
+                raise_held()
             return self._forward(*args, **kwargs)
         finally:
             self._leave(has_pushed)
 
     def _enter(self) -> bool:
-        """Pin the units; whether saved-tensor hooks were pushed."""
+        """Pin the units; whether saved-tensor hooks were pushed. What is raised leaves everything as it was."""
         hooks = self._hooks
-        self._timeline.enter_model()
-        with self._timeline.launching():
-            hooks.commit_gathered(self._records)
-            hooks.executor.enter_forward(self._records, is_root=self._is_root)
-            return torch.is_grad_enabled() and hooks.push_saved_tensor_hooks()
+        with held:
+            self._timeline.enter_model()
+            with self._timeline.launching():
+                hooks.commit_gathered(self._records)
+                hooks.executor.enter_forward(self._records, is_root=self._is_root)
+                try:
+                    return torch.is_grad_enabled() and hooks.push_saved_tensor_hooks()
+                except BaseException:
+                    hooks.executor.leave_forward(self._records)
+                    raise
 
+    @uninterrupted_from_start
     def _leave(self, has_pushed: bool) -> None:
-        with self._timeline.launching():
+        with uninterrupted, self._timeline.launching():
             if has_pushed:
                 pop_saved_tensors_default_hooks()
             try:
@@ -174,8 +183,11 @@ class _CheckpointedForward(_Forward):
             args, kwargs = pytree.tree_unflatten(leaves, structure)
             return self._forward(*args, **kwargs)
 
-        self._hooks.push_input_hooks(self._name)
+        with held:
+            self._hooks.push_input_hooks(self._name)
         try:
+            if uninterrupted.pending:
+                raise_held()
             return checkpoint(run, *leaves, use_reentrant=False)
         finally:
             pop_saved_tensors_default_hooks()
@@ -340,13 +352,18 @@ class ModelHooks:
         collector, index = weakref.ref(self._stepper.collector), record.index
         number, timeline = slot.index, self.timeline
 
-        def take(_: torch.Tensor) -> None:
-            taker = collector()
-            if taker is not None:
-                taker.add_slot(index, number)
+        # What autograd has put into `param.grad` is taken before an interrupt is raised.
 
+        @uninterrupted_from_start
+        def take(_: torch.Tensor) -> None:
+            with uninterrupted:
+                taker = collector()
+                if taker is not None:
+                    taker.add_slot(index, number)
+
+        @uninterrupted_from_start
         def timed_take(_: torch.Tensor) -> None:
-            with timeline.launching():
+            with uninterrupted, timeline.launching():
                 take(_)
 
         def leave(_: torch.Tensor) -> None:

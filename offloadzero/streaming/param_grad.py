@@ -47,6 +47,7 @@ class Contribution(NamedTuple):
 
     grad: Tensor
     is_all: bool
+    backward: int  # that has brought it
 
 
 class ParamGradient:
@@ -217,7 +218,7 @@ class GradientAccess:
         """Put the value where the gradient is."""
         state, slot = self._located(source)
         if source.contribution is not None:
-            source.contribution = Contribution(value, is_all=True)
+            source.contribution = source.contribution._replace(grad=value, is_all=True)
         elif slot in state.arrived:
             state.targets[slot.index].copy_(value)
             state.forget(slot)  # what is at home
@@ -262,13 +263,15 @@ class GradientAccess:
     def accept(self, source: ParamGradient, grad: Tensor) -> bool:
         """Whether autograd adds `grad` right now, as the contribution of a backward."""
         node = current_autograd_node()
-        if node is None or source.contribution is not None or source.taken_in == current_graph_task_id():
+        backward, left = current_graph_task_id(), source.contribution
+        if node is None or source.taken_in == backward or (left is not None and left.backward == backward):
             return False  # a hook's own addition
         record_index, slot_index = source.index
         slot = self._current(record_index).record.trainable_slots[slot_index]
         if getattr(node, "variable", None) is not slot.param:
             return False
-        source.contribution = Contribution(grad, is_all=False)
+        # In the place of what a backward has left that did not finish.
+        source.contribution = Contribution(grad, is_all=False, backward=backward)
         return True
 
     # --- at home ---

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from offloadzero.config import SegmentKind, TierName
+from offloadzero.errors import OffloadError
 from offloadzero.memory.arena import PooledBuffer
 from offloadzero.memory.lanes import Fence
 from offloadzero.memory.store import Segment
@@ -18,13 +19,22 @@ from offloadzero.optim.delivery import UpdateTicket
 from offloadzero.optim.records import ParamSlot, Record, UpdateRange, update_ranges
 
 
+@dataclass(eq=False)
+class Account:
+    """What became of one step: [Note: what an interrupted step leaves] in offloadzero/streaming/stepping.py."""
+
+    step: int
+    applied: list[str] = field(default_factory=list)  # units that backward has updated, by name
+    refused: OffloadError | None = None  # why it updates no more
+
+
 @dataclass(frozen=True, eq=False)
 class BegunUpdate:
     """An update that waits for its gradient to land: its ticket, and the hyperparameters by group index."""
 
     ticket: UpdateTicket
     hypers: Sequence[AdamHyper]
-    step: int
+    account: Account
 
 
 @dataclass(eq=False)

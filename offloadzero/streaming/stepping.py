@@ -7,6 +7,13 @@ when nothing about the update depends on other gradients.
 they have landed, decides (global norm, finite or not), and updates in the order in which the next forward needs
 the units; each unit's next fetch waits for its own update. No thread that launches computation ever waits for
 the norm.
+
+[Note: what an interrupted step leaves]
+`step()` first does all that waits or may raise, and changes nothing by it; then it hands the gradients over, which is
+done whole. So a step was taken or it was not. Where gradients are applied at the step, a backward that did not end, or
+a gradient that is not finite, has changed no state: `zero_grad()` drops what is left and training goes on. Where they
+are applied in backward some units may have taken the step and others not. That is no state to train on. It can be read
+and saved, and the error says which units are which; a checkpoint that is loaded replaces it.
 """
 
 from __future__ import annotations
@@ -19,7 +26,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from offloadzero.config import LossScaleConfig
-from offloadzero.errors import NonFiniteError, StateError
+from offloadzero.errors import NonFiniteError, OffloadError, StateError
+from offloadzero.interrupts import uninterrupted, uninterrupted_from_start
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Failures, Promise, Ticket
 from offloadzero.native.cpu_adam import AdamHyper
@@ -31,7 +39,7 @@ from offloadzero.optim.step_decision import LossScale, StepDecision, decide_step
 from offloadzero.optim.update import RecordUpdate, UpdatePipeline
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.gradients import GradientCollector
-from offloadzero.streaming.record_gradient import BegunUpdate, RecordGradient
+from offloadzero.streaming.record_gradient import Account, BegunUpdate, RecordGradient
 from offloadzero.torch_private import queue_backward_callback
 
 Hypers = Sequence[AdamHyper]
@@ -58,6 +66,7 @@ class _Window:
     gradients: list[RecordGradient]
     tickets: dict[int, UpdateTicket]
     hypers: Hypers
+    account: Account
     reads: Ticket = FINISHED  # of the weights before the step
     decided: Ticket = FINISHED
     decision: StepDecision | None = None
@@ -69,14 +78,23 @@ class _Backward:
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
 
+    @uninterrupted_from_start
     def __call__(self) -> None:
-        self._end()
+        with uninterrupted:
+            self._end()
 
 
 UNFINISHED = (
     "the last backward did not finish: what it has left is not a gradient. Call optimizer.zero_grad() and repeat the "
     "micro batches since the last step"
 )
+MAX_NAMES = 12  # of units, in a message
+
+
+def _names(names: Sequence[str]) -> str:
+    """Units in a message."""
+    shown = ", ".join(names[:MAX_NAMES])
+    return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
 
 
 @dataclass
@@ -118,12 +136,14 @@ class Stepper:
         self._window_micro_steps = 0
         self._hypers: Hypers = ()
         self._tickets: dict[int, UpdateTicket] = {}  # updates that backward has begun
-        self._last = _Window(0, [], {}, ())
+        self._account = Account(0)  # of the step whose updates backward begins
+        self._stopped = self._account  # the one that has stopped the training, if `Failures.stop` says it is
+        self._last = _Window(0, [], {}, (), self._account)
         self.collector: GradientCollector  # set by `attach`: each needs the other
         self._staged_records: dict[int, Record] = {}  # those whose states an update reads first
 
     def attach(self, collector: GradientCollector) -> None:
-        """The collector whose `on_begin`, `on_complete` and `on_landed` are this object's."""
+        """The collector whose `on_begin`, `on_complete`, `on_sending` and `on_landed` are this object's."""
         self.collector = collector
         records = [state.record for state in collector.gradients.values()]
         self._staged_records = {record.index: record for record in records if needs_slot(record)}
@@ -176,6 +196,7 @@ class Stepper:
 
     def begin_window(self) -> None:
         """Before the first micro batch of a step, where the step drops gradients: nothing of earlier ones is left."""
+        self._failures.check()
         if self._window_micro_steps or self._tickets:
             return
         if self._in_backward or self.collector.has_gradients():
@@ -185,9 +206,71 @@ class Stepper:
         """Refuse to go on from a backward that did not finish, unless all that it has left was dropped since."""
         if not self._in_backward:
             return
+        self._expect_one_step()
         if self._is_running() or self.collector.has_gradients():
             raise StateError(UNFINISHED)
         self.discard_gradients()
+
+    # --- a step that was applied in part ---
+
+    def _expect_one_step(self) -> None:
+        """Refuse to go on where a backward that did not finish has updated some units."""
+        if self._in_backward and self._tickets and not self._is_running() and self._failures.stop is None:
+            self._wait_begun()
+            if self._account.applied:
+                said = f"the last backward did not finish: {self._applied_text(self._account)}"
+                self._stop(self._account, StateError(said))
+        self._failures.check()
+
+    def _stop(self, account: Account, error: OffloadError) -> None:
+        account.refused = error
+        self._stopped = account
+        self._failures.stop_training(error)
+
+    def _wait_begun(self) -> None:
+        """Block until it is known which of the updates that backward has begun are applied."""
+        with self._clock.waiting("gradient landing"), self._failures.handed_over():
+            for ticket in self._tickets.values():
+                ticket.wait_fulfilled()
+
+    def _applied_text(self, account: Account) -> str:
+        """What of a step that was not applied as a whole is in the weights."""
+        applied = list(account.applied)
+        others = [s.record.name for s in self.collector.gradients.values() if s.record.name not in applied]
+        if not applied:
+            return "nothing of it was applied"
+        return (
+            f"the weights are updated in backward, and of step {account.step} the updates of {len(applied)} units were "
+            f"applied ({_names(applied)}) and those of {len(others)} were not ({_names(others)}). Training cannot go "
+            "on from there. The states can be saved as they are; load_checkpoint() of an earlier checkpoint makes them "
+            "whole"
+        )
+
+    @property
+    def partial_step(self) -> str | None:
+        """What of a step is in the states that is not counted as one; None: nothing, they are whole."""
+        if self._tickets and not self._is_running():
+            self._wait_begun()
+        if self._failures.stop is not None and self._stopped.applied:
+            return self._applied_text(self._stopped)
+        if not self._tickets or not self._account.applied:
+            return None
+        if self._in_backward:
+            return self._applied_text(self._account)
+        return f"step {self._account.step} was applied in backward, and step() was not called"
+
+    def give_up_step(self) -> None:
+        """Drop the step that was begun, whatever of it was applied: a checkpoint replaces the states."""
+        with uninterrupted:
+            self._tickets = {}
+            self._in_backward = False
+            self._window_micro_steps = 0
+            self.collector.abandon_window()
+
+    def resolve(self, *, is_whole: bool) -> None:
+        """Go on after `give_up_step`; unless `is_whole`, only from states that were all those of one step."""
+        if is_whole or not self._stopped.applied:
+            self._failures.resolve()
 
     def _begin_backward(self) -> None:
         self._failures.check()
@@ -210,6 +293,7 @@ class Stepper:
         self._in_backward = True
         self.collector.last_micro_batch = last_micro_batch
         self._hypers = self._current_hypers() if self._updates_now else ()
+        self._account = Account(self.counts.global_steps + 1)
         if last_micro_batch and not self._updates_now:
             order = self._executor.step_order(list(self._staged_records))
             # The forward has waited for the last update of each unit it used, not for those of the others: what
@@ -225,6 +309,7 @@ class Stepper:
         return self.policy.update_in_backward and self.collector.last_micro_batch
 
     def _end_backward(self) -> None:
+        self._backward = None  # whatever is raised now, it runs no more
         self.collector.flush()
         self._clock.timeline.lap("backward: the rest", leaves_model=True)
         self._in_backward = False
@@ -238,22 +323,41 @@ class Stepper:
         if self._clock.timeline.is_on:
             self._clock.timeline.lap(f"backward {state.record.name}")
         self._executor.gradients_complete(index)
+
+    def on_sending(self, state: RecordGradient) -> None:
+        """They begin to land (called in backward)."""
         if self._updates_now:
-            ticket = self._tickets[index] = UpdateTicket()
-            state.update = BegunUpdate(ticket, self._hypers, self.counts.global_steps + 1)
+            index, ticket = state.record.index, UpdateTicket()
             self._executor.begin_update(index, ticket)
+            state.update = BegunUpdate(ticket, self._hypers, self._account)
+            self._tickets[index] = ticket
 
     def on_landed(self, state: RecordGradient) -> None:
         """A record's gradient of the whole window is home (called on the landing thread)."""
         begun = state.update
         if begun is None:
             return
-        if not state.is_finite:
-            error = self._non_finite([state], begun.step)
-            self._failures.record(error)
-            begun.ticket.fail(error)
-            raise error
+        account = begun.account
+        if account.refused is None:
+            account.refused = self._failures.stop  # of the step before
+        if account.refused is None and not state.is_finite:
+            self._refuse(account, [state])
+        if account.refused is not None:
+            self.collector.release_passing(state)
+            begun.ticket.fulfil()
+            return
+        account.applied.append(state.record.name)
         self._pipeline.submit(self._update(state, begun.ticket, begun.hypers, grad_scale=1.0))
+
+    def _refuse(self, account: Account, gradients: Sequence[RecordGradient]) -> None:
+        """The step goes no further: of those gradients some are not finite."""
+        names = [state.record.name for state in gradients if not state.is_finite]
+        error = NonFiniteError(
+            f"step {account.step}: the gradient of {_names(names)} holds NaN or Inf; {self._applied_text(account)}. "
+            + ("" if account.applied else "zero_grad() lets training go on without this step. ")
+            + '("offloadzero": {"update": {"on_nonfinite": "skip"}} skips such steps.)'
+        )
+        self._stop(account, error)
 
     # --- step ---
 
@@ -271,8 +375,20 @@ class Stepper:
             self.collector.expect_untouched()
         else:
             self.collector.settle()
-        step = self.counts.global_steps + 1
-        window = _Window(step, self.collector.take_window(), self._tickets, self._hypers)
+        hypers = self._hypers
+        if not self._tickets:
+            hypers = self._current_hypers()
+            for state in self.collector.gradients.values():
+                if state.present:
+                    self._executor.wait_updatable(state.record.index)
+        # All that may raise has been done. From here on nothing waits.
+        with self._failures.whole("step()"):
+            self._take_step(hypers)
+        self._clock.finish_step(self.counts.global_steps)
+
+    def _take_step(self, hypers: Hypers) -> None:
+        account = self._account if self._tickets else Account(self.counts.global_steps + 1)
+        window = _Window(account.step, self.collector.take_window(), self._tickets, hypers, account)
         self._tickets = {}
         self._last = window
         if window.gradients and not window.tickets:
@@ -280,41 +396,27 @@ class Stepper:
         self._window_micro_steps = 0
         self.counts.global_steps += 1
         self._executor.finish_step()
-        self._clock.finish_step(self.counts.global_steps)
 
     def _step_at_once(self, window: _Window) -> None:
-        window.hypers = self._current_hypers()
         window.reads = self._executor.reads()  # an evaluation since backward, say
         window.decided = decided = Promise()
-
-        def fail(error: BaseException) -> None:
-            self._failures.record(error)  # before anyone who waits can see it
-            for ticket in window.tickets.values():
-                ticket.fail(error)
-            decided.fail(error)
 
         def decide() -> None:
             try:
                 self._decide(window, order)
                 decided.fulfil()
             except BaseException as error:
-                fail(error)
+                self._failures.record(error)  # before anyone who waits can see it
+                for ticket in window.tickets.values():
+                    ticket.fail(error)
+                decided.fail(error)
                 raise
 
-        try:
-            for state in window.gradients:
-                ticket = window.tickets[state.record.index] = UpdateTicket()
-                self._executor.begin_update(state.record.index, ticket)
-            order = self._executor.step_order(list(window.tickets))
-            self._pipeline.submit(decide)
-        except BaseException as error:
-            # Ctrl-C in a wait, say: no ticket may be left that nobody will ever fulfil.
-            lost = StateError("step() was interrupted: the gradients of this step are lost")
-            lost.__cause__ = error
-            self._failures.record(lost)
-            self._failures.was_raised = True
-            fail(lost)
-            raise
+        for state in window.gradients:
+            ticket = window.tickets[state.record.index] = UpdateTicket()
+            self._executor.begin_update(state.record.index, ticket)
+        order = self._executor.step_order(list(window.tickets))
+        self._pipeline.submit(decide)
 
     def _decide(self, window: _Window, order: Sequence[int]) -> None:
         """On the update thread: all gradients are known now."""
@@ -339,19 +441,11 @@ class Stepper:
             )
             return
         if not self.policy.skip_nonfinite:
-            raise self._non_finite(window.gradients, window.step)
+            self._refuse(window.account, window.gradients)  # before anyone who waits can see it
         self.counts.skipped_steps += 1
         for state in window.gradients:
             self.collector.release_passing(state)
             window.tickets[state.record.index].fulfil()
-
-    @staticmethod
-    def _non_finite(gradients: Sequence[RecordGradient], step: int) -> NonFiniteError:
-        names = [state.record.name for state in gradients if not state.is_finite]
-        return NonFiniteError(
-            f"step {step}: the gradient of {', '.join(names)} holds NaN or Inf; nothing "
-            'of it was applied. ("offloadzero": {"update": {"on_nonfinite": "skip"}} skips such steps.)'
-        )
 
     def _update(
         self, state: RecordGradient, ticket: UpdateTicket, hypers: Hypers, *, grad_scale: float
@@ -375,19 +469,32 @@ class Stepper:
 
     def discard_gradients(self, *, set_to_none: bool = True) -> None:
         """Drop the gradients, or make them zero (`optimizer.zero_grad()`)."""
-        if self._failures.is_foreign:
-            self._failures.check()
-        if self._tickets:
-            raise StateError(
-                "zero_grad() without step() after a backward that has updated the weights: set "
-                '"offloadzero": {"update": {"in_backward": false}} to be able to drop gradients'
-            )
-        self._in_backward = False
-        if set_to_none or self.policy.update_in_backward:
-            self.collector.abandon_window()
-        else:
-            self.collector.zero_window()
-        self._window_micro_steps = 0
+        with uninterrupted:
+            self._failures.check_readable()
+            self._expect_droppable()
+            self._tickets = {}
+            self._in_backward = False
+            if set_to_none or self.policy.update_in_backward:
+                self.collector.abandon_window()
+            else:
+                self.collector.zero_window()
+            self._window_micro_steps = 0
+
+    def _expect_droppable(self) -> None:
+        """Refuse where the weights have some of the gradients. What has stopped the training and was seen is over."""
+        stop = self._failures.stop
+        if stop is None or self._stopped.applied or not self._failures.stop_was_raised:
+            self._expect_one_step()
+            if self._tickets and self._account.applied:
+                raise StateError(
+                    "zero_grad() without step() after a backward that has updated the weights: call step(), which "
+                    'closes that step, or set "offloadzero": {"update": {"in_backward": false}} to be able to drop '
+                    "gradients"
+                )
+            return
+        if self._last.account is self._stopped and self._last.tickets and self._last.decision is None:
+            self.counts.skipped_steps += 1  # step() had closed it
+        self._failures.resolve()
 
     # --- what was decided ---
 
@@ -398,7 +505,9 @@ class Stepper:
     def was_applied(self) -> bool:
         """Whether the last step changed the weights; waits for the decision."""
         self._wait_decided()
-        return self._last.decision.apply if self._last.decision is not None else bool(self._last.gradients)
+        if self._last.decision is not None:
+            return self._last.decision.apply
+        return bool(self._last.gradients) and self._last.account.refused is None
 
     def grad_norm(self) -> float:
         """The global gradient norm of the last step, before clipping; waits for it. NaN if not finite."""
