@@ -9,8 +9,9 @@ place: an exception raised between a `with` block's last line and its exit, say,
 
 [Note: what a script does after Ctrl-C]
 It decides by `engine.global_steps` whether the step it was in was taken. If so it goes on with the next; if not it
-drops the gradients and does the step again. Any error of the package on the way means that the engine refuses: then
-the script saves what can be saved, closes and ends.
+drops the gradients and does the step again, or calls `step()` where it is told that backward has updated all weights.
+Any other error of the package on the way means that the engine refuses: then the script saves what can be saved,
+closes and ends.
 
 Run as a program it plays one case after another, each in a forked child, and prints what became of them as JSON:
 `python -m tests.interrupts '{"directory": ..., "cases": [...]}'`.
@@ -117,11 +118,14 @@ class Run:
                 self.optimizer.step()
 
     def again(self) -> None:
-        """After an interrupt: drop what the unfinished step has left."""
-        if self.form == "engine":
-            self.engine.zero_grad()
-        else:
-            self.optimizer.zero_grad()
+        """After an interrupt: drop what the unfinished step has left, or close the step that backward has taken."""
+        one = self.engine if self.form == "engine" else self.optimizer
+        try:
+            one.zero_grad()
+        except offloadzero.StateError as error:
+            if "call step(), which closes that step" not in str(error):
+                raise
+            one.step()
 
     def result(self) -> dict[str, torch.Tensor]:
         """Weights, masters and moments."""
