@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import signal
 import sys
@@ -280,10 +281,15 @@ def test_what_a_backward_left_that_did_not_end_is_not_added_to(tmp_path: Path) -
 # --- an interrupt at each place ---
 
 
-def at_each_place(engine: offloadzero.Engine, use: Callable[[], object], *, every: int) -> list[Injected]:
-    """`use()` with an interrupt at every `every`th of its places; what is left is dropped."""
+EVERY_NTH_BACKWARD = int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_BACKWARD", "97"))
+
+
+def at_each_place(
+    engine: offloadzero.Engine, use: Callable[[], object], *, first: int = 1, every: int = 100_000
+) -> list[Injected]:
+    """`use()` with an interrupt at its `first` place, then at each `every`th after it."""
     done = []
-    for number in range(1, 100_000, every):
+    for number in range(first, 100_000, every):
         interrupt = Injected(number)
         interrupt.arm()
         try:
@@ -313,6 +319,44 @@ def test_a_forward_leaves_nothing_pinned_wherever_it_is_interrupted(tier: str | 
     engine.close()
     other = make_engine(settings(tmp_path, placement="host", gradient_clipping=1.0, **keys))
     train(other, num_steps=3)
+    assert same_states(all_states(other), after)
+    other.close()
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
+@pytest.mark.parametrize("tier", [None, "host"])
+def test_gradients_are_dropped_wherever_backward_is_interrupted(
+    placement: str, tier: str | None, tmp_path: Path
+) -> None:
+    keys = {} if tier is None else {"activation_checkpoints": {"tier": tier}}
+    config = settings(
+        tmp_path,
+        placement=placement,
+        gradient_clipping=1.0,
+        gradient_accumulation_steps=2,
+        **keys,
+    )
+    engine = make_engine(config)
+    train(engine, num_steps=2)
+
+    def micro_batches() -> None:
+        for seed in (2, 3):
+            engine.backward(engine(tokens(seed)))
+            if seed == 2:
+                engine.step()
+
+    for number in range(1, 100_000, EVERY_NTH_BACKWARD):
+        (interrupt,) = at_each_place(engine, micro_batches, first=number)
+        engine.zero_grad()
+        if interrupt.num_places < number:
+            break
+        assert interrupt.came, interrupt.place
+    assert number > 5 * EVERY_NTH_BACKWARD
+    train(engine, num_steps=2, first_seed=2)
+    after = all_states(engine)
+    engine.close()
+    other = make_engine(config)
+    train(other, num_steps=4)
     assert same_states(all_states(other), after)
     other.close()
 
