@@ -17,6 +17,10 @@ in a hook whose caller has done its part, it is marked `uninterrupted_from_start
 has to be taken back later ends with `held` and not with `uninterrupted`: it does not raise, and the caller asks
 `raise_held()` where it can take that back.
 
+What begins in one call and ends in another (a backward that updates weights, hook by hook) is held together by
+`uninterrupted.until`: interrupts wait as long as what it refers to lives. One that comes while another waits does not,
+nor does one that comes in a blocking wait.
+
 This works where Python's own handler of SIGINT is in force: `install()` puts one in its place that asks first. A
 handler of the user's own is left alone. What it raises, or a handler of another signal, is not held back:
 `Failures.whole()` marks the engine in whose midst that happened.
@@ -27,6 +31,7 @@ from __future__ import annotations
 import _thread
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -35,11 +40,12 @@ from typing import Any, TypeVar
 class _Uninterrupted:
     """The context in which KeyboardInterrupt waits; one for all, as only the main thread is ever interrupted."""
 
-    __slots__ = ("depth", "pending")
+    __slots__ = ("depth", "pending", "until")
 
     def __init__(self) -> None:
         self.depth = 0
         self.pending = False
+        self.until: weakref.ref[object] | None = None
 
     # Neither method calls anything before it has done its work: Python looks for signals at calls.
 
@@ -49,6 +55,11 @@ class _Uninterrupted:
     def __exit__(self, _kind: object, _error: object, _traceback: object) -> None:
         self.depth -= 1
         if self.pending and self.depth <= 0:
+            self.raise_unless_waiting()
+
+    def raise_unless_waiting(self) -> None:
+        """An interrupt that was held back is raised now, unless it waits for the end of `until`."""
+        if self.until is None or self.until() is None:
             self.raise_pending()
 
     def raise_pending(self) -> None:
@@ -78,7 +89,7 @@ held = _Held()
 def raise_held() -> None:
     """Raise the interrupt that came in a section `held`, unless an outer one holds it back."""
     if uninterrupted.pending and uninterrupted.depth <= 0:
-        uninterrupted.raise_pending()
+        uninterrupted.raise_unless_waiting()
 
 
 _waits: set[CodeType] = set()
@@ -105,6 +116,10 @@ def uninterrupted_from_start(function: _Function) -> _Function:
 def _on_sigint(_signal: int, frame: FrameType | None) -> None:
     code = None if frame is None else frame.f_code
     if code in _beginnings or (uninterrupted.depth > 0 and code not in _waits):
+        uninterrupted.pending = True
+        return
+    until = uninterrupted.until
+    if until is not None and until() is not None and code not in _waits and not uninterrupted.pending:
         uninterrupted.pending = True
         return
     uninterrupted.pending = False

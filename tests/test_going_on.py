@@ -278,6 +278,56 @@ def test_what_a_backward_left_that_did_not_end_is_not_added_to(tmp_path: Path) -
     optimizer.close()
 
 
+def interrupting(param: nn.Parameter, times: int) -> None:
+    """Ctrl-C `times` times when the gradient of `param` is there."""
+    param.register_hook(lambda _: [signal.raise_signal(signal.SIGINT) for _ in range(times)] and None)
+
+
+def test_ctrl_c_waits_until_backward_has_updated_all(tmp_path: Path) -> None:
+    engine = make_engine(settings(tmp_path, placement="host"))
+    train(engine, num_steps=2)
+    interrupting(engine.module.blocks[1].up.weight, 1)
+    with pytest.raises(KeyboardInterrupt):
+        engine.backward(engine(tokens(2)))
+    assert uninterrupted.until is None
+    with pytest.raises(StateError, match=r"call step\(\), which closes that step"):
+        engine.zero_grad()
+    engine.step()
+    after = all_states(engine)
+    engine.close()
+    other = make_engine(settings(tmp_path, placement="host"))
+    train(other, num_steps=3)
+    assert same_states(all_states(other), after)
+    other.close()
+
+
+def test_the_second_ctrl_c_does_not_wait_for_the_end_of_backward(tmp_path: Path) -> None:
+    engine = make_engine(settings(tmp_path, placement="host"))
+    train(engine, num_steps=2)
+    interrupting(engine.module.blocks[1].up.weight, 2)
+    with pytest.raises(KeyboardInterrupt):
+        engine.backward(engine(tokens(2)))
+    with pytest.raises(StateError, match="last backward did not finish"):
+        engine.zero_grad()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)  # at once again
+    engine.close()
+
+
+def test_ctrl_c_in_a_backward_that_fails_is_not_held_for_good(tmp_path: Path) -> None:
+    engine = make_engine(settings(tmp_path, placement="host"))
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("a hook's own")
+
+    engine.module.blocks[1].up.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="a hook's own"):
+        engine.backward(engine(tokens(2)))
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    engine.close()
+
+
 # --- an interrupt at each place ---
 
 

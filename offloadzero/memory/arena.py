@@ -213,7 +213,7 @@ class BufferPool:
     @interruptible
     def _wait_given(self) -> bool:
         if uninterrupted.pending:
-            uninterrupted.raise_pending()
+            uninterrupted.raise_unless_waiting()
         return self._given.acquire(timeout=LOOK_UP_S)
 
     def _wake(self) -> None:

@@ -67,7 +67,7 @@ class Latch:
         """Block until it is set: [Note: waits look up]."""
         while not self.is_set:
             if uninterrupted.pending:
-                uninterrupted.raise_pending()
+                uninterrupted.raise_unless_waiting()
             closed = self._closed_until_set()
             # One that is interrupted with the lock in its hands stops nobody for long: the others see `is_set`.
             if closed.acquire(timeout=LOOK_UP_S):

@@ -11,9 +11,12 @@ the norm.
 [Note: what an interrupted step leaves]
 `step()` first does all that waits or may raise, and changes nothing by it; then it hands the gradients over, which is
 done whole. So a step was taken or it was not. Where gradients are applied at the step, a backward that did not end, or
-a gradient that is not finite, has changed no state: `zero_grad()` drops what is left and training goes on. Where they
-are applied in backward some units may have taken the step and others not. That is no state to train on. It can be read
-and saved, and the error says which units are which; a checkpoint that is loaded replaces it.
+a gradient that is not finite, has changed no state: `zero_grad()` drops what is left and training goes on.
+
+Where they are applied in backward, an interrupt that comes after the first update has begun waits for the end of that
+backward, and `step()` closes the step. After one that comes in a wait, a second one, or a gradient that is not finite,
+some units may have taken the step and others not. That is no state to train on. It can be read and saved, and the error
+says which units are which; a checkpoint that is loaded replaces it.
 """
 
 from __future__ import annotations
@@ -310,7 +313,10 @@ class Stepper:
 
     def _end_backward(self) -> None:
         self._backward = None  # whatever is raised now, it runs no more
-        self.collector.flush()
+        try:
+            self.collector.flush()
+        finally:
+            uninterrupted.until = None
         self._clock.timeline.lap("backward: the rest", leaves_model=True)
         self._in_backward = False
         self.collector.end_backward()
@@ -331,6 +337,7 @@ class Stepper:
             self._executor.begin_update(index, ticket)
             state.update = BegunUpdate(ticket, self._hypers, self._account)
             self._tickets[index] = ticket
+            uninterrupted.until = self._backward  # half of the updates are no state to stop at
 
     def on_landed(self, state: RecordGradient) -> None:
         """A record's gradient of the whole window is home (called on the landing thread)."""
