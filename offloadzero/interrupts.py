@@ -31,7 +31,6 @@ from __future__ import annotations
 import _thread
 import signal
 import threading
-import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -45,7 +44,7 @@ class _Uninterrupted:
     def __init__(self) -> None:
         self.depth = 0
         self.pending = False
-        self.until: weakref.ref[object] | None = None
+        self.until: Callable[[], object] | None = None  # a weak reference
 
     # Neither method calls anything before it has done its work: Python looks for signals at calls.
 
