@@ -34,7 +34,7 @@ class _Copy:
         weight = self._weight
         if weight.history != self._history:
             raise StateError(
-                f"{weight.name} was changed since state_dict(), whose copy of it is written now: take a new one, "
+                f"{weight.name}: was changed since state_dict(), whose copy of it is written now: take a new one, "
                 "or use load_state_dict()"
             )
         weight.write(self.value.clone())

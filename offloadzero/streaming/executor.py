@@ -92,6 +92,7 @@ class Executor:
         self.gathered: set[int] = set()  # the units some of whose parameters a script has gathered
         self._num_forwards = 0  # of sites, one inside the other
         self._outermost_evaluates = False
+        self._forward_thread = 0  # of the running forward
         looks: dict[Hashable, Looks] = {}
         for record in records:
             home = record.segments[SegmentKind.PARAM]
@@ -105,6 +106,7 @@ class Executor:
                 params=tuple(slot.param for slot in record.slots),
                 home=home,
                 num_bytes=record.param_bytes,
+                owner=store.device.buffer.data_ptr(),
                 frozen_from=record.num_trainable * record.dtype.itemsize,
             )
             if stays:
@@ -185,7 +187,8 @@ class Executor:
     @property
     def is_running(self) -> bool:
         """Whether a site is in its forward, or backward runs an operation on this thread."""
-        return bool(self._num_forwards) or current_autograd_node() is not None
+        is_in_forward = self._num_forwards and self._forward_thread == threading.get_ident()
+        return bool(is_in_forward) or current_autograd_node() is not None
 
     @property
     def is_evaluating(self) -> bool:
@@ -202,6 +205,13 @@ class Executor:
 
         What is raised leaves everything as it was. Not to be interrupted.
         """
+        if not self._num_forwards:
+            self._forward_thread = threading.get_ident()
+        elif self._forward_thread != threading.get_ident():
+            raise StateError(
+                "a forward began while another thread is in this model's: one thread at a time computes with an "
+                "offloaded model (others may read its weights: state_dict(), parameters())"
+            )
         evaluating = self.is_evaluating
         if evaluating and not self._num_forwards and is_root:
             self._evaluation.finish_step()  # uses up to the next one are recorded as its order
@@ -259,9 +269,9 @@ class Executor:
         lease is in use.
         """
         unit = self._units[index]
+        if unit.residency is not HOME and not self.is_running:
+            return None  # in another thread's forward, too: what is on the device may leave while it is read
         if not self.pins[index]:
-            if unit.residency is not HOME and not self.is_running:
-                return None
             try:
                 self.touch(index, guard=True, evaluating=self.is_evaluating)
             except BudgetError:  # every lease is in use
@@ -518,6 +528,10 @@ class Executor:
         )
 
     def _start_fetch(self, unit: LeasedUnit, lease: Lease) -> None:
+        with self._store.failures.whole(f"the fetch of {unit.record.name}"):
+            self._submit_fetch(unit, lease)
+
+    def _submit_fetch(self, unit: LeasedUnit, lease: Lease) -> None:
         record, home = unit.record, unit.home
         target = lease.view(record.dtype, record.num_elements)
         copy = self._store.accelerator.copy

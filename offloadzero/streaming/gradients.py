@@ -112,6 +112,7 @@ class GradientCollector:
         self._num_filling = 0
         self.last_micro_batch = True  # whether the running backward closes the window
         self._running = -1  # the backward whose gradients are taken
+        self._is_nested = False  # a checkpoint has run a backward of its own inside it
         self._keeps_after_step = keeps_after_step
         self._updates_in_backward = updates_in_backward
         self._may_not_train = tuple(may_not_train)
@@ -135,6 +136,7 @@ class GradientCollector:
         """Take what backward has put into `slot.param.grad`, and put there what stands for it."""
         with DisableTorchFunctionSubclass():
             if current_graph_task_id() != self._running:
+                self._is_nested = self._running >= 0
                 self._begin_backward(index, slot)
             param = slot.param
             grad = param.grad
@@ -146,11 +148,21 @@ class GradientCollector:
                     return
             param.grad = handle.tensor
             handle.source.taken_in = self._running
+        if state.update is not None:
+            raise StateError(
+                f"{slot.name} gets a gradient a second time in one backward (a reentrant checkpoint around a shared "
+                f"module?), but the weights are updated in backward: set {KEEP_KEY}"
+            )
         if state.flat is None:
             self._begin(state)
         if grad.is_sparse:
             _expect_dense(slot, grad)
+        if grad.requires_grad:  # backward(create_graph=True)
+            grad = grad.detach()
         target = state.targets[slot.index]
+        if self._is_nested and slot in state.arrived:
+            target.add_(grad)
+            return
         if state.lease is None and slot.index in state.present:
             factor = state.factors.pop(slot.index, 1.0)
             if factor != 1.0:
@@ -181,6 +193,7 @@ class GradientCollector:
     def end_backward(self) -> None:
         """The next gradient is another backward's."""
         self._running = -1
+        self._is_nested = False
 
     @staticmethod
     def _contribution(

@@ -300,12 +300,12 @@ class ModelHooks:
         may_be_kept = torch.is_grad_enabled() and self._own_innermost() is None
         self.executor.show(index, place=self._slot_of[param_id].index, as_copy=may_be_kept)
 
-    @staticmethod
-    def _own_innermost() -> _SavedTensorHooks | None:
-        """The innermost saved-tensor hooks if they are ours."""
+    def _own_innermost(self) -> _SavedTensorHooks | None:
+        """The innermost saved-tensor hooks if they are this engine's."""
         top = top_saved_tensors_default_hooks(False)
         owner = getattr(top[0], "__self__", None) if top is not None else None
-        return owner if isinstance(owner, _SavedTensorHooks) else None
+        is_own = isinstance(owner, _SavedTensorHooks) and owner.executor is self.executor
+        return owner if is_own else None
 
     # --- writes ---
 
@@ -422,6 +422,7 @@ class _SavedTensorHooks:
         self, executor: Executor, outer: Sequence[Callable[[Any], Any]] | None, *, timeline: Timeline
     ) -> None:
         self._timeline = timeline
+        self.executor = executor
         self._low, self._high = executor.address_range
         self._save = executor.save
         self._load = executor.load
@@ -466,7 +467,7 @@ class _SavedTensorHooks:
         return tensor.data if tensor.requires_grad else tensor
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if type(packed) is SavedWeight:
+        if type(packed) is SavedWeight and packed.owner == self._low:
             weight = self._load(packed)
             # A backward that records its own graph (create_graph=True) saves what it is given, without hooks of ours.
             return weight.clone() if torch.is_grad_enabled() else weight

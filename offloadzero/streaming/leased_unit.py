@@ -60,6 +60,7 @@ class LeasedUnit:
     params: tuple[torch.nn.Parameter, ...]  # by slot
     home: Segment
     num_bytes: int
+    owner: int  # the address of the engine's device memory
     frozen_from: int  # bytes of what an update changes: the frozen weights come last
     flat: torch.Tensor | None = None  # the parameters on the device, shape (num_elements,)
     address: int = 0  # of `flat`; 0: none
@@ -170,7 +171,7 @@ class LeasedUnit:
             if len(weights) == MAX_WEIGHT_VIEWS:
                 weights.clear()
             view = weights[key] = WeightView(self, *key)
-        return SavedWeight(self.record.index, self.generation_of(view), view)
+        return SavedWeight(self.owner, self.record.index, self.generation_of(view), view)
 
     def generation_of(self, view: WeightView) -> int:
         """Of the weights that `view` looks at: an update leaves the frozen ones as they are."""
@@ -213,6 +214,7 @@ class WeightView:
 class SavedWeight:
     """What autograd keeps instead of a weight: where it lies in its unit."""
 
+    owner: int  # the address of its engine's device memory: models may be nested in each other's forward
     unit: int
     generation: int
     view: WeightView
