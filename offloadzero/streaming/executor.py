@@ -90,6 +90,7 @@ class Executor:
         # By unit: in how many running forwards of sites that need it. For reading.
         self.pins = [0] * len(records)
         self.gathered: set[int] = set()  # the units some of whose parameters a script has gathered
+        self._updated_early: set[int] = set()  # by this step's backward
         self._num_forwards = 0  # of sites, one inside the other
         self._outermost_evaluates = False
         self._forward_thread = 0  # of the running forward
@@ -212,6 +213,9 @@ class Executor:
                 "a forward began while another thread is in this model's: one thread at a time computes with an "
                 "offloaded model (others may read its weights: state_dict(), parameters())"
             )
+        if self._updated_early and current_autograd_node() is None:
+            for index in indices:
+                self.expect_step_taken(index)
         evaluating = self.is_evaluating
         if evaluating and not self._num_forwards and is_root:
             self._evaluation.finish_step()  # uses up to the next one are recorded as its order
@@ -229,6 +233,14 @@ class Executor:
         if not self._num_forwards:
             self._outermost_evaluates = evaluating
         self._num_forwards += 1
+
+    def expect_step_taken(self, index: int) -> None:
+        """Raise if backward has updated the unit and step() has not been called: a script would see the new weights."""
+        if index in self._updated_early and self._store.failures.stop is None:
+            raise StateError(
+                f"{self._units[index].record.name}: its weights are those after the step already, as they are updated "
+                'in backward: use them after step(), or set "offloadzero": {"update": {"in_backward": false}}'
+            )
 
     def leave_forward(self, indices: Sequence[int]) -> None:
         """The site's forward is over."""
@@ -369,13 +381,19 @@ class Executor:
         with self._lock:
             self._wait_arrived(self._units[index])
 
-    def begin_update(self, index: int, ticket: Ticket) -> None:
+    def begin_update(self, index: int, ticket: Ticket, *, in_backward: bool = False) -> None:
         """The unit's trainable weights are about to change: its next use comes after `ticket`.
 
-        What is raised leaves everything as it was.
+        `in_backward`: before the script has called step(), so it must not see them yet.
         """
         with self._lock:
             self._make_stale(self._units[index], ticket)
+            if in_backward:
+                self._updated_early.add(index)
+
+    def close_updates(self) -> None:
+        """The step whose updates backward has begun is over, or will not be."""
+        self._updated_early.clear()
 
     def reads(self) -> Ticket:
         """Done when what the calling thread has launched so far, which may read any weights, has run."""

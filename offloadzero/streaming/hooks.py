@@ -383,7 +383,9 @@ class ModelHooks:
             slot = self._slot_of.get(id(param))
             if slot is None or state_dict.get(prefix + name, param) is param:
                 continue  # keep_vars=True asks for the parameters themselves
-            value = self._weights.read(self._records[self._record_of[id(param)]], slot)
+            record = self._records[self._record_of[id(param)]]
+            self.executor.expect_step_taken(record.index)
+            value = self._weights.read(record, slot)
             state_dict[prefix + name] = state_tensor(value, weight_of(param))
 
     def _take_state_dict(

@@ -266,6 +266,7 @@ class Stepper:
         """Drop the step that was begun, whatever of it was applied: a checkpoint replaces the states."""
         with uninterrupted:
             self._tickets = {}
+            self._executor.close_updates()
             self._in_backward = False
             self._window_micro_steps = 0
             self.collector.abandon_window()
@@ -334,7 +335,7 @@ class Stepper:
         """They begin to land (called in backward)."""
         if self._updates_now:
             index, ticket = state.record.index, UpdateTicket()
-            self._executor.begin_update(index, ticket)
+            self._executor.begin_update(index, ticket, in_backward=True)
             state.update = BegunUpdate(ticket, self._hypers, self._account)
             self._tickets[index] = ticket
             uninterrupted.until = self._backward  # half of the updates are no state to stop at
@@ -397,6 +398,7 @@ class Stepper:
         account = self._account if self._tickets else Account(self.counts.global_steps + 1)
         window = _Window(account.step, self.collector.take_window(), self._tickets, hypers, account)
         self._tickets = {}
+        self._executor.close_updates()
         self._last = window
         if window.gradients and not window.tickets:
             self._step_at_once(window)
@@ -480,6 +482,7 @@ class Stepper:
             self._failures.check_readable()
             self._expect_droppable()
             self._tickets = {}
+            self._executor.close_updates()
             self._in_backward = False
             if set_to_none or self.policy.update_in_backward:
                 self.collector.abandon_window()
