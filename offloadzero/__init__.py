@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from offloadzero import ops, optim, zero
     from offloadzero.config import OffloadConfig, load_config
-    from offloadzero.engine import Engine, initialize
+    from offloadzero.engine import Engine
     from offloadzero.engine import Engine as DeepSpeedEngine
     from offloadzero.errors import (
         AioError,
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         OffloadError,
         StateError,
     )
+    from offloadzero.initialization import initialize
     from offloadzero.launch import add_config_arguments, init_distributed
     from offloadzero.optimizer import OffloadedOptimizer, offload
 
@@ -40,7 +41,7 @@ _HOMES = {
     "StateError": "errors",
     "add_config_arguments": "launch",
     "init_distributed": "launch",
-    "initialize": "engine",
+    "initialize": "initialization",
     "load_config": "config",
     "offload": "optimizer",
 }

@@ -1,0 +1,135 @@
+"""`initialize()`: an engine from DeepSpeed's arguments (floor 6)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from offloadzero import launch
+from offloadzero.arguments import Collate, config_source, make_loader
+from offloadzero.config import OffloadConfig, load_config, settle_for_initialize
+from offloadzero.engine import Engine
+from offloadzero.errors import ConfigError
+from offloadzero.optim.lr_schedules import build_lr_scheduler
+from offloadzero.optimizer import ConfigSource, OffloadedOptimizer, check_optimizer, group_defaults
+from offloadzero.runtime import Runtime
+
+OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
+SchedulerSource = Any  # a torch scheduler, or a callable that makes one from the optimizer
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerSource = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: SchedulerSource = None,
+    distributed_port: int = launch.DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Collate | None = None,
+    config: ConfigSource | None = None,
+    mesh_param: Any = None,
+    config_params: ConfigSource | None = None,
+) -> tuple[Engine, OffloadedOptimizer | None, DataLoader[Any] | None, Any]:
+    """Make a training engine of `model` from a DeepSpeed-shaped JSON.
+
+    Args:
+        args: an object whose `deepspeed_config` names the JSON, when `config` is None.
+        optimizer: a torch.optim.Adam or AdamW or a CPUAdam, or a callable that makes one from the parameters; None
+            takes the config's optimizer block. Without either the engine only evaluates.
+        model_parameters: parameters or param groups for the config's optimizer; None takes all trainable ones.
+        training_data: a dataset for the returned DataLoader, at the micro batch size, shuffled as in DeepSpeed.
+        lr_scheduler: a scheduler or a callable that makes one from the optimizer; None takes the config's.
+        distributed_port: not used, one process listens nowhere.
+        mpu, mesh_param: refused unless None.
+        dist_init_required: True makes torch's process group of one.
+        config, config_params: a dict, a path, or an OffloadConfig.
+
+    Returns:
+        (engine, optimizer or None, dataloader or None, lr_scheduler or None).
+
+    Raises:
+        ConfigError, BudgetError, AioError.
+    """
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise ConfigError(name, value, "None: model and sequence parallelism are not built")
+    launch.expect_one_process()
+    settings = load_config(config_source(args, config, config_params))
+    if optimizer is not None or settings.optimizer is not None:
+        settings = settle_for_initialize(settings)
+        for warning in settings.warnings:
+            warnings.warn(warning, stacklevel=2)
+    if model is None:
+        raise ConfigError("model", None, "an nn.Module")
+    if not any(True for _ in model.parameters()):
+        raise ConfigError("model", type(model).__name__, "a module with parameters: this one has none")
+    if dist_init_required:
+        launch.init_distributed(distributed_port=distributed_port, dist_init_required=True)
+    loader = None
+    if training_data is not None:
+        loader = make_loader(training_data, settings.batch.micro_batch_size, collate_fn=collate_fn)
+    schedulers: list[Any] = []
+
+    def make_scheduler(optimizer: OffloadedOptimizer) -> None:
+        schedulers.append(_make_scheduler(lr_scheduler, settings, optimizer))
+
+    # The scheduler comes first: what is wrong with it must not cost the model its weights.
+    offloaded = _make_optimizer(model, optimizer, model_parameters, settings, before_take_over=make_scheduler)
+    if offloaded is None:
+        if lr_scheduler is not None:
+            raise ConfigError("lr_scheduler", type(lr_scheduler).__name__, "None: there is no optimizer")
+        # No state of an optimizer: nothing to lay out compactly.
+        evaluation = replace(settings, state_layout="fp32")
+        runtime = Runtime(model, evaluation, param_groups=(), current_hypers=tuple)
+        return Engine(runtime, None, None, loader), None, loader, None
+    (scheduler,) = schedulers
+    return Engine(offloaded.runtime, offloaded, scheduler, loader), offloaded, loader, scheduler
+
+
+def _make_optimizer(
+    model: nn.Module,
+    optimizer: OptimizerSource,
+    model_parameters: Any,
+    config: OffloadConfig,
+    *,
+    before_take_over: Callable[[OffloadedOptimizer], None],
+) -> OffloadedOptimizer | None:
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    if optimizer is not None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = optimizer(model_parameters if model_parameters is not None else trainable)
+        check_optimizer(optimizer, config)
+        return OffloadedOptimizer(
+            model, optimizer.param_groups, config, origin=optimizer, before_take_over=before_take_over
+        )
+    if config.optimizer is None:
+        return None
+    defaults = group_defaults(config.optimizer)
+    given: list[Any] = list(model_parameters) if model_parameters is not None else list(trainable)
+    groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
+    groups = [{**defaults, **group, "params": list(group["params"])} for group in groups]
+    return OffloadedOptimizer(model, groups, config, before_take_over=before_take_over)
+
+
+def _make_scheduler(source: SchedulerSource, config: OffloadConfig, optimizer: OffloadedOptimizer) -> Any:
+    if source is None:
+        return build_lr_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
+    if not isinstance(source, torch.optim.lr_scheduler.LRScheduler) and callable(source):
+        source = source(optimizer)
+    if not callable(getattr(source, "step", None)):
+        allowed = "a scheduler, or a callable that takes the optimizer and returns one: this has no step()"
+        raise ConfigError("lr_scheduler", type(source).__name__, allowed)
+    steered = getattr(getattr(source, "optimizer", None), "param_groups", optimizer.param_groups)
+    if steered is not optimizer.param_groups:
+        message = "it sets the rates of another optimizer: make it on the one that initialize() is given"
+        raise ConfigError("lr_scheduler", type(source).__name__, f"{message}, or give a callable")
+    return source
