@@ -384,7 +384,8 @@ class ModelHooks:
             if slot is None or state_dict.get(prefix + name, param) is param:
                 continue  # keep_vars=True asks for the parameters themselves
             record = self._records[self._record_of[id(param)]]
-            self.executor.expect_step_taken(record.index)
+            if slot.trainable:
+                self.executor.expect_step_taken(record.index)
             value = self._weights.read(record, slot)
             state_dict[prefix + name] = state_tensor(value, weight_of(param))
 

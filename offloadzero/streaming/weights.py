@@ -104,7 +104,8 @@ class WeightAccess:
 
         `to_write`: in memory of its own; else it may be the unit's, and is not to be written.
         """
-        self._executor.expect_step_taken(record.index)
+        if slot.trainable:
+            self._executor.expect_step_taken(record.index)
         flat = None if self._store.is_closed else self._executor.on_device(record.index)
         if flat is None:
             return self.read(record, slot).to(self.device)
