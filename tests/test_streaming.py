@@ -862,8 +862,10 @@ def test_second_backward_before_step_with_updates_in_backward(placement: str, tm
     def loop(engine: Any) -> list[float]:
         losses = []
         for seed in range(NUM_STEPS):
-            loss = engine(features(seed))
+            loss, again = engine(features(seed)), engine(features(seed + 50))
             engine.backward(loss)
+            with pytest.raises(StateError, match=r"gradient_accumulation_steps|updated between this forward"):
+                engine.backward(again)
             with pytest.raises(StateError, match=r"updated in backward.*in_backward"):
                 engine(features(seed + 50))  # with the weights after the step
             with pytest.raises(StateError, match=r"updated in backward.*in_backward"):
