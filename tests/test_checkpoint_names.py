@@ -16,6 +16,7 @@ import pytest
 import offloadzero
 from offloadzero import CheckpointError, ConfigError
 from offloadzero.checkpoint.names import Unfinished, new_unfinished, parse_unfinished
+from offloadzero.checkpoint.partial import clear_leftovers
 from tests.checkpoints import contents, small_engine, train, whole_state
 
 NUM_LAYOUTS = int(os.environ.get("OFFLOADZERO_TEST_LAYOUTS", "20"))
@@ -370,6 +371,28 @@ def test_a_failing_rename_leaves_the_old_one(
         with pytest.raises(OSError, match="Input/output"):
             engine.save_checkpoint(saved, tag="b")
     assert contents(saved) == before
+
+
+def test_a_file_that_takes_its_name_while_another_run_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is listed as unfinished, and gone when it is looked at: nothing was left behind, nothing is said."""
+    unfinished = tmp_path / new_unfinished("model.safetensors").name
+    unfinished.write_bytes(b"whole")
+
+    listdir = os.listdir
+
+    def list_and_rename(path: Path) -> list[str]:
+        names = listdir(path)
+        if unfinished.name in names:
+            unfinished.rename(path / "model.safetensors")
+        return names
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", list_and_rename)
+        clear_leftovers(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == b"whole"
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("tags", ["one each", "the same"])

@@ -236,7 +236,10 @@ def _clear_partial(path: Path) -> None:
             return
         _remove_own(path)
     else:
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return  # it was listed, and then its process gave it its name
     log.warning("removed %s, which a killed process left behind", path)
 
 
