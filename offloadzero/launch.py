@@ -114,7 +114,7 @@ def _group_is_up() -> bool:
 def _backend(asked: str | None) -> str:
     import torch
 
-    if asked is None or (asked == "nccl" and not torch.cuda.is_available()):
+    if asked is None or (asked == "nccl" and not torch.accelerator.is_available()):
         if asked is not None:
             log.info(
                 "init_distributed: gloo instead of %s, there is no GPU; a group of one sends nothing", asked

@@ -18,7 +18,8 @@ from offloadzero.config import OffloadConfig, SegmentKind, TierName, create_nvme
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.lifetime import EngineState, Resources, wait_for_collected
 from offloadzero.memory.arena import Arena, BufferPool, Lease
-from offloadzero.memory.lanes import make_accelerator
+from offloadzero.memory.device import Device, find_device
+from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.store import StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.native.cpu_adam import set_cores
@@ -35,7 +36,7 @@ from offloadzero.planning.memory_plan import (
     plan_memory,
 )
 from offloadzero.planning.placement import choose_placement, describe_placement
-from offloadzero.planning.probe import available_bytes
+from offloadzero.planning.probe import available_host_bytes
 from offloadzero.streaming.activations import ActivationStore, make_activation_store
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.gradients import GradientCollector
@@ -84,7 +85,7 @@ class Runtime:
         self.resources = Resources(self.failures)
         self.resources.close_when_collected(self)
         self.resources.add(self.monitor.close)
-        self.accelerator = make_accelerator(config.device, self.monitor.timeline)
+        self.accelerator = Accelerator(find_device(config.device), self.monitor.timeline)
         group_of = _group_of(param_groups)
         cut = cut_units(
             model,
@@ -102,14 +103,16 @@ class Runtime:
         self._original = OriginalForm(self.records)
         self._is_restored = False
         self.hooks: ModelHooks | None = None
-        self.plan = _plan(self.records, config, cut.together, self.accelerator.device)
+        self.plan = _plan(self.records, config, cut.together, self.accelerator.asynchronous)
         checkpointing = config.activation_checkpoints
         try:
             if self.plan.tier_bytes(TierName.NVME) or (checkpointing and checkpointing.tier is TierName.NVME):
                 create_nvme_directories(config.nvme_paths)
             self.store = _open_store(self, config)
             self.resources.add(self.store.close)
-            self.monitor.begin(self._description(), device_is_cpu=self.accelerator.device.type == "cpu")
+            self.monitor.begin(
+                self._description(), device_is_cpu=self.accelerator.asynchronous.free_bytes() is None
+            )
             self._build(cut, current_hypers)
         except BaseException:
             self._undo()
@@ -410,7 +413,7 @@ def _plan(
     records: Sequence[Record],
     config: OffloadConfig,
     together: Sequence[frozenset[int]],
-    device: torch.device,
+    device: Device,
 ) -> MemoryPlan:
     wanted = DTYPES[config.precision.grad_accum_dtype]
     for record in records:
@@ -426,14 +429,15 @@ def _plan(
     return plan
 
 
-def _available(device: torch.device, *, movable_bytes: int) -> dict[TierName, int]:
+def _available(device: Device, *, movable_bytes: int) -> dict[TierName, int]:
     """Bytes by tier; of a device whose memory is the host's there is no entry.
 
     `movable_bytes` are those of parameters in host memory: they are freed as the arenas fill.
     """
-    available = {TierName.HOST: available_bytes("cpu") + movable_bytes}
-    if device.type != "cpu":
-        available[TierName.DEVICE] = available_bytes(device)
+    available = {TierName.HOST: available_host_bytes() + movable_bytes}
+    free_bytes = device.free_bytes()
+    if free_bytes is not None:
+        available[TierName.DEVICE] = free_bytes
     return available
 
 

@@ -649,7 +649,7 @@ def test_the_transfers_do_what_they_say() -> None:
 
 @pytest.mark.gpu
 def test_copy_measures_the_link(tmp_path: Path) -> None:
-    if bench_copy.cuda_name() is None:
+    if bench_copy.device_name() is None:
         pytest.skip("no CUDA device")
     file = tmp_path / "copy.json"
     assert main(["bench", "copy", "--size", "2MiB", "--time", "2s", "--json", str(file)]) == 0

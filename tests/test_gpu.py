@@ -22,7 +22,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 from offloadzero import NonFiniteError, zero
 from offloadzero.config import SegmentKind, TierName
 from offloadzero.memory.arena import allocate_host
-from offloadzero.memory.lanes import CudaAccelerator, LaneTicket
+from offloadzero.memory.device import find_device
+from offloadzero.memory.lanes import Accelerator, LaneTicket
 from offloadzero.memory.tickets import Failures, Promise
 from offloadzero.native import cpu_adam
 from offloadzero.native.compact import compact_encode, num_scales
@@ -41,8 +42,8 @@ MIB = 1024 * 1024
 
 
 @pytest.fixture
-def accelerator() -> Iterator[CudaAccelerator]:
-    made = CudaAccelerator(torch.device("cuda"))
+def accelerator() -> Iterator[Accelerator]:
+    made = Accelerator(find_device("cuda"))
     # CUDA loads a kernel at its first launch, and that may wait for the device: not in the middle of a test.
     torch.cuda._sleep(1)
     warm = torch.zeros(1024, device="cuda").fill_(1.0) * 2
@@ -54,7 +55,7 @@ def accelerator() -> Iterator[CudaAccelerator]:
 
 
 @pytest.fixture
-def pinned(accelerator: CudaAccelerator) -> Iterator[torch.Tensor]:
+def pinned(accelerator: Accelerator) -> Iterator[torch.Tensor]:
     """4 MiB of registered host memory as fp32, zero."""
     buffer = allocate_host(4 * MIB)
     accelerator.pin(buffer)
@@ -73,7 +74,7 @@ def deterministic() -> Iterator[None]:
 # --- pinning ---
 
 
-def test_an_arena_of_any_size_is_pinned_and_unpinned(accelerator: CudaAccelerator) -> None:
+def test_an_arena_of_any_size_is_pinned_and_unpinned(accelerator: Accelerator) -> None:
     """Also one that is no power of two, at its exact size."""
     for num_pages in (1, 3, 1025):
         buffer = allocate_host(num_pages * 4096)
@@ -98,7 +99,7 @@ def test_the_engine_pins_its_host_arena(tmp_path: Path) -> None:
 # --- lanes and streams ---
 
 
-def test_a_lane_waits_for_the_fence(accelerator: CudaAccelerator, pinned: torch.Tensor) -> None:
+def test_a_lane_waits_for_the_fence(accelerator: Accelerator, pinned: torch.Tensor) -> None:
     failures = Failures()
     lane = accelerator.lane("test", failures)
     source = torch.zeros(pinned.numel(), device="cuda")
@@ -118,7 +119,7 @@ def test_a_lane_waits_for_the_fence(accelerator: CudaAccelerator, pinned: torch.
 
 
 def test_compute_is_ordered_behind_a_transfer_without_blocking_the_host(
-    accelerator: CudaAccelerator, pinned: torch.Tensor
+    accelerator: Accelerator, pinned: torch.Tensor
 ) -> None:
     lane = accelerator.lane("test", Failures())
     pinned.fill_(5.0)
@@ -139,7 +140,7 @@ def test_compute_is_ordered_behind_a_transfer_without_blocking_the_host(
     lane.close()
 
 
-def test_wait_blocks_until_the_copy_is_complete(accelerator: CudaAccelerator, pinned: torch.Tensor) -> None:
+def test_wait_blocks_until_the_copy_is_complete(accelerator: Accelerator, pinned: torch.Tensor) -> None:
     lane = accelerator.lane("test", Failures())
     source = torch.full((pinned.numel(),), 3.0, device="cuda")
     accelerator.synchronize()
@@ -153,7 +154,7 @@ def test_wait_blocks_until_the_copy_is_complete(accelerator: CudaAccelerator, pi
     lane.close()
 
 
-def test_launched_is_done_when_the_calling_threads_work_is(accelerator: CudaAccelerator) -> None:
+def test_launched_is_done_when_the_calling_threads_work_is(accelerator: Accelerator) -> None:
     torch.cuda._sleep(SLOW_CYCLES)
     ticket = accelerator.launched()
     assert isinstance(ticket, LaneTicket)
@@ -164,7 +165,7 @@ def test_launched_is_done_when_the_calling_threads_work_is(accelerator: CudaAcce
 
 def test_a_copy_is_recorded_when_the_device_does_it(pinned: torch.Tensor) -> None:
     timeline = Timeline(is_on=True)
-    accelerator = CudaAccelerator(torch.device("cuda"), timeline)
+    accelerator = Accelerator(find_device("cuda"), timeline)
     target = torch.zeros_like(pinned, device="cuda")
     lane = accelerator.lane("fetch", Failures())
     torch.cuda.synchronize()
@@ -181,7 +182,7 @@ def test_a_copy_is_recorded_when_the_device_does_it(pinned: torch.Tensor) -> Non
 
 
 def test_a_loss_is_read_without_a_wait_when_it_is_asked_for() -> None:
-    accelerator = CudaAccelerator(torch.device("cuda"))
+    accelerator = Accelerator(find_device("cuda"))
     loss = torch.full((1,), 2.5, device="cuda")
     torch.cuda.synchronize()
     torch.cuda._sleep(SLOW_CYCLES)
@@ -192,9 +193,7 @@ def test_a_loss_is_read_without_a_wait_when_it_is_asked_for() -> None:
     assert read() == 2.5
 
 
-def test_a_fence_marks_the_stream_of_its_own_thread(
-    accelerator: CudaAccelerator, pinned: torch.Tensor
-) -> None:
+def test_a_fence_marks_the_stream_of_its_own_thread(accelerator: Accelerator, pinned: torch.Tensor) -> None:
     """Autograd's threads launch on streams of their own."""
     lane = accelerator.lane("test", Failures())
     source = torch.zeros(pinned.numel(), device="cuda")
@@ -215,9 +214,7 @@ def test_a_fence_marks_the_stream_of_its_own_thread(
     lane.close()
 
 
-def test_tasks_of_a_lane_wait_for_tickets_of_another(
-    accelerator: CudaAccelerator, pinned: torch.Tensor
-) -> None:
+def test_tasks_of_a_lane_wait_for_tickets_of_another(accelerator: Accelerator, pinned: torch.Tensor) -> None:
     """Device to host on one lane, back on the other: a round trip through the same memory."""
     out, back = accelerator.lane("out", Failures()), accelerator.lane("back", Failures())
     gate = Promise()

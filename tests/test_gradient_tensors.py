@@ -18,7 +18,7 @@ from torch import Tensor
 
 import offloadzero
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.memory.lanes import CpuAccelerator
+from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.store import TieredStore
 from offloadzero.streaming.param_grad import GradientAccess
 from offloadzero.zero import safe_get_full_grad, safe_set_full_grad
@@ -95,7 +95,7 @@ class Moved:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        for owner, name in ((GradientAccess, "read"), (GradientAccess, "store"), (CpuAccelerator, "copy")):
+        for owner, name in ((GradientAccess, "read"), (GradientAccess, "store"), (Accelerator, "copy")):
             monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
         for name in ("read", "write"):
             monkeypatch.setattr(TieredStore, name, self._counted(getattr(TieredStore, name)))

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from offloadzero.config import AioConfig, SegmentKind, TierName
 from offloadzero.errors import AioError, BudgetError, OffloadError, StateError
 from offloadzero.memory.arena import Arena, BufferPool, PooledBuffer, allocate_host
-from offloadzero.memory.lanes import CpuAccelerator, Lane, LaneTicket
+from offloadzero.memory.device import CpuDevice, CudaDevice
+from offloadzero.memory.lanes import Accelerator, Lane, LaneTicket
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.store import Segment, StoreSizes, TieredStore
 from offloadzero.memory.swap_file import MARK_BYTES
@@ -78,7 +79,12 @@ def test_arrays_of_two_to_the_k_elements_lie_apart() -> None:
     num_elements = 1 << 20
     sizes = StoreSizes(device=0, host=5 * (4 * num_elements + PAGE), nvme=0)
     store = TieredStore(
-        CpuAccelerator(), sizes=sizes, nvme_paths=[], aio=AioConfig(), failures=Failures(), poison=False
+        Accelerator(CpuDevice()),
+        sizes=sizes,
+        nvme_paths=[],
+        aio=AioConfig(),
+        failures=Failures(),
+        poison=False,
     )
     kinds = (
         SegmentKind.PARAM,
@@ -272,7 +278,13 @@ def make_store(tmp_path: Path) -> Iterator[MakeStore]:
             directory.mkdir(exist_ok=True)
         sizes = StoreSizes(device=num_bytes if device is None else device, host=num_bytes, nvme=num_bytes)
         stores.append(
-            TieredStore(CpuAccelerator(), sizes=sizes, nvme_paths=directories, aio=AioConfig(), failures=Failures())
+            TieredStore(
+                Accelerator(CpuDevice()),
+                sizes=sizes,
+                nvme_paths=directories,
+                aio=AioConfig(),
+                failures=Failures(),
+            )
         )  # fmt: skip
         return stores[-1]
 
@@ -467,7 +479,8 @@ class StreamStub:
 def test_closing_a_lane_waits_for_its_stream() -> None:
     """Copies that were only launched still read and write the memory which is given back next."""
     stream: Any = StreamStub()
-    lane = Lane("h2d", Failures(), stream)
+    device: Any = SimpleNamespace(new_stream=lambda: stream)
+    lane = Lane("h2d", Failures(), device)
     lane.close()
     lane.close()
     assert stream.waited_for == ["all"]
@@ -479,15 +492,13 @@ def test_compute_is_ordered_on_the_device_of_the_transfer(monkeypatch: pytest.Mo
     current = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[device or current])
     event: Any = SimpleNamespace(device=torch.device("cuda", 1))
-    ticket = LaneTicket()
-    ticket._finish(event)
-    ticket.order_compute()
+    LaneTicket.of(CudaDevice(event.device), event).order_compute()
     assert [stream.waited_for for stream in streams.values()] == [[], [event]]
 
 
 def test_a_segment_on_the_device_is_zero_before_a_lane_can_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[bool] = []
-    accelerator = CpuAccelerator()
+    accelerator = Accelerator(CpuDevice())
     store = TieredStore(
         accelerator,
         sizes=StoreSizes(device=2 * PAGE, host=0, nvme=0),

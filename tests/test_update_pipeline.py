@@ -17,7 +17,8 @@ from torch import nn
 from offloadzero.config import AioConfig, SegmentKind, TierName
 from offloadzero.errors import AioError, OffloadError
 from offloadzero.memory.arena import align_up
-from offloadzero.memory.lanes import CpuAccelerator
+from offloadzero.memory.device import CpuDevice
+from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.store import StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.native import cpu_adam
@@ -63,7 +64,12 @@ def make_bench(tmp_path: Path) -> Iterator[MakeBench]:
             device=48 << 20, host=(48 << 20) + num_slots * slot_bytes, nvme=48 << 20
         )  # fmt: skip
         store = TieredStore(
-            CpuAccelerator(), sizes=sizes, nvme_paths=[tmp_path], aio=AioConfig(), failures=Failures(), poison=True
+            Accelerator(CpuDevice()),
+            sizes=sizes,
+            nvme_paths=[tmp_path],
+            aio=AioConfig(),
+            failures=Failures(),
+            poison=True,
         )  # fmt: skip
         leases = [store.host.lease(slot_bytes, f"slot {i}") for i in range(num_slots)]
         pipeline = UpdatePipeline(

@@ -22,6 +22,8 @@ from offloadzero.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from offloadzero.memory.device import Device, Stream
+
 FORMAT = "offloadzero.bench.copy"
 FORMAT_VERSION = 1
 MIB = 1 << 20
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         )
     progress = Progress(time_s)
     try:
-        device = cuda_name()
+        device = device_name()
         dram_share = 0.5 if device else 1.0
         progress.phase("host memory")
         results = measure(
@@ -96,11 +98,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def cuda_name() -> str | None:
-    """The name of the CUDA device in use, None without one."""
-    import torch
+def device_name() -> str | None:
+    """The name of the device in use, None without one but the CPU."""
+    from offloadzero.memory.device import find_device
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return find_device(None).name()
 
 
 # --- Host memory ---
@@ -168,33 +170,34 @@ _DEVICE_SIZES = (MIB, 8 * MIB, 32 * MIB, 256 * MIB)
 
 
 def device_cases() -> list[tuple[Case, Transfer]]:
-    """Copies between host and the CUDA device; "both" is one each way at once and counts both."""
+    """Copies between host and the device; "both" is one each way at once and counts both."""
     import torch
 
-    cases = []
+    from offloadzero.memory.device import find_device
+
+    device, cases = find_device(None), []
     for num_bytes in _DEVICE_SIZES:
-        there = [torch.zeros(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        there = [device.allocate(num_bytes).zero_() for _ in range(2)]
+        device.synchronize()
         for memory, is_pinned in (("pinned", True), ("pageable", False)):
             here = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)]
-            for kind, transfer in _device_transfers(here, there).items():
+            for kind, transfer in _device_transfers(device, here, there).items():
                 total = num_bytes * (2 if kind == "both" else 1)
                 cases.append((Case(kind, memory, 0, total), transfer))
     return cases
 
 
-def _device_transfers(here: Sequence[Tensor], there: Sequence[Tensor]) -> dict[str, Transfer]:
+def _device_transfers(device: Device, here: Sequence[Tensor], there: Sequence[Tensor]) -> dict[str, Transfer]:
     """Each call returns when the bytes have arrived; small sizes repeat within one call's measurement."""
-    import torch
-
-    streams = [torch.cuda.Stream() for _ in range(2)]
+    streams = [_stream(device) for _ in range(2)]
 
     def h2d() -> None:
-        with torch.cuda.stream(streams[0]):
-            there[0].copy_(here[0], non_blocking=True)
+        with device.launching_on(streams[0]):
+            device.copy(there[0], here[0])
 
     def d2h() -> None:
-        with torch.cuda.stream(streams[1]):
-            here[1].copy_(there[1], non_blocking=True)
+        with device.launching_on(streams[1]):
+            device.copy(here[1], there[1])
 
     def finished(*starts: Transfer) -> Transfer:
         def transfer() -> None:
@@ -206,6 +209,13 @@ def _device_transfers(here: Sequence[Tensor], there: Sequence[Tensor]) -> dict[s
         return transfer
 
     return {"h2d": finished(h2d), "d2h": finished(d2h), "both": finished(h2d, d2h)}
+
+
+def _stream(device: Device) -> Stream:
+    stream = device.new_stream()
+    if stream is None:
+        raise AssertionError("copies to a device without streams are not measured")
+    return stream
 
 
 # --- Samples and the table ---

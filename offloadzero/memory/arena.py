@@ -19,6 +19,7 @@ import torch
 
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.interrupts import interruptible, uninterrupted
+from offloadzero.memory import device as devices
 from offloadzero.memory.tickets import FINISHED, LOOK_UP_S, Failures, Ticket
 
 ALIGN_BYTES = 4096  # what O_DIRECT wants of addresses; a multiple of what copies and kernels want
@@ -231,7 +232,7 @@ class BufferPool:
         """The next taker must wait for `last_use` before it writes."""
         buffer.last_use = last_use
         # In CUDA's memory the fill would run later, and the next taker waits for `last_use` only.
-        if self._poison and buffer.bytes.device.type == "cpu" and last_use.done():
+        if self._poison and devices.is_host_memory(buffer.bytes) and last_use.done():
             buffer.bytes.fill_(0xFF)
         self._free.append(buffer)
         self._wake()

@@ -1,10 +1,10 @@
-"""Streams, events and pinning: the only file in which CUDA and the CPU as a device differ (floor 3).
+"""Threads that transfer in order, and the tickets and fences that order them with the computation (floor 3).
 
 [Note: lanes]
 A lane runs transfers in the order of their submission, on a thread of its own. The thread first waits (on the
-host) for the tickets a transfer depends on, such as a file read or another unit's update. With CUDA it then
-launches the copy on the lane's stream and records an event; the ticket's `wait()` blocks the host on that event
-and `order_compute()` makes the calling thread's current stream wait for it instead. With the CPU as the device
+host) for the tickets a transfer depends on, such as a file read or another unit's update. On a device with streams
+it then launches the copy on the lane's stream and records an event; the ticket's `wait()` blocks the host on that
+event and `order_compute()` makes the calling thread's current stream wait for it instead. With the CPU as the device
 the thread copies by itself, so a missing wait is a real race there too.
 
 A fence marks what the calling thread has launched so far on its current stream (autograd's threads have
@@ -12,9 +12,9 @@ streams of their own): a lane that overwrites memory which those kernels read wa
 CPU everything launched has been executed already, so fences are None.
 
 [Note: timing on a lane]
-A copy is recorded on the timeline by itself, without what its task waited for. With CUDA two events on the
-stream enclose it; how long after a reference event they happened is asked when the step has ended. The reference
-is an event on a stream that is never busy, so the host knows its time without waiting for anything.
+A copy is recorded on the timeline by itself, without what its task waited for. On a device with streams two events
+enclose it; how long after a reference event they happened is asked when the step has ended. The reference is an
+event on a stream that is never busy, so the host knows its time without waiting for anything.
 """
 
 from __future__ import annotations
@@ -24,27 +24,35 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
 
 import torch
 
-from offloadzero.errors import ConfigError, OffloadError
+from offloadzero.errors import OffloadError
+from offloadzero.memory.device import CpuDevice, Device, Event, Stream
 from offloadzero.memory.tickets import FINISHED, Failures, Latch, Ticket
 from offloadzero.observe import timeline
 from offloadzero.observe.timeline import Timeline
 
-Fence = torch.cuda.Event | None
+Fence = Event | None
 
 
 class LaneTicket:
     """The ticket of one task of a lane."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._launched = Latch()
         self._error: BaseException | None = None
-        self._event: torch.cuda.Event | None = None
+        self._event: Event | None = None
 
-    def _finish(self, event: torch.cuda.Event | None, error: BaseException | None = None) -> None:
+    @classmethod
+    def of(cls, device: Device, event: Event) -> LaneTicket:
+        """Of what was launched before `event`."""
+        ticket = cls(device)
+        ticket._finish(event)
+        return ticket
+
+    def _finish(self, event: Event | None, error: BaseException | None = None) -> None:
         self._event = event
         self._error = error
         self._launched.set()
@@ -64,8 +72,10 @@ class LaneTicket:
         """What the calling thread launches from now on runs after the transfer."""
         self._wait_launched()
         if self._event is not None:
-            # Of the event's device: the calling thread's current one may be another.
-            torch.cuda.current_stream(self._event.device).wait_event(self._event)
+            stream = self._device.current_stream()
+            if stream is None:
+                raise AssertionError("a device with events has streams")
+            stream.wait_event(self._event)
 
     def done(self) -> bool:
         """Whether the transfer is complete."""
@@ -83,6 +93,7 @@ def order_compute_after(ticket: Ticket) -> None:
 
 
 Task = Callable[[], None]
+HOST = CpuDevice()  # of lanes that launch nothing
 
 # The timeline's lane of the copies on each lane of ours.
 COPY_LANES = {
@@ -106,12 +117,13 @@ _here = _Here()
 
 
 class Lane:
-    """Runs tasks in order on one thread, and with CUDA on one stream."""
+    """Runs tasks in order on one thread, and on one stream of `device` where that has any."""
 
-    def __init__(self, name: str, failures: Failures, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, name: str, failures: Failures, device: Device = HOST) -> None:
         self.name = name
         self._failures = failures
-        self._stream = stream
+        self._device = device
+        self._stream = device.new_stream()
         self._tasks: queue.SimpleQueue[tuple[Task, Sequence[Ticket], Fence, str, LaneTicket] | None]
         self._tasks = queue.SimpleQueue()
         self._closed = False
@@ -128,7 +140,7 @@ class Lane:
         """
         if self._closed:
             raise OffloadError(f"lane {self.name} is closed")
-        ticket = LaneTicket()
+        ticket = LaneTicket(self._device)
         self._tasks.put((task, after, fence, label, ticket))
         return ticket
 
@@ -157,220 +169,116 @@ class Lane:
             # Nothing of the task may outlive it: its buffers go back to their owners.
             del item, task, after, fence, ticket
 
-    def _launch(self, task: Task, fence: Fence) -> torch.cuda.Event | None:
+    def _launch(self, task: Task, fence: Fence) -> Event | None:
         if self._stream is None:
             task()
             return None
-        with torch.cuda.stream(self._stream):
+        with self._device.launching_on(self._stream):
             if fence is not None:
                 self._stream.wait_event(fence)
             task()
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return event
+            return self._device.record(self._stream)
 
 
-class Accelerator(Protocol):
-    """The device as the engine sees it."""
+class Accelerator:
+    """The device as the engine sees it: lanes, fences and copies that are recorded."""
 
-    device: torch.device
-    timeline: Timeline
+    def __init__(self, device: Device, recorder: Timeline = timeline.OFF) -> None:
+        self.device = device.torch_device
+        self.timeline = recorder
+        self.asynchronous = device
+        self._reference: _Reference | None = None
+        self._reference_stream: Stream | None = None  # one for good: torch's streams come from a pool of 32
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """One allocation of device memory: uint8, shape (num_bytes,)."""
+        return self.asynchronous.allocate(num_bytes)
 
     def pin(self, buffer: torch.Tensor) -> None:
         """Page-lock host memory for the copy engines."""
+        self.asynchronous.pin(buffer)
 
     def unpin(self, buffer: torch.Tensor) -> None:
         """Undo `pin`."""
+        self.asynchronous.unpin(buffer)
 
     def lane(self, name: str, failures: Failures) -> Lane:
-        """A new lane."""
+        """A thread, with a stream of its own where the device has streams."""
+        return Lane(name, failures, self.asynchronous)
 
     def fence(self) -> Fence:
-        """Marks what the calling thread has launched so far."""
+        """Marks what the calling thread has launched so far on its current stream."""
+        stream = self.asynchronous.current_stream()
+        return None if stream is None else self.asynchronous.record(stream)
 
     def launched(self) -> Ticket:
         """Done when what the calling thread has launched so far on its current stream is complete."""
+        fence = self.fence()
+        return FINISHED if fence is None else LaneTicket.of(self.asynchronous, fence)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy equal bytes between host and device; called on a lane."""
+        """Copy equal bytes between host and device; called on a lane, where it may end later than this returns."""
+        with self.span(_here.lane, _here.label, target.nbytes):
+            self.asynchronous.copy(target, source)
 
     def span(self, lane: str, name: str, num_bytes: int) -> AbstractContextManager[None]:
         """Record what the device does of the work launched inside: [Note: timing on a lane]."""
-
-    def read_later(self, scalar: torch.Tensor) -> Callable[[], float]:
-        """A call that gives the value which `scalar` (one element) has now; blocks until it is computed."""
-
-    def synchronize(self) -> None:
-        """Block until the device is idle."""
-
-
-class CpuAccelerator:
-    """The CPU as the device: the same code with real threads and no GPU."""
-
-    def __init__(self, recorder: Timeline = timeline.OFF) -> None:
-        self.device = torch.device("cpu")
-        self.timeline = recorder
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Ordinary memory, touched when first used."""
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def pin(self, buffer: torch.Tensor) -> None:
-        """Nothing to do."""
-
-    def unpin(self, buffer: torch.Tensor) -> None:
-        """Nothing to do."""
-
-    def lane(self, name: str, failures: Failures) -> Lane:
-        """A thread."""
-        return Lane(name, failures)
-
-    def fence(self) -> Fence:
-        """What was launched has run already."""
-        return None
-
-    def launched(self) -> Ticket:
-        """What was launched has run already."""
-        return FINISHED
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """A memcpy outside the GIL: torch's own copy would start a second OpenMP team on the lane."""
-        from offloadzero.native import cpu_adam
-
-        with self.timeline.span(_here.lane, _here.label, target.nbytes):
-            cpu_adam.copy(target, source)
-
-    def span(self, lane: str, name: str, num_bytes: int) -> AbstractContextManager[None]:
-        """What the calling thread does inside."""
-        return self.timeline.span(lane, name, num_bytes)
-
-    def read_later(self, scalar: torch.Tensor) -> Callable[[], float]:
-        """The value itself."""
-        value = scalar.item()
-        return lambda: value
-
-    def synchronize(self) -> None:
-        """Nothing is ever outstanding."""
-
-
-class CudaAccelerator:
-    """A CUDA device."""
-
-    def __init__(self, device: torch.device, recorder: Timeline = timeline.OFF) -> None:
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        self.device = torch.device("cuda", index)
-        self.timeline = recorder
-        self._reference: _Reference | None = None
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """One allocation through torch's allocator, kept for the life of the engine."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-
-    def pin(self, buffer: torch.Tensor) -> None:
-        """cudaHostRegister at the exact size: torch's pinned allocator rounds up to powers of two."""
-        if buffer.numel():
-            status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
-            if int(status) != 0:
-                raise OffloadError(f"cudaHostRegister of {buffer.numel()} bytes failed: error {int(status)}")
-
-    def unpin(self, buffer: torch.Tensor) -> None:
-        """cudaHostUnregister."""
-        if buffer.numel():
-            status = torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
-            if int(status) != 0:
-                raise OffloadError(f"cudaHostUnregister failed: error {int(status)}")
-
-    def lane(self, name: str, failures: Failures) -> Lane:
-        """A thread with a stream of its own."""
-        return Lane(name, failures, torch.cuda.Stream(self.device))
-
-    def fence(self) -> Fence:
-        """An event on the calling thread's current stream."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def launched(self) -> Ticket:
-        """An event on the calling thread's current stream."""
-        ticket = LaneTicket()
-        ticket._finish(self.fence())
-        return ticket
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Asynchronous on the lane's stream."""
-        with self.span(_here.lane, _here.label, target.nbytes):
-            target.copy_(source, non_blocking=True)
+        stream = self.asynchronous.current_stream() if self.timeline.is_on else None
+        if stream is None:
+            return self.timeline.span(lane, name, num_bytes)
+        return self._span_between_events(stream, lane, name, num_bytes)
 
     @contextmanager
-    def span(self, lane: str, name: str, num_bytes: int) -> Iterator[None]:
-        """Two events on the current stream."""
-        if not self.timeline.is_on:
-            yield
-            return
-        reference = self._reference
+    def _span_between_events(self, stream: Stream, lane: str, name: str, num_bytes: int) -> Iterator[None]:
+        device, reference = self.asynchronous, self._reference
         if reference is None or reference.is_old():
-            reference = self._reference = _Reference(self.device)
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record(torch.cuda.current_stream(self.device))
+            self._reference_stream = self._reference_stream or device.new_stream()
+            reference = self._reference = _Reference(device, self._reference_stream)
+        first = device.record(stream, timed=True)
         yield
-        last.record(torch.cuda.current_stream(self.device))
+        last = device.record(stream, timed=True)
         self.timeline.add_unfinished(lane, name, lambda: reference.times(first, last), num_bytes)
 
     def read_later(self, scalar: torch.Tensor) -> Callable[[], float]:
-        """A copy to pinned memory behind the kernels launched so far."""
-        value = torch.empty((), dtype=scalar.dtype, pin_memory=True)
-        value.copy_(scalar.detach().reshape(()), non_blocking=True)
+        """A call that gives the value which `scalar` (one element) has now; blocks until it is computed."""
+        if self.asynchronous.current_stream() is None:
+            value = scalar.item()
+            return lambda: value
+        copy = torch.empty((), dtype=scalar.dtype, pin_memory=True)
+        copy.copy_(scalar.detach().reshape(()), non_blocking=True)
         arrived = self.launched()
 
         def read() -> float:
             arrived.wait()
-            return float(value)
+            return float(copy)
 
         return read
 
     def synchronize(self) -> None:
-        """Wait for all streams of the device."""
-        torch.cuda.synchronize(self.device)
+        """Block until the device is idle."""
+        self.asynchronous.synchronize()
 
 
 class _Reference:
     """An event whose time on time.perf_counter() is known."""
 
-    # elapsed_time() is an fp32 of milliseconds: within this time it resolves 2 us.
+    # The device's clock is an fp32 of milliseconds: within this time it resolves 2 us.
     MAX_AGE_S = 30.0
 
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record(torch.cuda.Stream(device))
+    def __init__(self, device: Device, stream: Stream | None) -> None:
+        if stream is None:
+            raise AssertionError("a device without streams has no events")
+        self._device = device
+        self._event = device.record(stream, timed=True)
         self._event.synchronize()
         self._at_s = time.perf_counter()
 
     def is_old(self) -> bool:
         return time.perf_counter() - self._at_s > self.MAX_AGE_S
 
-    def times(self, first: torch.cuda.Event, last: torch.cuda.Event) -> tuple[float, float] | None:
+    def times(self, first: Event, last: Event) -> tuple[float, float] | None:
         """When the device reached two events; None while it has not."""
         if not last.query():
             return None
-        return (
-            self._at_s + self._event.elapsed_time(first) / 1e3,
-            self._at_s + self._event.elapsed_time(last) / 1e3,
-        )
-
-
-def make_accelerator(device: str | None, recorder: Timeline = timeline.OFF) -> Accelerator:
-    """The accelerator of `device` ("cpu", "cuda", "cuda:N"); None takes CUDA where there is one.
-
-    Raises:
-        ConfigError: there is no such CUDA device.
-    """
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if chosen.type != "cuda":
-        return CpuAccelerator(recorder)
-    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (chosen.index or 0) >= num_cuda:
-        raise ConfigError("offloadzero.device", device, f"CUDA devices that torch finds here: {num_cuda}")
-    return CudaAccelerator(chosen, recorder)
+        elapsed_s = self._device.elapsed_s
+        return self._at_s + elapsed_s(self._event, first), self._at_s + elapsed_s(self._event, last)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from offloadzero.memory import device as devices
 from offloadzero.native import compact, cpu_adam
 from offloadzero.native.cpu_adam import AdamHyper, adam_scalars
 from offloadzero.optim import compact_math
@@ -20,7 +21,7 @@ from offloadzero.optim import compact_math
 
 def sq_norm(grad: torch.Tensor, *, num_threads: int | None = None) -> float:
     """Sum of squares of a flat gradient; not finite if an element is not. Blocks the host on CUDA."""
-    if grad.device.type == "cpu":
+    if devices.is_host_memory(grad):
         return cpu_adam.sq_norm(grad, num_threads=num_threads)
     return float(grad.double().square_().sum())
 
@@ -31,7 +32,7 @@ def sq_norms(
     """`sq_norm` of parts [start, stop) of a flat gradient. Blocks the host once on CUDA."""
     if not parts:
         return []
-    if grad.device.type == "cpu":
+    if devices.is_host_memory(grad):
         return [cpu_adam.sq_norm(grad[start:stop], num_threads=num_threads) for start, stop in parts]
     sums = [grad[start:stop].double().square_().sum() for start, stop in parts]
     values: list[float] = torch.stack(sums).tolist()
@@ -40,7 +41,7 @@ def sq_norms(
 
 def accumulate(acc: torch.Tensor, grad: torch.Tensor, *, num_threads: int | None = None) -> None:
     """acc += grad, rounded to acc's dtype."""
-    if acc.device.type == "cpu":
+    if devices.is_host_memory(acc):
         cpu_adam.accumulate(acc, grad, num_threads=num_threads)
     else:
         acc.add_(grad)
@@ -63,7 +64,7 @@ def adam_step(
 
     With `scales` the state is compact: see `native.compact.compact_adam_step`.
     """
-    on_host = param.device.type == "cpu"
+    on_host = devices.is_host_memory(param)
     if scales is not None:
         if master is None:
             raise AssertionError("a compact state without remainder")

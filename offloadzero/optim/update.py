@@ -20,6 +20,7 @@ import torch
 
 from offloadzero.config import SegmentKind
 from offloadzero.errors import OffloadError
+from offloadzero.memory import device as devices
 from offloadzero.memory.arena import Lease
 from offloadzero.memory.lanes import Fence
 from offloadzero.memory.store import Segment, TieredStore
@@ -203,7 +204,7 @@ class UpdatePipeline:
     def _start_reads(self, chunk: _Chunk) -> None:
         chunk.data = data = self._stager.stage(chunk.update.record, chunk.start, chunk.stop)
         grad = chunk.update.grad
-        if isinstance(grad, torch.Tensor) and grad.device.type == "cpu":
+        if isinstance(grad, torch.Tensor) and devices.is_host_memory(grad):
             data.buffers[SegmentKind.GRAD] = grad[chunk.start : chunk.stop]
             return
         dtype = chunk.update.record.grad_dtype

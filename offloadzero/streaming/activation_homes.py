@@ -24,7 +24,7 @@ from offloadzero.memory.store import FETCH_PRIORITY, UPDATE_PRIORITY, TieredStor
 from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.planning.memory_plan import format_bytes
-from offloadzero.planning.probe import available_bytes
+from offloadzero.planning.probe import available_host_bytes
 
 NUM_STAGING = 2  # buffers in each direction between device and file
 
@@ -120,10 +120,10 @@ class Reserve:
                     f"states, {taken}, {format_bytes(num_bytes)} more are asked for.\nWhat would make it fit: "
                     "another offloadzero.activation_checkpoints.tier, a smaller micro batch, or a larger budget."
                 )
-        elif self.tier is TierName.HOST and num_bytes > available_bytes("cpu"):
+        elif self.tier is TierName.HOST and num_bytes > available_host_bytes():
             raise BudgetError(
                 f"{label}: {format_bytes(num_bytes)} of host memory are asked for, "
-                f"{format_bytes(available_bytes('cpu'))} are available; {taken}"
+                f"{format_bytes(available_host_bytes())} are available; {taken}"
             )
 
 

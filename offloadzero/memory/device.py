@@ -1,0 +1,288 @@
+"""What is asynchronous about a device: streams, events, memory, copies (floor 3). Only this file names torch.cuda.
+
+[Note: devices]
+What runs on a device is launched on a stream and runs later, in the stream's order. An event recorded on a stream is
+reached when everything launched there before has run; another stream or the host waits for it. The CPU as a device has
+no streams: what was launched has run, and there is nothing to wait for. Everything above asks a `Device`, so another
+one can take its place: a CUDA device, any that torch.accelerator knows, the simulated one of the tests.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from typing import Protocol, cast
+
+import torch
+
+from offloadzero.errors import ConfigError, OffloadError, StateError
+
+log = logging.getLogger("offloadzero.device")
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+
+
+class Event(Protocol):
+    """A point in a stream's order."""
+
+    def query(self) -> bool:
+        """Whether it has been reached."""
+
+    def synchronize(self) -> None:
+        """Block the host until it is reached."""
+
+
+class Stream(Protocol):
+    """Runs what is launched on it in order; equal ones are the same one."""
+
+    def wait_event(self, event: Event) -> None:
+        """What is launched on it from now on runs behind `event`."""
+
+    def synchronize(self) -> None:
+        """Block the host until it is idle."""
+
+
+class Device(Protocol):
+    """Everything that the engine asks of a device."""
+
+    torch_device: torch.device
+
+    def name(self) -> str | None:
+        """What its maker calls it; None of the CPU."""
+
+    def new_stream(self) -> Stream | None:
+        """A stream for one lane; None if the device has none."""
+
+    def current_stream(self) -> Stream | None:
+        """The stream on which the calling thread launches."""
+
+    def launching_on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Inside, the calling thread launches on `stream`, and this device is its current one."""
+
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        """A new event at the end of what was launched on `stream`. Waiting for it on the host does not spin."""
+
+    def elapsed_s(self, first: Event, last: Event) -> float:
+        """Seconds between two timed events that have been reached."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Device memory: uint8, shape (num_bytes,). It belongs to the calling thread's current stream.
+
+        Who lets go of it promises that no other stream uses it any more.
+        """
+
+    def pin(self, buffer: torch.Tensor) -> None:
+        """Page-lock host memory for the copy engines."""
+
+    def unpin(self, buffer: torch.Tensor) -> None:
+        """Undo `pin`."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Launch the copy of equal bytes between host and device on the calling thread's current stream."""
+
+    def synchronize(self) -> None:
+        """Block until the device is idle."""
+
+    def free_bytes(self) -> int | None:
+        """Memory that can be taken now; None if it is the host's."""
+
+    def check_not_capturing(self) -> None:
+        """StateError while the calling thread's stream records a graph: a graph cannot hold our transfers."""
+
+
+class CpuDevice:
+    """The CPU as the device: the same engine with real threads, and nothing asynchronous about a kernel."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+
+    def name(self) -> str | None:
+        """It has none here."""
+        return None
+
+    def new_stream(self) -> Stream | None:
+        """There is none."""
+        return None
+
+    def current_stream(self) -> Stream | None:
+        """There is none."""
+        return None
+
+    def launching_on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Never asked for: there are no streams."""
+        raise AssertionError(stream)
+
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        """Never asked for: there are no streams."""
+        raise AssertionError(stream, timed)
+
+    def elapsed_s(self, first: Event, last: Event) -> float:
+        """Never asked for: there are no events."""
+        raise AssertionError((first, last))
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Ordinary memory, touched when first used."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def pin(self, buffer: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def unpin(self, buffer: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """A memcpy outside the GIL: torch's own copy would start a second OpenMP team on the lane."""
+        from offloadzero.native import cpu_adam
+
+        cpu_adam.copy(target, source)
+
+    def synchronize(self) -> None:
+        """Nothing is ever outstanding."""
+
+    def free_bytes(self) -> int | None:
+        """It is the host's."""
+        return None
+
+    def check_not_capturing(self) -> None:
+        """There are no graphs."""
+
+
+class StreamDevice:
+    """A device that torch.accelerator knows."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch_device = device
+
+    def name(self) -> str | None:
+        """torch.accelerator has no names."""
+        return str(self.torch_device)
+
+    def new_stream(self) -> Stream | None:
+        """A stream of torch's."""
+        return cast("Stream", torch.Stream(self.torch_device))
+
+    def current_stream(self) -> Stream | None:
+        """torch's current stream of this device."""
+        return cast("Stream", torch.accelerator.current_stream(self.torch_device))
+
+    def launching_on(self, stream: Stream) -> AbstractContextManager[object]:
+        """torch's streams are context managers."""
+        return cast("torch.Stream", stream)
+
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        """An event of torch's."""
+        event = torch.Event(self.torch_device, enable_timing=timed)
+        event.record(cast("torch.Stream", stream))
+        return event
+
+    def elapsed_s(self, first: Event, last: Event) -> float:
+        """The device's own clock: an fp32 of milliseconds."""
+        return cast("torch.Event", first).elapsed_time(cast("torch.Event", last)) / 1e3
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """From torch's caching allocator."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def pin(self, buffer: torch.Tensor) -> None:
+        """torch has no general way to register memory: copies go through the driver's own buffers."""
+        device = self.torch_device.type
+        log.warning(
+            "%d bytes of host memory stay unpinned: torch registers none for %s", buffer.nbytes, device
+        )
+
+    def unpin(self, buffer: torch.Tensor) -> None:
+        """Nothing was pinned."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """torch's own, asynchronous where the host memory is pinned."""
+        target.copy_(source, non_blocking=True)
+
+    def synchronize(self) -> None:
+        """All streams of the device."""
+        torch.accelerator.synchronize(self.torch_device)
+
+    def free_bytes(self) -> int | None:
+        """By torch's count."""
+        free, _ = torch.accelerator.get_memory_info(self.torch_device)
+        return free
+
+    def check_not_capturing(self) -> None:
+        """Only CUDA has graphs that are captured."""
+
+
+class CudaDevice(StreamDevice):
+    """A CUDA device: what torch.accelerator has no words for."""
+
+    def name(self) -> str | None:
+        """As the driver calls it."""
+        return torch.cuda.get_device_name(self.torch_device)
+
+    def new_stream(self) -> Stream | None:
+        """A stream of torch's pool."""
+        return cast("Stream", torch.cuda.Stream(self.torch_device))
+
+    def current_stream(self) -> Stream | None:
+        """torch's current stream of this device."""
+        return cast("Stream", torch.cuda.current_stream(self.torch_device))
+
+    def launching_on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Sets the device as well."""
+        return torch.cuda.stream(cast("torch.cuda.Stream", stream))
+
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        """One whose waits sleep: threads that spin would take the cores from the launching thread."""
+        event = torch.cuda.Event(enable_timing=timed, blocking=True)
+        event.record(cast("torch.cuda.Stream", stream))
+        return event
+
+    def pin(self, buffer: torch.Tensor) -> None:
+        """cudaHostRegister at the exact size: torch's pinned allocator rounds up to powers of two."""
+        if buffer.numel():
+            with torch.cuda.device(self.torch_device):
+                status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), _PORTABLE)
+            if int(status) != 0:
+                raise OffloadError(f"cudaHostRegister of {buffer.numel()} bytes failed: error {int(status)}")
+
+    def unpin(self, buffer: torch.Tensor) -> None:
+        """cudaHostUnregister."""
+        if buffer.numel():
+            with torch.cuda.device(self.torch_device):
+                status = torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+            if int(status) != 0:
+                raise OffloadError(f"cudaHostUnregister failed: error {int(status)}")
+
+    def free_bytes(self) -> int | None:
+        """By the driver's count."""
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return free
+
+    def check_not_capturing(self) -> None:
+        """A replayed graph would use leases that hold other units by then."""
+        if torch.cuda.is_current_stream_capturing():
+            raise StateError(
+                "a CUDA graph is being captured: it would replay with leases that hold other weights by then. "
+                "Capture nothing that runs an offloaded model (torch.compile: mode 'default', not 'reduce-overhead')"
+            )
+
+
+def is_host_memory(tensor: torch.Tensor) -> bool:
+    """Whether host code may touch a tensor's bytes, once what writes them is complete."""
+    return tensor.device.type == "cpu"
+
+
+def find_device(name: str | None) -> Device:
+    """The device called "cpu", "cuda", "cuda:N" or as torch.accelerator calls it; None takes CUDA where there is one.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    chosen = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if chosen.type == "cpu":
+        return CpuDevice()
+    there = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if there is not None and there.type == chosen.type else 0
+    if (chosen.index or 0) >= count:
+        raise ConfigError("offloadzero.device", name, f"{chosen.type} devices that torch finds here: {count}")
+    index = chosen.index if chosen.index is not None else torch.accelerator.current_device_index()
+    found = torch.device(chosen.type, index)
+    return CudaDevice(found) if chosen.type == "cuda" else StreamDevice(found)
