@@ -77,6 +77,9 @@ class Device(Protocol):
     def unpin(self, buffer: torch.Tensor) -> None:
         """Undo `pin`."""
 
+    def new_pinned(self, dtype: torch.dtype) -> torch.Tensor:
+        """One element of pinned host memory, shape ()."""
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Launch the copy of equal bytes between host and device on the calling thread's current stream."""
 
@@ -129,6 +132,10 @@ class CpuDevice:
 
     def unpin(self, buffer: torch.Tensor) -> None:
         """Nothing to do."""
+
+    def new_pinned(self, dtype: torch.dtype) -> torch.Tensor:
+        """All memory is the host's."""
+        return torch.empty((), dtype=dtype)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """A memcpy outside the GIL: torch's own copy would start a second OpenMP team on the lane."""
@@ -192,6 +199,10 @@ class StreamDevice:
 
     def unpin(self, buffer: torch.Tensor) -> None:
         """Nothing was pinned."""
+
+    def new_pinned(self, dtype: torch.dtype) -> torch.Tensor:
+        """From torch's pinned allocator."""
+        return torch.empty((), dtype=dtype, pin_memory=True)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """torch's own, asynchronous where the host memory is pinned."""

@@ -244,8 +244,8 @@ class Accelerator:
         if self.asynchronous.current_stream() is None:
             value = scalar.item()
             return lambda: value
-        copy = torch.empty((), dtype=scalar.dtype, pin_memory=True)
-        copy.copy_(scalar.detach().reshape(()), non_blocking=True)
+        copy = self.asynchronous.new_pinned(scalar.dtype)
+        self.asynchronous.copy(copy, scalar.detach().reshape(()))
         arrived = self.launched()
 
         def read() -> float:

@@ -1,0 +1,102 @@
+"""The simulated device behind the interface of offloadzero.memory.device."""
+
+from __future__ import annotations
+
+from functools import partial
+from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from offloadzero.memory import device as devices
+from offloadzero.native import cpu_adam
+from tests.simulated.dispatch import Dispatch
+from tests.simulated.machine import Machine, SimulatedEvent, SimulatedStream
+from tests.simulated.memory import DeviceMemory, own_work
+
+MEMORY_BYTES = 4 << 30
+
+
+class SimulatedDevice:
+    """Its tensors are the CPU's to torch; what is done with them runs later."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.torch_device = torch.device("cpu")
+        self.machine = Machine(seed)
+        self.memory = DeviceMemory(self.machine)
+        self.pinned: dict[int, int] = {}
+
+    def name(self) -> str | None:
+        return "simulated"
+
+    def new_stream(self) -> Any:
+        return self.machine.new_stream()
+
+    def current_stream(self) -> Any:
+        return self.machine.current_stream
+
+    @contextmanager
+    def launching_on(self, stream: Any) -> Iterator[None]:
+        with self.machine.launching_on(stream), self.dispatching():
+            yield
+
+    def dispatching(self) -> AbstractContextManager[Any]:
+        """Inside, what the calling thread does with device memory is launched."""
+        return Dispatch(self.machine, self.memory)
+
+    def record(self, stream: Any, *, timed: bool = False) -> Any:
+        del timed
+        return stream.record()
+
+    def elapsed_s(self, first: Any, last: Any) -> float:
+        return float(last.at_s - first.at_s)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return self.memory.take(num_bytes)
+
+    def pin(self, buffer: torch.Tensor) -> None:
+        self.pinned[buffer.data_ptr()] = buffer.nbytes
+
+    def unpin(self, buffer: torch.Tensor) -> None:
+        del self.pinned[buffer.data_ptr()]
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """In two halves, between which other streams run: a transfer takes its time."""
+        with own_work():
+            target, source = (
+                (self.memory.unowned(t) if self.memory.holds(t) else t.detach()).view(-1).view(torch.uint8)
+                for t in (target, source)
+            )
+            half = target.numel() // 2
+            parts = [(target[part], source[part]) for part in (slice(half), slice(half, None))]
+        self.machine.counts["copies"] += 1
+        for to, origin in parts:
+            self.machine.current_stream.launch(partial(cpu_adam.copy, to, origin))
+
+    def new_pinned(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty((), dtype=dtype)
+
+    def synchronize(self) -> None:
+        self.machine.synchronize()
+
+    def free_bytes(self) -> int | None:
+        return MEMORY_BYTES
+
+    def check_not_capturing(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.machine.close()
+
+
+@contextmanager
+def simulated(patch: Any, seed: int = 0) -> Iterator[SimulatedDevice]:
+    """Engines made inside run on a simulated device; so does what the calling thread does with its memory."""
+    device = SimulatedDevice(seed)
+    patch.setattr("offloadzero.runtime.find_device", lambda _name: device)
+    is_host_memory = devices.is_host_memory
+    patch.setattr(devices, "is_host_memory", lambda tensor: is_host_memory(tensor) and not device.memory.holds(tensor))
+    with device.dispatching():
+        yield device
+    device.close()

@@ -1,0 +1,217 @@
+"""Streams, events and who runs what when.
+
+[Note: a schedule]
+Nothing runs when it is launched. One thread, the device, takes the head of some stream that may run, at random and by
+the seed, when someone waits for it, when a look at an event gave it a little time, or when much is outstanding. So a
+kernel runs as late as can be, or early, or after everything of another stream; a seed gives that again as far as the
+host's threads do.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+MAX_OUTSTANDING = 300  # launches; a real driver's queues end somewhere too
+
+
+class SimulatedEvent:
+    """Reached when the device gets to it."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.is_reached = False
+        self.at_s = 0.0
+        self.clock: Any = None  # what happened before it, for the checker
+
+    def query(self) -> bool:
+        return self._machine.look(self)
+
+    def synchronize(self) -> None:
+        self._machine.wait(self)
+
+
+class SimulatedStream:
+    """A queue of the device's."""
+
+    def __init__(self, machine: Machine, name: str) -> None:
+        self.machine = machine
+        self.name = name
+        self.tasks: deque[Callable[[], None] | SimulatedEvent] = deque()  # an event: wait for it
+        self.weight = 10.0 ** machine.random.uniform(-1.5, 0)
+
+    def launch(self, task: Callable[[], None]) -> None:
+        self.machine.launch(self, task)
+
+    def wait_event(self, event: Any) -> None:
+        self.machine.order(self, event)
+
+    def record(self) -> SimulatedEvent:
+        return self.machine.record(self)
+
+    def synchronize(self) -> None:
+        self.machine.wait(self.record())
+
+    def __repr__(self) -> str:
+        return f"stream {self.name}"
+
+
+class Machine:
+    """One device: its streams, and the thread that runs them."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._streams: list[SimulatedStream] = []
+        self._num_outstanding = 0
+        self._num_waiting = 0  # threads that wait for the device
+        self._credit = 0  # tasks that may run though nobody waits
+        self._eagerness = self.random.choice((0.0, 0.2, 1.0))
+        self._now_s = 0.0
+        self._closed = False
+        self.default_stream = self.new_stream("default")
+        self._here = threading.local()
+        self._thread = threading.Thread(target=self._run, name="simulated device", daemon=True)
+        self._thread.start()
+
+    # --- what a host thread calls ---
+
+    def new_stream(self, name: str | None = None) -> SimulatedStream:
+        with self._changed:
+            stream = SimulatedStream(self, name or f"{len(self._streams)} of {threading.current_thread().name}")
+            self._streams.append(stream)
+        return stream
+
+    @property
+    def current_stream(self) -> SimulatedStream:
+        """Of the calling thread."""
+        stream: SimulatedStream | None = getattr(self._here, "stream", None)
+        return stream or self.default_stream
+
+    @contextmanager
+    def launching_on(self, stream: SimulatedStream) -> Iterator[None]:
+        before = getattr(self._here, "stream", None)
+        self._here.stream = stream
+        try:
+            yield
+        finally:
+            self._here.stream = before
+
+    def launch(self, stream: SimulatedStream, task: Callable[[], None]) -> None:
+        self._put(stream, task)
+        self.counts["launches"] += 1
+
+    def record(self, stream: SimulatedStream) -> SimulatedEvent:
+        event = SimulatedEvent(self)
+
+        def reach() -> None:
+            with self._changed:
+                self._now_s += 1e-6
+                event.at_s = self._now_s
+                event.is_reached = True
+
+        self._put(stream, reach)
+        self.counts["events"] += 1
+        return event
+
+    def order(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
+        self._put(stream, event)
+        self.counts["event waits"] += 1
+
+    def wait(self, event: SimulatedEvent) -> None:
+        """Block the calling thread until the device has reached an event."""
+        self.counts[f"host waits of {_kind_of_thread()}"] += not event.is_reached
+        with self._changed:
+            self._num_waiting += 1
+            self._changed.notify_all()
+            while not event.is_reached and self.error is None:
+                self._changed.wait()
+            self._num_waiting -= 1
+        self._raise()
+
+    def look(self, event: SimulatedEvent) -> bool:
+        """Whether an event has been reached; who asks again and again will see it reached."""
+        with self._changed:
+            self._credit += 1
+            self._changed.notify_all()
+        self._raise()
+        return event.is_reached
+
+    def synchronize(self) -> None:
+        for stream in list(self._streams):
+            stream.synchronize()
+
+    def close(self) -> None:
+        """Run what is outstanding and end."""
+        self.synchronize()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _put(self, stream: SimulatedStream, task: Callable[[], None] | SimulatedEvent) -> None:
+        with self._changed:
+            stream.tasks.append(task)
+            self._num_outstanding += 1
+            if self.random.random() < self._eagerness:
+                self._credit += 1
+            self._changed.notify_all()
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    # --- the device ---
+
+    def _run(self) -> None:
+        # Kernels run below autograd: what was dispatched has been recorded there already.
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            while (task := self._next()) is not None:
+                try:
+                    task()
+                except BaseException as error:
+                    with self._changed:
+                        self.error = error
+                        self._changed.notify_all()
+                    break
+                del task  # what it holds goes back now
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._changed:
+            self._changed.notify_all()  # the last one is done
+            while True:
+                if self._closed:
+                    return None
+                if self._num_waiting or self._credit or self._num_outstanding > MAX_OUTSTANDING:
+                    ready = [stream for stream in self._streams if self._is_ready(stream)]
+                    if ready:
+                        stream = self.random.choices(ready, [stream.weight for stream in ready])[0]
+                        task = stream.tasks.popleft()
+                        self._num_outstanding -= 1
+                        self._credit = max(0, self._credit - 1)
+                        assert not isinstance(task, SimulatedEvent)
+                        return task
+                    self._credit = 0
+                self._changed.wait()
+
+    def _is_ready(self, stream: SimulatedStream) -> bool:
+        tasks = stream.tasks
+        while tasks and isinstance(event := tasks[0], SimulatedEvent):
+            if not event.is_reached:
+                return False
+            tasks.popleft()
+            self._num_outstanding -= 1
+        return bool(tasks)
+
+
+def _kind_of_thread() -> str:
+    thread = threading.current_thread()
+    return "the launching thread" if thread is threading.main_thread() else thread.name

@@ -1,0 +1,124 @@
+"""Device memory as a caching allocator gives it: by stream, at once again when it was let go, full of NaN."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_right, insort
+from collections import deque
+
+import numpy as np
+import torch
+
+from tests.simulated.machine import Machine, SimulatedStream
+
+_GRANULE = 512
+
+
+class _Own(threading.local):
+    is_inside = False
+
+
+_own = _Own()
+
+
+class own_work:  # noqa: N801 (reads as a keyword)
+    """Inside, what the calling thread does with tensors is the simulation's own and not dispatched."""
+
+    def __enter__(self) -> None:
+        self._before, _own.is_inside = _own.is_inside, True
+
+    def __exit__(self, *_error: object) -> None:
+        _own.is_inside = self._before
+
+
+def is_own_work() -> bool:
+    """Whether the calling thread is inside `own_work`."""
+    return _own.is_inside
+
+
+class _Block:
+    def __init__(self, num_bytes: int, stream: SimulatedStream) -> None:
+        self.bytes = np.full(num_bytes + _GRANULE, 0xFF, np.uint8)
+        shift = -self.bytes.ctypes.data % _GRANULE
+        self.bytes = self.bytes[shift : shift + num_bytes]
+        self.start = self.bytes.ctypes.data
+        self.stream = stream
+        self.all = torch.from_numpy(self.bytes)
+
+
+class DeviceMemory:
+    """What has an address here is device memory; all else is the host's."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._lock = threading.Lock()
+        self._free: dict[tuple[SimulatedStream, int], list[_Block]] = {}
+        self._given_back: deque[_Block] = deque()  # by finalizers, which may run anywhere
+        self._blocks: list[tuple[int, int, _Block]] = []  # (start, end, block), by start; none ever leaves
+        self.taken_bytes = 0
+        self.peak_bytes = 0
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Uint8, shape (num_bytes,), NaN in every floating-point dtype: of the calling thread's current stream.
+
+        When the last tensor over it is gone the next one of this size on the same stream gets it at once: that is
+        right for what the stream itself does, and for nothing else.
+        """
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        size = -(-num_bytes // _GRANULE) * _GRANULE
+        stream = self._machine.current_stream
+        with own_work(), self._lock:
+            self._collect()
+            free = self._free.get((stream, size))
+            block = free.pop() if free else None
+            is_new = block is None
+            if block is None:
+                block = _Block(size, stream)
+                insort(self._blocks, (block.start, block.start + size, block), key=lambda entry: entry[0])
+            self.taken_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.taken_bytes)
+        if not is_new:
+            content = block.bytes
+            self._machine.launch(stream, lambda: content.fill(0xFF))
+            self._machine.counts["launches"] -= 1  # no real device does this
+        owned = block.bytes[:num_bytes]
+        weakref.finalize(owned, self._given_back.append, block)
+        with own_work():
+            return torch.from_numpy(owned)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's bytes are device memory."""
+        return self._block(tensor) is not None
+
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same bytes of device memory for a kernel: a launch keeps no memory from being given to another."""
+        block = self._block(tensor)
+        if block is None:
+            raise AssertionError("not device memory")
+        with own_work():
+            return self._over(block, tensor)
+
+    @staticmethod
+    def _over(block: _Block, tensor: torch.Tensor) -> torch.Tensor:
+        offset = (tensor.data_ptr() - block.start) // tensor.itemsize if tensor.numel() else 0
+        storage = block.all.untyped_storage()
+        return torch.empty(0, dtype=tensor.dtype).set_(storage, offset, tensor.shape, tensor.stride())  # type: ignore[call-overload]
+
+    def _block(self, tensor: torch.Tensor) -> _Block | None:
+        address = tensor.untyped_storage().data_ptr()
+        if not address:
+            return None
+        with self._lock:
+            index = bisect_right(self._blocks, address, key=lambda entry: entry[0]) - 1
+            if index < 0:
+                return None
+            _, end, block = self._blocks[index]
+            return block if address < end else None
+
+    def _collect(self) -> None:
+        while self._given_back:
+            block = self._given_back.popleft()
+            self.taken_bytes -= block.bytes.nbytes
+            self._free.setdefault((block.stream, block.bytes.nbytes), []).append(block)
