@@ -479,7 +479,7 @@ class StreamStub:
 def test_closing_a_lane_waits_for_its_stream() -> None:
     """Copies that were only launched still read and write the memory which is given back next."""
     stream: Any = StreamStub()
-    device: Any = SimpleNamespace(new_stream=lambda: stream)
+    device: Any = SimpleNamespace(new_stream=lambda _name: stream)
     lane = Lane("h2d", Failures(), device)
     lane.close()
     lane.close()

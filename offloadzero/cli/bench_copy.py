@@ -212,7 +212,7 @@ def _device_transfers(device: Device, here: Sequence[Tensor], there: Sequence[Te
 
 
 def _stream(device: Device) -> Stream:
-    stream = device.new_stream()
+    stream = device.new_stream("copy")
     if stream is None:
         raise AssertionError("copies to a device without streams are not measured")
     return stream

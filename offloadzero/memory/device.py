@@ -50,8 +50,8 @@ class Device(Protocol):
     def name(self) -> str | None:
         """What its maker calls it; None of the CPU."""
 
-    def new_stream(self) -> Stream | None:
-        """A stream for one lane; None if the device has none."""
+    def new_stream(self, name: str) -> Stream | None:
+        """A stream for one lane, by name; None if the device has none."""
 
     def current_stream(self) -> Stream | None:
         """The stream on which the calling thread launches."""
@@ -103,7 +103,7 @@ class CpuDevice:
         """It has none here."""
         return None
 
-    def new_stream(self) -> Stream | None:
+    def new_stream(self, name: str) -> Stream | None:  # noqa: ARG002
         """There is none."""
         return None
 
@@ -164,7 +164,7 @@ class StreamDevice:
         """torch.accelerator has no names."""
         return str(self.torch_device)
 
-    def new_stream(self) -> Stream | None:
+    def new_stream(self, name: str) -> Stream | None:  # noqa: ARG002
         """A stream of torch's."""
         return cast("Stream", torch.Stream(self.torch_device))
 
@@ -228,7 +228,7 @@ class CudaDevice(StreamDevice):
         """As the driver calls it."""
         return torch.cuda.get_device_name(self.torch_device)
 
-    def new_stream(self) -> Stream | None:
+    def new_stream(self, name: str) -> Stream | None:  # noqa: ARG002
         """A stream of torch's pool."""
         return cast("Stream", torch.cuda.Stream(self.torch_device))
 

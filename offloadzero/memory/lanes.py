@@ -123,7 +123,7 @@ class Lane:
         self.name = name
         self._failures = failures
         self._device = device
-        self._stream = device.new_stream()
+        self._stream = device.new_stream(name)
         self._tasks: queue.SimpleQueue[tuple[Task, Sequence[Ticket], Fence, str, LaneTicket] | None]
         self._tasks = queue.SimpleQueue()
         self._closed = False
@@ -232,7 +232,7 @@ class Accelerator:
     def _span_between_events(self, stream: Stream, lane: str, name: str, num_bytes: int) -> Iterator[None]:
         device, reference = self.asynchronous, self._reference
         if reference is None or reference.is_old():
-            self._reference_stream = self._reference_stream or device.new_stream()
+            self._reference_stream = self._reference_stream or device.new_stream("clock")
             reference = self._reference = _Reference(device, self._reference_stream)
         first = device.record(stream, timed=True)
         yield

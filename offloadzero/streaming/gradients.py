@@ -110,6 +110,7 @@ class GradientCollector:
                 layout = (state.record.dtype, slot_layout(state.record.trainable_slots))
                 self._views[index] = shared.setdefault(layout, self._views[index])
         self._num_filling = 0
+        self._told: set[int] = set()
         self.last_micro_batch = True  # whether the running backward closes the window
         self._running = -1  # the backward whose gradients are taken
         self._is_nested = False  # a checkpoint has run a backward of its own inside it
@@ -256,7 +257,9 @@ class GradientCollector:
         lease = self._device_leases.try_take()
         if lease is None and self._num_filling >= self._device_leases.num_buffers:
             # Every lease waits for gradients that may come after this one's: waiting would never end.
-            log.warning("%s: more units in backward at once than gradient leases", record.name)
+            if record.index not in self._told:
+                self._told.add(record.index)
+                log.warning("%s: more units in backward at once than gradient leases", record.name)
             size = record.num_trainable * record.dtype.itemsize
             lease = PooledBuffer(self._store.accelerator.allocate(size), temporary=True)
         elif lease is None:
@@ -310,7 +313,7 @@ class GradientCollector:
         merge = None
         if not target.in_place:
             merge = functools.partial(self._merge, state, target, arrived, earlier, factors)
-        self._land(state, done, [copied], merge)
+        self._land(state, done, [copied], merge, held=lease)
 
     def _give_back(self, target: _Landing | None) -> None:
         """Nothing will land there."""
@@ -359,13 +362,22 @@ class GradientCollector:
     # --- on the landing thread ---
 
     def _land(
-        self, state: RecordGradient, done: Promise, after: Sequence[Ticket], merge: Callable[[], None] | None
+        self,
+        state: RecordGradient,
+        done: Promise,
+        after: Sequence[Ticket],
+        merge: Callable[[], None] | None,
+        *,
+        held: PooledBuffer | None = None,
     ) -> None:
+        """`held` is what the copy reads: the allocator would give it to the next kernel as soon as it was let go."""
         closed = state.closed
 
         def task() -> None:
+            nonlocal held
             try:
                 AllOf(after).wait()
+                held = None
                 if merge is not None:
                     merge()
                 self._measure(state)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from contextlib import AbstractContextManager, contextmanager
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 
 from offloadzero.memory import device as devices
+from offloadzero.memory.tickets import Failures
 from offloadzero.native import cpu_adam
 from tests.simulated.dispatch import Dispatch
 from tests.simulated.machine import Machine, SimulatedEvent, SimulatedStream
@@ -21,17 +22,17 @@ MEMORY_BYTES = 4 << 30
 class SimulatedDevice:
     """Its tensors are the CPU's to torch; what is done with them runs later."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, slow: Collection[str] = ()) -> None:
         self.torch_device = torch.device("cpu")
-        self.machine = Machine(seed)
+        self.machine = Machine(seed, slow=slow)
         self.memory = DeviceMemory(self.machine)
         self.pinned: dict[int, int] = {}
 
     def name(self) -> str | None:
         return "simulated"
 
-    def new_stream(self) -> Any:
-        return self.machine.new_stream()
+    def new_stream(self, name: str) -> Any:
+        return self.machine.new_stream(name)
 
     def current_stream(self) -> Any:
         return self.machine.current_stream
@@ -91,12 +92,30 @@ class SimulatedDevice:
 
 
 @contextmanager
-def simulated(patch: Any, seed: int = 0) -> Iterator[SimulatedDevice]:
+def simulated(patch: Any, seed: int = 0, *, slow: Collection[str] = ()) -> Iterator[SimulatedDevice]:
     """Engines made inside run on a simulated device; so does what the calling thread does with its memory."""
-    device = SimulatedDevice(seed)
+    device = SimulatedDevice(seed, slow=slow)
     patch.setattr("offloadzero.runtime.find_device", lambda _name: device)
     is_host_memory = devices.is_host_memory
     patch.setattr(devices, "is_host_memory", lambda tensor: is_host_memory(tensor) and not device.memory.holds(tensor))
+    begin_thread = Failures.in_background
+
+    def in_background(failures: Failures) -> None:
+        begin_thread(failures)
+        device.dispatching().__enter__()  # for the thread's life
+
+    patch.setattr(Failures, "in_background", in_background)
+    for name in ("tolist", "numpy"):  # of a tensor on the CPU they read the memory without a dispatch
+        patch.setattr(torch.Tensor, name, _reading(device, getattr(torch.Tensor, name)))
     with device.dispatching():
         yield device
     device.close()
+
+
+def _reading(device: SimulatedDevice, method: Any) -> Any:
+    def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if device.memory.holds(tensor):
+            device.machine.current_stream.synchronize()
+        return method(tensor, *args, **kwargs)
+
+    return read

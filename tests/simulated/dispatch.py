@@ -10,6 +10,7 @@ runs at once. In-place operations reach the memory through `.data`: a tensor's v
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tests.simulated.machine import Machine
-from tests.simulated.memory import DeviceMemory, is_own_work
+from tests.simulated.memory import DeviceMemory, is_own_work, own_work
 
 _ALIASES = {torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default, torch.ops.aten._reshape_alias.default}
 _RUNNING_STATISTICS = {torch.ops.aten.native_batch_norm.default: (3, 4)}  # written, and not in the schema
@@ -33,6 +34,10 @@ class Dispatch(TorchDispatchMode):
         self._machine = machine
         self._memory = memory
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or the compiler is imported, for seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if is_own_work():
@@ -44,7 +49,8 @@ class Dispatch(TorchDispatchMode):
             tensors = [value for value in flat if isinstance(value, torch.Tensor)]
             if not any(map(self._memory.holds, tensors)) or _is_view(func):
                 return func(*args, **kwargs)
-            return self._on_device(func, args, kwargs, flat, spec)
+            with own_work():
+                return self._on_device(func, args, kwargs, flat, spec)
 
     def _on_device(self, func: Any, args: Any, kwargs: Any, flat: list[Any], spec: Any) -> Any:
         written = _written(func, args, kwargs)
@@ -90,7 +96,7 @@ class Dispatch(TorchDispatchMode):
         if not value.numel():
             return moved
         target, content = self._memory.unowned(moved), value.data
-        self._machine.launch(self._machine.current_stream, lambda: target.copy_(content) and None)
+        self._machine.launch(self._machine.current_stream, partial(target.copy_, content))
         return moved
 
     def _for_later(self, value: Any, written: list[torch.Tensor]) -> Any:

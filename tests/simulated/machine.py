@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,7 +44,7 @@ class SimulatedStream:
         self.machine = machine
         self.name = name
         self.tasks: deque[Callable[[], None] | SimulatedEvent] = deque()  # an event: wait for it
-        self.weight = 10.0 ** machine.random.uniform(-1.5, 0)
+        self.weight = 1e-9 if name in machine.slow else 10.0 ** machine.random.uniform(-1.5, 0)
 
     def launch(self, task: Callable[[], None]) -> None:
         self.machine.launch(self, task)
@@ -65,8 +65,9 @@ class SimulatedStream:
 class Machine:
     """One device: its streams, and the thread that runs them."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, slow: Collection[str] = ()) -> None:
         self.random = random.Random(seed)
+        self.slow = slow  # names of streams that run when nothing else can
         self.counts: Counter[str] = Counter()
         self.error: BaseException | None = None
         self._changed = threading.Condition()
@@ -74,7 +75,7 @@ class Machine:
         self._num_outstanding = 0
         self._num_waiting = 0  # threads that wait for the device
         self._credit = 0  # tasks that may run though nobody waits
-        self._eagerness = self.random.choice((0.0, 0.2, 1.0))
+        self._eagerness = 0.0 if slow else self.random.choice((0.0, 0.2, 1.0))
         self._now_s = 0.0
         self._closed = False
         self.default_stream = self.new_stream("default")
@@ -84,9 +85,9 @@ class Machine:
 
     # --- what a host thread calls ---
 
-    def new_stream(self, name: str | None = None) -> SimulatedStream:
+    def new_stream(self, name: str) -> SimulatedStream:
         with self._changed:
-            stream = SimulatedStream(self, name or f"{len(self._streams)} of {threading.current_thread().name}")
+            stream = SimulatedStream(self, name)
             self._streams.append(stream)
         return stream
 

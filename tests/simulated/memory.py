@@ -53,7 +53,7 @@ class DeviceMemory:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._lock = threading.Lock()
-        self._free: dict[tuple[SimulatedStream, int], list[_Block]] = {}
+        self._free: dict[SimulatedStream, list[_Block]] = {}  # the last one is the one that was let go last
         self._given_back: deque[_Block] = deque()  # by finalizers, which may run anywhere
         self._blocks: list[tuple[int, int, _Block]] = []  # (start, end, block), by start; none ever leaves
         self.taken_bytes = 0
@@ -62,7 +62,7 @@ class DeviceMemory:
     def take(self, num_bytes: int) -> torch.Tensor:
         """Uint8, shape (num_bytes,), NaN in every floating-point dtype: of the calling thread's current stream.
 
-        When the last tensor over it is gone the next one of this size on the same stream gets it at once: that is
+        When the last tensor over it is gone the next one that fits in, on the same stream, gets it at once: that is
         right for what the stream itself does, and for nothing else.
         """
         if not num_bytes:
@@ -71,13 +71,12 @@ class DeviceMemory:
         stream = self._machine.current_stream
         with own_work(), self._lock:
             self._collect()
-            free = self._free.get((stream, size))
-            block = free.pop() if free else None
+            block = self._last_free(stream, size)
             is_new = block is None
             if block is None:
                 block = _Block(size, stream)
                 insort(self._blocks, (block.start, block.start + size, block), key=lambda entry: entry[0])
-            self.taken_bytes += size
+            self.taken_bytes += block.bytes.nbytes
             self.peak_bytes = max(self.peak_bytes, self.taken_bytes)
         if not is_new:
             content = block.bytes
@@ -121,4 +120,9 @@ class DeviceMemory:
         while self._given_back:
             block = self._given_back.popleft()
             self.taken_bytes -= block.bytes.nbytes
-            self._free.setdefault((block.stream, block.bytes.nbytes), []).append(block)
+            self._free.setdefault(block.stream, []).append(block)
+
+    def _last_free(self, stream: SimulatedStream, size: int) -> _Block | None:
+        free = self._free.get(stream, [])
+        index = next((i for i in reversed(range(len(free))) if free[i].bytes.nbytes >= size), None)
+        return None if index is None else free.pop(index)
