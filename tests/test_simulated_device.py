@@ -55,3 +55,43 @@ def test_a_gradient_without_a_lease(clipping: float, tmp_path: Path, monkeypatch
     with simulated(monkeypatch, slow=["gradient-d2h"]):
         found = run_engine(LastBlocksPartlyUnused, take_inputs(features), config)
     assert_same(found, expected)
+
+
+class Branches(Stack):
+    """Each block runs on a second stream as well, beside the computation; the two meet at the end."""
+
+    machine: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x.to(self.out_dtype()))
+        if self.machine is None:
+            start, beside = x, []
+            for block in self.blocks:
+                x = block(x)
+                beside.append(block(start))
+            return self.loss(x + sum(beside))
+        computing, side = self.machine.current_stream, self.machine.new_stream("side")
+        side.wait_event(computing.record())
+        start, beside = x, []
+        for block in self.blocks:
+            x = block(x)
+            with self.machine.launching_on(side):
+                beside.append(block(start))
+        computing.wait_event(side.record())
+        return self.loss(x + sum(beside))
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme", "mixed"])
+@pytest.mark.parametrize("slow", ["fetch", "side", "default"])
+@pytest.mark.parametrize("poison", [False, True], ids=["as it is", "poisoned"])
+def test_two_streams_compute(
+    slow: str, placement: str, poison: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit that has arrived for one stream has not for the other, and leaves when both have done with it."""
+    own = {"poison_released_leases": poison}
+    config = make_config(placement, tmp_path, clipping=0.5, offloadzero=own)
+    expected = run_engine(Branches, take_inputs(features), config)
+    with simulated(monkeypatch, slow=[slow]) as device:
+        monkeypatch.setattr(Branches, "machine", device.machine)
+        found = run_engine(Branches, take_inputs(features), config)
+    assert_same(found, expected)

@@ -7,9 +7,14 @@ it then launches the copy on the lane's stream and records an event; the ticket'
 event and `order_compute()` makes the calling thread's current stream wait for it instead. With the CPU as the device
 the thread copies by itself, so a missing wait is a real race there too.
 
-A fence marks what the calling thread has launched so far on its current stream (autograd's threads have
-streams of their own): a lane that overwrites memory which those kernels read waits for the fence first. On the
-CPU everything launched has been executed already, so fences are None.
+A fence marks what has been launched so far on the streams that compute with the model, [Note: streams that compute]:
+a lane that overwrites memory which those kernels read waits for the fence first. On the CPU everything launched has
+been executed already, so fences are empty.
+
+[Note: streams that compute]
+Usually that is one, in backward as in forward. A script may use more, and then a unit that has arrived for one of them
+has not for another, and leaves when all have done with it. So each stream on which a unit is used is noted: it waits
+for the unit's arrival, and fences lie on all of those that this step and the one before have used.
 
 [Note: timing on a lane]
 A copy is recorded on the timeline by itself, without what its task waited for. On a device with streams two events
@@ -29,11 +34,12 @@ import torch
 
 from offloadzero.errors import OffloadError
 from offloadzero.memory.device import CpuDevice, Device, Event, Stream
-from offloadzero.memory.tickets import FINISHED, Failures, Latch, Ticket
+from offloadzero.memory.tickets import FINISHED, AllOf, Failures, Latch, Ticket
 from offloadzero.observe import timeline
 from offloadzero.observe.timeline import Timeline
 
-Fence = Event | None
+Fence = Sequence[Event]
+NO_FENCE: Fence = ()
 
 
 class LaneTicket:
@@ -88,6 +94,9 @@ def order_compute_after(ticket: Ticket) -> None:
     """What the calling thread launches from now on runs after `ticket`: on the stream where that is enough."""
     if isinstance(ticket, LaneTicket):
         ticket.order_compute()
+    elif isinstance(ticket, AllOf):
+        for each in ticket.tickets:
+            order_compute_after(each)
     else:
         ticket.wait()
 
@@ -132,7 +141,7 @@ class Lane:
         self._thread.start()
 
     def submit(
-        self, task: Task, *, after: Sequence[Ticket] = (), fence: Fence = None, label: str = "copy"
+        self, task: Task, *, after: Sequence[Ticket] = (), fence: Fence = NO_FENCE, label: str = "copy"
     ) -> LaneTicket:
         """Run `task` once every ticket of `after` is done and, on the stream, behind `fence`.
 
@@ -174,8 +183,8 @@ class Lane:
             task()
             return None
         with self._device.launching_on(self._stream):
-            if fence is not None:
-                self._stream.wait_event(fence)
+            for event in fence:
+                self._stream.wait_event(event)
             task()
             return self._device.record(self._stream)
 
@@ -187,6 +196,8 @@ class Accelerator:
         self.device = device.torch_device
         self.timeline = recorder
         self.asynchronous = device
+        self._computing: list[Stream] = []  # in this step
+        self._computed: list[Stream] = []  # in the last
         self._reference: _Reference | None = None
         self._reference_stream: Stream | None = None  # one for good: torch's streams come from a pool of 32
 
@@ -206,15 +217,51 @@ class Accelerator:
         """A thread, with a stream of its own where the device has streams."""
         return Lane(name, failures, self.asynchronous)
 
-    def fence(self) -> Fence:
-        """Marks what the calling thread has launched so far on its current stream."""
+    @property
+    def has_streams(self) -> bool:
+        """Whether what is launched may run later."""
+        return self.asynchronous.current_stream() is not None
+
+    def note_stream(self) -> Stream | None:
+        """The calling thread computes on its current stream: [Note: streams that compute]. None on the CPU."""
         stream = self.asynchronous.current_stream()
-        return None if stream is None else self.asynchronous.record(stream)
+        if stream is not None and stream not in self._computing:
+            self._computing.append(stream)
+        return stream
+
+    def end_step(self) -> None:
+        """Streams on which the last two steps did not compute are forgotten."""
+        self._computed, self._computing = self._computing, []
+
+    def fence(self) -> Fence:
+        """Marks what has been launched so far on the calling thread's current stream and on those that compute."""
+        stream = self.asynchronous.current_stream()
+        if stream is None:
+            return NO_FENCE
+        streams = [stream]
+        for other in (*self._computing, *self._computed):
+            if other not in streams:
+                streams.append(other)
+        return [self.asynchronous.record(stream) for stream in streams]
+
+    def join_streams(self) -> None:
+        """What the calling thread launches from now on runs after all that `fence` marks."""
+        stream = self.asynchronous.current_stream()
+        if stream is not None:
+            for event in self.fence():
+                stream.wait_event(event)
+
+    def computed(self) -> Ticket:
+        """Done when all that `fence` marks is complete."""
+        tickets = [LaneTicket.of(self.asynchronous, event) for event in self.fence()]
+        return tickets[0] if len(tickets) == 1 else AllOf(tickets)
 
     def launched(self) -> Ticket:
-        """Done when what the calling thread has launched so far on its current stream is complete."""
-        fence = self.fence()
-        return FINISHED if fence is None else LaneTicket.of(self.asynchronous, fence)
+        """Done when what the calling thread has launched so far on its current stream is complete: for lanes."""
+        stream = self.asynchronous.current_stream()
+        return (
+            FINISHED if stream is None else LaneTicket.of(self.asynchronous, self.asynchronous.record(stream))
+        )
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy equal bytes between host and device; called on a lane, where it may end later than this returns."""

@@ -106,12 +106,12 @@ class AllOf:
     """
 
     def __init__(self, tickets: Iterable[Ticket]) -> None:
-        self._tickets = tuple(tickets)
+        self.tickets = tuple(tickets)
 
     def wait(self) -> None:
         """Block until all are done."""
         failure: BaseException | None = None
-        for ticket in self._tickets:
+        for ticket in self.tickets:
             try:
                 ticket.wait()
             except Exception as error:
@@ -121,7 +121,7 @@ class AllOf:
 
     def done(self) -> bool:
         """Whether all are done."""
-        return all(ticket.done() for ticket in self._tickets)
+        return all(ticket.done() for ticket in self.tickets)
 
 
 class Promise:

@@ -22,7 +22,7 @@ from offloadzero.config import SegmentKind
 from offloadzero.errors import OffloadError
 from offloadzero.memory import device as devices
 from offloadzero.memory.arena import Lease
-from offloadzero.memory.lanes import Fence
+from offloadzero.memory.lanes import NO_FENCE, Fence
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.native.cpu_adam import AdamHyper
@@ -47,7 +47,7 @@ class RecordUpdate:
     grad: torch.Tensor | Segment
     grad_scale: float
     on_consumed: Callable[[], None] | None = None
-    fence: Fence = None  # behind which a gradient on the device is complete
+    fence: Fence = NO_FENCE  # behind which a gradient on the device is complete
     ticket: UpdateTicket = field(default_factory=UpdateTicket)
     delivery: Delivery | None = None  # set when the update begins
     writes: list[Ticket] = field(default_factory=list)

@@ -7,8 +7,8 @@ operation: by a saved tensor that backward unpacks, or by a parameter read outsi
 what keeps an operation's first weight in place while its second, of another unit, is fetched. It ends early
 when all gradients of the unit have arrived, and in backward when another node uses a unit (a recomputation, say):
 the nodes before it have run. Without that a frozen unit, which gets no gradients, would stay protected.
-Work launched on a CUDA stream is covered by fences: a fetch into a lease waits, on its stream, for what the
-launching thread had launched when the lease was given up.
+Work launched on a stream is covered by fences: a fetch into a lease waits, on its stream, for what had been launched
+on the [Note: streams that compute] when the lease was given up.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from offloadzero.config import SegmentKind, TierName
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.interrupts import uninterrupted
 from offloadzero.memory.arena import Arena, BufferPool, Lease, PooledBuffer, align_up
+from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import Fence, Lane, order_compute_after
 from offloadzero.memory.store import FETCH_PRIORITY, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Promise, Ticket
@@ -79,6 +80,7 @@ class Executor:
         clock: StepClock,
     ) -> None:
         self._store = store
+        self._has_streams = store.accelerator.has_streams
         self._arena = unit_arena
         self._staging = staging
         self._clock = clock
@@ -150,6 +152,7 @@ class Executor:
         `evaluating`: the use is no part of a training step, and leaves the recorded order of steps alone.
         """
         unit = self._units[index]
+        stream = self._store.accelerator.note_stream() if self._has_streams else None
         if unit.residency is HOME:
             if not unit.updated.done():
                 with self._clock.waiting("update"), self._store.failures.handed_over():
@@ -165,13 +168,13 @@ class Executor:
                 self._guarded.clear()
             if guard and (not self._guarded or self._guarded[-1] != index):
                 self._guarded.append(index)
-            if index == self._current and unit.residency is READY:
+            if index == self._current and unit.residency is READY and stream in unit.arrived_for:
                 return
             self._store.failures.check_readable()
             with uninterrupted:
-                self._use(unit, evaluating=evaluating)
+                self._use(unit, stream, evaluating=evaluating)
 
-    def _use(self, unit: LeasedUnit, *, evaluating: bool) -> None:
+    def _use(self, unit: LeasedUnit, stream: Stream | None, *, evaluating: bool) -> None:
         index = unit.record.index
         self._current = index
         self._evaluating = evaluating
@@ -180,8 +183,8 @@ class Executor:
             self._start_fetch(unit, self._lease_on_demand(unit))
         if evaluating or index != self._planned_use:
             self._prefetch()
-        if unit.residency is FETCHING:
-            self._complete_fetch(unit)
+        if unit.residency is FETCHING or stream not in unit.arrived_for:
+            self._complete_fetch(unit, stream)
 
     # --- forwards of sites ---
 
@@ -397,7 +400,7 @@ class Executor:
 
     def reads(self) -> Ticket:
         """Done when what the calling thread has launched so far, which may read any weights, has run."""
-        return self._store.accelerator.launched()
+        return self._store.accelerator.computed()
 
     def begin_edit(self, index: int) -> None:
         """Any of the unit's weights are about to be written by the caller.
@@ -440,6 +443,7 @@ class Executor:
     def finish_step(self) -> None:
         """All updates of this step have begun: start what the next forward needs."""
         with self._lock:
+            self._store.accelerator.end_step()
             self._trace.finish_step()
             self._evaluating = False
             self._current = -1
@@ -534,7 +538,7 @@ class Executor:
             if not arriving:
                 raise self._no_room(name, size)
             for other in arriving:  # fetched for later: their room is needed now
-                self._complete_fetch(other)
+                self._complete_fetch(other, self._store.accelerator.note_stream())
         return lease
 
     def _no_room(self, name: str, size: int) -> BudgetError:
@@ -564,6 +568,7 @@ class Executor:
                 lambda: self._unstage(staged, target), fence=fence, label=record.name
             )
         unit.lease = lease
+        unit.arrived_for = []
         unit.put_at(target)
         unit.residency = FETCHING
         self._present |= {record.index}
@@ -629,7 +634,7 @@ class Executor:
             if staged.buffer is not None:
                 self._staging.give_back(staged.buffer, last_use=accelerator.launched())
 
-    def _complete_fetch(self, unit: LeasedUnit) -> None:
+    def _complete_fetch(self, unit: LeasedUnit, stream: Stream | None) -> None:
         if unit.fetched is None:
             raise AssertionError(f"{unit.record.name} is not being fetched")
         with self._store.failures.handed_over():
@@ -639,6 +644,7 @@ class Executor:
             else:
                 unit.fetched.order_compute()
         unit.residency = READY
+        unit.arrived_for.append(stream)
 
     def _release(self, unit: LeasedUnit) -> None:
         if unit.lease is None:
@@ -650,6 +656,8 @@ class Executor:
         self._planned_use = None
         if unit.shown_at:
             unit.show()  # placeholders
+        if self._store.poison:
+            self._store.accelerator.join_streams()  # they may still read what is about to be poisoned
         lease.release()
 
     @property

@@ -88,6 +88,7 @@ class GradientCollector:
         on_landed: called on the landing thread when the gradient of the whole window is home.
         """
         self._store = store
+        self._has_streams = store.accelerator.has_streams
         self._device_leases = device_leases
         self._passing = passing
         self._staging = staging
@@ -156,6 +157,8 @@ class GradientCollector:
             )
         if state.flat is None:
             self._begin(state)
+        if self._has_streams:
+            self._order_stream(state)
         if grad.is_sparse:
             _expect_dense(slot, grad)
         if grad.requires_grad:  # backward(create_graph=True)
@@ -228,7 +231,7 @@ class GradientCollector:
                 self._complete(state)
             elif self.last_micro_batch and state.present and not state.closed:
                 # Its gradient says nothing of this micro batch, which may have read the weights all the same.
-                after = [state.landed, self._store.accelerator.launched()]
+                after = [state.landed, self._store.accelerator.computed()]
                 self._on_complete(state)
                 self._on_sending(state)
                 state.landed = done = Promise()
@@ -240,11 +243,13 @@ class GradientCollector:
         home = state.home
         if home is not None and home.tier is TierName.DEVICE:
             # An update of the last step may still read it.
+            state.free = self._previous_update(record.index)
             with self._clock.waiting("update"), self._store.failures.handed_over():
-                order_compute_after(self._previous_update(record.index))
+                order_compute_after(state.free)
             state.flat = home.memory
         else:
             state.lease = self._take_device_lease(record)
+            state.free = state.lease.last_use
             state.flat = state.lease.view(record.dtype, record.num_trainable)
         if state.lease is not None and state.lease.temporary:
             state.targets = [slot.view_in(state.flat) for slot in record.trainable_slots]
@@ -252,6 +257,13 @@ class GradientCollector:
             state.targets = self._views[record.index].at(state.flat)
         for start, stop in record.padding:
             state.flat[start:stop].zero_()
+
+    def _order_stream(self, state: RecordGradient) -> None:
+        """A second stream that brings gradients waits for the lease, too."""
+        stream = self._store.accelerator.note_stream()
+        if stream not in state.streams:
+            state.streams.append(stream)
+            order_compute_after(state.free)
 
     def _take_device_lease(self, record: Record) -> PooledBuffer:
         lease = self._device_leases.try_take()
@@ -295,7 +307,7 @@ class GradientCollector:
         if target is not None and target.in_place and target.buffer is not None:
             state.passing = target.buffer
         arrived, state.arrived = state.arrived, []
-        state.lease, state.flat, state.targets = None, None, ()
+        state.lease, state.flat, state.targets, state.streams = None, None, (), []
         state.present = earlier.union([slot.index for slot in arrived])
         if not state.landed.done():
             before = AllOf([before, state.landed])  # of gradients that were dropped since
@@ -306,7 +318,7 @@ class GradientCollector:
         state.landed = done = Promise()
         state.closed = self.last_micro_batch
         if lease is None or target is None:
-            self._land(state, done, [self._store.accelerator.launched()], None)
+            self._land(state, done, [self._store.accelerator.computed()], None)
             return
         self._num_filling -= not lease.temporary
         copied = self._copy_to_host(state, flat, lease, target, before)
@@ -479,7 +491,7 @@ class GradientCollector:
     def _abandon(self) -> None:
         for state in self.gradients.values():
             if state.lease is not None and not state.lease.temporary:
-                self._device_leases.give_back(state.lease, last_use=self._store.accelerator.launched())
+                self._device_leases.give_back(state.lease, last_use=self._store.accelerator.computed())
         self._num_filling = 0
         self.end_backward()
         self._new_window()

@@ -16,6 +16,7 @@ import torch
 
 from offloadzero.errors import StateError
 from offloadzero.memory.arena import Lease
+from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Ticket
@@ -66,6 +67,7 @@ class LeasedUnit:
     address: int = 0  # of `flat`; 0: none
     lease: Lease | None = None
     fetched: LaneTicket | None = None
+    arrived_for: list[Stream | None] = field(default_factory=list)  # the streams that have waited for it
     updated: Ticket = FINISHED  # the last update; a fetch or a use comes after it
     generation: int = 0  # counts updates: a saved tensor of an older one is refused
     edits: int = 0  # the same for frozen weights, which no update changes: counts writes by the user

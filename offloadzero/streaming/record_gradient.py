@@ -11,7 +11,8 @@ import torch
 from offloadzero.config import SegmentKind, TierName
 from offloadzero.errors import OffloadError
 from offloadzero.memory.arena import PooledBuffer
-from offloadzero.memory.lanes import Fence
+from offloadzero.memory.device import Stream
+from offloadzero.memory.lanes import NO_FENCE, Fence
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.native.cpu_adam import AdamHyper
@@ -47,6 +48,8 @@ class RecordGradient:
     flat: torch.Tensor | None = None  # on the device, shape (num_trainable,)
     targets: Sequence[torch.Tensor] = ()  # views of `flat` by slot
     arrived: list[ParamSlot] = field(default_factory=list)
+    free: Ticket = FINISHED  # what used the memory before; each stream that writes it comes after that
+    streams: list[Stream | None] = field(default_factory=list)  # those that have waited for it
     # In the window:
     present: frozenset[int] = frozenset()  # indices of the slots that have a gradient
     factors: dict[int, float] = field(
@@ -54,7 +57,7 @@ class RecordGradient:
     )  # by slot: what scripts have multiplied by, unless 1
     zeroed: set[int] = field(default_factory=set)  # those that stand for zeros, whatever the home holds
     landed: Ticket = FINISHED
-    fence: Fence = None
+    fence: Fence = NO_FENCE
     sq_norms: list[float] = field(default_factory=list)  # of what has landed, by slot, without the factors
     closed: bool = False  # its last micro batch is landing; on_landed follows
     update: BegunUpdate | None = None  # set in backward when the update follows the landing

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-from contextlib import AbstractContextManager, contextmanager
 from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from offloadzero.memory import device as devices
 from offloadzero.memory.tickets import Failures
 from offloadzero.native import cpu_adam
 from tests.simulated.dispatch import Dispatch
-from tests.simulated.machine import Machine, SimulatedEvent, SimulatedStream
+from tests.simulated.machine import Machine
 from tests.simulated.memory import DeviceMemory, own_work
 
 MEMORY_BYTES = 4 << 30
@@ -97,7 +97,9 @@ def simulated(patch: Any, seed: int = 0, *, slow: Collection[str] = ()) -> Itera
     device = SimulatedDevice(seed, slow=slow)
     patch.setattr("offloadzero.runtime.find_device", lambda _name: device)
     is_host_memory = devices.is_host_memory
-    patch.setattr(devices, "is_host_memory", lambda tensor: is_host_memory(tensor) and not device.memory.holds(tensor))
+    patch.setattr(
+        devices, "is_host_memory", lambda tensor: is_host_memory(tensor) and not device.memory.holds(tensor)
+    )
     begin_thread = Failures.in_background
 
     def in_background(failures: Failures) -> None:

@@ -21,9 +21,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tests.simulated.machine import Machine
 from tests.simulated.memory import DeviceMemory, is_own_work, own_work
 
-_ALIASES = {torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default, torch.ops.aten._reshape_alias.default}
+_ALIASES = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.lift_fresh.default,
+    torch.ops.aten._reshape_alias.default,
+}
 _RUNNING_STATISTICS = {torch.ops.aten.native_batch_norm.default: (3, 4)}  # written, and not in the schema
-_NEEDS_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
+_NEEDS_HOST = (
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+)
 
 
 class Dispatch(TorchDispatchMode):
@@ -64,7 +72,7 @@ class Dispatch(TorchDispatchMode):
             if metas is None:
                 return self._synchronously(func, args, kwargs)
             outputs = [self._empty(meta) for meta in metas[0] if isinstance(meta, torch.Tensor)]
-        later_args, later_kwargs = tree_unflatten([self._for_later(value, written) for value in flat], spec)
+        later_args, later_kwargs = tree_unflatten([self._for_later(value) for value in flat], spec)
         targets = [self._memory.unowned(output) for output in outputs if output.numel()]
 
         def kernel() -> None:
@@ -86,7 +94,9 @@ class Dispatch(TorchDispatchMode):
         result = func(*args, **kwargs)
         flat, spec = tree_flatten(result)
         given = {id(value) for value in tree_flatten((args, kwargs))[0]}
-        return tree_unflatten([self._moved(value) if id(value) not in given else value for value in flat], spec)
+        return tree_unflatten(
+            [self._moved(value) if id(value) not in given else value for value in flat], spec
+        )
 
     def _moved(self, value: Any) -> Any:
         """A result that was computed on the host, in device memory."""
@@ -99,7 +109,7 @@ class Dispatch(TorchDispatchMode):
         self._machine.launch(self._machine.current_stream, partial(target.copy_, content))
         return moved
 
-    def _for_later(self, value: Any, written: list[torch.Tensor]) -> Any:
+    def _for_later(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         return self._memory.unowned(value) if self._memory.holds(value) else value.data.clone()
@@ -122,7 +132,9 @@ class Dispatch(TorchDispatchMode):
         try:
             with FakeTensorMode(allow_non_fake_inputs=False) as mode:
                 fakes = [
-                    torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) if isinstance(v, torch.Tensor) else v
+                    torch.empty_strided(v.shape, v.stride(), dtype=v.dtype)
+                    if isinstance(v, torch.Tensor)
+                    else v
                     for v in flat
                 ]
                 del mode
@@ -183,7 +195,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
         if not writes and place not in _RUNNING_STATISTICS.get(func, ()):
             continue
         value = args[place] if place < len(args) else kwargs.get(argument.name)
-        found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, torch.Tensor)]
+        found += [
+            v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, torch.Tensor)
+        ]
     return found
 
 
