@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from offloadzero.errors import StateError
 from tests.models import PartlyUnusedBlock, Stack, features
 from tests.simulated.device import simulated
 from tests.test_streaming import MODELS, take_inputs
@@ -95,3 +96,19 @@ def test_two_streams_compute(
         monkeypatch.setattr(Branches, "machine", device.machine)
         found = run_engine(Branches, take_inputs(features), config)
     assert_same(found, expected)
+
+
+def test_a_captured_graph_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would replay with leases that hold other units; what comes after the capture trains as if it had not been."""
+    config = make_config("host", tmp_path, clipping=0.5)
+    expected = run_engine(Stack, take_inputs(features), config)
+
+    def loop(engine: Any) -> list[float]:
+        device.is_capturing = True
+        with pytest.raises(StateError, match="captured"):
+            engine(features(0))
+        device.is_capturing = False
+        return take_inputs(features)(engine)
+
+    with simulated(monkeypatch) as device:
+        assert_same(run_engine(Stack, loop, config), expected)

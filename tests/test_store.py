@@ -22,6 +22,7 @@ from offloadzero.memory.arena import Arena, BufferPool, PooledBuffer, allocate_h
 from offloadzero.memory.device import CpuDevice, CudaDevice
 from offloadzero.memory.lanes import Accelerator, Lane, LaneTicket
 from offloadzero.memory.nvme import NvmeTier
+from offloadzero.memory.pages import populate
 from offloadzero.memory.store import Segment, StoreSizes, TieredStore
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.memory.tickets import FINISHED, AllOf, Failures, Promise
@@ -529,3 +530,13 @@ def test_a_buffer_is_poisoned_only_where_the_fill_is_over_at_once(device: str) -
     memory: Any = SimpleNamespace(device=torch.device(device), fill_=fills.append)
     BufferPool([], failures=Failures(), poison=True).give_back(PooledBuffer(memory))
     assert fills == ([0xFF] if device == "cpu" else [])
+
+
+@pytest.mark.parametrize("num_threads", [1, 4, 64])
+def test_populated_memory_keeps_what_is_in_it(num_threads: int) -> None:
+    """Also by more threads than there are pages, and of a size that is no multiple of them."""
+    buffer = allocate_host(5 * PAGE + 17)
+    buffer[PAGE + 3] = 7
+    populate(buffer, num_threads=num_threads)
+    assert buffer.sum() == 7
+    populate(buffer[:0], num_threads=num_threads)

@@ -219,6 +219,8 @@ class Executor:
         if self._updated_early and current_autograd_node() is None:
             for index in indices:
                 self.expect_step_taken(index)
+        if self._has_streams and not self._num_forwards:
+            self._store.accelerator.asynchronous.check_not_capturing()
         evaluating = self.is_evaluating
         if evaluating and not self._num_forwards and is_root:
             self._evaluation.finish_step()  # uses up to the next one are recorded as its order

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from offloadzero.errors import StateError
 from offloadzero.memory import device as devices
 from offloadzero.memory.tickets import Failures
 from offloadzero.native import cpu_adam
@@ -27,6 +28,7 @@ class SimulatedDevice:
         self.machine = Machine(seed, slow=slow)
         self.memory = DeviceMemory(self.machine)
         self.pinned: dict[int, int] = {}
+        self.is_capturing = False
 
     def name(self) -> str | None:
         return "simulated"
@@ -85,7 +87,8 @@ class SimulatedDevice:
         return MEMORY_BYTES
 
     def check_not_capturing(self) -> None:
-        pass
+        if self.is_capturing:
+            raise StateError("a graph is being captured")
 
     def close(self) -> None:
         self.machine.close()
