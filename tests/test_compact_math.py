@@ -17,7 +17,8 @@ from offloadzero.native.compact import (
     num_scales,
 )
 from offloadzero.native.cpu_adam import AdamHyper
-from offloadzero.optim import compact_math
+from offloadzero.optim import compact_math, device_math
+from offloadzero.optim.device_adam import AdamForm
 from tests.test_compact_dither import dither
 from tests.test_compact_kernels import make_grad, make_state
 
@@ -127,8 +128,19 @@ def test_the_dither_is_the_written_one(step: int) -> None:
 def step_both(
     ours: Record, kernels: Record, grad: Tensor, *, hyper: AdamHyper, step: int, grad_scale: float
 ) -> None:
-    compact_math.torch_compact_adam_step(
-        ours[0], grad, *ours[1:], hyper=hyper, step=step, grad_scale=grad_scale
+    param, remainder, exp_avg, exp_avg_sq, scales = ours
+    device_math.adam_step(
+        param,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        hyper=hyper,
+        step=step,
+        grad_scale=grad_scale,
+        master=remainder,
+        scales=scales,
+        form=AdamForm.TORCH,
+        scratch=torch.full((9 * COMPACT_BLOCK * 52 - 1,), 0xFF, dtype=torch.uint8),  # eight blocks
     )
     compact_adam_step(
         kernels[0], grad, *kernels[1:], hyper=hyper, step=step, grad_scale=grad_scale, num_threads=1
@@ -140,10 +152,9 @@ def step_both(
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_step_is_the_kernels_bit_by_bit(
-    dtype: torch.dtype, weight_decay: float, decoupled: bool, lr: float, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, weight_decay: float, decoupled: bool, lr: float
 ) -> None:
     """Five steps from a state with every magnitude, subnormals among them, in pieces of eight blocks."""
-    monkeypatch.setattr(compact_math, "_PIECE_ELEMENTS", 8 * COMPACT_BLOCK)
     hyper = AdamHyper(lr, 0.9, 0.99, 1e-8, weight_decay, decoupled=decoupled)
     ours = encode(*make_state(4097))
     kernels = tuple(tensor.clone() for tensor in ours)
@@ -172,13 +183,18 @@ def test_the_step_on_extremes_is_the_kernels(grad_scale: float, weight_decay: fl
         assert_same(ours, kernels)
 
 
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    spare = compact_math.Workspace(*(torch.full_like(a, NAN).double() for _ in range(9)))
+    return spare.fma(torch.empty_like(a), a, b, c)
+
+
 def test_fma_rounds_once() -> None:
     """Against exact fractions, over many exponents; a part of the sums cancel to the last bits of the product."""
     generator = np.random.default_rng(11)
     exponents = generator.integers(-70, 60, (3, 4000))
     a, b, c = (generator.uniform(-2, 2, (3, 4000)) * 2.0**exponents).astype(np.float32)
     c[:1500] = -(a[:1500].astype(np.float64) * b[:1500]).astype(np.float32)  # cancels to the product's error
-    ours = compact_math.fma(*(torch.from_numpy(x) for x in (a, b, c))).numpy()
+    ours = fma(*(torch.from_numpy(x) for x in (a, b, c))).numpy()
     for x, y, z, result in zip(a, b, c, ours, strict=True):
         exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
         error = abs(Fraction(float(result)) - exact)
@@ -191,5 +207,5 @@ def test_fma_where_two_roundings_differ() -> None:
     """(1 + 2^-12)^2 lies in the middle of two fp32 numbers; 2^-60 decides, and an fp64 sum has no room for it."""
     factor, addend = torch.full((2,), 1.0 + 2.0**-12), torch.tensor([2.0**-60, -(2.0**-60)])
     once = [1 + 2**-11 + 2**-23, 1 + 2**-11]
-    assert compact_math.fma(factor, factor, addend).tolist() == once
+    assert fma(factor, factor, addend).tolist() == once
     assert (factor.double() * factor.double() + addend.double()).float().tolist() != once

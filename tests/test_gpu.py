@@ -30,6 +30,7 @@ from offloadzero.native.compact import compact_encode, num_scales
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.observe.timeline import Timeline
 from offloadzero.optim import device_math
+from offloadzero.optim.device_adam import AdamForm, device_form
 from tests.tiny import TinyModel, all_states, make_engine, settings, tokens
 
 pytestmark = [
@@ -261,11 +262,20 @@ def values(num_elements: int, seed: int) -> torch.Tensor:
     return drawn
 
 
+def test_the_fused_kernel_runs_here() -> None:
+    assert device_form(torch.device("cuda", torch.cuda.current_device())) is AdamForm.TRITON
+
+
+@pytest.mark.parametrize("form", [AdamForm.TRITON, AdamForm.TORCH])
 @pytest.mark.parametrize("hyper", HYPERS)
 @pytest.mark.parametrize(("dtype", "master_dtype"), DTYPES)
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_device_update_gives_the_bits_of_the_kernel(
-    hyper: AdamHyper, dtype: torch.dtype, master_dtype: torch.dtype | None, grad_dtype: torch.dtype
+    form: AdamForm,
+    hyper: AdamHyper,
+    dtype: torch.dtype,
+    master_dtype: torch.dtype | None,
+    grad_dtype: torch.dtype,
 ) -> None:
     count = 100_003
     weights = values(count, 1).clamp(-1e4, 1e4)
@@ -289,6 +299,7 @@ def test_the_device_update_gives_the_bits_of_the_kernel(
             step=step,
             grad_scale=0.37,
             master=device_master,
+            form=form,
         )
         for name, one, other in zip(("param", "exp_avg", "exp_avg_sq"), host, device, strict=True):
             assert torch.equal(one.view(torch.uint8), other.cpu().view(torch.uint8)), f"{name}, step {step}"
@@ -296,10 +307,11 @@ def test_the_device_update_gives_the_bits_of_the_kernel(
             assert torch.equal(master, device_master.cpu()), f"master, step {step}"
 
 
+@pytest.mark.parametrize("form", [AdamForm.TRITON, AdamForm.TORCH])
 @pytest.mark.parametrize("hyper", HYPERS)
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
 def test_the_compact_update_on_the_device_gives_the_bits_of_the_kernel(
-    hyper: AdamHyper, grad_dtype: torch.dtype
+    form: AdamForm, hyper: AdamHyper, grad_dtype: torch.dtype
 ) -> None:
     count = 100_003
     zeros, weights = torch.zeros(count), values(count, 1).clamp(-1e4, 1e4)
@@ -309,7 +321,7 @@ def test_the_compact_update_on_the_device_gives_the_bits_of_the_kernel(
     device = [tensor.cuda() for tensor in host]
     for step in range(1, 6):
         grad = values(count, 100 + step).clamp(-6e4, 6e4).to(grad_dtype)
-        for state, given in ((host, grad), (device, grad.cuda())):
+        for state, given, used in ((host, grad, AdamForm.NATIVE), (device, grad.cuda(), form)):
             param, master, exp_avg, exp_avg_sq, scales = state
             device_math.adam_step(
                 param,
@@ -321,6 +333,7 @@ def test_the_compact_update_on_the_device_gives_the_bits_of_the_kernel(
                 grad_scale=0.37,
                 master=master,
                 scales=scales,
+                form=used,
             )
         for name, one, other in zip(("param", "master", "m", "v", "scales"), host, device, strict=True):
             assert torch.equal(one.view(torch.uint8), other.cpu().view(torch.uint8)), f"{name}, step {step}"

@@ -60,6 +60,7 @@ FORBIDDEN_AT_IMPORT = (
     "lightning",
     "deepspeed",
     "aiofiles",
+    "triton",
     "offloadzero.native._aio",
     "offloadzero.native._cpu_adam",
     "offloadzero.native._termination",

@@ -164,6 +164,11 @@ class AdamScalars(NamedTuple):
     sqrt_one_minus_beta2: float
     decoupled: bool
 
+    @property
+    def with_l2(self) -> bool:
+        """Whether the weights are added to the gradient."""
+        return not self.decoupled and self.weight_decay != 0.0
+
 
 _FLOATS = struct.Struct("<12f")  # the standard sizes: native "f" does not report overflow
 

@@ -1,4 +1,4 @@
-"""The compact state in torch operations, on any device: encode, decode and the Adam step (floor 4).
+"""The compact state in torch operations, on any device: encode, decode, and what a step needs (floor 4).
 
 The format and the sequence of operations are those of [Note: compact state], [Note: compact arithmetic] and
 [Note: dithered codes] in csrc/cpu_adam/cpu_adam.h, one torch operation for each of theirs, so the results are the
@@ -17,19 +17,19 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from offloadzero.native.compact import COMPACT_BLOCK
-from offloadzero.native.cpu_adam import AdamHyper, AdamScalars, adam_scalars
+from offloadzero.native.cpu_adam import AdamScalars
 
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
-_SMALLEST_SCALED = 2.0**-100  # as largest magnitude of a block, and as step size
-_BITS_OF_1, _BITS_OF_2 = 127 << 23, 128 << 23
-_SPAN_M, _SPAN_S = 14.75, 2.984375  # y - 1 of the largest magnitude of a block
-_SHIFT_M, _SHIFT_S = 18, 16  # mantissa bits of y below those of its code
-_PIECE_ELEMENTS = 1 << 21  # of a step on the device: bounds its temporaries to some 250 MiB
+SMALLEST_SCALED = 2.0**-100  # as largest magnitude of a block, and as step size
+SIGN, MAGNITUDE, INFINITY_BITS = -(1 << 31), (1 << 31) - 1, 255 << 23  # of fp32 patterns
+_BITS_OF_1, BITS_OF_2 = 127 << 23, 128 << 23
+SPAN_M, SPAN_S = 14.75, 2.984375  # y - 1 of the largest magnitude of a block
+SHIFT_M, SHIFT_S = 18, 16  # mantissa bits of y below those of its code
 
 
 def join(param: Tensor, remainder: Tensor) -> Tensor:
@@ -49,42 +49,45 @@ def split(weights: Tensor, param: Tensor, remainder: Tensor) -> None:
 
 def decode_exp_avg(codes: Tensor, scale: Tensor) -> Tensor:
     """fp32 first moments, shape (n,), of int8 codes (sign and magnitude), shape (n,), and one scale per block."""
-    x = _expand(codes & 0x7F, _SHIFT_M) - 2.0
+    x = _expand(codes & 0x7F, SHIFT_M) - 2.0
     return torch.where(codes < 0, -x, x) * _per_element(scale, codes.numel())
 
 
 def decode_exp_avg_sq(codes: Tensor, scale: Tensor) -> Tensor:
     """fp32 second moments, shape (n,), of uint8 codes, shape (n,), and one scale per block."""
-    s = (_expand(codes, _SHIFT_S) - 2.0) * _per_element(scale, codes.numel())
+    s = (_expand(codes, SHIFT_S) - 2.0) * _per_element(scale, codes.numel())
     return s * s
 
 
-def encode_exp_avg(exp_avg: Tensor, *, dither: Tensor | int = 1 << (_SHIFT_M - 1)) -> tuple[Tensor, Tensor]:
-    """int8 codes, shape (n,), and scales, one per block, of fp32 first moments, shape (n,).
-
-    `dither`, int32 of shape (COMPACT_BLOCK,), decides which codes are rounded up; without it, the nearest are taken.
-    """
-    m = _blocks(exp_avg)
-    magnitude = torch.where(m.isfinite(), m.abs(), torch.nan)
-    codes, scale = _encode(magnitude, span=_SPAN_M, shift=_SHIFT_M, dither=dither)
-    is_negative = m.signbit() & ~scale.isnan()
-    codes = torch.where(is_negative, codes + 0x80, codes).to(torch.uint8).view(torch.int8)
-    return codes.flatten()[: exp_avg.numel()], scale.flatten()
+def encode_exp_avg(exp_avg: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest int8 codes, shape (n,), and scales, one per block, of fp32 first moments, shape (n,)."""
+    spare = Workspace.allocate(exp_avg)
+    load(spare.m, exp_avg)
+    codes, scale = spare.encode_exp_avg(1 << (SHIFT_M - 1))
+    return codes.flatten()[: exp_avg.numel()].to(torch.uint8).view(torch.int8), scale.flatten()
 
 
-def encode_exp_avg_sq(root: Tensor, *, dither: Tensor | int = 1 << (_SHIFT_S - 1)) -> tuple[Tensor, Tensor]:
-    """uint8 codes, shape (n,), and scales, one per block, of the square roots of second moments, shape (n,).
-
-    `dither` is as for `encode_exp_avg`.
-    """
-    magnitude = _blocks(root).abs().clamp(max=_LARGEST_FLOAT)
-    codes, scale = _encode(magnitude, span=_SPAN_S, shift=_SHIFT_S, dither=dither)
-    return codes.clamp(min=1).to(torch.uint8).flatten()[: root.numel()], scale.flatten()
+def encode_exp_avg_sq(root: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest uint8 codes, shape (n,), and scales, one per block, of square roots of second moments, shape (n,)."""
+    spare = Workspace.allocate(root)
+    load(spare.s, root)
+    codes, scale = spare.encode_root(1 << (SHIFT_S - 1))
+    return codes.flatten()[: root.numel()].to(torch.uint8), scale.flatten()
 
 
 def sqrt(values: Tensor) -> Tensor:
     """Correctly rounded fp32 square root: torch's vectorised one on the CPU is not."""
-    return values.sqrt() if values.device.type == "cuda" else values.double().sqrt().float()
+    return sqrt_(values.clone())
+
+
+def sqrt_(values: Tensor) -> Tensor:
+    """`sqrt` in place."""
+    if values.device.type != "cpu":
+        return values.sqrt_()
+    array = values.numpy()
+    with np.errstate(invalid="ignore"):
+        np.sqrt(array, out=array)
+    return values
 
 
 def code_dither(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -94,15 +97,21 @@ def code_dither(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
     for bit in range(7):
         reversed_bits |= (place >> bit & 1) << (6 - bit)
 
-    def dither(start: Tensor, increment: int, shift: int) -> Tensor:
-        phase = ((start << 25) + step * increment % 2**32) % 2**32
-        return (((phase >> 18) * 2 + 1) << (shift - 15)).to(torch.int32)
+    def dither(start: Tensor, phase: int, shift: int) -> Tensor:
+        moved = ((start << 25) + phase) % 2**32
+        return (((moved >> 18) * 2 + 1) << (shift - 15)).to(torch.int32)
 
-    return dither(reversed_bits, 0x9E3779B9, _SHIFT_M), dither(place, 0x6A09E667, _SHIFT_S)
+    phase_m, phase_s = dither_phases(step)
+    return dither(reversed_bits, phase_m, SHIFT_M), dither(place, phase_s, SHIFT_S)
 
 
-class _Factors(NamedTuple):
-    """What a call multiplies with: fp32 numbers made of those of AdamScalars in fp32."""
+def dither_phases(step: int) -> tuple[int, int]:
+    """Where a step's dithers of exp_avg and exp_avg_sq begin, modulo 2^32: [Note: dithered codes]."""
+    return step * 0x9E3779B9 % 2**32, step * 0x6A09E667 % 2**32
+
+
+class CompactFactors(NamedTuple):
+    """What a step multiplies with: fp32 numbers made of those of AdamScalars in fp32."""
 
     grad_m: float
     grad_s: float
@@ -110,118 +119,108 @@ class _Factors(NamedTuple):
     floor: float
 
 
-def _factors(scalars: AdamScalars, *, with_l2: bool) -> _Factors:
-    grad_scale = 1.0 if with_l2 else scalars.grad_scale
+def compact_factors(scalars: AdamScalars) -> CompactFactors:
+    """The `per call` part of [Note: compact arithmetic]."""
+    grad_scale = 1.0 if scalars.with_l2 else scalars.grad_scale
     root, floor = scalars.inv_sqrt_bias_correction2, math.inf
-    if scalars.step_size >= _SMALLEST_SCALED:
+    if scalars.step_size >= SMALLEST_SCALED:
         root, floor = root / scalars.step_size, scalars.eps / scalars.step_size
     exact = (scalars.one_minus_beta1 * grad_scale, scalars.sqrt_one_minus_beta2 * grad_scale, root, floor)
     # One rounding: doubles hold such products, and quotients with more than twice the bits.
-    return _Factors(*torch.tensor(exact, dtype=torch.float64).float().tolist())
+    return CompactFactors(*torch.tensor(exact, dtype=torch.float64).float().tolist())
 
 
-def torch_compact_adam_step(
-    param: Tensor,
-    grad: Tensor,
-    remainder_i8: Tensor,
-    exp_avg_i8: Tensor,
-    exp_avg_sq_u8: Tensor,
-    scales: Tensor,
-    *,
-    hyper: AdamHyper,
-    step: int,
-    grad_scale: float,
-) -> None:
-    """`native.compact.compact_adam_step`, in place on flat tensors of one device."""
-    scalars = adam_scalars(hyper, step=step, grad_scale=grad_scale)
-    with_l2 = hyper.weight_decay != 0.0 and not hyper.decoupled
-    factors = _factors(scalars, with_l2=with_l2)
-    dither = code_dither(step, param.device)
-    pieces = (
-        tensor.split(_PIECE_ELEMENTS) for tensor in (param, grad, remainder_i8, exp_avg_i8, exp_avg_sq_u8)
-    )
-    scale_pieces = scales.split(_PIECE_ELEMENTS // COMPACT_BLOCK * 2)
-    for piece in zip(*pieces, scale_pieces, strict=True):
-        _step_piece(*piece, scalars=scalars, factors=factors, dither=dither, with_l2=with_l2)
+class Workspace(NamedTuple):
+    """Arrays for so many blocks, shape (blocks, COMPACT_BLOCK): five of fp32, and four of fp64 for `fma`."""
+
+    weights: Tensor
+    g: Tensor
+    m: Tensor
+    s: Tensor
+    t: Tensor
+    d0: Tensor
+    d1: Tensor
+    d2: Tensor
+    d3: Tensor
+
+    @staticmethod
+    def allocate(values: Tensor) -> Workspace:
+        """On the device of flat `values`, for their number."""
+        shape = (-(-values.numel() // COMPACT_BLOCK), COMPACT_BLOCK)
+        dtypes = (*[torch.float32] * 5, *[torch.float64] * 4)
+        return Workspace(*(torch.empty(shape, dtype=dtype, device=values.device) for dtype in dtypes))
+
+    def fma(self, out: Tensor, a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
+        """out = a * b + c rounded once: [Note: fused multiply-add in fp64]. `out` may be one of the others."""
+        d0, d1, total, d3 = self.d0, self.d1, self.d2, self.d3
+        product = d0.copy_(a)
+        product.mul_(d1.copy_(b) if isinstance(b, Tensor) else b)
+        addend = d1.copy_(c) if isinstance(c, Tensor) else d1.fill_(c)
+        torch.add(product, addend, out=total)
+        back = torch.sub(total, product, out=d3)
+        addend.sub_(back)
+        error = product.sub_(torch.sub(total, back, out=d3)).add_(addend)
+        # Away from zero is up in the bits; the error of what is not finite is NaN.
+        towards = error.sign_().mul_(torch.sign(total, out=d1)).nan_to_num_(0.0)
+        bits, is_even = total.view(torch.int64), d3.view(torch.int64)
+        torch.bitwise_and(bits, 1, out=is_even).bitwise_xor_(1)
+        bits.add_(d1.view(torch.int64).copy_(towards).mul_(is_even))
+        return out.copy_(total)
+
+    def encode_exp_avg(self, dither: Tensor | int) -> tuple[Tensor, Tensor]:
+        """Codes of `m` as int32 in the low 8 bits and scales, shape (blocks, 1); `m`, `g` and `t` are lost.
+
+        Of a block with a number that is not finite they are 0 and NaN. `dither`, int32 of shape (COMPACT_BLOCK,),
+        decides which codes are rounded up.
+        """
+        m_bits, signs, codes = (array.view(torch.int32) for array in (self.m, self.g, self.t))
+        largest_bits = torch.bitwise_and(m_bits, MAGNITUDE, out=codes).amax(1, keepdim=True)
+        is_lost = largest_bits >= INFINITY_BITS
+        self.m.masked_fill_(is_lost, 0.0)
+        largest = largest_bits.view(torch.float32).masked_fill(is_lost, 0.0)
+        torch.bitwise_and(m_bits, SIGN, out=signs).bitwise_or_(_BITS_OF_1)
+        self.fma(self.t, self.m, _inverse(largest, SPAN_M), self.g)
+        codes.bitwise_and_(MAGNITUDE).sub_(_BITS_OF_1).add_(dither).bitwise_right_shift_(SHIFT_M)
+        codes.bitwise_or_(signs.bitwise_right_shift_(24).bitwise_and_(0x80))
+        return codes, _scale(largest, SPAN_M).masked_fill(is_lost, math.nan)
+
+    def encode_root(self, dither: Tensor | int) -> tuple[Tensor, Tensor]:
+        """Codes of `s`, the roots of second moments, as int32 and scales, shape (blocks, 1); `s` and `t` are lost.
+
+        Of a block that holds NaN they are 1 and NaN. `dither` is as for `encode_exp_avg`.
+        """
+        codes = self.t.view(torch.int32)
+        largest_bits = torch.bitwise_and(self.s.view(torch.int32), MAGNITUDE, out=codes).amax(1, keepdim=True)
+        is_lost = largest_bits > INFINITY_BITS
+        largest = largest_bits.view(torch.float32).masked_fill(is_lost, 0.0).clamp_(max=_LARGEST_FLOAT)
+        self.s.masked_fill_(is_lost, 0.0).clamp_(max=_LARGEST_FLOAT)
+        self.fma(self.t, self.s, _inverse(largest, SPAN_S), 1.0)
+        codes.sub_(_BITS_OF_1).add_(dither).bitwise_right_shift_(SHIFT_S).clamp_(min=1)
+        return codes, _scale(largest, SPAN_S).masked_fill(is_lost, math.nan)
 
 
-def _step_piece(
-    param: Tensor,
-    grad: Tensor,
-    remainder_i8: Tensor,
-    exp_avg_i8: Tensor,
-    exp_avg_sq_u8: Tensor,
-    scales: Tensor,
-    *,
-    scalars: AdamScalars,
-    factors: _Factors,
-    dither: tuple[Tensor, Tensor],
-    with_l2: bool,
-) -> None:
-    scale_m, scale_s = scales.view(-1, 2).unbind(1)
-    count = param.numel()
-    weights = join(param, remainder_i8)
-    g = grad.float()
-    if with_l2:
-        g = fma(weights, scalars.weight_decay, g * scalars.grad_scale)
-    expanded, unit = _expand(exp_avg_i8 & 0x7F, _SHIFT_M), _per_element(scale_m * scalars.beta1, count)
-    expanded = torch.where(exp_avg_i8 < 0, -expanded, expanded)
-    m = fma(expanded, unit, fma(g, factors.grad_m, -torch.copysign(unit * 2.0, expanded)))
-    # What the note writes as fma(G, R, -(2 * R)): Y(k) * R rounded once.
-    s = (_expand(exp_avg_sq_u8, _SHIFT_S) - 2.0) * _per_element(scale_s * scalars.sqrt_beta2, count)
-    from_grad = g * factors.grad_s
-    s = sqrt(fma(s, s, from_grad * from_grad))
-    weights = fma(weights, scalars.decay, -(m / fma(s, factors.root, factors.floor)))
-    codes_m, new_scale_m = encode_exp_avg(m, dither=dither[0])
-    codes_s, new_scale_s = encode_exp_avg_sq(s, dither=dither[1])
-    split(torch.where(m.isfinite(), weights, torch.nan), param, remainder_i8)
-    exp_avg_i8.copy_(codes_m)
-    exp_avg_sq_u8.copy_(codes_s)
-    scale_m.copy_(new_scale_m)
-    scale_s.copy_(new_scale_s)
+def load(array: Tensor, source: Tensor) -> Tensor:
+    """Write flat elements into an array of whole blocks, and zeros up to the end of the last."""
+    flat = array.view(-1)
+    flat[: source.numel()].copy_(source)
+    flat[source.numel() :].zero_()
+    return array
 
 
-def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
-    """a * b + c rounded once, of fp32 numbers: [Note: fused multiply-add in fp64]."""
-    addend = c.double() if isinstance(c, Tensor) else c
-    product = a.double() * (b.double() if isinstance(b, Tensor) else b)
-    total = product + addend
-    back = total - product
-    error = (product - (total - back)) + (addend - back)
-    bits = total.view(torch.int64)
-    # Away from zero is up in the bits; nothing is cut off (or is NaN) where neither comparison holds.
-    towards = torch.where((error > 0) == (total > 0), 1, -1)
-    is_cut = ((error > 0) | (error < 0)) & (bits & 1 == 0)
-    return torch.where(is_cut, bits + towards, bits).view(torch.float64).float()
+def _inverse(largest: Tensor, span: float) -> Tensor:
+    # Not span / largest: torch takes the reciprocal first, and rounds twice.
+    return torch.full_like(largest, span) / largest.clamp(min=SMALLEST_SCALED)
+
+
+def _scale(largest: Tensor, span: float) -> Tensor:
+    to_scale = float(torch.tensor(0.5 / span, dtype=torch.float32))
+    return (largest * to_scale).masked_fill(largest < SMALLEST_SCALED, 0.0)
 
 
 def _expand(codes: Tensor, shift: int) -> Tensor:
     """2 + X(c), or 2 + Y(c), of codes c >= 0: F and G of [Note: compact arithmetic]."""
-    return ((codes.to(torch.int32) << shift) + _BITS_OF_2).view(torch.float32)
-
-
-def _encode(magnitude: Tensor, *, span: float, shift: int, dither: Tensor | int) -> tuple[Tensor, Tensor]:
-    """int32 codes and scales, shape (rows, 1), of finite magnitudes or NaN in rows of one block."""
-    largest = _largest_bits(magnitude)
-    is_nan = largest.isnan()
-    magnitude, largest = (torch.where(is_nan, 0.0, values) for values in (magnitude, largest))
-    # Not span / largest: torch takes the reciprocal first, and rounds twice.
-    inverse = torch.full_like(largest, span) / largest.clamp(min=_SMALLEST_SCALED)
-    codes = (fma(magnitude, inverse, 1.0).view(torch.int32) - _BITS_OF_1 + dither) >> shift
-    to_scale = float(torch.tensor(0.5 / span, dtype=torch.float32))
-    scale = torch.where(largest >= _SMALLEST_SCALED, largest * to_scale, 0.0)
-    return codes, torch.where(is_nan, torch.nan, scale)
+    return ((codes.to(torch.int32) << shift) + BITS_OF_2).view(torch.float32)
 
 
 def _per_element(scale: Tensor, num_elements: int) -> Tensor:
     return scale.repeat_interleave(COMPACT_BLOCK)[:num_elements]
-
-
-def _blocks(values: Tensor) -> Tensor:
-    """The values in rows of one block, the last filled up with zeros."""
-    return F.pad(values, (0, -values.numel() % COMPACT_BLOCK)).view(-1, COMPACT_BLOCK)
-
-
-def _largest_bits(values: Tensor) -> Tensor:
-    """Of values >= 0, the largest pattern of each row: NaN is above all. Shape (rows, 1)."""
-    return values.view(torch.int32).amax(1, keepdim=True).view(torch.float32)

@@ -1,10 +1,9 @@
-"""The arithmetic of gradients and updates where the memory is: native kernels on the host, torch on CUDA (4).
+"""The arithmetic of gradients and updates where the memory is: native kernels on the host, others on a device (4).
 
 [Note: one arithmetic]
-The CUDA form repeats the native kernel's operations one by one (see [Note: Adam arithmetic] in
-csrc/cpu_adam): separate torch operations, each rounded to fp32, none of them a fused multiply-add, so an update
-on the device and one on the host give the same bits as far as the chip's fp32 multiply, add, divide and square
-root are correctly rounded, which CUDA's are. The compact layout's form is in optim/compact_math.py.
+An update on a device repeats the native kernel's operations one by one (see [Note: Adam arithmetic] in
+csrc/cpu_adam), so it and one on the host give the same bits as far as the chip's fp32 multiply, add, divide and square
+root are correctly rounded, which CUDA's are. Its forms: [Note: forms of the update] in optim/device_adam.py.
 """
 
 from __future__ import annotations
@@ -17,13 +16,17 @@ from offloadzero.memory import device as devices
 from offloadzero.native import compact, cpu_adam
 from offloadzero.native.cpu_adam import AdamHyper, adam_scalars
 from offloadzero.optim import compact_math
+from offloadzero.optim.device_adam import AdamForm, device_form, scratch_bytes, triton_step
+from offloadzero.optim.torch_adam import torch_step
+
+_NORM_ELEMENTS = 1 << 20  # of a gradient on a device at once: 8 MiB of fp64
 
 
 def sq_norm(grad: torch.Tensor, *, num_threads: int | None = None) -> float:
     """Sum of squares of a flat gradient; not finite if an element is not. Blocks the host on CUDA."""
     if devices.is_host_memory(grad):
         return cpu_adam.sq_norm(grad, num_threads=num_threads)
-    return float(grad.double().square_().sum())
+    return float(_sum_of_squares(grad))
 
 
 def sq_norms(
@@ -34,9 +37,13 @@ def sq_norms(
         return []
     if devices.is_host_memory(grad):
         return [cpu_adam.sq_norm(grad[start:stop], num_threads=num_threads) for start, stop in parts]
-    sums = [grad[start:stop].double().square_().sum() for start, stop in parts]
-    values: list[float] = torch.stack(sums).tolist()
+    values: list[float] = torch.stack([_sum_of_squares(grad[start:stop]) for start, stop in parts]).tolist()
     return values
+
+
+def _sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
+    """In fp64, piece by piece: on a device with little room a whole one would take four times the gradient."""
+    return torch.stack([part.double().square_().sum() for part in grad.split(_NORM_ELEMENTS)]).sum()
 
 
 def accumulate(acc: torch.Tensor, grad: torch.Tensor, *, num_threads: int | None = None) -> None:
@@ -59,24 +66,71 @@ def adam_step(
     master: torch.Tensor | None,
     scales: torch.Tensor | None = None,
     num_threads: int | None = None,
+    form: AdamForm | None = None,
+    scratch: torch.Tensor | None = None,
 ) -> None:
     """One Adam step in place on flat tensors of one device; see `native.cpu_adam.adam_step`.
 
     With `scales` the state is compact: see `native.compact.compact_adam_step`.
+
+    Args:
+        form: None is that of the tensors' device: [Note: forms of the update].
+        scratch: uint8, for the form in torch operations; allocated if None.
     """
-    on_host = devices.is_host_memory(param)
-    if scales is not None:
-        if master is None:
-            raise AssertionError("a compact state without remainder")
-        record = (param, grad, master, exp_avg, exp_avg_sq, scales)
-        if on_host:
-            compact.compact_adam_step(
-                *record, hyper=hyper, step=step, grad_scale=grad_scale, num_threads=num_threads
-            )
-        else:
-            compact_math.torch_compact_adam_step(*record, hyper=hyper, step=step, grad_scale=grad_scale)
+    if form is None:
+        form = AdamForm.NATIVE if devices.is_host_memory(param) else device_form(param.device)
+    if scales is not None and master is None:
+        raise AssertionError("a compact state without remainder")
+    if form is AdamForm.NATIVE:
+        _native_step(
+            param,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            hyper=hyper,
+            step=step,
+            grad_scale=grad_scale,
+            master=master,
+            scales=scales,
+            num_threads=num_threads,
+        )
         return
-    if on_host:
+    scalars = adam_scalars(hyper, step=step, grad_scale=grad_scale)
+    if form is AdamForm.TRITON:
+        triton_step(
+            param, grad, exp_avg, exp_avg_sq, scalars=scalars, step=step, master=master, scales=scales
+        )
+        return
+    if scratch is None:
+        num_bytes = scratch_bytes(form, param.numel(), is_compact=scales is not None)
+        scratch = torch.empty(num_bytes, dtype=torch.uint8, device=param.device)
+    torch_step(
+        param,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        scalars=scalars,
+        step=step,
+        master=master,
+        scales=scales,
+        scratch=scratch,
+    )
+
+
+def _native_step(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    hyper: AdamHyper,
+    step: int,
+    grad_scale: float,
+    master: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    num_threads: int | None,
+) -> None:
+    if scales is None or master is None:
         cpu_adam.adam_step(
             param,
             grad,
@@ -88,10 +142,19 @@ def adam_step(
             master=master,
             num_threads=num_threads,
         )
-        return
-    torch_adam_step(
-        param, grad, exp_avg, exp_avg_sq, hyper=hyper, step=step, grad_scale=grad_scale, master=master
-    )
+    else:
+        compact.compact_adam_step(
+            param,
+            grad,
+            master,
+            exp_avg,
+            exp_avg_sq,
+            scales,
+            hyper=hyper,
+            step=step,
+            grad_scale=grad_scale,
+            num_threads=num_threads,
+        )
 
 
 def join_master(param: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
@@ -119,29 +182,3 @@ def split_master(weights: torch.Tensor, param: torch.Tensor, master: torch.Tenso
         bits = weights.view(torch.int32)
         param.view(torch.int16).copy_((bits + 0x8000) >> 16)
         master.copy_(bits)  # keeps the low 16 bits
-
-
-def torch_adam_step(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    *,
-    hyper: AdamHyper,
-    step: int,
-    grad_scale: float,
-    master: torch.Tensor | None,
-) -> None:
-    """The kernel's arithmetic in torch operations (any device): [Note: one arithmetic]."""
-    scalars = adam_scalars(hyper, step=step, grad_scale=grad_scale)
-    weights = join_master(param, master)
-    g = grad.float() * scalars.grad_scale
-    if hyper.weight_decay and not hyper.decoupled:
-        g = g + weights * scalars.weight_decay
-    if hyper.decoupled:
-        weights = weights * scalars.decay
-    exp_avg.copy_(exp_avg * scalars.beta1 + g * scalars.one_minus_beta1)
-    exp_avg_sq.copy_(exp_avg_sq * scalars.beta2 + (g * scalars.one_minus_beta2) * g)
-    denominator = compact_math.sqrt(exp_avg_sq) * scalars.inv_sqrt_bias_correction2 + scalars.eps
-    weights = weights - (exp_avg * scalars.step_size) / denominator
-    split_master(weights, param, master)

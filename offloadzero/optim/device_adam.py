@@ -1,0 +1,204 @@
+"""Which form of Adam updates the records that live on the device, and what scratch it takes (floor 4).
+
+[Note: forms of the update]
+All forms give the same bits: those of the kernels in csrc/cpu_adam. Where the device is the CPU they are those kernels.
+On other devices one fused Triton kernel reads each byte once and writes each once. Triton comes with every CUDA build
+of torch, but it compiles at run time, its launcher with the system's C compiler. So it is tried when the first model is
+taken over, on small states whose bits are known. Where it is missing, fails or gives other bits, torch operations do
+the same in pieces, in scratch that the memory plan holds: some ten passes over memory instead of one, and in the
+compact layout, whose fused multiply-adds torch has not, some fifty.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from offloadzero.native import compact, cpu_adam
+from offloadzero.native.cpu_adam import AdamHyper, AdamScalars, adam_scalars
+from offloadzero.optim.torch_adam import COMPACT_SCRATCH_BYTES, FP32_SCRATCH_BYTES
+
+log = logging.getLogger("offloadzero.update")
+
+SCRATCH_ELEMENTS = 1 << 21  # of a piece of an update in torch operations, at most
+
+
+class AdamForm(str, Enum):
+    """How a record on the device is updated.
+
+    NATIVE: the kernels of csrc/cpu_adam, where the device is the CPU. TRITON: one fused kernel. TORCH: torch operations
+    in pieces, for devices on which Triton does not run.
+    """
+
+    NATIVE = "native"
+    TRITON = "triton"
+    TORCH = "torch"
+
+
+@dataclass(frozen=True)
+class FormChoice:
+    """A form and why it is that one."""
+
+    form: AdamForm
+    reason: str
+
+
+def choose_form(device_type: str, *, triton_problem: Callable[[], str | None]) -> FormChoice:
+    """The form for a type of device: [Note: forms of the update].
+
+    `triton_problem` says why Triton cannot be used, None if it can; it is not asked where the device is the CPU.
+    """
+    if device_type == "cpu":
+        return FormChoice(AdamForm.NATIVE, "the device is the CPU")
+    problem = triton_problem()
+    if problem is not None:
+        return FormChoice(AdamForm.TORCH, problem)
+    return FormChoice(AdamForm.TRITON, "one fused kernel, which gives the host kernel's bits here")
+
+
+@functools.cache
+def device_form(device: torch.device) -> AdamForm:
+    """The form for a device; tried and logged once."""
+    choice = choose_form(device.type, triton_problem=lambda: triton_problem(device))
+    log.info("update of records on %s: %s (%s)", device, choice.form.value, choice.reason)
+    return choice.form
+
+
+def scratch_bytes(form: AdamForm, num_elements: int, *, is_compact: bool) -> int:
+    """What an update of so many elements takes beside the record and the gradient."""
+    if form is not AdamForm.TORCH:
+        return 0
+    blocks = -(-min(num_elements, SCRATCH_ELEMENTS) // compact.COMPACT_BLOCK)
+    return blocks * compact.COMPACT_BLOCK * (COMPACT_SCRATCH_BYTES if is_compact else FP32_SCRATCH_BYTES)
+
+
+def triton_problem(device: torch.device) -> str | None:
+    """Why Triton cannot update records on `device`; None if it can and gives the host kernel's bits."""
+    try:
+        import offloadzero.optim.triton_adam  # noqa: F401
+    except ImportError as error:
+        return f"Triton cannot be imported: {error}"
+    try:
+        with _is_current(device):
+            differing = _differing_arrays(device)
+    except Exception as error:  # of its compiler, its driver, an architecture that it does not know
+        return f"Triton does not run here: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return f"Triton gives other bits here: {', '.join(differing)}" if differing else None
+
+
+def _is_current(device: torch.device) -> AbstractContextManager[None]:
+    """What Triton launches goes to the current device."""
+    made: AbstractContextManager[None] = torch.get_device_module(device).device(device)
+    return made
+
+
+def triton_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    scalars: AdamScalars,
+    step: int,
+    master: Tensor | None,
+    scales: Tensor | None,
+) -> None:
+    """`native.cpu_adam.adam_step`, or with `scales` `native.compact.compact_adam_step`, as one kernel on the device."""
+    from offloadzero.optim import triton_adam
+
+    if scales is None:
+        triton_adam.adam_step(param, grad, exp_avg, exp_avg_sq, scalars=scalars, master=master)
+    elif master is None:
+        raise AssertionError("a compact state without remainder")
+    else:
+        triton_adam.compact_adam_step(
+            param, grad, master, exp_avg, exp_avg_sq, scales, scalars=scalars, step=step
+        )
+
+
+# --- a first try ---
+
+_TRIAL_ELEMENTS = 1027  # more than one program's, and no multiple of anything
+_TRIAL_HYPER = AdamHyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-30, weight_decay=0.1)
+
+
+def _differing_arrays(device: torch.device) -> list[str]:
+    """Names of what two steps on the device leave in other bits than the host's kernels do; of both layouts."""
+    differing = []
+    for layout in ("fp32", "compact"):
+        on_host = _trial_state(is_compact=layout == "compact")
+        on_device = {name: array.to(device, copy=True) for name, array in on_host.items()}
+        for step in (1, 2):
+            grad = _trial_values(10 + step).bfloat16()
+            _host_step(on_host, grad, step)
+            triton_step(
+                grad=grad.to(device),
+                scalars=adam_scalars(_TRIAL_HYPER, step=step, grad_scale=0.7),
+                step=step,
+                scales=on_device.get("scales"),
+                **{name: on_device[name] for name in ("param", "master", "exp_avg", "exp_avg_sq")},
+            )
+        for name, expected in on_host.items():
+            if not torch.equal(expected.view(torch.uint8), on_device[name].cpu().view(torch.uint8)):
+                differing.append(f"{name} ({layout})")
+    return differing
+
+
+def _trial_values(seed: int) -> Tensor:
+    """fp32 of many magnitudes, subnormal ones among them."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-140, 10, (_TRIAL_ELEMENTS,), generator=generator)
+    return torch.ldexp(torch.randn(_TRIAL_ELEMENTS, generator=generator), exponents)
+
+
+def _trial_state(*, is_compact: bool) -> dict[str, Tensor]:
+    count = _TRIAL_ELEMENTS
+    weights, exp_avg, exp_avg_sq = _trial_values(1), _trial_values(2), _trial_values(3).abs()
+    param = torch.empty(count, dtype=torch.bfloat16)
+    if not is_compact:
+        master = torch.empty(count, dtype=torch.int16)
+        cpu_adam.split_master(weights, param, master)
+        return {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "master": master}
+    state = {
+        "param": param,
+        "master": torch.empty(count, dtype=torch.int8),
+        "exp_avg": torch.empty(count, dtype=torch.int8),
+        "exp_avg_sq": torch.empty(count, dtype=torch.uint8),
+        "scales": torch.empty(compact.num_scales(count)),
+    }
+    compact.compact_encode(weights, exp_avg, exp_avg_sq, *state.values())
+    return state
+
+
+def _host_step(state: dict[str, Tensor], grad: Tensor, step: int) -> None:
+    param, master, exp_avg, exp_avg_sq = (state[k] for k in ("param", "master", "exp_avg", "exp_avg_sq"))
+    if "scales" in state:
+        compact.compact_adam_step(
+            param,
+            grad,
+            master,
+            exp_avg,
+            exp_avg_sq,
+            state["scales"],
+            hyper=_TRIAL_HYPER,
+            step=step,
+            grad_scale=0.7,
+        )
+    else:
+        cpu_adam.adam_step(
+            param,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            hyper=_TRIAL_HYPER,
+            step=step,
+            grad_scale=0.7,
+            master=master,
+        )

@@ -1,0 +1,251 @@
+"""Adam in torch operations on any device, in pieces, in scratch that the caller gives (floor 4).
+
+The sequences of operations are those of [Note: Adam arithmetic] and [Note: compact arithmetic] in
+csrc/cpu_adam/cpu_adam.h, one torch operation for each of theirs, written into arrays of the scratch. Beside the scratch
+a piece takes a few numbers per block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from offloadzero.native.compact import COMPACT_BLOCK, num_scales
+from offloadzero.native.cpu_adam import AdamScalars
+from offloadzero.optim.compact_math import (
+    BITS_OF_2,
+    INFINITY_BITS,
+    MAGNITUDE,
+    SHIFT_M,
+    SHIFT_S,
+    SIGN,
+    CompactFactors,
+    Workspace,
+    code_dither,
+    compact_factors,
+    load,
+    sqrt_,
+)
+
+# Bytes of scratch per element of a piece.
+FP32_SCRATCH_BYTES = 3 * 4
+COMPACT_SCRATCH_BYTES = 5 * 4 + 4 * 8
+
+
+def torch_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    scalars: AdamScalars,
+    step: int,
+    master: Tensor | None,
+    scales: Tensor | None,
+    scratch: Tensor,
+) -> None:
+    """`native.cpu_adam.adam_step`, or with `scales` `native.compact.compact_adam_step`, in place.
+
+    The flat tensors are of one device.
+
+    Args:
+        scratch: uint8 of at least COMPACT_BLOCK times the bytes per element above; its size is that of the pieces.
+    """
+    if scales is None:
+        _adam_step(param, grad, exp_avg, exp_avg_sq, scalars=scalars, master=master, scratch=scratch)
+    elif master is None:
+        raise AssertionError("a compact state without remainder")
+    else:
+        _compact_adam_step(
+            param, grad, master, exp_avg, exp_avg_sq, scales, scalars=scalars, step=step, scratch=scratch
+        )
+
+
+def _adam_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    scalars: AdamScalars,
+    master: Tensor | None,
+    scratch: Tensor,
+) -> None:
+    arrays = [scratch_array.view(torch.float32) for scratch_array in _cut(scratch, (4, 4, 4))]
+    for part in _pieces(param.numel(), arrays[0].numel()):
+        weights, g, t = (array[: part.stop - part.start] for array in arrays)
+        piece_master = None if master is None else master[part]
+        m, v = exp_avg[part], exp_avg_sq[part]
+        _join(weights, param[part], piece_master, spare=t)
+        g.copy_(grad[part]).mul_(scalars.grad_scale)
+        if scalars.with_l2:
+            g.add_(torch.mul(weights, scalars.weight_decay, out=t))
+        else:
+            weights.mul_(scalars.decay)
+        m.mul_(scalars.beta1).add_(torch.mul(g, scalars.one_minus_beta1, out=t))
+        v.mul_(scalars.beta2).add_(torch.mul(g, scalars.one_minus_beta2, out=t).mul_(g))
+        sqrt_(t.copy_(v)).mul_(scalars.inv_sqrt_bias_correction2).add_(scalars.eps)
+        weights.sub_(torch.mul(m, scalars.step_size, out=g).div_(t))
+        _split(weights, param[part], piece_master, spare=t)
+
+
+def _join(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor) -> None:
+    """Write the fp32 master weights of a record's parameter and remainder, or of its fp32 ones."""
+    if master is None or master.dtype == torch.float32:
+        weights.copy_(param if master is None else master)
+        return
+    low = spare.view(torch.int32).copy_(master)
+    weights.view(torch.int32).copy_(param.view(torch.int16)).bitwise_left_shift_(16).add_(low)
+
+
+def _split(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor) -> None:
+    """Write fp32 master weights into a record's parameter and master; the weights are lost."""
+    if master is None or master.dtype == torch.float32:
+        if master is not None:
+            master.copy_(weights)
+        param.copy_(weights)
+        return
+    _set_where_nan(weights, spare)
+    bits = weights.view(torch.int32)
+    master.copy_(bits)  # keeps the low 16 bits
+    param.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
+
+
+def _set_where_nan(weights: Tensor, spare: Tensor) -> None:
+    """Give NaN the host's pattern: a device's has all bits set, and rounded up is zero."""
+    weights.masked_fill_(torch.ne(weights, weights, out=_mask(spare)), math.nan)
+
+
+def _mask(spare: Tensor) -> Tensor:
+    """A bool per element of an fp32 array, in its memory."""
+    return spare.view(torch.bool).flatten()[: spare.numel()].view(spare.shape)
+
+
+# --- compact ---
+
+
+def _compact_adam_step(
+    param: Tensor,
+    grad: Tensor,
+    remainder_i8: Tensor,
+    exp_avg_i8: Tensor,
+    exp_avg_sq_u8: Tensor,
+    scales: Tensor,
+    *,
+    scalars: AdamScalars,
+    step: int,
+    scratch: Tensor,
+) -> None:
+    factors = compact_factors(scalars)
+    dither = code_dither(step, param.device)
+    cut = _cut(scratch, (8, 8, 8, 8, 4, 4, 4, 4, 4))
+    doubles = [array.view(torch.float64).view(-1, COMPACT_BLOCK) for array in cut[:4]]
+    floats = [array.view(torch.float32).view(-1, COMPACT_BLOCK) for array in cut[4:]]
+    for part in _pieces(param.numel(), floats[0].numel()):
+        scale_part = slice(num_scales(part.start), num_scales(part.stop))
+        piece = _CompactPiece(
+            param[part].view(torch.int16),
+            grad[part],
+            remainder_i8[part],
+            exp_avg_i8[part],
+            exp_avg_sq_u8[part],
+            scales[scale_part].view(-1, 2),
+        )
+        spare = Workspace(*(array[: len(piece.scales)] for array in (*floats, *doubles)))
+        _step_piece(piece, spare, scalars=scalars, factors=factors, dither=dither)
+
+
+class _CompactPiece(NamedTuple):
+    """Whole blocks of a record and its gradient, but for the last one's end; `scales` of shape (blocks, 2)."""
+
+    param_i16: Tensor
+    grad: Tensor
+    remainder_i8: Tensor
+    exp_avg_i8: Tensor
+    exp_avg_sq_u8: Tensor
+    scales: Tensor
+
+
+def _step_piece(
+    piece: _CompactPiece,
+    spare: Workspace,
+    *,
+    scalars: AdamScalars,
+    factors: CompactFactors,
+    dither: tuple[Tensor, Tensor],
+) -> None:
+    weights, g, m, s, t = spare[:5]
+    scale_m, scale_s = (scale.unsqueeze(1) for scale in piece.scales.unbind(1))
+    bits = load(weights.view(torch.int32), piece.param_i16).bitwise_left_shift_(16)
+    bits.add_(load(t.view(torch.int32), piece.remainder_i8).bitwise_left_shift_(8))
+    load(g, piece.grad)
+    if scalars.with_l2:
+        spare.fma(g, weights, scalars.weight_decay, torch.mul(g, scalars.grad_scale, out=t))
+    _update_exp_avg(spare, load(m.view(torch.int32), piece.exp_avg_i8), scale_m * scalars.beta1, factors)
+    _update_root(spare, load(s.view(torch.int32), piece.exp_avg_sq_u8), scale_s * scalars.sqrt_beta2, factors)
+    spare.fma(t, s, factors.root, factors.floor)
+    spare.fma(weights, weights, scalars.decay, torch.div(m, t, out=g).neg_())
+    _store_weights(piece, spare)
+    codes, scale = spare.encode_exp_avg(dither[0])
+    _store(codes, piece.exp_avg_i8)
+    scale_m.copy_(scale)
+    codes, scale = spare.encode_root(dither[1])
+    _store(codes, piece.exp_avg_sq_u8)
+    scale_s.copy_(scale)
+
+
+def _update_exp_avg(spare: Workspace, codes: Tensor, unit: Tensor, factors: CompactFactors) -> None:
+    """m = F * S + (g * grad_m - copysign(2 * S, F)), with the codes in m and S in `unit`."""
+    expanded, minus_twice = spare.t.view(torch.int32), spare.s.view(torch.int32)
+    torch.bitwise_and(codes, 0x7F, out=expanded).bitwise_left_shift_(SHIFT_M).bitwise_or_(BITS_OF_2)
+    torch.bitwise_and(codes, SIGN, out=minus_twice)
+    expanded.bitwise_or_(minus_twice)
+    minus_twice.bitwise_or_((unit + unit).view(torch.int32)).bitwise_xor_(SIGN)
+    spare.fma(spare.m, spare.g, factors.grad_m, spare.s)
+    spare.fma(spare.m, spare.t, unit, spare.m)
+
+
+def _update_root(spare: Workspace, codes: Tensor, unit: Tensor, factors: CompactFactors) -> None:
+    """s = sqrt((Y * R)^2 + (g * grad_s)^2), with the codes in s and R in `unit`; g is lost."""
+    codes.bitwise_left_shift_(SHIFT_S).bitwise_or_(BITS_OF_2)
+    # What the note writes as fma(G, R, -(2 * R)): Y(k) * R rounded once.
+    root = spare.s.sub_(2.0).mul_(unit)
+    from_grad = spare.g.mul_(factors.grad_s)
+    sqrt_(spare.fma(spare.s, root, root, from_grad.mul_(from_grad)))
+
+
+def _store_weights(piece: _CompactPiece, spare: Workspace) -> None:
+    """Write the weights; those whose first moment is not finite become NaN."""
+    magnitude = torch.bitwise_and(spare.m.view(torch.int32), MAGNITUDE, out=spare.t.view(torch.int32))
+    is_lost = torch.ge(magnitude, INFINITY_BITS, out=_mask(spare.g))
+    spare.weights.masked_fill_(is_lost, math.nan)
+    _set_where_nan(spare.weights, spare.t)
+    bits = spare.weights.view(torch.int32).add_(0x80)
+    _store(torch.bitwise_right_shift(bits, 8, out=spare.t.view(torch.int32)), piece.remainder_i8)
+    _store(bits.add_(0x8000).bitwise_right_shift_(16), piece.param_i16)
+
+
+def _store(array: Tensor, target: Tensor) -> None:
+    """Write elements into a record's segment; integers keep their low bits."""
+    target.copy_(array.view(-1)[: target.numel()])
+
+
+# --- pieces ---
+
+
+def _cut(scratch: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
+    """As many bytes per element and array, for as many whole blocks as fit."""
+    num_elements = scratch.numel() // sum(sizes) // COMPACT_BLOCK * COMPACT_BLOCK
+    if not num_elements:
+        raise AssertionError(f"{scratch.numel()} bytes of scratch hold no block of {COMPACT_BLOCK} elements")
+    return list(scratch[: num_elements * sum(sizes)].split([num_elements * size for size in sizes]))
+
+
+def _pieces(num_elements: int, piece_elements: int) -> Iterator[slice]:
+    """Ranges of at most `piece_elements`."""
+    for start in range(0, num_elements, piece_elements):
+        yield slice(start, min(start + piece_elements, num_elements))

@@ -1,0 +1,322 @@
+"""Adam on a device as one fused Triton kernel per state layout (floor 4). The only file that imports Triton.
+
+[Note: the kernel's bits in Triton]
+The operations are those of [Note: Adam arithmetic] and [Note: compact arithmetic] in csrc/cpu_adam/cpu_adam.h, in their
+order. Four things would change bits:
+- a product and a sum contracted to a fused multiply-add: `enable_fp_fusion` is off (the compact layout asks for its own
+  by name);
+- approximate quotients and roots: `div_rn` and `sqrt_rn` are correctly rounded;
+- subnormal numbers flushed to zero, as Triton 3.4 does in just these two and later ones do not: the first try finds it,
+  [Note: forms of the update];
+- a NaN rounded up to zero: a device's has all bits set, and half a unit more is -0. NaN gets the pattern of the host's
+  before it is split.
+
+One launch reads each byte of the record and of the gradient once and writes each byte of the record once, and needs no
+memory of its own. The tensors' device is the calling thread's current one, as it is on a lane.
+"""
+
+# No `from __future__ import annotations`: Triton reads the annotations of its kernels.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from offloadzero.native.compact import COMPACT_BLOCK
+from offloadzero.native.cpu_adam import AdamScalars
+from offloadzero.optim.compact_math import compact_factors, dither_phases
+
+# Elements of one program; with 4 warps 8 of a thread, which are 16 bytes of bf16.
+ADAM_BLOCK = 1024
+COMPACT_ROWS = 16  # blocks of COMPACT_BLOCK elements
+
+_BLOCK = tl.constexpr(COMPACT_BLOCK)
+_NAN_BITS = tl.constexpr(0x7FC00000)
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_SIGN = tl.constexpr(-(1 << 31))
+_BITS_OF_1 = tl.constexpr(0x3F800000)
+_BITS_OF_2 = tl.constexpr(0x40000000)
+_LARGEST_FLOAT = tl.constexpr(torch.finfo(torch.float32).max)
+_SMALLEST_SCALED = tl.constexpr(2.0**-100)
+_SPAN_M, _SPAN_S = tl.constexpr(14.75), tl.constexpr(2.984375)
+_TO_SCALE_M, _TO_SCALE_S = tl.constexpr(1 / 29.5), tl.constexpr(1 / 5.96875)  # Triton rounds them to fp32
+
+
+def adam_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    scalars: AdamScalars,
+    master: Tensor | None,
+) -> None:
+    """Launch one step on flat tensors in the fp32 layout, in place."""
+    count = param.numel()
+    if not count:
+        return
+    is_split = master is not None and master.dtype == torch.int16
+    _adam[(triton.cdiv(count, ADAM_BLOCK),)](
+        param.view(torch.int16) if is_split else param,
+        master,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        count,
+        scalars.grad_scale,
+        scalars.weight_decay if scalars.with_l2 else scalars.decay,
+        scalars.beta1,
+        scalars.one_minus_beta1,
+        scalars.beta2,
+        scalars.one_minus_beta2,
+        scalars.eps,
+        scalars.step_size,
+        scalars.inv_sqrt_bias_correction2,
+        IS_SPLIT=is_split,
+        WITH_L2=scalars.with_l2,
+        BLOCK=ADAM_BLOCK,
+        enable_fp_fusion=False,
+    )
+
+
+def compact_adam_step(
+    param: Tensor,
+    grad: Tensor,
+    remainder_i8: Tensor,
+    exp_avg_i8: Tensor,
+    exp_avg_sq_u8: Tensor,
+    scales: Tensor,
+    *,
+    scalars: AdamScalars,
+    step: int,
+) -> None:
+    """Launch one step on flat tensors in the compact layout, in place."""
+    count = param.numel()
+    if not count:
+        return
+    factors = compact_factors(scalars)
+    phase_m, phase_s = (phase - (phase >> 31 << 32) for phase in dither_phases(step))  # as signed numbers
+    _compact_adam[(triton.cdiv(count, COMPACT_ROWS * COMPACT_BLOCK),)](
+        param.view(torch.int16),
+        grad,
+        remainder_i8,
+        exp_avg_i8,
+        exp_avg_sq_u8,
+        scales,
+        count,
+        phase_m,
+        phase_s,
+        scalars.grad_scale,
+        scalars.weight_decay,
+        scalars.beta1,
+        scalars.sqrt_beta2,
+        factors.grad_m,
+        factors.grad_s,
+        factors.root,
+        factors.floor,
+        scalars.decay,
+        WITH_L2=scalars.with_l2,
+        ROWS=COMPACT_ROWS,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def _float_of(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bits_of(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _fma(x, y, z):
+    """x * y + z rounded once, in fp32 also where an interpreter takes a subnormal argument for fp64."""
+    return tl.fma(tl.cast(x, tl.float32), tl.cast(y, tl.float32), tl.cast(z, tl.float32))
+
+
+@triton.jit
+def _load_grad(grad, at, here):
+    """The gradient in fp32. bf16 is its upper half; older interpreters take subnormal bf16 for zero."""
+    x = tl.load(grad + at, mask=here, other=0.0)
+    if x.dtype == tl.bfloat16:
+        x = _float_of(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """fp32 in a parameter's dtype, to nearest even; interpreters cut off what bf16 has no bits for."""
+    if dtype == tl.bfloat16:
+        bits = _bits_of_weight(x)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def _bits_of_weight(x):
+    """The pattern of a weight: [Note: the kernel's bits in Triton]."""
+    return tl.where(x != x, _NAN_BITS, _bits_of(x))
+
+
+@triton.jit
+def _adam(
+    param,
+    master,
+    grad,
+    exp_avg,
+    exp_avg_sq,
+    num_elements,
+    grad_scale,
+    decay,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    step_size,
+    inv_sqrt_bias_correction2,
+    IS_SPLIT: tl.constexpr,  # noqa: N803
+    WITH_L2: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """[Note: Adam arithmetic]; `decay` is the factor of the weights, or with L2 what they add to the gradient."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < num_elements
+    if IS_SPLIT:
+        high = tl.load(param + at, mask=here, other=0).to(tl.int32)
+        p = _float_of((high << 16) + tl.load(master + at, mask=here, other=0).to(tl.int32))
+    elif master is not None:
+        p = tl.load(master + at, mask=here, other=0.0)
+    else:
+        p = tl.load(param + at, mask=here, other=0.0)
+    g = _load_grad(grad, at, here) * grad_scale
+    if WITH_L2:
+        g = g + decay * p
+    else:
+        p = p * decay
+    m = beta1 * tl.load(exp_avg + at, mask=here, other=0.0) + one_minus_beta1 * g
+    v = beta2 * tl.load(exp_avg_sq + at, mask=here, other=0.0) + (one_minus_beta2 * g) * g
+    denominator = tl.sqrt_rn(v) * inv_sqrt_bias_correction2 + eps
+    p = p - tl.div_rn(step_size * m, denominator)
+    tl.store(exp_avg + at, m, mask=here)
+    tl.store(exp_avg_sq + at, v, mask=here)
+    if IS_SPLIT:
+        bits = _bits_of_weight(p)
+        tl.store(param + at, ((bits + 0x8000) >> 16).to(tl.int16), mask=here)
+        tl.store(master + at, bits.to(tl.int16), mask=here)
+    else:
+        if master is not None:
+            tl.store(master + at, p, mask=here)
+        tl.store(param + at, _rounded(p, param.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["phase_m", "phase_s"])
+def _compact_adam(
+    param,
+    grad,
+    remainder,
+    exp_avg,
+    exp_avg_sq,
+    scales,
+    num_elements,
+    phase_m,
+    phase_s,
+    grad_scale,
+    weight_decay,
+    beta1,
+    sqrt_beta2,
+    grad_m,
+    grad_s,
+    root,
+    floor,
+    decay,
+    WITH_L2: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+):
+    """[Note: compact arithmetic]; a row is a block. The last may be short: zeros change no maximum."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = tl.arange(0, _BLOCK)
+    at = row[:, None] * _BLOCK + place[None, :]
+    here = at < num_elements
+    row_here = row * _BLOCK < num_elements
+    high = tl.load(param + at, mask=here, other=0).to(tl.int32)
+    p = _float_of((high << 16) + (tl.load(remainder + at, mask=here, other=0).to(tl.int32) << 8))
+    g = _load_grad(grad, at, here)
+    if WITH_L2:
+        g = _fma(weight_decay, p, g * grad_scale)
+
+    scale_m = (beta1 * tl.load(scales + 2 * row, mask=row_here, other=0.0))[:, None]
+    code = tl.load(exp_avg + at, mask=here, other=0).to(tl.int32)
+    f = _float_of(((code & 0x7F) << 18) | _BITS_OF_2 | (code & _SIGN))
+    twice = _float_of(_bits_of(scale_m + scale_m) | (code & _SIGN))
+    m = _fma(f, scale_m, _fma(g, grad_m, _float_of(_bits_of(twice) ^ _SIGN)))
+
+    scale_s = (sqrt_beta2 * tl.load(scales + 2 * row + 1, mask=row_here, other=0.0))[:, None]
+    code = tl.load(exp_avg_sq + at, mask=here, other=0).to(tl.int32)
+    twice = _float_of(_bits_of(scale_s + scale_s) ^ _SIGN)
+    old_s = _fma(_float_of((code << 16) | _BITS_OF_2), scale_s, twice)
+    t = g * grad_s
+    s = tl.sqrt_rn(_fma(old_s, old_s, t * t))
+
+    quotient = _bits_of(tl.div_rn(m, _fma(s, root, floor)))
+    p = _fma(p, decay, _float_of(quotient ^ _SIGN))
+    is_lost = (_bits_of(m) & _MAGNITUDE) >= _INFINITY_BITS
+    bits = tl.where(is_lost, _NAN_BITS, _bits_of_weight(p)) + 0x80
+    tl.store(param + at, ((bits + 0x8000) >> 16).to(tl.int16), mask=here)
+    tl.store(remainder + at, (bits >> 8).to(tl.int8), mask=here)
+
+    codes, scale = _codes_m(m, place, phase_m)
+    tl.store(exp_avg + at, codes.to(tl.int8), mask=here)
+    tl.store(scales + 2 * row, scale, mask=row_here)
+    codes, scale = _codes_s(s, place, phase_s)
+    tl.store(exp_avg_sq + at, codes.to(tl.uint8), mask=here)
+    tl.store(scales + 2 * row + 1, scale, mask=row_here)
+
+
+@triton.jit
+def _scale_and_inverse(largest, TO_SCALE: tl.constexpr, SPAN: tl.constexpr):  # noqa: N803
+    scale = tl.where(largest < _SMALLEST_SCALED, 0.0, largest * TO_SCALE)
+    at_least = tl.where(largest < _SMALLEST_SCALED, _SMALLEST_SCALED, largest)
+    return scale, tl.div_rn(tl.full(largest.shape, SPAN, tl.float32), at_least)
+
+
+@triton.jit
+def _codes_m(m, place, phase):
+    """Codes and scales of first moments: all of a row that holds one that is not finite are 0, and its scale is NaN."""
+    largest_bits = tl.max(_bits_of(m) & _MAGNITUDE, axis=1)
+    is_finite = largest_bits < _INFINITY_BITS
+    scale, inverse = _scale_and_inverse(
+        tl.where(is_finite, _float_of(largest_bits), 0.0), _TO_SCALE_M, _SPAN_M
+    )
+    m = tl.where(is_finite[:, None], m, 0.0)
+    sign = _bits_of(m) & _SIGN
+    y = _fma(m, inverse[:, None], _float_of(sign | _BITS_OF_1))
+    # The place in 7 bits from the other end, at the top.
+    reversed_place = (place & 1) << 6 | (place & 2) << 4 | (place & 4) << 2 | (place & 8)
+    reversed_place |= (place & 16) >> 2 | (place & 32) >> 4 | (place & 64) >> 6
+    dither = ((((reversed_place << 25) + phase) >> 18 & 0x3FFF) << 4) + 8
+    codes = ((_bits_of(y) & _MAGNITUDE) - _BITS_OF_1 + dither[None, :]) >> 18
+    return codes | (sign >> 24 & 0x80), tl.where(
+        is_finite, scale, _float_of(tl.full(scale.shape, _NAN_BITS, tl.int32))
+    )
+
+
+@triton.jit
+def _codes_s(s, place, phase):
+    """Codes and scales of roots of second moments: all of a row that holds NaN are 1, and its scale is NaN."""
+    largest_bits = tl.max(_bits_of(s) & _MAGNITUDE, axis=1)
+    is_nan = largest_bits > _INFINITY_BITS
+    largest = tl.where(is_nan, 0.0, _float_of(largest_bits))
+    largest = tl.where(largest > _LARGEST_FLOAT, _LARGEST_FLOAT, largest)
+    scale, inverse = _scale_and_inverse(largest, _TO_SCALE_S, _SPAN_S)
+    s = tl.where(s > _LARGEST_FLOAT, _LARGEST_FLOAT, s)
+    y = _fma(tl.where(is_nan[:, None], 0.0, s), inverse[:, None], 1.0)
+    dither = ((((place << 25) + phase) >> 18 & 0x3FFF) << 2) + 2
+    codes = (_bits_of(y) - _BITS_OF_1 + dither[None, :]) >> 16
+    codes = tl.where(codes < 1, 1, codes)
+    return codes, tl.where(is_nan, _float_of(tl.full(scale.shape, _NAN_BITS, tl.int32)), scale)
