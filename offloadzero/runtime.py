@@ -25,6 +25,7 @@ from offloadzero.memory.tickets import Failures
 from offloadzero.native.cpu_adam import set_cores
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.monitor import StepMonitor
+from offloadzero.optim.device_adam import device_form
 from offloadzero.optim.records import Record
 from offloadzero.optim.update import UpdatePipeline
 from offloadzero.planning.memory_plan import (
@@ -168,6 +169,8 @@ class Runtime:
             ],
             chunk_elements=config.update.chunk_elements,
             num_threads=num_threads,
+            form=device_form(self.accelerator.device),
+            scratch=self._device_lease("update scratch", plan.update_scratch_bytes),
         )
         if cores:
             self.pipeline.submit(lambda: set_cores(cores))
@@ -234,6 +237,9 @@ class Runtime:
         """Of the plan, and of the activation checkpoints so far."""
         beside = self.activations.reserved() if self.activations is not None else {}
         return self.plan.tier_bytes(tier) + beside.get(tier, 0)
+
+    def _device_lease(self, label: str, num_bytes: int) -> Lease | None:
+        return self.store.device.lease(num_bytes, label) if num_bytes else None
 
     def _host_pool(self, label: str, count: int, num_bytes: int) -> BufferPool:
         leases: list[Lease] = []
@@ -422,9 +428,10 @@ def _plan(
     in_memory = (host_bytes(slot.param) for record in records for slot in record.slots)
     available = _available(device, movable_bytes=sum(in_memory))
     placement = None
+    form = device_form(device)
     if config.placement.auto:
-        placement = choose_placement(records, config, available, together=together)
-    plan = plan_memory(records, config, together=together, placement=placement)
+        placement = choose_placement(records, config, available, together=together, form=form)
+    plan = plan_memory(records, config, together=together, placement=placement, form=form)
     _check_machine(plan, available)
     return plan
 

@@ -5,7 +5,7 @@ One thread takes record updates in order and cuts each into chunks. Segments in 
 place; those on NVMe or on the device are staged through slots of pinned memory. With three slots, the reads of
 chunk k+1, Adam on chunk k and the write-back of chunk k-1 run at once, across the borders of records. A chunk's
 slot is used again only when its writes are complete. A record whose update lives wholly on the device is
-updated there in one piece, on a lane of its own.
+updated there, on a lane of its own: [Note: forms of the update] in optim/device_adam.py.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.observe.timeline import DEVICE_UPDATE, UPDATE
 from offloadzero.optim import device_math
 from offloadzero.optim.delivery import Delivery, UpdateTicket
+from offloadzero.optim.device_adam import AdamForm
 from offloadzero.optim.records import Record, UpdateRange, segment_slice
 from offloadzero.optim.staging import ChunkStager, StagedChunk, chunk_bounds
 
@@ -82,11 +83,21 @@ class UpdatePipeline:
         slot_leases: Sequence[Lease],
         chunk_elements: int,
         num_threads: int | None,
+        form: AdamForm = AdamForm.NATIVE,
+        scratch: Lease | None = None,
     ) -> None:
+        """Start the thread.
+
+        Args:
+            form: of the updates on the device.
+            scratch: what that form takes of the device's memory, if anything.
+        """
         self._store = store
         self._failures = store.failures
         self._chunk_elements = chunk_elements
         self._num_threads = num_threads
+        self._form = form
+        self._scratch = None if scratch is None else scratch.bytes
         self._stager = ChunkStager(store, slot_leases, chunk_elements=chunk_elements)
         self._device_lane = store.accelerator.lane("update-device", store.failures)
         # What arrives: to put it there is one step, which no interrupt can halve. None: nothing more will come.
@@ -196,7 +207,7 @@ class UpdatePipeline:
 
         def task() -> None:
             with self._store.accelerator.span(DEVICE_UPDATE, update.record.name, update_bytes(buffers)):
-                self._adam(update, buffers, start=0, stop=update.record.num_trainable)
+                self._adam(update, buffers, start=0, stop=update.record.num_trainable, form=self._form)
             self._consumed(update)
 
         update.ticket.fulfil(self._device_lane.submit(task, fence=update.fence))
@@ -240,7 +251,13 @@ class UpdatePipeline:
             self._finish(update)
 
     def _adam(
-        self, update: RecordUpdate, buffers: dict[SegmentKind, torch.Tensor], *, start: int, stop: int
+        self,
+        update: RecordUpdate,
+        buffers: dict[SegmentKind, torch.Tensor],
+        *,
+        start: int,
+        stop: int,
+        form: AdamForm = AdamForm.NATIVE,
     ) -> None:
         for part in update.ranges:
             low, high = max(part.start, start) - start, min(part.stop, stop) - start
@@ -258,6 +275,8 @@ class UpdatePipeline:
                 master=state.get(SegmentKind.MASTER),
                 scales=state.get(SegmentKind.SCALES),
                 num_threads=self._num_threads,
+                form=form,
+                scratch=self._scratch,
             )
 
     @staticmethod

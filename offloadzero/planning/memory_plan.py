@@ -10,6 +10,7 @@ from offloadzero.config import OffloadConfig, SegmentKind, TierName
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.arena import ALIGN_BYTES, align_up, apart
 from offloadzero.memory.checksums import checksum_bytes
+from offloadzero.optim.device_adam import AdamForm, scratch_bytes
 from offloadzero.optim.records import Record
 
 NUM_GRAD_LEASES = 2  # one being filled by backward, one on its way
@@ -37,6 +38,7 @@ class MemoryPlan:
     grads_have_homes: bool
     unit_lease_bytes: int  # the part of the device arena from which units are leased
     device_grad_bytes: int  # one gradient lease on the device
+    update_scratch_bytes: int  # of the updates on the device, which run one after another
     host_grad_bytes: int  # one passing gradient lease on the host
     num_host_grads: int
     grad_staging_bytes: int  # where a gradient lands that is added to one already there
@@ -178,21 +180,24 @@ def plan_memory(
     *,
     together: Sequence[Collection[int]] = (),
     placement: Placement | None = None,
+    form: AdamForm = AdamForm.NATIVE,
 ) -> MemoryPlan:
     """Place every segment and size every buffer.
 
     Args:
         together: sets of record indices that must be on the device at once.
         placement: the home of every segment, where it is not to follow from the configuration's rules.
+        form: of the updates on the device.
 
     Raises:
         BudgetError: with the table, when a budget is too small.
     """
-    plan = _plan(records, config, place(records, config) if placement is None else placement, together)
+    homes = place(records, config) if placement is None else placement
+    plan = _plan(records, config, homes, together, form)
     host_budget = config.budgets.host
     may_move = placement is None and bool(config.nvme_paths)
     if may_move and host_budget is not None and plan.tier_bytes(TierName.HOST) > host_budget:
-        plan = _move_grads_to_nvme(records, config, plan, host_budget, together)
+        plan = _move_grads_to_nvme(records, config, plan, host_budget, together, form)
     _check_budgets(plan, config)
     return plan
 
@@ -203,6 +208,7 @@ def _move_grads_to_nvme(
     plan: MemoryPlan,
     host_budget: int,
     together: Sequence[Collection[int]],
+    form: AdamForm,
 ) -> MemoryPlan:
     """Gradients that are kept until the step may live on NVMe: the last to be needed go first."""
     placement = dict(plan.placement)
@@ -211,7 +217,7 @@ def _move_grads_to_nvme(
             break
         if placement.get((record.index, SegmentKind.GRAD)) is TierName.HOST:
             placement[record.index, SegmentKind.GRAD] = TierName.NVME
-            plan = _plan(records, config, placement, together)
+            plan = _plan(records, config, placement, together, form)
     return plan
 
 
@@ -220,6 +226,7 @@ def _plan(
     config: OffloadConfig,
     placement: Placement,
     together: Sequence[Collection[int]],
+    form: AdamForm,
 ) -> MemoryPlan:
     in_backward, grads_have_homes = updates_in_backward(config), keeps_gradients(config)
     sheet = _Sheet()
@@ -231,6 +238,8 @@ def _plan(
     ]
     device_grad_bytes = _largest(r.num_trainable * r.dtype.itemsize for r in leaving)
     sheet.add(TierName.DEVICE, "gradient leases", NUM_GRAD_LEASES * device_grad_bytes)
+    update_scratch_bytes = _update_scratch_bytes(records, placement, form)
+    sheet.add(TierName.DEVICE, "update scratch", update_scratch_bytes)
     unit_lease_bytes = _unit_lease_bytes(streamed, config, together, taken=sheet.total(TierName.DEVICE))
     sheet.add(TierName.DEVICE, "unit leases", unit_lease_bytes)
 
@@ -259,6 +268,7 @@ def _plan(
         grads_have_homes=grads_have_homes,
         unit_lease_bytes=unit_lease_bytes,
         device_grad_bytes=device_grad_bytes,
+        update_scratch_bytes=update_scratch_bytes,
         host_grad_bytes=host_grad_bytes,
         num_host_grads=num_host_grads,
         grad_staging_bytes=grad_staging_bytes,
@@ -314,17 +324,25 @@ def _unit_lease_bytes(
     return max(at_least, min(total, wanted))
 
 
+def _update_scratch_bytes(records: Sequence[Record], placement: Placement, form: AdamForm) -> int:
+    on_device = [r for r in records if r.num_trainable and _updates_on_device(r, placement)]
+    return _largest(scratch_bytes(form, r.num_trainable, is_compact=r.compact) for r in on_device)
+
+
+def _updates_on_device(record: Record, placement: Placement) -> bool:
+    kinds = (*record.layout(), SegmentKind.GRAD)
+    return all(placement[record.index, kind] is TierName.DEVICE for kind in kinds)
+
+
 def _slot_bytes(records: Sequence[Record], config: OffloadConfig, placement: Placement) -> int:
     """Bytes of one update slot: the staged segments of one chunk of the neediest record."""
     largest = 0
     for record in records:
-        if not record.num_trainable:
+        if not record.num_trainable or _updates_on_device(record, placement):
             continue
         layout = record.layout()
         tiers = {kind: placement[record.index, kind] for kind in layout}
         grad_tier = placement[record.index, SegmentKind.GRAD]
-        if grad_tier is TierName.DEVICE and all(tier is TierName.DEVICE for tier in tiers.values()):
-            continue
         staged = {kind: dtype for kind, (dtype, _) in layout.items() if tiers[kind] is not TierName.HOST}
         if grad_tier is not TierName.HOST:
             staged[SegmentKind.GRAD] = record.grad_dtype

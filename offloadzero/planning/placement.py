@@ -35,6 +35,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offloadzero.config import BudgetConfig, OffloadConfig, SegmentKind, TierName
+from offloadzero.optim.device_adam import AdamForm
 from offloadzero.optim.records import Record
 from offloadzero.planning.memory_plan import Placement, keeps_gradients, plan_memory
 
@@ -62,6 +63,7 @@ def choose_placement(
     available: Mapping[TierName, int],
     *,
     together: Sequence[Collection[int]] = (),
+    form: AdamForm = AdamForm.NATIVE,
 ) -> Placement:
     """The home of every segment: [Note: which segments earn a fast tier].
 
@@ -71,6 +73,7 @@ def choose_placement(
         available: bytes that can be taken now of the host, and of the device unless its memory is the host's. They
             stand in for the budgets that `config` does not have.
         together: sets of record indices that must be on the device at once.
+        form: of the updates on the device.
     """
     limits = _limits(config, available)
     moves = _Moves(records, config)
@@ -83,7 +86,8 @@ def choose_placement(
 
     def num_bytes(tier: TierName, num_on_device: int, num_in_host: int) -> int:
         placement = moves.placement(num_on_device, num_in_host)
-        return plan_memory(records, unbounded, together=together, placement=placement).tier_bytes(tier)
+        plan = plan_memory(records, unbounded, together=together, placement=placement, form=form)
+        return plan.tier_bytes(tier)
 
     if num_bytes(TierName.DEVICE, len(records), 0) <= limits.device_alone:
         return moves.placement(len(records), 0)
