@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TRITON ?= triton==3.6.0
 STEPS ?= 400
 CONFIG ?= examples/configs/nvme.json
 MODEL ?= tiny
@@ -99,8 +100,12 @@ $(STAMPS)/examples: pyproject.toml setup.py | $(STAMPS)/native
 	$(PIP) --no-build-isolation -e ".[examples]"
 	touch $@
 
+# Triton comes with a CUDA torch, of its own version. Without one, tests interpret and compile kernels with a small one
+# (190 MB to fetch), where there is one.
 $(STAMPS)/dev: pyproject.toml setup.py | $(STAMPS)/native
 	$(PIP) --no-build-isolation -e ".[dev]"
+	$(BIN)/python -c 'import triton' 2>/dev/null || test "$$(uname -sm)" != "Linux x86_64" || \
+		$(PIP) --no-deps "$(TRITON)"
 	touch $@
 
 $(STAMPS)/native: $(NATIVE_SOURCES) setup.py | $(STAMPS)/torch

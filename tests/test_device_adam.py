@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -153,6 +154,9 @@ def test_every_byte_moves_once(
 
 # --- what a GPU would run ---
 
+flushes_subnormals = HAS_TRITON and tuple(map(int, version("triton").split(".")[:2])) < (3, 6)
+rounds_right = pytest.mark.skipif(flushes_subnormals, reason="this Triton flushes, which the first try finds")
+
 GPU_TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int16: "*i16"}
 
 
@@ -209,6 +213,7 @@ def bytes_per_thread(names: list[str], what: str) -> int:
 
 
 @needs_triton
+@rounds_right
 @pytest.mark.parametrize(("capability", "with_l2"), [(80, True), (90, False)])
 @pytest.mark.parametrize(
     ("layout", "grad_dtype", "read", "written"),
