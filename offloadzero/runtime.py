@@ -428,7 +428,7 @@ def _plan(
     in_memory = (host_bytes(slot.param) for record in records for slot in record.slots)
     available = _available(device, movable_bytes=sum(in_memory))
     placement = None
-    form = device_form(device)
+    form = device_form(device.torch_device)
     if config.placement.auto:
         placement = choose_placement(records, config, available, together=together, form=form)
     plan = plan_memory(records, config, together=together, placement=placement, form=form)

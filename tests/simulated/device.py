@@ -13,6 +13,7 @@ from offloadzero.errors import StateError
 from offloadzero.memory import device as devices
 from offloadzero.memory.tickets import Failures
 from offloadzero.native import cpu_adam
+from offloadzero.optim.device_adam import AdamForm
 from tests.simulated.dispatch import Dispatch
 from tests.simulated.machine import Machine
 from tests.simulated.memory import DeviceMemory, own_work
@@ -103,6 +104,7 @@ def simulated(patch: Any, seed: int = 0, *, slow: Collection[str] = ()) -> Itera
     patch.setattr(
         devices, "is_host_memory", lambda tensor: is_host_memory(tensor) and not device.memory.holds(tensor)
     )
+    patch.setattr("offloadzero.runtime.device_form", lambda _device: AdamForm.TORCH)
     begin_thread = Failures.in_background
 
     def in_background(failures: Failures) -> None:
