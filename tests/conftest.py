@@ -1,4 +1,4 @@
-"""No test may hang: one that takes HANG_S ends the run with the stacks of all threads."""
+"""No test may hang: one that takes HANG_S ends its process with the stacks of all threads. Slow files come first."""
 
 from __future__ import annotations
 
@@ -16,12 +16,31 @@ HANG_S = float(os.environ.get("OFFLOADZERO_TEST_HANG_S", "120"))
 
 SLOW_FACTOR = 6  # for tests marked slow
 
+# Standard error as it is outside the tests: while one runs, pytest keeps what is written to descriptor 2 for itself.
+STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before the first capture."""
+    config.stash[STDERR] = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The run is over."""
+    os.close(config.stash[STDERR])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with a slow test first, so that no worker is alone with one at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
 
 @pytest.fixture(autouse=True)
 def never_hang(request: pytest.FixtureRequest) -> Iterator[None]:
     """Arm the timer before each test and disarm it after."""
     limit_s = HANG_S * (SLOW_FACTOR if request.node.get_closest_marker("slow") else 1)
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=request.config.stash[STDERR])
     yield
     faulthandler.cancel_dump_traceback_later()
 
