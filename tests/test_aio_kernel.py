@@ -58,6 +58,7 @@ def aligned(num_bytes: int) -> np.ndarray:
 
 
 class TestDeadline:
+    @pytest.mark.alone
     def test_the_caller_learns_at_once_and_the_buffer_is_kept(self, engine: AioEngine, path: Path) -> None:
         file = engine.open(path)
         engine.inject("delay", 2, 1000)
@@ -294,6 +295,7 @@ class TestUringOptions:
 
 
 class TestDescriptors:
+    @pytest.mark.alone  # others take and give back space on the same drive
     def test_a_registered_file_does_not_outlive_its_close(self, tmp_path: Path) -> None:
         """Its slot would keep the disk space of a removed file."""
         with make_engine("io_uring") as engine:

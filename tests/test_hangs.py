@@ -28,11 +28,17 @@ def test_after():
 def run_hanging(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
     file = directory / "test_hanging.py"
     file.write_text(HANGING)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", *options, str(file)]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OFFLOADZERO_TEST_HANG_S": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     return subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=110, check=False
+        [*command, *options, str(file)],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
 
 

@@ -137,6 +137,7 @@ def test_a_thread_that_waits_for_what_never_comes_ends_with_its_engine() -> None
         failures.check()
 
 
+@pytest.mark.alone
 def test_buffers_that_are_given_back_at_once_reach_all_who_wait() -> None:
     failures = Failures()
     arena = Arena("host", torch.zeros(3 * 4096, dtype=torch.uint8))
