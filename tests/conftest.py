@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib.util
 import os
 import signal
 import sys
@@ -26,6 +27,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if importlib.util.find_spec("hypothesis"):
+        import hypothesis
+
+        # How long an example takes says how busy the cores are; a hang is found below.
+        hypothesis.settings.register_profile("busy cores", hypothesis.settings(), deadline=None)
+        hypothesis.settings.load_profile("busy cores")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
