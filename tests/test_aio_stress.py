@@ -177,6 +177,7 @@ class TestMoreThanTwoGiB:
 
     NUM_BYTES = 2 * GIB + 12_345
     OFFSET = 4099
+    STEP = 1 << 20  # of the comparison: it stays in the cache
 
     @pytest.mark.parametrize("backend", BACKENDS)
     def test_read_matches_pread(self, backend: str, tmp_path: Path) -> None:
@@ -190,12 +191,11 @@ class TestMoreThanTwoGiB:
         memory = np.empty(self.NUM_BYTES, np.uint8)
         with make_engine(backend, block_size=8 << 20, queue_depth=8) as engine, engine.open(path) as file:
             engine.read(file, memory, offset=self.OFFSET).wait(WAIT_S)
-        step = 64 << 20
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            for begin in range(0, self.NUM_BYTES, step):
-                expected = os.pread(descriptor, min(step, self.NUM_BYTES - begin), self.OFFSET + begin)
-                assert np.array_equal(memory[begin : begin + step], np.frombuffer(expected, np.uint8))
+            for begin in range(0, self.NUM_BYTES, self.STEP):
+                expected = os.pread(descriptor, min(self.STEP, self.NUM_BYTES - begin), self.OFFSET + begin)
+                assert np.array_equal(memory[begin : begin + self.STEP], np.frombuffer(expected, np.uint8))
         finally:
             os.close(descriptor)
 
@@ -206,10 +206,9 @@ class TestMoreThanTwoGiB:
         with make_engine(backend, block_size=8 << 20) as engine, engine.open(path, create=True) as file:
             engine.write(file, memory, offset=self.OFFSET).wait(WAIT_S)
         assert path.stat().st_size == self.OFFSET + self.NUM_BYTES
-        step = 64 << 20
         with path.open("rb") as plain:
             assert plain.read(self.OFFSET) == bytes(self.OFFSET)
-            for begin in range(0, self.NUM_BYTES, step):
-                expected = np.frombuffer(plain.read(step), np.uint8)
-                assert np.array_equal(memory[begin : begin + step], expected)
+            for begin in range(0, self.NUM_BYTES, self.STEP):
+                expected = np.frombuffer(plain.read(self.STEP), np.uint8)
+                assert np.array_equal(memory[begin : begin + self.STEP], expected)
         path.unlink()
