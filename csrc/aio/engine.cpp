@@ -126,6 +126,7 @@ void Engine::close(bool should_cancel) {
     }
     for (auto& worker : workers_) worker->join();
     workers_.clear();
+    registry_->forget_buffers();
 }
 
 EngineStats Engine::stats() const {

@@ -38,6 +38,11 @@ int QueueSlots::buffer_slot(const char* data, size_t num_bytes) const {
     return begin + num_bytes <= range.end ? range.slot : kNoSlot;
 }
 
+void QueueSlots::clear_buffers(KernelQueue* queue) {
+    for (const Range& range : ranges_) queue->set_buffer(range.slot, nullptr, 0);
+    ranges_.clear();
+}
+
 Registry::Registry(size_t num_workers) : pid_(getpid()), queues_(num_workers) {
     for (int slot = kNumFileSlots; slot-- > 0;) free_file_slots_.push_back(slot);
     for (int slot = kNumBufferSlots; slot-- > 0;) free_buffer_slots_.push_back(slot);
@@ -91,6 +96,12 @@ bool Registry::remove_buffer(char* data) {
     num_registered_bytes_ -= buffer.num_bytes;
     clear_buffer_slots(buffer, &lock);
     return true;
+}
+
+void Registry::forget_buffers() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    buffers_.clear();
+    num_registered_bytes_ = 0;
 }
 
 int Registry::take_buffer_slots(char* data, size_t num_bytes, Buffer* buffer) {

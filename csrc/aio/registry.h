@@ -36,6 +36,8 @@ class QueueSlots {
     }
     // The slot of the memory that holds all of the range, or kNoSlot.
     int buffer_slot(const char* data, size_t num_bytes) const;
+    // Unpins all memory.
+    void clear_buffers(KernelQueue* queue);
 
   private:
     struct Range {
@@ -62,6 +64,8 @@ class Registry {
     int add_buffer(char* data, size_t num_bytes);
     // Returns when no queue uses it for another transfer. False: it is not there.
     bool remove_buffer(char* data);
+    // No queue has any memory any more.
+    void forget_buffers();
     uint64_t num_registered_bytes() const { return num_registered_bytes_.load(std::memory_order_relaxed); }
 
     // For the worker `index`.

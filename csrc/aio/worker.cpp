@@ -64,6 +64,9 @@ void Worker::run(std::promise<int> begun) {
     begun.set_value(status);
     if (status < 0) return;
     status = serve();
+    // The kernel unpins what a closed queue has registered some time later, and while a forked child has the
+    // queue's descriptor never: the memory must be the caller's again, and out of its limit, with close().
+    if (status == 0) slots_.clear_buffers(kernel_.get());
     engine_.registry_->leave(index_);
     if (status == 0) {
         kernel_->end();
