@@ -111,10 +111,10 @@ class Runtime:
                 create_nvme_directories(config.nvme_paths)
             self.store = _open_store(self, config)
             self.resources.add(self.store.close)
+            self._build(cut, current_hypers)
             self.monitor.begin(
                 self._description(), device_is_cpu=self.accelerator.asynchronous.free_bytes() is None
             )
-            self._build(cut, current_hypers)
         except BaseException:
             self._undo()
             raise
@@ -156,17 +156,19 @@ class Runtime:
             records,
             store,
             unit_arena=self._unit_arena(plan.unit_lease_bytes),
-            staging=self._host_pool("parameter staging", NUM_STAGING_LEASES, plan.param_staging_bytes),
+            staging=self._host_pool(
+                "parameter staging", NUM_STAGING_LEASES, plan.param_staging_bytes, for_files=True
+            ),
             clock=self.clock,
         )
         self.weights = WeightAccess(store, self.executor, clock=self.clock)
         cores = config.update.cores
         num_threads = config.update.num_threads or len(cores) or None
+        slots = [store.host.lease(plan.slot_bytes, f"update slot {i}") for i in range(plan.num_slots)]
+        store.register(slots, may_pin=config.pin_memory)
         self.pipeline = UpdatePipeline(
             store,
-            slot_leases=[
-                store.host.lease(plan.slot_bytes, f"update slot {i}") for i in range(plan.num_slots)
-            ],
+            slot_leases=slots,
             chunk_elements=config.update.chunk_elements,
             num_threads=num_threads,
             form=device_form(self.accelerator.device),
@@ -202,7 +204,9 @@ class Runtime:
             records,
             store,
             device_leases=BufferPool(device_leases, failures=self.failures, poison=poison),
-            passing=self._host_pool("passing gradient", plan.num_host_grads, plan.host_grad_bytes),
+            passing=self._host_pool(
+                "passing gradient", plan.num_host_grads, plan.host_grad_bytes, for_files=plan.grads_on_files
+            ),
             staging=self._host_pool("gradient staging", 1, plan.grad_staging_bytes),
             clock=self.clock,
             num_threads=num_threads,
@@ -241,10 +245,12 @@ class Runtime:
     def _device_lease(self, label: str, num_bytes: int) -> Lease | None:
         return self.store.device.lease(num_bytes, label) if num_bytes else None
 
-    def _host_pool(self, label: str, count: int, num_bytes: int) -> BufferPool:
+    def _host_pool(self, label: str, count: int, num_bytes: int, *, for_files: bool = False) -> BufferPool:
         leases: list[Lease] = []
         if num_bytes:
             leases = [self.store.host.lease(num_bytes, f"{label} {i}") for i in range(count)]
+        if for_files:
+            self.store.register(leases, may_pin=self.config.pin_memory)
         return BufferPool(leases, failures=self.failures, poison=self.config.poison_released_leases)
 
     def _unit_arena(self, num_bytes: int) -> Arena:
@@ -262,6 +268,9 @@ class Runtime:
             lines.append(f"    file engine: {self.store.nvme.description}")
         for tier, size in (self.activations.reserved() if self.activations is not None else {}).items():
             lines.append(f"{tier.value:<8}{format_bytes(size):>12}  activation checkpoints so far")
+        for_inputs = self.activations.file_engine() if self.activations is not None else None
+        if for_inputs is not None:
+            lines.append(f"    file engine: {for_inputs}")
         return "\n".join(lines)
 
     def _description(self) -> dict[str, object]:

@@ -227,7 +227,7 @@ AIO = """
         without = ("engine_create", "file_num_bytes", "file_preallocate", "file_sync", "wait_released", "times")
         if name not in without and not name.startswith("crc32c"):
             results["in a fork"].append([name, outcome(in_a_fork(name))])
-    for field, wrong in (("block_size", (0, 100, 4097, 2**31)), ("queue_depth", (0, 4097)), ("num_threads", (0, 65))):
+    for field, wrong in (("block_size", (0, 100, 4097, 2**31)), ("queue_depth", (0, 4097)), ("num_threads", (0, 257))):
         for value in wrong:
             numbers = {"block_size": 4096, "queue_depth": 4, "num_threads": 1, field: value}
             call = lambda: module.engine_create(IS_URING, *numbers.values(), True, True, True, False, False)

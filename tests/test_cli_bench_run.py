@@ -116,7 +116,8 @@ def test_the_config_block_loads(run: dict[str, Any]) -> None:
     rows = [row["point"] for row in run["result"]["results"]["traffic"] if "config" in row["roles"]]
     assert rows
     for row in rows:
-        assert (row["block_size"], row["queue_depth"], row["num_threads"]) == (
+        depth_per_thread = -(-row["queue_depth"] // row["num_threads"])
+        assert (row["block_size"], depth_per_thread, row["num_threads"]) == (
             point.block_size,
             point.queue_depth,
             point.num_threads,

@@ -19,7 +19,7 @@ using namespace offloadzero::aio;
 
 // As in offloadzero/native/aio.py.
 constexpr uint64_t kMinBlockSize = 4096, kMaxBlockSize = uint64_t{1} << 30;
-constexpr uint64_t kMaxQueueDepth = 4096, kMaxNumThreads = 64;
+constexpr uint64_t kMaxThreadDepth = 4096, kMaxNumThreads = 256;
 constexpr long long kMaxDelayMs = 1'000'000'000;
 
 constexpr char kEngineName[] = "offloadzero.aio.engine";
@@ -84,8 +84,8 @@ PyObject* engine_create(PyObject*, PyObject* args) {
                           &defer_taskrun, &sqpoll, &iopoll) ||
         !check_range("block_size", block_size, kMinBlockSize, kMaxBlockSize) ||
         !check_range("block_size % 4096", block_size % kMinBlockSize, uint64_t{0}, uint64_t{0}) ||
-        !check_range("queue_depth", queue_depth, uint64_t{1}, kMaxQueueDepth) ||
-        !check_range("num_threads", num_threads, uint64_t{1}, kMaxNumThreads)) {
+        !check_range("num_threads", num_threads, uint64_t{1}, kMaxNumThreads) ||
+        !check_range("queue_depth", queue_depth, uint64_t{1}, kMaxThreadDepth * num_threads)) {
         return nullptr;
     }
     EngineOptions options;

@@ -83,7 +83,7 @@ def config_block(point: Point, backends: Sequence[str]) -> dict[str, Any]:
     block: dict[str, Any] = {
         "aio": {
             "block_size": point.block_size,
-            "queue_depth": point.queue_depth,
+            "queue_depth": -(-point.queue_depth // point.num_threads),  # the key is of each thread
             "intra_op_parallelism": point.num_threads,
         }
     }

@@ -311,8 +311,12 @@ _AIO: dict[str, KeySpec] = {
     "block_size": _use(
         "bytes per request, rounded up to a multiple of 4096, fitted to the disk's requests; 1 MiB when absent"
     ),
-    "queue_depth": _use("requests in flight per thread, 1 to 4096; 32 when absent"),
-    "intra_op_parallelism": _use("threads of the file engine, 1 to 256; 1 when absent"),
+    "queue_depth": _use(
+        "requests in flight per thread, 1 to 4096; 32 when absent; aiofiles: of all, at most 8"
+    ),
+    "intra_op_parallelism": _use(
+        "threads of the file engine, 1 to 256; 1 when absent; aiofiles takes up to 8 of its own"
+    ),
     "thread_count": _alias("intra_op_parallelism"),
     "num_threads": _refuse(
         "DeepSpeed's tuning tool prints this key and its parser ignores it: "

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import logging
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ from offloadzero.native import _aio
 from offloadzero.native.aio import AioEngine, AioFile
 from offloadzero.native.termination import DoomedFile
 from offloadzero.observe.timeline import NVME_READ, NVME_WRITE, OFF, Timeline
+
+log = logging.getLogger("offloadzero.nvme")
 
 STRIPE_BYTES = 4 * 1024 * 1024
 
@@ -85,6 +89,15 @@ class _BackingFile:
             self.swap.remove()
 
 
+@dataclass(frozen=True)
+class _Registered:
+    """Of one buffer for transfers: how much of it the file engine has registered, and why not the rest."""
+
+    num_bytes: int
+    asked_bytes: int
+    reason: str
+
+
 class NvmeTier:
     """A striped address space of `num_bytes`, reserved on disk before anything is written.
 
@@ -101,10 +114,12 @@ class NvmeTier:
         self._checksums = Checksums(self.num_bytes) if aio.checksums else None
         self._files: list[_BackingFile] = []
         self._doomed: list[DoomedFile] = []
+        self._registered: dict[int, _Registered] = {}  # by address
+        self._registered_lock = threading.Lock()
         self.engine = AioEngine(
             backend=aio.backend,
             block_size=aio.block_size,
-            queue_depth=aio.queue_depth,
+            queue_depth=aio.queue_depth * aio.num_threads,  # the engine's is of all its threads
             num_threads=aio.num_threads,
         )
         _open_tiers.add(self)
@@ -147,7 +162,39 @@ class NvmeTier:
         """The file engine in use and why, and whether the files bypass the page cache."""
         direct = "; ".join(sorted({backing.file.direct_reason for backing in self._files}))
         checked = "" if self._checksums is None else f"; checksums ({_aio.crc32c_implementation()})"
-        return f"{self.engine.backend.value} ({self.engine.reason}); {direct}{checked}"
+        return f"{self.engine.backend.value} ({self.engine.reason}); {direct}; {self._buffers()}{checked}"
+
+    def _buffers(self) -> str:
+        with self._registered_lock:
+            entries = list(self._registered.values())
+        done = sum(entry.num_bytes for entry in entries)
+        asked = sum(entry.asked_bytes for entry in entries)
+        if done == asked:
+            return f"buffers registered ({done:,} bytes)" if done else "no buffers"
+        reasons = "; ".join(sorted({e.reason for e in entries if e.num_bytes < e.asked_bytes}))
+        how_much = f"{done:,} of {asked:,} bytes of buffers registered" if done else "buffers not registered"
+        return f"{how_much} ({reasons})"
+
+    def register(self, buffer: torch.Tensor, *, may_pin: bool) -> None:
+        """`buffer` (host) is for transfers: its pages are pinned now, as far as the kernel takes them."""
+        if may_pin:
+            num_bytes = self.engine.register_parts(buffer)
+            reason = self.engine.buffers_reason
+        else:
+            num_bytes, reason = 0, "pin_memory is false"
+        with self._registered_lock:
+            self._registered[buffer.data_ptr()] = _Registered(num_bytes, buffer.nbytes, reason)
+        if num_bytes < buffer.nbytes:
+            log.info(
+                "%s of %s bytes of buffers registered: %s", f"{num_bytes:,}", f"{buffer.nbytes:,}", reason
+            )
+
+    def unregister(self, buffer: torch.Tensor) -> None:
+        """Undo `register`, before the memory is freed or unpinned."""
+        with self._registered_lock:
+            entry = self._registered.pop(buffer.data_ptr())
+        if entry.num_bytes:
+            self.engine.unregister_buffer(buffer)
 
     def allocate(self, num_bytes: int, label: str) -> Extent:
         """The next `num_bytes`, rounded up to whole blocks."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from offloadzero.config import AioConfig, SegmentKind, TierName
-from offloadzero.memory.arena import Arena, align_up, allocate_host, apart
+from offloadzero.memory.arena import Arena, Lease, align_up, allocate_host, apart
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.lanes import Accelerator, Lane
 from offloadzero.memory.nvme import Extent, NvmeTier
@@ -103,6 +103,13 @@ class TieredStore:
             self.accelerator.pin(self.host.buffer)
             self._pinned = True
 
+    def register(self, leases: Sequence[Lease], *, may_pin: bool) -> None:
+        """Tell the file engine of host leases that its transfers go to and from: pinned once, not at each of them."""
+        if self.nvme is None:
+            return
+        for start, stop in _joined(leases):
+            self.nvme.register(self.host.buffer[start:stop], may_pin=may_pin)
+
     def create(
         self, record: str, kind: SegmentKind, dtype: torch.dtype, num_elements: int, tier: TierName
     ) -> Segment:
@@ -186,3 +193,14 @@ class TieredStore:
         if self._pinned:
             self.accelerator.unpin(self.host.buffer)
             self._pinned = False
+
+
+def _joined(leases: Sequence[Lease]) -> list[tuple[int, int]]:
+    """Where they lie in their arena: [start, stop) of each run without a gap."""
+    runs: list[tuple[int, int]] = []
+    for lease in sorted(leases, key=lambda lease: lease.offset):
+        start, stop = lease.offset, lease.offset + lease.num_bytes
+        if runs and runs[-1][1] == start:
+            start = runs.pop()[0]
+        runs.append((start, stop))
+    return runs

@@ -39,8 +39,9 @@ from offloadzero.native.aio_backends import (
     UringOptions,
     errno_name,
 )
-from offloadzero.native.aio_buffers import Memory, memory_of
+from offloadzero.native.aio_buffers import memory_of
 from offloadzero.native.aio_choice import choose_backend
+from offloadzero.native.aio_registration import Registration
 
 __all__ = [
     "AioBackend",
@@ -55,8 +56,8 @@ __all__ = [
 
 MIN_BLOCK_SIZE = 4096
 MAX_BLOCK_SIZE = 1 << 30
-MAX_QUEUE_DEPTH = 4096
-MAX_NUM_THREADS = 64
+MAX_THREAD_DEPTH = 4096  # blocks in the kernel at once, of one thread
+MAX_NUM_THREADS = 256
 
 
 class AioDeadlineError(AioError, TimeoutError):
@@ -271,8 +272,8 @@ class AioEngine:
             fitted to the requests of the disk: [Note: whole requests] in csrc/aio/device_limits.h.
         queue_depth: blocks in the kernel at once, over all threads.
         num_threads: threads that serve the queue, each with its own kernel queue and an equal share of
-            `queue_depth`. One is enough for aligned direct transfers; more help where the thread itself
-            copies (bounced blocks, buffered files under native_aio). aiofiles ignores it.
+            `queue_depth`, at most 4096. One is enough for aligned direct transfers; more help where the
+            thread itself copies (bounced blocks, buffered files under native_aio). aiofiles ignores it.
         uring: for the io_uring backend.
 
     Raises ConfigError: a value out of range, or a backend that is not available, with the reason.
@@ -283,9 +284,6 @@ class AioEngine:
     """The one in use, never AUTO."""
     reason: str
     """Why that one: "asked for", "the kernel allows it", or what the better ones were refused with."""
-    buffers_reason: str
-    """What became of register_buffer(): "none registered", "registered", "io_uring: ENOMEM (RLIMIT_MEMLOCK is
-    65536 bytes)", "native_aio has none"."""
 
     def __init__(
         self,
@@ -301,17 +299,17 @@ class AioEngine:
         asked = _parse(AioBackend, "backend", backend)
         if block_size % MIN_BLOCK_SIZE or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
             raise ConfigError("block_size", block_size, f"allowed: multiples of 4096 up to {MAX_BLOCK_SIZE}")
-        if not 1 <= queue_depth <= MAX_QUEUE_DEPTH:
-            raise ConfigError("queue_depth", queue_depth, f"allowed: 1 to {MAX_QUEUE_DEPTH}")
         if not 1 <= num_threads <= MAX_NUM_THREADS:
             raise ConfigError("num_threads", num_threads, f"allowed: 1 to {MAX_NUM_THREADS}")
+        if not 1 <= queue_depth <= MAX_THREAD_DEPTH * num_threads:
+            allowed = f"allowed: 1 to {MAX_THREAD_DEPTH * num_threads}, {MAX_THREAD_DEPTH} for each thread"
+            raise ConfigError("queue_depth", queue_depth, allowed)
         self.uring = uring or UringOptions()
         if self.uring.sqpoll and self.uring.iopoll:
             raise ConfigError("uring.iopoll", True, "not together with sqpoll")
         options = EngineOptions(block_size, queue_depth, num_threads, self.uring)
         self._core, self.backend, self.reason = choose_backend(asked, options)
-        self.buffers_reason = "none registered"
-        self._registered: dict[int, Memory] = {}
+        self._registration = Registration(self._core, self.backend)
         self.block_size = block_size
         self.queue_depth = queue_depth
         self.num_threads = num_threads
@@ -364,41 +362,35 @@ class AioEngine:
         """
         self._check_usable()
         memory = memory_of(buffer, must_be_writable=True)
-        end = memory.address + memory.num_bytes
-        for other in self._registered.values():
-            if memory.address < other.address + other.num_bytes and other.address < end:
-                raise ConfigError("buffer", type(buffer).__name__, "must not overlap one that is registered")
-        if memory.num_bytes == 0:
-            return True
         try:
-            self._core.register_buffer(memory.address, memory.num_bytes)
-        except OSError as error:
-            self.buffers_reason = self._buffer_refusal(error.errno or 0)
-            return False
-        self._registered[memory.address] = memory
-        self.buffers_reason = "registered"
-        return True
+            return memory.num_bytes == 0 or self._registration.add(memory)
+        except ValueError as error:
+            raise ConfigError("buffer", type(buffer).__name__, str(error)) from None
 
-    def unregister_buffer(self, buffer: Any) -> None:
-        """Unpins what register_buffer() has pinned, after the transfers in flight. Raises ConfigError."""
+    def register_parts(self, buffer: Any) -> int:
+        """Like register_buffer(), but what the kernel does not take whole is pinned as far as it does: the number
+        of bytes that are. `buffers_reason` says why not all.
+        """
         self._check_usable()
         memory = memory_of(buffer, must_be_writable=True)
-        if memory.num_bytes == 0:
-            return
-        if memory.address not in self._registered:
+        try:
+            return self._registration.add_in_parts(memory) if memory.num_bytes else 0
+        except ValueError as error:
+            raise ConfigError("buffer", type(buffer).__name__, str(error)) from None
+
+    @property
+    def buffers_reason(self) -> str:
+        """What became of the last buffer: "none registered", "registered", or why it, or a part of it, is not:
+        "io_uring: ENOMEM (RLIMIT_MEMLOCK is 65536 bytes)", "native_aio has none".
+        """
+        return self._registration.reason
+
+    def unregister_buffer(self, buffer: Any) -> None:
+        """Unpins what was pinned of a buffer, after the transfers in flight. Raises ConfigError."""
+        self._check_usable()
+        memory = memory_of(buffer, must_be_writable=True)
+        if memory.num_bytes and not self._registration.remove(memory):
             raise ConfigError("buffer", type(buffer).__name__, "must be registered")
-        self._core.unregister_buffer(memory.address)
-        del self._registered[memory.address]
-
-    def _buffer_refusal(self, code: int) -> str:
-        if code == errno_codes.EOPNOTSUPP:
-            return f"{self.backend.value} has none"
-        limit = ""
-        if code == errno_codes.ENOMEM:
-            import resource
-
-            limit = f" (RLIMIT_MEMLOCK is {resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]} bytes)"
-        return f"{self.backend.value}: {errno_name(code)}{limit}"
 
     def read(
         self,
@@ -473,7 +465,7 @@ class AioEngine:
         self._is_closed = True
         self._core.close(cancel=cancel)
         self._release_finished()
-        self._registered.clear()
+        self._registration.clear()
 
     def __enter__(self) -> AioEngine:
         return self

@@ -51,6 +51,13 @@ class MemoryPlan:
         return sum(line.num_bytes for line in self.lines if line.tier is tier)
 
     @property
+    def grads_on_files(self) -> bool:
+        """Whether some gradients have their home on nvme."""
+        return self.grads_have_homes and any(
+            kind is SegmentKind.GRAD and tier is TierName.NVME for (_, kind), tier in self.placement.items()
+        )
+
+    @property
     def kept_grad_bytes(self) -> int:
         """What keeping gradients takes. Those whose update runs on the device have their home there in any case."""
         kept = f"home: {SegmentKind.GRAD.value}"

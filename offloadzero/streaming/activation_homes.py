@@ -55,6 +55,9 @@ class Home(Protocol):
     def reserved(self) -> dict[TierName, int]:
         """Bytes taken so far."""
 
+    def file_engine(self) -> str | None:
+        """Which one moves the inputs, and how, if any does so far."""
+
     def close(self) -> None:
         """Finish the transfers, stop the threads, give the memory back."""
 
@@ -233,6 +236,9 @@ class HostHome:
     def reserved(self) -> dict[TierName, int]:
         return {TierName.HOST: self._memory.reserve.num_bytes}
 
+    def file_engine(self) -> str | None:
+        return None
+
     def close(self) -> None:
         self.lanes.close()
         self._free = []
@@ -307,13 +313,18 @@ class NvmeHome:
         buffer.last_use.wait()
         if buffer.bytes.numel() < num_bytes:
             if buffer.bytes.numel():
+                if self._tier is not None:
+                    self._tier.unregister(buffer.bytes)
                 self._memory.free(buffer.bytes)
             # A new object: the old one's views must go with its memory.
             try:
-                return PooledBuffer(self._memory.allocate(num_bytes, f"{label}: staging"))
+                grown = PooledBuffer(self._memory.allocate(num_bytes, f"{label}: staging"))
             except BaseException:
                 pool.give_back(PooledBuffer(torch.empty(0, dtype=torch.uint8)))  # a smaller batch may fit
                 raise
+            if self._tier is not None:
+                self._tier.register(grown.bytes, may_pin=self._memory.pin)
+            return grown
         return buffer
 
     def send(self, source: torch.Tensor, label: str) -> _NvmeCopy:
@@ -358,6 +369,8 @@ class NvmeHome:
                 self._memory.reserve.add(checksum_bytes(size), f"{label}: checksums")
             if self._tier is None:
                 self._tier = self._open(size)
+                for buffer in self._memory.buffers.values():  # nothing is read yet, so none comes meanwhile
+                    self._tier.register(buffer, may_pin=self._memory.pin)
             else:
                 self._tier.grow(offset + size)
             self._reserve.add(size, label)
@@ -403,6 +416,9 @@ class NvmeHome:
             TierName.HOST: self._memory.reserve.num_bytes,
             TierName.NVME: self._reserve.num_bytes,
         }
+
+    def file_engine(self) -> str | None:
+        return None if self._tier is None else self._tier.description
 
     def close(self) -> None:
         self.lanes.d2h.close()

@@ -235,6 +235,10 @@ class ActivationStore:
         """Bytes taken so far, by tier."""
         return self._home.reserved() if self._home is not None else {}
 
+    def file_engine(self) -> str | None:
+        """Which one moves the inputs, and how, if any does so far."""
+        return self._home.file_engine() if self._home is not None else None
+
     def close(self) -> None:
         """Finish the transfers, stop the threads, remove the file."""
         if self._home is not None:

@@ -1,0 +1,114 @@
+"""Memory that an engine's kernel queues know: pinned once instead of at every transfer (floor 2).
+
+[Note: registered in parts]
+io_uring counts what it has registered against RLIMIT_MEMLOCK (8 MiB for ordinary users), once for each thread of the
+engine, and takes it whole or not at all. So memory that need not be registered whole goes in parts: where one is
+refused for want of memory its half is tried, down to MIN_PART_BYTES. A block that lies in two parts travels like one
+that lies in none: the kernel pins its pages for that one transfer.
+"""
+
+from __future__ import annotations
+
+import errno as errno_codes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from offloadzero.native.aio_backends import AioBackend, EngineCore, errno_name
+from offloadzero.native.aio_buffers import Memory
+
+MAX_PART_BYTES = 1 << 30  # what the kernel takes as one
+MIN_PART_BYTES = 2 << 20  # a huge page: it is counted whole
+
+
+class _Entry(NamedTuple):
+    memory: Memory
+    parts: list[int]  # their addresses; those the kernel has refused are not among them
+
+
+class Registration:
+    """What one engine has registered. Any thread may call."""
+
+    def __init__(self, core: EngineCore, backend: AioBackend) -> None:
+        self.reason = "none registered"
+        self._core = core
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._entries: dict[int, _Entry] = {}  # by address
+
+    def add(self, memory: Memory) -> bool:
+        """All of it, or nothing. Raises ValueError: it overlaps what is there."""
+        with self._adding(memory):
+            if self._register(memory.address, memory.num_bytes):
+                return False
+            self._entries[memory.address] = _Entry(memory, [memory.address])
+        return True
+
+    def add_in_parts(self, memory: Memory) -> int:
+        """As many of its bytes as the kernel takes: [Note: registered in parts]. Raises like `add`."""
+        parts: list[int] = []
+        done, size, refusal = 0, MAX_PART_BYTES, ""
+        with self._adding(memory):
+            self._entries[memory.address] = _Entry(memory, parts)
+            while done < memory.num_bytes and size:
+                size = min(size, memory.num_bytes - done)
+                error = self._register(memory.address + done, size)
+                if not error:
+                    parts.append(memory.address + done)
+                    done += size
+                    continue
+                refusal = refusal or self.reason
+                may_halve = error == errno_codes.ENOMEM and size > MIN_PART_BYTES
+                size = max(size // 2 // MIN_PART_BYTES, 1) * MIN_PART_BYTES if may_halve else 0
+            if not parts:
+                del self._entries[memory.address]
+            self.reason = refusal or self.reason
+        return done
+
+    def remove(self, memory: Memory) -> bool:
+        """False: it is not there."""
+        with self._lock:
+            entry = self._entries.get(memory.address)
+            if entry is None:
+                return False
+            for address in entry.parts:
+                self._core.unregister_buffer(address)
+            del self._entries[memory.address]
+        return True
+
+    def clear(self) -> None:
+        """The engine is closed, and has unregistered all of it."""
+        with self._lock:
+            self._entries.clear()
+
+    @contextmanager
+    def _adding(self, memory: Memory) -> Iterator[None]:
+        with self._lock:
+            end = memory.address + memory.num_bytes
+            for other in self._entries.values():
+                begin = other.memory.address
+                if memory.address < begin + other.memory.num_bytes and begin < end:
+                    raise ValueError("must not overlap one that is registered")
+            yield
+
+    def _register(self, address: int, num_bytes: int) -> int:
+        """0, or the errno of the refusal, which `reason` names."""
+        try:
+            self._core.register_buffer(address, num_bytes)
+        except OSError as error:
+            code = error.errno or errno_codes.EIO
+            self.reason = self._refusal(code)
+            return code
+        self.reason = "registered"
+        return 0
+
+    def _refusal(self, code: int) -> str:
+        if code == errno_codes.EOPNOTSUPP:
+            return f"{self._backend.value} has none"
+        limit = ""
+        if code == errno_codes.ENOMEM:
+            import resource
+
+            limit = f" (RLIMIT_MEMLOCK is {resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]} bytes)"
+        return f"{self._backend.value}: {errno_name(code)}{limit}"
