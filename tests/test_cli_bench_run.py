@@ -26,7 +26,7 @@ pytestmark = pytest.mark.alone
 class CountingEngine(AioEngine):
     """Adds up what the engines themselves say they moved."""
 
-    totals: ClassVar[dict[str, int]] = {"bytes_read": 0, "bytes_written": 0}
+    totals: ClassVar[dict[str, int]] = {"bytes_read": 0, "bytes_written": 0, "fixed": 0}
 
     def close(self, *, cancel: bool = False) -> None:
         if not self._is_closed:
@@ -67,6 +67,14 @@ def test_bytes_written_are_those_the_engines_wrote(run: dict[str, Any]) -> None:
     result = run["result"]
     assert result["bytes_written"] == run["totals"]["bytes_written"]
     assert result["bytes_written"] <= result["arguments"]["write_limit_bytes"] == 32 * 32 * MIB
+
+
+def test_the_memory_is_registered_as_that_of_training_is(run: dict[str, Any]) -> None:
+    if run["result"]["backends"]["io_uring"] != "available":
+        pytest.skip("no io_uring")
+    with AioEngine(backend="io_uring") as engine:
+        can_register = engine.register_buffer(bytearray(4096))
+    assert can_register == (run["totals"]["fixed"] > 0)
 
 
 def test_the_files_were_written_not_holes(run: dict[str, Any]) -> None:

@@ -432,6 +432,7 @@ class Bench:
             self.refusals[point] = error.allowed
             return None
         try:
+            engine.register_parts(self._arena.bytes)  # as training does with its buffers
             opened = [self._open(engine, index) for index in request.paths]
             return self._measure(request, shape, engine, opened)
         finally:
