@@ -270,7 +270,11 @@ _ZERO: dict[str, KeySpec] = {
     "log_trace_cache_warnings": _accept(
         "a change in the order of use shows as waits in the step report", _BOOL, False
     ),
-    "enable_sanity_checks": _accept("there are no checks to switch on", _BOOL, False),
+    "enable_sanity_checks": _accept(
+        "offloadzero.poison_released_leases and offloadzero.aio.checksums are the checks there are",
+        _BOOL,
+        False,
+    ),
     "save_muon_momentum_buffer_in_memory": _accept("Muon is not built", _BOOL, False),
     "zero_hpz_partition_size": _refuse("secondary shards are not built: allowed 1", _NUMBER, 0, 1),
     "zero_quantized_weights": _refuse(_QUANTIZED),
@@ -285,7 +289,9 @@ _ZERO: dict[str, KeySpec] = {
 _OFFLOAD_PARAM: dict[str, KeySpec] = {
     "device": _use("none, cpu (our host tier) or nvme; none when absent"),
     "nvme_path": _use("a directory or a list of them (striped), needed by nvme, read only then"),
-    "pin_memory": _use("true when absent; one pinned arena serves both blocks"),
+    "pin_memory": _use(
+        "host memory is page-locked and, for io_uring, registered; true when absent, false only if all say so"
+    ),
     "buffer_count": _accept(_LEASES, _NUMBER),
     "buffer_size": _accept(_LEASES, _NUMBER),
     "max_in_cpu": _accept("the host tier's share is offloadzero.budgets.host", _NUMBER),
@@ -325,7 +331,7 @@ _AIO: dict[str, KeySpec] = {
     ),
     "single_submit": _accept("requests are submitted in batches", _BOOL, False),
     "overlap_events": _accept("submission and completion always overlap", _BOOL),
-    "use_gds": _refuse("GPUDirect Storage is not built: reads land in pinned host memory"),
+    "use_gds": _refuse("GPUDirect Storage is not built: reads land in host memory"),
 }
 
 _ACTIVATION_CHECKPOINTING: dict[str, KeySpec] = {
@@ -334,11 +340,13 @@ _ACTIVATION_CHECKPOINTING: dict[str, KeySpec] = {
         "in DeepSpeed it configures calls of deepspeed.checkpointing.checkpoint, which are not read here: "
         'write "offloadzero": {"activation_checkpoints": {"tier": "host"}}'
     ),
-    "contiguous_memory_optimization": _accept("activations belong to torch's allocator", _BOOL, False),
+    "contiguous_memory_optimization": _accept(
+        "activations on the device belong to torch's allocator", _BOOL, False
+    ),
     "number_checkpoints": _accept(
         "the model, or offloadzero.activation_checkpoints.units, says where checkpoints are", _NUMBER
     ),
-    "synchronize_checkpoint_boundary": _accept("the launching thread never waits there", _BOOL, False),
+    "synchronize_checkpoint_boundary": _accept("the device is not synchronized there", _BOOL, False),
     "profile": _accept("use torch.profiler", _BOOL, False),
 }
 
