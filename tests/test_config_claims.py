@@ -26,6 +26,8 @@ from offloadzero.errors import ConfigError, OffloadError
 from offloadzero.memory.lanes import CpuAccelerator
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.streaming.gradients import GradientCollector
+from tests.models import SometimesStack
+from tests.test_order_of_use import config_with_room, start, train_step
 from tests.tiny import TinyModel, all_states, make_engine, settings, tokens, train
 
 TESTS = Path(__file__).parent
@@ -79,9 +81,6 @@ TRIED_BY: Mapping[str, str] = {
     ),
     "transfers always overlap the computation": (
         "test_order_of_use.py::test_a_step_fetches_as_little_as_is_possible_and_waits_for_none"
-    ),
-    "a change in the order of use shows as waits in the step report": (
-        "test_order_of_use.py::test_a_skipped_block_costs_a_stall_where_it_is_skipped"
     ),
     "units are cut by offloadzero.units": "test_units.py::test_patterns_replace_the_default_cut",
     "the flat layout aligns what needs it": "test_units.py::test_record_layout",
@@ -436,6 +435,24 @@ def test_a_unit_is_fetched_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     largest_parameter = max(slot.num_elements for record in records for slot in record.slots) * 2
     sizes = {record.param_bytes for record in records}
     assert all(size in sizes or size > largest_parameter for size in copied)
+    engine.close()
+
+
+@claim("a change in the order of use shows as waits in the step report")
+def test_a_change_of_order_is_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, delay = CpuAccelerator.copy, threading.Event()
+
+    def slow(self: CpuAccelerator, target: torch.Tensor, source: torch.Tensor) -> None:
+        delay.wait(0.02)  # never set: a copy that takes a while
+        copy(self, target, source)
+
+    engine = start(lambda: SometimesStack(num_blocks=5), config_with_room(2, tmp_path))
+    for seed in range(3):
+        train_step(engine, seed, (0, 1, 2, 3, 4))
+    monkeypatch.setattr(CpuAccelerator, "copy", slow)
+    train_step(engine, 3, (4, 3, 2, 1, 0))
+    assert engine.last_step_report().waits_s["fetch"] > 0.01
+    monkeypatch.undo()
     engine.close()
 
 
