@@ -310,6 +310,9 @@ void test_registered_memory(const EngineOptions& options) {
             CHECK(memcmp(memory + i * 32 * kBlock, content.data(), content.size()) == 0);
         }
     }
+    fixture.engine->register_buffer(memory, kNumBytes);
+    fixture.engine->close(false);
+    CHECK_EQUAL(fixture.engine->stats().registered_bytes, size_t{0});
     free(memory);
 }
 
