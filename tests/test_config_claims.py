@@ -1,7 +1,7 @@
 """What the table of keys says of those that it takes and does nothing with: each claim is tried.
 
-A claim is a note of `offloadzero/config/keys.py` whose key is accepted. It is tried here, under `@claim`, or by the
-test that TRIED_BY names.
+A claim is a note of `offloadzero/config/keys.py` whose key is accepted or read as another. It is tried here, under
+`@claim`, or by the test that TRIED_BY names. So are the values that notes of used keys give for when they are absent.
 """
 
 from __future__ import annotations
@@ -82,6 +82,9 @@ TRIED_BY: Mapping[str, str] = {
     "transfers always overlap the computation": (
         "test_order_of_use.py::test_a_step_fetches_as_little_as_is_possible_and_waits_for_none"
     ),
+    "parameters leased on the device at once, at least a unit; a device budget wins": (
+        "test_auto_placement.py::test_max_live_parameters_are_the_leases_where_no_budget_is"
+    ),
     "units are cut by offloadzero.units": "test_units.py::test_patterns_replace_the_default_cut",
     "the flat layout aligns what needs it": "test_units.py::test_record_layout",
     "offloadzero.poison_released_leases and offloadzero.aio.checksums are the checks there are": (
@@ -115,7 +118,7 @@ def accepted() -> dict[str, str]:
         spec.note: f"{path}.{key}"
         for path, table in tables
         for key, spec in table.items()
-        if spec.action is Action.ACCEPT
+        if spec.action in (Action.ACCEPT, Action.MAP)
     }
 
 
@@ -127,7 +130,7 @@ def test_every_claim_is_tried() -> None:
 
 
 def test_the_tests_that_are_named_are_there() -> None:
-    for place in TRIED_BY.values():
+    for place in (*TRIED_BY.values(), *ABSENT_ELSEWHERE.values()):
         file, _, name = place.partition("::")
         tree = ast.parse((TESTS / file).read_text())
         assert any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.walk(tree)), place
@@ -611,3 +614,119 @@ def test_stage_1() -> None:
 def test_muon() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.type = 'Muon'"):
         load_config({"optimizer": {"type": "Muon"}})
+
+
+# --- keys that are read as others, and values that stand where a key does not
+
+
+@claim(
+    'old name of offload_optimizer {"device": "cpu"}',
+    'old name of offload_param {"device": "cpu"}',
+    "old name of pin_memory",
+    "units.min_leaf_elements: smaller leaves join the resident unit",
+)
+def test_keys_that_are_others() -> None:
+    def loaded(zero: dict[str, Any], own: dict[str, Any] | None = None) -> offloadzero.OffloadConfig:
+        return load_config({"zero_optimization": {"stage": 3, **zero}, "offloadzero": own or {}})
+
+    cpu = {"device": "cpu"}
+    assert loaded({"cpu_offload": True}) == loaded({"offload_optimizer": cpu}) != loaded({})
+    assert loaded({"cpu_offload_param": True}) == loaded({"offload_param": cpu}) != loaded({})
+    unpinned = loaded({"offload_param": {**cpu, "pin_memory": False}})
+    assert loaded({"offload_param": cpu, "cpu_offload_use_pin_memory": False}) == unpinned
+    assert not unpinned.pin_memory
+    smaller = loaded({}, {"units": {"min_leaf_elements": 77}})
+    assert loaded({"param_persistence_threshold": 77}) == smaller != loaded({})
+
+
+@claim("an upper bound on update.chunk_elements, at least 65536")
+def test_sub_group_size() -> None:
+    def chunk_elements(sub_group_size: float) -> int:
+        return load_config({"zero_optimization": {"sub_group_size": sub_group_size}}).update.chunk_elements
+
+    default = load_config({}).update.chunk_elements
+    assert [chunk_elements(size) for size in (1, 65536, 100_000, 1e9)] == [65536, 65536, 102_400, default]
+
+
+# Key -> what its note gives for when it is absent, and what a configuration without it has.
+ABSENT: Mapping[str, tuple[str, Callable[[offloadzero.OffloadConfig], bool]]] = {
+    "managed_gradient_accumulation": ("true when", lambda c: c.batch.managed),
+    "aio.block_size": ("1 MiB when", lambda c: c.aio.block_size == 2**20),
+    "aio.queue_depth": ("32 when", lambda c: c.aio.queue_depth == 32),
+    "aio.intra_op_parallelism": ("1 when", lambda c: c.aio.num_threads == 1),
+    "zero_optimization.offload_param.device": ("none when", lambda c: c.placement.rules == ()),
+    "zero_optimization.offload_optimizer.device": ("none when", lambda c: c.placement.rules == ()),
+    "zero_optimization.offload_param.pin_memory": ("true when", lambda c: c.pin_memory),
+    "zero_optimization.offload_optimizer.pin_memory": ("true when", lambda c: c.pin_memory),
+    "zero_optimization.offload_optimizer.ratio": ("1 when", lambda c: c.placement.host_update_ratio == 1),
+    "data_types.grad_accum_dtype": ("parameter's dtype when", lambda c: c.precision.grad_accum_dtype is None),
+    "offloadzero.activation_checkpoints": ("off when", lambda c: c.activation_checkpoints is None),
+    "offloadzero.activation_checkpoints.units": (
+        "every repeated block (or unit of units.patterns) when",
+        lambda c: c.activation_checkpoints is None,
+    ),
+    "offloadzero.activation_checkpoints.tier": (
+        "device when",
+        lambda _: with_checkpoints().activation_checkpoints.tier is TierName.DEVICE,
+    ),
+    "offloadzero.budgets": ("what the machine has when", lambda c: c.budgets == type(c.budgets)()),
+    "offloadzero.units.patterns": ("default cut when", lambda c: c.units.patterns == ()),
+    "offloadzero.update.num_threads": ("this process may use when", lambda c: c.update.num_threads is None),
+    "offloadzero.update.cores": ("any when", lambda c: c.update.cores == ()),
+    "offloadzero.device": ('"cuda" if there is one when', lambda c: c.device is None),
+    "optimizer.params.lr": ("1e-3 when", lambda _: adam().lr == 1e-3),
+    "optimizer.params.betas": ("0.9, 0.999 when", lambda _: adam().betas == (0.9, 0.999)),
+    "optimizer.params.eps": ("1e-8 when", lambda _: adam().eps == 1e-8),
+    "optimizer.params.weight_decay": ("0 when", lambda _: adam().weight_decay == 0),
+    "optimizer.params.adam_w_mode": ("true when", lambda _: adam().decoupled_weight_decay),
+    "optimizer.params.bias_correction": ("true when", lambda _: adam().bias_correction),
+    "fp16.loss_scale": ("0 (when", lambda _: scaling().static == 0),
+    "fp16.initial_scale_power": ("16 when", lambda _: scaling().initial_scale_power == 16),
+    "fp16.loss_scale_window": ("1000 when", lambda _: scaling().window == 1000),
+    "fp16.hysteresis": ("2 when", lambda _: scaling().hysteresis == 2),
+    "fp16.min_loss_scale": ("1 when", lambda _: scaling().min_scale == 1),
+    "offloadzero.placement[].units": ("* when", lambda _: one_rule().units == "*"),
+}
+
+
+ABSENT_ELSEWHERE = {
+    "gradient_clipping": "test_config_auto.py::test_initialize_clips_as_deepspeed_does_and_says_so",
+    **{
+        f"offloadzero.placement{form}.{segment}": test
+        for form in ("", "[]")
+        for segment, test in (
+            ("scales", "test_compact_engine.py::test_the_scales_live_with_the_first_moment_unless_placed"),
+            ("grad", "test_memory_plan.py::test_gradients_move_to_nvme_when_the_host_is_too_small"),
+        )
+    },
+}
+
+
+def with_checkpoints() -> Any:
+    return load_config({"offloadzero": {"activation_checkpoints": {}}})
+
+
+def adam() -> Any:
+    return load_config({"optimizer": {"type": "Adam"}}).optimizer
+
+
+def scaling() -> Any:
+    return load_config({"fp16": {"enabled": True}}).precision.loss_scale
+
+
+def one_rule() -> Any:
+    return load_config({"offloadzero": {"placement": [{"param": "host"}]}}).placement.rules[0]
+
+
+def test_what_stands_where_a_key_does_not() -> None:
+    config = load_config({})
+    said = {
+        f"{path}.{key}".removeprefix("."): spec.note
+        for path, table in (*DEEPSPEED_KEYS.items(), *OWN_KEYS.items())
+        for key, spec in table.items()
+        if spec.action is Action.USE and " absent" in spec.note
+    }
+    for key, (text, holds) in ABSENT.items():
+        assert text in said.pop(key), key
+        assert holds(config), key
+    assert set(said) == set(ABSENT_ELSEWHERE)
