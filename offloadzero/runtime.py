@@ -427,7 +427,7 @@ def _group_of(param_groups: Sequence[Mapping[str, object]]) -> dict[int, int]:
 def _plan(
     records: Sequence[Record],
     config: OffloadConfig,
-    together: Sequence[frozenset[int]],
+    together: Sequence[Sequence[int]],
     device: Device,
 ) -> MemoryPlan:
     wanted = DTYPES[config.precision.grad_accum_dtype]

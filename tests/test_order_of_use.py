@@ -36,9 +36,9 @@ class Counter:
             self.fetched.append(_number(unit))
             start_fetch(executor, unit, lease)
 
-        def counted_stall(executor: Executor, unit: Any) -> Lease:
+        def counted_stall(executor: Executor, unit: Any, **options: bool) -> Lease:
             self.stalled.append(_number(unit))
-            return on_demand(executor, unit)
+            return on_demand(executor, unit, **options)
 
         monkeypatch.setattr(Executor, "_start_fetch", counted_fetch)
         monkeypatch.setattr(Executor, "_lease_on_demand", counted_stall)

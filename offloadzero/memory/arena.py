@@ -13,7 +13,7 @@ import functools
 import mmap
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -33,6 +33,20 @@ def align_up(num_bytes: int, alignment: int = ALIGN_BYTES) -> int:
 def apart(num_bytes: int) -> int:
     """Bytes from the start of one of several arrays that are used in step to the next: [Note: a page apart]."""
     return align_up(num_bytes) + ALIGN_BYTES
+
+
+def room_for(sizes: Iterable[int]) -> int:
+    """Bytes in which leases of these sizes, taken in this order, find room wherever the ones before them lie.
+
+    Leases do not move: n of them leave up to n + 1 holes, none of which need be the size of all.
+    """
+    room = taken = 0
+    for num_holes, size in enumerate(map(align_up, sizes), start=1):
+        # The largest hole is smaller than `size` only if all of them together are no larger than this.
+        too_little = num_holes * max(0, size - ALIGN_BYTES)
+        room = max(room, taken + too_little + min(size, ALIGN_BYTES))
+        taken += size
+    return room
 
 
 def allocate_host(num_bytes: int) -> torch.Tensor:

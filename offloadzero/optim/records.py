@@ -145,6 +145,11 @@ class Record:
     version: int = 0  # counts writes other than updates
 
     @property
+    def unit_name(self) -> str:
+        """A unit has one record for each dtype: `blocks.0`, `blocks.0#bfloat16`."""
+        return self.name.split("#")[0]
+
+    @property
     def param_bytes(self) -> int:
         """Bytes of the parameters with padding."""
         return self.num_elements * self.dtype.itemsize

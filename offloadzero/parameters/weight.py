@@ -219,8 +219,10 @@ class AwayParameter(_Offloaded):
         return _answer(func, args, kwargs or {})
 
 
-def recorded(tensor: RemoteTensor) -> RemoteTensor:
+def recorded(tensor: RemoteTensor | AwayParameter) -> RemoteTensor:
     """What autograd keeps of a remote tensor: reading it in backward is an error if the value has changed."""
+    if isinstance(tensor, AwayParameter):  # a Function of the script's saves what it was given
+        tensor = _value_of(tensor)
     weight: Any = tensor.source
     is_weight = hasattr(weight, "history") and not isinstance(tensor, _LeafTensor)
     return tensor.with_source(_AsRecorded(weight)) if is_weight else tensor

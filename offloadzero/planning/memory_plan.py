@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from offloadzero.config import OffloadConfig, SegmentKind, TierName
 from offloadzero.errors import BudgetError, ConfigError
-from offloadzero.memory.arena import ALIGN_BYTES, align_up, apart
+from offloadzero.memory.arena import ALIGN_BYTES, align_up, apart, room_for
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.optim.device_adam import AdamForm, scratch_bytes
 from offloadzero.optim.records import Record
@@ -192,7 +192,7 @@ def plan_memory(
     """Place every segment and size every buffer.
 
     Args:
-        together: sets of record indices that must be on the device at once.
+        together: record indices that must be on the device at once, in the order in which they come.
         placement: the home of every segment, where it is not to follow from the configuration's rules.
         form: of the updates on the device.
 
@@ -319,9 +319,8 @@ def _unit_lease_bytes(
         return 0
     sizes = {record.index: align_up(record.param_bytes) for record in streamed}
     total = sum(sizes.values())
-    at_least = max(
-        max(sizes.values()), *(sum(sizes.get(index, 0) for index in group) for group in together), 0
-    )
+    groups = ([sizes[index] for index in group if index in sizes] for group in together)
+    at_least = max(max(sizes.values()), *map(room_for, groups), 0)
     if config.budgets.device is not None:
         wanted = (config.budgets.device - taken) // ALIGN_BYTES * ALIGN_BYTES
     elif config.max_live_parameters is not None:

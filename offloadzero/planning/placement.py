@@ -72,8 +72,8 @@ def choose_placement(
     Args:
         available: bytes that can be taken now of the host, and of the device unless its memory is the host's. They
             stand in for the budgets that `config` does not have.
-        together: sets of record indices that must be on the device at once.
         form: of the updates on the device.
+        together: record indices that must be on the device at once, in the order in which they come.
     """
     limits = _limits(config, available)
     moves = _Moves(records, config)

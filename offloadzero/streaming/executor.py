@@ -2,11 +2,17 @@
 
 [Note: what protects a lease]
 A lease may be given up when nothing reads it any more. A unit is protected while (1) a module that needs it is
-in its forward (pins), (2) its fetch is on the way, or (3) it is one of the two units last touched from inside an
-operation: by a saved tensor that backward unpacks, or by a parameter read outside the sites. The third rule is
-what keeps an operation's first weight in place while its second, of another unit, is fetched. It ends early
-when all gradients of the unit have arrived, and in backward when another node uses a unit (a recomputation, say):
-the nodes before it have run. Without that a frozen unit, which gets no gradients, would stay protected.
+in its forward (pins), (2) its fetch is on the way, or (3) it was touched from inside an operation: by the saved
+tensors that the running node of backward unpacks, or by one of the last two parameters read outside the sites. The
+third rule is what keeps an operation's first weight in place while its second, of another unit, is fetched. It ends
+early when all gradients of the unit have arrived, in backward when another node uses a unit (a recomputation, say):
+the nodes before it have run; and in a forward when a site has no room otherwise: what was read before has been used.
+Without that a frozen unit, which gets no gradients, or one whose dtype a script has looked at, would stay protected.
+
+The plan has room for what sites need together; a node of backward may need more, weights of several units. What finds
+no room then is read from its home into memory of its own. While the node waits for a recomputation, which needs the
+room for its sites, it holds such a copy from the start.
+
 Work launched on a stream is covered by fences: a fetch into a lease waits, on its stream, for what had been launched
 on the [Note: streams that compute] when the lease was given up.
 """
@@ -15,7 +21,6 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -26,7 +31,7 @@ import torch
 from offloadzero.config import SegmentKind, TierName
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.interrupts import uninterrupted
-from offloadzero.memory.arena import Arena, BufferPool, Lease, PooledBuffer, align_up
+from offloadzero.memory.arena import Arena, BufferPool, Lease, PooledBuffer, align_up, room_for
 from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import Fence, Lane, order_compute_after
 from offloadzero.memory.store import FETCH_PRIORITY, TieredStore
@@ -124,6 +129,12 @@ class Executor:
         self._homes = [unit.record.index for unit in homes]
         self._home_addresses = [unit.address for unit in homes]
         self._num_bytes = {index: align_up(self._units[index].num_bytes) for index in self._streamed}
+        self._unit_of = self._records_of_units(records)
+        largest = max(self._num_bytes.values(), default=0)
+        # Whether a recomputation may find no room beside a weight.
+        self._is_tight = unit_arena.num_bytes < min(
+            room_for((largest, largest)), sum(self._num_bytes.values())
+        )
         self._present: frozenset[int] = frozenset()  # the streamed units that hold a lease
         self._trace = Trace(self._streamed)
         self._evaluation = Trace(self._streamed, there_and_back=False)
@@ -135,13 +146,28 @@ class Executor:
         self._plans: dict[tuple[Any, ...], list[Operation]] = {}
         self._current = -1
         self._planned_use: int | None = None  # of the unit whose use to come has been planned for, if one has
-        self._guarded: deque[int] = deque(maxlen=2)
+        self._guarded: list[int] = []
         self._unpacking: tuple[int, int] | None = None  # backward and node of the last use; None: a forward
         # [low, high): addresses at which a saved tensor is a weight of ours.
         self.address_range = (
             store.device.buffer.data_ptr(),
             store.device.buffer.data_ptr() + store.device.num_bytes,
         )
+
+    def _records_of_units(self, records: Sequence[Record]) -> dict[int, tuple[int, ...]]:
+        """By record: the streamed ones of its unit up to itself, the largest first, where there is room for all.
+
+        A site takes them in that order. Where backward needs a small one first the large ones come before it, too.
+        """
+        units: dict[str, list[int]] = {}
+        for index in sorted(self._streamed, key=lambda index: (-self._num_bytes[index], index)):
+            units.setdefault(records[index].unit_name, []).append(index)
+        fitting = [
+            unit
+            for unit in units.values()
+            if room_for(self._num_bytes[index] for index in unit) <= self._arena.num_bytes
+        ]
+        return {index: tuple(unit[: place + 1]) for unit in fitting for place, index in enumerate(unit)}
 
     # --- use ---
 
@@ -166,21 +192,30 @@ class Executor:
             if current != self._unpacking:
                 self._unpacking = current
                 self._guarded.clear()
-            if guard and (not self._guarded or self._guarded[-1] != index):
-                self._guarded.append(index)
+            if guard:
+                self._guard(index, num_kept=2 if node is None else None)
             if index == self._current and unit.residency is READY and stream in unit.arrived_for:
                 return
             self._store.failures.check_readable()
             with uninterrupted:
-                self._use(unit, stream, evaluating=evaluating)
+                self._use(unit, stream, evaluating=evaluating, ends_guards=not guard and node is None)
 
-    def _use(self, unit: LeasedUnit, stream: Stream | None, *, evaluating: bool) -> None:
+    def _guard(self, index: int, *, num_kept: int | None) -> None:
+        if index in self._guarded:
+            self._guarded.remove(index)
+        self._guarded.append(index)
+        if num_kept is not None:
+            del self._guarded[:-num_kept]
+
+    def _use(
+        self, unit: LeasedUnit, stream: Stream | None, *, evaluating: bool, ends_guards: bool
+    ) -> None:
         index = unit.record.index
         self._current = index
         self._evaluating = evaluating
         (self._evaluation if evaluating else self._trace).advance(index)
         if unit.residency is RELEASED:
-            self._start_fetch(unit, self._lease_on_demand(unit))
+            self._start_fetch(unit, self._lease_on_demand(unit, ends_guards=ends_guards))
         if evaluating or index != self._planned_use:
             self._prefetch()
         if unit.residency is FETCHING or stream not in unit.arrived_for:
@@ -364,16 +399,36 @@ class Executor:
                 return self._units[index]
         raise StateError("a tensor saved for backward lies in a released lease")
 
-    def load(self, saved: SavedWeight) -> torch.Tensor:
-        """The weight that `saved` stands for, fetched again if need be."""
+    def load(self, saved: SavedWeight, *, may_recompute: bool = False) -> torch.Tensor:
+        """The weight that `saved` stands for, fetched again if need be.
+
+        `may_recompute`: forwards may run before the operation that it is for.
+        """
         unit = self._units[saved.unit]
         if unit.generation_of(saved.view) != saved.generation:
             raise StateError(
                 f"{unit.record.name}: its weights were updated between this forward and its backward "
                 "(a backward pass through a graph from before the last step?)"
             )
-        self.touch(saved.unit, guard=True)
-        return saved.view.of(unit)
+        needed = self._unit_of.get(saved.unit, (saved.unit,))
+        try:
+            for index in needed:
+                self.touch(index, guard=True)
+        except BudgetError:  # every lease is in use
+            return saved.view.view_in(self._read_home(unit))
+        weight = saved.view.of(unit)
+        if may_recompute and self._is_tight:
+            self._guarded = [index for index in self._guarded if index not in needed]
+            return weight.clone()
+        return weight
+
+    def _read_home(self, unit: LeasedUnit) -> torch.Tensor:
+        """The unit's parameters in memory of their own on the device, shape (num_elements,)."""
+        home = torch.empty(unit.record.num_elements, dtype=unit.record.dtype, device="cpu")
+        with self._clock.waiting("fetch"), self._store.failures.handed_over():
+            unit.updated.wait()
+            self._store.read(unit.home, home, priority=FETCH_PRIORITY).wait()
+        return home.to(self._store.accelerator.device)
 
     # --- updates ---
 
@@ -523,7 +578,8 @@ class Executor:
                 return  # the free bytes lie in several holes; the next use tries again
             self._start_fetch(unit, lease)
 
-    def _lease_on_demand(self, unit: LeasedUnit) -> Lease:
+    def _lease_on_demand(self, unit: LeasedUnit, *, ends_guards: bool) -> Lease:
+        """`ends_guards`: a forward begins, so what was read outside of forwards has been used."""
         name, size = unit.record.name, unit.num_bytes
         while (lease := self._arena.try_lease(size, name)) is None:
             movable = self._present - self._protected()
@@ -537,6 +593,9 @@ class Executor:
                     self._release(self._units[victim])
                 continue
             arriving = [u for u in self._units if u.residency is FETCHING]
+            if not arriving and ends_guards and self._guarded:
+                self._guarded.clear()
+                continue
             if not arriving:
                 raise self._no_room(name, size)
             for other in arriving:  # fetched for later: their room is needed now

@@ -52,7 +52,7 @@ from offloadzero.observe.timeline import Timeline
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.parameters.remote import RemoteTensor
 from offloadzero.parameters.state import state_tensor
-from offloadzero.parameters.weight import recorded, weight_of
+from offloadzero.parameters.weight import AwayParameter, recorded, weight_of
 from offloadzero.streaming.activations import ActivationStore, Call, KeptInput
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import SavedWeight
@@ -458,7 +458,7 @@ class _SavedTensorHooks:
             return self._unpack(packed)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, RemoteTensor):
+        if isinstance(tensor, RemoteTensor | AwayParameter):
             return recorded(tensor)
         address = tensor.data_ptr()
         if self._low <= address < self._high:
@@ -471,7 +471,7 @@ class _SavedTensorHooks:
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is SavedWeight and packed.owner == self._low:
-            weight = self._load(packed)
+            weight = self._load(packed, may_recompute=self.is_under_foreign)
             # A backward that records its own graph (create_graph=True) saves what it is given, without hooks of ours.
             return weight.clone() if torch.is_grad_enabled() else weight
         if self._outer is not None and not isinstance(packed, RemoteTensor):

@@ -204,12 +204,16 @@ class WeightView:
         if view is None:
             if unit.flat is None:
                 raise StateError(f"{unit.record.name} is not on the device")
-            flat = unit.flat.view(self._dtype)
-            start = flat.storage_offset() + self._byte_offset // self._dtype.itemsize
             if len(self._at) == SlotViews.MAX_ADDRESSES:
                 self._at.clear()
-            view = self._at[unit.address] = flat.as_strided(self._size, self._stride, start)
+            view = self._at[unit.address] = self.view_in(unit.flat)
         return view
+
+    def view_in(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor in the unit's parameters, shape (num_elements,)."""
+        typed = flat.view(self._dtype)
+        start = typed.storage_offset() + self._byte_offset // self._dtype.itemsize
+        return typed.as_strided(self._size, self._stride, start)
 
 
 @dataclass(eq=False, slots=True)

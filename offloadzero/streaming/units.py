@@ -19,7 +19,10 @@ REST = "(rest)"  # no module can have this name
 
 @dataclass(frozen=True)
 class Site:
-    """A module whose forward needs `records` on the device."""
+    """A module whose forward needs `records` on the device.
+
+    The largest comes first: it finds a hole where the small ones may lie anywhere.
+    """
 
     name: str
     module: nn.Module
@@ -32,7 +35,7 @@ class UnitCut:
 
     records: tuple[Record, ...]
     sites: tuple[Site, ...]
-    together: tuple[frozenset[int], ...]
+    together: tuple[tuple[int, ...], ...]  # in the order in which they come
     # Modules that own parameters directly.
     owners: tuple[nn.Module, ...]
 
@@ -98,7 +101,7 @@ def checkpointed_modules(
     Raises:
         ConfigError: a pattern matches no unit, or one that is never called as a module.
     """
-    names = {record.name.split("#")[0] for record in cut.records} - {REST}
+    names = {record.unit_name for record in cut.records} - {REST}
     key = "offloadzero.activation_checkpoints.units"
     patterns = patterns or sorted(names & set(_unit_roots(model, units).values()))
     if not patterns:
@@ -213,29 +216,32 @@ def _by_dtype(
 
 def _sites(
     model: nn.Module, records: Sequence[Record], record_of: Mapping[int, int]
-) -> tuple[tuple[Site, ...], tuple[frozenset[int], ...]]:
+) -> tuple[tuple[Site, ...], tuple[tuple[int, ...], ...]]:
     """Each module needs what its own parameters and those of its unit need, unless an outer site has it."""
     unit_records: dict[str, set[int]] = {}
     for record in records:
-        unit_records.setdefault(record.name.split("#")[0], set()).add(record.index)
+        unit_records.setdefault(record.unit_name, set()).add(record.index)
     resident = {record.index for record in records if record.resident}
     sites: list[Site] = []
-    together: list[frozenset[int]] = []
+    together: list[tuple[int, ...]] = []
     placed: set[int] = set()
 
-    def visit(module: nn.Module, name: str, held: frozenset[int]) -> None:
+    def visit(module: nn.Module, name: str, held: tuple[int, ...]) -> None:
         needed = {record_of[id(param)] for _, param in _own_parameters(module)} | (
             unit_records.get(name, set()) if name else resident
         )
-        needed -= held if name else set()
+        needed -= set(held) if name else set()
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             needed = set()  # nobody calls it: its children are the sites
+        ordered = tuple(sorted(needed, key=lambda index: (-records[index].param_bytes, index)))
+        held = tuple(dict.fromkeys((*held, *ordered)))
+        if needed:  # a module that several others share is one site, and comes beside each of them
+            together.append(held)
         if needed and id(module) not in placed:
             placed.add(id(module))
-            sites.append(Site(name, module, tuple(sorted(needed))))
-            together.append(frozenset(needed | held))
+            sites.append(Site(name, module, ordered))
         for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name, held | needed)
+            visit(child, f"{name}.{child_name}" if name else child_name, held)
 
-    visit(model, "", frozenset(resident))
+    visit(model, "", tuple(resident))
     return tuple(sites), tuple(together)
