@@ -18,8 +18,8 @@ has to be taken back later ends with `held` and not with `uninterrupted`: it doe
 `raise_held()` where it can take that back.
 
 What begins in one call and ends in another (a backward that updates weights, hook by hook) is held together by
-`uninterrupted.until`: interrupts wait as long as what it refers to lives. One that comes while another waits does not,
-nor does one that comes in a blocking wait.
+`uninterrupted.until`: an interrupt waits as long as what it refers to lives, in a blocking wait too. One that comes
+while another waits does not, so that a wait that never ends can be left there as well.
 
 This works where Python's own handler of SIGINT is in force: `install()` puts one in its place that asks first. A
 handler of the user's own is left alone. What it raises, or a handler of another signal, is not held back:
@@ -118,7 +118,7 @@ def _on_sigint(_signal: int, frame: FrameType | None) -> None:
         uninterrupted.pending = True
         return
     until = uninterrupted.until
-    if until is not None and until() is not None and code not in _waits and not uninterrupted.pending:
+    if until is not None and until() is not None and not uninterrupted.pending:
         uninterrupted.pending = True
         return
     uninterrupted.pending = False

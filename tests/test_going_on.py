@@ -21,7 +21,7 @@ from torch import nn
 
 import offloadzero
 from offloadzero.errors import NonFiniteError, StateError
-from offloadzero.interrupts import held, raise_held, uninterrupted, uninterrupted_from_start
+from offloadzero.interrupts import _waits, held, raise_held, uninterrupted, uninterrupted_from_start
 from offloadzero.lifetime import EngineState
 from offloadzero.torch_private import top_saved_tensors_default_hooks
 from tests.interrupts import Injected
@@ -407,6 +407,44 @@ def test_gradients_are_dropped_wherever_backward_is_interrupted(
     engine.close()
     other = make_engine(config)
     train(other, num_steps=4)
+    assert same_states(all_states(other), after)
+    other.close()
+
+
+class InjectedInWait(Injected):
+    """A SIGINT at the `countdown`th place of a blocking wait after backward has begun to update weights."""
+
+    def _look(self, frame: FrameType, event: str, argument: Any) -> None:
+        until = uninterrupted.until
+        if frame.f_code in _waits and until is not None and until() is not None:
+            super()._look(frame, event, argument)
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_one_ctrl_c_in_a_wait_of_backward_ends_no_run_either(placement: str, tmp_path: Path) -> None:
+    """It comes at the end of a backward that updates weights, and step() closes the step."""
+    config = settings(tmp_path, placement=placement, update={"chunk_elements": 4096})
+    engine = make_engine(config)
+    train(engine, num_steps=2)
+    places = []
+    for number in range(8):
+        loss = engine(tokens(2 + number))
+        interrupt = InjectedInWait(1 + number % 3)
+        interrupt.arm()
+        try:
+            engine.backward(loss)
+        except KeyboardInterrupt:
+            with pytest.raises(StateError, match=r"call step\(\), which closes that step"):
+                engine.zero_grad()
+            places.append(interrupt.place)
+        finally:
+            interrupt.disarm()
+        engine.step()
+    assert places
+    after = all_states(engine)
+    engine.close()
+    other = make_engine(config)
+    train(other, num_steps=10)
     assert same_states(all_states(other), after)
     other.close()
 
