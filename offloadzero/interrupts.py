@@ -17,6 +17,9 @@ in a hook whose caller has done its part, it is marked `uninterrupted_from_start
 has to be taken back later ends with `held` and not with `uninterrupted`: it does not raise, and the caller asks
 `raise_held()` where it can take that back.
 
+`UninterruptedThroughout()` is such a section whose waits end on their own: an interrupt that comes in one of them waits
+too, a second one does not.
+
 What begins in one call and ends in another (a backward that updates weights, hook by hook) is held together by
 `uninterrupted.until`: an interrupt waits as long as what it refers to lives, in a blocking wait too. One that comes
 while another waits does not, so that a wait that never ends can be left there as well.
@@ -31,6 +34,7 @@ from __future__ import annotations
 import _thread
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -85,6 +89,23 @@ uninterrupted = _Uninterrupted()
 held = _Held()
 
 
+class UninterruptedThroughout:
+    """`uninterrupted` in blocking waits as well: only a second interrupt is raised there. For one use."""
+
+    __slots__ = ("__weakref__", "_around")
+
+    def __enter__(self) -> None:
+        uninterrupted.depth += 1
+        self._around = uninterrupted.until
+        uninterrupted.until = weakref.ref(self)
+
+    def __exit__(self, _kind: object, _error: object, _traceback: object) -> None:
+        uninterrupted.until = self._around
+        uninterrupted.depth -= 1
+        if uninterrupted.pending and uninterrupted.depth <= 0:
+            uninterrupted.raise_unless_waiting()
+
+
 def raise_held() -> None:
     """Raise the interrupt that came in a section `held`, unless an outer one holds it back."""
     if uninterrupted.pending and uninterrupted.depth <= 0:
@@ -93,7 +114,11 @@ def raise_held() -> None:
 
 _waits: set[CodeType] = set()
 # Those about to begin a section.
-_beginnings: set[CodeType] = {_Uninterrupted.__enter__.__code__, _Held.__enter__.__code__}
+_beginnings: set[CodeType] = {
+    _Uninterrupted.__enter__.__code__,
+    _Held.__enter__.__code__,
+    UninterruptedThroughout.__enter__.__code__,
+}
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from offloadzero.config import OffloadConfig, SegmentKind, TierName, create_nvme_directories, load_config
 from offloadzero.errors import ConfigError, StateError
+from offloadzero.interrupts import UninterruptedThroughout, uninterrupted_from_start
 from offloadzero.memory.heap import FreedMemory
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.optimizer import ConfigSource
@@ -213,9 +214,10 @@ class GatheredParameters:
             for param in self._params:
                 self._gather(param)
         except BaseException:  # they do not fit together: nothing stays behind
-            for runtime, record, slot in self._gathered:
-                runtime.weights.scatter(record, slot)
-            self._gathered = []
+            with UninterruptedThroughout():
+                for runtime, record, slot in self._gathered:
+                    runtime.weights.scatter(record, slot)
+                self._gathered = []
             raise
 
     def _gather(self, param: nn.Parameter) -> None:
@@ -227,20 +229,16 @@ class GatheredParameters:
                 self._built.append(_Built(param, param.data.clone(), dtype, spilled.directory))
             return
         record, slot = runtime.slots[id(param)]
-        if runtime.weights.gather(record, slot):  # else a block around this one has it
-            self._gathered.append((runtime, record, slot))
+        with UninterruptedThroughout():
+            if runtime.weights.gather(record, slot):  # else a block around this one has it
+                self._gathered.append((runtime, record, slot))
 
+    @uninterrupted_from_start
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        changed: list[str] = []
-        for runtime, record, slot in self._gathered:
-            value = runtime.weights.scatter(record, slot)
-            if self._may_edit:
-                runtime.weights.replace(record, slot, value)
-            elif runtime.weights.differs(record, slot, value):
-                changed.append(slot.name)
-        self._gathered = []
+        with UninterruptedThroughout():
+            changed = self._scatter()
         for built in self._built:
             if not self._may_edit and not torch.equal(built.value, built.param.data):
                 changed.append(f"parameter of shape {tuple(built.param.shape)}")
@@ -249,6 +247,18 @@ class GatheredParameters:
         self._built = []
         if changed and error is None:
             raise StateError(f"{', '.join(changed)} changed under GatheredParameters(modifier_rank=None)")
+
+    def _scatter(self) -> list[str]:
+        """The parameters are away again; the names of those that were changed and may not be."""
+        changed: list[str] = []
+        for runtime, record, slot in self._gathered:
+            value = runtime.weights.scatter(record, slot)
+            if self._may_edit:
+                runtime.weights.replace(record, slot, value)
+            elif runtime.weights.differs(record, slot, value):
+                changed.append(slot.name)
+        self._gathered = []
+        return changed
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

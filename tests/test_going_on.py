@@ -507,6 +507,68 @@ def test_a_schedule_that_was_interrupted_makes_up_for_its_step(
     other.close()
 
 
+EVERY_NTH_WRITE = int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_WRITE", "13"))
+WRITES: dict[str, Callable[[nn.Module, float], object]] = {
+    "data": lambda model, value: model.blocks[1].up.weight.data.fill_(value),
+    "assigned": lambda model, value: setattr(
+        model.blocks[1].up.weight, "data", torch.full((145, 48), value).bfloat16()
+    ),
+    "state dict": lambda model, value: model.state_dict()["blocks.1.up.weight"].fill_(value),
+    "loaded": lambda model, value: model.blocks[1].up.load_state_dict(
+        {"weight": torch.full((145, 48), value)}, strict=False
+    ),
+    "set": lambda model, value: offloadzero.zero.safe_set_full_fp32_param(
+        model.blocks[1].up.weight, torch.full((145, 48), value)
+    ),
+    "gathered": lambda model, value: gathered_fill(model.blocks[1].up.weight, value),
+}
+
+
+def gathered_fill(param: nn.Parameter, value: float) -> None:
+    with offloadzero.zero.GatheredParameters(param, modifier_rank=0):
+        param.data.fill_(value)
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
+@pytest.mark.parametrize("how", WRITES)
+def test_a_weight_is_written_or_not_wherever_that_is_interrupted(
+    how: str, placement: str, tmp_path: Path
+) -> None:
+    """Its fp32 master with it."""
+    engine = make_engine(settings(tmp_path, placement=placement, gradient_clipping=1.0))
+    train(engine, num_steps=1)
+    param = engine.module.blocks[1].up.weight
+    WRITES["set"](engine.module, 0.123)
+    old = float(offloadzero.zero.safe_get_full_fp32_param(param)[0, 0])
+    num_whole = 0
+    for number in range(1, 100_000, EVERY_NTH_WRITE):
+        value = 0.123 + number / 1000
+        (interrupt,) = at_each_place(
+            engine, lambda value=value: WRITES[how](engine.module, value), first=number
+        )
+        master = offloadzero.zero.safe_get_full_fp32_param(param)
+        assert torch.equal(master, master[0, 0].expand(master.shape)), interrupt.place
+        now = float(master[0, 0])
+        assert now == old or math.isclose(now, value, rel_tol=2**-8), interrupt.place
+        assert torch.equal(param.data, torch.full_like(param.data, now)), interrupt.place
+        assert param.grad is None
+        num_whole += now != old
+        old = now
+        if interrupt.num_places < number:
+            break
+    assert num_whole
+    WRITES[how](engine.module, 0.25)
+    train(engine, num_steps=2, first_seed=1)
+    after = all_states(engine)
+    engine.close()
+    other = make_engine(settings(tmp_path, placement=placement, gradient_clipping=1.0))
+    train(other, num_steps=1)
+    WRITES["set"](other.module, 0.25)
+    train(other, num_steps=2, first_seed=1)
+    assert same_states(all_states(other), after)
+    other.close()
+
+
 # --- sections ---
 
 

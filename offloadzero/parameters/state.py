@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from offloadzero.errors import StateError
+from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.parameters.weight import Weight
 from offloadzero.torch_private import DisableTorchFunctionSubclass
 
@@ -58,10 +59,11 @@ class StateTensor(torch.Tensor):
         with DisableTorchFunctionSubclass():
             tensors = [leaf for leaf in pytree.tree_leaves((args, keywords)) if isinstance(leaf, StateTensor)]
             versions = [tensor._version for tensor in tensors]
-            result = func(*args, **keywords)
-            for tensor, version in zip(tensors, versions, strict=True):
-                if tensor._version != version:
-                    tensor._copy.commit()
+            with UninterruptedThroughout():  # the copy is not written without the weight
+                result = func(*args, **keywords)
+                for tensor, version in zip(tensors, versions, strict=True):
+                    if tensor._version != version:
+                        tensor._copy.commit()
             return pytree.tree_map_only(Tensor, lambda one: _view_of(tensors, one), result)
 
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:

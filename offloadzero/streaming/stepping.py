@@ -14,8 +14,9 @@ done whole. So a step was taken or it was not. Where gradients are applied at th
 a gradient that is not finite, has changed no state: `zero_grad()` drops what is left and training goes on.
 
 Where they are applied in backward, an interrupt that comes after the first update has begun waits for the end of that
-backward, and `step()` closes the step. After a second one, or a gradient that is not finite, some units may have taken the step and others not. That is no state to train on. It can be read and saved, and the error
-says which units are which; a checkpoint that is loaded replaces it.
+backward, and `step()` closes the step. After a second one, or a gradient that is not finite, some units may have taken
+the step and others not. That is no state to train on. It can be read and saved, and the error says which units are
+which; a checkpoint that is loaded replaces it.
 """
 
 from __future__ import annotations

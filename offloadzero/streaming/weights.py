@@ -1,4 +1,10 @@
-"""Weights and optimizer states in and out of their homes, one parameter at a time (floor 5)."""
+"""Weights and optimizer states in and out of their homes, one parameter at a time (floor 5).
+
+[Note: a write is whole]
+A weight is two segments, the parameter and the rest of its master, and on the device a third place while its module is
+in its forward; a moment of the compact layout is two. Each write is one section: an interrupt comes before or after it,
+in its waits too. What ends it nevertheless, a second interrupt say, makes the engine unusable.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,7 @@ import torch
 
 from offloadzero.config import SegmentKind
 from offloadzero.errors import ConfigError, StateError
+from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.native.compact import num_scales
@@ -70,17 +77,18 @@ class WeightAccess:
         """Set the parameter and its master; fp32 values keep all their bits."""
         if value.numel() != slot.num_elements:  # torch would broadcast a single one
             raise ConfigError(slot.name, tuple(value.shape), f"shape {tuple(slot.shape)}")
-        slot.num_writes += 1
         segment = record.segments.get(SegmentKind.MASTER)
         if segment is None or not slot.trainable:
             param = _rounded(value.detach().to("cpu").reshape(-1), record.dtype)
-            self._write(record, slot, SegmentKind.PARAM, param)
-            return
-        param = torch.zeros(slot.num_elements, dtype=record.dtype, device="cpu")
-        master = torch.zeros(slot.num_elements, dtype=segment.dtype, device="cpu")
-        _encode(slot, value.detach().to("cpu"), param, master, base=slot.offset)
-        self._write(record, slot, SegmentKind.PARAM, param)
-        self._write(record, slot, SegmentKind.MASTER, master)
+            parts = {SegmentKind.PARAM: param}
+        else:
+            param = torch.zeros(slot.num_elements, dtype=record.dtype, device="cpu")
+            master = torch.zeros(slot.num_elements, dtype=segment.dtype, device="cpu")
+            _encode(slot, value.detach().to("cpu"), param, master, base=slot.offset)
+            parts = {SegmentKind.PARAM: param, SegmentKind.MASTER: master}
+        with UninterruptedThroughout():
+            slot.num_writes += 1
+            self._write(record, slot, parts)
 
     # --- what scripts do with parameters ---
 
@@ -120,10 +128,11 @@ class WeightAccess:
             if not bool(changed.any()):
                 return
             new = torch.where(changed, new.float(), self.read_master(record, slot).reshape(-1))
-        self.write(record, slot, new)
-        flat = self._executor.pinned_parameters(record.index)
-        if flat is not None:
-            slot.view_in(flat).copy_(value)
+        with UninterruptedThroughout():
+            self.write(record, slot, new)
+            flat = self._executor.pinned_parameters(record.index)
+            if flat is not None:
+                slot.view_in(flat).copy_(value)
 
     def commit_forward(self, record: Record, places: Iterable[int]) -> None:
         """Write what operations made of these slots' parameters in place, in the forward that now ends."""
@@ -169,11 +178,11 @@ class WeightAccess:
         flat = value.detach().to("cpu", torch.float32).reshape(-1).contiguous()
         if flat.numel() != slot.num_elements:
             raise ConfigError(f"{slot.name}.{kind.value}", tuple(value.shape), f"shape {tuple(slot.shape)}")
+        parts = {kind: flat}
         if record.compact:
             scales = self._read(record, slot, SegmentKind.SCALES)
-            flat = _encode_moment(kind, flat, scales)
-            self._write(record, slot, SegmentKind.SCALES, scales)
-        self._write(record, slot, kind, flat)
+            parts = {kind: _encode_moment(kind, flat, scales), SegmentKind.SCALES: scales}
+        self._write(record, slot, parts)
 
     def read_codes(self, record: Record, slot: ParamSlot) -> dict[str, torch.Tensor]:
         """The moments of the compact layout as they are, by name (`code_specs`); empty in the fp32 layout."""
@@ -191,12 +200,10 @@ class WeightAccess:
                 given = f"{codes[name].dtype} {tuple(codes[name].shape)}"
                 raise ConfigError(f"{slot.name}.{name}", given, f"{dtype} {tuple(shape)}")
             flat[kind] = codes[name].reshape(-1)
-        scales = flat[SegmentKind.SCALES]
-        for kind, values in flat.items():
-            if record.compact:
-                self._write(record, slot, kind, values)
-            elif kind is not SegmentKind.SCALES:
-                self._write(record, slot, kind, _decode_moment(kind, values, scales))
+        if not record.compact:
+            scales = flat.pop(SegmentKind.SCALES)
+            flat = {kind: _decode_moment(kind, values, scales) for kind, values in flat.items()}
+        self._write(record, slot, flat)
 
     # --- segments ---
 
@@ -216,19 +223,25 @@ class WeightAccess:
             self._store.read(segment, target, start=part.start).wait()
         return target
 
-    def _write(self, record: Record, slot: ParamSlot, kind: SegmentKind, source: torch.Tensor) -> None:
-        segment = self._segment(record, slot, kind)
-        with self._clock.waiting("state access"), self._store.failures.handed_over():
-            self._executor.update_ticket(record.index).wait()
-            self._executor.reads().wait()
-        if kind is SegmentKind.PARAM:
-            self._executor.begin_edit(record.index)
-        # Before and after: what is read ahead meanwhile may hold either value.
-        record.version += 1
-        first = segment_slice(kind, slot.offset, slot.offset + slot.num_elements).start
-        with self._clock.waiting("state access"), self._store.failures.handed_over():
-            self._store.write(segment, source, start=first).wait()
-        record.version += 1
+    def _write(self, record: Record, slot: ParamSlot, parts: Mapping[SegmentKind, torch.Tensor]) -> None:
+        """All of `parts`: [Note: a write is whole]."""
+        segments = {kind: self._segment(record, slot, kind) for kind in parts}
+        with UninterruptedThroughout(), self._clock.waiting("state access"):
+            with self._store.failures.handed_over():
+                self._executor.update_ticket(record.index).wait()
+                self._executor.reads().wait()
+            with self._store.failures.whole(f"the write of {slot.name}"):
+                if SegmentKind.PARAM in parts:
+                    self._executor.begin_edit(record.index)
+                # Before and after: what is read ahead meanwhile may hold either value.
+                record.version += 1
+                with self._store.failures.handed_over():
+                    AllOf([self._begin_write(segments[kind], slot, parts[kind]) for kind in parts]).wait()
+                record.version += 1
+
+    def _begin_write(self, segment: Segment, slot: ParamSlot, source: torch.Tensor) -> Ticket:
+        first = segment_slice(segment.kind, slot.offset, slot.offset + slot.num_elements).start
+        return self._store.write(segment, source, start=first)
 
 
 class SlotWeight:
