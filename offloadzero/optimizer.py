@@ -29,7 +29,7 @@ from offloadzero.interrupts import uninterrupted
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim import CPUAdam
 from offloadzero.optim.records import ParamSlot, Record
-from offloadzero.optimizer_states import States
+from offloadzero.optimizer_states import StateDict, States, read_states, refuse_states
 from offloadzero.planning.memory_plan import format_bytes, updates_in_backward
 from offloadzero.runtime import Runtime
 
@@ -186,6 +186,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     the last step has seen.
     """
 
+    _state: States
+
     def __init__(
         self,
         model: nn.Module,
@@ -207,7 +209,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         defaults = origin.defaults if origin is not None else group_defaults(config.optimizer)
         super().__init__(param_groups, dict(defaults))
         self.param_groups = param_groups  # the caller's own dicts: schedulers made on them stay connected
-        self.state = States(self._states_of)
         self.origin = origin
         self._scaled = False
         self.has_stepped = False  # in this process
@@ -224,6 +225,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             origin.register_step_pre_hook(functools.partial(_refuse_step, weakref.ref(self)))
         if self.runtime.config.precision.param_dtype == "fp16":
             self.runtime.stepper.before_backward = self._check_scaled
+
+    @property  # type: ignore[override]
+    def state(self) -> States:
+        """The states by parameter: read from their tiers, and written there."""
+        return self._state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Only torch's constructor sets it: to a dict of its own, which is not used."""
+        if hasattr(self, "_state"):
+            if value is not self._state:
+                refuse_states()
+            return
+        self._state = States(self._states_of)
 
     def _current_hypers(self) -> list[AdamHyper]:
         return [adam_hyper(group) for group in self.param_groups]
@@ -334,32 +349,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                         yield number, record, slot
                 number += 1
 
-    def _read_states(self, record: Record, slot: ParamSlot) -> dict[str, torch.Tensor]:
-        """One parameter's states in host memory, by the names of torch.optim.AdamW."""
-        weights = self.runtime.weights
-        states = {
-            "exp_avg": weights.read_state(record, slot, SegmentKind.EXP_AVG),
-            "exp_avg_sq": weights.read_state(record, slot, SegmentKind.EXP_AVG_SQ),
-        }
-        # Reading has waited for the update, which counts the step.
-        states["step"] = torch.tensor(float(slot.step))
-        if record.dtype != torch.float32:
-            states["master"] = weights.read_master(record, slot)
-        states.update(weights.read_codes(record, slot))
-        return states
-
     def _states_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         place = self.runtime.slots.get(id(param))
         if place is None or not place[1].trainable:
             raise KeyError(param)
-        return self._read_states(*place)
+        return read_states(self.runtime.weights, *place)
 
     def state_dict(self) -> dict[str, Any]:
         """torch.optim.AdamW's format, all of it in host memory, with the fp32 master weights beside it.
 
-        The compact layout adds the moments' codes and scales, from which loading continues with the same bits.
+        The compact layout adds the moments' codes and scales, from which loading continues with the same bits. What an
+        operation writes into these tensors is written to the states, as in torch.
         """
-        state = {number: self._read_states(record, slot) for number, record, slot in self._numbered()}
+        weights = self.runtime.weights
+        state = {number: read_states(weights, record, slot) for number, record, slot in self._numbered()}
         groups: list[dict[str, Any]] = []
         first = 0
         for group in self.param_groups:
@@ -367,13 +370,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             count = len(group["params"])
             groups.append({**options, "params": list(range(first, first + count))})
             first += count
-        return {"state": state, "param_groups": groups}
+        return StateDict(state=state, param_groups=groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the format of `state_dict()` or of torch.optim.AdamW (whose weights stay what they are).
 
-        The compact layout takes codes where there are any, else it rounds the fp32 moments; the fp32 layout ignores
-        codes.
+        The compact layout takes codes where there are any and the moments are theirs, else it rounds the fp32 moments;
+        the fp32 layout ignores codes.
         """
         groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in groups]
@@ -385,7 +388,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             values = state_dict["state"].get(number)
             if values is None:
                 continue
-            if record.compact and "scales" in values:
+            if record.compact and "scales" in values and weights.are_codes_of(slot, values):
                 weights.write_codes(record, slot, values)
             else:
                 weights.write_state(record, slot, SegmentKind.EXP_AVG, values["exp_avg"])

@@ -1,18 +1,149 @@
-"""`optimizer.state` of an offloaded optimizer: what it answers without holding anything (floor 6)."""
+"""The states of an offloaded optimizer as scripts see them, `optimizer.state` and `state_dict()` (floor 6).
+
+Both hold copies in host memory that write through, as those of a model's state dict do: `exp_avg.mul_(0.5)` changes the
+state. One that an update has passed by is not written any more, that is an error.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
-from offloadzero.errors import StateError
+from offloadzero.config import SegmentKind
+from offloadzero.errors import ConfigError, StateError
+from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.parameters.state import state_tensor
+from offloadzero.streaming.weights import WeightAccess
+
+MOMENTS = (SegmentKind.EXP_AVG, SegmentKind.EXP_AVG_SQ)
+
+
+class _State:
+    """Where one state of one parameter is written."""
+
+    def __init__(self, weights: WeightAccess, record: Record, slot: ParamSlot, key: str) -> None:
+        self.name = f"{slot.name}.{key}"
+        self.taken_with = "state_dict() or optimizer.state"
+        self._weights = weights
+        self._record = record
+        self._slot = slot
+        self._key = key
+
+    @property
+    def history(self) -> tuple[int, ...]:
+        """Changes with each change of this value."""
+        slot = self._slot
+        num_writes = slot.num_writes if self._key == "master" else slot.num_state_writes.get(self._key, 0)
+        return self._weights.num_updates(self._record), slot.step, num_writes
+
+    def write(self, value: torch.Tensor) -> None:
+        """Commit a value."""
+        if self._key == "step":
+            self._slot.step = _count(self.name, value)
+        elif self._key == "master":
+            self._weights.write(self._record, self._slot, value)
+        elif self._key in MOMENTS:
+            self._weights.write_state(self._record, self._slot, SegmentKind(self._key), value)
+        else:
+            raise StateError(
+                f"{self.name}: the codes of the compact layout are not to be written: write exp_avg or exp_avg_sq, "
+                "whose codes they are"
+            )
+
+
+def _count(name: str, value: torch.Tensor) -> int:
+    number = float(value)
+    if number < 0 or number != int(number):
+        raise ConfigError(name, number, "a whole number of steps")
+    return int(number)
+
+
+def read_states(weights: WeightAccess, record: Record, slot: ParamSlot) -> dict[str, torch.Tensor]:
+    """One parameter's states in host memory, by the names of torch.optim.AdamW."""
+    states = {kind.value: weights.read_state(record, slot, kind) for kind in MOMENTS}
+    # Reading has waited for the update, which counts the step.
+    states["step"] = torch.tensor(float(slot.step))
+    if record.dtype != torch.float32:
+        states["master"] = weights.read_master(record, slot)
+    states.update(weights.read_codes(record, slot))
+    return {key: state_tensor(value, _State(weights, record, slot, key)) for key, value in states.items()}
+
+
+class StateDict(dict[str, Any]):
+    """`optimizer.state_dict()`. Its `copy()` copies the tensors, too.
+
+    An optimizer of torch takes over what its `load_state_dict` is given, and would write into the states of ours; it
+    calls `copy()` first.
+    """
+
+    def copy(self) -> dict[str, Any]:
+        """Independent of the optimizer."""
+        return copy.deepcopy(dict(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return OrderedDict, (), None, None, iter(self.items())  # what torch.load() takes for safe
+
+
+class ParamStates(dict[str, torch.Tensor]):
+    """`optimizer.state[param]`: an item that is assigned is written, and none can be added or removed."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self:
+            self._refuse(key)
+        self[key].copy_(torch.as_tensor(value))
+
+    def update(self, *others: Any, **more: Any) -> None:
+        """Assign each item."""
+        for key, value in dict(*others, **more).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> ParamStates:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def __delitem__(self, key: str) -> NoReturn:
+        self._refuse(key)
+
+    def pop(self, key: str, *_: Any) -> NoReturn:
+        """Refused: the optimizer needs it."""
+        self._refuse(key)
+
+    def popitem(self) -> NoReturn:
+        """Refused: the optimizer needs it."""
+        self._refuse("popitem()")
+
+    def clear(self) -> NoReturn:
+        """Refused: the optimizer needs them."""
+        self._refuse("clear()")
+
+    def setdefault(self, key: str, default: Any = None) -> Any:  # noqa: ARG002 (dict's signature)
+        """The item; one that is not there cannot be added."""
+        if key not in self:
+            self._refuse(key)
+        return self[key]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return OrderedDict, (), None, None, iter(self.items())  # what torch.load() takes for safe
+
+    def _refuse(self, key: str) -> NoReturn:
+        raise StateError(
+            f"optimizer.state[param]: {key}: an offloaded optimizer has the states {', '.join(self)}; what they hold "
+            "can be changed, none can be added or removed"
+        )
 
 
 class States(defaultdict[torch.Tensor, Any]):
-    """Empty, as the states live in the tiers; an item is read from there: new host tensors, not to be written.
+    """Empty, as the states live in the tiers; an item is read from there.
 
     It says that it is empty because those who iterate over it move what they find to the device.
     """
@@ -22,40 +153,49 @@ class States(defaultdict[torch.Tensor, Any]):
         self._read = read
 
     def __missing__(self, param: torch.Tensor) -> dict[str, Any]:
-        return self._read(param)
+        return ParamStates(self._read(param))
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As `states[key]`, with a default for what the optimizer does not hold."""
         try:
-            return self._read(key)
+            return self[key]
         except KeyError:
             return default
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
-        self._refuse()
+        refuse_states()
 
     def __delitem__(self, key: Any) -> NoReturn:
-        self._refuse()
+        refuse_states()
 
     def clear(self) -> NoReturn:
         """Refused: there is nothing here to clear."""
-        self._refuse()
+        refuse_states()
 
     def update(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: the states are not here."""
-        self._refuse()
+        refuse_states()
+
+    def __ior__(self, other: Any) -> NoReturn:  # type: ignore[misc]
+        refuse_states()
 
     def pop(self, *_: Any) -> NoReturn:
         """Refused: the states are not here."""
-        self._refuse()
+        refuse_states()
+
+    def popitem(self) -> NoReturn:
+        """Refused: the states are not here."""
+        refuse_states()
 
     def setdefault(self, key: Any, default: Any = None) -> NoReturn:  # noqa: ARG002 (dict's signature)
         """Refused: the states are not here."""
-        self._refuse()
+        refuse_states()
 
-    @staticmethod
-    def _refuse() -> NoReturn:
-        raise StateError(
-            "optimizer.state of an offloaded optimizer cannot be changed, the states live in their tiers: use "
-            "load_state_dict(), or offloadzero.zero.safe_set_full_optimizer_state(param, value, name)"
-        )
+
+def refuse_states() -> NoReturn:
+    """Of what would replace states that are not here."""
+    raise StateError(
+        "optimizer.state of an offloaded optimizer cannot be replaced, the states live in their tiers: write into "
+        'optimizer.state[param]["exp_avg"], or use load_state_dict() or '
+        "offloadzero.zero.safe_set_full_optimizer_state(param, value, name)"
+    )

@@ -56,6 +56,7 @@ class ParamSlot:
     index: int = 0  # in its record's slots
     step: int = 0  # updates so far
     num_writes: int = 0  # other than updates
+    num_state_writes: dict[str, int] = field(default_factory=dict)  # the same, by the state's name
 
     @property
     def trainable(self) -> bool:

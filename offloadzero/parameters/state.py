@@ -1,4 +1,4 @@
-"""What `model.state_dict()` holds of weights that are away: copies in host memory that write through.
+"""What state dicts hold of weights and optimizer states that are away: copies in host memory that write through.
 
 A state dict of an ordinary model shares memory with its parameters, so `model.state_dict()[name].mul_(2)` changes the
 model. Files are written from state dicts, so their tensors must have memory: these are copies, and what an operation
@@ -9,7 +9,7 @@ passed by is an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,21 +22,61 @@ from offloadzero.parameters.weight import Weight
 from offloadzero.torch_private import DisableTorchFunctionSubclass
 
 
-class _Copy:
-    """The copy of one weight, and when it was taken."""
+class Written(Protocol):
+    """What a copy is of: a weight, or a state of the optimizer."""
 
-    def __init__(self, value: Tensor, weight: Weight) -> None:
+    name: str
+    taken_with: str  # where scripts get such copies
+
+    @property
+    def history(self) -> tuple[int, ...]:
+        """Changes with each change of the value."""
+
+    def write(self, value: Tensor) -> None:
+        """Commit a value."""
+
+
+class WrittenWeight:
+    """A weight of the model."""
+
+    taken_with = "state_dict()"
+
+    def __init__(self, weight: Weight) -> None:
+        self.name = weight.name
+        self.weight = weight
+
+    @property
+    def history(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return self.weight.history
+
+    def write(self, value: Tensor) -> None:
+        """Commit a value."""
+        self.weight.write(value)
+
+
+class _Copy:
+    """The copy of one value, and when it was taken."""
+
+    def __init__(self, value: Tensor, weight: Written) -> None:
         self.value = value
         self._weight = weight
         self._history = weight.history
+
+    def is_current_copy_of(self, weight: Weight) -> bool:
+        """Whether it holds the value of `weight` as it is now."""
+        target = self._weight
+        return (
+            isinstance(target, WrittenWeight) and target.weight is weight and weight.history == self._history
+        )
 
     def commit(self) -> None:
         """An operation has written into the copy."""
         weight = self._weight
         if weight.history != self._history:
             raise StateError(
-                f"{weight.name}: was changed since state_dict(), whose copy of it is written now: take a new one, "
-                "or use load_state_dict()"
+                f"{weight.name}: was changed since {weight.taken_with}, whose copy of it is written now: take a new "
+                "one, or use load_state_dict()"
             )
         weight.write(self.value.clone())
         self._history = weight.history
@@ -94,8 +134,15 @@ class StateTensor(torch.Tensor):
             return self._copy.value.as_strided(self.size(), self.stride(), self.storage_offset())
 
 
-def state_tensor(value: Tensor, weight: Weight) -> Tensor:
-    """A new copy of a weight, for a state dict."""
+def is_copy_of(tensor: object, weight: Weight) -> bool:
+    """Whether a tensor is a copy of all of `weight` as it is now."""
+    if not isinstance(tensor, StateTensor):
+        return False
+    return tensor._copy.is_current_copy_of(weight) and tensor.shape == weight.shape
+
+
+def state_tensor(value: Tensor, weight: Written) -> Tensor:
+    """A new copy of a weight or of an optimizer's state, for a state dict."""
     with torch.inference_mode(False):  # the state dict may be used outside
         value = value.clone() if value.is_inference() else value
         return _made(value, _Copy(value, weight))

@@ -37,6 +37,7 @@ import copy
 import functools
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ from offloadzero.interrupts import held, raise_held, uninterrupted, uninterrupte
 from offloadzero.observe.timeline import Timeline
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.parameters.remote import RemoteTensor
-from offloadzero.parameters.state import state_tensor
+from offloadzero.parameters.state import WrittenWeight, is_copy_of, state_tensor
 from offloadzero.parameters.weight import AwayParameter, recorded, weight_of
 from offloadzero.streaming.activations import ActivationStore, Call, KeptInput
 from offloadzero.streaming.executor import Executor
@@ -250,6 +251,10 @@ class ModelHooks:
         self._handles: list[RemovableHandle] = []
         self._gradient_handles: list[RemovableHandle] = []
         self._owners = cut.owners
+        places = Counter(
+            id(p) for m in cut.owners for _, p in m.named_parameters(recurse=False, remove_duplicate=False)
+        )
+        self._tied = {param_id for param_id, number in places.items() if number > 1}
         self._activations = activations
         self._forwards: list[_Forward] = []
         self._attach(model, cut, checkpointed)
@@ -386,8 +391,18 @@ class ModelHooks:
             record = self._records[self._record_of[id(param)]]
             if slot.trainable:
                 self.executor.expect_step_taken(record.index)
-            value = self._weights.read(record, slot)
-            state_dict[prefix + name] = state_tensor(value, weight_of(param))
+            weight = weight_of(param)
+            # Tied ones share a copy: who writes a file looks at the memory to write them once.
+            same = (
+                [one for one in state_dict.values() if is_copy_of(one, weight)]
+                if id(param) in self._tied
+                else []
+            )
+            state_dict[prefix + name] = (
+                same[0].detach()
+                if same
+                else state_tensor(self._weights.read(record, slot), WrittenWeight(weight))
+            )
 
     def _take_state_dict(
         self,

@@ -182,7 +182,9 @@ class WeightAccess:
         if record.compact:
             scales = self._read(record, slot, SegmentKind.SCALES)
             parts = {kind: _encode_moment(kind, flat, scales), SegmentKind.SCALES: scales}
-        self._write(record, slot, parts)
+        with UninterruptedThroughout():
+            _count_writes(slot, [kind])
+            self._write(record, slot, parts)
 
     def read_codes(self, record: Record, slot: ParamSlot) -> dict[str, torch.Tensor]:
         """The moments of the compact layout as they are, by name (`code_specs`); empty in the fp32 layout."""
@@ -194,16 +196,27 @@ class WeightAccess:
 
     def write_codes(self, record: Record, slot: ParamSlot, codes: Mapping[str, torch.Tensor]) -> None:
         """Set both moments to what `read_codes` gave, here or in a run of either layout."""
-        flat: dict[SegmentKind, torch.Tensor] = {}
-        for name, kind, dtype, shape in code_specs(slot):
-            if codes[name].shape != shape or codes[name].dtype != dtype:
-                given = f"{codes[name].dtype} {tuple(codes[name].shape)}"
-                raise ConfigError(f"{slot.name}.{name}", given, f"{dtype} {tuple(shape)}")
-            flat[kind] = codes[name].reshape(-1)
+        _expect_codes(slot, codes)
+        flat = {kind: codes[name].reshape(-1) for name, kind, _, _ in code_specs(slot)}
         if not record.compact:
             scales = flat.pop(SegmentKind.SCALES)
             flat = {kind: _decode_moment(kind, values, scales) for kind, values in flat.items()}
-        self._write(record, slot, flat)
+        with UninterruptedThroughout():
+            _count_writes(slot, flat)
+            self._write(record, slot, flat)
+
+    @staticmethod
+    def are_codes_of(slot: ParamSlot, values: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the codes among `values`, as `read_codes` gave them, are those of the moments among them."""
+        _expect_codes(slot, values)
+        scales = values["scales"].reshape(-1)
+        return all(
+            torch.equal(
+                _decode_moment(kind, values[name].reshape(-1), scales), values[kind.value].reshape(-1).float()
+            )
+            for name, kind, _, _ in code_specs(slot)
+            if kind is not SegmentKind.SCALES
+        )
 
     # --- segments ---
 
@@ -315,6 +328,18 @@ class SlotWeight:
             alias.fix(self.read_to_write())
             self._alias = None
         self.write(value)
+
+
+def _expect_codes(slot: ParamSlot, codes: Mapping[str, torch.Tensor]) -> None:
+    for name, _, dtype, shape in code_specs(slot):
+        if codes[name].shape != shape or codes[name].dtype != dtype:
+            given = f"{codes[name].dtype} {tuple(codes[name].shape)}"
+            raise ConfigError(f"{slot.name}.{name}", given, f"{dtype} {tuple(shape)}")
+
+
+def _count_writes(slot: ParamSlot, kinds: Iterable[SegmentKind]) -> None:
+    for kind in kinds:
+        slot.num_state_writes[kind.value] = slot.num_state_writes.get(kind.value, 0) + 1
 
 
 CodeSpec = tuple[str, SegmentKind, torch.dtype, torch.Size]
