@@ -199,10 +199,61 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path)
     engine.close()
 
 
+class NetWithBuffers(Net):
+    """Persistent buffers of unusual dtypes."""
+
+    def __init__(self, *buffers: torch.Tensor) -> None:
+        super().__init__()
+        for number, buffer in enumerate(buffers):
+            self.register_buffer(f"buffer{number}", buffer)
+
+
+def offloaded_with(directory: Path, *buffers: torch.Tensor) -> Any:
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "gradient_clipping": 1.0,
+        "offloadzero": {"placement": "nvme", "nvme_path": str(directory)},
+    }
+    return offloadzero.initialize(model=NetWithBuffers(*buffers), config=config)[0]
+
+
+def test_complex_buffers(tmp_path: Path) -> None:
+    angles = torch.polar(torch.ones(3, 5), torch.rand(3, 5))
+    engine = offloaded_with(tmp_path, angles.clone(), torch.arange(7).to(torch.uint32))
+    engine.save_checkpoint(tmp_path / "ckpt")
+    engine.save_16bit_model(tmp_path / "model")
+    with torch.no_grad():
+        engine.module.buffer0.zero_()
+        engine.module.buffer1.zero_()
+    engine.load_checkpoint(tmp_path / "ckpt")
+    assert torch.equal(engine.module.buffer0, angles)
+    assert engine.module.buffer1.tolist() == list(range(7))
+    engine.close()
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    (file,) = (tmp_path / "model").iterdir()
+    for values in (load_file(tmp_path / "ckpt" / "global_step0" / "buffers.safetensors"), load_file(file)):
+        assert torch.equal(values["buffer0"], angles)
+
+
+def test_a_buffer_that_cannot_be_kept_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    engine = offloaded_with(tmp_path, torch.zeros(3, dtype=torch.complex128))
+    for save in (engine.save_checkpoint, engine.save_16bit_model):
+        with pytest.raises(CheckpointError, match=r"buffer0 has dtype torch\.complex128.*view_as_real"):
+            save(tmp_path / "ckpt")
+        assert not (tmp_path / "ckpt").exists()
+    engine.close()
+
+
+DTYPES = [
+    *(torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.uint16, torch.uint32, torch.bool),
+]
+
+
 @pytest.mark.parametrize("shape", [(0,), (), (1,), (511,), (3, 5)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_safetensors_round_trip(tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    tensor = (torch.rand(shape) * 8 - 4).to(dtype)
+    tensor = (torch.rand(shape) * 8 - 4 * dtype.is_signed).to(dtype)
     with (
         HashingPool() as pool,
         SafetensorsWriter(tmp_path / "x", [("x", dtype, tensor.shape)], metadata={}, pool=pool) as writer,
@@ -210,6 +261,8 @@ def test_safetensors_round_trip(tmp_path: Path, shape: tuple[int, ...], dtype: t
         writer.add(tensor)
         writer.close()
     with SafetensorsReader(tmp_path / "x") as reader:
-        assert torch.equal(reader.read("x"), tensor)
+        read = reader.read("x")
+        assert (read.dtype, read.shape) == (dtype, tensor.shape)
+        assert read.reshape(-1).tolist() == tensor.reshape(-1).tolist()
         with pytest.raises(CheckpointError, match="there is no y"):
             reader.read("y")

@@ -30,7 +30,7 @@ from tests.scripts.common import (
     tokens,
     weights_of,
 )
-from tests.tiny import run_script
+from tests.tiny import run_script, settings
 
 Copy = Callable[[nn.Module], nn.Module]
 
@@ -189,6 +189,63 @@ def test_a_saved_state_dict_holds_no_more_than_its_values(tmp_path: Path) -> Non
     torch.save(model.blocks[0].norm.weight.detach(), one)
     assert len(one.getvalue()) < 5_000
     wrap.close()
+
+
+class _Tied(nn.Module):
+    """Tied across units, and within one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(40, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.blocks[2].again = self.blocks[2].weight
+        self.head = nn.Linear(16, 40, bias=False)
+        self.head.weight = self.emb.weight
+
+
+@pytest.mark.parametrize("placement", ["device", "nvme"])
+def test_tied_weights_share_a_copy_as_they_share_memory(placement: str, tmp_path: Path) -> None:
+    """Who writes files looks at that."""
+    model = _Tied()
+
+    def shared() -> set[frozenset[str]]:
+        names: dict[int, set[str]] = {}
+        for name, value in model.state_dict().items():
+            names.setdefault(value.untyped_storage().data_ptr(), set()).add(name)
+        return {frozenset(group) for group in names.values()}
+
+    expected = shared()
+    assert len(expected) < len(model.state_dict())
+    config = settings(tmp_path, placement=placement, bf16=None, optimizer=None)
+    _, optimizer = offloadzero.offload(model, adamw(model), config)
+    assert shared() == expected
+    state = model.state_dict()
+    state["head.weight"].fill_(2.0)
+    assert float(state["emb.weight"].mean()) == float(model.emb.weight.mean()) == 2.0
+    state["emb.weight"].fill_(3.0)
+    assert float(state["head.weight"].mean()) == float(model.head.weight.mean()) == 3.0
+    reused = model.state_dict(destination=state)
+    model.emb.weight.data.fill_(4.0)
+    assert float(model.state_dict(destination=reused)["head.weight"].mean()) == 4.0
+    optimizer.close()
+
+
+def test_a_tied_model_of_transformers_is_saved_as_without_us(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    model.save_pretrained(tmp_path / "plain")
+    config = settings(tmp_path, placement="host", bf16=None, optimizer=None)
+    _, optimizer = offloadzero.offload(model, adamw(model), config)
+    model.save_pretrained(tmp_path / "offloaded")
+    optimizer.close()
+    plain, saved = (tmp_path / which / "model.safetensors" for which in ("plain", "offloaded"))
+    assert saved.stat().st_size == plain.stat().st_size
+    expected, values = load_file(plain), load_file(saved)
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        assert torch.equal(value, expected[name]), name
 
 
 def test_weights_after_close(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,10 +23,16 @@ from offloadzero.checkpoint.json_file import parse_json
 from offloadzero.errors import CheckpointError
 
 _DTYPE_NAMES = {
+    torch.complex64: "C64",
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -51,6 +57,16 @@ class TensorEntry:
     stop: int
 
 
+def expect_known_dtypes(specs: Iterable[TensorSpec]) -> None:
+    """Raise CheckpointError for a tensor that the format cannot hold."""
+    for name, dtype, _ in specs:
+        if dtype not in _DTYPE_NAMES:
+            raise CheckpointError(
+                f"{name} has dtype {dtype}, which safetensors does not know: keep it as another "
+                "(torch.view_as_real() of a complex one), or register the buffer with persistent=False"
+            )
+
+
 class SafetensorsWriter:
     """Writes tensors in the order of `specs`; `close` flushes them to the disk."""
 
@@ -68,9 +84,8 @@ class SafetensorsWriter:
         self._expected = list(specs)
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         offset = 0
+        expect_known_dtypes(specs)
         for name, dtype, shape in specs:
-            if dtype not in _DTYPE_NAMES:
-                raise CheckpointError(f"{path}: {name} has dtype {dtype}, which safetensors does not know")
             size = shape.numel() * dtype.itemsize
             header[name] = {
                 "dtype": _DTYPE_NAMES[dtype],

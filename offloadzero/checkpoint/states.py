@@ -42,7 +42,7 @@ from offloadzero.checkpoint.partial import (
     new_file,
     sync_directory,
 )
-from offloadzero.checkpoint.safetensors_file import SafetensorsWriter, TensorSpec
+from offloadzero.checkpoint.safetensors_file import SafetensorsWriter, TensorSpec, expect_known_dtypes
 from offloadzero.config import SegmentKind
 from offloadzero.errors import ConfigError
 from offloadzero.optim.records import ParamSlot, Record
@@ -84,6 +84,14 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 # --- save ---
 
 
+def _stored_as_they_are(states: States) -> list[TensorSpec]:
+    """What is stored in a dtype that the model has chosen."""
+    frozen = [(s.name, r.dtype, s.shape) for r in states.records for s in r.slots if not s.trainable]
+    return frozen + [
+        (name, buffer.dtype, buffer.shape) for name, buffer in persistent_buffers(states.model).items()
+    ]
+
+
 def save_states(
     states: States,
     directory: Path,
@@ -95,13 +103,14 @@ def save_states(
 ) -> Path:
     """Write a checkpoint `directory`/`tag`: [Note: checkpoint format]. `meta` gets its steps and its time here.
 
-    ConfigError for a tag that cannot be one and for what JSON cannot keep; CheckpointError where `tag` or `latest` is
-    there and is not ours. Nothing has been written then.
+    ConfigError for a tag that cannot be one and for what JSON cannot keep; CheckpointError for a dtype that the format
+    cannot, and where `tag` or `latest` is there and is not ours. Nothing has been written then.
     """
     problem = tag_problem(tag)
     if problem is not None:
         raise ConfigError("tag", tag, problem)
     encode_meta(meta)
+    expect_known_dtypes(_stored_as_they_are(states))
     _make_directory(directory)
     final = directory / tag
     with alone_in(directory):
@@ -202,6 +211,7 @@ def _read_moments(states: States, record: Record, slot: ParamSlot) -> Iterator[t
 
 def save_weights(states: States, path: Path) -> None:
     """One safetensors file with every parameter in its own dtype, and the buffers; tied ones once."""
+    expect_known_dtypes(_stored_as_they_are(states))
     _make_directory(path.parent)
     with alone_in(path.parent):
         clear_leftovers(path.parent)
