@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import nn
@@ -239,6 +239,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 refuse_states()
             return
         self._state = States(self._states_of)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """A copy would have neither states nor gradients."""
+        raise StateError(
+            "an offloaded optimizer cannot be copied or pickled: its states live in their tiers, and gradients reach "
+            "this one only. optimizer.state_dict() is what load_state_dict() takes, here or in torch"
+        )
 
     def _current_hypers(self) -> list[AdamHyper]:
         return [adam_hyper(group) for group in self.param_groups]

@@ -61,13 +61,23 @@ make_wrapper_subclass: Callable[..., Any] = _look_up("Tensor._make_wrapper_subcl
 _eval_frame: Any = _look_up("_C._dynamo.eval_frame")
 
 
+_REASON = "weights of an offloaded model are fetched here; torch.export takes an ordinary copy, copy.deepcopy(model)"
+
+
 def skip_frame(function: Callable[..., Any], *, with_calls: bool) -> None:
     """Have the compiler run `function` as it is; and what it calls too, or compile that."""
     setattr(function, "_torchdynamo_disable", True)  # noqa: B010 (no inlining either: a graph ends here)
+    setattr(function, "_torchdynamo_disable_msg", _REASON)  # noqa: B010
     action = _eval_frame._FrameAction
     strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if with_calls else action.DEFAULT)
     _eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
+
+# Whether torch.jit.trace runs.
+is_tracing: Callable[[], bool] = _look_up("_C._is_tracing")
+
+# The innermost of the transforms of torch.func that run, None where none does.
+running_transform: Callable[[], Any] = _look_up("_C._functorch.peek_interpreter_stack")
 
 # For a class whose __torch_function__ does nothing.
 disabled_torch_function_impl: Any = _look_up("_C._disabled_torch_function_impl")

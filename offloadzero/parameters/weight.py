@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from offloadzero.torch_private import (
     DisableTorchFunctionSubclass,
     disabled_torch_function_impl,
     get_data,
+    running_transform,
 )
 
 _ATTRIBUTE = "_offloadzero_weight"
@@ -214,6 +215,11 @@ class AwayParameter(_Offloaded):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in _NEED_NO_VALUE:
+            if (
+                func in _ASKED_BY_VMAP
+                and sys._getframe(1).f_globals.get("__name__") == "torch._functorch.vmap"
+            ):
+                _refuse_transform(args[0])
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return _answer(func, args, kwargs or {})
@@ -259,6 +265,13 @@ def restore_parameter(param: nn.Parameter) -> None:
         delattr(param, _ATTRIBUTE)
 
 
+def _refuse_transform(param: Tensor) -> NoReturn:
+    raise StateError(
+        f"{weight_of(param).name}: torch.func's transforms need memory that stays where it is: give them "
+        "p.detach()"
+    )
+
+
 def _answer(func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """Run an operation with remote tensors in the place of parameters that are away."""
     standing: dict[int, tuple[nn.Parameter, Tensor]] = {}
@@ -282,6 +295,8 @@ def _remote(param: AwayParameter) -> Tensor:
     with DisableTorchFunctionSubclass():
         is_connected = param.requires_grad and torch.is_grad_enabled()
     if is_connected:
+        if running_transform() is not None:
+            _refuse_transform(param)
         connected: Tensor = _Connect.apply(param)  # type: ignore[no-untyped-call]
         return connected
     return _value_of(param)
@@ -317,6 +332,7 @@ _METHODS_OF_REMOTE: Mapping[Any, Any] = {
     for name in ["numpy", "__array__", "tolist", "data_ptr", "untyped_storage", "share_memory_", "__dlpack__"]
 }
 
+_ASKED_BY_VMAP = (torch.Tensor.size, torch.Tensor.dim)  # of its arguments, before it wraps their memory
 _NEED_NO_VALUE = frozenset(
     _found(torch.Tensor, _GETTERS, "__get__")
     | _found(torch.Tensor, _SETTERS, "__set__")

@@ -207,9 +207,7 @@ class Executor:
         if num_kept is not None:
             del self._guarded[:-num_kept]
 
-    def _use(
-        self, unit: LeasedUnit, stream: Stream | None, *, evaluating: bool, ends_guards: bool
-    ) -> None:
+    def _use(self, unit: LeasedUnit, stream: Stream | None, *, evaluating: bool, ends_guards: bool) -> None:
         index = unit.record.index
         self._current = index
         self._evaluating = evaluating

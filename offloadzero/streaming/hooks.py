@@ -35,11 +35,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -47,7 +48,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from offloadzero.errors import ConfigError
+from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import held, raise_held, uninterrupted, uninterrupted_from_start
 from offloadzero.observe.timeline import Timeline
 from offloadzero.optim.records import ParamSlot, Record
@@ -61,11 +62,14 @@ from offloadzero.streaming.stepping import Stepper
 from offloadzero.streaming.units import Site, UnitCut
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.torch_private import (
+    is_tracing,
     pop_saved_tensors_default_hooks,
     push_saved_tensors_default_hooks,
     skip_frame,
     top_saved_tensors_default_hooks,
 )
+
+_EXPORTERS = ("torch.jit", "torch._jit_internal", "torch.export", "torch._export")
 
 
 class _WatchedParameters(dict[str, nn.Parameter | None]):
@@ -88,6 +92,13 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
         return dict, (dict(self),)
 
 
+def _refuse_export() -> NoReturn:
+    raise StateError(
+        "torch.jit and torch.export take weights as they lie in memory, and those of an offloaded model come and go: "
+        "export an ordinary copy, copy.deepcopy(model), or call restore_model() first"
+    )
+
+
 class _Forward:
     """Stands for a module's `forward`; a copy of the module has its own forward again."""
 
@@ -104,6 +115,13 @@ class _Forward:
             del self._module.forward
         else:
             self._module.forward = self._own
+
+    def __getattr__(self, name: str) -> Any:
+        """It has no code of its own; who looks for it wants to compile the module's."""
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if name in ("__code__", "__globals__") and caller.startswith(_EXPORTERS):
+            _refuse_export()
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -143,6 +161,8 @@ class _SiteForward(_Forward):
     def _enter(self) -> bool:
         """Pin the units; whether saved-tensor hooks were pushed. What is raised leaves everything as it was."""
         hooks = self._hooks
+        if is_tracing():
+            _refuse_export()
         with held:
             self._timeline.enter_model()
             with self._timeline.launching():
