@@ -23,7 +23,7 @@ import offloadzero
 from offloadzero.config import SegmentKind, TierName, load_config
 from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action
 from offloadzero.errors import ConfigError, OffloadError
-from offloadzero.memory.lanes import CpuAccelerator
+from offloadzero.memory.device import CpuDevice
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.streaming.gradients import GradientCollector
 from tests.models import SometimesStack
@@ -421,9 +421,9 @@ def test_where_the_update_runs(tmp_path: Path) -> None:
 @claim("parameters are moved unit by unit")
 def test_a_unit_is_fetched_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
-    copy = CpuAccelerator.copy
+    copy = CpuDevice.copy
 
-    def noted(self: CpuAccelerator, target: torch.Tensor, source: torch.Tensor) -> None:
+    def noted(self: CpuDevice, target: torch.Tensor, source: torch.Tensor) -> None:
         copied.append(target.nbytes)
         copy(self, target, source)
 
@@ -431,7 +431,7 @@ def test_a_unit_is_fetched_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     train(engine, num_steps=2)
     engine.synchronize()
     records = engine.optimizer.runtime.records
-    monkeypatch.setattr(CpuAccelerator, "copy", noted)
+    monkeypatch.setattr(CpuDevice, "copy", noted)
     with torch.no_grad():
         engine.eval()
         engine(tokens(0))
@@ -443,16 +443,16 @@ def test_a_unit_is_fetched_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @claim("a change in the order of use shows as waits in the step report")
 def test_a_change_of_order_is_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy, delay = CpuAccelerator.copy, threading.Event()
+    copy, delay = CpuDevice.copy, threading.Event()
 
-    def slow(self: CpuAccelerator, target: torch.Tensor, source: torch.Tensor) -> None:
+    def slow(self: CpuDevice, target: torch.Tensor, source: torch.Tensor) -> None:
         delay.wait(0.02)  # never set: a copy that takes a while
         copy(self, target, source)
 
     engine = start(lambda: SometimesStack(num_blocks=5), config_with_room(2, tmp_path))
     for seed in range(3):
         train_step(engine, seed, (0, 1, 2, 3, 4))
-    monkeypatch.setattr(CpuAccelerator, "copy", slow)
+    monkeypatch.setattr(CpuDevice, "copy", slow)
     train_step(engine, 3, (4, 3, 2, 1, 0))
     assert engine.last_step_report().waits_s["fetch"] > 0.01
     monkeypatch.undo()
@@ -519,7 +519,7 @@ def test_the_next_chunk_is_read_before_the_last_is_written(
 @claim("activations on the device belong to torch's allocator", "the device is not synchronized there")
 def test_activations_take_nothing_of_the_device_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(CpuAccelerator, "synchronize", lambda _self: calls.append("synchronize"))
+    monkeypatch.setattr(CpuDevice, "synchronize", lambda _self: calls.append("synchronize"))
     engine = make_engine(settings(tmp_path, activation_checkpoints={"tier": "device"}))
     planned = {line.what for line in engine.optimizer.runtime.plan.lines if line.tier is TierName.DEVICE}
     before = engine.reserved_bytes()

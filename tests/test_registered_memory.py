@@ -18,7 +18,7 @@ import offloadzero
 from offloadzero.config import AioConfig
 from offloadzero.errors import ConfigError
 from offloadzero.memory.arena import Arena, allocate_host
-from offloadzero.memory.lanes import CpuAccelerator
+from offloadzero.memory.device import CpuDevice
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.store import _joined
 from offloadzero.native.aio import AioEngine
@@ -310,7 +310,7 @@ def test_unpinned_after_the_file_engine_is_closed(tmp_path: Path, monkeypatch: p
     uring_engine().close()
     before = pinned_bytes()
     seen: list[int] = []
-    monkeypatch.setattr(CpuAccelerator, "unpin", lambda _self, _buffer: seen.append(pinned_bytes()))
+    monkeypatch.setattr(CpuDevice, "unpin", lambda _self, _buffer: seen.append(pinned_bytes()))
     engine = make_engine(settings(tmp_path, aio={"backend": "io_uring"}))
     train(engine, num_steps=1)
     assert pinned_bytes() > before
@@ -367,14 +367,14 @@ def test_staging_is_given_back_to_the_copies_after_the_file_engine(
     ]
     seen: list[tuple[int, int]] = []
 
-    def unpin(_self: CpuAccelerator, buffer: torch.Tensor) -> None:
+    def unpin(_self: CpuDevice, buffer: torch.Tensor) -> None:
         others = engine.optimizer.runtime.activations._home._memory.buffers.values()
         if any(buffer.data_ptr() == other.data_ptr() for other in others):
             raise AssertionError("still in use")
         seen.append((registered(), sum(other.nbytes for other in others)))
 
     engine = make_engine(on_files(tmp_path))
-    monkeypatch.setattr(CpuAccelerator, "unpin", unpin)
+    monkeypatch.setattr(CpuDevice, "unpin", unpin)
     for batch in (2, 6):
         loss = engine(tokens(0, batch=batch, length=65))
         engine.backward(loss)
