@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ from torch import Tensor
 
 from offloadzero.errors import StateError
 from tests.models import PartlyUnusedBlock, Stack, features
+from tests.schedules import draw_schedule, reference
 from tests.simulated.device import simulated
 from tests.test_streaming import MODELS, take_inputs
 from tests.training import assert_same, make_config, run_engine
+
+NUM_SCHEDULES = int(os.environ.get("OFFLOADZERO_TEST_SCHEDULES", "20"))  # more to soak
 
 
 @pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
@@ -112,3 +116,18 @@ def test_a_captured_graph_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     with simulated(monkeypatch) as device:
         assert_same(run_engine(Stack, loop, config), expected)
+
+
+@pytest.mark.parametrize("seed", range(NUM_SCHEDULES))
+def test_random_schedule(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model, placement, budgets, updates and loop are drawn from the seed, and what runs on the device when."""
+    schedule = draw_schedule(seed)
+    own = {**schedule.placed["offloadzero"], "nvme_path": str(tmp_path)}
+    with simulated(monkeypatch, seed=seed):
+        found = run_engine(schedule.make_model, schedule.loop, {**schedule.placed, "offloadzero": own})
+    expected = reference(seed)
+    if found.norm is not None and expected.norm is not None:
+        # In fp64, of gradients on the device in another order of summation.
+        assert found.norm == pytest.approx(expected.norm, rel=1e-14)
+        found.norm = expected.norm
+    assert_same(found, expected)

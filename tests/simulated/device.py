@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 from offloadzero.errors import StateError
@@ -96,27 +97,33 @@ class SimulatedDevice:
 
 
 @contextmanager
-def simulated(patch: Any, seed: int = 0, *, slow: Collection[str] = ()) -> Iterator[SimulatedDevice]:
+def simulated(
+    patch: pytest.MonkeyPatch, seed: int = 0, *, slow: Collection[str] = ()
+) -> Iterator[SimulatedDevice]:
     """Engines made inside run on a simulated device; so does what the calling thread does with its memory."""
     device = SimulatedDevice(seed, slow=slow)
-    patch.setattr("offloadzero.runtime.find_device", lambda _name: device)
-    is_host_memory = devices.is_host_memory
-    patch.setattr(
-        devices, "is_host_memory", lambda tensor: is_host_memory(tensor) and not device.memory.holds(tensor)
-    )
-    patch.setattr("offloadzero.runtime.device_form", lambda _device: AdamForm.TORCH)
-    begin_thread = Failures.in_background
+    with patch.context() as inside:
+        _install(device, inside)
+        with device.dispatching():
+            yield device
+    device.close()
+
+
+def _install(device: SimulatedDevice, patch: pytest.MonkeyPatch) -> None:
+    is_host_memory, begin_thread = devices.is_host_memory, Failures.in_background
 
     def in_background(failures: Failures) -> None:
         begin_thread(failures)
         device.dispatching().__enter__()  # for the thread's life
 
+    patch.setattr("offloadzero.runtime.find_device", lambda _name: device)
+    patch.setattr("offloadzero.runtime.device_form", lambda _device: AdamForm.TORCH)
+    patch.setattr(
+        devices, "is_host_memory", lambda tensor: is_host_memory(tensor) and not device.memory.holds(tensor)
+    )
     patch.setattr(Failures, "in_background", in_background)
     for name in ("tolist", "numpy"):  # of a tensor on the CPU they read the memory without a dispatch
         patch.setattr(torch.Tensor, name, _reading(device, getattr(torch.Tensor, name)))
-    with device.dispatching():
-        yield device
-    device.close()
 
 
 def _reading(device: SimulatedDevice, method: Any) -> Any:
