@@ -408,6 +408,7 @@ class Executor:
                 f"{unit.record.name}: its weights were updated between this forward and its backward "
                 "(a backward pass through a graph from before the last step?)"
             )
+        unit.expect_unwritten(saved)
         needed = self._unit_of.get(saved.unit, (saved.unit,))
         try:
             for index in needed:

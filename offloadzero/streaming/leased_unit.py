@@ -8,6 +8,7 @@ the views of one block, which stay in the processor's cache.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -78,6 +79,10 @@ class LeasedUnit:
     versions: tuple[int, ...] = ()  # of the parameters, when their module's forward began
 
     def __post_init__(self) -> None:
+        with DisableTorchFunctionSubclass():
+            # Each shares its parameter's version, and is quicker to ask than a parameter that is away.
+            self._clocks = [torch.detach(param) for param in self.params]
+        self._starts = [slot.offset * self.record.dtype.itemsize for slot in self.record.slots]
         self._originals = [type(param) for param in self.params]
         self._present = [classes_of(original)[0] for original in self._originals]
         self._away = [classes_of(original)[1] for original in self._originals]
@@ -173,7 +178,25 @@ class LeasedUnit:
             if len(weights) == MAX_WEIGHT_VIEWS:
                 weights.clear()
             view = weights[key] = WeightView(self, *key)
-        return SavedWeight(self.owner, self.record.index, self.generation_of(view), view)
+        version = self._clocks[view.place]._version
+        return SavedWeight(self.owner, self.record.index, self.generation_of(view), view, version)
+
+    def place_at(self, byte_offset: int) -> int:
+        """The slot whose parameter lies there."""
+        return bisect_right(self._starts, byte_offset) - 1
+
+    def expect_unwritten(self, saved: SavedWeight) -> None:
+        """Raise torch's error if an operation has written the parameter since it was saved.
+
+        autograd looks at versions itself, but not of what saved-tensor hooks have taken.
+        """
+        version = self._clocks[saved.view.place]._version
+        if version != saved.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.record.slots[saved.view.place].name} is at version {version}; expected version "
+                f"{saved.version} instead. Write a weight before its module uses it, or after backward()"
+            )
 
     def generation_of(self, view: WeightView) -> int:
         """Of the weights that `view` looks at: an update leaves the frozen ones as they are."""
@@ -192,6 +215,7 @@ class WeightView:
         stride: tuple[int, ...],
     ) -> None:
         self.is_frozen = byte_offset >= unit.frozen_from
+        self.place = unit.place_at(byte_offset)
         self._at: dict[int, torch.Tensor] = {}  # by the address of the unit
         self._byte_offset = byte_offset
         self._dtype = dtype
@@ -224,3 +248,4 @@ class SavedWeight:
     unit: int
     generation: int
     view: WeightView
+    version: int  # of the parameter

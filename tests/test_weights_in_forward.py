@@ -1,0 +1,178 @@
+"""What a module's own forward does with its weights: operations that write them, and views that are kept.
+
+The reference is the same module without this library, in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offloadzero
+from tests.models import Block, Stack, features
+from tests.training import make_config
+
+
+def build(make_model: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(5)
+    return make_model()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+
+
+@pytest.fixture(params=["resident", "host", "nvme"])
+def offloaded(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[..., tuple[nn.Module, Any]]]:
+    """Offloads a model; the leases hold one unit and are poisoned when it leaves."""
+    opened = []
+
+    def make(make_model: Callable[[], nn.Module], **over: Any) -> tuple[nn.Module, Any]:
+        config = make_config(request.param, tmp_path, dtype=None, **over)
+        config.pop("optimizer")
+        model = build(make_model)
+        model, optimizer = offloadzero.offload(model, adam(model), config)
+        opened.append(optimizer)
+        return model, optimizer
+
+    yield make
+    for optimizer in opened:
+        optimizer.close()
+
+
+def step(model: nn.Module, optimizer: Any, seed: int) -> float:
+    loss = model(features(seed))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.item())
+
+
+def assert_same_weights(model: nn.Module, reference: nn.Module) -> None:
+    expected = dict(reference.state_dict())
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
+
+
+# --- written after a use
+
+
+class WritesAfterUse(Block):
+    """Changes a weight that backward needs."""
+
+    write: Callable[[Tensor], Any]
+    frozen = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        with torch.no_grad():
+            type(self).write(self.up.weight)
+        return out
+
+
+AFTER_USE: dict[str, Callable[[Tensor], Any]] = {
+    "mul_": lambda w: w.mul_(0.5),
+    "item": lambda w: w.__setitem__((0, 0), 3.0),
+    "view": lambda w: w.view(-1)[3:].add_(0.25),
+    "detached": lambda w: torch.detach(w).mul_(0.5),
+    "foreach": lambda w: torch._foreach_mul_([w], 0.5),
+    "out": lambda w: torch.mul(w, 0.5, out=w),
+}
+
+
+def writing(write: Callable[[Tensor], Any], *, frozen: bool = False) -> Callable[[], nn.Module]:
+    kind = type("Writing", (WritesAfterUse,), {"write": staticmethod(write)})
+
+    def make() -> nn.Module:
+        model = Stack(kind)
+        if frozen:
+            model.blocks[1].up.weight.requires_grad_(False)
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("name", AFTER_USE)
+def test_a_weight_written_after_its_use_fails_in_backward_as_in_torch(
+    name: str, frozen: bool, offloaded: Any
+) -> None:
+    make = writing(AFTER_USE[name], frozen=frozen)
+    words = "modified by an inplace operation"
+    with pytest.raises(RuntimeError, match=words):
+        build(make)(features(0)).backward()
+    model, _ = offloaded(make)
+    loss = model(features(0))
+    with pytest.raises(RuntimeError, match=rf"{words}: blocks\.\d\.up\.weight is at version") as raised:
+        loss.backward()
+    assert "expected version" in str(raised.value)
+
+
+class ReadsThenWritesData(Block):
+    """A write through `data` is not seen by autograd: backward takes the new value, in torch too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.up.weight.data.mul_(0.75)
+        return out
+
+
+class WritesBetweenUses(Block):
+    """What autograd saves is the value after the write."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.mul_(0.75)
+        out = super().forward(x)
+        return out + 0 * self.up.weight.detach().sum()
+
+
+class WritesWhatIsNotSaved(Block):
+    """Adding a bias saves nothing of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        with torch.no_grad():
+            self.down.bias.mul_(0.75)
+        return out
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", [ReadsThenWritesData, WritesBetweenUses, WritesWhatIsNotSaved])
+def test_writes_that_torch_takes_are_taken(kind: type[Block], accumulation: int, offloaded: Any) -> None:
+    model, optimizer = offloaded(lambda: Stack(kind))
+    reference = build(lambda: Stack(kind))
+    plain = adam(reference)
+    for seed in range(0, 3 * accumulation, accumulation):
+        losses = []
+        for net, one in ((model, optimizer), (reference, plain)):
+            parts = []
+            for part in range(accumulation):
+                loss = net(features(seed + part))
+                loss.backward()
+                parts.append(loss.item())
+            one.step()
+            one.zero_grad()
+            losses.append(parts)
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert_same_weights(model, reference)
+
+
+def test_two_graphs_over_a_weight_written_in_each_forward(offloaded: Any) -> None:
+    """The second forward writes what the first one's backward needs."""
+    make = lambda: Stack(WritesBetweenUses)  # noqa: E731
+    reference = build(make)
+    losses = [reference(features(seed)) for seed in range(2)]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[0].backward()
+    model, _ = offloaded(make)
+    losses = [model(features(seed)) for seed in range(2)]
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: blocks\.\d\.up\.weight"):
+        losses[0].backward()
