@@ -9,6 +9,7 @@ torch 2.6 and 2.7 lack.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,15 @@ storage_use_count: Callable[[int], int] = _look_up("_C._storage_Use_Count")
 # What a tensor subclass is made of.
 DisableTorchFunctionSubclass: Any = _look_up("_C.DisableTorchFunctionSubclass")
 make_wrapper_subclass: Callable[..., Any] = _look_up("Tensor._make_wrapper_subclass")
+prim_device: Any = _look_up("ops.prim.device.default")  # asks a tensor subclass for its device
+
+
+@functools.cache
+def autocast_key(device_type: str) -> Any:
+    """The dispatch keys that have autocast look at a tensor as at one of this type of device."""
+    keys: Any = _look_up("_C.DispatchKey")
+    key = getattr(keys, f"Autocast{device_type.upper()}", keys.Undefined)
+    return _look_up("_C.DispatchKeySet")(key)
 
 # The compiler must not trace into our wrappers of `forward`, but into what they call. torch.compiler.disable would say
 # so and import the compiler, 1.5 s and 70 MiB, in every process.

@@ -222,6 +222,53 @@ def test_what_needs_memory_is_an_error_that_names_it(use: Callable[[Tensor], Any
     assert torch.equal(source.value, expected)
 
 
+ORDINARY: dict[str, Callable[[], Tensor]] = {
+    "tensor": lambda: torch.zeros(ROWS, COLUMNS),
+    "parameter": lambda: torch.nn.Parameter(torch.zeros(ROWS, COLUMNS)),
+    "buffer": lambda: torch.zeros(2 * ROWS, COLUMNS)[ROWS:],
+    "empty": lambda: torch.zeros(0),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_an_ordinary_tensor_cannot_be_given_memory_that_is_not_there(name: str) -> None:
+    remote, _, _ = make()
+    for value in (remote, remote.t(), remote[1:], remote.detach().requires_grad_()):
+        ordinary = ORDINARY[name]()
+        before = ordinary.detach().clone()
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            ordinary.data = value
+        assert torch.equal(ordinary, before)
+
+
+@pytest.mark.parametrize("where", ["cpu", "no autocast"])
+def test_autocast_takes_it_as_the_value(where: str) -> None:
+    remote, _, expected = make()
+    with torch.autocast("cpu", torch.bfloat16, enabled=where == "cpu"):
+        assert torch.equal(remote @ remote.t(), expected @ expected.t())
+        assert torch.equal(torch.nn.functional.linear(expected, remote[:2]), expected @ expected[:2].t())
+    leaves = [remote.detach().requires_grad_(), expected.requires_grad_()]
+    for leaf in leaves:
+        with torch.autocast("cpu", torch.bfloat16, enabled=where == "cpu"):
+            out = torch.nn.functional.linear(torch.ones(2, COLUMNS), leaf)
+        out.float().square().sum().backward()
+    assert leaves[0].grad is not None
+    assert leaves[1].grad is not None
+    assert leaves[0].grad.dtype == leaves[1].grad.dtype
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad, rtol=2e-2, atol=1e-2)
+
+
+def test_where_it_is_is_where_the_value_comes() -> None:
+    remote, source, _ = make()
+    for one in (remote, remote.t()):
+        assert one.device == source.device
+        assert (one.is_cpu, one.is_meta, one.is_cuda, one.layout) == (True, False, False, torch.strided)
+        assert torch.empty_like(one).device == source.device
+        assert torch.zeros(2, device=one.device).device == source.device
+        assert one.to("cpu").device == source.device
+    assert source.num_writes == 0
+
+
 def test_an_array_of_it_cannot_be_written() -> None:
     remote, _, _ = make()
     with pytest.raises(ValueError, match="read-only"):

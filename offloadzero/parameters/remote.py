@@ -10,7 +10,9 @@ Views (`t.view(-1)`, `t[0]`, `t.t()`) are remote tensors of the same value: they
 replay it on the value when they are used. A write into a view reads the whole value, writes into the view of it, and
 writes the whole value back.
 
-What needs memory to point at (`data_ptr()`, a writable numpy array, `set_`) is an error that names the tensor.
+What needs memory to point at (`data_ptr()`, a writable numpy array, `set_`) is an error that names the tensor. torch
+lets `other.data = tensor` through where both are of one backend, and `other` would have no memory from then on, and no
+Python either to say so. So to C++ a remote tensor is one of the meta backend, and asks Python for its device.
 Read-only copies (`numpy()`, `tolist()`, pickling, `copy.deepcopy`) give the value as it is now.
 
 One operation at a time holds the value: memory is bounded by the largest parameter, not by the model. Operations on
@@ -30,7 +32,14 @@ from torch.utils import _pytree as pytree
 
 from offloadzero.errors import OffloadError, StateError
 from offloadzero.memory.heap import FreedMemory
-from offloadzero.torch_private import disabled_torch_function_impl, make_wrapper_subclass
+from offloadzero.torch_private import (
+    autocast_key,
+    disabled_torch_function_impl,
+    make_wrapper_subclass,
+    prim_device,
+)
+
+_META = torch.device("meta")
 
 Operation = Any  # torch._ops.OpOverload: its class has no public name
 
@@ -115,7 +124,9 @@ class RemoteTensor(torch.Tensor):
             strides=like.stride(),
             storage_offset=storage_offset,
             dtype=like.dtype,
-            device=source.device,
+            device=_META,
+            dispatch_device=True,
+            _extra_dispatch_keys=autocast_key(source.device.type),
         )
         tensor._source = source
         tensor._views = views
@@ -125,6 +136,11 @@ class RemoteTensor(torch.Tensor):
     def source(self) -> Source:
         """Where the value is."""
         return self._source
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where `read()` brings it."""
+        return self._source.device
 
     @property
     def _detached_type(self) -> type[RemoteTensor]:
@@ -175,6 +191,8 @@ class RemoteTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func is prim_device:
+            return args[0]._source.device
         keywords = dict(kwargs or {})
         _refuse_what_needs_memory(func, args)
         if func.is_view:
