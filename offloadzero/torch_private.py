@@ -52,6 +52,7 @@ current_graph_task_id: Callable[[], int] = _look_up("_C._current_graph_task_id")
 
 # How many hold a storage (by its `_cdata`), the tensor that is asked included.
 storage_use_count: Callable[[int], int] = _look_up("_C._storage_Use_Count")
+has_storage: Callable[[torch.Tensor], bool] = _look_up("_C._has_storage")
 
 # What a tensor subclass is made of.
 DisableTorchFunctionSubclass: Any = _look_up("_C.DisableTorchFunctionSubclass")
@@ -65,6 +66,7 @@ def autocast_key(device_type: str) -> Any:
     keys: Any = _look_up("_C.DispatchKey")
     key = getattr(keys, f"Autocast{device_type.upper()}", keys.Undefined)
     return _look_up("_C.DispatchKeySet")(key)
+
 
 # The compiler must not trace into our wrappers of `forward`, but into what they call. torch.compiler.disable would say
 # so and import the compiler, 1.5 s and 70 MiB, in every process.

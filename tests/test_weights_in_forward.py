@@ -176,3 +176,71 @@ def test_two_graphs_over_a_weight_written_in_each_forward(offloaded: Any) -> Non
     losses = [model(features(seed)) for seed in range(2)]
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation: blocks\.\d\.up\.weight"):
         losses[0].backward()
+
+
+# --- views that are kept
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "t": lambda w: w.t(),
+    "row": lambda w: w[1],
+    "strided": lambda w: w[1:, ::2].t(),
+    "expanded": lambda w: w[:, :1].expand(-1, 5),
+    "flat": lambda w: w.view(-1)[7:],
+    "detached": torch.detach,
+    "detached view": lambda w: torch.detach(w).t()[3:],
+    "bits": lambda w: torch.detach(w).view(torch.int32),
+    "of data": lambda w: w.data.view(-1),
+}
+
+
+class Keeps(Block):
+    """Keeps what its forward makes of a weight."""
+
+    make: Callable[[Tensor], Tensor]
+    kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = type(self).make(self.up.weight)
+        return super().forward(x)
+
+
+def keeping(make: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    kind = type("Keeping", (Keeps,), {"make": staticmethod(make)})
+    return lambda: Stack(kind)
+
+
+def kept_views(model: Any) -> list[Tensor]:
+    return [block.kept for block in model.blocks]
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_that_a_forward_has_made_is_alive(name: str, offloaded: Any) -> None:
+    """After the forward, the backward and the step, as an alias of an ordinary weight is."""
+    model, optimizer = offloaded(keeping(VIEWS[name]))
+    reference = build(keeping(VIEWS[name]))
+    plain = adam(reference)
+    for seed in range(2):
+        losses = [net(features(seed)) for net in (model, reference)]
+        for loss, one in zip(losses, (optimizer, plain), strict=True):
+            assert_same_views(model, reference, same_bits=seed == 0)
+            loss.backward()
+            assert_same_views(model, reference, same_bits=seed == 0)
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
+        if name != "bits":
+            assert_same_views(model, reference, same_bits=False)
+    assert_same_weights(model, reference)
+
+
+def assert_same_views(model: Any, reference: Any, *, same_bits: bool) -> None:
+    for ours, theirs in zip(kept_views(model), kept_views(reference), strict=True):
+        assert (ours.shape, ours.stride(), ours.dtype, ours.requires_grad) == (
+            theirs.shape,
+            theirs.stride(),
+            theirs.dtype,
+            theirs.requires_grad,
+        )
+        if ours.dtype.is_floating_point or same_bits:
+            torch.testing.assert_close(ours.detach().clone(), theirs.detach(), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(ours.sum(), theirs.sum(), rtol=1e-4, atol=1e-4)

@@ -28,10 +28,10 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from offloadzero.errors import OffloadError, StateError
 from offloadzero.memory.heap import FreedMemory
+from offloadzero.parameters.trees import leaves_of, map_leaves
 from offloadzero.torch_private import (
     autocast_key,
     disabled_torch_function_impl,
@@ -98,11 +98,30 @@ class _OneOf:
         return views[self._index]
 
 
+class WholeView:
+    """A view of the whole value by its strides, as `as_strided` makes it."""
+
+    def __init__(self, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> None:
+        """`offset`: elements of `dtype` from the start of the value."""
+        self._dtype = dtype
+        self._size = size
+        self._stride = stride
+        self._offset = offset
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The view of a value, which is contiguous."""
+        flat = tensor.view(-1).view(self._dtype)
+        return flat.as_strided(self._size, self._stride, int(flat.storage_offset()) + self._offset)
+
+
+View = _View | _OneOf | WholeView
+
+
 class RemoteTensor(torch.Tensor):
     """A tensor without storage: [Note: remote tensors]."""
 
     _source: Source
-    _views: tuple[_View | _OneOf, ...]  # applied to the value in this order
+    _views: tuple[View, ...]  # applied to the value in this order
 
     __torch_function__ = disabled_torch_function_impl
 
@@ -110,7 +129,7 @@ class RemoteTensor(torch.Tensor):
     def __new__(
         cls,
         source: Source,
-        views: tuple[_View | _OneOf, ...] = (),
+        views: tuple[View, ...] = (),
         like: Tensor | None = None,
         *,
         storage_offset: int = 0,
@@ -166,10 +185,10 @@ class RemoteTensor(torch.Tensor):
         """Whether it is the value itself and no view of it."""
         return not self._views
 
-    def with_source(self, source: Source) -> RemoteTensor:
-        """The same view of another value of the same shape and dtype."""
+    def with_source(self, source: Source, *, kind: type[RemoteTensor] | None = None) -> RemoteTensor:
+        """The same view of another value of the same shape and dtype, as a tensor of class `kind`."""
         like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-        return type(self)(source, self._views, like, storage_offset=int(self.storage_offset()))
+        return (kind or type(self))(source, self._views, like, storage_offset=int(self.storage_offset()))
 
     def read(self) -> Tensor:
         """The value now, as an ordinary tensor that nobody else holds."""
@@ -273,7 +292,7 @@ def _view(func: Operation, args: tuple[Any, ...], keywords: dict[str, Any]) -> A
     view = _View(func, args[1:], keywords)
     made = view.of(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"))
 
-    def remote(last: _View | _OneOf, like: Tensor) -> RemoteTensor:
+    def remote(last: View, like: Tensor) -> RemoteTensor:
         views = base._views if func in _SAME else (*base._views, last)
         offset = int(base.storage_offset()) + int(like.storage_offset())
         kind = base._detached_type if func in _SAME else type(base)
@@ -300,7 +319,7 @@ def _compute(func: Operation, args: tuple[Any, ...], keywords: dict[str, Any]) -
     """Run an operation on values: read what it takes, write what it has changed."""
     if _is_list_operation(func, args):
         return _one_by_one(func, args, keywords)
-    leaves = pytree.tree_leaves((args, keywords))
+    leaves = leaves_of((args, keywords))
     sources = {id(leaf._source) for leaf in leaves if isinstance(leaf, RemoteTensor)}
     values = _Values(copy=len(sources) > 2)
     is_written = _written(func)
@@ -311,7 +330,7 @@ def _compute(func: Operation, args: tuple[Any, ...], keywords: dict[str, Any]) -
     result = func(*real_args, **real_keywords)
     values.write_back()
     _freed.add(values.num_bytes)
-    return pytree.tree_map_only(Tensor, values.given_for, result)
+    return map_leaves(values.given_for, result)
 
 
 # Loops over a model allocate and free a value after the other, of many sizes.
@@ -363,7 +382,7 @@ class _Values:
         for source, value in self._written.values():
             source.write(value)
 
-    def given_for(self, result: Tensor) -> Tensor:
+    def given_for(self, result: Any) -> Any:
         """What a script gets for a result: never memory that is another's soon."""
         for value, remote in self._given:
             if value is result:  # of an in-place operation

@@ -25,10 +25,10 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from offloadzero.errors import StateError
 from offloadzero.parameters.remote import RemoteTensor, Source
+from offloadzero.parameters.trees import map_leaves
 from offloadzero.torch_private import (
     DisableTorchFunctionSubclass,
     disabled_torch_function_impl,
@@ -93,8 +93,9 @@ class Alias:
             self._fixed = value
 
 
-def _value_of(param: Tensor) -> RemoteTensor:
-    return RemoteTensor(weight_of(param).alias())
+def value_of(away: Tensor) -> RemoteTensor:
+    """What stands for a parameter, or for a view of one that is kept."""
+    return RemoteTensor(weight_of(away).alias()) if isinstance(away, _Offloaded) else kept_value(away)
 
 
 class _LeafTensor(RemoteTensor):
@@ -139,11 +140,14 @@ class _AsRecorded:
 
 
 class _Connect(torch.autograd.Function):
-    """A remote tensor whose gradient is the parameter's."""
+    """A remote tensor whose gradient is the parameter's, or the kept view's."""
 
     @staticmethod
-    def forward(ctx: Any, param: Tensor) -> Tensor:  # noqa: ARG004 (torch's signature)
-        return _LeafTensor(_AsRecorded(weight_of(param)))
+    def forward(ctx: Any, away: Tensor) -> Tensor:  # noqa: ARG004 (torch's signature)
+        if isinstance(away, _Offloaded):
+            return _LeafTensor(_AsRecorded(weight_of(away)))
+        value: Any = kept_value(away)
+        return value.with_source(_AsRecorded(value.source), kind=_LeafTensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
@@ -156,7 +160,7 @@ class _Offloaded(nn.Parameter):
     @property
     def data(self) -> Tensor:
         """The value, without a graph."""
-        return _value_of(self)
+        return value_of(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -169,7 +173,7 @@ class _Offloaded(nn.Parameter):
                 f"{weight_of(self).name}: a new Parameter cannot share memory with an offloaded one: do this before "
                 "offloading, or take a copy with clone()"
             )
-        return _value_of(self)
+        return value_of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = memo[id(self)] = self._resident_copy()
@@ -179,10 +183,10 @@ class _Offloaded(nn.Parameter):
         return self._resident_copy().__reduce_ex__(protocol)
 
     def _resident_copy(self) -> nn.Parameter:
-        return nn.Parameter(_value_of(self).read(), requires_grad=self.requires_grad)
+        return nn.Parameter(value_of(self).read(), requires_grad=self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return "Parameter containing:\n" + repr(_value_of(self))
+        return "Parameter containing:\n" + repr(value_of(self))
 
 
 class PresentParameter(_Offloaded):
@@ -196,7 +200,7 @@ class PresentParameter(_Offloaded):
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if caller.startswith(_COMPILER):
             return get_data(self)
-        return _value_of(self)
+        return value_of(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -225,10 +229,48 @@ class AwayParameter(_Offloaded):
         return _answer(func, args, kwargs or {})
 
 
+class KeptView(torch.Tensor):
+    """A view that a module's own forward made of a weight, and that a script has kept after the weight has left.
+
+    A view of the parameter for autograd as before; each operation reads and writes the weight wherever it is.
+    """
+
+    VALUE = "_offloadzero_value"
+
+    __torch_function__ = AwayParameter.__torch_function__
+
+    @property
+    def data(self) -> Tensor:
+        """The value, without a graph."""
+        return kept_value(self).detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise StateError(
+            f"{kept_value(self).source.name}: data is assigned to a view of it: assign to the parameter"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied = memo[id(self)] = kept_value(self).read()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return kept_value(self).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(kept_value(self))
+
+
+def kept_value(kept: Tensor) -> RemoteTensor:
+    """What stands for a kept view."""
+    value: RemoteTensor = getattr(kept, KeptView.VALUE)
+    return value
+
+
 def recorded(tensor: RemoteTensor | AwayParameter) -> RemoteTensor:
     """What autograd keeps of a remote tensor: reading it in backward is an error if the value has changed."""
     if isinstance(tensor, AwayParameter):  # a Function of the script's saves what it was given
-        tensor = _value_of(tensor)
+        tensor = value_of(tensor)
     weight: Any = tensor.source
     is_weight = hasattr(weight, "history") and not isinstance(tensor, _LeafTensor)
     return tensor.with_source(_AsRecorded(weight)) if is_weight else tensor
@@ -274,32 +316,34 @@ def _refuse_transform(param: Tensor) -> NoReturn:
 
 def _answer(func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """Run an operation with remote tensors in the place of parameters that are away."""
-    standing: dict[int, tuple[nn.Parameter, Tensor]] = {}
-
-    def stand_in(param: AwayParameter) -> Tensor:
-        if id(param) not in standing:
-            standing[id(param)] = (param, _remote(param))
-        return standing[id(param)][1]
-
-    def parameter(tensor: RemoteTensor) -> Tensor:
-        return next((param for param, remote in standing.values() if remote is tensor), tensor)
-
     own = _METHODS_OF_REMOTE.get(func)
     if own is not None:
-        return own(_value_of(args[0]), *args[1:], **keywords)
-    args, keywords = pytree.tree_map_only(AwayParameter, stand_in, (args, dict(keywords)))
-    return pytree.tree_map_only(RemoteTensor, parameter, func(*args, **keywords))
+        return own(value_of(args[0]), *args[1:], **keywords)
+    standing: dict[int, tuple[Tensor, Tensor]] = {}  # by their ids: what is away, and what stands for it
+
+    def stand_in(leaf: Any) -> Any:
+        if not isinstance(leaf, AwayParameter | KeptView):
+            return leaf
+        if id(leaf) not in standing:
+            standing[id(leaf)] = (leaf, _remote(leaf))
+        return standing[id(leaf)][1]
+
+    def away(result: Any) -> Any:
+        return next((one for one, remote in standing.values() if remote is result), result)
+
+    args, keywords = map_leaves(stand_in, (args, dict(keywords)))
+    return map_leaves(away, func(*args, **keywords))
 
 
-def _remote(param: AwayParameter) -> Tensor:
+def _remote(away: Tensor) -> Tensor:
     with DisableTorchFunctionSubclass():
-        is_connected = param.requires_grad and torch.is_grad_enabled()
+        is_connected = away.requires_grad and torch.is_grad_enabled()
     if is_connected:
         if running_transform() is not None:
-            _refuse_transform(param)
-        connected: Tensor = _Connect.apply(param)  # type: ignore[no-untyped-call]
+            _refuse_transform(away)
+        connected: Tensor = _Connect.apply(away)  # type: ignore[no-untyped-call]
         return connected
-    return _value_of(param)
+    return value_of(away)
 
 
 # --- what needs no value

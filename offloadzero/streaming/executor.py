@@ -476,6 +476,7 @@ class Executor:
     def _make_stale(self, unit: LeasedUnit, ticket: Ticket) -> None:
         with uninterrupted:
             self._wait_arrived(unit)
+            unit.expect_no_late_write()
             unit.updated = ticket
             unit.generation += 1
             if unit.residency is not HOME and unit.residency is not RELEASED:
@@ -496,8 +497,21 @@ class Executor:
         distances = next_uses(self._trace.order)
         return sorted(indices, key=lambda index: (distances.get(index, -1), index))
 
+    def expect_no_late_write(self, index: int) -> None:
+        """Raise if the home of the unit lacks what was written through a kept view: [Note: kept views]."""
+        self._units[index].expect_no_late_write()
+
+    def _wait_for_kept(self) -> None:
+        """What scripts keep of resident weights shows the update as soon as step() has returned."""
+        for index in self._homes:
+            unit = self._units[index]
+            if not unit.updated.done() and unit.stays_kept():
+                with self._clock.waiting("update"), self._store.failures.handed_over():
+                    order_compute_after(unit.updated)
+
     def finish_step(self) -> None:
         """All updates of this step have begun: start what the next forward needs."""
+        self._wait_for_kept()
         with self._lock:
             self._store.accelerator.end_step()
             self._trace.finish_step()
@@ -709,16 +723,22 @@ class Executor:
     def _release(self, unit: LeasedUnit) -> None:
         if unit.lease is None:
             raise AssertionError(f"{unit.record.name} holds no lease")
+        unit.expect_no_late_write()
         lease, unit.lease = unit.lease, None
+        views = unit.views
         unit.put_at(None)
         unit.residency = RELEASED
         self._present -= {unit.record.index}
         self._planned_use = None
         if unit.shown_at:
             unit.show()  # placeholders
-        if self._store.poison:
-            self._store.accelerator.join_streams()  # they may still read what is about to be poisoned
-        lease.release()
+        try:
+            if views is not None:
+                unit.give_up(views)
+        finally:
+            if self._store.poison:
+                self._store.accelerator.join_streams()  # they may still read what is about to be poisoned
+            lease.release()
 
     @property
     def resident_units(self) -> Collection[str]:

@@ -4,16 +4,32 @@
 To make a view of a weight costs more than to use it, and a unit comes back to the same few leases. So views are kept,
 by the address of the unit; and units of one layout that take turns in the leases share theirs: a stack of blocks has
 the views of one block, which stay in the processor's cache.
+
+[Note: kept views]
+What a module's own forward makes of its weights without a copy (`w.t()`, `w[0]`, `torch.detach(w)`) shares their
+memory, and a script may keep it: return it, hang it on the module, put it into an autograd Function's context. While the
+unit stays it is right. When the unit leaves, its memory becomes another's. So the views of a unit have a storage of
+their own at each address, made over the lease's memory, and torch counts who holds it: a count above our own says that
+something is kept, at the cost of one look. Only then are the holders looked for, among all of Python's objects, and each
+becomes a `KeptView`, a tensor that reads and writes the weight wherever it is. What only C++ holds is an error.
+
+A resident unit stays where it is, and what is kept of it is alive. Its updates run behind step(), so step() waits for
+those of a unit of which something is kept.
+
+A write through a kept view between the forward and the moment when the unit leaves goes to memory that is given up:
+an error, at the next look at the unit.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from offloadzero.errors import StateError
 from offloadzero.memory.arena import Lease
@@ -21,11 +37,13 @@ from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Ticket
-from offloadzero.optim.records import Record, SlotViews
+from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.parameters.kept_view import keep_view, tensors_over
 from offloadzero.parameters.weight import classes_of
-from offloadzero.torch_private import DisableTorchFunctionSubclass, set_data
+from offloadzero.torch_private import DisableTorchFunctionSubclass, set_data, storage_use_count
 
 MAX_WEIGHT_VIEWS = 256  # kept of a layout
+MAX_ADDRESSES = 256  # of leases
 
 
 class Residency(Enum):
@@ -47,9 +65,64 @@ class Looks:
     def __init__(self, record: Record, device: torch.device) -> None:
         fill = float("nan") if record.dtype.is_floating_point else 0
         placeholder = torch.full((), fill, dtype=record.dtype, device=device)
-        self.views = SlotViews(record.slots)  # of the parameters
+        self._slots = record.slots
         self.placeholders = tuple(placeholder.expand(slot.shape) for slot in record.slots)
-        self.weights: dict[tuple[Any, ...], WeightView] = {}  # what autograd saves
+        self._weights: dict[tuple[Any, ...], WeightView] = {}  # what autograd saves
+        self._at: dict[int, UnitViews] = {}
+
+    def at(self, flat: torch.Tensor) -> UnitViews:
+        """The views of a unit in `flat`, which must be memory that lasts as long as this object."""
+        address = flat.data_ptr()
+        views = self._at.get(address)
+        if views is None:
+            if len(self._at) == MAX_ADDRESSES:
+                del self._at[next(iter(self._at))]
+            views = self._at[address] = UnitViews(self._slots, flat)
+        return views
+
+    def weight(self, unit: LeasedUnit, key: tuple[Any, ...]) -> WeightView:
+        """`key`: byte offset in the unit, dtype, size and stride."""
+        view = self._weights.get(key)
+        if view is None:
+            if len(self._weights) == MAX_WEIGHT_VIEWS:
+                self._weights.clear()
+                for views in self._at.values():
+                    views.weights.clear()
+            view = self._weights[key] = WeightView(unit, *key)
+        return view
+
+
+class UnitViews:
+    """A unit's memory at one address, in a storage of its own: [Note: kept views]."""
+
+    def __init__(self, slots: Sequence[ParamSlot], flat: torch.Tensor) -> None:
+        with torch.inference_mode(False), torch.no_grad():  # an evaluation's views are used in training too
+            self.flat = from_dlpack(to_dlpack(flat.view(torch.uint8))).view(flat.dtype)
+            self.params = tuple(slot.view_in(self.flat) for slot in slots)
+        self._flats = {flat.dtype: self.flat}
+        self.weights: dict[WeightView, torch.Tensor] = {}  # as autograd has saved them
+        self._storage = int(self.flat.untyped_storage()._cdata)
+        self._num_own = storage_use_count(self._storage)
+
+    def num_holders(self) -> int:
+        """Tensors (and storages) that share the memory with these views."""
+        return storage_use_count(self._storage) - self._num_own - len(self.weights)
+
+    def saved(
+        self, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], start: int
+    ) -> torch.Tensor:
+        """As autograd has saved a weight, `start` elements of `dtype` from the unit's first byte."""
+        with torch.inference_mode(False), torch.no_grad():
+            flat = self._flats.get(dtype)
+            if flat is None:
+                flat = self._flats[dtype] = self.flat.view(dtype)
+                self._num_own += 1
+            return flat.as_strided(size, stride, start)
+
+    def holders(self) -> list[torch.Tensor]:
+        """Those of them that are ordinary tensors of Python's."""
+        own = {id(one) for one in (*self._flats.values(), *self.params, *self.weights.values())}
+        return [one for one in tensors_over(self._storage) if id(one) not in own]
 
 
 @dataclass(eq=False)
@@ -65,6 +138,8 @@ class LeasedUnit:
     owner: int  # the address of the engine's device memory
     frozen_from: int  # bytes of what an update changes: the frozen weights come last
     flat: torch.Tensor | None = None  # the parameters on the device, shape (num_elements,)
+    views: UnitViews | None = None  # of `flat`
+    is_kept: bool = False  # something else looked at `flat` when the last forward ended: [Note: kept views]
     address: int = 0  # of `flat`; 0: none
     lease: Lease | None = None
     fetched: LaneTicket | None = None
@@ -90,7 +165,9 @@ class LeasedUnit:
     def put_at(self, flat: torch.Tensor | None) -> None:
         """The parameters are on the device, or no more."""
         self.flat = flat
+        self.views = None if flat is None else self.looks.at(flat)
         self.address = 0 if flat is None else flat.data_ptr()
+        self.is_kept = False
 
     # --- the parameters themselves ---
 
@@ -105,7 +182,7 @@ class LeasedUnit:
                 self._show_gathered(place)
 
     def _point(self) -> None:
-        views = self.looks.placeholders if self.flat is None else self.looks.views.at(self.flat)
+        views = self.looks.placeholders if self.views is None else self.views.params
         with DisableTorchFunctionSubclass():
             for param, view in zip(self.params, views, strict=True):
                 set_data(param, view)
@@ -125,21 +202,59 @@ class LeasedUnit:
             self._point()
         for param, present in zip(self.params, self._present, strict=True):
             param.__class__ = present
-        self.versions = tuple([param._version for param in self.params])
+        if (
+            not self.is_kept
+        ):  # else what was written through a kept view is committed with this forward's writes
+            self.versions = tuple([param._version for param in self.params])
 
     def leave_forward(self) -> None:
         """The parameters are away again."""
         for param, away in zip(self.params, self._away, strict=True):
             param.__class__ = away
+        # What the forward wrote is committed already.
+        self.is_kept = self.views is not None and self.views.num_holders() > len(self.params)
+        if self.is_kept:
+            self.versions = tuple([clock._version for clock in self._clocks])
         for place in self.gathered:
             self._show_gathered(place)
 
     def places_written(self) -> list[int]:
         """The slots whose parameters an operation wrote in place during the forward that now ends."""
-        versions = tuple([param._version for param in self.params])
+        versions = tuple([clock._version for clock in self._clocks])
         if versions == self.versions:
             return []
         return [i for i, (now, then) in enumerate(zip(versions, self.versions, strict=True)) if now != then]
+
+    # --- what a forward's views are when it is over: [Note: kept views] ---
+
+    def expect_no_late_write(self) -> None:
+        """Raise if a kept view was written when the forward that made it was over, and nothing has committed that."""
+        if self.is_kept and (written := self.places_written()):
+            raise StateError(
+                f"{self.record.slots[written[0]].name} was written through a view that its module's forward made, "
+                "after that forward: write the parameter itself (under torch.no_grad()), or keep a clone() of the view"
+            )
+
+    def stays_kept(self) -> bool:
+        """Whether something else than its parameters looks at the unit, which is on the device."""
+        return self.views is not None and self.views.num_holders() > len(self.params) - len(self.gathered)
+
+    def give_up(self, views: UnitViews) -> None:
+        """The memory of `views`, which were the unit's until now, becomes another's."""
+        if not views.num_holders():
+            return
+        for tensor in views.holders():
+            self._keep(tensor, views)
+        if views.num_holders():
+            raise StateError(
+                f"{self.record.name}: something that is no Python tensor keeps a view of its weights, which leave the "
+                f"device ({', '.join(slot.name for slot in self.record.slots)}): keep a clone()"
+            )
+
+    def _keep(self, tensor: torch.Tensor, views: UnitViews) -> None:
+        byte_offset = tensor.data_ptr() - views.flat.data_ptr()
+        place = self.place_at(byte_offset)
+        keep_view(tensor, self.params[place], byte_offset - self._starts[place])
 
     def gather(self, place: int, value: torch.Tensor) -> None:
         """The parameter of slot `place` is an ordinary one with memory of its own."""
@@ -172,12 +287,7 @@ class LeasedUnit:
     def save(self, tensor: torch.Tensor, address: int) -> SavedWeight:
         """A handle for a tensor at `address`, where weights of this unit are."""
         key = (address - self.address, tensor.dtype, tensor.size(), tensor.stride())
-        weights = self.looks.weights
-        view = weights.get(key)
-        if view is None:
-            if len(weights) == MAX_WEIGHT_VIEWS:
-                weights.clear()
-            view = weights[key] = WeightView(self, *key)
+        view = self.looks.weight(self, key)
         version = self._clocks[view.place]._version
         return SavedWeight(self.owner, self.record.index, self.generation_of(view), view, version)
 
@@ -216,7 +326,6 @@ class WeightView:
     ) -> None:
         self.is_frozen = byte_offset >= unit.frozen_from
         self.place = unit.place_at(byte_offset)
-        self._at: dict[int, torch.Tensor] = {}  # by the address of the unit
         self._byte_offset = byte_offset
         self._dtype = dtype
         self._size = size
@@ -224,14 +333,14 @@ class WeightView:
 
     def of(self, unit: LeasedUnit) -> torch.Tensor:
         """The tensor, now that the unit is on the device."""
-        view = self._at.get(unit.address)
-        if view is None:
-            if unit.flat is None:
-                raise StateError(f"{unit.record.name} is not on the device")
-            if len(self._at) == SlotViews.MAX_ADDRESSES:
-                self._at.clear()
-            view = self._at[unit.address] = self.view_in(unit.flat)
-        return view
+        if unit.views is None:
+            raise StateError(f"{unit.record.name} is not on the device")
+        weights = unit.views.weights
+        weight = weights.get(self)
+        if weight is None:
+            start = self._byte_offset // self._dtype.itemsize
+            weight = weights[self] = unit.views.saved(self._dtype, self._size, self._stride, start)
+        return weight
 
     def view_in(self, flat: torch.Tensor) -> torch.Tensor:
         """The tensor in the unit's parameters, shape (num_elements,)."""

@@ -229,6 +229,7 @@ class WeightAccess:
 
     def _read(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> torch.Tensor:
         segment = self._segment(record, slot, kind)
+        self._executor.expect_no_late_write(record.index)
         part = segment_slice(kind, slot.offset, slot.offset + slot.num_elements)
         target = torch.empty(part.stop - part.start, dtype=segment.dtype, device="cpu")
         with self._clock.waiting("state access"), self._store.failures.handed_over():

@@ -1,0 +1,48 @@
+"""What a script keeps of a weight's memory becomes a tensor that knows where the weight is (floor 4)."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import Tensor, nn
+
+from offloadzero.errors import StateError
+from offloadzero.parameters.remote import RemoteTensor, WholeView
+from offloadzero.parameters.weight import KeptView, weight_of
+from offloadzero.torch_private import has_storage, set_data
+
+
+def tensors_over(storage: int) -> list[Tensor]:
+    """Python's ordinary tensors over a storage, which is given by its address. Looks at every object there is."""
+    # What is not exactly a torch.Tensor may lie about its class, or have no storage to ask for.
+    tensors = [one for one in gc.get_objects() if type(one) is Tensor]
+    return [one for one in tensors if _storage_of(one) == storage]
+
+
+def _storage_of(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided or not has_storage(tensor):
+        return 0
+    return int(tensor.untyped_storage()._cdata)
+
+
+def keep_view(tensor: Tensor, param: nn.Parameter, byte_offset: int) -> None:
+    """`tensor` looks at the memory of `param`, from `byte_offset` on; from now on it looks at the parameter.
+
+    For operations that do not look at the class (autograd's own, in C++) it has a copy of the present value.
+    """
+    weight = weight_of(param)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if byte_offset + span * tensor.itemsize > weight.shape.numel() * weight.dtype.itemsize:
+        raise StateError(
+            f"{weight.name}: a view that is kept goes beyond the parameter's end: keep a clone()"
+        )
+    size, stride = tensor.size(), tensor.stride()
+    with torch.inference_mode(False), torch.no_grad():
+        flat = torch.as_strided(torch.detach(tensor), (span,), (1,)).clone()
+        view = WholeView(tensor.dtype, size, stride, byte_offset // tensor.itemsize)
+        like = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+        value = RemoteTensor(weight.alias(), (view,), like, storage_offset=tensor.storage_offset())
+        set_data(tensor, flat.as_strided(size, stride))
+    tensor.__class__ = KeptView
+    setattr(tensor, KeptView.VALUE, value)
