@@ -54,6 +54,15 @@ current_graph_task_id: Callable[[], int] = _look_up("_C._current_graph_task_id")
 storage_use_count: Callable[[int], int] = _look_up("_C._storage_Use_Count")
 has_storage: Callable[[torch.Tensor], bool] = _look_up("_C._has_storage")
 
+_to_dlpack: Callable[[torch.Tensor], Any] = _look_up("_C._to_dlpack")
+_from_dlpack: Callable[[Any], torch.Tensor] = _look_up("_C._from_dlpack")
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage of its own, whose holders can be counted; it keeps the memory."""
+    return _from_dlpack(_to_dlpack(tensor))
+
+
 # What a tensor subclass is made of.
 DisableTorchFunctionSubclass: Any = _look_up("_C.DisableTorchFunctionSubclass")
 make_wrapper_subclass: Callable[..., Any] = _look_up("Tensor._make_wrapper_subclass")

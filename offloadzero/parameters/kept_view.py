@@ -42,7 +42,7 @@ def keep_view(tensor: Tensor, param: nn.Parameter, byte_offset: int) -> None:
         flat = torch.as_strided(torch.detach(tensor), (span,), (1,)).clone()
         view = WholeView(tensor.dtype, size, stride, byte_offset // tensor.itemsize)
         like = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
-        value = RemoteTensor(weight.alias(), (view,), like, storage_offset=tensor.storage_offset())
+        value = RemoteTensor(weight.alias(), (view,), like, storage_offset=int(tensor.storage_offset()))
         set_data(tensor, flat.as_strided(size, stride))
     tensor.__class__ = KeptView
     setattr(tensor, KeptView.VALUE, value)

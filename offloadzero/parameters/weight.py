@@ -146,8 +146,9 @@ class _Connect(torch.autograd.Function):
     def forward(ctx: Any, away: Tensor) -> Tensor:  # noqa: ARG004 (torch's signature)
         if isinstance(away, _Offloaded):
             return _LeafTensor(_AsRecorded(weight_of(away)))
-        value: Any = kept_value(away)
-        return value.with_source(_AsRecorded(value.source), kind=_LeafTensor)
+        value = kept_value(away)
+        source: Any = value.source
+        return value.with_source(_AsRecorded(source), kind=_LeafTensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
@@ -246,8 +247,9 @@ class KeptView(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        given = f"data of {tuple(value.shape)}"
         raise StateError(
-            f"{kept_value(self).source.name}: data is assigned to a view of it: assign to the parameter"
+            f"{kept_value(self).source.name}: {given} is assigned to a view of it: assign to the parameter"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -360,7 +362,10 @@ _METHODS = (
     "is_floating_point is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed ndimension nelement "
     "numel register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size"
 )
-_FUNCTIONS = "is_complex is_conj is_floating_point is_inference is_neg is_same_size is_signed numel"
+_FUNCTIONS = (
+    "_has_compatible_shallow_copy_type is_complex is_conj is_floating_point is_inference is_neg is_same_size is_signed "
+    "numel"
+)
 
 
 def _found(owner: Any, names: str, accessor: str = "") -> set[Any]:

@@ -438,6 +438,7 @@ class Executor:
     def wait_updatable(self, index: int) -> None:
         """Block until the unit's weights can change: `begin_update` will not wait. Nothing has changed till then."""
         with self._lock:
+            self._units[index].expect_no_late_write()
             self._wait_arrived(self._units[index])
 
     def begin_update(self, index: int, ticket: Ticket, *, in_backward: bool = False) -> None:
@@ -446,6 +447,8 @@ class Executor:
         `in_backward`: before the script has called step(), so it must not see them yet.
         """
         with self._lock:
+            if in_backward:  # else `wait_updatable` has looked
+                self._units[index].expect_no_late_write()
             self._make_stale(self._units[index], ticket)
             if in_backward:
                 self._updated_early.add(index)
@@ -466,6 +469,7 @@ class Executor:
         with self._lock:
             if self.pins[index]:
                 return
+            self._units[index].expect_no_late_write()
             self._make_stale(self._units[index], FINISHED)
             self._units[index].edits += 1
 
@@ -476,7 +480,6 @@ class Executor:
     def _make_stale(self, unit: LeasedUnit, ticket: Ticket) -> None:
         with uninterrupted:
             self._wait_arrived(unit)
-            unit.expect_no_late_write()
             unit.updated = ticket
             unit.generation += 1
             if unit.residency is not HOME and unit.residency is not RELEASED:
@@ -584,6 +587,7 @@ class Executor:
         for operation in self._plan():
             unit = self._units[operation.unit]
             if isinstance(operation, Evict):
+                unit.expect_no_late_write()
                 self._release(unit)
                 continue
             lease = self._arena.try_lease(unit.num_bytes, unit.record.name)
@@ -603,6 +607,7 @@ class Executor:
             victims = victims or eviction_order(movable, distances)[:1]
             if victims:
                 for victim in victims:
+                    self._units[victim].expect_no_late_write()
                     self._release(self._units[victim])
                 continue
             arriving = [u for u in self._units if u.residency is FETCHING]
@@ -723,7 +728,6 @@ class Executor:
     def _release(self, unit: LeasedUnit) -> None:
         if unit.lease is None:
             raise AssertionError(f"{unit.record.name} holds no lease")
-        unit.expect_no_late_write()
         lease, unit.lease = unit.lease, None
         views = unit.views
         unit.put_at(None)
@@ -732,13 +736,14 @@ class Executor:
         self._planned_use = None
         if unit.shown_at:
             unit.show()  # placeholders
-        try:
-            if views is not None:
+        if views is not None:
+            try:
                 unit.give_up(views)
-        finally:
-            if self._store.poison:
-                self._store.accelerator.join_streams()  # they may still read what is about to be poisoned
-            lease.release()
+            except StateError as error:
+                self._store.failures.record(error)  # a release may be half of something: the next use raises it
+        if self._store.poison:
+            self._store.accelerator.join_streams()  # they may still read what is about to be poisoned
+        lease.release()
 
     @property
     def resident_units(self) -> Collection[str]:

@@ -7,11 +7,11 @@ the views of one block, which stay in the processor's cache.
 
 [Note: kept views]
 What a module's own forward makes of its weights without a copy (`w.t()`, `w[0]`, `torch.detach(w)`) shares their
-memory, and a script may keep it: return it, hang it on the module, put it into an autograd Function's context. While the
-unit stays it is right. When the unit leaves, its memory becomes another's. So the views of a unit have a storage of
+memory, and a script may keep it: return it, hang it on the module, put it into an autograd Function's context. While
+the unit stays it is right. When the unit leaves, its memory becomes another's. So the views of a unit have a storage of
 their own at each address, made over the lease's memory, and torch counts who holds it: a count above our own says that
-something is kept, at the cost of one look. Only then are the holders looked for, among all of Python's objects, and each
-becomes a `KeptView`, a tensor that reads and writes the weight wherever it is. What only C++ holds is an error.
+something is kept, at the cost of one look. Only then are the holders looked for, among all of Python's objects, and
+each becomes a `KeptView`, a tensor that reads and writes the weight wherever it is. What only C++ holds is an error.
 
 A resident unit stays where it is, and what is kept of it is alive. Its updates run behind step(), so step() waits for
 those of a unit of which something is kept.
@@ -29,7 +29,6 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from offloadzero.errors import StateError
 from offloadzero.memory.arena import Lease
@@ -40,7 +39,12 @@ from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.parameters.kept_view import keep_view, tensors_over
 from offloadzero.parameters.weight import classes_of
-from offloadzero.torch_private import DisableTorchFunctionSubclass, set_data, storage_use_count
+from offloadzero.torch_private import (
+    DisableTorchFunctionSubclass,
+    set_data,
+    storage_use_count,
+    with_own_storage,
+)
 
 MAX_WEIGHT_VIEWS = 256  # kept of a layout
 MAX_ADDRESSES = 256  # of leases
@@ -97,7 +101,7 @@ class UnitViews:
 
     def __init__(self, slots: Sequence[ParamSlot], flat: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():  # an evaluation's views are used in training too
-            self.flat = from_dlpack(to_dlpack(flat.view(torch.uint8))).view(flat.dtype)
+            self.flat = with_own_storage(flat.view(torch.uint8)).view(flat.dtype)
             self.params = tuple(slot.view_in(self.flat) for slot in slots)
         self._flats = {flat.dtype: self.flat}
         self.weights: dict[WeightView, torch.Tensor] = {}  # as autograd has saved them
