@@ -35,6 +35,7 @@ STATES = ("resident", "away", "present")
 PLACES: dict[str, tuple[int, ...]] = {
     "before the forward": (0, 2),
     "forward: own": (2,),
+    "forward: own, after its use": (2,),
     "forward: earlier layer": (0,),
     "forward: later layer": (3,),
     "before backward": (1, 3),
@@ -63,18 +64,26 @@ class Probe:
             self._busy = False
 
 
+def _nothing(_: Tensor) -> None:
+    """Makes nothing."""
+
+
 class Layer(nn.Module):
     """Residual; the probe is visited in its forward and in a hook of its backward, before its own gradients."""
 
     def __init__(self, number: int, probe: Probe) -> None:
         super().__init__()
         self.number, self.probe = number, probe
+        self.make: Callable[[Tensor], Any] = _nothing  # what the forward makes of each parameter, and keeps
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
         self.bias = nn.Parameter(torch.randn(WIDTH) / 3)
 
     def forward(self, x: Tensor) -> Tensor:
+        self.made = {name: self.make(p) for name, p in self.named_parameters()}
         self._visit("forward")
         out = x + torch.tanh(nn.functional.linear(x, self.weight, self.bias))
+        if self.number == 2:
+            self.probe.visit("forward: own, after its use")
         if out.requires_grad:
             out.register_hook(lambda _: self._visit("hook"))
         return out
@@ -287,6 +296,14 @@ KEPT_READS: dict[str, Callable[[nn.Parameter], Tensor]] = {
     "kept .data.view(-1)": lambda p: p.data.view(-1),
 }
 
+# --- reads through what the last forward made and kept; before the first one, of the parameter itself ---
+
+MADE_READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "made in the forward: .T": lambda p: p.view(-1, 2).T,
+    "made in the forward: torch.detach": torch.detach,
+    "made in the forward: [1:]": lambda p: p[1:],
+}
+
 # --- writes: (run, name) changes the value ---
 
 Write = Callable[[Run, str], Any]
@@ -485,7 +502,9 @@ def run_reads(name: str, state: str, dtype: torch.dtype) -> Seen:
     """Read at every place in every step. A read that raises does not end the run."""
     r = start(state, dtype)
     seen: Seen = {place: [] for place in PLACES}
-    read = READS.get(name) or (lambda run, parameter: run.held[parameter])
+    read = READS.get(name) or (_made if name in MADE_READS else lambda run, parameter: run.held[parameter])
+    for layer in r.model.layers:
+        layer.make = MADE_READS.get(name, _nothing)
     if name in KEPT_READS:
         r.held = {parameter: KEPT_READS[name](p) for parameter, p in r.model.named_parameters()}
 
@@ -508,6 +527,13 @@ def run_reads(name: str, state: str, dtype: torch.dtype) -> Seen:
     finally:
         _close(r)
     return seen
+
+
+def _made(r: Run, name: str) -> Tensor:
+    layer, kind = r.layer(name), name.split(".")[-1]
+    if not hasattr(layer, "made"):
+        return layer.make(r.param(name))
+    return layer.made[kind].clone()
 
 
 def _weights(r: Run) -> dict[str, Tensor]:
@@ -654,7 +680,7 @@ def judge_write(
 
 def rows(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[str], dict[str, Cell]]]]:
     """Every way with what judges it under a state."""
-    for name in (*READS, *KEPT_READS):
+    for name in (*READS, *KEPT_READS, *MADE_READS):
         yield f"read: {name}", lambda state, name=name: judge_reads(name, state, dtype)
     for name in (*WRITES, *UNUSUAL_WRITES):
         if (name, dtype) != ("numpy", torch.bfloat16):  # numpy has no bf16

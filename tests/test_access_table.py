@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests import access_table
-from tests.access_table import KEPT_READS, PLACES, READS, STATES, UNUSUAL_WRITES, WRITES, Cell
+from tests.access_table import KEPT_READS, MADE_READS, PLACES, READS, STATES, UNUSUAL_WRITES, WRITES, Cell
 from tests.scripts.common import NUM_STEPS
 
 LONG = NUM_STEPS >= 50
@@ -58,6 +58,12 @@ def test_a_read_gives_the_value(name: str, state: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize(("name", "state", "dtype"), cases(KEPT_READS))
 def test_what_was_taken_before_a_step_is_read_after_it(name: str, state: str, dtype: torch.dtype) -> None:
     assert_right(access_table.judge_reads(name, state, dtype))
+
+
+@pytest.mark.parametrize(("name", "state", "dtype"), cases(MADE_READS))
+def test_what_a_forward_made_of_a_weight_is_read_after_it(name: str, state: str, dtype: torch.dtype) -> None:
+    cells = access_table.judge_reads(name, state, dtype)
+    assert {cell.verdict for cell in cells.values()} == {"equal"}, cells
 
 
 @pytest.mark.parametrize(("name", "state", "dtype"), cases(WRITES))

@@ -79,6 +79,7 @@ class _Copy:
                 "one, or use load_state_dict()"
             )
         weight.write(self.value.clone())
+        weight.count_write()
         self._history = weight.history
 
 

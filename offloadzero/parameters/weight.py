@@ -50,6 +50,9 @@ class Weight(Source, Protocol):
     def alias(self) -> Alias:
         """The same object until `assign`."""
 
+    def count_write(self) -> None:
+        """autograd is to know that the value has been written, as of an operation on the parameter."""
+
     def assign(self, value: Tensor) -> None:
         """`param.data = value`: the same shape, dtype and device; the value is copied."""
 
@@ -91,6 +94,36 @@ class Alias:
             self._weight.write(value)
         else:
             self._fixed = value
+
+    def count_write(self) -> None:
+        """autograd is to know of a write."""
+        if self._fixed is None:
+            self._weight.count_write()
+
+
+class _Versioned:
+    """The value of an alias for `detach()`: unlike those of `data`, its writes are known to autograd."""
+
+    def __init__(self, alias: Alias) -> None:
+        self._alias = alias
+        self.name = alias.name
+        self.shape = alias.shape
+        self.dtype = alias.dtype
+        self.device = alias.device
+
+    @property
+    def history(self) -> tuple[int, int]:
+        return self._alias.history
+
+    def read(self) -> Tensor:
+        return self._alias.read()
+
+    def read_to_write(self) -> Tensor:
+        return self._alias.read_to_write()
+
+    def write(self, value: Tensor) -> None:
+        self._alias.write(value)
+        self._alias.count_write()
 
 
 def value_of(away: Tensor) -> RemoteTensor:
@@ -174,7 +207,7 @@ class _Offloaded(nn.Parameter):
                 f"{weight_of(self).name}: a new Parameter cannot share memory with an offloaded one: do this before "
                 "offloading, or take a copy with clone()"
             )
-        return value_of(self)
+        return RemoteTensor(_Versioned(weight_of(self).alias()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = memo[id(self)] = self._resident_copy()

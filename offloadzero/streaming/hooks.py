@@ -446,6 +446,7 @@ class ModelHooks:
             if value is None or slot is None or value.shape != slot.shape:
                 continue  # torch reports what does not fit
             self._weights.write(self._records[self._record_of[id(param)]], slot, value)
+            weight_of(param).count_write()
             del state_dict[prefix + name]
             self._loaded.add(prefix + name)
 

@@ -306,7 +306,7 @@ class LeasedUnit:
         """
         version = self._clocks[saved.view.place]._version
         if version != saved.version:
-            raise RuntimeError(
+            raise StateError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{self.record.slots[saved.view.place].name} is at version {version}; expected version "
                 f"{saved.version} instead. Write a weight before its module uses it, or after backward()"

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch.autograd.graph import increment_version
 
 from offloadzero.config import SegmentKind
 from offloadzero.errors import ConfigError, StateError
@@ -26,6 +27,7 @@ from offloadzero.parameters.remote import RemoteTensor
 from offloadzero.parameters.weight import Alias, offload_parameter
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.spill import take_spilled
+from offloadzero.torch_private import DisableTorchFunctionSubclass
 
 
 class WeightAccess:
@@ -106,6 +108,10 @@ class WeightAccess:
     def num_updates(self, record: Record) -> int:
         """Updates of the record begun so far."""
         return self._executor.num_updates(record.index)
+
+    def is_in_forward(self, record: Record) -> bool:
+        """Whether a module that needs the record computes."""
+        return self._executor.pinned_parameters(record.index) is not None
 
     def value(self, record: Record, slot: ParamSlot, *, to_write: bool = False) -> torch.Tensor:
         """The parameter on the device, in its shape, for an operation that is launched next.
@@ -304,6 +310,12 @@ class SlotWeight:
         """Commit a value."""
         self._access.replace(self._record, self._slot, value)
 
+    def count_write(self) -> None:
+        """In its module's forward, where graphs begin that need the value; a write elsewhere makes all graphs stale."""
+        if self._access.is_in_forward(self._record):
+            with DisableTorchFunctionSubclass():
+                increment_version(self._slot.param)
+
     def alias(self) -> Alias:
         """What stands for the value until `assign`."""
         alias = None if self._alias is None else self._alias()
@@ -329,6 +341,7 @@ class SlotWeight:
             alias.fix(self.read_to_write())
             self._alias = None
         self.write(value)
+        self.count_write()  # a graph over the former memory would go on with that in torch: refused
 
 
 def _expect_codes(slot: ParamSlot, codes: Mapping[str, torch.Tensor]) -> None:
