@@ -6,6 +6,7 @@ The reference is the same script on the same model without this library, in fp32
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -308,6 +309,34 @@ def test_another_precision_is_refused(offloaded: Any) -> None:
     model, _ = offloaded()
     with pytest.raises(ConfigError, match="the configuration says the precision"):
         model.half()
+
+
+# --- what operations leave behind
+
+OPERATIONS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "norm": lambda p: p.norm(),
+    "graph": lambda p: (p * 2).sum(),
+    "write": lambda p: p.data.mul_(1.0),
+    "view": lambda p: p.detach().view(-1)[0].item(),
+    "list": lambda p: torch._foreach_norm([p, p]),
+    "stack": lambda p: torch.stack([p, p]),
+    "named result": lambda p: p.detach().max(dim=0).values,
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_leaves_nothing_for_the_collector(name: str, offloaded: Any) -> None:
+    model, _ = offloaded()
+    param = model.get_parameter("blocks.0.up.weight")
+    OPERATIONS[name](param)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            OPERATIONS[name](param)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 # --- in the forward
