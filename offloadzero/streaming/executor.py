@@ -740,7 +740,9 @@ class Executor:
             try:
                 unit.give_up(views)
             except StateError as error:
-                self._store.failures.record(error)  # a release may be half of something: the next use raises it
+                self._store.failures.record(
+                    error
+                )  # a release may be half of something: the next use raises it
         if self._store.poison:
             self._store.accelerator.join_streams()  # they may still read what is about to be poisoned
         lease.release()
