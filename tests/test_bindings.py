@@ -106,6 +106,7 @@ ADAM = """
         "compact_decode": [COMPACT, STATE, N, 0, 2],
         "stream": [((place(0), 2), (place(1), 4)), 1, True, 1024, 0, 2],
         "sq_norm": [2, place(0), N, 0, 2],
+        "sq_norms": [2, place(0), N, ((0, 10), (10, 10), (7, N)), 0, 2],
         "accumulate": [0, 2, *addresses(0, 1), N, 0, 2],
         "split_master": [*addresses(0, 1, 2), N, 0, 2],
         "join_master": [*addresses(0, 1, 2), N, 0, 2],
@@ -123,6 +124,7 @@ ADAM = """
         inside = calls[name]
         attack(f"{name}: {position}", lambda *t: getattr(module, name)(*inside[:position], t, *inside[position + 1:]),
                list(tuples), HOSTILE)
+    attack("sq_norms: part", lambda *t: module.sq_norms(2, place(0), N, (t,), 0, 2), [3, N], HOSTILE)
     attack("stream: array", lambda *t: module.stream((t, (place(1), 4)), 1, False, 1024, 0, 2), [place(0), 2], HOSTILE)
     places = {
         "same": lambda: module.copy_bytes(place(0), place(0), N, 1),
@@ -320,7 +322,12 @@ def test_what_the_kernels_refuse(adam: Results) -> None:
         "both read": "returned",
         "read and written": "ValueError",
     }
-    assert ends(adam, "sq_norm")["argument 0 = 3"] == "ValueError"
+    for name in ("sq_norm", "sq_norms"):
+        assert ends(adam, name)["argument 0 = 3"] == "ValueError"
+    part = ends(adam, "sq_norms: part")
+    for value in (-1, 2**31, 2**63 - 1):
+        assert part[f"argument 0 = {value}"] == part[f"argument 1 = {value}"] == "ValueError"
+    assert part["argument 1 = 0"] == "ValueError"  # it begins behind its end
 
 
 def test_every_entry_point_of_the_file_engine_survives(aio: Results) -> None:

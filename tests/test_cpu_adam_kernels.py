@@ -403,6 +403,18 @@ def test_sq_norm_against_exact_sum(dtype: torch.dtype, n: int) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_sq_norms_are_those_of_the_parts_by_themselves(dtype: torch.dtype, isa: Isa) -> None:
+    grad = torch.randn(140_001, generator=torch.Generator().manual_seed(7)).to(dtype)
+    parts = ((0, 1), (1, 4099), (4099, 4099), (4097, 77_000), (0, 140_001), (139_999, 140_001))
+    expected = tuple(cpu_adam.sq_norm(grad[start:stop], isa=isa, num_threads=1) for start, stop in parts)
+    assert cpu_adam.sq_norms(grad, parts, isa=isa, num_threads=3) == expected
+    assert cpu_adam.sq_norms(grad, (), isa=isa) == ()
+    with pytest.raises(ValueError, match="stop"):
+        cpu_adam.sq_norms(grad, ((0, 140_002),), isa=isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_sq_norm_of_huge_finite_gradients_is_finite(dtype: torch.dtype, isa: Isa) -> None:
     grad = torch.full((100_003,), 3e38, dtype=dtype)

@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include <cerrno>
+#include <vector>
 
 #include "../common/arguments.h"
 #include "cpu_adam.h"
@@ -320,6 +321,54 @@ PyObject* py_sq_norm(PyObject*, PyObject* args) {
     return status == 0 ? PyFloat_FromDouble(result) : result_of(status);
 }
 
+// The parts of sq_norms(): a tuple of tuples (start, stop).
+bool read_parts(PyObject* tuple, Py_ssize_t num_elements, std::vector<Part>* parts) {
+    const Py_ssize_t num_parts = PyTuple_Size(tuple);
+    parts->resize(static_cast<size_t>(num_parts));
+    for (Py_ssize_t k = 0; k < num_parts; ++k) {
+        PyObject* item = PyTuple_GetItem(tuple, k);
+        Py_ssize_t start, stop;
+        if (!check_tuple("part", item) || !PyArg_ParseTuple(item, "nn:part", &start, &stop) ||
+            !check_range("stop", stop, 0LL, num_elements) || !check_range("start", start, 0LL, stop)) {
+            return false;
+        }
+        (*parts)[static_cast<size_t>(k)] = {static_cast<size_t>(start), static_cast<size_t>(stop)};
+    }
+    return true;
+}
+
+PyObject* tuple_of(const std::vector<double>& values) {
+    PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(values.size()));
+    for (size_t k = 0; tuple != nullptr && k < values.size(); ++k) {
+        PyObject* value = PyFloat_FromDouble(values[k]);
+        if (value == nullptr || PyTuple_SetItem(tuple, static_cast<Py_ssize_t>(k), value) != 0) {
+            Py_CLEAR(tuple);
+        }
+    }
+    return tuple;
+}
+
+PyObject* py_sq_norms(PyObject*, PyObject* args) {
+    PyObject* tuple;
+    int dtype, isa, num_threads;
+    Address grad;
+    Py_ssize_t num_elements;
+    std::vector<Part> parts;
+    if (!PyArg_ParseTuple(args, "iO&nO!ii:sq_norms", &dtype, read_unsigned, &grad, &num_elements,
+                          &PyTuple_Type, &tuple, &isa, &num_threads) ||
+        !in_range("dtype", dtype, NUM_DTYPES) || !is_how_to_run(isa, num_threads) ||
+        !check_arrays({{"grad", grad, num_elements, DTYPE_BYTES[dtype], false}}) ||
+        !read_parts(tuple, num_elements, &parts)) {
+        return nullptr;
+    }
+    std::vector<double> results(parts.size());
+    const int status = without_gil([&] {
+        return sq_norms(pointer<const void>(grad), static_cast<DType>(dtype), parts.data(), parts.size(),
+                        static_cast<Isa>(isa), num_threads, results.data());
+    });
+    return status == 0 ? tuple_of(results) : result_of(status);
+}
+
 PyObject* py_accumulate(PyObject*, PyObject* args) {
     int acc_dtype, grad_dtype, isa, num_threads;
     Address acc, grad;
@@ -435,6 +484,9 @@ PyMethodDef methods[] = {
      "arrays = ((address, element_size), ...)"},
     {"sq_norm", guarded<py_sq_norm>, METH_VARARGS,
      "sq_norm(dtype, grad, num_elements, isa, num_threads) -> float"},
+    {"sq_norms", guarded<py_sq_norms>, METH_VARARGS,
+     "sq_norms(dtype, grad, num_elements, parts, isa, num_threads) -> (float, ...); "
+     "parts = ((start, stop), ...)"},
     {"accumulate", guarded<py_accumulate>, METH_VARARGS,
      "accumulate(acc_dtype, grad_dtype, acc, grad, num_elements, isa, num_threads)"},
     {"split_master", guarded<py_split_master>, METH_VARARGS,

@@ -232,6 +232,18 @@ int sq_norm(const void* grad, DType dtype, size_t num_elements, Isa isa, int num
     return update_ranges(*kernels, grad, dtype, num_elements, num_threads, result, [](size_t, size_t) {});
 }
 
+int sq_norms(const void* grad, DType dtype, const Part* parts, size_t num_parts, Isa isa, int num_threads,
+             double* results) {
+    const size_t element_size = dtype == DType::FP32 ? 4 : 2;
+    for (size_t k = 0; k < num_parts; ++k) {
+        const auto* first = static_cast<const char*>(grad) + parts[k].start * element_size;
+        const size_t num_elements = parts[k].stop - parts[k].start;
+        const int status = sq_norm(first, dtype, num_elements, isa, num_threads, &results[k]);
+        if (status != 0) return status;
+    }
+    return 0;
+}
+
 int stream(const StreamArrays& arrays, size_t num_elements, Isa isa, int num_threads, uint64_t* sink) {
     static_assert(MIN_BLOCK % STREAM_CHUNK == 0, "a range holds whole chunks");
     const KernelTable* kernels = kernels_for(isa);

@@ -217,6 +217,16 @@ constexpr size_t SQ_NORM_BLOCK = 4096;
 constexpr size_t SQ_NORM_LANES = 16;
 int sq_norm(const void* grad, DType dtype, size_t num_elements, Isa isa, int num_threads, double* result);
 
+// Elements [start, stop) of an array.
+struct Part {
+    size_t start;
+    size_t stop;
+};
+
+// What sq_norm() gives for each part of `grad` by itself.
+int sq_norms(const void* grad, DType dtype, const Part* parts, size_t num_parts, Isa isa, int num_threads,
+             double* results);
+
 // acc = round_to_nearest_even(float(acc) + float(grad))
 int accumulate(void* acc, DType acc_dtype, const void* grad, DType grad_dtype, size_t num_elements, Isa isa,
                int num_threads);

@@ -77,6 +77,15 @@ def stream(
     /,
 ) -> int: ...
 def sq_norm(dtype: int, grad: int, num_elements: int, isa: int, num_threads: int, /) -> float: ...
+def sq_norms(
+    dtype: int,
+    grad: int,
+    num_elements: int,
+    parts: tuple[tuple[int, int], ...],
+    isa: int,
+    num_threads: int,
+    /,
+) -> tuple[float, ...]: ...
 def accumulate(
     acc_dtype: int, grad_dtype: int, acc: int, grad: int, num_elements: int, isa: int, num_threads: int, /
 ) -> None: ...

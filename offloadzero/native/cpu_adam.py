@@ -298,6 +298,25 @@ def sq_norm(grad: Tensor, *, num_threads: int | None = None, isa: Isa | None = N
     )
 
 
+def sq_norms(
+    grad: Tensor,
+    parts: tuple[tuple[int, int], ...],
+    *,
+    num_threads: int | None = None,
+    isa: Isa | None = None,
+) -> tuple[float, ...]:
+    """`sq_norm` of each of the parts [start, stop) of a tensor, in one call that takes the GIL once."""
+    num_elements = grad.numel()
+    return _cpu_adam.sq_norms(
+        float_code("grad", grad),
+        address("grad", grad, num_elements),
+        num_elements,
+        parts,
+        isa_code(isa),
+        check_num_threads(num_threads),
+    )
+
+
 def accumulate(acc: Tensor, grad: Tensor, *, num_threads: int | None = None, isa: Isa | None = None) -> None:
     """acc = round(float(acc) + float(grad)), to nearest even; each of the two is bf16, fp16 or fp32."""
     num_elements = acc.numel()

@@ -30,13 +30,13 @@ def sq_norm(grad: torch.Tensor, *, num_threads: int | None = None) -> float:
 
 
 def sq_norms(
-    grad: torch.Tensor, parts: Sequence[tuple[int, int]], *, num_threads: int | None = None
-) -> list[float]:
+    grad: torch.Tensor, parts: tuple[tuple[int, int], ...], *, num_threads: int | None = None
+) -> Sequence[float]:
     """`sq_norm` of parts [start, stop) of a flat gradient. Blocks the host once on CUDA."""
     if not parts:
-        return []
+        return ()
     if devices.is_host_memory(grad):
-        return [cpu_adam.sq_norm(grad[start:stop], num_threads=num_threads) for start, stop in parts]
+        return cpu_adam.sq_norms(grad, parts, num_threads=num_threads)
     values: list[float] = torch.stack([_sum_of_squares(grad[start:stop]) for start, stop in parts]).tolist()
     return values
 

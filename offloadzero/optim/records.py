@@ -165,6 +165,11 @@ class Record:
         """The slots the optimizer updates."""
         return tuple(slot for slot in self.slots if slot.trainable)
 
+    @cached_property
+    def trainable_parts(self) -> tuple[tuple[int, int], ...]:
+        """By trainable slot: its elements [start, stop), without padding."""
+        return tuple((slot.offset, slot.offset + slot.num_elements) for slot in self.trainable_slots)
+
     def layout(self) -> dict[SegmentKind, tuple[torch.dtype, int]]:
         """Dtype and number of elements of each segment this record needs."""
         segments = {SegmentKind.PARAM: (self.dtype, self.num_elements)}

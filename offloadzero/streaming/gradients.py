@@ -412,11 +412,15 @@ class GradientCollector:
         if grad is None:
             return  # on its file, measured by an earlier micro batch
         with self._store.timeline.span(LANDING, state.record.name, grad.nbytes):
-            slots = list(state.present_slots)
-            parts = [(slot.offset, slot.offset + slot.num_elements) for slot in slots]
-            measured = device_math.sq_norms(grad, parts, num_threads=self._num_threads)
-            for slot, sq_norm in zip(slots, measured, strict=True):
-                state.sq_norms[slot.index] = sq_norm
+            parts = state.record.trainable_parts
+            if state.is_full:
+                state.sq_norms[:] = device_math.sq_norms(grad, parts, num_threads=self._num_threads)
+            else:
+                places = sorted(state.present)
+                parts = tuple([parts[place] for place in places])
+                measured = device_math.sq_norms(grad, parts, num_threads=self._num_threads)
+                for place, sq_norm in zip(places, measured, strict=True):
+                    state.sq_norms[place] = sq_norm
         home = state.home
         if home is not None and home.tier is TierName.NVME:
             self._store.write(home, grad).wait()

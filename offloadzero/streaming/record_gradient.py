@@ -70,6 +70,11 @@ class RecordGradient:
             self.sq_norms = [0.0] * len(self.record.trainable_slots)
 
     @property
+    def is_full(self) -> bool:
+        """Whether all parameters have a gradient."""
+        return len(self.present) == len(self.sq_norms)
+
+    @property
     def present_slots(self) -> Iterator[ParamSlot]:
         """The parameters that have a gradient."""
         return (slot for slot in self.record.trainable_slots if slot.index in self.present)
@@ -89,6 +94,8 @@ class RecordGradient:
 
     def sq_norms_by_slot(self) -> list[float]:
         """The squared norms of all that has landed: what the step is decided by."""
+        if self.is_full and not self.factors and not self.zeroed:
+            return self.sq_norms
         return [self.sq_norm_of(slot) for slot in self.present_slots]
 
     @property
