@@ -13,7 +13,7 @@ from torch import nn
 
 from offloadzero.config import SegmentKind, UnitConfig
 from offloadzero.errors import ConfigError
-from offloadzero.optim.records import Record, make_record, update_ranges
+from offloadzero.optim.records import Record, all_ranges, make_record, update_ranges
 from offloadzero.streaming.units import UnitCut, cut_units
 from tests.tiny import Block, TinyModel
 
@@ -242,6 +242,18 @@ def test_update_ranges_cover_each_parameter_once(
     assert bool((covered <= 1).all())
     for slot in slots:
         assert bool((covered[slot.offset : slot.offset + slot.num_elements] == 1).all())
+
+
+@given(members, st.data())
+@settings(max_examples=200, deadline=None)
+def test_all_ranges_are_the_ranges_of_all(
+    parts: list[tuple[tuple[int, ...], int | None]], data: st.DataObject
+) -> None:
+    record = record_of(parts, torch.bfloat16)
+    most = data.draw(st.integers(0, 1))  # often equal
+    for slot in record.trainable_slots:
+        slot.step = data.draw(st.integers(0, most))
+    assert all_ranges(record) == update_ranges(record, record.trainable_slots)
 
 
 def test_neighbours_with_equal_hyperparameters_are_one_range() -> None:

@@ -13,6 +13,7 @@ multiples of 65,536 elements, 4096 bytes of scales, so every chunk of every segm
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -170,6 +171,12 @@ class Record:
         """By trainable slot: its elements [start, stop), without padding."""
         return tuple((slot.offset, slot.offset + slot.num_elements) for slot in self.trainable_slots)
 
+    @cached_property
+    def trainable_groups(self) -> tuple[tuple[ParamSlot, ...], ...]:
+        """The trainable slots by the optimizer's group: neighbours, without a gap between them."""
+        grouped = itertools.groupby(self.trainable_slots, key=lambda slot: slot.group_index)
+        return tuple(tuple(slots) for _, slots in grouped)
+
     def layout(self) -> dict[SegmentKind, tuple[torch.dtype, int]]:
         """Dtype and number of elements of each segment this record needs."""
         segments = {SegmentKind.PARAM: (self.dtype, self.num_elements)}
@@ -271,4 +278,16 @@ def update_ranges(
             ranges[-1] = UpdateRange(last.start, stop, *shared)
         else:
             ranges.append(UpdateRange(slot.offset, stop, *shared))
+    return ranges
+
+
+def all_ranges(record: Record) -> list[UpdateRange]:
+    """`update_ranges` of all trainable slots; in most steps those of a group have seen equally many."""
+    ranges: list[UpdateRange] = []
+    for slots in record.trainable_groups:
+        first, last = slots[0], slots[-1]
+        if first.group_index is None or any([slot.step != first.step for slot in slots]):
+            return update_ranges(record, record.trainable_slots)
+        stop = last.offset + record.padded(last.num_elements)
+        ranges.append(UpdateRange(first.offset, stop, first.group_index, first.step))
     return ranges

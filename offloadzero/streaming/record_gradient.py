@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,7 +17,7 @@ from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim.delivery import UpdateTicket
-from offloadzero.optim.records import ParamSlot, Record, UpdateRange, update_ranges
+from offloadzero.optim.records import ParamSlot, Record, UpdateRange, all_ranges, update_ranges
 
 
 @dataclass(eq=False)
@@ -75,8 +75,10 @@ class RecordGradient:
         return len(self.present) == len(self.sq_norms)
 
     @property
-    def present_slots(self) -> Iterator[ParamSlot]:
+    def present_slots(self) -> Iterable[ParamSlot]:
         """The parameters that have a gradient."""
+        if self.is_full:
+            return self.record.trainable_slots
         return (slot for slot in self.record.trainable_slots if slot.index in self.present)
 
     def forget(self, slot: ParamSlot) -> None:
@@ -105,6 +107,8 @@ class RecordGradient:
 
     def ranges(self) -> list[UpdateRange]:
         """What has a gradient, as ranges of the record (with the steps done so far)."""
+        if self.is_full and not self.factors:
+            return all_ranges(self.record)
         return update_ranges(self.record, self.present_slots, factors=self.factors)
 
     def in_memory(self) -> torch.Tensor | None:
