@@ -27,7 +27,6 @@ import logging
 import operator
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -44,7 +43,7 @@ from offloadzero.observe.timeline import LANDING
 from offloadzero.optim import device_math
 from offloadzero.optim.records import ParamSlot, Record, SlotViews, slot_layout, update_ranges
 from offloadzero.parameters.gradient import GradientTensor
-from offloadzero.streaming.param_grad import KEEP_KEY, GradientAccess, GradientHandle
+from offloadzero.streaming.param_grad import KEEP_KEY, GradientAccess, GradientHandle, drop_gradients
 from offloadzero.streaming.record_gradient import RecordGradient
 from offloadzero.torch_private import DisableTorchFunctionSubclass, current_graph_task_id, storage_use_count
 
@@ -115,6 +114,7 @@ class GradientCollector:
         self.last_micro_batch = True  # whether the running backward closes the window
         self._running = -1  # the backward whose gradients are taken
         self._is_nested = False  # a checkpoint has run a backward of its own inside it
+        self._records_graph = False  # backward(create_graph=True)
         self._keeps_after_step = keeps_after_step
         self._updates_in_backward = updates_in_backward
         self._may_not_train = tuple(may_not_train)
@@ -130,26 +130,26 @@ class GradientCollector:
 
     # --- in backward ---
 
-    def add_slot(self, index: int, number: int) -> None:
-        """`add` by numbers: of the record, and of the slot in it."""
-        self.add(index, self.gradients[index].record.slots[number])
+    def add(self, index: int, number: int) -> None:
+        """Take what backward has put into a parameter's `grad`, and put there what stands for it.
 
-    def add(self, index: int, slot: ParamSlot) -> None:
-        """Take what backward has put into `slot.param.grad`, and put there what stands for it."""
+        The parameter by numbers: of its record, and of its slot there.
+        """
         with DisableTorchFunctionSubclass():
+            handle = self._handles[index][number]
             if current_graph_task_id() != self._running:
                 self._is_nested = self._running >= 0
-                self._begin_backward(index, slot)
-            param = slot.param
+                self._begin_backward(handle)
+            param = handle.param
             grad = param.grad
             state = self.gradients[index]
-            handle = self._handles[index][slot.index]
-            if type(grad) is not torch.Tensor or slot.index in state.present or grad._version:
+            if type(grad) is not torch.Tensor or number in state.present or grad._version:
                 grad = self._contribution(state, handle, grad)
                 if grad is None:
                     return
             param.grad = handle.tensor
             handle.source.taken_in = self._running
+        slot = handle.slot
         if state.update is not None:
             raise StateError(
                 f"{slot.name} gets a gradient a second time in one backward (a reentrant checkpoint around a shared "
@@ -159,31 +159,30 @@ class GradientCollector:
             self._begin(state)
         if self._has_streams:
             self._order_stream(state)
-        if grad.is_sparse:
-            _expect_dense(slot, grad)
-        if grad.requires_grad:  # backward(create_graph=True)
+        if self._records_graph:
             grad = grad.detach()
-        target = state.targets[slot.index]
-        if self._is_nested and slot in state.arrived:
-            target.add_(grad)
-            return
-        if state.lease is None and slot.index in state.present:
-            factor = state.factors.pop(slot.index, 1.0)
-            if factor != 1.0:
-                target.mul_(factor)
-            target.add_(grad)
-        else:
-            target.copy_(grad)
         arrived = state.arrived
+        if self._is_nested and slot in arrived:
+            _add(slot, grad, state.targets[number])
+            return
+        if state.lease is None and number in state.present:
+            _add(slot, grad, state.targets[number], factor=state.factors.pop(number, 1.0))
+        else:
+            try:
+                state.targets[number].copy_(grad)
+            except RuntimeError:
+                _expect_dense(slot, grad)
+                raise
         arrived.append(slot)
         if len(arrived) == len(state.targets):
             self._complete(state)
 
-    def _begin_backward(self, index: int, slot: ParamSlot) -> None:
-        handle, grad = self._handles[index][slot.index], slot.param.grad
+    def _begin_backward(self, handle: GradientHandle) -> None:
+        """The first gradient of a backward has arrived, the one of `handle`."""
+        param, grad = handle.param, handle.param.grad
         is_own = handle.is_own(grad)
         if not is_own:
-            slot.param.grad = None  # as it was before this backward, unless it is the script's own
+            param.grad = None  # as it was before this backward, unless it is the script's own
         try:
             self._on_begin()
         except BaseException:
@@ -191,8 +190,9 @@ class GradientCollector:
             handle.source.contribution = None
             raise
         if not is_own:
-            slot.param.grad = grad
+            param.grad = grad
         self._running = current_graph_task_id()
+        self._records_graph = torch.is_grad_enabled()
 
     def end_backward(self) -> None:
         """The next gradient is another backward's."""
@@ -467,9 +467,12 @@ class GradientCollector:
 
     def has_gradients(self) -> bool:
         """Whether some parameter has a gradient."""
-        handles = chain.from_iterable(self._handles.values())
         with DisableTorchFunctionSubclass():
-            return any(handle.param.grad is not None for handle in handles)
+            for handles in self._handles.values():  # noqa: SIM110 (a generator takes twice the time)
+                for handle in handles:
+                    if handle.param.grad is not None:
+                        return True
+        return False
 
     def abandon_window(self) -> None:
         """Drop the window's gradients, those of a backward that did not finish included."""
@@ -510,9 +513,8 @@ class GradientCollector:
     def drop_tensors(self) -> None:
         """No parameter has a gradient any more."""
         with DisableTorchFunctionSubclass():
-            for handle in chain.from_iterable(self._handles.values()):
-                handle.param.grad = None
-                handle.drop()
+            for handles in self._handles.values():
+                drop_gradients(handles)
             for slot in self._may_not_train:
                 slot.param.grad = None
 
@@ -526,14 +528,16 @@ class GradientCollector:
         """The parameters, with `param.grad`, where that is not the gradient that backward has brought."""
         for index, state in self.gradients.items():
             handles = self._handles[index]
-            is_whole = len(state.present) == len(handles) and not state.zeroed
+            is_whole = state.is_full and not state.zeroed
             with DisableTorchFunctionSubclass():
-                grads = [handle.param.grad for handle in handles]
-            for handle, grad in zip(handles, grads, strict=True):
+                # Of most records nothing is left to look at.
+                grads = [(h, h.param.grad) for h in handles if not is_whole or h.param.grad is not h.tensor]
+            for handle, grad in grads:
+                is_present = handle.slot.index in state.present
                 if grad is handle.tensor:
-                    if not is_whole and (handle.slot.index not in state.present or state.zeroed):
+                    if not is_present or state.zeroed:
                         yield state, handle, grad
-                elif grad is not None or handle.slot.index in state.present:
+                elif grad is not None or is_present:
                     yield state, handle, grad
 
     def settle(self) -> None:
@@ -602,6 +606,14 @@ class _Landing(NamedTuple):
 def _expect_dense(slot: ParamSlot, grad: torch.Tensor) -> None:
     if grad.is_sparse:
         raise ConfigError(slot.name, "sparse gradient", "dense gradients only: build the module sparse=False")
+
+
+def _add(slot: ParamSlot, grad: torch.Tensor, target: torch.Tensor, *, factor: float = 1.0) -> None:
+    """Add a gradient to what is there, which is to be multiplied by `factor` first."""
+    _expect_dense(slot, grad)
+    if factor != 1.0:
+        target.mul_(factor)
+    target.add_(grad)
 
 
 def _holders(grad: torch.Tensor) -> tuple[int, int]:

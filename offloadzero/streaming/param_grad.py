@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from sys import getrefcount
 from typing import NamedTuple
 
@@ -148,6 +148,15 @@ class GradientHandle:
         if getrefcount(self.tensor) > 2 or (source.num_tensors > 1 and getrefcount(source) > 4):
             source.is_dropped = True
             self._renew()
+
+
+def drop_gradients(handles: Iterable[GradientHandle]) -> None:
+    """`param.grad = None` and `drop()` of many, most of which nobody holds. The caller disables torch functions."""
+    for handle in handles:
+        handle.param.grad = None
+        source = handle.source
+        if source.contribution is not None or source.num_tensors > 1 or getrefcount(handle.tensor) > 2:
+            handle.drop()
 
 
 class GradientAccess:
