@@ -127,10 +127,11 @@ class AllOf:
 class Promise:
     """A ticket that another thread fulfils, once: with further tickets to wait for, or with an error."""
 
+    _then: Ticket = FINISHED
+    _error: BaseException | None = None
+
     def __init__(self) -> None:
         self._latch = Latch()
-        self._then: Ticket = FINISHED
-        self._error: BaseException | None = None
 
     def fulfil(self, then: Ticket = FINISHED) -> None:
         """The work was done, or was handed on to `then`."""

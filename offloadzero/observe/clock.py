@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from offloadzero.observe.timeline import OFF, Timeline
@@ -29,6 +29,22 @@ class StepReport:
         return sum(self.waits_s.values())
 
 
+class _Waiting:
+    """Counts the time from its entry to its exit, each unit in each step: a generator takes four times as long."""
+
+    __slots__ = ("_clock", "_name", "_start_s")
+
+    def __init__(self, clock: StepClock, name: str) -> None:
+        self._clock = clock
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._start_s = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self._clock._waited(self._name, self._start_s, time.perf_counter())
+
+
 class StepClock:
     """Collects named waits; `finish_step` closes the step's account and opens the next."""
 
@@ -43,17 +59,14 @@ class StepClock:
         self._started_s = time.perf_counter()
         self.last = StepReport(step=0, step_s=0.0)
 
-    @contextmanager
-    def waiting(self, name: str) -> Iterator[None]:
+    def waiting(self, name: str) -> AbstractContextManager[None]:
         """Count the time spent inside under `name`."""
-        start_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            end_s = time.perf_counter()
-            self.timeline.waited(name, start_s, end_s)
-            with self._lock:
-                self._waits_s[name] = self._waits_s.get(name, 0.0) + end_s - start_s
+        return _Waiting(self, name)
+
+    def _waited(self, name: str, start_s: float, end_s: float) -> None:
+        self.timeline.waited(name, start_s, end_s)
+        with self._lock:
+            self._waits_s[name] = self._waits_s.get(name, 0.0) + end_s - start_s
 
     def restart(self) -> None:
         """The first step begins now."""

@@ -47,11 +47,12 @@ class Delivery:
 class UpdateTicket(Promise):
     """The ticket of one record's update. Fulfilled when the new values are known, done when they are home."""
 
+    _has_begun = False
+    _delivery: Delivery | None = None
+
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        self._has_begun = False
-        self._delivery: Delivery | None = None
 
     def ask(self, delivery: Delivery) -> bool:
         """Have the new parameters delivered; False when it is too late for that."""

@@ -286,7 +286,7 @@ def all_ranges(record: Record) -> list[UpdateRange]:
     ranges: list[UpdateRange] = []
     for slots in record.trainable_groups:
         first, last = slots[0], slots[-1]
-        if first.group_index is None or any([slot.step != first.step for slot in slots]):
+        if first.group_index is None or any(slot.step != first.step for slot in slots):
             return update_ranges(record, record.trainable_slots)
         stop = last.offset + record.padded(last.num_elements)
         ranges.append(UpdateRange(first.offset, stop, first.group_index, first.step))

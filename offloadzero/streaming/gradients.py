@@ -468,7 +468,7 @@ class GradientCollector:
     def has_gradients(self) -> bool:
         """Whether some parameter has a gradient."""
         with DisableTorchFunctionSubclass():
-            for handles in self._handles.values():  # noqa: SIM110 (a generator takes twice the time)
+            for handles in self._handles.values():
                 for handle in handles:
                     if handle.param.grad is not None:
                         return True

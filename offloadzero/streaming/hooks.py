@@ -70,19 +70,24 @@ from offloadzero.torch_private import (
 )
 
 _EXPORTERS = ("torch.jit", "torch._jit_internal", "torch.export", "torch._export")
+_item = dict.__getitem__  # `super()` takes as long as the look-up
 
 
 class _WatchedParameters(dict[str, nn.Parameter | None]):
     """`module._parameters` that brings a unit to the device when a forward reads one of its parameters."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter | None], touch: Callable[[int], None]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None], hooks: ModelHooks) -> None:
         super().__init__(parameters)
-        self._touch = touch
+        self._record_of = hooks.record_of
+        self._pins = hooks.executor.pins
+        self._on_read = hooks.on_read
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
-        param = super().__getitem__(name)
+        param: nn.Parameter | None = _item(self, name)
         if param is not None:
-            self._touch(id(param))
+            index = self._record_of.get(id(param))
+            if index is not None and not self._pins[index]:  # else it is there
+                self._on_read(index, param)
         return param
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
@@ -260,13 +265,12 @@ class ModelHooks:
     ) -> None:
         """`checkpointed` are modules by their units' names; `activations` takes their inputs."""
         self.executor = executor
-        self._pins = executor.pins
         self.timeline = timeline
         self._stepper = stepper
         self._weights = weights
         self._loaded: set[str] = set()
         self._records = cut.records
-        self._record_of = {id(slot.param): r.index for r in cut.records for slot in r.slots}
+        self.record_of = {id(slot.param): r.index for r in cut.records for slot in r.slots}
         self._slot_of = {id(slot.param): slot for r in cut.records for slot in r.slots}
         self._handles: list[RemovableHandle] = []
         self._gradient_handles: list[RemovableHandle] = []
@@ -286,7 +290,7 @@ class ModelHooks:
         self._forwards = [_SiteForward(site, self) for site in sites]
         self._forwards += [_CheckpointedForward(name, module, self) for name, module in checkpointed.items()]
         for module in cut.owners:
-            module._parameters = _WatchedParameters(module._parameters, self._on_read)
+            module._parameters = _WatchedParameters(module._parameters, self)
             self._handles += [
                 module.register_state_dict_post_hook(_StateDictHook(self._fill_state_dict)),
                 module.register_load_state_dict_pre_hook(_StateDictHook(self._take_state_dict)),
@@ -318,12 +322,11 @@ class ModelHooks:
 
     # --- reads ---
 
-    def _on_read(self, param_id: int) -> None:
-        index = self._record_of.get(param_id)
-        if index is None or self._pins[index] or not self.executor.is_running:
-            return
-        may_be_kept = torch.is_grad_enabled() and self._own_innermost() is None
-        self.executor.show(index, place=self._slot_of[param_id].index, as_copy=may_be_kept)
+    def on_read(self, index: int, param: nn.Parameter) -> None:
+        """A module's parameter is read, of a unit that no forward has pinned."""
+        if self.executor.is_running:
+            may_be_kept = torch.is_grad_enabled() and self._own_innermost() is None
+            self.executor.show(index, place=self._slot_of[id(param)].index, as_copy=may_be_kept)
 
     def _own_innermost(self) -> _SavedTensorHooks | None:
         """The innermost saved-tensor hooks if they are this engine's."""
@@ -414,7 +417,7 @@ class ModelHooks:
             slot = self._slot_of.get(id(param))
             if slot is None or state_dict.get(prefix + name, param) is param:
                 continue  # keep_vars=True asks for the parameters themselves
-            record = self._records[self._record_of[id(param)]]
+            record = self._records[self.record_of[id(param)]]
             if slot.trainable:
                 self.executor.expect_step_taken(record.index)
             weight = weight_of(param)
@@ -451,7 +454,7 @@ class ModelHooks:
             slot = self._slot_of.get(id(param))
             if value is None or slot is None or value.shape != slot.shape:
                 continue  # torch reports what does not fit
-            self._weights.write(self._records[self._record_of[id(param)]], slot, value)
+            self._weights.write(self._records[self.record_of[id(param)]], slot, value)
             weight_of(param).count_write()
             del state_dict[prefix + name]
             self._loaded.add(prefix + name)
