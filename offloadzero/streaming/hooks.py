@@ -398,7 +398,9 @@ class ModelHooks:
         @uninterrupted_from_start
         def timed_take(_: torch.Tensor) -> None:
             with uninterrupted, timeline.launching():
-                take(_)
+                taker = collector()
+                if taker is not None:
+                    taker.add(index, number)
 
         def leave(_: torch.Tensor) -> None:
             """No group of the optimizer holds it: as in torch, it has a gradient and nobody uses it."""
