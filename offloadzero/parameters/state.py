@@ -53,6 +53,7 @@ class WrittenWeight:
     def write(self, value: Tensor) -> None:
         """Commit a value."""
         self.weight.write(value)
+        self.weight.count_write()
 
 
 class _Copy:
@@ -79,7 +80,6 @@ class _Copy:
                 "one, or use load_state_dict()"
             )
         weight.write(self.value.clone())
-        weight.count_write()
         self._history = weight.history
 
 
