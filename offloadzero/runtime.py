@@ -43,7 +43,7 @@ from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.gradients import GradientCollector
 from offloadzero.streaming.hooks import ModelHooks
 from offloadzero.streaming.original_form import OriginalForm
-from offloadzero.streaming.spill import host_bytes
+from offloadzero.streaming.spill import file_bytes, host_bytes
 from offloadzero.streaming.stepping import Hypers, Stepper, StepPolicy
 from offloadzero.streaming.units import UnitCut, checkpointed_modules, cut_units
 from offloadzero.streaming.weights import WeightAccess
@@ -478,6 +478,7 @@ def _open_store(runtime: Runtime, config: OffloadConfig) -> TieredStore:
             device=plan.tier_bytes(TierName.DEVICE),
             host=plan.tier_bytes(TierName.HOST),
             nvme=plan.tier_bytes(TierName.NVME),
+            waiting=file_bytes(slot.param for record in runtime.records for slot in record.slots),
         ),
         nvme_paths=config.nvme_paths,
         aio=config.aio,

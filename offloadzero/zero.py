@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,7 @@ class Init:
         self._dtype = dtype or DTYPES[self._settings.precision.param_dtype]
         # Without a precision block nobody casts what stays in memory later.
         self._rounds = dtype is not None
-        self._directory = self._spill_directory(remote_device)
+        self._directories = self._spill_directories(remote_device)
         self._freed = FreedMemory()
         self._originals: list[tuple[type[nn.Module], Callable[..., None]]] = []
         self._original_apply: Callable[..., nn.Module] | None = None
@@ -68,7 +69,8 @@ class Init:
             for child in module.modules():
                 self._release(child)
 
-    def _spill_directory(self, remote_device: str | None) -> Path | None:
+    def _spill_directories(self, remote_device: str | None) -> Counter[Path]:
+        """With the bytes that wait in each; none when they wait in memory."""
         on_nvme = remote_device == TierName.NVME.value
         if remote_device is None:
             placement = self._settings.placement
@@ -77,11 +79,19 @@ class Init:
                 rule.tiers.get(SegmentKind.PARAM) is TierName.NVME for rule in placement.rules
             )
         if not on_nvme:
-            return None
+            return Counter()
         if not self._settings.nvme_paths:
             raise ConfigError("nvme_path", None, "parameters are to wait on nvme: name a directory")
-        create_nvme_directories(self._settings.nvme_paths[:1])
-        return self._settings.nvme_paths[0]
+        create_nvme_directories(self._settings.nvme_paths)
+        return Counter(dict.fromkeys(self._settings.nvme_paths, 0))
+
+    def _next_directory(self, num_bytes: int) -> Path | None:
+        """All drives take their share, as they do of the homes."""
+        if not self._directories:
+            return None
+        directory = min(self._directories, key=self._directories.__getitem__)
+        self._directories[directory] += num_bytes
+        return directory
 
     def __enter__(self) -> Init:
         if not self._enabled or Init._active is not None:
@@ -134,7 +144,7 @@ class Init:
             if self._rounds:
                 param.data = param.data.to(dtype)
             if param.numel() >= MIN_SPILL_ELEMENTS:
-                spill(param, dtype=dtype, directory=self._directory)
+                spill(param, dtype=dtype, directory=self._next_directory(num_bytes))
                 self._freed.add(num_bytes)
 
 

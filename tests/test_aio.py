@@ -432,6 +432,25 @@ class TestFiles:
             file.sync()
         assert (folder / "data").read_bytes() == b"kept" + bytes(99_996)
 
+    def test_preallocate_all_but_the_begin(self, engine: AioEngine, folder: Path) -> None:
+        with engine.open(folder / "data", create=True) as file:
+            file.preallocate(1_000_000, start=800_000)
+            assert file.num_bytes == 1_000_000
+            assert 200_000 <= os.stat(file.path).st_blocks * 512 < 300_000
+            engine.write(file, b"kept", offset=900_000).wait(WAIT_S)
+            file.preallocate(800_000, start=4096)
+            assert file.num_bytes == 1_000_000
+            assert os.stat(file.path).st_blocks * 512 >= 1_000_000 - 4096
+            free = os.statvfs(folder)
+            with pytest.raises(AioError) as caught:
+                file.preallocate(2_000_000 + 2 * free.f_blocks * free.f_frsize, start=1_000_000)
+            assert caught.value.errno == errno.ENOSPC
+            assert file.num_bytes == 1_000_000
+            for start in (-1, 1000, 1001):
+                with pytest.raises(ConfigError, match="start"):
+                    file.preallocate(1000, start=start)
+        assert (folder / "data").read_bytes() == bytes(900_000) + b"kept" + bytes(99_996)
+
     def test_preallocate_beyond_the_disk(self, engine: AioEngine, folder: Path) -> None:
         space = os.statvfs(folder)
         with engine.open(folder / "data", create=True) as file:

@@ -181,7 +181,7 @@ AIO = """
         "engine_clear_faults": [engine],
         "file_open": [engine, path, True, False, 2],
         "file_num_bytes": [file],
-        "file_preallocate": [file, 8192],
+        "file_preallocate": [file, 4096, 8192],
         "file_sync": [file],
         "submit": [same_engine, file, True, ADDRESS, 8192, 0, 0, -1.0, 1],
         "collect_finished": [engine],

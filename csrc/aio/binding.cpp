@@ -234,17 +234,18 @@ PyObject* file_num_bytes(PyObject*, PyObject* capsule) {
     return PyLong_FromLongLong(num_bytes);
 }
 
-// file_preallocate(file, num_bytes) -> 0 | -errno
+// file_preallocate(file, start, num_bytes) -> 0 | -errno
 PyObject* file_preallocate(PyObject*, PyObject* args) {
     PyObject* capsule;
-    long long num_bytes;
-    if (!PyArg_ParseTuple(args, "OL", &capsule, &num_bytes)) return nullptr;
+    long long start, num_bytes;
+    if (!PyArg_ParseTuple(args, "OLL", &capsule, &start, &num_bytes)) return nullptr;
+    if (start < 0 || num_bytes < start) return PyLong_FromLong(-EINVAL);
     auto* file = unwrap<FileHandle>(capsule, kFileName);
     if (file == nullptr) return nullptr;
     int status;
     {
         GilRelease release;
-        status = (*file)->preallocate(num_bytes);
+        status = (*file)->preallocate(start, num_bytes);
     }
     return PyLong_FromLong(status);
 }

@@ -129,11 +129,11 @@ int64_t File::num_bytes() const {
     return status.st_size;
 }
 
-int File::preallocate(int64_t num_bytes) const {
+int File::preallocate(int64_t start, int64_t num_bytes) const {
     struct stat status;
     struct statvfs space;
     if (fstat(fd_, &status) < 0 || fstatvfs(fd_, &space) < 0) return -errno;
-    int64_t num_missing = num_bytes - static_cast<int64_t>(status.st_blocks) * 512;
+    int64_t num_missing = num_bytes - (start > 0 ? start : static_cast<int64_t>(status.st_blocks) * 512);
     auto num_bytes_of = [&space](fsblkcnt_t blocks) {
         return static_cast<int64_t>(blocks) * static_cast<int64_t>(space.f_frsize);
     };
@@ -142,7 +142,7 @@ int File::preallocate(int64_t num_bytes) const {
     if (num_missing > num_bytes_of(space.f_bfree)) return -ENOSPC;
     int error;
     do {
-        error = fallocate(fd_, 0, 0, num_bytes) < 0 ? errno : 0;
+        error = fallocate(fd_, 0, start, num_bytes - start) < 0 ? errno : 0;
     } while (error == EINTR);
     if (error == EOPNOTSUPP || error == ENOSYS) {
         if (num_missing > num_bytes_of(space.f_bavail)) return -ENOSPC;

@@ -1,4 +1,13 @@
-"""The NVMe tier: extents in preallocated files, striped over the given directories (floor 3)."""
+"""The NVMe tier: extents in preallocated files, striped over the given directories (floor 3).
+
+[Note: the gap]
+A model that was built under `zero.Init` waits on the very drives where its states are to live. Were all of their space
+reserved beside it, a drive would have to hold both. So each file begins with a gap, as large as what waits on its
+drive: that much is not reserved at first, and with what waits it adds up to the files' size, which is checked before
+anything is moved. Units then come home from the last to the first. What a unit leaves behind on the drive shortens the
+gap from its end; and since a unit takes no less in its home than it took while it waited, its home lies behind the gap
+by then. (Where it does take less, frozen weights in bf16 that waited in fp32, the gap ends where its home begins.)
+"""
 
 from __future__ import annotations
 
@@ -9,16 +18,17 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from offloadzero.config import AioConfig
 from offloadzero.errors import AioError, BudgetError
-from offloadzero.memory.arena import align_up
+from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.memory.checksums import Checksums, Transfers
 from offloadzero.memory.swap_file import MARK_BYTES, SwapFile, remove_stale_files
 from offloadzero.memory.tickets import AllOf, Ticket
@@ -30,6 +40,7 @@ from offloadzero.observe.timeline import NVME_READ, NVME_WRITE, OFF, Timeline
 log = logging.getLogger("offloadzero.nvme")
 
 STRIPE_BYTES = 4 * 1024 * 1024
+_NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -65,21 +76,60 @@ def stripe_pieces(offset: int, num_bytes: int, num_files: int) -> Iterator[Piece
         position += size
 
 
+def file_bytes(num_bytes: int, num_files: int) -> int:
+    """Of each of so many files that hold `num_bytes` together."""
+    return num_bytes if num_files == 1 else -(-num_bytes // (STRIPE_BYTES * num_files)) * STRIPE_BYTES
+
+
+def bytes_before(offset: int, file_index: int, num_files: int) -> int:
+    """How many of the first `offset` bytes of the striped space are in one of its files."""
+    if num_files == 1:
+        return offset
+    stripe, inside = divmod(offset, STRIPE_BYTES)
+    whole = (stripe - file_index + num_files - 1) // num_files * STRIPE_BYTES
+    return whole + (inside if stripe % num_files == file_index else 0)
+
+
+@contextlib.contextmanager
+def _room_for(num_bytes: int, directory: Path, num_waiting_bytes: int) -> Iterator[None]:
+    """What says that there is no room is a BudgetError with these figures."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        free = os.statvfs(directory)
+        waiting = f" and {num_waiting_bytes:,} hold parameters that wait there" if num_waiting_bytes else ""
+        raise BudgetError(
+            f"nvme: {num_bytes:,} bytes are needed in {directory}, "
+            f"{free.f_bavail * free.f_frsize:,} are free{waiting} ({os.strerror(error.errno)})"
+        ) from error
+
+
 class _BackingFile:
-    """A swap file and its place in the engine."""
+    """A swap file and its place in the engine. `gap` bytes of data at its begin are not reserved yet."""
 
     def __init__(self, engine: AioEngine, directory: Path) -> None:
         self.swap = SwapFile(directory)
         self.path = self.swap.path
+        self.gap = 0
         try:
             self.file: AioFile = engine.open(self.swap.open_path, name=str(self.path))
         except BaseException:
             self.swap.remove()
             raise
 
-    def preallocate(self, num_bytes: int) -> None:
-        """Room for `num_bytes` of data."""
-        self.file.preallocate(MARK_BYTES + num_bytes)
+    def preallocate(self, num_bytes: int, *, gap: int = 0) -> None:
+        """Room for `num_bytes` of data, those of the gap aside."""
+        self.gap = min(gap, num_bytes)
+        if self.gap < num_bytes or not num_bytes:
+            self.file.preallocate(MARK_BYTES + num_bytes, start=MARK_BYTES + self.gap if self.gap else 0)
+
+    def shorten_gap(self, num_bytes: int) -> None:
+        """To `num_bytes`, if it is longer."""
+        if num_bytes < self.gap:
+            self.file.preallocate(MARK_BYTES + self.gap, start=MARK_BYTES + num_bytes)
+            self.gap = num_bytes
 
     def close(self) -> None:
         """Once more does nothing."""
@@ -101,11 +151,20 @@ class _Registered:
 class NvmeTier:
     """A striped address space of `num_bytes`, reserved on disk before anything is written.
 
-    Fresh extents read as zeros. Raises BudgetError when a filesystem has no room, AioError for other failures.
+    `waiting` are bytes by drive (`st_dev`) that will be free when what waits there has come home. As many are reserved
+    only then, by `reserve`: [Note: the gap]. Fresh extents read as zeros.
+
+    Raises BudgetError when a filesystem has no room, AioError for other failures.
     """
 
     def __init__(
-        self, directories: Sequence[Path], *, num_bytes: int, aio: AioConfig, timeline: Timeline = OFF
+        self,
+        directories: Sequence[Path],
+        *,
+        num_bytes: int,
+        aio: AioConfig,
+        timeline: Timeline = OFF,
+        waiting: Mapping[int, int] = _NOTHING,
     ) -> None:
         self._pid = os.getpid()
         self.num_bytes = align_up(num_bytes)
@@ -129,28 +188,28 @@ class NvmeTier:
             for directory in directories:
                 self._files.append(_BackingFile(self.engine, directory))
                 self._doomed.append(DoomedFile(self._files[-1].path))
-            self._preallocate()
+            self._preallocate(waiting)
         except BaseException:
             self.close()
             raise
 
-    def _preallocate(self) -> None:
-        num_files = len(self._files)
-        per_file = self.num_bytes if num_files == 1 else self._striped_file_bytes(num_files)
-        for backing in self._files:
-            try:
-                backing.preallocate(per_file)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise
-                free = os.statvfs(backing.path.parent)
-                raise BudgetError(
-                    f"nvme: {per_file:,} bytes are needed in {backing.path.parent}, "
-                    f"{free.f_bavail * free.f_frsize:,} are free ({os.strerror(error.errno)})"
-                ) from error
+    def _preallocate(self, waiting: Mapping[int, int]) -> None:
+        per_file = file_bytes(self.num_bytes, len(self._files))
+        for backing, gap in zip(self._files, self._gaps(waiting), strict=True):
+            with _room_for(per_file, backing.path.parent, gap):
+                backing.preallocate(per_file, gap=gap)
 
-    def _striped_file_bytes(self, num_files: int) -> int:
-        return -(-self.num_bytes // (STRIPE_BYTES * num_files)) * STRIPE_BYTES
+    def reserve(self, extents: Iterable[Extent], *, waiting: Mapping[int, int]) -> None:
+        """Reserve the space of `extents` and all behind them, and of the rest what is not `waiting` any more."""
+        first = min((extent.offset for extent in extents), default=self.num_bytes)
+        for index, (backing, gap) in enumerate(zip(self._files, self._gaps(waiting), strict=True)):
+            with _room_for(backing.gap, backing.path.parent, gap):
+                backing.shorten_gap(min(gap, bytes_before(first, index, len(self._files))))
+
+    def _gaps(self, waiting: Mapping[int, int]) -> list[int]:
+        """By file; files on one drive share what waits there."""
+        drives = [os.fstat(backing.swap.descriptor).st_dev for backing in self._files]
+        return [waiting.get(drive, 0) // drives.count(drive) // ALIGN_BYTES * ALIGN_BYTES for drive in drives]
 
     @property
     def files(self) -> list[tuple[Path, int]]:
@@ -208,7 +267,7 @@ class NvmeTier:
     def grow(self, num_bytes: int) -> None:
         """Reserve `num_bytes` in all; what the extents hold stays. Raises like the constructor."""
         self.num_bytes = align_up(num_bytes)
-        self._preallocate()
+        self._preallocate(_NOTHING)
         if self._checksums is not None:
             self._checksums.grow(self.num_bytes)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -60,6 +60,7 @@ class StoreSizes:
     device: int
     host: int
     nvme: int
+    waiting: Mapping[int, int] = field(default_factory=dict)  # on the drives of nvme, by `st_dev`: `NvmeTier`
 
 
 class TieredStore:
@@ -85,7 +86,13 @@ class TieredStore:
         self._pinned = False
         self.is_closed = False
         self.nvme = (
-            NvmeTier(nvme_paths, num_bytes=sizes.nvme, aio=aio, timeline=accelerator.timeline)
+            NvmeTier(
+                nvme_paths,
+                num_bytes=sizes.nvme,
+                aio=aio,
+                timeline=accelerator.timeline,
+                waiting=sizes.waiting,
+            )
             if sizes.nvme
             else None
         )
@@ -128,6 +135,12 @@ class TieredStore:
             home.zero_()  # the host arena is fresh, hence zero
             self.accelerator.launched().wait()  # the lanes that write here do not wait for this thread's stream
         return Segment(record, kind, dtype, num_elements, tier, home=home)
+
+    def reserve(self, segments: Iterable[Segment], *, waiting: Mapping[int, int]) -> None:
+        """Reserve on nvme the homes of `segments`, and what is `waiting` there no more. Raises BudgetError."""
+        if self.nvme is not None:
+            extents = (segment.extent for segment in segments if segment.extent is not None)
+            self.nvme.reserve(extents, waiting=waiting)
 
     def read(
         self, segment: Segment, target: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY

@@ -96,16 +96,20 @@ class AioFile:
         except OSError as error:
             raise self._error(error, "fstat", 0) from error
 
-    def preallocate(self, num_bytes: int) -> None:
+    def preallocate(self, num_bytes: int, *, start: int = 0) -> None:
         """Reserves space so that the file has at least `num_bytes`; its bytes stay as they are.
+
+        `start`: none of what is before it. From there on nothing may be reserved yet, unless it is 0.
 
         Raises AioError: ENOSPC when the filesystem has no room, and the file is then as before.
         """
         if num_bytes < 0:
             raise ConfigError("num_bytes", num_bytes, "must not be negative")
+        if not 0 <= start < max(num_bytes, 1):
+            raise ConfigError("start", start, f"from 0 to less than num_bytes = {num_bytes}")
         core = self._open_core()
         try:
-            core.preallocate(num_bytes)
+            core.preallocate(start, num_bytes)
         except OSError as error:
             raise self._error(error, "preallocate", num_bytes) from error
 

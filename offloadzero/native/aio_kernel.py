@@ -41,8 +41,8 @@ class KernelFile:
     def num_bytes(self) -> int:
         return _checked(_aio.file_num_bytes(self.handle()))
 
-    def preallocate(self, num_bytes: int) -> None:
-        _checked(_aio.file_preallocate(self.handle(), num_bytes))
+    def preallocate(self, start: int, num_bytes: int) -> None:
+        _checked(_aio.file_preallocate(self.handle(), start, num_bytes))
 
     def sync(self) -> None:
         _checked(_aio.file_sync(self.handle()))

@@ -72,17 +72,17 @@ class AiofilesFile:
     def num_bytes(self) -> int:
         return os.fstat(self.handle.fileno()).st_size
 
-    def preallocate(self, num_bytes: int) -> None:
-        if num_bytes == 0:
+    def preallocate(self, start: int, num_bytes: int) -> None:
+        if num_bytes == start:
             return
         descriptor = self.handle.fileno()
         old_num_bytes = self.num_bytes()
         space = os.fstatvfs(descriptor)
-        if num_bytes - os.fstat(descriptor).st_blocks * 512 > space.f_bfree * space.f_frsize:
+        if num_bytes - (start or os.fstat(descriptor).st_blocks * 512) > space.f_bfree * space.f_frsize:
             # Refused here: some filesystems would first fill the disk and then fail.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
+            os.posix_fallocate(descriptor, start, num_bytes - start)
         except OSError:
             if self.num_bytes() > old_num_bytes:
                 os.ftruncate(descriptor, old_num_bytes)

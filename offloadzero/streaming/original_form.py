@@ -19,7 +19,7 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.optim import device_math
 from offloadzero.optim.records import ParamSlot, Record, segment_slice
 from offloadzero.parameters.weight import restore_parameter
-from offloadzero.streaming.spill import original_dtype, restore
+from offloadzero.streaming.spill import file_bytes, original_dtype, restore
 from offloadzero.streaming.weights import WeightAccess
 
 
@@ -36,13 +36,16 @@ class OriginalForm:
         self._taken: list[tuple[Record, TieredStore]] = []
 
     def load(self, store: TieredStore) -> None:
-        """Move all values to their homes, one record at a time."""
+        """Move all values to their homes, one record at a time: the last first, [Note: the gap] in memory/nvme.py."""
         freed = FreedMemory()
-        for record in self._records:
+        waiting = file_bytes(slot.param for record in self._records for slot in record.slots)
+        for record in reversed(self._records):
+            waiting -= file_bytes(slot.param for slot in record.slots)
             for slot in record.slots:
                 restore(slot.param)  # one that waits outside the module
             values = [slot.param.data for slot in record.slots]
             try:
+                store.reserve(record.segments.values(), waiting=waiting)
                 WeightAccess.load_initial(record, store)
             except BaseException:
                 for slot, value in zip(record.slots, values, strict=True):

@@ -10,9 +10,13 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+
+from offloadzero.memory.arena import align_up
 
 
 class Spilled:
@@ -25,18 +29,33 @@ class Spilled:
         self.directory = directory
         self._value: torch.Tensor | None = value
         self._descriptor: int | None = None
+        self.drive: int | None = None  # st_dev
         if directory is not None:
             self._descriptor = _write_unnamed(value, directory)
             self._value = None
-            weakref.finalize(self, os.close, self._descriptor)
+            self.drive = os.fstat(self._descriptor).st_dev
+            self._close = weakref.finalize(self, os.close, self._descriptor)
 
     @property
     def host_bytes(self) -> int:
         """Of the value; 0 when it is on a file."""
         return 0 if self._value is None else self._value.nbytes
 
-    def load(self) -> torch.Tensor:
-        """The value: a new tensor if it was on a file."""
+    @property
+    def file_bytes(self) -> int:
+        """On the drive; 0 when the value is in memory."""
+        return 0 if self._descriptor is None else align_up(self.shape.numel() * self.dtype.itemsize)
+
+    def take(self) -> torch.Tensor:
+        """The value; its file is gone afterwards, and the drive has its space back."""
+        value = self._load()
+        if self._descriptor is not None:
+            os.ftruncate(self._descriptor, 0)  # closing alone frees the space some time later on XFS
+            self._close()
+            self._descriptor, self._value = None, value
+        return value
+
+    def _load(self) -> torch.Tensor:
         if self._value is not None:
             return self._value
         if self._descriptor is None:
@@ -117,15 +136,25 @@ def original_dtype(param: torch.nn.Parameter) -> torch.dtype:
 def take_spilled(param: torch.nn.Parameter) -> torch.Tensor | None:
     """The value, which is forgotten here; None if the parameter holds it itself."""
     value = _registry.take(param)
-    return None if value is None else value.load()
+    return None if value is None else value.take()
 
 
 def restore(param: torch.nn.Parameter) -> Spilled | None:
     """Put a spilled value back into the parameter; returns where it was, None if it was not spilled."""
     spilled = _registry.take(param)
     if spilled is not None:
-        param.data = spilled.load()
+        param.data = spilled.take()
     return spilled
+
+
+def file_bytes(params: Iterable[torch.nn.Parameter]) -> Counter[int]:
+    """What the parameters' values take on drives now, by `st_dev`."""
+    found: Counter[int] = Counter()
+    for param in params:
+        spilled = _registry.get(param)
+        if spilled is not None and spilled.drive is not None:
+            found[spilled.drive] += spilled.file_bytes
+    return found
 
 
 def host_bytes(param: torch.nn.Parameter) -> int:
