@@ -67,9 +67,12 @@ lint: $(STAMPS)/dev
 gpu-test: $(STAMPS)/native $(STAMPS)/dev
 	$(BIN)/python -m pytest -m gpu
 
-# Everything that needs a CUDA device: the tests, then 7B parameters with host and with NVMe placement.
-gpu: $(STAMPS)/native $(STAMPS)/dev
-	PYTHON=$(BIN)/python benchmarks/gpu.sh
+# Everything that needs a CUDA device, with the python3 that there is; nothing is installed. `make gpu GPU=host` for one
+# part, `make gpu GPU="nvme --device cpu --parameters 20M"` on the CPU, `make gpu GPU=--help` for all.
+GPU ?=
+
+gpu:
+	PYTHON=$(PYTHON) benchmarks/gpu.sh $(GPU)
 
 bench: $(STAMPS)/native $(STAMPS)/examples | offload-files
 	$(BIN)/python benchmarks/side_by_side.py \

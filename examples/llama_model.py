@@ -31,6 +31,39 @@ SIZES = {
 }
 
 
+def num_params(size: LlamaSize) -> int:
+    """Of a `Llama` of this size."""
+    kv_width = size.width // size.num_heads * size.num_kv_heads
+    per_block = 2 * size.width * (size.width + kv_width) + 3 * size.width * size.hidden_width + 2 * size.width
+    return size.num_layers * per_block + 2 * size.vocab_size * size.width + size.width
+
+
+def size_with(max_params: int) -> LlamaSize:
+    """The largest of a family with these proportions (7b and 13b are of it) that has at most so many parameters."""
+    sizes = (_sized(width, max_params) for width in range(64, 16384, 64))
+    fitting = [size for size in sizes if size is not None]
+    if not fitting:
+        raise ValueError(f"no size has {max_params:,} parameters or less")
+    return max(fitting, key=num_params)
+
+
+def _sized(width: int, max_params: int) -> LlamaSize | None:
+    """About one layer per 128 of width, as many as there is room for; None when that is no such shape."""
+    head_width = 128 if width >= 1024 else 64
+    if width % head_width:
+        return None
+    num_heads, hidden_width = width // head_width, -(-8 * width // 3 // 256) * 256
+    vocab_size = 32000 if max_params >= 200_000_000 else 1024
+
+    def shape(num_layers: int) -> LlamaSize:
+        return LlamaSize(num_layers, width, num_heads, num_heads, hidden_width, vocab_size)
+
+    base = num_params(shape(0))
+    num_layers = (max_params - base) // (num_params(shape(1)) - base)
+    usual = max(2, width // 128)
+    return shape(num_layers) if usual <= num_layers <= usual + max(2, usual // 2) else None
+
+
 class RMSNorm(nn.Module):
     """Root mean square normalisation with a learned gain (Zhang & Sennrich 2019)."""
 

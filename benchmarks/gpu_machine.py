@@ -1,0 +1,216 @@
+"""What `gpu.py` needs of a machine, and the largest models that its memory and drive hold. No torch at import."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MIN_TORCH = (2, 8)
+COMPILERS = ("c++", "g++", "clang++")
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Something that a part needs, and what it is needed for."""
+
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.why}"
+
+
+def missing_to_build() -> list[Missing]:
+    """A C++ compiler, Python's headers, setuptools."""
+    missing = []
+    if compiler() is None:
+        missing.append(
+            Missing("a C++17 compiler", f"none of {', '.join(COMPILERS)} is on the PATH (or set CXX)")
+        )
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        missing.append(
+            Missing("Python.h", f"the headers of this Python (python3-dev), {header} is not there")
+        )
+    missing += _missing_module("setuptools", "builds the native modules")
+    return missing
+
+
+def missing_to_test() -> list[Missing]:
+    """pytest, torch, numpy."""
+    return [*_missing_module("pytest", "runs the tests"), *missing_to_run()]
+
+
+def missing_to_run() -> list[Missing]:
+    """torch, numpy."""
+    missing = _missing_module("numpy", "torch's tensors and files meet in it")
+    missing += _missing_module("torch", "is what all of this is for")
+    if not any(found.name == "torch" for found in missing):
+        version = importlib.import_module("torch").__version__
+        if tuple(map(int, version.split(".")[:2])) < MIN_TORCH:
+            missing.append(Missing("torch 2.8 or later", f"{sys.executable} has {version}"))
+    return missing
+
+
+def _missing_module(name: str, why: str) -> list[Missing]:
+    if importlib.util.find_spec(name) is not None:
+        return []
+    return [Missing(name, f"{why}; {sys.executable} does not have it")]
+
+
+def compiler() -> str | None:
+    """The C++ compiler to build with."""
+    wanted = [os.environ.get("CXX", ""), str(sysconfig.get_config_var("CXX") or ""), *COMPILERS]
+    return next((name for name in wanted if name.strip() and shutil.which(name.split()[0])), None)
+
+
+def why_no_cuda() -> str | None:
+    """Why there is no CUDA device; None when there is one."""
+    torch = importlib.import_module("torch")
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"torch {torch.__version__} finds none: {str(error).splitlines()[0]}"
+    return f"torch {torch.__version__} finds none"
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can be taken now, the container's limit included."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return available
+
+
+def available_disk(directory: Path) -> int:
+    """Bytes that are free in a directory."""
+    space = os.statvfs(directory)
+    return space.f_bavail * space.f_frsize
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes that a run may reserve. `device` is None where the device's memory is the host's."""
+
+    host: int
+    nvme: int
+    device: int | None
+
+
+# Of what is free: activations, the process itself, torch's allocator and the page cache need the rest.
+HOST_SHARE = 0.85
+NVME_SHARE = 0.95
+DEVICE_SHARE = 0.7
+
+
+def limits(directory: Path, *, memory: int | None, disk: int | None, on_cuda: bool) -> Limits:
+    """From what is free now, or from what the user says there is."""
+    device = None
+    if on_cuda:
+        free, _ = importlib.import_module("torch").cuda.mem_get_info()
+        device = int(free * DEVICE_SHARE)
+    host = available_memory() if memory is None else memory
+    nvme = available_disk(directory) if disk is None else disk
+    return Limits(int(host * HOST_SHARE), int(nvme * NVME_SHARE), device)
+
+
+def planned_bytes(settings: dict[str, Any], num_parameters: int) -> dict[str, int]:
+    """Bytes by tier of a Llama with at most so many parameters: the library's own plan, without the model."""
+    import torch
+    from llama_model import Llama, size_with
+
+    from offloadzero.config import TierName, load_config, settle_for_initialize
+    from offloadzero.planning.memory_plan import keeps_gradients, plan_memory
+    from offloadzero.runtime import DTYPES
+    from offloadzero.streaming.units import cut_units
+
+    config = settle_for_initialize(load_config(settings))
+    with torch.device("meta"):
+        model = Llama(size_with(num_parameters))
+    cut = cut_units(
+        model,
+        config.units,
+        group_of={id(param): 0 for param in model.parameters()},
+        param_dtype=DTYPES[config.precision.param_dtype],
+        compact=config.state_layout == "compact",
+    )
+    for record in cut.records:
+        record.grad_dtype = (
+            DTYPES[config.precision.grad_accum_dtype] or record.dtype
+            if keeps_gradients(config)
+            else record.dtype
+        )
+    plan = plan_memory(cut.records, config, together=cut.together)
+    return {tier.value: plan.tier_bytes(tier) for tier in TierName}
+
+
+def fits(planned: dict[str, int], allowed: Limits) -> bool:
+    """Whether every tier holds it."""
+    host, device = planned["host"], planned["device"]
+    if allowed.device is None:
+        host, device = host + device, 0
+    return host <= allowed.host and device <= (allowed.device or 0) and planned["nvme"] <= allowed.nvme
+
+
+def largest_that_fits(settings: dict[str, Any], allowed: Limits, *, at_most: int) -> int:
+    """A number of parameters for `--parameters`. Raises ValueError when not even the smallest fits."""
+    wanted = at_most
+    while True:
+        planned = planned_bytes(settings, wanted)
+        if fits(planned, allowed):
+            return wanted
+        wanted = int(wanted * 0.95)
+
+
+def largest_in_time(
+    *, bytes_per_param: float, read_gbps: float, write_gbps: float, num_steps: int, seconds: float
+) -> int:
+    """Parameters whose states a drive can read and write so often, once more for the building of the model.
+
+    Reads and writes are taken one after the other, as a drive with one limit for both does them.
+    """
+    per_param_s = (num_steps + 1) * bytes_per_param * (1 / read_gbps + 1 / write_gbps) / 1e9
+    return int(seconds / per_param_s)
+
+
+def drive_gbps(directory: Path, *, num_bytes: int = GIB) -> tuple[float, float]:
+    """Reading and writing one file of `num_bytes` once, past the page cache where the filesystem can."""
+    import torch
+
+    from offloadzero.native.aio import AioEngine
+
+    data = torch.zeros(64 << 20, dtype=torch.uint8)
+    data.random_()
+    starts = range(0, num_bytes, data.numel())
+    with (
+        tempfile.TemporaryDirectory(dir=directory, prefix="drive-") as folder,
+        AioEngine() as engine,
+        engine.open(Path(folder) / "data", create=True) as file,
+    ):
+        file.preallocate(num_bytes)
+
+        def seconds(submit: Any) -> float:
+            start_s = time.perf_counter()
+            for ticket in [submit(file, data, offset=start) for start in starts]:
+                ticket.wait()
+            file.sync()
+            return time.perf_counter() - start_s
+
+        write_s, read_s = seconds(engine.write), seconds(engine.read)
+    return num_bytes / read_s / 1e9, num_bytes / write_s / 1e9

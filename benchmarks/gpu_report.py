@@ -1,0 +1,168 @@
+"""One table and one JSON of what the parts of `gpu.py` left behind: pure functions.
+
+[Note: the bound of a run]
+T_compute is what the device-resident baseline needs for the same floating-point operations. The other lanes are the
+run's own: the bytes of a step over the best rate that a step of the run has shown. Where the device is the CPU, the
+computation and the updates share its cores, and `cores` (CPU seconds over their number) takes the place of T_compute.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+BASELINE_PART = "device"
+OWN_COMPUTE = "compute"  # of the run itself: the step less its named waits
+BASELINE_COMPUTE = "T_compute"
+GIB = 1 << 30
+
+
+def load_parts(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """The parts that have left a JSON; one that is damaged says so in place of its figures."""
+    parts: dict[str, Any] = {}
+    for name in names:
+        path = folder / f"{name}.json"
+        if not path.exists():
+            continue
+        try:
+            parts[name] = json.loads(path.read_text())
+        except ValueError as error:
+            parts[name] = {"part": name, "status": f"unreadable: {error}"}
+    return parts
+
+
+def finished_runs(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of all parts, in order, failed ones included."""
+    return [
+        {"part": name, **run}
+        for name, part in parts.items()
+        if name != "report"
+        for run in part.get("runs", ())
+    ]
+
+
+def baseline_flops(runs: Sequence[Mapping[str, Any]]) -> float | None:
+    """FLOPs per second of the fastest device-resident run; None without one."""
+    rates = [
+        run["result"]["flops_per_step"] / run["result"]["median_step_s"]
+        for run in runs
+        if run["part"] == BASELINE_PART and run.get("result")
+    ]
+    return max(rates, default=None)
+
+
+def bound(result: Mapping[str, Any], flops_per_s: float | None) -> tuple[str, float] | None:
+    """The lane that needs longest and its seconds: [Note: the bound of a run]. None when nothing is known."""
+    lanes = {lane: seconds for lane, seconds in result["lanes_s"].items() if lane != OWN_COMPUTE}
+    if flops_per_s is not None and "cores" not in lanes:
+        lanes[BASELINE_COMPUTE] = result["flops_per_step"] / flops_per_s
+    if not lanes:
+        return None
+    lane = max(lanes, key=lambda name: lanes[name])
+    return lane, lanes[lane]
+
+
+def with_bounds(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The runs, those with figures with their bound and how near they came."""
+    flops_per_s = baseline_flops(runs)
+    found = []
+    for run in runs:
+        entry = dict(run)
+        if run.get("result"):
+            result = run["result"]
+            least = bound(result, flops_per_s)
+            if least is not None:
+                entry["bound_lane"], entry["bound_s"] = least
+                entry["overlap_efficiency"] = least[1] / result["median_step_s"]
+            if flops_per_s is not None:
+                entry["of_device_resident"] = result["flops_per_step"] / result["median_step_s"] / flops_per_s
+        found.append(entry)
+    return found
+
+
+COLUMNS = (
+    "run", "parameters", "step s", "tokens/s", "TFLOPS", "of device-resident", "bound s", "bound by", "overlap",
+    "longest wait", "device GiB", "host GiB", "nvme GiB",
+)  # fmt: skip
+
+
+def run_row(run: Mapping[str, Any]) -> list[str]:
+    """The cells of one run; one without figures says why."""
+    if not run.get("result"):
+        return [run["name"], "", run["status"], *[""] * (len(COLUMNS) - 3)]
+    result = run["result"]
+    waits = max(result["waits_s"].items(), key=lambda item: item[1], default=("none", 0.0))
+    reserved = result["reserved_bytes"]
+    return [
+        run["name"],
+        f"{result['num_params'] / 1e9:.2f}B"
+        if result["num_params"] >= 1e8
+        else f"{result['num_params'] / 1e6:.1f}M",
+        f"{result['median_step_s']:.3f}",
+        f"{result['tokens_per_s']:,.0f}",
+        f"{result['tflops']:.4g}",
+        f"{run['of_device_resident']:.1%}" if "of_device_resident" in run else "",
+        f"{run['bound_s']:.3f}" if "bound_s" in run else "",
+        run.get("bound_lane", ""),
+        f"{run['overlap_efficiency']:.1%}" if "overlap_efficiency" in run else "",
+        f"{waits[0]} {waits[1]:.3f} s",
+        *(f"{reserved.get(tier, 0) / GIB:.2f}" for tier in ("device", "host", "nvme")),
+    ]
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """With cells padded, so that it reads well as it is."""
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+    return [line(columns), line(["-" * width for width in widths]), *(line(row) for row in rows)]
+
+
+def test_lines(parts: Mapping[str, Any]) -> list[str]:
+    """One line per part with tests, and the names of the files that did not pass."""
+    lines = []
+    for name in ("tests", "gpu-tests"):
+        found = parts.get(name, {}).get("tests")
+        if found is None:
+            continue
+        lines.append(
+            f"- {name}: {found['num_tests']} tests in {len(found['files'])} files, {found['num_failed']} failed, "
+            f"{found['num_skipped']} skipped"
+        )
+        for file in found["files"]:
+            if file["status"] != "passed":
+                reason = file["output"] if file["status"] == "left out" else ""
+                lines.append(f"  - {file['status']}: {file['file']} {reason}".rstrip())
+    return lines
+
+
+def rate_lines(parts: Mapping[str, Any]) -> list[str]:
+    """The tables of the part `rates`, as its commands print them."""
+    lines = []
+    for entry in parts.get("rates", {}).get("commands", ()):
+        text = entry["text"].rstrip() if entry["status"] == "ok" else entry["status"]
+        lines += ["", f"{entry['name']}:", "", "```", *text.splitlines(), "```"]
+    return lines
+
+
+def write_report(folder: Path, names: Sequence[str]) -> str:
+    """Writes report.json and report.md; returns the text of the latter."""
+    parts = load_parts(folder, names)
+    runs = with_bounds(finished_runs(parts))
+    report = {"format": "offloadzero.gpu", "format_version": 1, "runs": runs}
+    report |= {"parts": {name: {**part, "runs": None} for name, part in parts.items()}}
+    machine = next((part["machine"] for part in parts.values() if "machine" in part), {})
+    lines = ["# GPU run", "", *(f"- {key}: {value}" for key, value in machine.items())]
+    lines += [f"- {name}: {part['status']}" for name, part in parts.items() if part.get("status") != "ok"]
+    lines += test_lines(parts)
+    if runs:
+        lines += ["", *markdown_table(COLUMNS, [run_row(run) for run in runs])]
+    lines += rate_lines(parts)
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    text = "\n".join(lines) + "\n"
+    (folder / "report.md").write_text(text)
+    return text
