@@ -141,17 +141,9 @@ def tail(done: Finished) -> str:
 
 def build(part: Part) -> bool:
     """The native modules, in place."""
-    compiler = gpu_machine.compiler()
-    if compiler is not None and "CXX" not in os.environ:
-        os.environ["CXX"] = compiler
-        os.environ.setdefault("CC", compiler)
-    done = part.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"])
-    if done.status == 0:
-        check = "from offloadzero.native import _aio, _cpu_adam, _termination"
-        done = part.run([sys.executable, "-c", check])
+    done = part.run([sys.executable, str(ROOT / "benchmarks" / "gpu_build.py")])
     part.save(status=status_of(done))
-    if done.status != 0:
-        print(tail(done))
+    print(done.stdout if done.status == 0 else tail(done), end="")
     return done.status == 0
 
 
@@ -304,9 +296,12 @@ WORK: dict[str, Callable[[Part], bool]] = {
 
 def expect_prerequisites(name: str) -> list[gpu_machine.Missing]:
     """What the part needs and this machine does not have."""
+    missing = gpu_machine.missing_to_run()
     if name == "build":
-        return [*gpu_machine.missing_to_run(), *gpu_machine.missing_to_build()]
-    return gpu_machine.missing_to_test() if "tests" in name else gpu_machine.missing_to_run()
+        return [*missing, *gpu_machine.missing_to_build()]
+    if "tests" in name:
+        missing += gpu_machine.missing_to_test()
+    return [*missing, *gpu_machine.missing_native_modules()]
 
 
 def run_part(name: str, args: argparse.Namespace) -> int:

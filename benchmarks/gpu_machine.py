@@ -17,6 +17,7 @@ from typing import Any
 MIN_TORCH = (2, 8)
 COMPILERS = ("c++", "g++", "clang++")
 GIB = 1 << 30
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Missing:
 
 
 def missing_to_build() -> list[Missing]:
-    """A C++ compiler, Python's headers, setuptools."""
+    """A C++ compiler and Python's headers."""
     missing = []
     if compiler() is None:
         missing.append(
@@ -42,13 +43,20 @@ def missing_to_build() -> list[Missing]:
         missing.append(
             Missing("Python.h", f"the headers of this Python (python3-dev), {header} is not there")
         )
-    missing += _missing_module("setuptools", "builds the native modules")
     return missing
 
 
 def missing_to_test() -> list[Missing]:
-    """pytest, torch, numpy."""
-    return [*_missing_module("pytest", "runs the tests"), *missing_to_run()]
+    """pytest."""
+    return _missing_module("pytest", "runs the tests")
+
+
+def missing_native_modules() -> list[Missing]:
+    """They are built here first."""
+    folder = ROOT / "offloadzero" / "native"
+    names = ("_aio", "_cpu_adam", "_termination")
+    absent = [name for name in names if not any(folder.glob(f"{name}.*so"))]
+    return [Missing(f"offloadzero.native.{name}", "run the part build first") for name in absent]
 
 
 def missing_to_run() -> list[Missing]:
