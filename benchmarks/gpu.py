@@ -353,8 +353,8 @@ def run_all(args: argparse.Namespace) -> int:
 
 
 PHRASES = {
-    OK: "all went well",
-    FAILED: "not all went well",
+    OK: "what was asked for went well",
+    FAILED: "not all of what was asked for went well",
     MISSING: "something is missing here",
     NO_CUDA: "all that needs no CUDA device is done, the rest is not",
 }

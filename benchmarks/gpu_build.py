@@ -1,7 +1,7 @@
 """Builds the native modules in place with a C++ compiler and Python's headers alone.
 
-setup.py says what they are made of. It is run with a stand-in for setuptools: an environment that was made for something
-else may have none, or one that is older than this project's pyproject.toml.
+setup.py says what they are made of. It is run with a stand-in for setuptools: an environment that was made for
+something else may have none, or one that is older than this project's pyproject.toml.
 """
 
 from __future__ import annotations
