@@ -36,7 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "benchmarks")]
 import gpu_machine  # noqa: E402
 import gpu_report  # noqa: E402
 import gpu_tests  # noqa: E402
-from gpu_process import Deadline, Finished, run_process  # noqa: E402
+from gpu_process import Deadline, Finished, end_with_signals, run_process  # noqa: E402
 
 PARTS = ("build", "tests", "rates", "gpu-tests", "device", "host", "auto", "nvme", "compact", "report")
 NEED_CUDA = ("gpu-tests", "device", "host", "auto", "nvme", "compact")
@@ -415,6 +415,7 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ["PYTHONUNBUFFERED"] = "1"
+    end_with_signals()
     return run_all(args)
 
 

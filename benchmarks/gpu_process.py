@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -54,15 +55,32 @@ def run_process(
         process = subprocess.Popen(
             command, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
         )
+        _running.add(process)
         try:
             status: int | None = process.wait(max(deadline.left_s() - GRACE_S, 0.1))
         except subprocess.TimeoutExpired:
             status = None
         finally:
             _end_group(process)
+            _running.discard(process)
         stdout.seek(0)
         stderr.seek(0)
         return Finished(status, stdout.read(), stderr.read(), time.monotonic() - start_s)
+
+
+_running: set[subprocess.Popen[bytes]] = set()
+
+
+def end_with_signals() -> None:
+    """SIGTERM and SIGHUP end what runs, which is in sessions of its own, and then this process."""
+
+    def end(number: int, _: object) -> None:
+        for process in list(_running):
+            _signal_group(process, signal.SIGTERM)
+        sys.exit(128 + number)  # who waits for them ends the rest
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import subprocess
-import sys
+import os
+import tempfile
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TIERS = {
@@ -22,16 +26,21 @@ UPDATED = {
 }
 
 
-def test_large_model_trains_the_same_in_every_placement(tmp_path: Path) -> None:
+def test_large_model_trains_the_same_in_every_placement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("benchmarks", "examples"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    large_model: Any = importlib.import_module("large_model")
     losses = []
     budget = ("--device-budget", "1000KiB")
     for options in (("device",), ("host", "--host-update-ratio", "0.6"), ("auto", *budget), ("nvme",)):
-        command = [sys.executable, str(ROOT / "benchmarks/large_model.py"), "--model", "micro"]
-        command += ["--device", "cpu", "--nvme-dir", str(tmp_path), "--batch-size", "2"]
-        command += ["--seq-len", "16", "--steps", "4", "--accumulation", "2", "--placement", *options]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-        assert run.returncode == 0, run.stderr
-        result = json.loads(run.stdout)
+        arguments = ["--model", "micro", "--device", "cpu", "--batch-size", "2", "--seq-len", "16"]
+        arguments += ["--steps", "4", "--accumulation", "2", "--placement", *options]
+        with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+            result = large_model.run(large_model.parse_arguments(arguments), folder)
+            assert os.listdir(folder) == ["run"]
+        json.dumps(result)
         placement = options[0]
         for tier, num_bytes in result["reserved_bytes"].items():
             assert (num_bytes > 0) == (tier in TIERS[placement]), f"{placement}: {tier}"

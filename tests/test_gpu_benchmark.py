@@ -7,6 +7,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -206,6 +207,30 @@ def test_a_deadline_ends_a_process_and_its_children(tmp_path: Path) -> None:
     assert (quick.status, quick.stdout, quick.stderr) == (1, "out\n", "err\n")
 
 
+def test_sigterm_ends_what_runs(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pids")
+    test = tmp_path / "test_forever.py"
+    test.write_text(
+        f"import os, time\ndef test_a():\n    open({str(tmp_path / 'pids')!r}, 'w').write(str(os.getpid()))\n"
+        "    time.sleep(600)\n"
+    )
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "tests",
+        "--out",
+        str(tmp_path / "out"),
+        "--test-files",
+        str(test),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    pid = int((tmp_path / "pids").read_text())  # waits until the test is there
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert not is_running(pid)
+    assert json.loads((tmp_path / "out" / "tests.json").read_text())["status"].startswith("SystemExit")
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -354,6 +379,9 @@ def test_a_run_that_fails_leaves_the_others_alone(tmp_path: Path, monkeypatch: p
         return next(outcomes)
 
     monkeypatch.setattr(gpu, "run_process", run)
+    monkeypatch.setattr(gpu, "end_with_signals", lambda: None)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     arguments = ["auto", "--device", "cpu", "--parameters", "300K", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
