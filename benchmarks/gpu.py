@@ -24,6 +24,7 @@ import os
 import platform
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
@@ -121,6 +122,7 @@ def describe_machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "cores": len(os.sched_getaffinity(0)),
         "host memory available": f"{gpu_machine.available_memory() / 2**30:.1f} GiB",
+        **gpu_machine.link(),
     }
 
 
@@ -150,7 +152,7 @@ def build(part: Part) -> bool:
 def run_tests(part: Part) -> bool:
     """Those of the CPU as the device, or those of the device."""
     on_device = part.name == "gpu-tests"
-    files = gpu_tests.GPU_FILES if on_device else part.args.test_files or gpu_tests.cpu_test_files()
+    files = gpu_tests.gpu_test_files() if on_device else part.args.test_files or gpu_tests.cpu_test_files()
     results = gpu_tests.run_files(
         files,
         marker="gpu" if on_device else "not gpu and not slow",
@@ -197,32 +199,37 @@ def trainings(part: Part) -> bool:
     """The runs of a part, each in the time that is left to it."""
     runs: list[dict[str, Any]] = []
     sizes: dict[str, Any] = {}
-    for number, (name, options) in enumerate(RUNS[part.name]):
-        run_s = part.deadline.left_s() / (len(RUNS[part.name]) - number)
-        entry: dict[str, Any] = {"name": name}
-        try:
-            found = command_of(part, options, run_s=run_s, sizes=sizes)
-        except Exception as error:  # of one run: the others' figures are not lost
-            entry |= {"status": f"no size: {error}"}
-        else:
-            done = part.run(found, deadline=Deadline(run_s))
-            entry |= {"status": status_of(done), "seconds": done.seconds, "command": shlex.join(found)}
-            if done.status == 0:
-                entry["result"] = json.loads(done.stdout)
-            else:
-                entry["error"] = tail(done)
-        runs.append(entry)
-        part.save(runs=runs, sizes=sizes)
-        print(run_line(entry), flush=True)
+    # Of a run that had to be killed everything goes with the folder.
+    with tempfile.TemporaryDirectory(dir=part.args.nvme_dir, prefix="gpu-run-") as folder:
+        for number, (name, options) in enumerate(RUNS[part.name]):
+            run_s = part.deadline.left_s() / (len(RUNS[part.name]) - number)
+            runs.append(training(part, name, options, run_s=run_s, sizes=sizes, folder=folder))
+            part.save(runs=runs, sizes=sizes)
+            print(run_line(runs[-1]), flush=True)
     is_good = all("result" in run for run in runs)
     part.save(status="ok" if is_good else "not all runs went well")
     return is_good
 
 
-def command_of(part: Part, options: Sequence[str], *, run_s: float, sizes: dict[str, Any]) -> list[str]:
+def training(
+    part: Part, name: str, options: Sequence[str], *, run_s: float, sizes: dict[str, Any], folder: str
+) -> dict[str, Any]:
+    """One run, and how it went."""
+    try:
+        command = command_of(part, options, run_s=run_s, sizes=sizes, folder=folder)
+    except Exception as error:  # of one run: the others' figures are not lost
+        return {"name": name, "status": f"no size: {error}"}
+    done = part.run(command, deadline=Deadline(run_s))
+    entry = {"name": name, "status": status_of(done), "seconds": done.seconds, "command": shlex.join(command)}
+    return entry | ({"result": json.loads(done.stdout)} if done.status == 0 else {"error": tail(done)})
+
+
+def command_of(
+    part: Part, options: Sequence[str], *, run_s: float, sizes: dict[str, Any], folder: str
+) -> list[str]:
     """The command of one run; `sizes` keeps what was found for the runs after it."""
     args = part.args
-    base = ["--device", args.device, "--nvme-dir", str(args.nvme_dir), "--steps", str(args.steps)]
+    base = ["--device", args.device, "--nvme-dir", folder, "--steps", str(args.steps)]
     base += ["--batch-size", str(args.batch_size), "--seq-len", str(args.seq_len)]
     base += ["--time-limit-s", str(int(max(run_s - CLOSING_S, 1.0)))]
     if "parameters" not in sizes:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -94,6 +95,16 @@ def why_no_cuda() -> str | None:
     except (RuntimeError, AssertionError) as error:
         return f"torch {torch.__version__} finds none: {str(error).splitlines()[0]}"
     return f"torch {torch.__version__} finds none"
+
+
+def link() -> dict[str, str]:
+    """What nvidia-smi says of the link to the device, where it is."""
+    fields = "pcie.link.gen.max,pcie.link.width.max,driver_version"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    if shutil.which(command[0]) is None:
+        return {}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return {fields: done.stdout.strip()} if done.returncode == 0 else {}
 
 
 def available_memory() -> int:

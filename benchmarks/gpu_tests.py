@@ -17,7 +17,6 @@ from typing import Any
 from gpu_process import Deadline, run_process
 
 ROOT = Path(__file__).resolve().parent.parent
-GPU_FILES = ("tests/test_gpu.py", "tests/test_cpu_adam_kernels.py", "tests/test_cli_bench.py")
 NO_TESTS = 5  # pytest's exit status
 TAIL_LINES = 25
 MIN_FILE_S = 20.0  # with less than this left no file is begun
@@ -46,6 +45,11 @@ def cpu_test_files() -> list[str]:
     """All of them, those with the most text first: they tend to take longest."""
     files = sorted((ROOT / "tests").glob("test_*.py"), key=lambda path: -path.stat().st_size)
     return [str(path.relative_to(ROOT)) for path in files]
+
+
+def gpu_test_files() -> list[str]:
+    """Those in which a test is marked gpu."""
+    return [file for file in cpu_test_files() if "pytest.mark.gpu" in (ROOT / file).read_text()]
 
 
 def run_files(
