@@ -151,15 +151,21 @@ def build(part: Part) -> bool:
 
 def run_tests(part: Part) -> bool:
     """Those of the CPU as the device, or those of the device."""
-    on_device = part.name == "gpu-tests"
-    files = gpu_tests.gpu_test_files() if on_device else part.args.test_files or gpu_tests.cpu_test_files()
-    results = gpu_tests.run_files(
-        files,
-        marker="gpu" if on_device else "not gpu and not slow",
-        num_processes=1 if on_device else max(1, len(os.sched_getaffinity(0)) // 2),
-        deadline=part.deadline,
-        log=part.log,
-    )
+    args = part.args
+
+    def run(files: Sequence[str], marker: str, *, num_processes: int) -> list[gpu_tests.FileResult]:
+        return gpu_tests.run_files(
+            files, marker=marker, num_processes=num_processes, deadline=part.deadline, log=part.log
+        )
+
+    if part.name == "gpu-tests":
+        results = run(gpu_tests.files_with("gpu"), "gpu", num_processes=1)
+    else:
+        files = args.test_files or gpu_tests.cpu_test_files()
+        num_processes = max(1, len(os.sched_getaffinity(0)) // 2)
+        results = run(files, "not gpu and not slow and not alone", num_processes=num_processes)
+        alone = [file for file in files if file in gpu_tests.files_with("alone")]
+        results += run(alone, "alone and not gpu and not slow", num_processes=1)
     found = gpu_tests.summary(results)
     bad = [result for result in results if result.status in ("failed", "timed out", "not reached")]
     part.save(status="ok" if not bad else f"{len(bad)} files did not pass", tests=found)

@@ -155,6 +155,7 @@ def planned_bytes(settings: dict[str, Any], num_parameters: int) -> dict[str, in
     from llama_model import Llama, size_with
 
     from offloadzero.config import TierName, load_config, settle_for_initialize
+    from offloadzero.optim.device_adam import AdamForm
     from offloadzero.planning.memory_plan import keeps_gradients, plan_memory
     from offloadzero.runtime import DTYPES
     from offloadzero.streaming.units import cut_units
@@ -175,7 +176,9 @@ def planned_bytes(settings: dict[str, Any], num_parameters: int) -> dict[str, in
             if keeps_gradients(config)
             else record.dtype
         )
-    plan = plan_memory(cut.records, config, together=cut.together)
+    # Triton's form of the update takes less than that of torch.
+    form = AdamForm.NATIVE if config.device == "cpu" else AdamForm.TORCH
+    plan = plan_memory(cut.records, config, together=cut.together, form=form)
     return {tier.value: plan.tier_bytes(tier) for tier in TierName}
 
 

@@ -47,9 +47,9 @@ def cpu_test_files() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in files]
 
 
-def gpu_test_files() -> list[str]:
-    """Those in which a test is marked gpu."""
-    return [file for file in cpu_test_files() if "pytest.mark.gpu" in (ROOT / file).read_text()]
+def files_with(mark: str) -> list[str]:
+    """Those in which a test has this mark."""
+    return [file for file in cpu_test_files() if f"pytest.mark.{mark}" in (ROOT / file).read_text()]
 
 
 def run_files(

@@ -342,22 +342,48 @@ def run_gpu(*arguments: str, timeout_s: float = 100) -> subprocess.CompletedProc
     )
 
 
-def test_a_part_runs_with_the_cpu_as_the_device(tmp_path: Path) -> None:
-    files = tmp_path / "drive"
+def main_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """`gpu.py` in this process."""
+    gpu = module("gpu")
+    monkeypatch.setattr(gpu, "end_with_signals", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
+    monkeypatch.chdir(ROOT)
+    for name, value in (
+        ("PYTHONPATH", str(ROOT)),
+        ("PYTHONUNBUFFERED", "1"),
+        ("OMP_WAIT_POLICY", "passive"),
+        ("OMP_NUM_THREADS", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    status: int = gpu.main()
+    return status
+
+
+def test_a_part_runs_with_the_cpu_as_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, out = tmp_path / "drive", tmp_path / "out"
     files.mkdir()
-    done = run_gpu(
-        *("nvme", "report", "--device", "cpu", "--parameters", "300K", "--steps", "3", "--seq-len", "16"),
-        *("--out", str(tmp_path / "out"), "--nvme-dir", str(files)),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    runs = json.loads((tmp_path / "out" / "report.json").read_text())["runs"]
-    assert [(run["name"], run["status"]) for run in runs] == [("nvme", "ok"), ("nvme, no clipping", "ok")]
-    for run in runs:
-        assert run["bound_s"] > 0
-        assert run["result"]["reserved_bytes"]["nvme"] > 10 * run["result"]["num_params"]
-    assert runs[0]["result"]["clipping"] == 1.0
-    assert runs[1]["result"]["clipping"] == 0.0
-    assert "| nvme, no clipping" in done.stdout
+    runs = module("gpu").RUNS["nvme"]
+    assert [("--clipping" in options) for _, options in runs] == [False, True]
+    monkeypatch.setitem(module("gpu").RUNS, "nvme", runs[1:])
+    arguments = [
+        "nvme",
+        "report",
+        "--device",
+        "cpu",
+        "--parameters",
+        "300K",
+        "--steps",
+        "3",
+        "--seq-len",
+        "16",
+    ]
+    assert main_of(monkeypatch, *arguments, "--out", str(out), "--nvme-dir", str(files)) == 0
+    (run,) = json.loads((out / "report.json").read_text())["runs"]
+    assert (run["name"], run["status"]) == ("nvme, no clipping", "ok")
+    assert run["bound_s"] > 0
+    assert run["result"]["reserved_bytes"]["nvme"] > 10 * run["result"]["num_params"]
+    assert run["result"]["clipping"] == 0.0
+    assert "| nvme, no clipping |" in (out / "report.md").read_text()
     assert os.listdir(files) == []
 
 
@@ -379,14 +405,8 @@ def test_a_run_that_fails_leaves_the_others_alone(tmp_path: Path, monkeypatch: p
         return next(outcomes)
 
     monkeypatch.setattr(gpu, "run_process", run)
-    monkeypatch.setattr(gpu, "end_with_signals", lambda: None)
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     arguments = ["auto", "--device", "cpu", "--parameters", "300K", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
-    assert gpu.main() == gpu.FAILED
+    assert main_of(monkeypatch, *arguments) == gpu.FAILED
     found = json.loads((tmp_path / "auto.json").read_text())
     assert [run["status"] for run in found["runs"]] == ["timed out after 200 s", "ok", "failed (status 2)"]
     assert found["runs"][0]["error"] == "step 0\nstep 1"
