@@ -27,6 +27,7 @@ from offloadzero.optim.update import UpdatePipeline
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.gradients import GradientCollector
 from offloadzero.streaming.stepping import Stepper
+from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.streaming.weights import WeightAccess
 from tests.schedules import Schedule, disturbed, draw_schedule, reference
 from tests.test_races import SCENARIOS, make_reference, scenario_config
@@ -405,15 +406,15 @@ def gradient_lease_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def staging_buffer_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    unstage = Executor._unstage
+    unstage = UnitFetches._unstage
 
-    def early(executor: Executor, staged: Any, target: torch.Tensor) -> None:
+    def early(fetches: UnitFetches, staged: Any, target: torch.Tensor) -> None:
         staged.read.wait()
-        executor._staging.give_back(staged.buffer)
+        fetches._staging.give_back(staged.buffer)
         staged.buffer = None
-        unstage(executor, staged, target)
+        unstage(fetches, staged, target)
 
-    monkeypatch.setattr(Executor, "_unstage", early)
+    monkeypatch.setattr(UnitFetches, "_unstage", early)
 
 
 def decision_before_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -31,13 +30,12 @@ import torch
 from offloadzero.config import SegmentKind, TierName
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.interrupts import uninterrupted
-from offloadzero.memory.arena import Arena, BufferPool, Lease, PooledBuffer, align_up, room_for
+from offloadzero.memory.arena import Arena, BufferPool, Lease, align_up, room_for
 from offloadzero.memory.device import Stream
-from offloadzero.memory.lanes import Fence, Lane, order_compute_after
-from offloadzero.memory.store import FETCH_PRIORITY, TieredStore
-from offloadzero.memory.tickets import FINISHED, AllOf, Promise, Ticket
+from offloadzero.memory.lanes import order_compute_after
+from offloadzero.memory.store import TieredStore
+from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.optim.delivery import Delivery, UpdateTicket
 from offloadzero.optim.records import Record, slot_layout
 from offloadzero.schedule.prefetch import (
     Evict,
@@ -57,19 +55,10 @@ from offloadzero.streaming.leased_unit import (
     Looks,
     SavedWeight,
 )
+from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.torch_private import current_autograd_node, current_graph_task_id
 
 MAX_PLANS = 2048  # kept of an order of use
-
-
-@dataclass(eq=False)
-class _Staged:
-    """A unit's parameters in pinned memory on their way from a file to the device, or from their update."""
-
-    read: Promise = field(default_factory=Promise)
-    delivery: Delivery | None = None  # complete, and nothing was read
-    buffer: PooledBuffer | None = None
-    data: torch.Tensor | None = None
 
 
 class Executor:
@@ -87,12 +76,10 @@ class Executor:
         self._store = store
         self._has_streams = store.accelerator.has_streams
         self._arena = unit_arena
-        self._staging = staging
         self._clock = clock
         # With CUDA backward runs on a thread of autograd's, beside what the script's own thread may do meanwhile.
         self._lock = threading.RLock()
-        self._fetch_lane = store.accelerator.lane("fetch", store.failures)
-        self._stage_lane = Lane("stage", store.failures)
+        self._fetches = UnitFetches(store, staging=staging, clock=clock)
         self._units: list[LeasedUnit] = []
         # By unit: in how many running forwards of sites that need it. For reading.
         self.pins = [0] * len(records)
@@ -414,20 +401,12 @@ class Executor:
             for index in needed:
                 self.touch(index, guard=True)
         except BudgetError:  # every lease is in use
-            return saved.view.view_in(self._read_home(unit))
+            return saved.view.view_in(self._fetches.read_home(unit))
         weight = saved.view.of(unit)
         if may_recompute and self._is_tight:
             self._guarded = [index for index in self._guarded if index not in needed]
             return weight.clone()
         return weight
-
-    def _read_home(self, unit: LeasedUnit) -> torch.Tensor:
-        """The unit's parameters in memory of their own on the device, shape (num_elements,)."""
-        home = torch.empty(unit.record.num_elements, dtype=unit.record.dtype, device="cpu")
-        with self._clock.waiting("fetch"), self._store.failures.handed_over():
-            unit.updated.wait()
-            self._store.read(unit.home, home, priority=FETCH_PRIORITY).wait()
-        return home.to(self._store.accelerator.device)
 
     # --- updates ---
 
@@ -633,85 +612,14 @@ class Executor:
             self._submit_fetch(unit, lease)
 
     def _submit_fetch(self, unit: LeasedUnit, lease: Lease) -> None:
-        record, home = unit.record, unit.home
-        target = lease.view(record.dtype, record.num_elements)
-        copy = self._store.accelerator.copy
-        fence = self._store.accelerator.fence()
-        if home.tier is TierName.HOST:
-            unit.fetched = self._fetch_lane.submit(
-                lambda: copy(target, home.memory), after=[unit.updated], fence=fence, label=record.name
-            )
-        else:
-            staged = self._stage(unit, self._ask_for_delivery(unit, target, fence))
-            unit.fetched = self._fetch_lane.submit(
-                lambda: self._unstage(staged, target), fence=fence, label=record.name
-            )
+        target = lease.view(unit.record.dtype, unit.record.num_elements)
+        unit.fetched = self._fetches.submit(unit, target)
         unit.lease = lease
         unit.arrived_for = []
         unit.put_at(target)
         unit.residency = FETCHING
-        self._present |= {record.index}
+        self._present |= {unit.record.index}
         self._planned_use = None
-
-    def _ask_for_delivery(self, unit: LeasedUnit, target: torch.Tensor, fence: Fence) -> Delivery | None:
-        """[Note: delivery] of the coming update's parameters to `target`, if there is one yet to begin."""
-        if not isinstance(unit.updated, UpdateTicket):
-            return None
-        store = self._store
-
-        def copy(start: int, params: torch.Tensor) -> Ticket:
-            place = target[start : start + params.numel()]
-            return store.h2d.submit(
-                lambda: store.accelerator.copy(place, params), fence=fence, label=unit.record.name
-            )
-
-        last = unit.record.slots[-1]
-        delivery = Delivery(copy, num_elements=last.offset + last.num_elements)
-        return delivery if unit.updated.ask(delivery) else None
-
-    def _stage(self, unit: LeasedUnit, delivery: Delivery | None) -> _Staged:
-        """Read a unit from its file into pinned memory, after its last update, unless that delivers it."""
-        record, home = unit.record, unit.home
-        updated = unit.updated
-        staged = _Staged()
-
-        def read() -> None:
-            try:
-                if delivery is not None and isinstance(updated, UpdateTicket):
-                    updated.wait_fulfilled()
-                    if delivery.is_complete:
-                        staged.delivery = delivery
-                        staged.read.fulfil()
-                        return
-                    AllOf(delivery.copies).wait()  # the lease may be another unit's soon
-                updated.wait()
-                buffer = self._staging.take()
-                buffer.last_use.wait()
-                staged.data = buffer.view(record.dtype, record.num_elements)
-                staged.buffer = buffer
-                staged.read.fulfil(self._store.read(home, staged.data, priority=FETCH_PRIORITY))
-            except BaseException as error:
-                self._store.failures.record(error)  # before anyone who waits can see it
-                staged.read.fail(error)
-                raise
-
-        self._stage_lane.submit(read)
-        return staged
-
-    def _unstage(self, staged: _Staged, target: torch.Tensor) -> None:
-        accelerator = self._store.accelerator
-        try:
-            staged.read.wait()
-            if staged.delivery is not None:
-                for copied in staged.delivery.copies:
-                    order_compute_after(copied)
-                return
-            if staged.data is None:
-                raise AssertionError("nothing was staged")
-            accelerator.copy(target, staged.data)
-        finally:
-            if staged.buffer is not None:
-                self._staging.give_back(staged.buffer, last_use=accelerator.launched())
 
     def _complete_fetch(self, unit: LeasedUnit, stream: Stream | None) -> None:
         if unit.fetched is None:
