@@ -131,3 +131,32 @@ def test_random_schedule(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert found.norm == pytest.approx(expected.norm, rel=1e-14)
         found.norm = expected.norm
     assert_same(found, expected)
+
+
+def test_a_resident_units_update_does_not_hold_up_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream waits for it, not the thread that launches: with all on the device the only waits are for losses."""
+    config = make_config("resident", tmp_path, clipping=0.0)
+
+    def loop(engine: Any) -> list[float]:
+        for seed in range(4):
+            engine.backward(engine(features(seed)))
+            engine.step()
+        return []
+
+    expected = run_engine(Stack, loop, config)
+    with simulated(monkeypatch, slow=["update-device"]) as device:
+        waits = device.machine.counts
+        counted = []
+
+        def counting(engine: Any) -> list[float]:
+            before = waits["host waits of the launching thread"]
+            loop(engine)
+            counted.append(waits["host waits of the launching thread"] - before)
+            return []
+
+        found = run_engine(Stack, counting, config)
+    found.norm = expected.norm = None
+    assert_same(found, expected)
+    assert counted == [0]

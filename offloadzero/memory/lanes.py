@@ -34,7 +34,7 @@ import torch
 
 from offloadzero.errors import OffloadError
 from offloadzero.memory.device import CpuDevice, Device, Event, Stream
-from offloadzero.memory.tickets import FINISHED, AllOf, Failures, Latch, Ticket
+from offloadzero.memory.tickets import FINISHED, AllOf, Failures, Latch, Promise, Ticket
 from offloadzero.observe import timeline
 from offloadzero.observe.timeline import Timeline
 
@@ -97,6 +97,8 @@ def order_compute_after(ticket: Ticket) -> None:
     elif isinstance(ticket, AllOf):
         for each in ticket.tickets:
             order_compute_after(each)
+    elif isinstance(ticket, Promise):
+        order_compute_after(ticket.wait_handed_on())
     else:
         ticket.wait()
 

@@ -149,6 +149,11 @@ class Promise:
         if self._error is not None:
             raise self._error
 
+    def wait_handed_on(self) -> Ticket:
+        """Block until fulfilled; gives what it was handed on to."""
+        self.wait_fulfilled()
+        return self._then
+
     def wait(self) -> None:
         """Block until fulfilled, then for what it was handed on to."""
         self.wait_fulfilled()
