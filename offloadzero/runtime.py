@@ -200,14 +200,22 @@ class Runtime:
             store.device.lease(plan.device_grad_bytes, f"gradient lease {i}")
             for i in range(NUM_GRAD_LEASES if plan.device_grad_bytes else 0)
         ]
+        own_leases = {
+            index: store.device.lease(num_bytes, "gradient lease of its own")
+            for index, num_bytes in plan.own_grad_bytes.items()
+        }
         self.collector = GradientCollector(
             records,
             store,
             device_leases=BufferPool(device_leases, failures=self.failures, poison=poison),
+            own_leases={
+                index: BufferPool([lease], failures=self.failures, poison=poison)
+                for index, lease in own_leases.items()
+            },
             passing=self._host_pool(
                 "passing gradient", plan.num_host_grads, plan.host_grad_bytes, for_files=plan.grads_on_files
             ),
-            staging=self._host_pool("gradient staging", 1, plan.grad_staging_bytes),
+            staging=self._host_pool("gradient staging", plan.num_grad_staging, plan.grad_staging_bytes),
             clock=self.clock,
             num_threads=num_threads,
             cores=cores,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import offloadzero
 from offloadzero.config import SegmentKind
+from offloadzero.streaming.gradients import GradientCollector
 from tests.training import assert_same, make_config, run_engine, run_plain, worst_relative_difference
 
 WIDTH = 33
@@ -99,14 +101,14 @@ def reading(engine: Any) -> Iterator[None]:
         unchanged.extend(map(torch.equal, homes, before))
         kernels.end.set()
 
-    accelerator.launched = lambda: kernels
+    accelerator.computed = lambda: kernels
     ending = threading.Timer(0.2, end)
     ending.start()
     try:
         yield
     finally:
         ending.join()
-        del accelerator.launched
+        del accelerator.computed
     assert unchanged
     assert all(unchanged)
 
@@ -141,11 +143,11 @@ def test_the_update_of_an_earlier_gradient_waits_for_the_last_micro_batch(
     before = first.clone()
     accelerator = engine.optimizer.runtime.accelerator
     waited = Reading()
-    accelerator.launched = lambda: waited
+    accelerator.computed = lambda: waited
     engine.backward(loss)
     time.sleep(0.1)
     unchanged = torch.equal(first, before)
-    del accelerator.launched
+    del accelerator.computed
     waited.end.set()
     engine.step()
     engine.synchronize()
@@ -202,3 +204,50 @@ def evaluate_and_train(engine: Any) -> list[float]:
 def test_an_evaluation_in_inference_mode_leaves_training_as_it_was(placement: str, tmp_path: Path) -> None:
     resident = run_engine(Choosing, evaluate_and_train, make_config("resident", tmp_path))
     assert_same(run_engine(Choosing, evaluate_and_train, make_config(placement, tmp_path)), resident)
+
+
+class BothEnds(nn.Module):
+    """An embedding and a head of the same record, (rest), around blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.first.dtype) * self.first
+        for block in self.blocks:
+            x = x + block(x)
+        return (x * self.last).float().square().mean()
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["in_backward", "at_step"])
+def test_the_rest_takes_no_lease_from_the_blocks(
+    clipping: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradient begins with the last operation and ends with the first: the units between take turns in both."""
+    free: dict[str, list[int]] = {}
+    begin = GradientCollector._begin
+
+    def watched(collector: GradientCollector, state: Any) -> None:
+        begin(collector, state)
+        free.setdefault(state.record.name, []).append(collector._num_filling)
+
+    monkeypatch.setattr(GradientCollector, "_begin", watched)
+    make_input = functools.partial(torch.ones, 2, WIDTH)
+
+    def loop(engine: Any) -> list[float]:
+        losses = []
+        for _ in range(3):
+            losses.append(engine(make_input()))
+            engine.backward(losses[-1])
+            engine.step()
+        return [loss.item() for loss in losses]
+
+    expected = run_engine(BothEnds, loop, make_config("resident", tmp_path, clipping=clipping))
+    free.clear()
+    assert_same(run_engine(BothEnds, loop, make_config("host", tmp_path, clipping=clipping)), expected)
+    assert free.pop("(rest)") == [0] * 3
+    assert set(free) == {f"blocks.{index}" for index in range(3)}
+    assert all(counts == [1] * 3 for counts in free.values())

@@ -14,6 +14,7 @@ from offloadzero.optim.device_adam import AdamForm, scratch_bytes
 from offloadzero.optim.records import Record
 
 NUM_GRAD_LEASES = 2  # one being filled by backward, one on its way
+NUM_GRAD_STAGING = 3  # one being copied to, one being added, one that backward takes without a wait
 NUM_STAGING_LEASES = 2  # one being read from a file, one being copied to the device
 
 Placement = Mapping[tuple[int, SegmentKind], TierName]
@@ -37,11 +38,13 @@ class MemoryPlan:
     update_in_backward: bool
     grads_have_homes: bool
     unit_lease_bytes: int  # the part of the device arena from which units are leased
-    device_grad_bytes: int  # one gradient lease on the device
+    device_grad_bytes: int  # one gradient lease on the device, of those that units take turns in
+    own_grad_bytes: Mapping[int, int]  # by record: the gradient lease that nobody else uses
     update_scratch_bytes: int  # of the updates on the device, which run one after another
     host_grad_bytes: int  # one passing gradient lease on the host
     num_host_grads: int
-    grad_staging_bytes: int  # where a gradient lands that is added to one already there
+    grad_staging_bytes: int  # one place where a gradient lands that is added to one already there
+    num_grad_staging: int
     param_staging_bytes: int
     slot_bytes: int
     num_slots: int
@@ -243,8 +246,13 @@ def _plan(
     leaving = [
         r for r in records if r.num_trainable and placement[r.index, SegmentKind.GRAD] is not TierName.DEVICE
     ]
-    device_grad_bytes = _largest(r.num_trainable * r.dtype.itemsize for r in leaving)
-    sheet.add(TierName.DEVICE, "gradient leases", NUM_GRAD_LEASES * device_grad_bytes)
+    grad_bytes = {r.index: align_up(r.num_trainable * r.dtype.itemsize) for r in leaving}
+    # What is resident may have parameters at both ends of the model: it would keep a lease for all of backward.
+    own_grad_bytes = {r.index: grad_bytes[r.index] for r in leaving if r.resident}
+    device_grad_bytes = _largest(grad_bytes[r.index] for r in leaving if not r.resident)
+    sheet.add(
+        TierName.DEVICE, "gradient leases", NUM_GRAD_LEASES * device_grad_bytes + sum(own_grad_bytes.values())
+    )
     update_scratch_bytes = _update_scratch_bytes(records, placement, form)
     sheet.add(TierName.DEVICE, "update scratch", update_scratch_bytes)
     unit_lease_bytes = _unit_lease_bytes(streamed, config, together, taken=sheet.total(TierName.DEVICE))
@@ -260,8 +268,9 @@ def _plan(
     host_grad_bytes = _largest(r.num_trainable * r.grad_dtype.itemsize for r in passing)
     num_host_grads = NUM_GRAD_LEASES if host_grad_bytes else 0
     sheet.add(TierName.HOST, "gradients in passing", num_host_grads * host_grad_bytes)
-    grad_staging_bytes = device_grad_bytes if grads_have_homes else 0
-    sheet.add(TierName.HOST, "gradient staging", grad_staging_bytes)
+    grad_staging_bytes = _largest(grad_bytes.values()) if grads_have_homes else 0
+    num_grad_staging = NUM_GRAD_STAGING if config.batch.gradient_accumulation_steps > 1 else 1
+    sheet.add(TierName.HOST, "gradient staging", num_grad_staging * grad_staging_bytes)
 
     slot_bytes = _slot_bytes(records, config, placement)
     num_slots = max(2, config.update.num_chunks_in_flight) if slot_bytes else 0
@@ -275,10 +284,12 @@ def _plan(
         grads_have_homes=grads_have_homes,
         unit_lease_bytes=unit_lease_bytes,
         device_grad_bytes=device_grad_bytes,
+        own_grad_bytes=own_grad_bytes,
         update_scratch_bytes=update_scratch_bytes,
         host_grad_bytes=host_grad_bytes,
         num_host_grads=num_host_grads,
         grad_staging_bytes=grad_staging_bytes,
+        num_grad_staging=num_grad_staging,
         param_staging_bytes=param_staging_bytes,
         slot_bytes=slot_bytes,
         num_slots=num_slots,

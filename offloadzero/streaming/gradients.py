@@ -59,6 +59,7 @@ class GradientCollector:
         store: TieredStore,
         *,
         device_leases: BufferPool,
+        own_leases: Mapping[int, BufferPool],
         passing: BufferPool,
         staging: BufferPool,
         clock: StepClock,
@@ -76,6 +77,7 @@ class GradientCollector:
         """Args:
         device_leases, passing, staging: gradient leases on the device; host buffers of gradients without a
             home; host buffers for gradients that are added to one already there.
+        own_leases: by the index of a record: the one lease that is its alone.
         cores: CPUs that landing keeps to; empty: any.
         previous_update: the last update of a record, which may still read its gradient's home.
         keeps_after_step: gradients stay until they are dropped, as torch's do; else the step drops them.
@@ -89,6 +91,7 @@ class GradientCollector:
         self._store = store
         self._has_streams = store.accelerator.has_streams
         self._device_leases = device_leases
+        self._own_leases = own_leases
         self._passing = passing
         self._staging = staging
         self._clock = clock
@@ -266,8 +269,9 @@ class GradientCollector:
             order_compute_after(state.free)
 
     def _take_device_lease(self, record: Record) -> PooledBuffer:
-        lease = self._device_leases.try_take()
-        if lease is None and self._num_filling >= self._device_leases.num_buffers:
+        leases = self._leases_of(record)
+        lease = leases.try_take()
+        if lease is None and leases is self._device_leases and self._num_filling >= leases.num_buffers:
             # Every lease waits for gradients that may come after this one's: waiting would never end.
             if record.index not in self._told:
                 self._told.add(record.index)
@@ -276,16 +280,23 @@ class GradientCollector:
             lease = PooledBuffer(self._store.accelerator.allocate(size), temporary=True)
         elif lease is None:
             with self._clock.waiting("gradient lease"), self._store.failures.handed_over():
-                lease = self._device_leases.take()
+                lease = leases.take()
         if not lease.last_use.done():
             try:
                 with self._clock.waiting("gradient lease"), self._store.failures.handed_over():
                     order_compute_after(lease.last_use)
             except BaseException:
-                self._device_leases.give_back(lease, last_use=lease.last_use)
+                leases.give_back(lease, last_use=lease.last_use)
                 raise
-        self._num_filling += not lease.temporary
+        self._num_filling += self._is_shared(record, lease)
         return lease
+
+    def _leases_of(self, record: Record) -> BufferPool:
+        """Those that units take turns in, or the one of the record's own."""
+        return self._own_leases.get(record.index, self._device_leases)
+
+    def _is_shared(self, record: Record, lease: PooledBuffer) -> bool:
+        return not lease.temporary and record.index not in self._own_leases
 
     def _complete(self, state: RecordGradient) -> None:
         """All that backward brings of a record is in its lease: send it home.
@@ -320,7 +331,7 @@ class GradientCollector:
         if lease is None or target is None:
             self._land(state, done, [self._store.accelerator.computed()], None)
             return
-        self._num_filling -= not lease.temporary
+        self._num_filling -= self._is_shared(record, lease)
         copied = self._copy_to_host(state, flat, lease, target, before)
         merge = None
         if not target.in_place:
@@ -359,7 +370,7 @@ class GradientCollector:
         target: _Landing,
         before: Ticket,
     ) -> Ticket:
-        accelerator = self._store.accelerator
+        accelerator, leases = self._store.accelerator, self._leases_of(state.record)
 
         def copy() -> None:
             try:
@@ -367,7 +378,7 @@ class GradientCollector:
                 accelerator.copy(target.flat, flat)
             finally:
                 if not lease.temporary:
-                    self._device_leases.give_back(lease, last_use=accelerator.launched())
+                    leases.give_back(lease, last_use=accelerator.launched())
 
         return self._d2h.submit(copy, fence=state.fence, label=state.record.name)
 
@@ -498,7 +509,8 @@ class GradientCollector:
     def _abandon(self) -> None:
         for state in self.gradients.values():
             if state.lease is not None and not state.lease.temporary:
-                self._device_leases.give_back(state.lease, last_use=self._store.accelerator.computed())
+                leases = self._leases_of(state.record)
+                leases.give_back(state.lease, last_use=self._store.accelerator.computed())
         self._num_filling = 0
         self.end_backward()
         self._new_window()
