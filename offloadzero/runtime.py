@@ -37,7 +37,7 @@ from offloadzero.planning.memory_plan import (
     plan_memory,
 )
 from offloadzero.planning.placement import choose_placement, describe_placement
-from offloadzero.planning.probe import available_host_bytes
+from offloadzero.planning.probe import available_host_bytes, cores_beside_launching
 from offloadzero.streaming.activations import ActivationStore, make_activation_store
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.gradients import GradientCollector
@@ -163,6 +163,8 @@ class Runtime:
         )
         self.weights = WeightAccess(store, self.executor, clock=self.clock)
         cores = config.update.cores
+        if not cores and config.update.num_threads is None and self.accelerator.has_streams:
+            cores = cores_beside_launching(sorted(os.sched_getaffinity(0)))
         num_threads = config.update.num_threads or len(cores) or None
         slots = [store.host.lease(plan.slot_bytes, f"update slot {i}") for i in range(plan.num_slots)]
         store.register(slots, may_pin=config.pin_memory)

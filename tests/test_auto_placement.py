@@ -29,6 +29,7 @@ from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.optim.records import Record, make_record
 from offloadzero.planning.memory_plan import MemoryPlan, Placement, format_bytes, plan_memory
 from offloadzero.planning.placement import choose_placement, describe_placement
+from offloadzero.planning.probe import cores_beside_launching
 from offloadzero.streaming import activations
 from tests.models import Stack, features
 from tests.test_memory_plan import records
@@ -497,3 +498,9 @@ def test_under_init_parameters_wait_on_nvme_when_there_is_a_path(
             TinyModel(width=80)
         assert set(places) == {expected}
         places.clear()
+
+
+def test_the_thread_that_launches_keeps_a_core() -> None:
+    assert cores_beside_launching(range(2)) == cores_beside_launching(range(3)) == ()
+    assert cores_beside_launching([0, 3, 4, 9]) == (3, 4, 9)
+    assert cores_beside_launching(range(16)) == tuple(range(2, 16))
