@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim.records import ParamSlot, Record, make_record, update_ranges
 from offloadzero.optim.update import RecordUpdate, UpdatePipeline
 from tests.tiny import REPOSITORY, all_states, make_engine, settings
+from tests.training import make_config, run_engine
 
 MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
 HYPERS = (
@@ -483,3 +486,28 @@ engine.close()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("placement", "one_each"), [("host", True), ("nvme", False)])
+def test_what_lies_in_host_memory_is_updated_in_one_call(
+    placement: str, one_each: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks: list[str] = []
+    compute = UpdatePipeline._compute
+
+    def counting(pipeline: UpdatePipeline, chunk: Any) -> None:
+        chunks.append(chunk.update.record.name)
+        compute(pipeline, chunk)
+
+    monkeypatch.setattr(UpdatePipeline, "_compute", counting)
+    config = make_config(placement, tmp_path, offloadzero={"update": {"chunk_elements": 4096}})
+    make_model = functools.partial(nn.Sequential, nn.Linear(96, 96), nn.Linear(96, 96))
+
+    def loop(engine: Any) -> list[float]:
+        engine.backward(engine(torch.ones(2, 96, dtype=torch.bfloat16)).float().sum())
+        engine.step()
+        return []
+
+    run_engine(make_model, loop, config)
+    assert chunks
+    assert (len(chunks) == len(set(chunks))) == one_each

@@ -465,7 +465,8 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
             "num_chunks_in_flight": _use("pieces being read, updated and written at once; 3"),
             "num_threads": _use("threads of the update; the cores this process may use when absent"),
             "cores": _use(
-                "the CPUs its threads keep to, [2, 3] say; any when absent; a GPU's launching thread keeps 1 of 4, 2 of 8"
+                "the CPUs its threads keep to, [2, 3] say; any when absent; "
+                "a GPU's launching thread keeps 1 of 4, 2 of 8"
             ),
         },
         "offloadzero.aio": {

@@ -31,7 +31,7 @@ from offloadzero.optim import device_math
 from offloadzero.optim.delivery import Delivery, UpdateTicket
 from offloadzero.optim.device_adam import AdamForm
 from offloadzero.optim.records import Record, UpdateRange, segment_slice
-from offloadzero.optim.staging import ChunkStager, StagedChunk, chunk_bounds
+from offloadzero.optim.staging import ChunkStager, StagedChunk, chunk_bounds, needs_slot
 
 
 @dataclass(eq=False)
@@ -198,8 +198,16 @@ class UpdatePipeline:
             return
         update.delivery = update.ticket.begin()
         first, last = bounds[0][0], bounds[-1][1]
-        for start, stop in chunk_bounds(first, last, self._chunk_elements, update.record.num_trainable):
+        num_elements = update.record.num_trainable
+        # What is in host memory as it is needs no chunks: one call of the kernel.
+        chunk_elements = self._chunk_elements if self._is_staged(update) else num_elements
+        for start, stop in chunk_bounds(first, last, chunk_elements, num_elements):
             self._chunks.append(_Chunk(update, start, stop, is_last=stop >= last))
+
+    @staticmethod
+    def _is_staged(update: RecordUpdate) -> bool:
+        on_host = isinstance(update.grad, torch.Tensor) and devices.is_host_memory(update.grad)
+        return needs_slot(update.record) or not on_host
 
     def _update_on_device(self, update: RecordUpdate, grad: torch.Tensor) -> None:
         buffers = {kind: segment.memory for kind, segment in update.record.segments.items()}
