@@ -34,7 +34,7 @@ import torch
 from offloadzero.config import TierName
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.arena import BufferPool, PooledBuffer
-from offloadzero.memory.lanes import Lane, order_compute_after
+from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Promise, Ticket
 from offloadzero.native.cpu_adam import set_cores
@@ -102,7 +102,8 @@ class GradientCollector:
         self._on_sending = on_sending
         self._on_landed = on_landed
         self._d2h = store.accelerator.lane("gradient-d2h", store.failures)
-        self._landing = Lane("landing", store.failures)
+        # With a stream of its own: norms of gradients on the device do not queue behind the computation.
+        self._landing = store.accelerator.lane("landing", store.failures)
         if cores:
             self._landing.submit(lambda: set_cores(cores))
         self.gradients = {r.index: RecordGradient(r) for r in records if r.num_trainable}
