@@ -1,0 +1,155 @@
+"""The happens-before checker around a test, on the CPU's lanes or on the simulated device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from offloadzero.memory import lanes
+from tests.simulated.device import SimulatedDevice
+from tests.simulated.dispatch import Dispatch, _written
+from tests.simulated.edges import Recording, add_host_edges, record_operation
+from tests.simulated.machine import Machine, SimulatedEvent, SimulatedStream
+from tests.simulated.memory import DeviceMemory
+from tests.simulated.order import Agent, Order
+
+
+@contextmanager
+def checked() -> Iterator[Order]:
+    """Inside, accesses that nothing orders are collected; at the end they are an error.
+
+    To be entered before `simulated`.
+    """
+    order = Order()
+    with pytest.MonkeyPatch.context() as patch:
+        add_host_edges(order, patch)
+        _device_edges(order, patch)
+        _device_accesses(order, patch)
+        with Recording(order):
+            yield order
+    order.check()
+
+
+def _agent_of(order: Order, stream: SimulatedStream) -> Agent:
+    agent: Agent | None = getattr(stream, "agent", None)
+    if agent is None:
+        agent = order.agent(f"stream {stream.name}")
+        stream.agent = agent  # type: ignore[attr-defined]
+    return agent
+
+
+def _launching(order: Order, stream: SimulatedStream) -> Agent:
+    """The stream, after what the calling thread has done."""
+    with order.lock:
+        agent = _agent_of(order, stream)
+        agent.acquire(order.release())
+        return agent
+
+
+def _device_edges(order: Order, patch: pytest.MonkeyPatch) -> None:
+    launch, record, wait_event = Machine.launch, Machine.record, Machine.order
+    wait, look = Machine.wait, Machine.look
+
+    def launching(machine: Machine, stream: SimulatedStream, task: Any) -> None:
+        _launching(order, stream)
+        launch(machine, stream, task)
+
+    def recording(machine: Machine, stream: SimulatedStream) -> SimulatedEvent:
+        event = record(machine, stream)
+        with order.lock:
+            event.clock = _launching(order, stream).release()
+        return event
+
+    def ordering(machine: Machine, stream: SimulatedStream, event: SimulatedEvent) -> None:
+        wait_event(machine, stream, event)
+        with order.lock:
+            _launching(order, stream).acquire(event.clock)
+
+    def waiting(machine: Machine, event: SimulatedEvent) -> None:
+        wait(machine, event)
+        order.acquire(event.clock)
+
+    def looking(machine: Machine, event: SimulatedEvent) -> bool:
+        is_reached = look(machine, event)
+        if is_reached:
+            order.acquire(event.clock)
+        return is_reached
+
+    for name, method in (
+        ("launch", launching),
+        ("record", recording),
+        ("order", ordering),
+        ("wait", waiting),
+        ("look", looking),
+    ):
+        patch.setattr(Machine, name, method)
+
+
+def _device_accesses(order: Order, patch: pytest.MonkeyPatch) -> None:
+    take, init = DeviceMemory.take, DeviceMemory.__init__
+    copy, new_pinned = SimulatedDevice.copy, SimulatedDevice.new_pinned
+    on_device, synchronously = Dispatch._on_device, Dispatch._synchronously
+
+    class Freed(deque[Any]):
+        def append(self, block: Any) -> None:
+            order.free(block.start, block.bytes.nbytes, _agent_of(order, block.stream))
+            super().append(block)
+
+    def made(memory: DeviceMemory, machine: Machine) -> None:
+        init(memory, machine)
+        memory._given_back = Freed()
+
+    def taking(memory: DeviceMemory, num_bytes: int) -> torch.Tensor:
+        taken = take(memory, num_bytes)
+        block = memory._block(taken)
+        if block is not None:
+            size = block.bytes.nbytes
+            if not order.tracks(block.start):
+                order.track(block.start, size, "device memory")
+            agent = _launching(order, memory._machine.current_stream)
+            order.access(agent, block.start, size, writes=True, label="allocated")
+        return taken
+
+    def copying(device: SimulatedDevice, target: torch.Tensor, source: torch.Tensor) -> None:
+        agent = _launching(order, device.machine.current_stream)
+        label = f"copy of {lanes._here.label}"
+        order.access_tensor(agent, source, writes=False, label=label)
+        order.access_tensor(agent, target, writes=True, label=label)
+        copy(device, target, source)
+
+    def pinned(device: SimulatedDevice, dtype: torch.dtype) -> torch.Tensor:
+        scalar = new_pinned(device, dtype)
+        order.track_storage(scalar, "a pinned scalar")
+        return scalar
+
+    def kernel(mode: Any, func: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+        agent = _launching(order, mode._machine.current_stream)
+        written = {id(tensor) for tensor in _written(func, args, kwargs)}
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        for tensor in given:  # those in host memory are copied now
+            by = agent if mode._memory.holds(tensor) else order.here()
+            order.access_tensor(by, tensor, writes=id(tensor) in written, label=str(func))
+        result = on_device(mode, func, args, kwargs, *rest)
+        known = set(map(id, given))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor) and id(value) not in known:
+                order.access_tensor(agent, value, writes=True, label=str(func))
+        return result
+
+    def at_once(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        result = synchronously(mode, func, args, kwargs)
+        record_operation(order, order.here(), func, args, kwargs)
+        return result
+
+    patch.setattr(DeviceMemory, "__init__", made)
+    patch.setattr(DeviceMemory, "take", taking)
+    patch.setattr(SimulatedDevice, "copy", copying)
+    patch.setattr(SimulatedDevice, "new_pinned", pinned)
+    patch.setattr(Dispatch, "_on_device", kernel)
+    patch.setattr(Dispatch, "_synchronously", at_once)

@@ -1,0 +1,361 @@
+"""What orders the host's threads, and what they do to memory: told to an `Order` for the length of a test.
+
+[Note: host edges]
+A thread that sets a latch, queues a task, gives a buffer back or starts another thread hands over all it has done; who
+sees the latch set, gets the task, takes the buffer, runs or joins the thread comes after it. A lock orders what it
+protects: only those are edges that exist for that, not every one, or the order of a run would be taken for a rule.
+A file transfer is an agent of its own from its submission on, and its ticket's wait is an edge. Files are memory, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterable
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from offloadzero.memory import arena, checksums, lanes, nvme, tickets
+from offloadzero.memory.device import CpuDevice
+from offloadzero.native import compact, cpu_adam, lion_adagrad
+from offloadzero.optim import delivery
+from offloadzero.streaming import activation_homes, activations, executor
+from tests.simulated.dispatch import _has_own_dispatch, _is_view, _written
+from tests.simulated.memory import is_own_work
+from tests.simulated.order import DEVICE_THREAD, Clock, Order
+
+# What host kernels read; all other tensors they write.
+KERNELS: dict[Any, dict[str, tuple[str, ...]]] = {
+    cpu_adam: {
+        "adam_step": ("grad",),
+        "sq_norm": ("grad",),
+        "accumulate": ("grad",),
+        "split_master": ("master_fp32",),
+        "join_master": ("param_bf16", "remainder_i16"),
+        "copy": ("src",),
+    },
+    compact: {"compact_adam_step": ("grad",)},
+    lion_adagrad: {"lion_step": ("grad",), "adagrad_step": ("grad",)},
+}
+_FILES_START = 1 << 60  # no memory has such addresses
+
+
+def add_host_edges(order: Order, patch: pytest.MonkeyPatch) -> None:
+    """Until `patch` is undone."""
+    _latches(order, patch)
+    _queues(order, patch)
+    _hand_overs(order, patch)
+    _locks(order, patch)
+    _leases(order, patch)
+    _threads(order, patch)
+    _kernels(order, patch)
+    _memory(order, patch)
+    _files(order, patch)
+
+
+def _latches(order: Order, patch: pytest.MonkeyPatch) -> None:
+    """The slot keeps the clock of who has set it, which is as true as True."""
+    slot = tickets.Latch.__dict__["is_set"]
+
+    def is_set(latch: tickets.Latch) -> bool:
+        clock = slot.__get__(latch)
+        if isinstance(clock, dict):
+            order.acquire(clock)
+        return bool(clock)
+
+    def set_(latch: tickets.Latch, value: bool) -> None:
+        slot.__set__(latch, (order.release() or True) if value else False)
+
+    patch.setattr(tickets.Latch, "is_set", property(is_set, set_))
+
+
+def _queues(order: Order, patch: pytest.MonkeyPatch) -> None:
+    """Of lanes, of the update's pipeline and of thread pools."""
+
+    class Ordered(queue.SimpleQueue[Any]):
+        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+            super().put((order.release(), item), block, timeout)
+
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            clock, item = super().get(block, timeout)
+            order.acquire(clock)
+            return item
+
+        def get_nowait(self) -> Any:
+            return self.get(False)
+
+    patch.setattr(queue, "SimpleQueue", Ordered)
+
+
+def _hand_overs(order: Order, patch: pytest.MonkeyPatch) -> None:
+    """Deques into which one thread puts what another takes."""
+
+    class HandOver(deque[Any]):
+        def __init__(self, items: Iterable[Any] = ()) -> None:
+            super().__init__()
+            for item in items:
+                self.append(item)
+
+        def append(self, item: Any) -> None:
+            super().append((order.release(), item))
+
+        def popleft(self) -> Any:
+            clock, item = super().popleft()
+            order.acquire(clock)
+            return item
+
+    def replace(name: str, owner: Any) -> None:
+        setattr(owner, name, HandOver(getattr(owner, name)))
+
+    _after_init(patch, arena.BufferPool, lambda pool: replace("_free", pool))
+    _after_init(patch, activation_homes.EndedCells, lambda cells: replace("_entries", cells))
+
+
+class _OrderedLock:
+    """A lock that exists to order what its holders do."""
+
+    def __init__(self, order: Order, lock: Any) -> None:
+        self._order = order
+        self._lock = lock
+        self._clock: Clock | None = None
+
+    def __enter__(self) -> None:
+        self._lock.__enter__()
+        self._order.acquire(self._clock)
+
+    def __exit__(self, *error: object) -> None:
+        self._clock = self._order.release()
+        self._lock.__exit__(*error)
+
+
+def _locks(order: Order, patch: pytest.MonkeyPatch) -> None:
+    def replace(owner: Any) -> None:
+        owner._lock = _OrderedLock(order, owner._lock)
+
+    for kind in (executor.Executor, activations.ActivationStore, delivery.UpdateTicket, checksums.CheckedRead):
+        _after_init(patch, kind, replace)
+
+
+def _leases(order: Order, patch: pytest.MonkeyPatch) -> None:
+    """Who leases a range comes after who gave it back."""
+    given: dict[int, list[tuple[int, int, Clock]]] = {}  # by arena: begin, end
+    try_lease, free = arena.Arena.try_lease, arena.Arena._free
+
+    def leasing(self: arena.Arena, num_bytes: int, label: str) -> arena.Lease | None:
+        lease = try_lease(self, num_bytes, label)
+        for begin, end, clock in given.get(id(self), ()) if lease is not None else ():
+            if begin < lease.offset + lease.num_bytes and lease.offset < end:
+                order.acquire(clock)
+        return lease
+
+    def freeing(self: arena.Arena, lease: arena.Lease) -> None:
+        # What is poisoned here comes before, too: the kernels of this thread run before its next ones.
+        begin, end = lease.offset, lease.offset + lease.num_bytes
+        entries = given.setdefault(id(self), [])
+        entries[:] = [entry for entry in entries if not (begin <= entry[0] and entry[1] <= end)]
+        entries.append((begin, end, order.release()))
+        free(self, lease)
+
+    patch.setattr(arena.Arena, "try_lease", leasing)
+    patch.setattr(arena.Arena, "_free", freeing)
+
+
+def _threads(order: Order, patch: pytest.MonkeyPatch) -> None:
+    start, run, join = threading.Thread.start, threading.Thread.run, threading.Thread.join
+
+    def starting(thread: Any) -> None:
+        thread.begun_at = order.release()
+        start(thread)
+
+    def running(thread: Any) -> None:
+        if thread.name == DEVICE_THREAD:
+            run(thread)
+            return
+        try:
+            with Recording(order):
+                run(thread)
+        finally:
+            thread.ended_at = order.release()
+
+    def joining(thread: Any, timeout: float | None = None) -> None:
+        join(thread, timeout)
+        if not thread.is_alive():
+            order.acquire(getattr(thread, "ended_at", None))
+
+    patch.setattr(threading.Thread, "start", starting)
+    patch.setattr(threading.Thread, "run", running)
+    patch.setattr(threading.Thread, "join", joining)
+
+
+def _kernels(order: Order, patch: pytest.MonkeyPatch) -> None:
+    def recorded(kernel: Any, reads: tuple[str, ...]) -> Any:
+        names = tuple(inspect.signature(kernel).parameters)
+
+        @wraps(kernel)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            agent = order.here()
+            if agent is not None:
+                label = f"{kernel.__name__} of {lanes._here.label}"
+                for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+                    if isinstance(value, torch.Tensor):
+                        order.access_tensor(agent, value, writes=name not in reads, label=label)
+            return kernel(*args, **kwargs)
+
+        return call
+
+    for module, kernels in KERNELS.items():
+        for name, reads in kernels.items():
+            patch.setattr(module, name, recorded(getattr(module, name), reads))
+
+
+def _memory(order: Order, patch: pytest.MonkeyPatch) -> None:
+    """Host arenas, the buffers of activations and of optimizer slots; the CPU's device memory."""
+    names = {
+        "offloadzero.memory.store": "the host arena",
+        "offloadzero.streaming.activation_homes": "a host buffer of activations",
+    }
+    allocate_host, allocate = arena.allocate_host, CpuDevice.allocate
+
+    def tracked(name: str) -> Any:
+        def allocated(num_bytes: int) -> torch.Tensor:
+            buffer = allocate_host(num_bytes)
+            order.track_storage(buffer, name)
+            return buffer
+
+        return allocated
+
+    def on_device(device: CpuDevice, num_bytes: int) -> torch.Tensor:
+        memory = allocate(device, num_bytes)
+        order.track_storage(memory, "device memory")
+        return memory
+
+    for module, name in names.items():
+        patch.setattr(f"{module}.allocate_host", tracked(name))
+    patch.setattr(CpuDevice, "allocate", on_device)
+
+
+class _Transfer:
+    """The ticket of a file transfer."""
+
+    def __init__(self, order: Order, clock: Clock, ticket: tickets.Ticket) -> None:
+        self._order = order
+        self._clock = clock
+        self._ticket = ticket
+
+    def wait(self) -> None:
+        try:
+            self._ticket.wait()
+        finally:
+            self._order.acquire(self._clock)
+
+    def done(self) -> bool:
+        is_done = self._ticket.done()
+        if is_done:
+            self._order.acquire(self._clock)
+        return is_done
+
+
+def _files(order: Order, patch: pytest.MonkeyPatch) -> None:
+    starts = itertools.count(_FILES_START, 1 << 48)
+    submit, close, verify = nvme.NvmeTier._submit, nvme.NvmeTier.close, checksums.Checksums.verify
+    crc32c_blocks = checksums.crc32c_blocks
+
+    def track(tier: Any) -> None:
+        tier.address = next(starts)
+        order.track(tier.address, 1 << 48, "the files")
+
+    def submitting(self: Any, verb: str, start: int, data: torch.Tensor, *, priority: int, label: str) -> Any:
+        if not order.tracks(data.data_ptr()):
+            order.track_storage(data, "a buffer of file transfers")
+        agent = order.transfer(f"file {verb}")
+        # Submitted first: what the engine refuses it never does.
+        ticket = submit(self, verb, start, data, priority=priority, label=label)
+        order.access_tensor(agent, data, writes=verb == "read", label=label)
+        order.access(agent, self.address + start, data.nbytes, writes=verb == "write", label=label)
+        self.transfers[agent.number] = agent
+        return _Transfer(order, agent.release(), ticket)
+
+    def closing(self: Any) -> None:
+        close(self)
+        for agent in getattr(self, "transfers", {}).values():  # it has waited for all
+            order.acquire(agent.clock)
+
+    def verifying(self: Any, data: torch.Tensor, *rest: Any) -> None:
+        order.access_tensor(order.here(), data, writes=False, label="checksums of what was read")
+        verify(self, data, *rest)
+
+    def summing(data: torch.Tensor) -> Any:
+        order.access_tensor(order.here(), data, writes=False, label="checksums")
+        return crc32c_blocks(data)
+
+    _before_init(patch, nvme.NvmeTier, lambda tier: setattr(tier, "transfers", {}))
+    _after_init(patch, nvme.NvmeTier, track)
+    patch.setattr(nvme.NvmeTier, "_submit", submitting)
+    patch.setattr(nvme.NvmeTier, "close", closing)
+    patch.setattr(checksums.Checksums, "verify", verifying)
+    patch.setattr(checksums, "crc32c_blocks", summing)
+
+
+class Recording(TorchDispatchMode):
+    """What the calling thread does with tracked memory, by torch's operations, on the host."""
+
+    def __init__(self, order: Order) -> None:
+        super().__init__()
+        self._order = order
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or the compiler is imported, for seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_own_work():
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if any(_has_own_dispatch(kind) for kind in types):
+                return NotImplemented
+            if not _is_view(func):
+                self.record(func, args, kwargs)
+            return func(*args, **kwargs)
+
+    def record(self, func: Any, args: Any, kwargs: Any) -> None:
+        """An operation reads and writes its arguments."""
+        record_operation(self._order, self._order.here(), func, args, kwargs)
+
+
+def record_operation(order: Order, agent: Any, func: Any, args: Any, kwargs: Any) -> None:
+    """What an operation does to its arguments."""
+    written = {id(tensor) for tensor in _written(func, args, kwargs)}
+    for value in tree_leaves((args, kwargs)):
+        if isinstance(value, torch.Tensor) and value.device.type != "meta":
+            order.access_tensor(agent, value, writes=id(value) in written, label=str(func))
+
+
+def _after_init(patch: pytest.MonkeyPatch, kind: Any, change: Any) -> None:
+    init = kind.__init__
+
+    @wraps(init)
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        change(self)
+
+    patch.setattr(kind, "__init__", initialise)
+
+
+def _before_init(patch: pytest.MonkeyPatch, kind: Any, change: Any) -> None:
+    init = kind.__init__
+
+    @wraps(init)
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        change(self)
+        init(self, *args, **kwargs)
+
+    patch.setattr(kind, "__init__", initialise)
