@@ -31,8 +31,12 @@ def checked() -> Iterator[Order]:
         add_host_edges(order, patch)
         _device_edges(order, patch)
         _device_accesses(order, patch)
-        with Recording(order):
-            yield order
+        try:
+            with Recording(order):
+                yield order
+        except Exception as error:
+            order.check(cause=error)
+            raise
     order.check()
 
 

@@ -311,14 +311,14 @@ class Order:
 
     # --- what was found ---
 
-    def check(self) -> None:
-        """RaceError if there was one."""
+    def check(self, *, cause: Exception | None = None) -> None:
+        """RaceError if there was one; `cause` is what it may have led to."""
         with self.lock:
             self._take_freed()
             races, self.races = self.races, []
         if races:
             shown = "\n".join(map(str, races[:6]))
-            raise RaceError(f"{len(races)} pairs of accesses that nothing orders:\n{shown}")
+            raise RaceError(f"{len(races)} pairs of accesses that nothing orders:\n{shown}") from cause
 
 
 def place_in_code() -> Place:
