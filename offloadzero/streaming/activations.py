@@ -219,9 +219,8 @@ class ActivationStore:
         """Start the fetch of a cell that is away."""
         if cell.state is not CellState.AWAY or cell.copy is None:
             return
-        target = torch.empty_strided(
-            cell.size, cell.stride, dtype=cell.dtype, device=self._accelerator.device
-        )
+        memory = self._accelerator.allocate(cell.size.numel() * cell.dtype.itemsize)
+        target = memory.view(cell.dtype).as_strided(cell.size, cell.stride)
         if self._poison:
             target.fill_(float("nan"))
         flat = target.as_strided((target.numel(),), (1,))

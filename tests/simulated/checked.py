@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from offloadzero.memory import lanes
 from tests.simulated.device import SimulatedDevice
-from tests.simulated.dispatch import Dispatch, _written
-from tests.simulated.edges import Recording, add_host_edges, record_operation
+from tests.simulated.dispatch import Dispatch
+from tests.simulated.edges import Recording, add_host_edges, record_operation, touched
 from tests.simulated.machine import Machine, SimulatedEvent, SimulatedStream
 from tests.simulated.memory import DeviceMemory
 from tests.simulated.order import Agent, Order
@@ -134,13 +134,11 @@ def _device_accesses(order: Order, patch: pytest.MonkeyPatch) -> None:
 
     def kernel(mode: Any, func: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
         agent = _launching(order, mode._machine.current_stream)
-        written = {id(tensor) for tensor in _written(func, args, kwargs)}
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        for tensor in given:  # those in host memory are copied now
+        for tensor, writes in touched(func, args, kwargs):  # those in host memory are copied now
             by = agent if mode._memory.holds(tensor) else order.here()
-            order.access_tensor(by, tensor, writes=id(tensor) in written, label=str(func))
+            order.access_tensor(by, tensor, writes=writes, label=str(func))
         result = on_device(mode, func, args, kwargs, *rest)
-        known = set(map(id, given))
+        known = set(map(id, tree_leaves((args, kwargs))))
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor) and id(value) not in known:
                 order.access_tensor(agent, value, writes=True, label=str(func))

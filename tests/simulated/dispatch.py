@@ -55,7 +55,7 @@ class Dispatch(TorchDispatchMode):
                 return NotImplemented
             flat, spec = tree_flatten((args, kwargs))
             tensors = [value for value in flat if isinstance(value, torch.Tensor)]
-            if not any(map(self._memory.holds, tensors)) or _is_view(func):
+            if not any(map(self._memory.holds, tensors)) or _is_view(func) or _is_meta(kwargs):
                 return func(*args, **kwargs)
             with own_work():
                 return self._on_device(func, args, kwargs, flat, spec)
@@ -182,6 +182,10 @@ def _is_view(func: Any) -> bool:
     schema = func._schema
     returned = [value.alias_info for value in schema.returns]
     return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
+
+
+def _is_meta(kwargs: Any) -> bool:
+    return kwargs.get("device") == torch.device("meta")
 
 
 def _num_returns(func: Any) -> int:

@@ -14,7 +14,7 @@ import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -334,10 +334,19 @@ class Recording(TorchDispatchMode):
 
 def record_operation(order: Order, agent: Any, func: Any, args: Any, kwargs: Any) -> None:
     """What an operation does to its arguments."""
+    for tensor, writes in touched(func, args, kwargs):
+        order.access_tensor(agent, tensor, writes=writes, label=str(func))
+
+
+def touched(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+    """The arguments whose bytes an operation reads or, True, writes."""
+    name = func._schema.name.split("::")[1]
+    if name.endswith("_like") or name.startswith("new_"):
+        return  # they look at the shape
     written = {id(tensor) for tensor in _written(func, args, kwargs)}
     for value in tree_leaves((args, kwargs)):
         if isinstance(value, torch.Tensor) and value.device.type != "meta":
-            order.access_tensor(agent, value, writes=id(value) in written, label=str(func))
+            yield value, id(value) in written
 
 
 def _after_init(patch: pytest.MonkeyPatch, kind: Any, change: Any) -> None:

@@ -19,7 +19,7 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -185,6 +185,7 @@ class Order:
         self._starts: list[int] = []
         self._freed: deque[_Freed] = deque()
         self._transfers: list[Agent] = []
+        self._threads: set[int] = set()
 
     # --- agents ---
 
@@ -200,8 +201,10 @@ class Order:
             thread = threading.current_thread()
             begun = getattr(thread, "begun_at", None)
             is_device = thread.name == DEVICE_THREAD
-            self._here.agent = None if is_device else self.agent(f"thread {thread.name}", begun)
-            return self._here.agent  # type: ignore[no-any-return]
+            self._here.agent = agent = None if is_device else self.agent(f"thread {thread.name}", begun)
+            if agent is not None:
+                self._threads.add(agent.number)
+            return agent
 
     def release(self) -> Clock:
         """Of the calling thread."""
@@ -287,8 +290,13 @@ class Order:
             return None
         return self._regions[index]
 
-    def _enter(self, region: _Region, access: Access, clock: Clock, start: int, end: int) -> None:
+    def _enter(
+        self, region: _Region, access: Access, clock: Clock, start: int, end: int, *, spare: Collection[int] = ()
+    ) -> None:
+        """`spare`: agents whose earlier accesses are in order."""
         for earlier, num_bytes in region.enter(access, clock, start, min(end, region.end)):
+            if earlier.agent in spare:
+                continue
             key = (earlier.place, earlier.label, earlier.writes, access.place, access.label, access.writes)
             if key not in self._seen:
                 self._seen.add(key)
@@ -304,7 +312,8 @@ class Order:
             if freed.owner is not None:
                 owner.release()  # what uses it after this must come after this
             access = Access(owner.number, owner.now(), True, owner.name, "given back", freed.place)
-            self._enter(region, access, freed.clock, freed.start, freed.end)
+            # A thread that uses memory holds a reference to it: the last one was dropped after that.
+            self._enter(region, access, freed.clock, freed.start, freed.end, spare=self._threads)
             if freed.owner is None:
                 index = self._regions.index(region)
                 del self._regions[index], self._starts[index]

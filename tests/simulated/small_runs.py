@@ -1,0 +1,135 @@
+"""A few short trainings that together go through every way of the data; what each gives, and what it is accused of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offloadzero.streaming import activations
+from tests.models import NUM_BLOCKS, PartlyUnusedBlock, Stack, TiedLM, features, tokens
+from tests.simulated.checked import checked
+from tests.simulated.device import simulated
+from tests.simulated.order import RaceError
+from tests.training import Outcome, make_config, merge, run_engine
+
+NUM_STEPS = 3
+
+
+def train(engine: Any) -> list[float]:
+    losses = []
+    for seed in range(NUM_STEPS * engine.gradient_accumulation_steps()):
+        loss = engine(features(seed, rows=2))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_on_tokens(engine: Any) -> list[float]:
+    losses = []
+    for seed in range(NUM_STEPS):
+        loss = engine(tokens(seed))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def script(engine: Any) -> list[float]:
+    """Reads and writes gradients and weights between backward, step and the next forward."""
+    seen = []
+    params = list(engine.module.parameters())
+    for seed in range(2):
+        engine.backward(engine(features(seed)))
+        engine.backward(engine(features(seed + 7)))
+        for place, param in enumerate(params[::2]):
+            seen.append(float(param.grad.float().sum()))
+            param.grad.copy_(param.grad * 0.7 + place)
+        params[1].grad = params[1].grad.clone() * 2
+        engine.step()
+        with torch.no_grad():
+            seen.append(float(engine(features(9))))
+            seen += [float(param.float().sum()) for param in params]
+            params[3].mul_(0.9)
+            params[4].data = params[4].data * 1.1
+        seen.append(float(engine.get_global_grad_norm()))
+    return seen
+
+
+def one_partly_unused() -> nn.Module:
+    return Stack(PartlyUnusedBlock, num_blocks=1)
+
+
+LAST_ON_HOST = [
+    {"param": "nvme", "master": "nvme", "exp_avg": "nvme", "exp_avg_sq": "nvme"},
+    {"units": "*.0", "param": "device", "master": "device", "exp_avg": "device", "exp_avg_sq": "device"},
+    {"units": f"*.{NUM_BLOCKS - 1}", "param": "device", "master": "host", "exp_avg": "device", "exp_avg_sq": "host"},
+]
+GRADIENTS_ON_DEVICE = [{"param": "host", "master": "host", "exp_avg": "nvme", "exp_avg_sq": "host", "grad": "device"}]
+KEEP = {"offloadzero": {"update": {"in_backward": False}}}
+FREE = {"offloadzero": {"poison_released_leases": False}}
+
+
+def checkpoints(tier: str) -> dict[str, Any]:
+    return {"offloadzero": {"activation_checkpoints": {"tier": tier}}}
+
+
+Run = tuple[Callable[[], nn.Module], Callable[[Any], list[float]], str | Any, dict[str, Any]]
+RUNS: dict[str, Run] = {
+    "host, in backward": (Stack, train, "host", {}),
+    "host, clipping, accumulation": (Stack, train, "host", {"clipping": 0.5, "accumulation": 2}),
+    "host, nothing poisoned": (Stack, train, "host", {**FREE, "clipping": 0.5}),
+    "nvme, in backward": (Stack, train, "nvme", {}),
+    "nvme, clipping, accumulation": (Stack, train, "nvme", {"clipping": 0.5, "accumulation": 2}),
+    "mixed, in backward, accumulation": (Stack, train, "mixed", {"accumulation": 2}),
+    "mixed, clipping, accumulation": (Stack, train, "mixed", {"clipping": 0.5, "accumulation": 2}),
+    "some on the device": (Stack, train, LAST_ON_HOST, {**FREE, "clipping": 0.5}),
+    "gradients on the device": (Stack, train, GRADIENTS_ON_DEVICE, {"clipping": 0.5}),
+    "resident": (Stack, train, "resident", {"clipping": 0.5}),
+    "activations on host": (Stack, train, "host", checkpoints("host")),
+    "activations on nvme": (Stack, train, "mixed", {**checkpoints("nvme"), "clipping": 0.5}),
+    "unused parameters": (one_partly_unused, train, "host", {"accumulation": 2}),
+    "tied": (TiedLM, train_on_tokens, "nvme", {"clipping": 0.5}),
+    "script, host": (Stack, script, "host", KEEP),
+    "script, mixed": (Stack, script, "mixed", KEEP),
+}
+
+
+def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
+    """The digest of all numbers of a run, or its error, and the races in it."""
+    make_model, loop, placement, over = RUNS[name]
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "MIN_BYTES", 1)
+        options = {key: over[key] for key in ("clipping", "accumulation") if key in over}
+        config = make_config("host", directory, **options)
+        placed = placement if isinstance(placement, list) else make_config(placement, directory)["offloadzero"]["placement"]
+        config = merge(config, {"offloadzero": {**over.get("offloadzero", {}), "placement": placed}})
+        digest, races = "", []
+        try:
+            with checked() as order, simulated(patch, seed):
+                try:
+                    digest = _digest(run_engine(make_model, loop, config))
+                finally:
+                    races = [str(race) for race in order.races]
+        except RaceError:
+            digest = digest or "an error"
+        except Exception as error:
+            digest = f"{type(error).__name__}: {error}"[:300]
+    return digest, races
+
+
+def _digest(outcome: Outcome) -> str:
+    found = hashlib.sha256(json.dumps([outcome.losses, repr(outcome.norm)]).encode())
+    for name, tensor in sorted(outcome.weights.items()):
+        found.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    for number, state in sorted(outcome.states.items()):
+        for name, tensor in sorted(state.items()):
+            found.update(f"{number}{name}".encode() + tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
