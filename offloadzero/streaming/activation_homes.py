@@ -64,11 +64,11 @@ class Home(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class EndedCell:
-    """What a cell leaves behind: its home, and device memory that a fetch may still write."""
+    """What a cell leaves behind: its home, and device memory that a copy may still read, a fetch still write."""
 
     copy: HomeCopy
     users: Ticket
-    target: torch.Tensor | None
+    held: tuple[torch.Tensor | None, ...]
 
 
 class EndedCells:

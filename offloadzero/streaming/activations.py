@@ -97,7 +97,7 @@ class _Cell:
     def __del__(self) -> None:
         copy: HomeCopy | None = getattr(self, "copy", None)
         if copy is not None:
-            self._ended.note(EndedCell(copy, AllOf((copy.home(), self.fetched)), self.target))
+            self._ended.note(EndedCell(copy, AllOf((copy.home(), self.fetched)), (self.source, self.target)))
 
 
 @dataclass(frozen=True, eq=False)

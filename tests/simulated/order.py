@@ -320,10 +320,15 @@ class Order:
 
     # --- what was found ---
 
-    def check(self, *, cause: Exception | None = None) -> None:
-        """RaceError if there was one; `cause` is what it may have led to."""
+    def settle(self) -> None:
+        """Look at what has gone back since the last access, too."""
         with self.lock:
             self._take_freed()
+
+    def check(self, *, cause: Exception | None = None) -> None:
+        """RaceError if there was one; `cause` is what it may have led to."""
+        self.settle()
+        with self.lock:
             races, self.races = self.races, []
         if races:
             shown = "\n".join(map(str, races[:6]))
