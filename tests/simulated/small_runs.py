@@ -63,6 +63,30 @@ def script(engine: Any) -> list[float]:
     return seen
 
 
+class Streams:
+    """Those of the device that runs."""
+
+    machine: Any = None
+
+
+def evaluate_on_two_streams(engine: Any) -> list[float]:
+    """Trains on one stream and evaluates on two, which share nothing but the weights."""
+    machine = Streams.machine
+    streams = [machine.new_stream(name) for name in ("one", "two")]
+    losses = []
+    for seed in range(NUM_STEPS):
+        engine.backward(engine(features(seed)))
+        engine.step()
+        outputs = []
+        with torch.no_grad():
+            for number in range(4):
+                with machine.launching_on(streams[number % 2]):
+                    outputs.append(engine(features(number)))
+        machine.synchronize()
+        losses += [float(output) for output in outputs]
+    return losses
+
+
 def one_partly_unused() -> nn.Module:
     return Stack(PartlyUnusedBlock, num_blocks=1)
 
@@ -93,6 +117,8 @@ RUNS: dict[str, Run] = {
     "some on the device": (Stack, train, LAST_ON_HOST, {**FREE, "clipping": 0.5}),
     "gradients on the device": (Stack, train, GRADIENTS_ON_DEVICE, {"clipping": 0.5}),
     "resident": (Stack, train, "resident", {"clipping": 0.5}),
+    "two streams": (Stack, evaluate_on_two_streams, "host", {"clipping": 0.5}),
+    "two streams, nothing poisoned": (Stack, evaluate_on_two_streams, "mixed", FREE),
     "activations on host": (Stack, train, "host", checkpoints("host")),
     "activations on nvme": (Stack, train, "mixed", {**checkpoints("nvme"), "clipping": 0.5}),
     "unused parameters": (one_partly_unused, train, "host", {"accumulation": 2}),
@@ -113,7 +139,8 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
         config = merge(config, {"offloadzero": {**over.get("offloadzero", {}), "placement": placed}})
         digest, races = "", []
         try:
-            with checked() as order, simulated(patch, seed):
+            with checked() as order, simulated(patch, seed) as device:
+                patch.setattr(Streams, "machine", device.machine)
                 try:
                     digest = _digest(run_engine(make_model, loop, config))
                 finally:
