@@ -15,7 +15,8 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from functools import wraps
+from contextlib import suppress
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from offloadzero.optim import delivery
 from offloadzero.streaming import activation_homes, activations, executor
 from tests.simulated.dispatch import _has_own_dispatch, _is_view, _written
 from tests.simulated.memory import is_own_work
-from tests.simulated.order import DEVICE_THREAD, Clock, Order
+from tests.simulated.order import DEVICE_THREAD, Clock, Holder, Order
 
 # What host kernels read; all other tensors they write.
 KERNELS: dict[Any, dict[str, tuple[str, ...]]] = {
@@ -56,6 +57,7 @@ def add_host_edges(order: Order, patch: pytest.MonkeyPatch) -> None:
     _hand_overs(order, patch)
     _locks(order, patch)
     _leases(order, patch)
+    _references(order, patch)
     _threads(order, patch)
     _kernels(order, patch)
     _memory(order, patch)
@@ -167,6 +169,46 @@ def _leases(order: Order, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(arena.Arena, "try_lease", leasing)
     patch.setattr(arena.Arena, "_free", freeing)
+
+
+def _references(order: Order, patch: pytest.MonkeyPatch) -> None:
+    """A task that a lane runs lets go of what it holds when it is over: who lets go last comes after that."""
+    submit = lanes.Lane.submit
+
+    def submitting(lane: lanes.Lane, task: Any, **given: Any) -> lanes.LaneTicket:
+        holder = Holder()
+        for address in _addresses(task):
+            order.hold(holder, address)
+
+        def run() -> None:
+            holder.begin(order.here())
+            try:
+                task()
+            finally:
+                holder.end()
+
+        return submit(lane, run, **given)
+
+    patch.setattr(lanes.Lane, "submit", submitting)
+
+
+def _addresses(value: Any, depth: int = 4) -> Iterator[int]:
+    """Of the tensors that a closure holds."""
+    if isinstance(value, torch.Tensor):
+        yield value.untyped_storage().data_ptr()
+    elif isinstance(value, arena.PooledBuffer):
+        yield value.bytes.untyped_storage().data_ptr()
+    elif depth:
+        inner: list[Any] = []
+        if isinstance(value, partial):
+            inner = [value.func, *value.args]
+        elif isinstance(value, (tuple, list)):
+            inner = list(value)
+        for cell in getattr(value, "__closure__", None) or ():
+            with suppress(ValueError):  # it is empty
+                inner.append(cell.cell_contents)
+        for each in inner:
+            yield from _addresses(each, depth - 1)
 
 
 def _threads(order: Order, patch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,27 @@ class _Freed(NamedTuple):
     place: Place
 
 
+class Holder:
+    """A task that holds a reference to memory until it has run; before that the memory cannot go back."""
+
+    __slots__ = ("_agent", "_ended_at")
+
+    def __init__(self) -> None:
+        self._agent: Agent | None = None
+        self._ended_at: Clock | None = None
+
+    def begin(self, agent: Agent | None) -> None:
+        self._agent = agent
+
+    def end(self) -> None:
+        self._ended_at = None if self._agent is None else self._agent.release()
+
+    @property
+    def clock(self) -> Clock:
+        """Of who has let go by now."""
+        return self._ended_at or (self._agent.release() if self._agent is not None else {})
+
+
 class Order:
     """All agents, and the memory they are watched in. Memory that is not tracked is nobody's concern."""
 
@@ -186,6 +207,7 @@ class Order:
         self._freed: deque[_Freed] = deque()
         self._transfers: list[Agent] = []
         self._threads: set[int] = set()
+        self._holders: dict[int, list[Holder]] = {}  # by where the memory starts
 
     # --- agents ---
 
@@ -259,9 +281,20 @@ class Order:
         return self._region(address) is not None
 
     def free(self, start: int, num_bytes: int, owner: Agent | None) -> None:
-        """Memory goes back, now; `owner` is the stream whose next allocation may get it."""
+        """Memory goes back, now; `owner` is the stream whose next allocation may get it.
+
+        Who has let go of it before has done with it: what they had waited for is over.
+        """
         clock = joined(self.release(), {} if owner is None else owner.clock)
+        for holder in self._holders.pop(start, ()):
+            clock = joined(clock, holder.clock)
         self._freed.append(_Freed(start, start + num_bytes, owner, clock, place_in_code()))
+
+    def hold(self, holder: Holder, address: int) -> None:
+        """A reference to the memory there is `holder`'s."""
+        region = self._region(address)
+        if region is not None:
+            self._holders.setdefault(region.start, []).append(holder)
 
     def access(self, agent: Agent | None, start: int, num_bytes: int, *, writes: bool, label: str) -> None:
         """`agent` reads or writes bytes. What it does not come after is a race."""

@@ -87,6 +87,15 @@ def evaluate_on_two_streams(engine: Any) -> list[float]:
     return losses
 
 
+def train_on_its_own_stream(engine: Any) -> list[float]:
+    """Not on the default one, which is that of all other threads."""
+    machine = Streams.machine
+    with machine.launching_on(machine.new_stream("own")):
+        losses = train(engine)
+    machine.synchronize()
+    return losses
+
+
 def one_partly_unused() -> nn.Module:
     return Stack(PartlyUnusedBlock, num_blocks=1)
 
@@ -119,6 +128,9 @@ RUNS: dict[str, Run] = {
     "resident": (Stack, train, "resident", {"clipping": 0.5}),
     "two streams": (Stack, evaluate_on_two_streams, "host", {"clipping": 0.5}),
     "two streams, nothing poisoned": (Stack, evaluate_on_two_streams, "mixed", FREE),
+    "own stream, host": (Stack, train_on_its_own_stream, "host", {"clipping": 0.5, "accumulation": 2}),
+    "own stream, mixed": (Stack, train_on_its_own_stream, "mixed", {"accumulation": 2}),
+    "own stream, resident": (Stack, train_on_its_own_stream, "resident", {"clipping": 0.5, "accumulation": 2}),
     "activations on host": (Stack, train, "host", checkpoints("host")),
     "activations on nvme": (Stack, train, "mixed", {**checkpoints("nvme"), "clipping": 0.5}),
     "unused parameters": (one_partly_unused, train, "host", {"accumulation": 2}),
