@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import tempfile
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import offloadzero
 from offloadzero.streaming import activations
 from tests.models import NUM_BLOCKS, PartlyUnusedBlock, Stack, TiedLM, features, tokens
 from tests.simulated.checked import checked
@@ -96,6 +99,78 @@ def train_on_its_own_stream(engine: Any) -> list[float]:
     return losses
 
 
+def evaluate_before_the_step(engine: Any) -> list[float]:
+    """What is launched last before the step reads the weights, and no gradient waits for it."""
+    seen = []
+    for seed in range(NUM_STEPS):
+        engine.backward(engine(features(seed)))
+        with torch.no_grad():
+            seen.append(engine(features(9)))
+        engine.step()
+    return [float(value) for value in seen]
+
+
+def fail_in_backward(engine: Any) -> list[float]:
+    """Inputs that backward has fetched ahead go with their graph."""
+    losses = train(engine)
+    for number in (3, 2):
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(engine.module(features(number), fails_at=number))
+        engine.optimizer.zero_grad()
+        losses += train(engine)
+    return losses
+
+
+def torchs_way(engine: Any) -> list[float]:
+    """Gradients outlive the step; a script changes them right after it, and adds to them."""
+    module = engine.module
+    optimizer = engine.optimizer
+    seen = []
+    for seed in range(NUM_STEPS):
+        loss = module(features(seed))
+        loss.backward()
+        optimizer.step()
+        for param in module.parameters():
+            param.grad.copy_(param.grad * 0.5)
+        module(features(seed + 5)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.detach())
+    return [float(loss) for loss in seen]
+
+
+class FailingStack(Stack):
+    """Backward ends in an error where it enters a block."""
+
+    def forward(self, x: torch.Tensor, fails_at: int = -1) -> torch.Tensor:
+        x = self.front(x.to(self.out_dtype()))
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == fails_at:
+                x.register_hook(_fail)
+        return self.loss(x)
+
+
+def _fail(_grad: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+class OnceWithoutGradient(Stack):
+    """In every second forward its second block computes without gradients: only the micro batch before has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        for number, block in enumerate(self.blocks):
+            with torch.set_grad_enabled(number != 1 or self.num_calls % 2 == 1):
+                y = block(x)
+            x = x + y
+        return x
+
+
 def one_partly_unused() -> nn.Module:
     return Stack(PartlyUnusedBlock, num_blocks=1)
 
@@ -114,6 +189,11 @@ def checkpoints(tier: str) -> dict[str, Any]:
     return {"offloadzero": {"activation_checkpoints": {"tier": tier}}}
 
 
+def slow(*streams: str) -> dict[str, Any]:
+    """These streams run when nothing else can."""
+    return {"slow": streams}
+
+
 Run = tuple[Callable[[], nn.Module], Callable[[Any], list[float]], str | Any, dict[str, Any]]
 RUNS: dict[str, Run] = {
     "mixed, in backward, accumulation": (Stack, train, "mixed", {"accumulation": 2}),
@@ -130,13 +210,27 @@ RUNS: dict[str, Run] = {
     "two streams, nothing poisoned": (Stack, evaluate_on_two_streams, "mixed", FREE),
     "own stream, host": (Stack, train_on_its_own_stream, "host", {"clipping": 0.5, "accumulation": 2}),
     "own stream, mixed": (Stack, train_on_its_own_stream, "mixed", {"accumulation": 2}),
-    "own stream, resident": (Stack, train_on_its_own_stream, "resident", {"clipping": 0.5, "accumulation": 2}),
+    "own stream, resident": (Stack, train_on_its_own_stream, "resident", {"clipping": 0.5}),
     "activations on host": (Stack, train, "host", checkpoints("host")),
     "activations on nvme": (Stack, train, "mixed", {**checkpoints("nvme"), "clipping": 0.5}),
     "unused parameters": (one_partly_unused, train, "host", {"accumulation": 2}),
+    "activations on host, slow": (Stack, train, "host", {**checkpoints("host"), **slow("activation-h2d")}),
+    "activations on nvme, slow": (Stack, train, "host", {**checkpoints("nvme"), **slow("activation-h2d")}),
+    "activations sent slowly": (Stack, train, "host", {**checkpoints("host"), **slow("activation-d2h")}),
+    "activations, failing": (FailingStack, fail_in_backward, "host", {"clipping": 0.5, **checkpoints("host"), **slow("activation-h2d")}),
+    "evaluation before the step": (Stack, evaluate_before_the_step, "mixed", {"clipping": 0.5}),
+    "evaluation before the step, resident": (Stack, evaluate_before_the_step, "resident", {"clipping": 0.5}),
+    "without gradient in the last micro batch": (OnceWithoutGradient, train, "resident", {"accumulation": 2}),
+    "slow fetches": (Stack, train, "nvme", slow("fetch")),
+    "slow landing": (Stack, train, "host", slow("gradient-d2h")),
+    "slow states": (Stack, train, LAST_ON_HOST, {"clipping": 0.5, **slow("state-d2h", "state-h2d", "update-device")}),
     "tied": (TiedLM, train_on_tokens, "nvme", {"clipping": 0.5}),
     "script, host": (Stack, script, "host", KEEP),
     "script, mixed": (Stack, script, "mixed", KEEP),
+    "script, resident": (Stack, script, "resident", KEEP),
+    "script, gradients on the device": (Stack, script, GRADIENTS_ON_DEVICE, KEEP),
+    "torch's way, mixed": (Stack, torchs_way, "mixed", KEEP),
+    "torch's way, resident": (Stack, torchs_way, "resident", {**KEEP, **slow("update-device")}),
 }
 
 
@@ -151,17 +245,33 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
         config = merge(config, {"offloadzero": {**over.get("offloadzero", {}), "placement": placed}})
         digest, races = "", []
         try:
-            with checked() as order, simulated(patch, seed) as device:
+            with checked() as order, simulated(patch, seed, slow=over.get("slow", ())) as device:
                 patch.setattr(Streams, "machine", device.machine)
                 try:
-                    digest = _digest(run_engine(make_model, loop, config))
+                    digest = _digest(_train(make_model, loop, config))
+                    gc.collect()  # what the engine has leased goes back here
                 finally:
+                    order.settle()
                     races = [str(race) for race in order.races]
         except RaceError:
             digest = digest or "an error"
         except Exception as error:
             digest = f"{type(error).__name__}: {error}"[:300]
     return digest, races
+
+
+def _train(make_model: Callable[[], nn.Module], loop: Callable[[Any], list[float]], config: dict[str, Any]) -> Outcome:
+    if loop is not torchs_way:
+        return run_engine(make_model, loop, config)
+    torch.manual_seed(0)
+    model = make_model()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    block = {key: config[key] for key in ("zero_optimization", "offloadzero", "bf16")}
+    module, optimizer = offloadzero.offload(model, plain, block)
+    losses = loop(SimpleNamespace(module=module, optimizer=optimizer))
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    optimizer.close()
+    return Outcome(losses, weights, {})
 
 
 def _digest(outcome: Outcome) -> str:
