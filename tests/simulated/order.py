@@ -345,8 +345,10 @@ class Order:
             if freed.owner is not None:
                 owner.release()  # what uses it after this must come after this
             access = Access(owner.number, owner.now(), True, owner.name, "given back", freed.place)
-            # A thread that uses memory holds a reference to it: the last one was dropped after that.
-            self._enter(region, access, freed.clock, freed.start, freed.end, spare=self._threads)
+            # A thread that uses memory holds a reference to it, for a transfer the file engine does: the last one
+            # was dropped after that.
+            spare = self._threads.union(transfer.number for transfer in self._transfers)
+            self._enter(region, access, freed.clock, freed.start, freed.end, spare=spare)
             if freed.owner is None:
                 index = self._regions.index(region)
                 del self._regions[index], self._starts[index]

@@ -49,6 +49,7 @@ def script(engine: Any) -> list[float]:
     """Reads and writes gradients and weights between backward, step and the next forward."""
     seen = []
     params = list(engine.module.parameters())
+    states = engine.optimizer.state_dict()
     for seed in range(2):
         engine.backward(engine(features(seed)))
         engine.backward(engine(features(seed + 7)))
@@ -58,11 +59,21 @@ def script(engine: Any) -> list[float]:
         params[1].grad = params[1].grad.clone() * 2
         engine.step()
         with torch.no_grad():
-            seen.append(float(engine(features(9))))
-            seen += [float(param.float().sum()) for param in params]
+            seen += [float(param.float().sum()) for param in reversed(params)]
             params[3].mul_(0.9)
             params[4].data = params[4].data * 1.1
+            seen.append(float(engine(features(9))))
+        engine.backward(engine(features(seed + 3)))
+        engine.backward(engine(features(seed + 4)))
+        engine.step()
+        with torch.no_grad():
+            params[-1].mul_(0.9)
+            params[6].data = params[6].data * 1.1
         seen.append(float(engine.get_global_grad_norm()))
+    engine.backward(engine(features(1)))
+    engine.backward(engine(features(2)))
+    engine.step()
+    engine.optimizer.load_state_dict(states)
     return seen
 
 
