@@ -1,4 +1,4 @@
-"""The happens-before checker around a test, on the CPU's lanes or on the simulated device."""
+"""The happens-before checker around a test, on the CPU's lanes, on the simulated device, or on a CUDA device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from offloadzero.memory import lanes
+from tests.simulated.cuda_edges import add_cuda_edges
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.dispatch import Dispatch
 from tests.simulated.edges import Recording, add_host_edges, record_operation, touched
@@ -31,6 +32,8 @@ def checked() -> Iterator[Order]:
         add_host_edges(order, patch)
         _device_edges(order, patch)
         _device_accesses(order, patch)
+        if torch.cuda.is_available():
+            add_cuda_edges(order, patch)
         try:
             with Recording(order):
                 yield order

@@ -143,7 +143,12 @@ def _locks(order: Order, patch: pytest.MonkeyPatch) -> None:
     def replace(owner: Any) -> None:
         owner._lock = _OrderedLock(order, owner._lock)
 
-    for kind in (executor.Executor, activations.ActivationStore, delivery.UpdateTicket, checksums.CheckedRead):
+    for kind in (
+        executor.Executor,
+        activations.ActivationStore,
+        delivery.UpdateTicket,
+        checksums.CheckedRead,
+    ):
         _after_init(patch, kind, replace)
 
 

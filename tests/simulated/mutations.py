@@ -76,8 +76,17 @@ class Mutation:
     function: str
     rank: int = 0  # of several at one place
 
+    @property
+    def key(self) -> str:
+        """Its place without the line."""
+        return f"{self.file} {self.function}: {self.what}"
+
     def __str__(self) -> str:
         return f"{self.file}:{self.line} {self.function}: {self.what}"
+
+
+# What nothing would be wrong without, by key: why.
+REDUNDANT: dict[str, str] = {}
 
 
 @dataclass
@@ -116,9 +125,15 @@ def _nodes_in_functions(tree: ast.AST, function: str = "") -> Iterator[tuple[str
 
 def _changes_of(node: ast.Expr | ast.Call, function: str) -> Iterator[tuple[str, Callable[[], None]]]:
     if isinstance(node, ast.Expr):
-        if isinstance(node.value, ast.Call) and _name(node.value) in WAITS and not _waits_for_call(node.value):
+        if (
+            isinstance(node.value, ast.Call)
+            and _name(node.value) in WAITS
+            and not _waits_for_call(node.value)
+        ):
             func = node.value.func  # what makes the ticket still runs
-            rest = func.value if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Call) else None
+            rest = (
+                func.value if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Call) else None
+            )
             yield f"no {ast.unparse(node.value)}", _setter(node, "value", rest or ast.Constant(None))
         elif isinstance(node.value, ast.Call) and _appends_to(node.value) in NOTES:
             yield f"no {ast.unparse(node.value)}", _setter(node, "value", ast.Constant(None))
@@ -149,7 +164,11 @@ def _changes_of(node: ast.Expr | ast.Call, function: str) -> Iterator[tuple[str,
 def _waits_for_call(wait: ast.Call) -> bool:
     """Whether what it waits for is made right there, from tickets that are mutated by themselves."""
     func = wait.func
-    return isinstance(func, ast.Attribute) and isinstance(func.value, ast.Call) and _name(func.value) in {"AllOf", *MARKS}
+    return (
+        isinstance(func, ast.Attribute)
+        and isinstance(func.value, ast.Call)
+        and _name(func.value) in {"AllOf", *MARKS}
+    )
 
 
 def _elements(name: str, given: ast.expr) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -233,7 +252,12 @@ def judge(mutation: Mutation | None, reference: dict[str, Any], runs: Iterable[s
         os.close(reading)
         os.setpgid(0, 0)
         with os.fdopen(writing, "w") as pipe:
-            _in_child(mutation, reference, list(runs), lambda line: (pipe.write(json.dumps(line) + "\n"), pipe.flush()))
+            _in_child(
+                mutation,
+                reference,
+                list(runs),
+                lambda line: (pipe.write(json.dumps(line) + "\n"), pipe.flush()),
+            )
         os._exit(0)
     os.close(writing)
     verdict = Verdict()
@@ -269,7 +293,9 @@ def _read(descriptor: int, *, deadline_s: float) -> tuple[str, bool]:
     return text[: text.rfind(b"\n") + 1].decode(), False
 
 
-def _in_child(mutation: Mutation | None, reference: dict[str, Any], runs: list[str], say: Callable[[Any], Any]) -> None:
+def _in_child(
+    mutation: Mutation | None, reference: dict[str, Any], runs: list[str], say: Callable[[Any], Any]
+) -> None:
     try:
         if mutation is not None:
             install(mutation)
@@ -308,7 +334,12 @@ def references(runs: Iterable[str] = ()) -> dict[str, Any]:
     if not child:
         os.close(reading)
         found: dict[str, Any] = {}
-        _in_child(None, found, list(runs), lambda line: print(line["failed"], file=sys.stderr) if "failed" in line else 0)
+        _in_child(
+            None,
+            found,
+            list(runs),
+            lambda line: print(line["failed"], file=sys.stderr) if "failed" in line else 0,
+        )
         with os.fdopen(writing, "w") as pipe:
             json.dump(found, pipe)
         os._exit(0)
@@ -317,8 +348,7 @@ def references(runs: Iterable[str] = ()) -> dict[str, Any]:
     if not ended:
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    found = json.loads(text)
-    return found
+    return dict(json.loads(text))
 
 
 def warm_up() -> None:
@@ -344,15 +374,15 @@ def warm_up() -> None:
     machine.close()
 
 
-def main(selected: list[str]) -> None:
-    """Print the table."""
-    warm_up()
+def main(selected: list[str]) -> int:
+    """Print the table; 1 if something is neither caught nor known to be redundant, or is known to be and is not."""
     chosen = [m for m in mutations() if not selected or any(part in str(m) for part in selected)]
-    if os.environ.get("OFFLOADZERO_LIST"):
-        print("\n".join(map(str, chosen)))
-        print(len(chosen))
-        return
+    if "--list" in selected:
+        print("\n".join(map(str, mutations())))
+        return 0
+    warm_up()
     reference = references()
+    num_wrong = 0
     for name, (digest, races) in reference.items():
         print(f"# {name}: {digest[:16]} {len(races)} known races")
     print("| place | checker | numbers |\n| --- | --- | --- |")
@@ -363,10 +393,15 @@ def main(selected: list[str]) -> None:
         if verdict.hung:
             checker = f"hang {checker}"
         numbers = "; ".join(verdict.differing)
-        print(f"| {mutation} | {checker or 'NO'} | {numbers or 'no'} | {verdict.failed}", flush=True)
+        why = REDUNDANT.get(mutation.key, "")
+        if why and not checker:
+            checker = f"redundant: {why}"
+        num_wrong += bool(verdict.failed) or not checker
+        print(f"| {mutation} | {checker or 'NOT CAUGHT'} | {numbers or 'no'} | {verdict.failed}", flush=True)
         counts = [counts[0] + 1, counts[1] + bool(verdict.races), counts[2] + bool(verdict.differing)]
     print(f"{counts[0]} mutants, {counts[1]} caught by the checker, {counts[2]} by the numbers")
+    return int(num_wrong > 0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

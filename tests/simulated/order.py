@@ -309,9 +309,7 @@ class Order:
             access = Access(agent.number, agent.now(), writes, agent.name, label, place_in_code())
             self._enter(region, access, agent.clock, start, start + num_bytes)
 
-    def access_tensor(
-        self, agent: Agent | None, tensor: torch.Tensor, *, writes: bool, label: str
-    ) -> None:
+    def access_tensor(self, agent: Agent | None, tensor: torch.Tensor, *, writes: bool, label: str) -> None:
         """The same of the bytes that a tensor spans."""
         if tensor.numel():
             spanned = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -324,7 +322,14 @@ class Order:
         return self._regions[index]
 
     def _enter(
-        self, region: _Region, access: Access, clock: Clock, start: int, end: int, *, spare: Collection[int] = ()
+        self,
+        region: _Region,
+        access: Access,
+        clock: Clock,
+        start: int,
+        end: int,
+        *,
+        spare: Collection[int] = (),
     ) -> None:
         """`spare`: agents whose earlier accesses are in order."""
         for earlier, num_bytes in region.enter(access, clock, start, min(end, region.end)):
@@ -333,7 +338,9 @@ class Order:
             key = (earlier.place, earlier.label, earlier.writes, access.place, access.label, access.writes)
             if key not in self._seen:
                 self._seen.add(key)
-                self.races.append(Race(earlier, access, f"{region.name}+{start - region.start:#x}", num_bytes))
+                self.races.append(
+                    Race(earlier, access, f"{region.name}+{start - region.start:#x}", num_bytes)
+                )
 
     def _take_freed(self) -> None:
         while self._freed:

@@ -189,9 +189,17 @@ def one_partly_unused() -> nn.Module:
 LAST_ON_HOST = [
     {"param": "nvme", "master": "nvme", "exp_avg": "nvme", "exp_avg_sq": "nvme"},
     {"units": "*.0", "param": "device", "master": "device", "exp_avg": "device", "exp_avg_sq": "device"},
-    {"units": f"*.{NUM_BLOCKS - 1}", "param": "device", "master": "host", "exp_avg": "device", "exp_avg_sq": "host"},
+    {
+        "units": f"*.{NUM_BLOCKS - 1}",
+        "param": "device",
+        "master": "host",
+        "exp_avg": "device",
+        "exp_avg_sq": "host",
+    },
 ]
-GRADIENTS_ON_DEVICE = [{"param": "host", "master": "host", "exp_avg": "nvme", "exp_avg_sq": "host", "grad": "device"}]
+GRADIENTS_ON_DEVICE = [
+    {"param": "host", "master": "host", "exp_avg": "nvme", "exp_avg_sq": "host", "grad": "device"}
+]
 KEEP = {"offloadzero": {"update": {"in_backward": False}}}
 FREE = {"offloadzero": {"poison_released_leases": False}}
 
@@ -228,13 +236,23 @@ RUNS: dict[str, Run] = {
     "activations on host, slow": (Stack, train, "host", {**checkpoints("host"), **slow("activation-h2d")}),
     "activations on nvme, slow": (Stack, train, "host", {**checkpoints("nvme"), **slow("activation-h2d")}),
     "activations sent slowly": (Stack, train, "host", {**checkpoints("host"), **slow("activation-d2h")}),
-    "activations, failing": (FailingStack, fail_in_backward, "host", {"clipping": 0.5, **checkpoints("host"), **slow("activation-h2d")}),
+    "activations, failing": (
+        FailingStack,
+        fail_in_backward,
+        "host",
+        {"clipping": 0.5, **checkpoints("host"), **slow("activation-h2d")},
+    ),
     "evaluation before the step": (Stack, evaluate_before_the_step, "mixed", {"clipping": 0.5}),
     "evaluation before the step, resident": (Stack, evaluate_before_the_step, "resident", {"clipping": 0.5}),
     "without gradient in the last micro batch": (OnceWithoutGradient, train, "resident", {"accumulation": 2}),
     "slow fetches": (Stack, train, "nvme", slow("fetch")),
     "slow landing": (Stack, train, "host", slow("gradient-d2h")),
-    "slow states": (Stack, train, LAST_ON_HOST, {"clipping": 0.5, **slow("state-d2h", "state-h2d", "update-device")}),
+    "slow states": (
+        Stack,
+        train,
+        LAST_ON_HOST,
+        {"clipping": 0.5, **slow("state-d2h", "state-h2d", "update-device")},
+    ),
     "tied": (TiedLM, train_on_tokens, "nvme", {"clipping": 0.5}),
     "script, host": (Stack, script, "host", KEEP),
     "script, mixed": (Stack, script, "mixed", KEEP),
@@ -252,7 +270,11 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
         patch.setattr(activations, "MIN_BYTES", 1)
         options = {key: over[key] for key in ("clipping", "accumulation") if key in over}
         config = make_config("host", directory, **options)
-        placed = placement if isinstance(placement, list) else make_config(placement, directory)["offloadzero"]["placement"]
+        placed = (
+            placement
+            if isinstance(placement, list)
+            else make_config(placement, directory)["offloadzero"]["placement"]
+        )
         config = merge(config, {"offloadzero": {**over.get("offloadzero", {}), "placement": placed}})
         digest, races = "", []
         try:
@@ -271,7 +293,9 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
     return digest, races
 
 
-def _train(make_model: Callable[[], nn.Module], loop: Callable[[Any], list[float]], config: dict[str, Any]) -> Outcome:
+def _train(
+    make_model: Callable[[], nn.Module], loop: Callable[[Any], list[float]], config: dict[str, Any]
+) -> Outcome:
     if loop is not torchs_way:
         return run_engine(make_model, loop, config)
     torch.manual_seed(0)
@@ -291,5 +315,8 @@ def _digest(outcome: Outcome) -> str:
         found.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
     for number, state in sorted(outcome.states.items()):
         for name, tensor in sorted(state.items()):
-            found.update(f"{number}{name}".encode() + tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+            found.update(
+                f"{number}{name}".encode()
+                + tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+            )
     return found.hexdigest()
