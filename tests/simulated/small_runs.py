@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 import offloadzero
+from offloadzero.memory.lanes import LaneTicket
+from offloadzero.memory.tickets import Promise
 from offloadzero.streaming import activations
 from tests.models import NUM_BLOCKS, PartlyUnusedBlock, Stack, TiedLM, features, tokens
 from tests.simulated.checked import checked
@@ -121,6 +123,19 @@ def evaluate_before_the_step(engine: Any) -> list[float]:
     return [float(value) for value in seen]
 
 
+def drop_gradients(engine: Any) -> list[float]:
+    """Gradients that are dropped while they land, and others in their place."""
+    losses = []
+    for seed in range(NUM_STEPS):
+        engine.backward(engine(features(seed + 5)))
+        engine.optimizer.zero_grad()
+        loss = engine(features(seed))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return [float(loss) for loss in losses]
+
+
 def fail_in_backward(engine: Any) -> list[float]:
     """Inputs that backward has fetched ahead go with their graph."""
     losses = train(engine)
@@ -200,6 +215,7 @@ LAST_ON_HOST = [
 GRADIENTS_ON_DEVICE = [
     {"param": "host", "master": "host", "exp_avg": "nvme", "exp_avg_sq": "host", "grad": "device"}
 ]
+EARLY = {"early": True}
 KEEP = {"offloadzero": {"update": {"in_backward": False}}}
 FREE = {"offloadzero": {"poison_released_leases": False}}
 
@@ -253,6 +269,13 @@ RUNS: dict[str, Run] = {
         LAST_ON_HOST,
         {"clipping": 0.5, **slow("state-d2h", "state-h2d", "update-device")},
     ),
+    "unused parameters, nvme": (one_partly_unused, train, "nvme", {"clipping": 0.5}),
+    "dropped gradients": (Stack, drop_gradients, "host", {"clipping": 0.5, **slow("gradient-d2h")}),
+    "dropped gradients, mixed": (Stack, drop_gradients, "mixed", {"clipping": 0.5}),
+    "asked early, dropped gradients": (Stack, drop_gradients, "host", {"clipping": 0.5, **EARLY}),
+    "asked early, nvme": (Stack, train, "nvme", {"clipping": 0.5, **EARLY}),
+    "asked early, mixed": (Stack, train, "mixed", EARLY),
+    "activations, asked early": (Stack, train, "host", {**checkpoints("host"), **EARLY}),
     "tied": (TiedLM, train_on_tokens, "nvme", {"clipping": 0.5}),
     "script, host": (Stack, script, "host", KEEP),
     "script, mixed": (Stack, script, "mixed", KEEP),
@@ -280,6 +303,8 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
         try:
             with checked() as order, simulated(patch, seed, slow=over.get("slow", ())) as device:
                 patch.setattr(Streams, "machine", device.machine)
+                if "early" in over:
+                    _ask_early(patch)
                 try:
                     digest = _digest(_train(make_model, loop, config))
                     gc.collect()  # what the engine has leased goes back here
@@ -291,6 +316,21 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
         except Exception as error:
             digest = f"{type(error).__name__}: {error}"[:300]
     return digest, races
+
+
+def _ask_early(patch: pytest.MonkeyPatch) -> None:
+    """Who asks a ticket first hears that it is not done: what follows must not count on anything else."""
+
+    def asking(done: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def asked(ticket: Any) -> bool:
+            was_asked = getattr(ticket, "was_asked", False)
+            ticket.was_asked = True
+            return was_asked and done(ticket)
+
+        return asked
+
+    for kind in (LaneTicket, Promise):
+        patch.setattr(kind, "done", asking(kind.done))
 
 
 def _train(
