@@ -30,6 +30,7 @@ FILES = (
     "memory/lanes.py",
     "memory/store.py",
     "streaming/executor.py",
+    "streaming/unit_fetches.py",
     "streaming/gradients.py",
     "streaming/param_grad.py",
     "streaming/activations.py",

@@ -352,11 +352,14 @@ def _train(
 def _digest(outcome: Outcome) -> str:
     found = hashlib.sha256(json.dumps([outcome.losses, repr(outcome.norm)]).encode())
     for name, tensor in sorted(outcome.weights.items()):
-        found.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(name.encode() + _bytes(tensor))
     for number, state in sorted(outcome.states.items()):
         for name, tensor in sorted(state.items()):
-            found.update(
-                f"{number}{name}".encode()
-                + tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
-            )
+            found.update(f"{number}{name}".encode() + _bytes(tensor))
     return found.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    """Of any tensor, also one that is read when it is looked at."""
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).reshape(-1)
+    return plain.view(torch.uint8).numpy().tobytes()
