@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 import re
@@ -24,7 +25,7 @@ from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.tickets import Failures, Promise
 from offloadzero.native import cpu_adam
 from tests.models import Stack, features
-from tests.simulated import mutations, small_runs
+from tests.simulated import edges, mutations, small_runs
 from tests.simulated.checked import checked
 from tests.simulated.device import SimulatedDevice, simulated
 from tests.simulated.order import Order, RaceError
@@ -228,6 +229,16 @@ def _write(operation: str, target: torch.Tensor, source: torch.Tensor) -> None:
         cpu_adam.copy(target, source)
     else:
         target.copy_(source)
+
+
+def test_every_host_kernel_is_recorded() -> None:
+    """What takes tensors and is not listed would be an access that nobody sees."""
+    for module, kernels in edges.KERNELS.items():
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            takes = [str(p.annotation) for p in inspect.signature(function).parameters.values()]
+            is_kernel = function.__module__ == module.__name__ and any("Tensor" in kind for kind in takes)
+            unused = name.startswith("_") or name in ("checked_step", "compact_encode", "compact_decode")
+            assert not is_kernel or unused or name in kernels, name
 
 
 @pytest.mark.parametrize("waits", [True, False])

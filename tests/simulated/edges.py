@@ -39,6 +39,7 @@ KERNELS: dict[Any, dict[str, tuple[str, ...]]] = {
     cpu_adam: {
         "adam_step": ("grad",),
         "sq_norm": ("grad",),
+        "sq_norms": ("grad",),
         "accumulate": ("grad",),
         "split_master": ("master_fp32",),
         "join_master": ("param_bf16", "remainder_i16"),
