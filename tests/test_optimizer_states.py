@@ -14,8 +14,10 @@ from torch import Tensor
 
 import offloadzero
 from offloadzero.errors import ConfigError, StateError
+from tests.models import Stack, features
 from tests.plain_form import final_weights, make_model, make_optimizer, offloaded
 from tests.tiny import make_engine, settings, tokens, train
+from tests.training import make_config
 
 
 def step(model: Any, optimizer: Any, seed: int) -> None:
@@ -203,3 +205,24 @@ def test_an_optimizer_of_torch_that_takes_them_over_is_on_its_own(tmp_path: Path
         step(model, optimizer, 1)
         for name, value in final_weights(model).items():
             torch.testing.assert_close(value, final_weights(plain)[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float64])
+def test_a_copy_seen_as_another_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    """What hashes or packs a state dict looks at its bytes."""
+    engine, *_ = offloadzero.initialize(model=Stack(), config=make_config("host", tmp_path))
+    engine.backward(engine(features(0)))
+    engine.step()
+    for state in (
+        engine.optimizer.state_dict()["state"][0]["exp_avg"],
+        engine.module.state_dict()["blocks.0.up.weight"],
+    ):
+        expected = (
+            state.detach().clone().reshape(-1).numpy(force=True) if state.dtype != torch.bfloat16 else None
+        )
+        seen = state.reshape(-1).contiguous()[8:].view(dtype)
+        assert seen.numpy().nbytes == seen.nbytes
+        if expected is not None:
+            assert seen.numpy().tobytes() == expected[8:].tobytes()
+        assert repr(seen).startswith("tensor(")
+    engine.close()

@@ -132,7 +132,7 @@ class StateTensor(torch.Tensor):
 
     def _plain(self) -> Tensor:
         with DisableTorchFunctionSubclass():
-            return self._copy.value.as_strided(self.size(), self.stride(), self.storage_offset())
+            return self.detach().as_subclass(Tensor)
 
 
 def is_copy_of(tensor: object, weight: Weight) -> bool:
