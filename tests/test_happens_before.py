@@ -348,8 +348,7 @@ def test_the_lanes_of_the_cpu(name: str, placement: str, tmp_path: Path) -> None
 def test_small_runs(name: str) -> None:
     digest, races = small_runs.run(name)
     assert re.fullmatch("[0-9a-f]{64}", digest), digest
-    races = [race for race in races if not ("_sum_of_squares" in race and "aten.add_" in race)]
-    assert not races, "\n".join(races)  # but for the one of `test_norms_of_a_window_that_goes_on`
+    assert not races, "\n".join(races)
 
 
 def test_a_gradient_without_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,14 +358,8 @@ def test_a_gradient_without_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         run_engine(make_model, take_inputs(make_input), make_config("host", tmp_path, **over))
 
 
-@pytest.mark.xfail(
-    raises=RaceError, strict=True, reason="known: harmless, as the last norm of a window is the one used"
-)
 def test_norms_of_a_window_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norm of a gradient on the device is taken on another stream while the next micro batch adds to it.
-
-    While this fails, `test_small_runs` leaves that pair of accesses out.
-    """
+    """The norm of a gradient on the device is taken on another stream before the next micro batch adds to it."""
     config = make_config("resident", tmp_path, clipping=0.5, accumulation=2)
     with checked(), simulated(monkeypatch) as device:
         monkeypatch.setattr(small_runs.Streams, "machine", device.machine)

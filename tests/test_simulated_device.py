@@ -12,6 +12,7 @@ from torch import Tensor
 from offloadzero.errors import StateError
 from tests.models import PartlyUnusedBlock, Stack, features
 from tests.schedules import draw_schedule, reference
+from tests.simulated.checked import checked
 from tests.simulated.device import simulated
 from tests.test_streaming import MODELS, take_inputs
 from tests.training import assert_same, make_config, run_engine
@@ -28,7 +29,7 @@ def test_model(
     make_model, make_input, over = MODELS[name]
     config = make_config(placement, tmp_path, clipping=clipping, **over)
     expected = run_engine(make_model, take_inputs(make_input), config)
-    with simulated(monkeypatch, seed=len(name)):
+    with checked(), simulated(monkeypatch, seed=len(name)):
         found = run_engine(make_model, take_inputs(make_input), config)
     assert_same(found, expected)
 
@@ -57,7 +58,7 @@ def test_a_gradient_without_a_lease(clipping: float, tmp_path: Path, monkeypatch
     """Its memory is the allocator's, which must not give it to another while its copy home is under way."""
     config = make_config("host", tmp_path, clipping=clipping)
     expected = run_engine(LastBlocksPartlyUnused, take_inputs(features), config)
-    with simulated(monkeypatch, slow=["gradient-d2h"]):
+    with checked(), simulated(monkeypatch, slow=["gradient-d2h"]):
         found = run_engine(LastBlocksPartlyUnused, take_inputs(features), config)
     assert_same(found, expected)
 
@@ -114,7 +115,7 @@ def test_a_captured_graph_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         device.is_capturing = False
         return take_inputs(features)(engine)
 
-    with simulated(monkeypatch) as device:
+    with checked(), simulated(monkeypatch) as device:
         assert_same(run_engine(Stack, loop, config), expected)
 
 
@@ -123,7 +124,7 @@ def test_random_schedule(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Model, placement, budgets, updates and loop are drawn from the seed, and what runs on the device when."""
     schedule = draw_schedule(seed)
     own = {**schedule.placed["offloadzero"], "nvme_path": str(tmp_path)}
-    with simulated(monkeypatch, seed=seed):
+    with checked(), simulated(monkeypatch, seed=seed):
         found = run_engine(schedule.make_model, schedule.loop, {**schedule.placed, "offloadzero": own})
     expected = reference(seed)
     if found.norm is not None and expected.norm is not None:
@@ -146,7 +147,7 @@ def test_a_resident_units_update_does_not_hold_up_the_host(
         return []
 
     expected = run_engine(Stack, loop, config)
-    with simulated(monkeypatch, slow=["update-device"]) as device:
+    with checked(), simulated(monkeypatch, slow=["update-device"]) as device:
         waits = device.machine.counts
         counted = []
 

@@ -246,8 +246,8 @@ class GradientCollector:
         record = state.record
         home = state.home
         if home is not None and home.tier is TierName.DEVICE:
-            # An update of the last step may still read it.
-            state.free = self._previous_update(record.index)
+            # An update of the last step may still read it, or who measures what earlier micro batches brought.
+            state.free = AllOf([self._previous_update(record.index), state.landed])
             with self._clock.waiting("update"), self._store.failures.handed_over():
                 order_compute_after(state.free)
             state.flat = home.memory
