@@ -175,8 +175,10 @@ def test_update_that_starts_before_the_gradient_has_landed_is_caught(
     slow_lane(monkeypatch, "gradient-d2h")
     land = GradientCollector._land
 
-    def impatient(collector: GradientCollector, state: Any, done: Any, _after: Any, merge_: Any) -> None:
-        land(collector, state, done, [], merge_)
+    def impatient(
+        collector: GradientCollector, state: Any, done: Any, _after: Any, merge_: Any, *, held: Any = None
+    ) -> None:
+        land(collector, state, done, [], merge_, held=held)
 
     expect_caught(name, "host", lambda: monkeypatch.setattr(GradientCollector, "_land", impatient))
 
