@@ -144,8 +144,7 @@ def test_lease_given_to_the_next_before_its_copy_has_left_is_caught(
         def early(
             collector: GradientCollector, state: Any, flat: Any, lease: Any, target: Any, before: Any
         ) -> Any:
-            give_back = collector._device_leases.give_back
-            give_back(lease)
+            collector._leases_of(state.record).give_back(lease)
             lease.temporary = True  # the copy does not give it back again
             submit = collector._d2h.submit
 
@@ -381,8 +380,10 @@ def gradient_on_the_device_over_one_that_the_last_update_reads(monkeypatch: pyte
 def landing_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     land = GradientCollector._land
 
-    def impatient(collector: GradientCollector, state: Any, done: Any, _after: Any, merge: Any) -> None:
-        land(collector, state, done, [], merge)
+    def impatient(
+        collector: GradientCollector, state: Any, done: Any, _after: Any, merge: Any, *, held: Any = None
+    ) -> None:
+        land(collector, state, done, [], merge, held=held)
 
     monkeypatch.setattr(GradientCollector, "_land", impatient)
 
@@ -394,7 +395,7 @@ def gradient_lease_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         collector: GradientCollector, state: Any, flat: Any, lease: Any, target: Any, before: Any
     ) -> Any:
         if not lease.temporary:
-            collector._device_leases.give_back(lease)
+            collector._leases_of(state.record).give_back(lease)
             flat = flat.clone()[:0].set_(
                 flat
             )  # the lease is another's; what the copy reads is still that memory
