@@ -33,7 +33,8 @@ TEST_WORKERS ?= 3
 test: $(STAMPS)/native $(STAMPS)/dev
 	one_by_one="alone and not gpu"; if $(BIN)/python -c '$(HAS_CUDA)'; then one_by_one="alone or gpu"; fi; \
 	$(BIN)/python -m pytest -m "$$one_by_one"; alone=$$?; \
-	$(BIN)/python -m pytest -m "not alone and not gpu" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder; \
+	$(BIN)/python -m pytest -m "not alone and not gpu" -n $(TEST_WORKERS) --max-worker-restart 0 \
+		--dist loadfile --no-loadscope-reorder; \
 	together=$$?; \
 	if [ $$alone != 0 ]; then echo "Of the tests that run one by one ($$one_by_one) some failed: see above."; fi; \
 	[ $$alone = 0 ] && [ $$together = 0 ]
