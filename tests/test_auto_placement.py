@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import nn
@@ -315,7 +315,10 @@ def test_more_of_a_budget_never_moves_a_segment_to_a_slower_tier(
 @given(cases(), SHARES)
 @hypothesis_settings(max_examples=150, deadline=None)
 def test_as_many_records_as_fit_are_on_the_device(case: Any, device_share: float) -> None:
-    """Against every number of records tried, where leases of a given size make the bytes never fall."""
+    """Against every number of records tried, where the bytes never fall as more of them are on the device.
+
+    (Units that are there together need less room when some of them are resident.)
+    """
     units, config, together = case
     config = replace(config, max_live_parameters=config.max_live_parameters or 0)
     free = 2 * between((units, config, together), device_share, 0)[0]
@@ -325,7 +328,9 @@ def test_as_many_records_as_fit_are_on_the_device(case: Any, device_share: float
         homes = {**resident_aware(units, HOST), **all_in(order[:num], DEVICE)}
         return plan_memory(units, config, together=together, placement=homes).tier_bytes(DEVICE)
 
-    fitting = [num for num in range(len(units) + 1) if device_bytes(num) <= free // 2]
+    needed = [device_bytes(num) for num in range(len(units) + 1)]
+    assume(needed == sorted(needed))
+    fitting = [num for num, num_bytes in enumerate(needed) if num_bytes <= free // 2]
     placement = choose_placement(units, config, {DEVICE: free, HOST: GIB}, together=together)
     first = order[: max(fitting, default=0)]
     wholly = on_device(units, placement)

@@ -303,7 +303,8 @@ def find_device(name: str | None) -> Device:
     there = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if there is not None and there.type == chosen.type else 0
     if (chosen.index or 0) >= count:
-        raise ConfigError("offloadzero.device", name, f"{chosen.type} devices that torch finds here: {count}")
+        kind = "CUDA" if chosen.type == "cuda" else chosen.type
+        raise ConfigError("offloadzero.device", name, f"{kind} devices that torch finds here: {count}")
     index = chosen.index if chosen.index is not None else torch.accelerator.current_device_index()
     found = torch.device(chosen.type, index)
     return CudaDevice(found) if chosen.type == "cuda" else StreamDevice(found)

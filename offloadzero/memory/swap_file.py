@@ -150,6 +150,8 @@ def _make_linked(at: int, path: Path, file_id: bytes) -> int:
             return -1
         raise
     except BaseException:
+        if os.fstat(descriptor).st_nlink:  # an interrupt has come when it had its name
+            os.unlink(path.name, dir_fd=at)
         os.close(descriptor)
         raise
     return descriptor

@@ -97,7 +97,9 @@ class _Cell:
     def __del__(self) -> None:
         copy: HomeCopy | None = getattr(self, "copy", None)
         if copy is not None:
-            self._ended.note(EndedCell(copy, AllOf((copy.home(), self.fetched)), (self.source, self.target)))
+            users = AllOf((copy.home(), self.fetched))
+            is_in_use = not (copy.copied.done() and self.fetched.done())
+            self._ended.note(EndedCell(copy, users, (self.source, self.target) if is_in_use else ()))
 
 
 @dataclass(frozen=True, eq=False)
