@@ -115,7 +115,7 @@ def flip(tier: NvmeTier, byte: int, bit: int = 0) -> None:
 def ranges(rng: random.Random, count: int) -> list[tuple[int, int]]:
     """Disjoint ranges, in any order, that begin and end anywhere; many share a block."""
     cuts = sorted(rng.sample(range(NUM_BYTES + 1), 2 * count))
-    cuts = [round(cut / BLOCK_BYTES) * BLOCK_BYTES if rng.random() < 0.3 else cut for cut in cuts]
+    cuts = sorted(round(cut / BLOCK_BYTES) * BLOCK_BYTES if rng.random() < 0.3 else cut for cut in cuts)
     pairs = [(begin, end) for begin, end in itertools.pairwise(cuts) if begin < end]
     rng.shuffle(pairs)
     return pairs[:count]

@@ -50,11 +50,11 @@ class File {
     dev_t device() const { return device_; }
     ino_t inode() const { return inode_; }
 
-    int64_t num_bytes() const;                 // or -errno
-    // Space for bytes [start, num_bytes); 0 or -errno. The size afterwards is at least num_bytes. Of a range that does
-    // not begin at 0, nothing may be allocated yet.
+    int64_t num_bytes() const;  // or -errno
+    // Space for bytes [start, num_bytes); 0 or -errno. The size afterwards is at least num_bytes. Of a range
+    // that does not begin at 0, nothing may be allocated yet.
     int preallocate(int64_t start, int64_t num_bytes) const;
-    int sync() const;                          // fdatasync; 0 or -errno
+    int sync() const;  // fdatasync; 0 or -errno
     // A second, buffered descriptor of the same inode, opened at first use; or -errno.
     int buffered_fd();
 

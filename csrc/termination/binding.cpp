@@ -1,12 +1,14 @@
 // Files that go with the process when SIGTERM ends it.
 //
-// The default action of SIGTERM ends a process without running any of its code, and so would leave its files behind.
-// A handler in C can remove them at any moment, also while the main thread is stuck in a call: Python's handlers run
-// between two of its instructions only. It removes the files, restores the default action and sends the signal again:
-// whoever waits for the process sees that it died of SIGTERM. It is installed only in place of the default action, so
-// a handler of the user's own (torchrun's, Lightning's) is never touched, and one that is set later replaces ours.
+// The default action of SIGTERM ends a process without running any of its code, and so would leave its files
+// behind. A handler in C can remove them at any moment, also while the main thread is stuck in a call:
+// Python's handlers run between two of its instructions only. It removes the files, restores the default
+// action and sends the signal again: whoever waits for the process sees that it died of SIGTERM. It is
+// installed only in place of the default action, so a handler of the user's own (torchrun's, Lightning's) is
+// never touched, and one that is set later replaces ours.
 //
-// A forked child inherits the handler and the list. The files are its parent's: there the handler removes nothing.
+// A forked child inherits the handler and the list. The files are its parent's: there the handler removes
+// nothing.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
