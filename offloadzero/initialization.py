@@ -91,8 +91,12 @@ def initialize(
         evaluation = replace(settings, state_layout="fp32")
         runtime = Runtime(model, evaluation, param_groups=(), current_hypers=tuple)
         return Engine(runtime, None, None, loader), None, loader, None
-    (scheduler,) = schedulers
-    return Engine(offloaded.runtime, offloaded, scheduler, loader), offloaded, loader, scheduler
+    try:
+        (scheduler,) = schedulers
+        return Engine(offloaded.runtime, offloaded, scheduler, loader), offloaded, loader, scheduler
+    except BaseException:  # an interrupt: nobody has the engine
+        offloaded.runtime.undo()
+        raise
 
 
 def _make_optimizer(

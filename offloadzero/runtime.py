@@ -109,14 +109,15 @@ class Runtime:
         try:
             if self.plan.tier_bytes(TierName.NVME) or (checkpointing and checkpointing.tier is TierName.NVME):
                 create_nvme_directories(config.nvme_paths)
-            self.store = _open_store(self, config)
-            self.resources.add(self.store.close)
+            with interrupts.uninterrupted:  # a file that is made is one that is closed
+                self.store = _open_store(self, config)
+                self.resources.add(self.store.close)
             self._build(cut, current_hypers)
             self.monitor.begin(
                 self._description(), device_is_cpu=self.accelerator.asynchronous.free_bytes() is None
             )
         except BaseException:
-            self._undo()
+            self.undo()
             raise
         _live.add(self)
         for notice in config.notices:
@@ -357,8 +358,9 @@ class Runtime:
             self.hooks.remove()
         self.close()
 
-    def _undo(self) -> None:
+    def undo(self) -> None:
         """The engine could not be built: the model is as it was."""
+        _live.discard(self)
         try:
             if self.hooks is not None:
                 self.hooks.remove()
