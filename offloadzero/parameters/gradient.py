@@ -25,6 +25,7 @@ from torch import Tensor
 
 from offloadzero.errors import StateError
 from offloadzero.parameters.remote import Operation, RemoteTensor, Source
+from offloadzero.torch_private import prim_device
 
 aten = torch.ops.aten
 
@@ -71,6 +72,8 @@ class GradientTensor(RemoteTensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func is prim_device:  # torch asks three times whenever one becomes `param.grad`
+            return args[0]._source.device
         shortcut = _SHORTCUTS.get(func)
         if shortcut is not None:
             answer = shortcut(*args, **(kwargs or {}))
