@@ -90,12 +90,18 @@ def initialize(
         # No state of an optimizer: nothing to lay out compactly.
         evaluation = replace(settings, state_layout="fp32")
         runtime = Runtime(model, evaluation, param_groups=(), current_hypers=tuple)
-        return Engine(runtime, None, None, loader), None, loader, None
+        return _make_engine(runtime, None, None, loader), None, loader, None
+    (scheduler,) = schedulers
+    return _make_engine(offloaded.runtime, offloaded, scheduler, loader), offloaded, loader, scheduler
+
+
+def _make_engine(
+    runtime: Runtime, optimizer: OffloadedOptimizer | None, scheduler: Any, loader: Any
+) -> Engine:
     try:
-        (scheduler,) = schedulers
-        return Engine(offloaded.runtime, offloaded, scheduler, loader), offloaded, loader, scheduler
+        return Engine(runtime, optimizer, scheduler, loader)
     except BaseException:  # an interrupt: nobody has the engine
-        offloaded.runtime.undo()
+        runtime.undo()
         raise
 
 
