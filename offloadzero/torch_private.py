@@ -66,6 +66,9 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 # What a tensor subclass is made of.
 DisableTorchFunctionSubclass: Any = _look_up("_C.DisableTorchFunctionSubclass")
 make_wrapper_subclass: Callable[..., Any] = _look_up("Tensor._make_wrapper_subclass")
+make_subclass: Callable[..., Any] = _look_up("Tensor._make_subclass")
+DisableTorchDispatch: Any = _look_up("_C._DisableTorchDispatch")
+is_any_autocast_enabled: Callable[[], bool] = _look_up("_C._is_any_autocast_enabled")
 prim_device: Any = _look_up("ops.prim.device.default")  # asks a tensor subclass for its device
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,16 +13,28 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import StateError
+from offloadzero.parameters.gradient import GradientTensor
 from offloadzero.parameters.remote import RemoteTensor
 
 ROWS, COLUMNS = 4, 7
 
+_kinds: list[type[RemoteTensor]] = []
+
+
+@pytest.fixture(autouse=True, params=[RemoteTensor, GradientTensor])
+def kind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What `make` makes."""
+    _kinds.append(request.param)
+    yield
+    _kinds.pop()
+
 
 class Elsewhere:
-    """A value that counts how often it is moved."""
+    """A value that counts how often it is moved, and of which nothing is known without reading it."""
 
     name = "blocks.0.weight"
     device = torch.device("cpu")
+    num_tensors = 0
 
     def __init__(self, value: Tensor) -> None:
         self.value = value.clone()
@@ -48,12 +60,29 @@ class Elsewhere:
         self.num_writes += 1
         self.value = value
 
+    def norm(self) -> float | None:
+        return None
+
+    def scale(self, factor: float) -> bool:  # noqa: ARG002
+        return False
+
+    def clear(self) -> None:
+        self.write(torch.zeros_like(self.value))
+
+    def accept(self, contribution: Tensor) -> bool:  # noqa: ARG002
+        return False
+
 
 def make(dtype: torch.dtype = torch.float32) -> tuple[RemoteTensor, Elsewhere, Tensor]:
     """A remote tensor, where its value is, and an ordinary tensor of that value."""
     value = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(3)).to(dtype)
     source = Elsewhere(value)
-    return RemoteTensor(source), source, value.clone()
+    return remote_of(source), source, value.clone()
+
+
+def remote_of(source: Elsewhere) -> RemoteTensor:
+    """A remote tensor of the kind that is tested."""
+    return _kinds[-1](source)
 
 
 def set_item(t: Tensor) -> None:
@@ -258,6 +287,29 @@ def test_autocast_takes_it_as_the_value(where: str) -> None:
     torch.testing.assert_close(leaves[0].grad, leaves[1].grad, rtol=2e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_is_done_in_place_under_autocast_gives_the_tensor_back(enabled: bool) -> None:
+    remote, source, expected = make()
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        assert remote.mul_(2) is remote
+        assert torch._foreach_add_([remote], 1.0)[0] is remote
+        remote.t()[1:].zero_()
+        expected.mul_(2).add_(1).t()[1:].zero_()
+    assert torch.equal(source.value, expected)
+
+
+class Intercepting(Tensor):
+    """A class that has torch's own way with operations on it."""
+
+
+def test_beside_a_class_that_intercepts_operations_it_is_the_value() -> None:
+    remote, _, expected = make()
+    other = torch.ones(ROWS, COLUMNS).as_subclass(Intercepting)
+    for result in (remote + other, other + remote, torch.cat([other, remote])):
+        assert type(result) is Intercepting
+    assert torch.equal(remote + other, expected + other)
+
+
 def test_where_it_is_is_where_the_value_comes() -> None:
     remote, source, _ = make()
     for one in (remote, remote.t()):
@@ -289,5 +341,5 @@ def test_a_list_operation_holds_one_value_at_a_time() -> None:
             super().write(value)
 
     sources = [Counted(torch.full((3,), float(i))) for i in range(5)]
-    torch._foreach_add_([RemoteTensor(s) for s in sources], [torch.ones(3)] * 5, alpha=2)
+    torch._foreach_add_([remote_of(s) for s in sources], [torch.ones(3)] * 5, alpha=2)
     assert [s.value[0].item() for s in sources] == [2, 3, 4, 5, 6]

@@ -11,6 +11,12 @@ and writes back; what scripts do with the gradients of a whole model is answered
 - `zero_`, and torch.amp.GradScaler's check and unscaling in one.
 
 That is all that `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `GradScaler` ask for.
+
+[Note: a gradient's device]
+When a tensor becomes `param.grad` torch asks it for its device three times. A remote tensor answers in Python, in
+3 us each; a gradient tensor has its device in C++, and like any remote tensor the keys of the meta backend. autocast
+goes by keys and would not see it: in an operation under autocast, and beside tensors of other classes that intercept
+operations, a remote tensor of the same value, which it does see, takes its place (`_Seen`).
 """
 
 from __future__ import annotations
@@ -24,8 +30,16 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import StateError
-from offloadzero.parameters.remote import Operation, RemoteTensor, Source
-from offloadzero.torch_private import prim_device
+from offloadzero.parameters.remote import META, Operation, RemoteTensor, Source, asking_for_device
+from offloadzero.parameters.trees import map_leaves
+from offloadzero.torch_private import (
+    DisableTorchDispatch,
+    DisableTorchFunctionSubclass,
+    disabled_torch_function_impl,
+    is_any_autocast_enabled,
+    make_subclass,
+    make_wrapper_subclass,
+)
 
 aten = torch.ops.aten
 
@@ -59,10 +73,54 @@ class GradientTensor(RemoteTensor):
         source.num_tensors += 1
         return cast(GradientTensor, RemoteTensor.__new__(cls, source, *arguments, **options))
 
+    @classmethod
+    def _without_memory(cls, like: Tensor, device: torch.device, storage_offset: int) -> RemoteTensor:
+        """[Note: a gradient's device]."""
+        with_keys_of_device = make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=storage_offset,
+            dtype=like.dtype,
+            device=device,
+        )
+        with DisableTorchDispatch():
+            tensor: RemoteTensor = make_subclass(
+                cls, with_keys_of_device, False, device_for_backend_keys=META
+            )
+        return tensor
+
     @property
     def source(self) -> GradientSource:
         """Where the value is."""
         return self._source
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        if len(types) == 1 and not is_any_autocast_enabled():
+            with DisableTorchFunctionSubclass():
+                return func(*args, **keywords)
+        given: list[tuple[Any, GradientTensor]] = []
+
+        def seen(leaf: Any) -> Any:
+            if not isinstance(leaf, GradientTensor):
+                return leaf
+            with DisableTorchFunctionSubclass():
+                twin = _See.apply(leaf) if leaf.requires_grad else _seen(leaf)  # type: ignore[no-untyped-call]
+            given.append((twin, leaf))
+            return twin
+
+        def original(leaf: Any) -> Any:
+            return next((tensor for twin, tensor in given if twin is leaf), leaf)
+
+        return map_leaves(original, func(*map_leaves(seen, args), **map_leaves(seen, keywords)))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -72,8 +130,6 @@ class GradientTensor(RemoteTensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is prim_device:  # torch asks three times whenever one becomes `param.grad`
-            return args[0]._source.device
         shortcut = _SHORTCUTS.get(func)
         if shortcut is not None:
             answer = shortcut(*args, **(kwargs or {}))
@@ -85,6 +141,32 @@ class GradientTensor(RemoteTensor):
         raise StateError(
             f"{self._source.name}: {what} needs memory, but the gradient is away: take a copy with clone()"
         )
+
+
+class _Seen(GradientTensor):
+    """What stands for a gradient in one operation: [Note: a gradient's device]."""
+
+    __torch_function__ = disabled_torch_function_impl
+
+    @classmethod
+    def _without_memory(cls, like: Tensor, device: torch.device, storage_offset: int) -> RemoteTensor:
+        return asking_for_device(cls, like, device, storage_offset)
+
+
+class _See(torch.autograd.Function):
+    """What is seen of a gradient in whose graph an operation is."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: GradientTensor) -> RemoteTensor:  # noqa: ARG004 (torch's signature)
+        return _seen(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
+        return grad
+
+
+def _seen(gradient: GradientTensor) -> RemoteTensor:
+    return gradient.with_source(gradient.source, kind=_Seen)
 
 
 def as_fp32(value: float) -> float:

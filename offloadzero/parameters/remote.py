@@ -39,7 +39,7 @@ from offloadzero.torch_private import (
     prim_device,
 )
 
-_META = torch.device("meta")
+META = torch.device("meta")
 
 Operation = Any  # torch._ops.OpOverload: its class has no public name
 
@@ -137,19 +137,15 @@ class RemoteTensor(torch.Tensor):
         """`like` has the dtype, shape and strides of the last view (on the meta device)."""
         if like is None:
             like = torch.empty(source.shape, dtype=source.dtype, device="meta")
-        tensor: RemoteTensor = make_wrapper_subclass(
-            cls,
-            like.shape,
-            strides=like.stride(),
-            storage_offset=storage_offset,
-            dtype=like.dtype,
-            device=_META,
-            dispatch_device=True,
-            _extra_dispatch_keys=autocast_key(source.device.type),
-        )
+        tensor = cls._without_memory(like, source.device, storage_offset)
         tensor._source = source
         tensor._views = views
         return tensor
+
+    @classmethod
+    def _without_memory(cls, like: Tensor, device: torch.device, storage_offset: int) -> RemoteTensor:
+        """A tensor of this class, to which neither source nor views have been given."""
+        return asking_for_device(cls, like, device, storage_offset)
 
     @property
     def source(self) -> Source:
@@ -272,6 +268,23 @@ class RemoteTensor(torch.Tensor):
             f"{self._source.name}: {what} needs memory, but the value is away: take a copy with clone(), or use it "
             "inside offloadzero.zero.GatheredParameters"
         )
+
+
+def asking_for_device(
+    kind: type[RemoteTensor], like: Tensor, device: torch.device, storage_offset: int
+) -> RemoteTensor:
+    """A tensor without memory, whose device C++ asks Python for, and at which autocast looks as at one of `device`."""
+    tensor: RemoteTensor = make_wrapper_subclass(
+        kind,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=storage_offset,
+        dtype=like.dtype,
+        device=META,
+        dispatch_device=True,
+        _extra_dispatch_keys=autocast_key(device.type),
+    )
+    return tensor
 
 
 # What would give a remote tensor memory of its own, or take its shape away.
