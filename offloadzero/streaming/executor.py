@@ -180,19 +180,16 @@ class Executor:
                 self._unpacking = current
                 self._guarded.clear()
             if guard:
-                self._guard(index, num_kept=2 if node is None else None)
+                if index in self._guarded:
+                    self._guarded.remove(index)
+                self._guarded.append(index)
+                if node is None:
+                    del self._guarded[:-2]
             if index == self._current and unit.residency is READY and stream in unit.arrived_for:
                 return
             self._store.failures.check_readable()
             with uninterrupted:
                 self._use(unit, stream, evaluating=evaluating, ends_guards=not guard and node is None)
-
-    def _guard(self, index: int, *, num_kept: int | None) -> None:
-        if index in self._guarded:
-            self._guarded.remove(index)
-        self._guarded.append(index)
-        if num_kept is not None:
-            del self._guarded[:-num_kept]
 
     def _use(self, unit: LeasedUnit, stream: Stream | None, *, evaluating: bool, ends_guards: bool) -> None:
         index = unit.record.index
@@ -390,12 +387,7 @@ class Executor:
         `may_recompute`: forwards may run before the operation that it is for.
         """
         unit = self._units[saved.unit]
-        if unit.generation_of(saved.view) != saved.generation:
-            raise StateError(
-                f"{unit.record.name}: its weights were updated between this forward and its backward "
-                "(a backward pass through a graph from before the last step?)"
-            )
-        unit.expect_unwritten(saved)
+        unit.expect_as_saved(saved)
         needed = self._unit_of.get(saved.unit, (saved.unit,))
         try:
             for index in needed:

@@ -518,7 +518,7 @@ class _SavedTensorHooks:
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is SavedWeight and packed.owner == self._low:
-            weight = self._load(packed, may_recompute=self.is_under_foreign)
+            weight = self._load(packed, may_recompute=self._outer is not None)
             # A backward that records its own graph (create_graph=True) saves what it is given, without hooks of ours.
             return weight.clone() if torch.is_grad_enabled() else weight
         if self._outer is not None and not isinstance(packed, RemoteTensor):

@@ -293,28 +293,32 @@ class LeasedUnit:
         key = (address - self.address, tensor.dtype, tensor.size(), tensor.stride())
         view = self.looks.weight(self, key)
         version = self._clocks[view.place]._version
-        return SavedWeight(self.owner, self.record.index, self.generation_of(view), view, version)
+        # An update leaves the frozen ones as they are.
+        generation = self.edits if view.is_frozen else self.generation
+        return SavedWeight(self.owner, self.record.index, generation, view, version)
 
     def place_at(self, byte_offset: int) -> int:
         """The slot whose parameter lies there."""
         return bisect_right(self._starts, byte_offset) - 1
 
-    def expect_unwritten(self, saved: SavedWeight) -> None:
-        """Raise torch's error if an operation has written the parameter since it was saved.
+    def expect_as_saved(self, saved: SavedWeight) -> None:
+        """Raise if the weight that autograd has saved is another now.
 
-        autograd looks at versions itself, but not of what saved-tensor hooks have taken.
+        It looks at versions itself, but not of what saved-tensor hooks have taken.
         """
-        version = self._clocks[saved.view.place]._version
+        view = saved.view
+        if (self.edits if view.is_frozen else self.generation) != saved.generation:
+            raise StateError(
+                f"{self.record.name}: its weights were updated between this forward and its backward "
+                "(a backward pass through a graph from before the last step?)"
+            )
+        version = self._clocks[view.place]._version
         if version != saved.version:
             raise StateError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.record.slots[saved.view.place].name} is at version {version}; expected version "
+                f"{self.record.slots[view.place].name} is at version {version}; expected version "
                 f"{saved.version} instead. Write a weight before its module uses it, or after backward()"
             )
-
-    def generation_of(self, view: WeightView) -> int:
-        """Of the weights that `view` looks at: an update leaves the frozen ones as they are."""
-        return self.edits if view.is_frozen else self.generation
 
 
 class WeightView:
