@@ -32,7 +32,7 @@ from offloadzero.config import TierName
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import uninterrupted
 from offloadzero.lifetime import EngineState
-from offloadzero.observe.clock import StepReport
+from offloadzero.observe.step_report import StepReport
 from offloadzero.optimizer import OffloadedOptimizer
 from offloadzero.runtime import Runtime
 

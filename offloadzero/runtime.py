@@ -81,12 +81,17 @@ class Runtime:
         self.config = config
         self.model = model
         self.monitor = StepMonitor(config.observe)
-        self.clock = StepClock(self.monitor.timeline, on_step=self.monitor.on_step)
+        self.clock = StepClock(
+            self.monitor.timeline, on_end=self.monitor.on_end, on_step=self.monitor.on_step
+        )
         self.failures = Failures()
         self.resources = Resources(self.failures)
         self.resources.close_when_collected(self)
         self.resources.add(self.monitor.close)
         self.accelerator = Accelerator(find_device(config.device), self.monitor.timeline)
+        marks = self.accelerator.marks()
+        if marks is not None:
+            self.clock.follow(marks)
         group_of = _group_of(param_groups)
         cut = cut_units(
             model,
@@ -327,6 +332,7 @@ class Runtime:
         try:
             if self.failures.first is None:
                 self.executor.wait_updates()
+                self.clock.settle(wait=True)
         except Exception:
             raise
         except BaseException:

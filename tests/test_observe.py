@@ -25,9 +25,10 @@ from offloadzero.memory.tickets import Promise
 from offloadzero.native.aio import AioEngine, AioTicket
 from offloadzero.observe import bound
 from offloadzero.observe.bound import BestRates, LaneUse
-from offloadzero.observe.clock import StepClock, StepReport
+from offloadzero.observe.clock import StepClock
 from offloadzero.observe.monitor import StepMonitor, step_line
 from offloadzero.observe.run_dir import tracks
+from offloadzero.observe.step_report import StepReport
 from offloadzero.observe.timeline import COMPUTE, LANES, WAIT, Span, Timeline
 from tests.tiny import make_engine, settings, tokens, train
 
@@ -451,10 +452,10 @@ class WaitWatch:
         original = StepClock.waiting
 
         @contextmanager
-        def waiting(clock: StepClock, name: str) -> Iterator[None]:
+        def waiting(clock: StepClock, name: str, **given: Any) -> Iterator[None]:
             self._depth += 1
             try:
-                with original(clock, name):
+                with original(clock, name, **given):
                     yield
             finally:
                 self._depth -= 1

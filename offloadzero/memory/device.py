@@ -62,8 +62,11 @@ class Device(Protocol):
     def launching_on(self, stream: Stream) -> AbstractContextManager[object]:
         """Inside, the calling thread launches on `stream`, and this device is its current one."""
 
-    def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """A new event at the end of what was launched on `stream`. Waiting for it on the host does not spin."""
+    def record(self, stream: Stream, *, timed: bool = False, again: Event | None = None) -> Event:
+        """An event at the end of what was launched on `stream`. Waiting for it on the host does not spin.
+
+        `again`: one, timed as this, that nobody uses any more. It may be taken instead of a new one.
+        """
 
     def elapsed_s(self, first: Event, last: Event) -> float:
         """Seconds between two timed events that have been reached."""
@@ -118,9 +121,9 @@ class CpuDevice:
         """Never asked for: there are no streams."""
         raise AssertionError(stream)
 
-    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+    def record(self, stream: Stream, *, timed: bool = False, again: Event | None = None) -> Event:
         """Never asked for: there are no streams."""
-        raise AssertionError(stream, timed)
+        raise AssertionError(stream, timed, again)
 
     def elapsed_s(self, first: Event, last: Event) -> float:
         """Never asked for: there are no events."""
@@ -179,9 +182,9 @@ class StreamDevice:
         """torch's streams are context managers."""
         return cast("torch.Stream", stream)
 
-    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+    def record(self, stream: Stream, *, timed: bool = False, again: Event | None = None) -> Event:
         """An event of torch's."""
-        event = torch.Event(self.torch_device, enable_timing=timed)
+        event = cast("torch.Event | None", again) or torch.Event(self.torch_device, enable_timing=timed)
         event.record(cast("torch.Stream", stream))
         return event
 
@@ -243,9 +246,9 @@ class CudaDevice(StreamDevice):
         """Sets the device as well."""
         return torch.cuda.stream(cast("torch.cuda.Stream", stream))
 
-    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+    def record(self, stream: Stream, *, timed: bool = False, again: Event | None = None) -> Event:
         """One whose waits sleep: threads that spin would take the cores from the launching thread."""
-        event = torch.cuda.Event(enable_timing=timed, blocking=True)
+        event = cast("torch.cuda.Event | None", again) or torch.cuda.Event(enable_timing=timed, blocking=True)
         event.record(cast("torch.cuda.Stream", stream))
         return event
 

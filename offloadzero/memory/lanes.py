@@ -18,15 +18,13 @@ for the unit's arrival, and fences lie on all of those that this step and the on
 
 [Note: timing on a lane]
 A copy is recorded on the timeline by itself, without what its task waited for. On a device with streams two events
-enclose it; how long after a reference event they happened is asked when the step has ended. The reference is an
-event on a stream that is never busy, so the host knows its time without waiting for anything.
+enclose it; when they happened is asked when the step has ended: [Note: the device's clock].
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -34,8 +32,10 @@ import torch
 
 from offloadzero.errors import OffloadError
 from offloadzero.memory.device import CpuDevice, Device, Event, Stream
+from offloadzero.memory.marks import DeviceClock, StreamMarks
 from offloadzero.memory.tickets import FINISHED, AllOf, Failures, Latch, Promise, Ticket
 from offloadzero.observe import timeline
+from offloadzero.observe.stream_clock import Marks
 from offloadzero.observe.timeline import Timeline
 
 Fence = Sequence[Event]
@@ -200,8 +200,7 @@ class Accelerator:
         self.asynchronous = device
         self._computing: list[Stream] = []  # in this step
         self._computed: list[Stream] = []  # in the last
-        self._reference: _Reference | None = None
-        self._reference_stream: Stream | None = None  # one for good: torch's streams come from a pool of 32
+        self._clock: DeviceClock | None = DeviceClock(device) if self.has_streams else None
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """One allocation of device memory: uint8, shape (num_bytes,)."""
@@ -275,18 +274,32 @@ class Accelerator:
         stream = self.asynchronous.current_stream() if self.timeline.is_on else None
         if stream is None:
             return self.timeline.span(lane, name, num_bytes)
-        return self._span_between_events(stream, lane, name, num_bytes)
+        if self._clock is None:
+            raise AssertionError("a device with streams has a clock")
+        return self._span_between_events(self._clock, stream, lane, name, num_bytes)
 
     @contextmanager
-    def _span_between_events(self, stream: Stream, lane: str, name: str, num_bytes: int) -> Iterator[None]:
-        device, reference = self.asynchronous, self._reference
-        if reference is None or reference.is_old():
-            self._reference_stream = self._reference_stream or device.new_stream("clock")
-            reference = self._reference = _Reference(device, self._reference_stream)
-        first = device.record(stream, timed=True)
+    def _span_between_events(
+        self, clock: DeviceClock, stream: Stream, lane: str, name: str, num_bytes: int
+    ) -> Iterator[None]:
+        clock.renew()
+        first = clock.record(stream)
         yield
-        last = device.record(stream, timed=True)
-        self.timeline.add_unfinished(lane, name, lambda: reference.times(first, last), num_bytes)
+        last = clock.record(stream)
+
+        def times() -> tuple[float, float] | None:
+            start_s, end_s = clock.at_s(first), clock.at_s(last)
+            if start_s is None or end_s is None:
+                return None
+            clock.recycle(first)
+            clock.recycle(last)
+            return start_s, end_s
+
+        self.timeline.add_unfinished(lane, name, times, num_bytes)
+
+    def marks(self) -> Marks | None:
+        """For the clock of the steps; None where nothing runs later than it is launched."""
+        return None if self._clock is None else StreamMarks(self.asynchronous, self._clock)
 
     def read_later(self, scalar: torch.Tensor) -> Callable[[], float]:
         """A call that gives the value which `scalar` (one element) has now; blocks until it is computed."""
@@ -306,28 +319,3 @@ class Accelerator:
     def synchronize(self) -> None:
         """Block until the device is idle."""
         self.asynchronous.synchronize()
-
-
-class _Reference:
-    """An event whose time on time.perf_counter() is known."""
-
-    # The device's clock is an fp32 of milliseconds: within this time it resolves 2 us.
-    MAX_AGE_S = 30.0
-
-    def __init__(self, device: Device, stream: Stream | None) -> None:
-        if stream is None:
-            raise AssertionError("a device without streams has no events")
-        self._device = device
-        self._event = device.record(stream, timed=True)
-        self._event.synchronize()
-        self._at_s = time.perf_counter()
-
-    def is_old(self) -> bool:
-        return time.perf_counter() - self._at_s > self.MAX_AGE_S
-
-    def times(self, first: Event, last: Event) -> tuple[float, float] | None:
-        """When the device reached two events; None while it has not."""
-        if not last.query():
-            return None
-        elapsed_s = self._device.elapsed_s
-        return self._at_s + elapsed_s(self._event, first), self._at_s + elapsed_s(self._event, last)

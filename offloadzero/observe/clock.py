@@ -1,4 +1,7 @@
-"""Where a step's time goes: each blocking wait of the training thread has a name (floor 1)."""
+"""Where a step's time goes: each blocking wait of the training thread has a name (floor 1).
+
+On a device that runs behind that thread the same is told of the streams that compute: [Note: the device's time].
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 
+from offloadzero.observe.step_report import StepReport
+from offloadzero.observe.stream_clock import Mark, Marks, StreamClock, StreamWaiting
 from offloadzero.observe.timeline import OFF, Timeline
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One optimizer step: its wall time and the seconds the training thread lost, by the wait's name.
-
-    It began at `start_s` on time.perf_counter().
-    """
-
-    step: int
-    step_s: float
-    waits_s: dict[str, float] = field(default_factory=dict)
-    start_s: float = 0.0
-
-    @property
-    def total_wait_s(self) -> float:
-        """Seconds lost in all waits of the step."""
-        return sum(self.waits_s.values())
 
 
 class _Waiting:
@@ -49,18 +35,39 @@ class StepClock:
     """Collects named waits; `finish_step` closes the step's account and opens the next."""
 
     def __init__(
-        self, timeline: Timeline = OFF, *, on_step: Callable[[StepReport], None] | None = None
+        self,
+        timeline: Timeline = OFF,
+        *,
+        on_end: Callable[[int], None] | None = None,
+        on_step: Callable[[StepReport], None] | None = None,
     ) -> None:
-        """`on_step` is called with each step's report, on the training thread."""
+        """Both are called on the training thread: `on_end` when a step ends there, `on_step` with its report.
+
+        On the CPU that is one after the other, on a device with streams the report comes later.
+        """
         self.timeline = timeline
+        self._on_end = on_end
         self._on_step = on_step
         self._lock = threading.Lock()
         self._waits_s: dict[str, float] = {}
         self._started_s = time.perf_counter()
-        self.last = StepReport(step=0, step_s=0.0)
+        self._last = StepReport(step=0, step_s=0.0)
+        self._stream: StreamClock | None = None
 
-    def waiting(self, name: str) -> AbstractContextManager[None]:
-        """Count the time spent inside under `name`."""
+    def follow(self, marks: Marks) -> None:
+        """What counts from now on is the time of the streams that compute."""
+        self._stream = self.timeline.stream = StreamClock(marks, self.timeline)
+
+    def begin(self, what: str, name: str) -> Mark | None:
+        """What is launched from now on is the unit's forward, say; None where nobody looks, or on the CPU."""
+        if self._stream is None or not self.timeline.is_on:
+            return None
+        return self._stream.begin(f"{what} {name}")
+
+    def waiting(self, name: str, *, since: Mark | None = None) -> AbstractContextManager[None]:
+        """Count the time spent inside under `name`. `since`: a mark behind which nothing was launched."""
+        if self._stream is not None:
+            return StreamWaiting(self._stream, self.timeline, name, since)
         return _Waiting(self, name)
 
     def _waited(self, name: str, start_s: float, end_s: float) -> None:
@@ -71,14 +78,37 @@ class StepClock:
     def restart(self) -> None:
         """The first step begins now."""
         self._started_s = time.perf_counter()
+        if self._stream is not None:
+            self._stream.restart()
 
-    def finish_step(self, step: int) -> StepReport:
+    def finish_step(self, step: int) -> None:
         """Close the account of this step."""
         now_s = time.perf_counter()
+        if self._on_end is not None:
+            self._on_end(step)
+        if self._stream is not None:
+            self._stream.finish_step(step)
+            self.settle()
+            return
         with self._lock:
-            self.last = StepReport(step, now_s - self._started_s, dict(self._waits_s), self._started_s)
+            report = StepReport(step, now_s - self._started_s, dict(self._waits_s), self._started_s)
             self._waits_s.clear()
             self._started_s = now_s
+        self._report(report)
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Report the steps that the device has finished by now; `wait` until that is all of them."""
+        if self._stream is not None:
+            for report in self._stream.settle(wait=wait):
+                self._report(report)
+
+    def _report(self, report: StepReport) -> None:
+        self._last = report
         if self._on_step is not None:
-            self._on_step(self.last)
-        return self.last
+            self._on_step(report)
+
+    @property
+    def last(self) -> StepReport:
+        """The last step that has run."""
+        self.settle()
+        return self._last

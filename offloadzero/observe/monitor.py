@@ -3,12 +3,14 @@
 [Note: a step's record is written one step late]
 The loss of a step is known when the device has computed it, and transfers that began in a step may end in the
 next. So the record and the trace of step N are written when step N + 1 ends, or when the engine closes; nobody
-waits for the device. The printed line needs neither and comes at once.
+waits for the device. The printed line needs neither and comes at once; on a device with streams it comes when the
+device has run the step: [Note: the device's time].
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -17,8 +19,8 @@ from typing import Any
 
 from offloadzero.config import ObserveConfig
 from offloadzero.observe import bound
-from offloadzero.observe.clock import StepReport
 from offloadzero.observe.run_dir import RunDirectory, json_number
+from offloadzero.observe.step_report import StepReport
 from offloadzero.observe.timeline import Span, Timeline
 
 log = logging.getLogger("offloadzero.steps")
@@ -35,9 +37,17 @@ class _Finished:
     losses: list[ReadLoss]
     spans: list[Span] = field(default_factory=list)  # of a step that is traced
 
-    @property
-    def end_s(self) -> float:
-        return self.report.start_s + self.report.step_s
+
+@dataclass
+class _Launched:
+    """What the training thread knows of a step when it has launched it."""
+
+    losses: list[ReadLoss]
+    launch_s: float
+    cores_s: float  # CPU time of the process, over the cores it may use
+
+
+RESOLUTION_S = 1e-6  # of a step's end
 
 
 class StepMonitor:
@@ -54,6 +64,7 @@ class StepMonitor:
         self.timeline = Timeline(is_on=self.is_on)
         self._rates = bound.BestRates()
         self._losses: list[ReadLoss] = []
+        self._launched: dict[int, _Launched] = {}  # by step: those that have not run yet
         self._finished: _Finished | None = None
         self._process_cpu_s = time.process_time()
 
@@ -75,19 +86,39 @@ class StepMonitor:
         self.timeline.lap("loss")
         self._losses.append(read)
 
-    def on_step(self, report: StepReport) -> None:
-        """A step has ended; called on the training thread."""
+    def on_end(self, step: int) -> None:
+        """The training thread has ended a step; its report comes when it has run."""
         if not self.is_on:
             return
-        self.timeline.lap("step")
-        self._account(report)
-        self.timeline.lap("observing", leaves_model=True)
+        if self.timeline.stream is None:  # else the clock of the streams has seen to it
+            self.timeline.lap("step")
+        losses, self._losses = self._losses, []
+        now_s, before_s = time.process_time(), self._process_cpu_s
+        self._process_cpu_s = now_s
+        cores_s = (now_s - before_s) / self._num_cores
+        self._launched[step] = _Launched(losses, self.timeline.take_launch_s(), cores_s)
 
-    def _account(self, report: StepReport) -> None:
-        spans, is_full = self.timeline.take(report.step)
+    def on_step(self, report: StepReport) -> None:
+        """A step has run; called on the training thread."""
+        if not self.is_on:
+            return
+        self._account(report, self._launched.pop(report.step))
+        if self.timeline.stream is None:
+            self.timeline.lap("observing", leaves_model=True)
+
+    def _account(self, report: StepReport, launched: _Launched) -> None:
+        has_streams = self.timeline.stream is not None
+        until_s = report.end_s + RESOLUTION_S if has_streams else math.inf
+        spans, is_full = self.timeline.take(report.step, until_s=until_s)
         uses = bound.use_by_lane(spans, nvme_shared=self._config.nvme_shared)
         self._rates.learn(uses)
-        found = bound.step_bound(self._lanes_s(report, uses))
+        lanes_s = bound.lane_seconds(
+            self._rates.seconds(uses),
+            step_s=report.step_s,
+            wait_s=report.total_wait_s,
+            cores_s=launched.cores_s if self._device_is_cpu else None,
+        )
+        found = bound.step_bound(lanes_s)
         self._say(report, found)
         if self._directory is None:
             return
@@ -102,21 +133,11 @@ class StepMonitor:
             "busy_s": {lane: use.busy_s for lane, use in uses.items()},
             "bytes": {lane: use.num_bytes for lane, use in uses.items()},
             "waits_s": report.waits_s,
-            "launch_s": self.timeline.take_launch_s(),
+            "launch_s": launched.launch_s,
             **({"spans_lost": True} if is_full else {}),
         }
-        losses, self._losses = self._losses, []
-        self._finished = _Finished(report, record, losses, spans if self._is_traced(report.step) else [])
-
-    def _lanes_s(self, report: StepReport, uses: Mapping[str, bound.LaneUse]) -> dict[str, float]:
-        now_s, before_s = time.process_time(), self._process_cpu_s
-        self._process_cpu_s = now_s
-        return bound.lane_seconds(
-            self._rates.seconds(uses),
-            step_s=report.step_s,
-            wait_s=report.total_wait_s,
-            cores_s=(now_s - before_s) / self._num_cores if self._device_is_cpu else None,
-        )
+        traced = spans if self._is_traced(report.step) else []
+        self._finished = _Finished(report, record, launched.losses, traced)
 
     def _is_traced(self, step: int) -> bool:
         return any(first <= step <= last for first, last in self._config.trace_steps)
@@ -140,12 +161,12 @@ class StepMonitor:
             finished.record["loss"] = json_number(sum(values) / len(values))
         self._directory.write_step(finished.record)
         if self._is_traced(finished.report.step):
-            begun = (span for span in later_spans if span.start_s < finished.end_s)
+            begun = (span for span in later_spans if span.start_s < finished.report.end_s)
             self._directory.write_trace(
                 finished.report.step,
                 [*finished.spans, *begun],
                 start_s=finished.report.start_s,
-                end_s=finished.end_s,
+                end_s=finished.report.end_s,
             )
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 [Note: lanes of the timeline]
 compute      the training thread: forward and backward of the units, without its named waits
 wait         the named waits of that thread
+             both on a device with streams: the streams that compute, [Note: the device's time]
 h2d, d2h     copies of parameters, gradients and states between host and device
 update       the optimizer's kernels on the host; bytes are those read and written in memory
 device update   the same on the device
@@ -15,11 +16,12 @@ added up before the step has ended. A transfer that is still under way is asked 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 COMPUTE = "compute"
 WAIT = "wait"
@@ -48,6 +50,13 @@ class Span(NamedTuple):
     end_s: float
     num_bytes: int = 0
     step: int = 0
+
+
+class Laps(Protocol):
+    """The account of the streams that compute, where there are any: [Note: the device's time]."""
+
+    def end(self, name: str, *, is_part: bool = False) -> None:
+        """What was launched since the last mark was `name`."""
 
 
 class _Running:
@@ -91,7 +100,8 @@ class Timeline:
     def __init__(self, *, is_on: bool = False, max_spans: int = MAX_SPANS) -> None:
         self.is_on = is_on
         self.launch_s = 0.0  # since it was last taken: Python of the hooks on the training thread
-        self.waited_s = 0.0  # in all named waits so far
+        self.waited_s = 0.0  # in all named waits of that thread so far
+        self.stream: Laps | None = None
         self._spans: deque[tuple[str, str, float, float, int]] = deque(maxlen=max_spans)
         self._unfinished: deque[tuple[str, str, Callable[[], Times | None], int]] = deque(maxlen=max_spans)
         self._lap_start_s = time.perf_counter()
@@ -125,14 +135,18 @@ class Timeline:
             self.waited_s += end_s - start_s
             self._lap_waits.append((start_s, end_s))
 
-    def lap(self, name: str, *, leaves_model: bool = False) -> None:
+    def lap(self, name: str, *, leaves_model: bool = False, is_part: bool = False) -> None:
         """What the training thread did since the last lap, its waits cut out, was `name`.
 
-        `leaves_model`: what follows up to the next `enter_model` belongs to the training loop.
+        `leaves_model`: what follows up to the next `enter_model` belongs to the training loop. `is_part`: of what a
+        unit that has begun on a stream does.
         """
         if not self.is_on:
             return
         self._is_outside = leaves_model
+        if self.stream is not None:
+            self.stream.end(name, is_part=is_part)
+            return
         now_s, position_s = time.perf_counter(), self._lap_start_s
         self._lap_start_s = now_s
         if self._lap_waits:
@@ -155,19 +169,19 @@ class Timeline:
 
     # --- when a step has ended ---
 
-    def take(self, step: int) -> tuple[list[Span], bool]:
-        """The spans that have ended since the last call, and whether some were lost to the bound."""
+    def take(self, step: int, *, until_s: float = math.inf) -> tuple[list[Span], bool]:
+        """The spans that have ended since the last call, by `until_s`, and whether some were lost to the bound."""
         is_full = len(self._spans) == self._spans.maxlen or len(self._unfinished) == self._unfinished.maxlen
-        spans = []
-        for _ in range(len(self._spans)):
-            spans.append(Span(*self._spans.popleft(), step))
+        ended = [self._spans.popleft() for _ in range(len(self._spans))]
         for _ in range(len(self._unfinished)):
             lane, name, times, num_bytes = self._unfinished.popleft()
             found = times()
             if found is None:
                 self._unfinished.append((lane, name, times, num_bytes))
             else:
-                spans.append(Span(lane, name, *found, num_bytes, step))
+                ended.append((lane, name, *found, num_bytes))
+        spans = [Span(*span, step) for span in ended if span[3] <= until_s]
+        self._spans.extend(span for span in ended if span[3] > until_s)
         return spans, is_full
 
     def take_launch_s(self) -> float:

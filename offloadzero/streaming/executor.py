@@ -36,6 +36,7 @@ from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.observe.clock import StepClock
+from offloadzero.observe.stream_clock import Mark
 from offloadzero.optim.records import Record, slot_layout
 from offloadzero.schedule.prefetch import (
     Evict,
@@ -189,9 +190,14 @@ class Executor:
                 return
             self._store.failures.check_readable()
             with uninterrupted:
-                self._use(unit, stream, evaluating=evaluating, ends_guards=not guard and node is None)
+                what = "forward" if not guard else "read" if node is None else "backward"
+                self._use(unit, stream, what, evaluating=evaluating, ends_guards=not guard and node is None)
 
-    def _use(self, unit: LeasedUnit, stream: Stream | None, *, evaluating: bool, ends_guards: bool) -> None:
+    def _use(
+        self, unit: LeasedUnit, stream: Stream | None, what: str, *, evaluating: bool, ends_guards: bool
+    ) -> None:
+        """`what` it is used in, for the timeline."""
+        begun = self._clock.begin(what, unit.record.name) if self._has_streams else None
         index = unit.record.index
         self._current = index
         self._evaluating = evaluating
@@ -201,7 +207,7 @@ class Executor:
         if evaluating or index != self._planned_use:
             self._prefetch()
         if unit.residency is FETCHING or stream not in unit.arrived_for:
-            self._complete_fetch(unit, stream)
+            self._complete_fetch(unit, stream, since=begun)
 
     # --- forwards of sites ---
 
@@ -210,6 +216,11 @@ class Executor:
         """Whether a site is in its forward, or backward runs an operation on this thread."""
         is_in_forward = self._num_forwards and self._forward_thread == threading.get_ident()
         return bool(is_in_forward) or current_autograd_node() is not None
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a site is in its forward."""
+        return self._num_forwards > 0
 
     @property
     def is_evaluating(self) -> bool:
@@ -613,12 +624,12 @@ class Executor:
         self._present |= {unit.record.index}
         self._planned_use = None
 
-    def _complete_fetch(self, unit: LeasedUnit, stream: Stream | None) -> None:
+    def _complete_fetch(self, unit: LeasedUnit, stream: Stream | None, *, since: Mark | None = None) -> None:
         if unit.fetched is None:
             raise AssertionError(f"{unit.record.name} is not being fetched")
         with self._store.failures.handed_over():
             if not unit.fetched.done():
-                with self._clock.waiting("fetch"):
+                with self._clock.waiting("fetch", since=since):
                     unit.fetched.order_compute()
             else:
                 unit.fetched.order_compute()

@@ -188,7 +188,7 @@ class _SiteForward(_Forward):
                 self._hooks.commit_written(self._records)
             finally:
                 self._hooks.executor.leave_forward(self._records)
-            self._timeline.lap(self._lap)
+            self._timeline.lap(self._lap, is_part=self._hooks.executor.is_in_forward)
 
 
 class _CheckpointedForward(_Forward):

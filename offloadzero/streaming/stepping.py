@@ -328,7 +328,7 @@ class Stepper:
         """All gradients of a record have arrived (called in backward)."""
         index = state.record.index
         if self._clock.timeline.is_on:
-            self._clock.timeline.lap(f"backward {state.record.name}")
+            self._clock.timeline.lap(f"backward {state.record.name}", is_part=True)
         self._executor.gradients_complete(index)
 
     def on_sending(self, state: RecordGradient) -> None:

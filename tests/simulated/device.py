@@ -50,9 +50,11 @@ class SimulatedDevice:
         """Inside, what the calling thread does with device memory is launched."""
         return Dispatch(self.machine, self.memory)
 
-    def record(self, stream: Any, *, timed: bool = False) -> Any:
-        del timed
-        return stream.record()
+    def record(self, stream: Any, *, timed: bool = False, again: Any = None) -> Any:
+        del again
+        event = stream.record()
+        event.is_timed = timed
+        return event
 
     def elapsed_s(self, first: Any, last: Any) -> float:
         return float(last.at_s - first.at_s)

@@ -1,0 +1,28 @@
+"""What is known of a step when it has run (floor 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step: its wall time and the seconds that the computation stood still, by the wait's name.
+
+    It began at `start_s` on time.perf_counter().
+    """
+
+    step: int
+    step_s: float
+    waits_s: dict[str, float] = field(default_factory=dict)
+    start_s: float = 0.0
+
+    @property
+    def total_wait_s(self) -> float:
+        """Seconds lost in all waits of the step."""
+        return sum(self.waits_s.values())
+
+    @property
+    def end_s(self) -> float:
+        """When it ended, on time.perf_counter()."""
+        return self.start_s + self.step_s

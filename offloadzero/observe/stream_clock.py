@@ -1,0 +1,201 @@
+"""Where a step's time goes on a device that runs behind the thread that launches (floor 1).
+
+[Note: the device's time]
+On a device with streams the clock of the training thread says when it launched, not when anything ran. So a step, the
+computation of each unit and each wait begin and end at a *mark*: an event behind what was launched so far on the stream
+that computes. A wait is the time between the mark before the stream is told to wait and the mark after it: nothing else
+lies between them, so this is how long the stream stood still. A wait of the host counts in the same way: what of it the
+stream had work for costs nothing and is none.
+
+A unit that is fetched to be used begins at the mark before its wait, which ends what was computed before: two marks for
+each unit and pass. The others have one mark, at their end.
+
+Marks are read, in their order, when the device has reached them; nobody waits for that. So the report of a step comes
+one or a few steps late, on the training thread, with the same words and the same meaning as on the CPU.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from offloadzero.observe.step_report import StepReport
+from offloadzero.observe.timeline import COMPUTE, WAIT, Timeline
+
+_STEP = "step"  # a kind of entry beside the lanes
+BETWEEN = "between units"  # computed where no unit has begun
+SETTLE_EVERY = 256  # entries: without steps nobody else does
+
+
+class Mark:
+    """A point in what the device computes; `at_s`: when it was reached, on time.perf_counter(), once that is known."""
+
+    __slots__ = ("at_s",)
+
+    def __init__(self) -> None:
+        self.at_s: float | None = None
+
+
+class Marks(Protocol):
+    """Makes marks, and finds out when they were reached."""
+
+    def record(self) -> Mark:
+        """Behind what the calling thread has launched on its current stream."""
+
+    def look(self) -> None:
+        """Give those marks their time that the device has reached. Waits for nothing."""
+
+    def wait(self) -> None:
+        """Block until the device has reached all marks."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What lies between two marks."""
+
+    lane: str
+    name: str
+    first: Mark
+    last: Mark
+    step: int = 0
+
+
+class StreamClock:
+    """Keeps the account of the streams that compute: [Note: the device's time]."""
+
+    def __init__(self, marks: Marks, timeline: Timeline) -> None:
+        self._marks = marks
+        self._timeline = timeline
+        self._lock = threading.RLock()
+        self._entries: deque[_Entry] = deque()
+        self._waits_s: dict[str, float] = {}  # of the step that is read
+        self._reports: list[StepReport] = []  # of steps that have run, for `settle`
+        self._open = self._began = marks.record()  # of what is computed now; of the step that is launched now
+        self._begun: str | None = None  # a unit's name, if it has begun with a mark
+        self._unnamed: list[_Entry] = []  # parts of what is computed now, cut by waits
+
+    def restart(self) -> None:
+        """The first step begins now."""
+        with self._lock:
+            self._entries.clear()
+            self._waits_s.clear()
+            self._reports.clear()
+            self._unnamed.clear()
+            self._begun = None
+            self._open = self._began = self._marks.record()
+
+    # --- what is launched ---
+
+    def begin(self, name: str) -> Mark:
+        """What is launched from now on is `name`: a unit that is about to be waited for, perhaps."""
+        with self._lock:
+            mark = self._close(BETWEEN)
+            self._begun = name
+            return mark
+
+    def end(self, name: str, *, is_part: bool = False) -> None:
+        """What was launched since the last mark was `name`, or the unit that has begun.
+
+        `is_part`: the unit that has begun goes on.
+        """
+        with self._lock:
+            if not is_part or self._begun is None:
+                self._close(name)
+
+    def begin_wait(self) -> Mark:
+        """The stream is about to wait."""
+        with self._lock:
+            return self._cut() if self._timeline.is_on else self._marks.record()
+
+    def end_wait(self, name: str, first: Mark) -> None:
+        """It has been told to, or the host has done so."""
+        with self._lock:
+            self._open = last = self._marks.record()
+            self._append(_Entry(WAIT, name, first, last))
+
+    def finish_step(self, step: int) -> None:
+        """A step has been launched."""
+        with self._lock:
+            last = self._close("step")
+            self._append(_Entry(_STEP, "", self._began, last, step))
+            self._began = last
+
+    def _close(self, name: str) -> Mark:
+        """What is computed now ends here: the unit that has begun, else `name`."""
+        last = self._cut()
+        for entry in self._unnamed:
+            entry.name = self._begun or name
+        self._unnamed.clear()
+        self._begun = None
+        return last
+
+    def _cut(self) -> Mark:
+        first, self._open = self._open, self._marks.record()
+        if self._timeline.is_on:
+            entry = _Entry(COMPUTE, self._begun or BETWEEN, first, self._open)
+            self._unnamed.append(entry)
+            self._append(entry)
+        return self._open
+
+    def _append(self, entry: _Entry) -> None:
+        self._entries.append(entry)
+        if len(self._entries) % SETTLE_EVERY == 0:
+            self._read()
+
+    # --- what has run ---
+
+    def settle(self, *, wait: bool = False) -> list[StepReport]:
+        """The steps that the device has finished since the last call; `wait` until that is all of them."""
+        with self._lock:
+            if wait:
+                self._marks.wait()
+            self._read()
+            reports, self._reports = self._reports, []
+            return reports
+
+    def _read(self) -> None:
+        self._marks.look()
+        while self._entries and self._entries[0].last.at_s is not None:
+            self._take(self._entries.popleft())
+
+    def _take(self, entry: _Entry) -> None:
+        start_s, end_s = entry.first.at_s, entry.last.at_s
+        if start_s is None or end_s is None:
+            raise AssertionError("a mark is reached before an earlier one was read")
+        seconds = max(end_s - start_s, 0.0)  # negative where another stream was ahead
+        if entry.lane == _STEP:
+            waits_s, self._waits_s = self._waits_s, {}
+            self._reports.append(StepReport(entry.step, seconds, waits_s, start_s))
+            return
+        if entry.lane == WAIT:
+            self._waits_s[entry.name] = self._waits_s.get(entry.name, 0.0) + seconds
+        if seconds > 0.0:
+            self._timeline.add(entry.lane, entry.name, start_s, end_s)
+
+
+class StreamWaiting:
+    """Counts how long the stream stands still from its entry to its exit."""
+
+    __slots__ = ("_clock", "_first", "_name", "_start_s", "_timeline")
+
+    def __init__(self, clock: StreamClock, timeline: Timeline, name: str, first: Mark | None) -> None:
+        """`first`: a mark behind which nothing was launched."""
+        self._clock = clock
+        self._timeline = timeline
+        self._name = name
+        self._first = first
+
+    def __enter__(self) -> None:
+        if self._first is None:
+            self._first = self._clock.begin_wait()
+        self._start_s = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self._timeline.waited_s += (
+            time.perf_counter() - self._start_s
+        )  # of the thread: it launched nothing then
+        if self._first is not None:
+            self._clock.end_wait(self._name, self._first)
