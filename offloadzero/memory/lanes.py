@@ -32,7 +32,7 @@ import torch
 
 from offloadzero.errors import OffloadError
 from offloadzero.memory.device import CpuDevice, Device, Event, Stream
-from offloadzero.memory.marks import DeviceClock, StreamMarks
+from offloadzero.memory.marks import DeviceClock, StreamMarks, note_awaited
 from offloadzero.memory.tickets import FINISHED, AllOf, Failures, Latch, Promise, Ticket
 from offloadzero.observe import timeline
 from offloadzero.observe.stream_clock import Marks
@@ -50,16 +50,20 @@ class LaneTicket:
         self._launched = Latch()
         self._error: BaseException | None = None
         self._event: Event | None = None
+        self._is_timed = False
 
     @classmethod
-    def of(cls, device: Device, event: Event) -> LaneTicket:
+    def of(cls, device: Device, event: Event, *, timed: bool = False) -> LaneTicket:
         """Of what was launched before `event`."""
         ticket = cls(device)
-        ticket._finish(event)
+        ticket._finish(event, timed=timed)
         return ticket
 
-    def _finish(self, event: Event | None, error: BaseException | None = None) -> None:
+    def _finish(
+        self, event: Event | None, error: BaseException | None = None, *, timed: bool = False
+    ) -> None:
         self._event = event
+        self._is_timed = timed
         self._error = error
         self._launched.set()
 
@@ -82,6 +86,8 @@ class LaneTicket:
             if stream is None:
                 raise AssertionError("a device with events has streams")
             stream.wait_event(self._event)
+            if self._is_timed:
+                note_awaited(self._event)
 
     def done(self) -> bool:
         """Whether the transfer is complete."""
@@ -173,7 +179,7 @@ class Lane:
             try:
                 for dependency in after:
                     dependency.wait()
-                ticket._finish(self._launch(task, fence))
+                ticket._finish(self._launch(task, fence), timed=True)
             except BaseException as error:
                 self._failures.record(error)
                 ticket._finish(None, error)
@@ -188,7 +194,7 @@ class Lane:
             for event in fence:
                 self._stream.wait_event(event)
             task()
-            return self._device.record(self._stream)
+            return self._device.record(self._stream, timed=True)
 
 
 class Accelerator:
@@ -260,9 +266,10 @@ class Accelerator:
     def launched(self) -> Ticket:
         """Done when what the calling thread has launched so far on its current stream is complete: for lanes."""
         stream = self.asynchronous.current_stream()
-        return (
-            FINISHED if stream is None else LaneTicket.of(self.asynchronous, self.asynchronous.record(stream))
-        )
+        if stream is None:
+            return FINISHED
+        event = self.asynchronous.record(stream, timed=True)
+        return LaneTicket.of(self.asynchronous, event, timed=True)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy equal bytes between host and device; called on a lane, where it may end later than this returns."""

@@ -8,6 +8,11 @@ waited for, when the engine is made. The difference of two events is an fp32 of 
 one now and then.
 
 Events that have been read are recorded again: making one takes longer than recording it.
+
+[Note: the end of a wait]
+The mark at the end of a wait costs no event. The stream goes on when what it was told to wait for is reached, and those
+events, of copies and updates on their lanes, are timed anyway; and not before the host goes on, which launches what
+comes next. The last of these times is the end; none of them is after the beginning where nothing stood still.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from typing import cast
 
 from offloadzero.memory.device import Device, Event, Stream
 from offloadzero.observe.stream_clock import Mark
@@ -71,6 +77,21 @@ class DeviceClock:
                 return
 
 
+class _Awaited(threading.local):
+    """What the calling thread has told its stream to wait for since its named wait began; None outside of one."""
+
+    events: list[Event] | None = None
+
+
+_awaited = _Awaited()
+
+
+def note_awaited(event: Event) -> None:
+    """The calling thread has told its stream to wait for a timed event."""
+    if _awaited.events is not None:
+        _awaited.events.append(event)
+
+
 class EventMark(Mark):
     """One whose time is that of an event."""
 
@@ -78,7 +99,35 @@ class EventMark(Mark):
 
     def __init__(self, event: Event) -> None:
         super().__init__()
-        self.event: Event | None = event
+        self.event = event
+
+    def find(self, clock: DeviceClock) -> bool:
+        """Give it its time; whether it has been reached."""
+        self.at_s = clock.at_s(self.event)
+        if self.at_s is not None:
+            clock.recycle(self.event)
+        return self.at_s is not None
+
+
+class WaitEnd(Mark):
+    """The end of a wait: [Note: the end of a wait]."""
+
+    __slots__ = ("events", "first", "host_s")
+
+    def __init__(self, first: Mark, events: list[Event], host_s: float) -> None:
+        super().__init__()
+        self.first = first
+        self.events = events
+        self.host_s = host_s
+
+    def find(self, clock: DeviceClock) -> bool:
+        """The same."""
+        times_s = [self.first.at_s, *(clock.at_s(event) for event in self.events)]
+        reached_s = [at_s for at_s in times_s if at_s is not None]
+        if len(reached_s) == len(times_s):
+            self.at_s = max(self.host_s, *reached_s)
+            self.events = []
+        return self.at_s is not None
 
 
 class StreamMarks:
@@ -88,14 +137,26 @@ class StreamMarks:
         self._device = device
         self._clock = clock
         self._lock = threading.Lock()  # of those who look
-        self._pending: deque[EventMark] = deque()
+        self._pending: deque[EventMark | WaitEnd] = deque()
 
     def record(self) -> Mark:
         """Behind what the calling thread has launched on its current stream."""
         stream = self._device.current_stream()
         if stream is None:
             raise AssertionError("a device with events has streams")
-        mark = EventMark(self._clock.record(stream))
+        return self._add(EventMark(self._clock.record(stream)))
+
+    def begin_wait(self) -> object:
+        """What the stream is told to wait for counts from now on; gives what `end_wait` takes."""
+        before, _awaited.events = _awaited.events, []
+        return before
+
+    def end_wait(self, first: Mark, before: object) -> Mark:
+        """Where the stream goes on that has stood still since `first`, which it has reached before."""
+        events, _awaited.events = _awaited.events or [], cast("list[Event] | None", before)
+        return self._add(WaitEnd(first, events, time.perf_counter()))
+
+    def _add(self, mark: EventMark | WaitEnd) -> Mark:
         self._pending.append(mark)
         if len(self._pending) % LOOK_EVERY == 0:
             self.look()
@@ -105,22 +166,12 @@ class StreamMarks:
         """Give those marks their time that the device has reached. Waits for nothing."""
         self._clock.renew()
         with self._lock:
-            while self._pending:
-                event = self._pending[0].event
-                at_s = self._clock.at_s(event) if event is not None else None
-                if event is None or at_s is None:
-                    return
-                self._read(self._pending.popleft(), event, at_s)
+            while self._pending and self._pending[0].find(self._clock):
+                self._pending.popleft()
 
     def wait(self) -> None:
         """Block until the device has reached all marks."""
         for mark in list(self._pending):
-            event = mark.event
-            if event is not None:
+            for event in [mark.event] if isinstance(mark, EventMark) else mark.events:
                 event.synchronize()
         self.look()
-
-    def _read(self, mark: EventMark, event: Event, at_s: float) -> None:
-        mark.at_s = at_s
-        mark.event = None
-        self._clock.recycle(event)

@@ -3,12 +3,14 @@
 [Note: the device's time]
 On a device with streams the clock of the training thread says when it launched, not when anything ran. So a step, the
 computation of each unit and each wait begin and end at a *mark*: an event behind what was launched so far on the stream
-that computes. A wait is the time between the mark before the stream is told to wait and the mark after it: nothing else
-lies between them, so this is how long the stream stood still. A wait of the host counts in the same way: what of it the
-stream had work for costs nothing and is none.
+that computes. A wait begins at the mark before the stream is told to wait and ends when what it waits for is there:
+nothing else lies between, so this is how long the stream stood still. A wait of the host counts in the same way: what
+of it the stream had work for costs nothing and is none.
 
-A unit that is fetched to be used begins at the mark before its wait, which ends what was computed before: two marks for
-each unit and pass. The others have one mark, at their end.
+A mark is an event on the stream, except at the end of a wait, which others tell: [Note: the end of a wait]. A unit that
+is fetched begins at the mark before its wait, which ends what was computed before it; in backward its gradient's lease
+may be waited for, too. That is one event for each unit in forward and two in backward, where the run is observed, and
+only those before a wait where it is not. A unit that stays on the device has one in each pass, at its end.
 
 Marks are read, in their order, when the device has reached them; nobody waits for that. So the report of a step comes
 one or a few steps late, on the training thread, with the same words and the same meaning as on the CPU.
@@ -47,6 +49,12 @@ class Marks(Protocol):
 
     def look(self) -> None:
         """Give those marks their time that the device has reached. Waits for nothing."""
+
+    def begin_wait(self) -> object:
+        """The calling thread's stream is about to wait; gives what `end_wait` takes."""
+
+    def end_wait(self, first: Mark, before: object) -> Mark:
+        """Where it goes on; `first` is the mark before the wait."""
 
     def wait(self) -> None:
         """Block until the device has reached all marks."""
@@ -105,15 +113,21 @@ class StreamClock:
             if not is_part or self._begun is None:
                 self._close(name)
 
-    def begin_wait(self) -> Mark:
-        """The stream is about to wait."""
-        with self._lock:
-            return self._cut() if self._timeline.is_on else self._marks.record()
+    def begin_wait(self, first: Mark | None) -> tuple[Mark, object]:
+        """The stream, or the thread that launches, is about to wait. `first`: a mark behind which nothing was launched.
 
-    def end_wait(self, name: str, first: Mark) -> None:
-        """It has been told to, or the host has done so."""
+        Gives what `end_wait` takes.
+        """
+        if first is None:
+            with self._lock:
+                first = self._cut() if self._timeline.is_on else self._marks.record()
+        return first, self._marks.begin_wait()
+
+    def end_wait(self, name: str, begun: tuple[Mark, object]) -> None:
+        """It has been told to, or the thread has done so."""
         with self._lock:
-            self._open = last = self._marks.record()
+            first, before = begun
+            self._open = last = self._marks.end_wait(first, before)
             self._append(_Entry(WAIT, name, first, last))
 
     def finish_step(self, step: int) -> None:
@@ -179,23 +193,21 @@ class StreamClock:
 class StreamWaiting:
     """Counts how long the stream stands still from its entry to its exit."""
 
-    __slots__ = ("_clock", "_first", "_name", "_start_s", "_timeline")
+    __slots__ = ("_begun", "_clock", "_name", "_since", "_start_s", "_timeline")
 
-    def __init__(self, clock: StreamClock, timeline: Timeline, name: str, first: Mark | None) -> None:
-        """`first`: a mark behind which nothing was launched."""
+    def __init__(self, clock: StreamClock, timeline: Timeline, name: str, since: Mark | None) -> None:
+        """`since`: a mark behind which nothing was launched."""
         self._clock = clock
         self._timeline = timeline
         self._name = name
-        self._first = first
+        self._since = since
 
     def __enter__(self) -> None:
-        if self._first is None:
-            self._first = self._clock.begin_wait()
         self._start_s = time.perf_counter()
+        self._begun = self._clock.begin_wait(self._since)
 
     def __exit__(self, *exception: object) -> None:
+        self._clock.end_wait(self._name, self._begun)
         self._timeline.waited_s += (
             time.perf_counter() - self._start_s
-        )  # of the thread: it launched nothing then
-        if self._first is not None:
-            self._clock.end_wait(self._name, self._first)
+        )  # of the thread: no Python of the hooks

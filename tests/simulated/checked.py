@@ -84,7 +84,7 @@ def _device_edges(order: Order, patch: pytest.MonkeyPatch) -> None:
 
     def looking(machine: Machine, event: SimulatedEvent) -> bool:
         is_reached = look(machine, event)
-        if is_reached and not event.is_timed:
+        if is_reached:
             order.acquire(event.clock)
         return is_reached
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadzero.memory.device import CudaDevice, StreamDevice
+from offloadzero.memory.device import StreamDevice
 from tests.simulated.edges import Recording, touched
 from tests.simulated.order import Agent, Order
 
@@ -24,7 +24,6 @@ def add_cuda_edges(order: Order, patch: pytest.MonkeyPatch) -> None:
     record_event, query, wait = event_kind.record, event_kind.query, event_kind.synchronize
     wait_event, wait_stream_idle = stream_kind.wait_event, stream_kind.synchronize
     wait_idle, allocate, record = torch.cuda.synchronize, StreamDevice.allocate, Recording.record
-    engine_record = CudaDevice.record
 
     def agent_of(stream: Any) -> Agent:
         """The stream, after what the calling thread has done."""
@@ -42,14 +41,9 @@ def add_cuda_edges(order: Order, patch: pytest.MonkeyPatch) -> None:
 
     def looking(event: Any) -> bool:
         is_reached: bool = query(event)
-        if is_reached and not getattr(event, "is_timed", False):
+        if is_reached:
             order.acquire(getattr(event, "clock", None))
         return is_reached
-
-    def of_engine(device: Any, stream: Any, *, timed: bool = False, again: Any = None) -> Any:
-        event = engine_record(device, stream, timed=timed, again=again)
-        event.is_timed = timed  # nobody relies on having seen it reached: it says when, and orders nothing
-        return event
 
     def waiting(event: Any) -> None:
         wait(event)
@@ -98,7 +92,6 @@ def add_cuda_edges(order: Order, patch: pytest.MonkeyPatch) -> None:
         (torch.cuda, "synchronize", waiting_for_all),
         (torch.accelerator, "synchronize", waiting_for_all),
         (StreamDevice, "allocate", allocating),
-        (CudaDevice, "record", of_engine),
         (Recording, "record", recorded),
     ):
         patch.setattr(kind, name, method)

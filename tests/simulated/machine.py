@@ -27,7 +27,6 @@ class SimulatedEvent:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.is_reached = False
-        self.is_timed = False  # nobody relies on having seen it reached: it says when, and orders nothing
         self.at_s = 0.0
         self.clock: Any = None  # what happened before it, for the checker
 

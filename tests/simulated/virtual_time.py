@@ -309,5 +309,3 @@ def _files(device: VirtualDevice, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(nvme.NvmeTier, "__init__", made)
     patch.setattr(nvme.NvmeTier, "_submit", submitting)
-
-
