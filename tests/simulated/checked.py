@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from offloadzero.memory import lanes
+from tests.simulated.clock_reads import reads_clock, watch_clock_reads
 from tests.simulated.cuda_edges import add_cuda_edges
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.dispatch import Dispatch
@@ -30,6 +31,7 @@ def checked() -> Iterator[Order]:
     order = Order()
     with pytest.MonkeyPatch.context() as patch:
         add_host_edges(order, patch)
+        watch_clock_reads(patch)
         _device_edges(order, patch)
         _device_accesses(order, patch)
         if torch.cuda.is_available():
@@ -84,7 +86,7 @@ def _device_edges(order: Order, patch: pytest.MonkeyPatch) -> None:
 
     def looking(machine: Machine, event: SimulatedEvent) -> bool:
         is_reached = look(machine, event)
-        if is_reached:
+        if is_reached and not reads_clock():
             order.acquire(event.clock)
         return is_reached
 

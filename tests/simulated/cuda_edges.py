@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from offloadzero.memory.device import StreamDevice
+from tests.simulated.clock_reads import reads_clock
 from tests.simulated.edges import Recording, touched
 from tests.simulated.order import Agent, Order
 
@@ -41,7 +42,7 @@ def add_cuda_edges(order: Order, patch: pytest.MonkeyPatch) -> None:
 
     def looking(event: Any) -> bool:
         is_reached: bool = query(event)
-        if is_reached:
+        if is_reached and not reads_clock():
             order.acquire(getattr(event, "clock", None))
         return is_reached
 

@@ -28,6 +28,7 @@ from offloadzero.memory import arena, nvme, tickets
 from offloadzero.memory import device as devices
 from offloadzero.native import cpu_adam
 from offloadzero.observe.timeline import NVME_READ, NVME_WRITE, OFF
+from offloadzero.optim import device_math
 
 MEMORY_BYTES = 4 << 30
 _TIMED_MODULES = ("memory.marks", "observe.clock", "observe.stream_clock", "observe.timeline")
@@ -89,12 +90,13 @@ class VirtualStream:
 class VirtualDevice:
     """Its memory is the host's, its time its own: [Note: virtual time]."""
 
-    def __init__(self, *, bytes_per_s: Mapping[str, float]) -> None:
+    def __init__(self, bytes_per_s: Mapping[str, float]) -> None:
         """`bytes_per_s`: of copies, by the lane's name; the others take no time. "nvme read" and "nvme write", too."""
         self.torch_device = torch.device("cpu")
         self.bytes_per_s = bytes_per_s
         self.hosts = Hosts()
-        self.num_timed_events = 0
+        self.num_records = 0  # of timed events on the stream that computes
+        self.num_events = 0  # timed ones that were made anew for it
         self._default = VirtualStream(self.hosts, "default")
         self._here = threading.local()
         self._memory: list[tuple[int, int]] = []
@@ -135,9 +137,14 @@ class VirtualDevice:
             self._here.stream = before
 
     def record(self, stream: Any, *, timed: bool = False, again: Any = None) -> Any:
-        del again
-        self.num_timed_events += timed and stream is self._default
-        return stream.record()
+        if timed and stream is self._default:
+            self.num_records += 1
+            self.num_events += again is None
+        event = stream.record()
+        if again is None:
+            return event
+        again.at_s = event.at_s
+        return again
 
     def elapsed_s(self, first: Any, last: Any) -> float:
         return float(last.at_s - first.at_s)
@@ -172,10 +179,11 @@ class VirtualDevice:
 
 
 @contextmanager
-def virtual_time(patch: pytest.MonkeyPatch, **bytes_per_s: float) -> Iterator[VirtualDevice]:
-    """Engines made inside run on such a device; `bytes_per_s` by lane, with _ for what is no letter."""
-    rates = {name.replace("nvme_", "nvme ").replace("_", "-"): rate for name, rate in bytes_per_s.items()}
-    device = VirtualDevice(bytes_per_s=rates)
+def virtual_time(
+    patch: pytest.MonkeyPatch, bytes_per_s: Mapping[str, float], *, update_s: float = 0.0
+) -> Iterator[VirtualDevice]:
+    """Engines made inside run on such a device; each update of a record on the host takes `update_s`."""
+    device = VirtualDevice(bytes_per_s)
     with patch.context() as inside:
         is_host_memory = devices.is_host_memory
         inside.setattr("offloadzero.runtime.find_device", lambda _name: device)
@@ -189,6 +197,7 @@ def virtual_time(patch: pytest.MonkeyPatch, **bytes_per_s: float) -> Iterator[Vi
         _queues(device.hosts, inside)
         _pools(device.hosts, inside)
         _files(device, inside)
+        _updates(device.hosts, inside, update_s)
         yield device
 
 
@@ -309,3 +318,13 @@ def _files(device: VirtualDevice, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(nvme.NvmeTier, "__init__", made)
     patch.setattr(nvme.NvmeTier, "_submit", submitting)
+
+
+def _updates(hosts: Hosts, patch: pytest.MonkeyPatch, seconds: float) -> None:
+    step = device_math.adam_step
+
+    def stepping(*args: Any, **kwargs: Any) -> None:
+        step(*args, **kwargs)
+        hosts.now_s += seconds
+
+    patch.setattr(device_math, "adam_step", stepping)
