@@ -363,7 +363,10 @@ class Engine:
         return {tier.value: self._runtime.reserved_bytes(tier) for tier in TierName}
 
     def last_step_report(self) -> StepReport:
-        """Seconds of the last step and what the training thread lost in which wait."""
+        """Seconds of the last step and what the computation lost in which wait.
+
+        With CUDA that is the last step which the device has finished: nobody waits for it.
+        """
         return self._runtime.clock.last
 
     def synchronize(self) -> None:

@@ -219,3 +219,153 @@ def test_steps_cost_what_they_cost_by_hand(
         assert lanes_ms == pytest.approx(case.lanes)
         assert record["bound_lane"] == case.bound
         assert record["efficiency"] == pytest.approx(max(case.lanes.values()) / case.step)
+
+
+def test_without_a_wait_of_the_host_a_report_comes_when_its_step_has_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES["hidden"]
+    with timed_engine(case, tmp_path, monkeypatch) as (engine, device):
+        for step in range(1, 5):
+            train_step(engine, device)
+            launched_at_s = device.hosts.now_s
+            known = engine.last_step_report().step
+            assert device.hosts.now_s == launched_at_s  # asking waits for nothing
+            assert known == step - 1  # the fetch that the host waits for comes after the step before
+    records = records_of(tmp_path)
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert [record["step_s"] for record in records[1:]] == pytest.approx([case.step * MS] * 3)
+    assert len({record["loss"] for record in records}) == 4  # each with its own
+
+
+@pytest.mark.parametrize("is_observed", [True, False], ids=["observed", "not observed"])
+@pytest.mark.parametrize("name", ["hidden", "hidden, clipped", "slow link", "slow gradients", "resident"])
+def test_marks_are_few_and_their_events_are_used_again(
+    name: str, is_observed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most two events for each unit and pass, one more where the launching thread is blocked; some for a step."""
+    records, made, blocked = [], [], []
+    with timed_engine(CASES[name], tmp_path, monkeypatch, is_observed=is_observed) as (engine, device):
+        for _ in range(6):
+            before = (device.num_records, device.num_events, device.num_blocked)
+            train_step(engine, device)
+            device.synchronize()
+            engine.last_step_report()
+            after = (device.num_records, device.num_events, device.num_blocked)
+            for counts, now, then in zip((records, made, blocked), after, before, strict=True):
+                counts.append(now - then)
+    of_step = 5 if is_observed else 1
+    of_units = (4 if name == "resident" else 3) * NUM_BLOCKS  # forward 1, backward 2; resident: 2 and 2
+    for num, num_blocked in zip(records, blocked, strict=True):
+        assert num <= of_units + num_blocked + of_step
+    assert sum(records[2:]) > 6 * 4
+    assert sum(made[2:]) <= 3 * 4  # the loss is read behind one; the others are there already
+
+
+def test_a_traced_step_shows_what_the_device_did_when(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with timed_engine(CASES["slow link"], tmp_path, monkeypatch) as (engine, device):
+        for _ in range(5):
+            train_step(engine, device)
+            device.synchronize()
+    events = json.loads((tmp_path / "run" / "trace_step_4.json").read_text())["traceEvents"]
+    step = next(event for event in events if event["ph"] == "X" and event["cat"] == "step")
+    spans = sorted(
+        (round((event["ts"] - step["ts"]) / 1e3, 6), event["name"], round(event["dur"] / 1e3, 6))
+        for event in events
+        if event["ph"] == "X" and event["cat"] in ("compute", "wait")
+    )
+    forward = [(16.0 + 15 * i, f"forward blocks.{i}", 2.0) for i in range(6)]
+    backward = [
+        (93.0, "backward blocks.5", 4.0),
+        (97.0, "backward blocks.4", 4.0),
+        (101.0, "backward blocks.3", 4.0),
+        (112.0, "backward blocks.2", 4.0),
+        (127.0, "backward blocks.1", 4.0),
+        (142.0, "backward blocks.0", 4.0),
+    ]
+    waits = [(0.0, "wait: fetch", 16.0), *((18.0 + 15 * i, "wait: fetch", 13.0) for i in range(5))]
+    waits += [(105.0, "wait: fetch", 7.0), (116.0, "wait: fetch", 11.0), (131.0, "wait: fetch", 11.0)]
+    assert [span for span in spans if span[2]] == sorted([*forward, *backward, *waits])
+
+
+def test_the_page_of_a_run_says_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with timed_engine(CASES["slow gradients"], tmp_path, monkeypatch) as (engine, device):
+        for _ in range(5):
+            train_step(engine, device)
+            device.synchronize()
+    assert main(["report", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert "A step takes 381 ms (median); d2h alone needs 78.7% of that" in said
+    assert "largest waits: fetch 26.5%, gradient lease 26.2%" in said
+
+
+def test_what_the_training_loop_does_counts_as_computation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on the CPU: nobody waits for the library then."""
+    with timed_engine(CASES["resident"], tmp_path, monkeypatch) as (engine, device):
+        for _ in range(4):
+            device.synchronize()
+            device.spend(7 * MS)  # the next batch
+            train_step(engine, device)
+    records = records_of(tmp_path)[2:]
+    assert [record["step_s"] for record in records] == pytest.approx([187 * MS] * 2)
+    assert [record["lanes_s"]["compute"] for record in records] == pytest.approx([187 * MS] * 2)
+
+
+def test_on_the_cpu_nothing_is_marked() -> None:
+    assert Accelerator(CpuDevice()).marks() is None
+
+
+def test_the_reference_of_the_clock_is_renewed_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    with virtual_time(monkeypatch, {}) as device:
+        clock = DeviceClock(device)
+        device.compute(2 * MS)
+        early = clock.record(device.current_stream())
+        assert clock.at_s(early) is None  # the host is not there yet
+        device.synchronize()
+        assert clock.at_s(early) == pytest.approx(2 * MS)
+        drift_s = 0.25
+        elapsed_s = device.elapsed_s
+
+        def drifting(first: Any, last: Any) -> float:
+            """The two clocks run apart: what is counted from the old reference is wrong by so much."""
+            return elapsed_s(first, last) + (drift_s if last.at_s - first.at_s > MAX_REFERENCE_AGE_S else 0)
+
+        monkeypatch.setattr(device, "elapsed_s", drifting)
+        device.spend(MAX_REFERENCE_AGE_S + 1)
+        late = clock.record(device.current_stream())
+        assert clock.at_s(late) == pytest.approx(device.hosts.now_s + drift_s)
+        busy = device.new_stream("busy")
+        busy.launch(1.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(clock, "_stream", busy)
+            clock.renew()  # is not reached in a few looks: the old one stays
+        assert clock.at_s(late) == pytest.approx(device.hosts.now_s + drift_s)
+        clock.renew()
+        assert clock.at_s(late) == pytest.approx(device.hosts.now_s)
+
+
+@pytest.mark.parametrize("placement", ["host", "mixed"])
+def test_observing_orders_nothing_and_changes_no_bit(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two streams compute; what runs when is random."""
+    config = make_config(placement, tmp_path, clipping=0.5)
+    expected = run_engine(Branches, take_inputs(features), config)
+    config["offloadzero"]["observe"] = {"run_dir": str(tmp_path / "run")}
+    with simulated(monkeypatch, seed=3) as device:
+        monkeypatch.setattr(Branches, "machine", device.machine)
+        found = run_engine(Branches, take_inputs(features), config)
+    assert_same(found, expected)
+    monkeypatch.setattr(Branches, "machine", None)
+    config["offloadzero"]["observe"] = {"run_dir": str(tmp_path / "run2")}
+    with checked(), simulated(monkeypatch, seed=4):
+        assert_same(run_engine(Branches, take_inputs(features), config), expected)
+    for record in map(json.loads, (tmp_path / "run" / "steps.jsonl").read_text().splitlines()):
+        assert record["lanes_s"]["compute"] <= record["step_s"]
+        assert min(record["waits_s"].values()) >= 0.0

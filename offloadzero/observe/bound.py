@@ -5,7 +5,8 @@ T_bound = max over the lanes of T_lane; overlap efficiency = T_bound / T_step.
 
 T_lane of a lane that moves bytes is its bytes of the step over the best rate that one of the steps so far has
 shown. A step's rate is its bytes over the time in which the lane had at least one transfer running.
-T_compute is what is left of the step on the training thread without its named waits.
+T_compute is what is left of the step without its named waits: on the training thread, or where the device has streams
+on those that compute, [Note: the device's time].
 
 Where the device is the CPU, computation, copies, landings and updates share the cores, and what counts is their
 sum. Wall times of threads that take each other's turns would count a second twice, so the sum is the process's CPU
@@ -14,8 +15,9 @@ time over the cores it may use (`cores`). Beside it only the drive is a lane of 
 Whatever slows the training thread down without being a named wait, such as another process on its cores, counts
 as computation: the efficiency says how well transfers and updates hide, not how fast the computation is.
 
-Where the device is not the CPU, the named waits are those of the thread that launches kernels. A stream that waits
-for a copy, with the thread ahead of it, is not seen: its time counts as computation.
+On a device with streams a step begins and ends when the device gets there, and a wait is the time for which its stream
+stood still, whoever waited: a fetch that the stream reaches when it is there costs nothing. A thread that launches too
+slowly makes the stream idle inside a unit; that counts as computation, as its own slowness does on the CPU.
 
 A drive reads and writes at once, so each direction is a lane of its own; a virtual drive has often one limit for
 both. `"observe": {"nvme_shared": true}` makes them one lane, `nvme`. That bound is the higher one: say so only

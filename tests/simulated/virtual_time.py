@@ -97,6 +97,7 @@ class VirtualDevice:
         self.hosts = Hosts()
         self.num_records = 0  # of timed events on the stream that computes
         self.num_events = 0  # timed ones that were made anew for it
+        self.num_blocked = 0  # times that a thread has waited for a buffer
         self._default = VirtualStream(self.hosts, "default")
         self._here = threading.local()
         self._memory: list[tuple[int, int]] = []
@@ -195,7 +196,7 @@ def virtual_time(
             inside.setattr(f"offloadzero.{module}.time", clock)
         _latches(device.hosts, inside)
         _queues(device.hosts, inside)
-        _pools(device.hosts, inside)
+        _pools(device, inside)
         _files(device, inside)
         _updates(device.hosts, inside, update_s)
         yield device
@@ -249,7 +250,9 @@ def _queues(hosts: Hosts, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(queue, "SimpleQueue", TimedQueue)
 
 
-def _pools(hosts: Hosts, patch: pytest.MonkeyPatch) -> None:
+def _pools(device: VirtualDevice, patch: pytest.MonkeyPatch) -> None:
+    hosts = device.hosts
+
     class TimedDeque(deque[Any]):
         def __init__(self, items: Iterable[Any]) -> None:
             super().__init__((0.0, item) for item in items)
@@ -272,6 +275,7 @@ def _pools(hosts: Hosts, patch: pytest.MonkeyPatch) -> None:
         pool._free = TimedDeque(pool._free)
 
     def taking(pool: arena.BufferPool) -> arena.PooledBuffer:
+        device.num_blocked += 1
         with hosts.blocking():
             return take(pool)
 
