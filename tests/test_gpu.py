@@ -59,7 +59,7 @@ def accelerator() -> Iterator[Accelerator]:
 def pinned(accelerator: Accelerator) -> Iterator[torch.Tensor]:
     """4 MiB of registered host memory as fp32, zero."""
     buffer = allocate_host(4 * MIB)
-    accelerator.pin(buffer)
+    accelerator.pin(buffer, label="a test's buffer")
     yield buffer.view(torch.float32)
     accelerator.synchronize()
     accelerator.unpin(buffer)
@@ -80,12 +80,12 @@ def test_an_arena_of_any_size_is_pinned_and_unpinned(accelerator: Accelerator) -
     for num_pages in (1, 3, 1025):
         buffer = allocate_host(num_pages * 4096)
         assert not buffer.is_pinned()
-        accelerator.pin(buffer)
+        accelerator.pin(buffer, label="a test's buffer")
         assert buffer.is_pinned()
         assert buffer[-4096:].is_pinned()
         accelerator.unpin(buffer)
         assert not buffer.is_pinned()
-    accelerator.pin(allocate_host(0))
+    accelerator.pin(allocate_host(0), label="nothing")
 
 
 def test_the_engine_pins_its_host_arena(tmp_path: Path) -> None:

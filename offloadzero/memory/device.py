@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import time
 from contextlib import AbstractContextManager
 from typing import Protocol, cast
@@ -77,8 +78,8 @@ class Device(Protocol):
         Who lets go of it promises that no other stream uses it any more.
         """
 
-    def pin(self, buffer: torch.Tensor) -> None:
-        """Page-lock host memory for the copy engines."""
+    def pin(self, buffer: torch.Tensor, *, label: str) -> None:
+        """Page-lock host memory for the copy engines. `label` is for errors. OffloadError if the system refuses."""
 
     def unpin(self, buffer: torch.Tensor) -> None:
         """Undo `pin`."""
@@ -133,7 +134,7 @@ class CpuDevice:
         """Ordinary memory, touched when first used."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def pin(self, buffer: torch.Tensor) -> None:
+    def pin(self, buffer: torch.Tensor, *, label: str) -> None:
         """Nothing to do."""
 
     def unpin(self, buffer: torch.Tensor) -> None:
@@ -196,12 +197,10 @@ class StreamDevice:
         """From torch's caching allocator."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
-    def pin(self, buffer: torch.Tensor) -> None:
+    def pin(self, buffer: torch.Tensor, *, label: str) -> None:
         """torch has no general way to register memory: copies go through the driver's own buffers."""
         device = self.torch_device.type
-        log.warning(
-            "%d bytes of host memory stay unpinned: torch registers none for %s", buffer.nbytes, device
-        )
+        log.warning("%s: %d bytes stay unpinned, torch registers none for %s", label, buffer.nbytes, device)
 
     def unpin(self, buffer: torch.Tensor) -> None:
         """Nothing was pinned."""
@@ -252,19 +251,25 @@ class CudaDevice(StreamDevice):
         event.record(cast("torch.cuda.Stream", stream))
         return event
 
-    def pin(self, buffer: torch.Tensor) -> None:
+    def pin(self, buffer: torch.Tensor, *, label: str) -> None:
         """cudaHostRegister at the exact size: torch's pinned allocator rounds up to powers of two."""
         if buffer.numel():
             begun_s = time.perf_counter()
             populate(buffer, num_threads=len(os.sched_getaffinity(0)))
             with torch.cuda.device(self.torch_device):
-                status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), _PORTABLE)
+                cudart = torch.cuda.cudart()
+                status = cudart.cudaHostRegister(buffer.data_ptr(), buffer.numel(), _PORTABLE)
             if int(status) != 0:
-                raise OffloadError(f"cudaHostRegister of {buffer.numel()} bytes failed: error {int(status)}")
+                reason = f"{cudart.cudaGetErrorString(status)}, error {int(status)}"
+                raise OffloadError(_refused(label, buffer.numel(), reason))
             took_s = time.perf_counter() - begun_s
             per_100_gb_s = took_s / buffer.numel() * 100e9
             log.info(
-                "pinned %.1f GB in %.1f s: %.0f s per 100 GB", buffer.numel() / 1e9, took_s, per_100_gb_s
+                "%s: pinned %.1f GB in %.1f s, %.0f s per 100 GB",
+                label,
+                buffer.numel() / 1e9,
+                took_s,
+                per_100_gb_s,
             )
 
     def unpin(self, buffer: torch.Tensor) -> None:
@@ -287,6 +292,18 @@ class CudaDevice(StreamDevice):
                 "a CUDA graph is being captured: it would replay with leases that hold other weights by then. "
                 "Capture nothing that runs an offloaded model (torch.compile: mode 'default', not 'reduce-overhead')"
             )
+
+
+def _refused(label: str, num_bytes: int, reason: str) -> str:
+    """Of memory that the system does not lock."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
+    return (
+        f"{label}: {num_bytes:,} bytes could not be page-locked (cudaHostRegister: {reason}; RLIMIT_MEMLOCK, "
+        f"`ulimit -l`, is {shown}). Raise the limit (of a container: --ulimit memlock=-1), keep less in host memory "
+        '(offloadzero.placement, offloadzero.budgets.host), or do without: "pin_memory": false in offload_param and '
+        "offload_optimizer of zero_optimization, with which copies are slower"
+    )
 
 
 def is_host_memory(tensor: torch.Tensor) -> bool:

@@ -212,9 +212,9 @@ class Accelerator:
         """One allocation of device memory: uint8, shape (num_bytes,)."""
         return self.asynchronous.allocate(num_bytes)
 
-    def pin(self, buffer: torch.Tensor) -> None:
-        """Page-lock host memory for the copy engines."""
-        self.asynchronous.pin(buffer)
+    def pin(self, buffer: torch.Tensor, *, label: str) -> None:
+        """Page-lock host memory for the copy engines. `label` is for errors. OffloadError if the system refuses."""
+        self.asynchronous.pin(buffer, label=label)
 
     def unpin(self, buffer: torch.Tensor) -> None:
         """Undo `pin`."""

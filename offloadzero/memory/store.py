@@ -107,7 +107,7 @@ class TieredStore:
     def pin(self) -> None:
         """Page-lock the host arena. Done when the first weights are in it: pinning takes all pages at once."""
         if not self._pinned:
-            self.accelerator.pin(self.host.buffer)
+            self.accelerator.pin(self.host.buffer, label="the host arena")
             self._pinned = True
 
     def register(self, leases: Sequence[Lease], *, may_pin: bool) -> None:

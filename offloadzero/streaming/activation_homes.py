@@ -146,7 +146,7 @@ class HostMemory:
             self.reserve.add(size, label)
             buffer = allocate_host(size)
             if self.pin:
-                self.accelerator.pin(buffer)
+                self.accelerator.pin(buffer, label=f"activation checkpoints of {label}")
             self.buffers[buffer.data_ptr()] = buffer
         return buffer
 

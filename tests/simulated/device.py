@@ -60,7 +60,8 @@ class SimulatedDevice:
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return self.memory.take(num_bytes)
 
-    def pin(self, buffer: torch.Tensor) -> None:
+    def pin(self, buffer: torch.Tensor, *, label: str) -> None:
+        del label
         self.pinned[buffer.data_ptr()] = buffer.nbytes
 
     def unpin(self, buffer: torch.Tensor) -> None:

@@ -155,7 +155,7 @@ class VirtualDevice:
         self._memory.append((memory.data_ptr(), memory.data_ptr() + num_bytes))
         return memory
 
-    def pin(self, buffer: torch.Tensor) -> None:
+    def pin(self, buffer: torch.Tensor, *, label: str) -> None:
         pass
 
     def unpin(self, buffer: torch.Tensor) -> None:
