@@ -4,6 +4,10 @@
 T_compute is what the device-resident baseline needs for the same floating-point operations. The other lanes are the
 run's own: the bytes of a step over the best rate that a step of the run has shown. Where the device is the CPU, the
 computation and the updates share its cores, and `cores` (CPU seconds over their number) takes the place of T_compute.
+
+The overlap that the run reports of itself takes its own computation in place of the baseline's: the step less the time
+for which the stream stood still. Where it is higher than the overlap, the computation itself is slower than resident:
+launches, copies that share the device's memory, kernels of the library.
 """
 
 from __future__ import annotations
@@ -84,7 +88,7 @@ def with_bounds(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 COLUMNS = (
     "run", "parameters", "step s", "tokens/s", "TFLOPS", "of device-resident", "bound s", "bound by", "overlap",
-    "longest wait", "device GiB", "host GiB", "nvme GiB",
+    "own overlap", "in waits", "longest wait", "device GiB", "host GiB", "nvme GiB",
 )  # fmt: skip
 
 
@@ -107,6 +111,8 @@ def run_row(run: Mapping[str, Any]) -> list[str]:
         f"{run['bound_s']:.3f}" if "bound_s" in run else "",
         run.get("bound_lane", ""),
         f"{run['overlap_efficiency']:.1%}" if "overlap_efficiency" in run else "",
+        f"{result['efficiency']:.1%}",
+        f"{sum(result['waits_s'].values()) / result['median_step_s']:.1%}",
         f"{waits[0]} {waits[1]:.3f} s",
         *(f"{reserved.get(tier, 0) / GIB:.2f}" for tier in ("device", "host", "nvme")),
     ]

@@ -125,7 +125,6 @@ def run(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     print(f"{num_params:,} parameters, ready after {build_s:.1f} s", file=sys.stderr, flush=True)
     generator = torch.Generator().manual_seed(0)
     step_s: list[float] = []
-    waits: list[dict[str, float]] = []
     losses: list[float] = []
     for step in range(args.steps):
         if not has_time_for_a_step(args, started_s, step_s):
@@ -141,7 +140,6 @@ def run(args: argparse.Namespace, directory: str) -> dict[str, Any]:
             engine.step()
         losses.append(loss.item())  # waits for the device: the step's time is the device's
         step_s.append(time.perf_counter() - start_s)
-        waits.append(engine.last_step_report().waits_s)
         print(f"step {step}: {step_s[-1]:.3f} s, loss {losses[-1]:.4f}", file=sys.stderr, flush=True)
     memory_table, reserved_bytes = engine.memory_table(), engine.reserved_bytes()
     on_cuda = engine.device.type == "cuda"
@@ -163,7 +161,6 @@ def run(args: argparse.Namespace, directory: str) -> dict[str, Any]:
         "tflops": 8 * num_params * tokens_per_step / median_s / 1e12,
         "peak_device_bytes": torch.cuda.max_memory_allocated() if on_cuda else None,
         "step_s": step_s,
-        "waits_s": waits[-1],
         "losses": losses,
         **bound(Path(directory) / "run" / "steps.jsonl"),
     }
@@ -177,7 +174,7 @@ def has_time_for_a_step(args: argparse.Namespace, started_s: float, step_s: list
 
 
 def bound(path: Path) -> dict[str, Any]:
-    """Seconds that each lane needs, bytes that it moved, and what bounds the step: medians of the timed steps."""
+    """Seconds and bytes of each lane, waits, and what bounds the step: medians of the timed steps."""
     steps = [json.loads(line) for line in path.read_text().splitlines()][NUM_WARMUP_STEPS:]
 
     def medians(key: str) -> dict[str, float]:
@@ -188,6 +185,7 @@ def bound(path: Path) -> dict[str, Any]:
         "lanes_s": medians("lanes_s"),
         "lane_bytes": medians("bytes"),
         "lane_busy_s": medians("busy_s"),
+        "waits_s": medians("waits_s"),
         "bound_s": statistics.median(step["bound_s"] for step in steps),
         "efficiency": statistics.median(step["efficiency"] for step in steps),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import os
 import threading
@@ -28,6 +29,7 @@ from offloadzero.memory.tickets import Failures, Promise
 from offloadzero.native import cpu_adam
 from offloadzero.native.compact import compact_encode, num_scales
 from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import Timeline
 from offloadzero.optim import device_math
 from offloadzero.optim.device_adam import AdamForm, triton_problem
@@ -180,6 +182,99 @@ def test_a_copy_is_recorded_when_the_device_does_it(pinned: torch.Tensor) -> Non
     # Behind the slow kernel, and not longer than 4 MiB take on any link.
     assert start_s + 0.05 < span.start_s < span.end_s < end_s + 1e-3
     assert span.end_s - span.start_s < 0.05
+
+
+@pytest.fixture
+def clock(accelerator: Accelerator) -> StepClock:
+    """The clock of the steps on the device."""
+    made, marks = StepClock(), accelerator.marks()
+    assert marks is not None
+    made.follow(marks)
+    torch.cuda.synchronize()
+    made.restart()
+    return made
+
+
+def slow_cycles_s() -> float:
+    """How long SLOW_CYCLES take."""
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    torch.cuda._sleep(SLOW_CYCLES)
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3
+
+
+def test_a_wait_is_how_long_the_stream_stood_still(
+    accelerator: Accelerator, clock: StepClock, pinned: torch.Tensor
+) -> None:
+    slow_s = slow_cycles_s()
+    target = torch.zeros_like(pinned, device="cuda")
+    lane = accelerator.lane("fetch", Failures())
+
+    def slow_copy() -> None:
+        torch.cuda._sleep(SLOW_CYCLES)
+        accelerator.copy(target, pinned)
+
+    lane.submit(slow_copy).wait()
+    torch.cuda.synchronize()
+    clock.restart()
+    fetched = lane.submit(slow_copy)
+    with clock.waiting("fetch"):
+        fetched.order_compute()
+    clock.finish_step(1)
+    torch.cuda.synchronize()
+    report = clock.last
+    assert report.step == 1
+    assert report.waits_s["fetch"] == pytest.approx(slow_s, rel=0.2)
+    assert report.step_s == pytest.approx(slow_s, rel=0.2)
+    lane.close()
+
+
+def test_a_copy_that_the_stream_finds_there_is_no_wait(
+    accelerator: Accelerator, clock: StepClock, pinned: torch.Tensor
+) -> None:
+    slow_s = slow_cycles_s()
+    target = torch.zeros_like(pinned, device="cuda")
+    lane = accelerator.lane("fetch", Failures())
+    lane.submit(lambda: accelerator.copy(target, pinned)).wait()
+    torch.cuda.synchronize()
+    clock.restart()
+    torch.cuda._sleep(SLOW_CYCLES)
+    fetched = lane.submit(lambda: accelerator.copy(target, pinned))
+    with clock.waiting("fetch"):
+        fetched.order_compute()
+    clock.finish_step(1)
+    assert clock.last.step == 0  # it has not run, and nobody waits for it
+    torch.cuda.synchronize()
+    report = clock.last
+    assert report.step == 1
+    assert report.waits_s["fetch"] < 0.1 * slow_s
+    assert report.step_s == pytest.approx(slow_s, rel=0.2)
+    lane.close()
+
+
+def test_the_records_of_a_run_are_those_of_the_device(tmp_path: Path) -> None:
+    """The steps follow one another without a gap, and what is recorded of one fits into it."""
+    run_dir = tmp_path / "run"
+    (tmp_path / "files").mkdir()
+    observe = {"run_dir": str(run_dir)}
+    engine = make_engine(settings(tmp_path / "files", placement="host", device="cuda", observe=observe))
+    torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    for seed in range(6):
+        engine.backward(engine(tokens(seed, batch=4, length=33).cuda()))
+        engine.step()
+    engine.close()
+    end_s = time.perf_counter()
+    records = [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert 0.0 < sum(record["step_s"] for record in records) < end_s - start_s + 1.0
+    for record in records[1:]:
+        waits_s = sum(record["waits_s"].values())
+        assert 0.0 <= waits_s <= record["step_s"] * 1.01 + 1e-4
+        assert record["lanes_s"]["compute"] == pytest.approx(max(record["step_s"] - waits_s, 0.0))
+        assert record["bytes"]["h2d"] > 0
 
 
 def test_a_loss_is_read_without_a_wait_when_it_is_asked_for() -> None:

@@ -281,6 +281,7 @@ def result(step_s: float, flops: float, **lanes_s: float) -> dict[str, Any]:
         "flops_per_step": flops,
         "lanes_s": lanes_s,
         "waits_s": {"fetch": 0.25, "update": 0.5},
+        "efficiency": 0.875,
         "reserved_bytes": {"device": 1 << 30, "host": 3 << 30},
     }
 
@@ -318,6 +319,7 @@ def test_the_bound_is_the_slowest_lane_or_the_baseline(tmp_path: Path) -> None:
     assert "update 0.500 s" in rows[3]
     cells = [cell.strip() for cell in rows[3].split("|")]
     assert cells[1:4] == ["host", "7.00B", "2.500"]
+    assert cells[9:13] == ["80.0%", "87.5%", "30.0%", "update 0.500 s"]
     assert cells[-4:-1] == ["1.00", "3.00", "0.00"]
 
 

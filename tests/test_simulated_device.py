@@ -105,13 +105,16 @@ def test_two_streams_compute(
 
 def test_a_captured_graph_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would replay with leases that hold other units; what comes after the capture trains as if it had not been."""
-    config = make_config("host", tmp_path, clipping=0.5)
+    own = {"observe": {"run_dir": str(tmp_path / "run")}}  # marks are no part of the capture either
+    config = make_config("host", tmp_path, clipping=0.5, offloadzero=own)
     expected = run_engine(Stack, take_inputs(features), config)
 
     def loop(engine: Any) -> list[float]:
         device.is_capturing = True
+        before = device.machine.counts["events"]
         with pytest.raises(StateError, match="captured"):
             engine(features(0))
+        assert device.machine.counts["events"] == before
         device.is_capturing = False
         return take_inputs(features)(engine)
 

@@ -56,7 +56,9 @@ class StepClock:
 
     def follow(self, marks: Marks) -> None:
         """What counts from now on is the time of the streams that compute."""
-        self._stream = self.timeline.stream = StreamClock(marks, self.timeline)
+        self._stream = StreamClock(marks, self.timeline)
+        if self.timeline.is_on:
+            self.timeline.stream = self._stream
 
     def begin(self, what: str, name: str) -> Mark | None:
         """What is launched from now on is the unit's forward, say; None where nobody looks, or on the CPU."""

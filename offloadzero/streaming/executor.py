@@ -232,6 +232,11 @@ class Executor:
             return self._outermost_evaluates
         return not torch.is_grad_enabled() and current_autograd_node() is None
 
+    def expect_no_capture(self) -> None:
+        """StateError where a forward begins inside the capture of a graph."""
+        if self._has_streams and not self._num_forwards:
+            self._store.accelerator.asynchronous.check_not_capturing()
+
     def enter_forward(self, indices: Sequence[int], *, is_root: bool) -> None:
         """A site that needs `indices` begins its forward; its parameters are ordinary ones until `leave_forward`.
 
@@ -247,8 +252,6 @@ class Executor:
         if self._updated_early and current_autograd_node() is None:
             for index in indices:
                 self.expect_step_taken(index)
-        if self._has_streams and not self._num_forwards:
-            self._store.accelerator.asynchronous.check_not_capturing()
         evaluating = self.is_evaluating
         if evaluating and not self._num_forwards and is_root:
             self._evaluation.finish_step()  # uses up to the next one are recorded as its order

@@ -169,6 +169,7 @@ class _SiteForward(_Forward):
         if is_tracing():
             _refuse_export()
         with held:
+            hooks.executor.expect_no_capture()  # before a mark would be part of it
             self._timeline.enter_model()
             with self._timeline.launching():
                 hooks.commit_gathered(self._records)

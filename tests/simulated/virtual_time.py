@@ -203,21 +203,22 @@ def virtual_time(
 
 
 def _latches(hosts: Hosts, patch: pytest.MonkeyPatch) -> None:
-    """The slot keeps when it was set; before that time it is not set for who asks, though it be in truth."""
+    """The slot keeps when it was set, as a tuple; for who asks before that time it is not set, though it be in truth."""
     slot = tickets.Latch.__dict__["is_set"]
     wait, set_now = tickets.Latch.wait, tickets.Latch.set
 
     def is_set(latch: tickets.Latch) -> bool:
-        at_s = slot.__get__(latch)
-        return at_s is not False and (hosts.is_blocking or at_s <= hosts.now_s)
+        known = slot.__get__(latch)
+        is_timed = isinstance(known, tuple)  # else it is another engine's
+        return bool(known) and (not is_timed or hosts.is_blocking or known[0] <= hosts.now_s)
 
     def put(latch: tickets.Latch, value: bool) -> None:
-        slot.__set__(latch, hosts.now_s if value else False)
+        slot.__set__(latch, (hosts.now_s,) if value else False)
 
     def waiting(latch: tickets.Latch) -> None:
         with hosts.blocking():
             wait(latch)
-        hosts.advance(slot.__get__(latch))
+        hosts.advance(slot.__get__(latch)[0])
 
     def setting(latch: tickets.Latch) -> None:
         with hosts.blocking():
