@@ -203,7 +203,7 @@ def virtual_time(
 
 
 def _latches(hosts: Hosts, patch: pytest.MonkeyPatch) -> None:
-    """The slot keeps when it was set, as a tuple; for who asks before that time it is not set, though it be in truth."""
+    """The slot keeps when it was set, as a tuple: for who asks before that time it is not, though it be in truth."""
     slot = tickets.Latch.__dict__["is_set"]
     wait, set_now = tickets.Latch.wait, tickets.Latch.set
 
