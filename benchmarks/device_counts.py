@@ -1,0 +1,221 @@
+"""What the package asks of a device in a step, counted on the simulated one: before and after.
+
+    python benchmarks/device_counts.py [--before FOLDER] [--report FILE.md]
+
+Small models on the simulated device of `tests/simulated` train in each placement, with and without what changes the
+way of the data. Per unit and step: how often the thread that launches waits, for the device or for another of our
+threads; kernels that the package launches (the model's and autograd's are the script's); copies between host and
+device; and bytes of device memory that the package takes beside its arena and gives back. The second step and those
+after it count, up to the end of their updates; the first takes what later ones use again, and has a column of its own.
+
+Waits for the device, launches and bytes depend on nothing but the code. Waits for another thread are those that found
+it not done, and copies are fewer where a unit was still there: both scatter with the schedule, and are means.
+
+FOLDER is another version of the repository, with its native modules built; what it counts with is its own simulator.
+
+    git archive COMMIT | tar -x -C FOLDER && cd FOLDER && python setup.py build_ext --inplace
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = "OFFLOADZERO_COUNTED"  # the version that a worker counts
+if __name__ == "__main__":
+    sys.path.insert(0, os.environ.get(FOLDER, str(ROOT)))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from tests.models import Stack, features  # noqa: E402
+from tests.simulated.device import simulated  # noqa: E402
+
+NUM_STEPS = 6  # that count
+ROWS = 97  # an input of a block is large enough to leave the device
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "host": {"placement": "host"},
+    "nvme": {"placement": "nvme"},
+    "device states": {"placement": "device"},
+    "auto": {"placement": "auto", "budgets": {"device": 150_000}},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "in backward": {},
+    "clipping": {"gradient_clipping": 0.5},
+    "accumulation 3": {"gradient_accumulation_steps": 3},
+    "checkpoints on host": {"offloadzero": {"activation_checkpoints": {"tier": "host"}}},
+    "checkpoints on nvme": {"offloadzero": {"activation_checkpoints": {"tier": "nvme"}}},
+}
+
+
+def counting_module() -> Any:
+    """`tests/simulated/counting.py` of this version, over whichever simulator is imported."""
+    path = ROOT / "tests" / "simulated" / "counting.py"
+    spec = importlib.util.spec_from_file_location("device_counting", path)
+    if spec is None or spec.loader is None:
+        raise AssertionError(path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def config_of(placement: str, variant: str, directory: str) -> dict[str, Any]:
+    """Leases as they are by default, nothing poisoned."""
+    more = VARIANTS[variant]
+    own = {
+        "device": "cpu",
+        "nvme_path": directory,
+        "units": {"min_leaf_elements": 256},
+        **PLACEMENTS[placement],
+        **more.get("offloadzero", {}),
+    }
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+        **{key: value for key, value in more.items() if key != "offloadzero"},
+        "offloadzero": own,
+    }
+
+
+def count(placement: str, variant: str, *, seed: int = 0) -> dict[str, Any]:
+    """Counts of one step, by what is counted; `places` says where in the package."""
+    import offloadzero
+
+    counting = counting_module()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        pytest.MonkeyPatch.context() as patch,
+        counting.counting() as counts,
+        simulated(patch, seed),
+    ):
+        torch.manual_seed(0)
+        engine, *_ = offloadzero.initialize(
+            model=Stack(num_blocks=6), config=config_of(placement, variant, directory)
+        )
+        num_units = len(engine.optimizer.runtime.records)
+        counts.clear()
+        _train(engine, 1)
+        first = counts.of[counting.TEMPORARY_BYTES]
+        counts.clear()
+        _train(engine, NUM_STEPS, and_wait=False)
+        waits = dict(counts.of)  # not those of this function for the last update
+        engine.synchronize()
+        found = {what: counts.of[what] / NUM_STEPS for what in counting.COUNTED}
+        found |= {what: waits.get(what, 0) / NUM_STEPS for what in counting.WAITS}
+        places = {f"{what}: {place}": number / NUM_STEPS for (what, place), number in counts.places.items()}
+        engine.close()
+    return {"units": num_units, "counts": found, "first": first, "places": places}
+
+
+def _train(engine: Any, num_steps: int, *, and_wait: bool = True) -> None:
+    for number in range(num_steps * engine.gradient_accumulation_steps()):
+        engine.backward(engine(features(number, rows=ROWS)))
+        engine.step()
+    if and_wait:
+        engine.synchronize()
+
+
+# --- the table
+
+
+def count_all() -> dict[str, Any]:
+    """By placement and variant; a case that does not run here is its error."""
+    found: dict[str, Any] = {}
+    for placement in PLACEMENTS:
+        for variant in VARIANTS:
+            try:
+                found[f"{placement}, {variant}"] = count(placement, variant)
+            except Exception as error:
+                found[f"{placement}, {variant}"] = {"error": f"{type(error).__name__}: {error}"[:200]}
+    return found
+
+
+def count_version(folder: Path) -> dict[str, Any]:
+    """Each case in a process of its own, with the code of `folder`: what one leaves behind is not the next one's."""
+    environment = {**os.environ, FOLDER: str(folder), "PYTHONPATH": str(folder), "OMP_WAIT_POLICY": "passive"}
+    command = [sys.executable, __file__, "--worker"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """Per unit and step; bytes per step."""
+    counted = next(iter(case["counts"] for case in found.values() if "counts" in case))
+    lines = [
+        "| case | " + " | ".join(counted) + " | in the first step |",
+        "| --- " * (len(counted) + 2) + "|",
+    ]
+    for name, case in found.items():
+        if "error" in case:
+            lines.append(f"| {name} | does not run: {case['error']} |" + " |" * len(counted))
+            continue
+        values = [
+            f"{number:,.0f}" if "bytes" in what else f"{number / case['units']:.2f}"
+            for what, number in case["counts"].items()
+        ]
+        lines.append(f"| {name} | " + " | ".join(values) + f" | {case['first']:,} |")
+    return lines
+
+
+def environment_lines() -> list[str]:
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    cpu = names[0].split(":")[1].strip() if names else platform.machine()
+    return [
+        f"- date: {datetime.date.today()}",
+        f"- machine: {os.cpu_count()} x {cpu}; the device is simulated: counts, not times",
+        f"- torch {torch.__version__}; Python {platform.python_version()}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What the package asks of a device in a step.")
+    parser.add_argument("--before", type=Path, help="another version of the repository, built")
+    parser.add_argument("--report", type=Path, help="where the tables go (standard output too)")
+    parser.add_argument("--places", action="store_true", help="where in the package, for each case")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        print(json.dumps(count_all()))
+        return
+    lines = ["# What the package asks of a device in a step", "", *environment_lines()]
+    lines += [f"- command: `python benchmarks/device_counts.py{' --before FOLDER' if args.before else ''}`"]
+    versions = {"Before": args.before, "Now": ROOT} if args.before else {"Now": ROOT}
+    for name, folder in versions.items():
+        found = count_version(folder)
+        lines += ["", f"## {name}", "", *table(found)]
+        for case, values in found.items() if args.places else ():
+            lines += [
+                "",
+                case,
+                *(
+                    f"    {number:12,.1f}  {place}"
+                    for place, number in sorted(values.get("places", {}).items())
+                ),
+            ]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if args.report:
+        args.report.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
