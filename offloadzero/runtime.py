@@ -224,6 +224,7 @@ class Runtime:
                 "passing gradient", plan.num_host_grads, plan.host_grad_bytes, for_files=plan.grads_on_files
             ),
             staging=self._host_pool("gradient staging", plan.num_grad_staging, plan.grad_staging_bytes),
+            norm_scratch=self._device_lease("norm scratch", plan.norm_scratch_bytes),
             clock=self.clock,
             num_threads=num_threads,
             cores=cores,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,9 @@ current_graph_task_id: Callable[[], int] = _look_up("_C._current_graph_task_id")
 # How many hold a storage (by its `_cdata`), the tensor that is asked included.
 storage_use_count: Callable[[int], int] = _look_up("_C._storage_Use_Count")
 has_storage: Callable[[torch.Tensor], bool] = _look_up("_C._has_storage")
+
+# Makes tensors zero, on a GPU with one kernel for all.
+foreach_zero: Callable[[Sequence[torch.Tensor]], None] = _look_up("_foreach_zero_")
 
 _to_dlpack: Callable[[torch.Tensor], Any] = _look_up("_C._to_dlpack")
 _from_dlpack: Callable[[Any], torch.Tensor] = _look_up("_C._from_dlpack")

@@ -90,14 +90,22 @@ def test_scratch_that_holds_no_block_is_refused() -> None:
         take_step(state, grad, AdamForm.TORCH, 1, ADAMW, scratch=scratch)
 
 
-def test_norms_on_a_device_take_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_math, "_NORM_ELEMENTS", 1000)
+def test_norms_on_a_device_take_no_memory_but_their_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_math, "NORM_ELEMENTS", 1000)
     grad = make_grad(40_000, torch.float32, specials=False)
+    grad[37] = grad[20_037] = math.nan  # padding
+    parts = ((0, 30), (30, 37), (38, 39), (39, 20_036), (20_038, 21_038), (21_038, 40_000))
+    num_bytes = device_math.norm_scratch_bytes(parts)
+    assert num_bytes == 8 * (1000 + 3 + 20 + 1 + 19)
+    scratch = torch.empty(num_bytes, dtype=torch.uint8)
     with _Allocations() as allocations:
-        total = device_math._sum_of_squares(grad)
-    assert float(total) == pytest.approx(math.fsum(x * x for x in grad.tolist()), rel=1e-12)
-    assert allocations.largest_bytes <= 8 * 1000
-    assert not device_math._sum_of_squares(torch.tensor([1.0, math.inf])).isfinite()
+        found = device_math.sq_norms_in_pieces(grad, parts, scratch)
+    assert allocations.largest_bytes == 0
+    for (start, stop), total in zip(parts, found, strict=True):
+        assert total == pytest.approx(math.fsum(x * x for x in grad[start:stop].tolist()), rel=1e-12)
+    for value in (math.inf, math.nan):
+        (total,) = device_math.sq_norms_in_pieces(torch.tensor([1.0, value]), ((0, 2),))
+        assert not math.isfinite(total)
 
 
 # --- which form ---

@@ -8,7 +8,7 @@ root are correctly rounded, which CUDA's are. Its forms: [Note: forms of the upd
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -19,31 +19,66 @@ from offloadzero.optim import compact_math
 from offloadzero.optim.device_adam import AdamForm, device_form, scratch_bytes, triton_step
 from offloadzero.optim.torch_adam import torch_step
 
-_NORM_ELEMENTS = 1 << 20  # of a gradient on a device at once: 8 MiB of fp64
+NORM_ELEMENTS = 1 << 20  # of a gradient on a device at once: 8 MiB of fp64
 
 
 def sq_norm(grad: torch.Tensor, *, num_threads: int | None = None) -> float:
     """Sum of squares of a flat gradient; not finite if an element is not. Blocks the host on CUDA."""
     if devices.is_host_memory(grad):
         return cpu_adam.sq_norm(grad, num_threads=num_threads)
-    return float(_sum_of_squares(grad))
+    return sq_norms(grad, ((0, grad.numel()),))[0]
 
 
 def sq_norms(
-    grad: torch.Tensor, parts: tuple[tuple[int, int], ...], *, num_threads: int | None = None
+    grad: torch.Tensor,
+    parts: tuple[tuple[int, int], ...],
+    *,
+    num_threads: int | None = None,
+    scratch: torch.Tensor | None = None,
 ) -> Sequence[float]:
-    """`sq_norm` of parts [start, stop) of a flat gradient. Blocks the host once on CUDA."""
+    """`sq_norm` of parts [start, stop) of a flat gradient, given in ascending order. Blocks the host once on CUDA.
+
+    Args:
+        scratch: uint8, of `norm_scratch_bytes(parts)` at least, for a gradient on a device; allocated if None.
+    """
     if not parts:
         return ()
     if devices.is_host_memory(grad):
         return cpu_adam.sq_norms(grad, parts, num_threads=num_threads)
-    values: list[float] = torch.stack([_sum_of_squares(grad[start:stop]) for start, stop in parts]).tolist()
-    return values
+    return sq_norms_in_pieces(grad, parts, scratch)
 
 
-def _sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
-    """In fp64, piece by piece: on a device with little room a whole one would take four times the gradient."""
-    return torch.stack([part.double().square_().sum() for part in grad.split(_NORM_ELEMENTS)]).sum()
+def sq_norms_in_pieces(
+    grad: torch.Tensor, parts: Sequence[tuple[int, int]], scratch: torch.Tensor | None = None
+) -> Sequence[float]:
+    """`sq_norms` in operations that every device has: torch would widen a whole gradient to fp64, these a piece."""
+    if scratch is None:
+        scratch = torch.empty(norm_scratch_bytes(parts), dtype=torch.uint8, device=grad.device)
+    pieces = [(i, low, high) for i, part in enumerate(parts) for low, high in _cut(*part)]
+    sums, room = scratch.view(torch.float64).tensor_split([len(pieces)])
+    first, squares = 0, room[:0]
+    for place, (_, low, high) in enumerate(pieces):
+        if high > first + squares.numel():  # as many pieces as there is room for are squared at once
+            first = low
+            squares = room[: parts[-1][1] - first]
+            squares.copy_(grad[first : first + squares.numel()]).square_()
+        torch.sum(squares[low - first : high - first], dim=0, out=sums[place])
+    found = [0.0] * len(parts)
+    for (part, _, _), value in zip(pieces, sums.tolist(), strict=True):
+        found[part] += value
+    return found
+
+
+def norm_scratch_bytes(parts: Iterable[tuple[int, int]]) -> int:
+    """What `sq_norms` takes on a device: a piece in fp64, and a sum for each."""
+    pieces = [piece for part in parts for piece in _cut(*part)]
+    longest = max((stop - start for start, stop in pieces), default=0)
+    return (len(pieces) + longest) * torch.float64.itemsize
+
+
+def _cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    for low in range(start, max(stop, start + 1), NORM_ELEMENTS):
+        yield low, min(low + NORM_ELEMENTS, stop)
 
 
 def accumulate(acc: torch.Tensor, grad: torch.Tensor, *, num_threads: int | None = None) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -69,6 +70,13 @@ class ParamSlot:
         return flat[self.offset : self.offset + self.num_elements].view(self.shape)
 
 
+class FlatViews(NamedTuple):
+    """What is where in a record's flat memory: by slot, and between the slots."""
+
+    slots: tuple[torch.Tensor, ...]
+    padding: tuple[torch.Tensor, ...]
+
+
 class SlotViews:
     """The views of a record's parameters at the few fixed addresses where leases place it.
 
@@ -78,20 +86,28 @@ class SlotViews:
 
     MAX_ADDRESSES = 256
 
-    def __init__(self, slots: Sequence[ParamSlot]) -> None:
+    def __init__(self, slots: Sequence[ParamSlot], padding: Sequence[tuple[int, int]] = ()) -> None:
         self._slots = slots
-        self._views: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._padding = padding
+        self._views: dict[int, FlatViews] = {}
 
-    def at(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """By slot: its view in `flat`, which must be memory that lasts as long as this object."""
+    def at(self, flat: torch.Tensor) -> FlatViews:
+        """The views in `flat`, which must be memory that lasts as long as this object."""
         address = flat.data_ptr()
         views = self._views.get(address)
         if views is None:
             if len(self._views) == self.MAX_ADDRESSES:
                 del self._views[next(iter(self._views))]
             with torch.inference_mode(False):  # an evaluation's views are used in training too
-                views = self._views[address] = tuple(slot.view_in(flat) for slot in self._slots)
+                views = self._views[address] = self.of(flat)
         return views
+
+    def of(self, flat: torch.Tensor) -> FlatViews:
+        """New views, of memory that may go."""
+        return FlatViews(
+            tuple(slot.view_in(flat) for slot in self._slots),
+            tuple(flat[start:stop] for start, stop in self._padding),
+        )
 
 
 def slot_layout(slots: Sequence[ParamSlot]) -> Hashable:

@@ -11,6 +11,7 @@ from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.arena import ALIGN_BYTES, align_up, apart, room_for
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.optim.device_adam import AdamForm, scratch_bytes
+from offloadzero.optim.device_math import norm_scratch_bytes
 from offloadzero.optim.records import Record
 
 NUM_GRAD_LEASES = 2  # one being filled by backward, one on its way
@@ -41,6 +42,7 @@ class MemoryPlan:
     device_grad_bytes: int  # one gradient lease on the device, of those that units take turns in
     own_grad_bytes: Mapping[int, int]  # by record: the gradient lease that nobody else uses
     update_scratch_bytes: int  # of the updates on the device, which run one after another
+    norm_scratch_bytes: int  # of the norms of gradients on the device, which are taken one after another
     host_grad_bytes: int  # one passing gradient lease on the host
     num_host_grads: int
     grad_staging_bytes: int  # one place where a gradient lands that is added to one already there
@@ -255,6 +257,8 @@ def _plan(
     )
     update_scratch_bytes = _update_scratch_bytes(records, placement, form)
     sheet.add(TierName.DEVICE, "update scratch", update_scratch_bytes)
+    norm_scratch = _norm_scratch_bytes(records, placement, form)
+    sheet.add(TierName.DEVICE, "norm scratch", norm_scratch)
     unit_lease_bytes = _unit_lease_bytes(streamed, config, together, taken=sheet.total(TierName.DEVICE))
     sheet.add(TierName.DEVICE, "unit leases", unit_lease_bytes)
 
@@ -286,6 +290,7 @@ def _plan(
         device_grad_bytes=device_grad_bytes,
         own_grad_bytes=own_grad_bytes,
         update_scratch_bytes=update_scratch_bytes,
+        norm_scratch_bytes=norm_scratch,
         host_grad_bytes=host_grad_bytes,
         num_host_grads=num_host_grads,
         grad_staging_bytes=grad_staging_bytes,
@@ -344,6 +349,15 @@ def _unit_lease_bytes(
 def _update_scratch_bytes(records: Sequence[Record], placement: Placement, form: AdamForm) -> int:
     on_device = [r for r in records if r.num_trainable and _updates_on_device(r, placement)]
     return _largest(scratch_bytes(form, r.num_trainable, is_compact=r.compact) for r in on_device)
+
+
+def _norm_scratch_bytes(records: Sequence[Record], placement: Placement, form: AdamForm) -> int:
+    if form is AdamForm.NATIVE:  # the kernel that takes norms in host memory widens as it reads
+        return 0
+    on_device = [
+        r for r in records if r.num_trainable and placement[r.index, SegmentKind.GRAD] is TierName.DEVICE
+    ]
+    return _largest(norm_scratch_bytes(r.trainable_parts) for r in on_device)
 
 
 def _updates_on_device(record: Record, placement: Placement) -> bool:

@@ -33,7 +33,7 @@ import torch
 
 from offloadzero.config import TierName
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.memory.arena import BufferPool, PooledBuffer
+from offloadzero.memory.arena import BufferPool, Lease, PooledBuffer
 from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Promise, Ticket
@@ -45,7 +45,12 @@ from offloadzero.optim.records import ParamSlot, Record, SlotViews, slot_layout,
 from offloadzero.parameters.gradient import GradientTensor
 from offloadzero.streaming.param_grad import KEEP_KEY, GradientAccess, GradientHandle, drop_gradients
 from offloadzero.streaming.record_gradient import RecordGradient
-from offloadzero.torch_private import DisableTorchFunctionSubclass, current_graph_task_id, storage_use_count
+from offloadzero.torch_private import (
+    DisableTorchFunctionSubclass,
+    current_graph_task_id,
+    foreach_zero,
+    storage_use_count,
+)
 
 log = logging.getLogger("offloadzero.gradients")
 
@@ -62,6 +67,7 @@ class GradientCollector:
         own_leases: Mapping[int, BufferPool],
         passing: BufferPool,
         staging: BufferPool,
+        norm_scratch: Lease | None,
         clock: StepClock,
         num_threads: int | None,
         cores: Collection[int],
@@ -78,6 +84,7 @@ class GradientCollector:
         device_leases, passing, staging: gradient leases on the device; host buffers of gradients without a
             home; host buffers for gradients that are added to one already there.
         own_leases: by the index of a record: the one lease that is its alone.
+        norm_scratch: device memory in which the norms of gradients there are taken, if that takes any.
         cores: CPUs that landing keeps to; empty: any.
         previous_update: the last update of a record, which may still read its gradient's home.
         keeps_after_step: gradients stay until they are dropped, as torch's do; else the step drops them.
@@ -94,6 +101,7 @@ class GradientCollector:
         self._own_leases = own_leases
         self._passing = passing
         self._staging = staging
+        self._norm_scratch = None if norm_scratch is None else norm_scratch.bytes
         self._clock = clock
         self._num_threads = num_threads
         self._previous_update = previous_update
@@ -107,11 +115,15 @@ class GradientCollector:
         if cores:
             self._landing.submit(lambda: set_cores(cores))
         self.gradients = {r.index: RecordGradient(r) for r in records if r.num_trainable}
-        self._views = {index: SlotViews(s.record.trainable_slots) for index, s in self.gradients.items()}
+        self._views = {
+            index: SlotViews(state.record.trainable_slots, state.record.padding)
+            for index, state in self.gradients.items()
+        }
         shared: dict[Hashable, SlotViews] = {}
         for index, state in self.gradients.items():
             if state.home is None or state.home.tier is not TierName.DEVICE:
-                layout = (state.record.dtype, slot_layout(state.record.trainable_slots))
+                record = state.record
+                layout = (record.dtype, record.padding, slot_layout(record.trainable_slots))
                 self._views[index] = shared.setdefault(layout, self._views[index])
         self._num_filling = 0
         self._told: set[int] = set()
@@ -255,12 +267,13 @@ class GradientCollector:
             state.lease = self._take_device_lease(record)
             state.free = state.lease.last_use
             state.flat = state.lease.view(record.dtype, record.num_trainable)
+        views = self._views[record.index]
         if state.lease is not None and state.lease.temporary:
-            state.targets = [slot.view_in(state.flat) for slot in record.trainable_slots]
+            state.targets, padding = views.of(state.flat)
         else:
-            state.targets = self._views[record.index].at(state.flat)
-        for start, stop in record.padding:
-            state.flat[start:stop].zero_()
+            state.targets, padding = views.at(state.flat)
+        if padding:
+            foreach_zero(padding)  # in one launch
 
     def _order_stream(self, state: RecordGradient) -> None:
         """A second stream that brings gradients waits for the lease, too."""
@@ -425,12 +438,15 @@ class GradientCollector:
             return  # on its file, measured by an earlier micro batch
         with self._store.timeline.span(LANDING, state.record.name, grad.nbytes):
             parts = state.record.trainable_parts
-            if state.is_full:
-                state.sq_norms[:] = device_math.sq_norms(grad, parts, num_threads=self._num_threads)
-            else:
-                places = sorted(state.present)
+            places = () if state.is_full else sorted(state.present)
+            if not state.is_full:
                 parts = tuple([parts[place] for place in places])
-                measured = device_math.sq_norms(grad, parts, num_threads=self._num_threads)
+            measured = device_math.sq_norms(
+                grad, parts, num_threads=self._num_threads, scratch=self._norm_scratch
+            )
+            if state.is_full:
+                state.sq_norms[:] = measured
+            else:
                 for place, sq_norm in zip(places, measured, strict=True):
                     state.sq_norms[place] = sq_norm
         home = state.home
