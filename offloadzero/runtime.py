@@ -18,6 +18,7 @@ from offloadzero.config import OffloadConfig, SegmentKind, TierName, create_nvme
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.lifetime import EngineState, Resources, wait_for_collected
 from offloadzero.memory.arena import Arena, BufferPool, Lease
+from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.device import Device, find_device
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.store import StoreSizes, TieredStore
@@ -38,6 +39,7 @@ from offloadzero.planning.memory_plan import (
 )
 from offloadzero.planning.placement import choose_placement, describe_placement
 from offloadzero.planning.probe import available_host_bytes, cores_beside_launching
+from offloadzero.streaming.activation_memory import PlannedMemory
 from offloadzero.streaming.activations import ActivationStore, make_activation_store
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.gradients import GradientCollector
@@ -109,15 +111,24 @@ class Runtime:
         self._original = OriginalForm(self.records)
         self._is_restored = False
         self.hooks: ModelHooks | None = None
-        self.plan = _plan(self.records, config, cut.together, self.accelerator.asynchronous)
         checkpointing = config.activation_checkpoints
+        checkpointed = (
+            checkpointed_modules(model, cut, config.units, checkpointing.units) if checkpointing else {}
+        )
+        self.plan = _plan(
+            self.records,
+            config,
+            cut.together,
+            self.accelerator.asynchronous,
+            num_checkpointed=len(checkpointed),
+        )
         try:
             if self.plan.tier_bytes(TierName.NVME) or (checkpointing and checkpointing.tier is TierName.NVME):
                 create_nvme_directories(config.nvme_paths)
             with interrupts.uninterrupted:  # a file that is made is one that is closed
                 self.store = _open_store(self, config)
                 self.resources.add(self.store.close)
-            self._build(cut, current_hypers)
+            self._build(cut, checkpointed, current_hypers)
             self.monitor.begin(
                 self._description(), device_is_cpu=self.accelerator.asynchronous.free_bytes() is None
             )
@@ -130,12 +141,9 @@ class Runtime:
         self.monitor.timeline.take(0)  # moving the weights home is no part of a step
         self.clock.restart()
 
-    def _build(self, cut: UnitCut, current_hypers: Callable[[], Hypers]) -> None:
-        config = self.config
-        checkpointing = config.activation_checkpoints
-        checkpointed = (
-            checkpointed_modules(self.model, cut, config.units, checkpointing.units) if checkpointing else {}
-        )
+    def _build(
+        self, cut: UnitCut, checkpointed: Mapping[str, nn.Module], current_hypers: Callable[[], Hypers]
+    ) -> None:
         _create_segments(cut.records, self.plan, self.store)
         self._original.load(self.store)
         self._build_parts(cut.records, current_hypers)
@@ -184,9 +192,10 @@ class Runtime:
         )
         if cores:
             self.pipeline.submit(lambda: set_cores(cores))
-        self.activations = self._make_activation_store() if config.activation_checkpoints else None
-        if self.activations is not None:
-            self.resources.add(self.activations.close)
+        with interrupts.uninterrupted:  # a file that is made is one that is closed
+            self.activations = self._make_activation_store() if config.activation_checkpoints else None
+            if self.activations is not None:
+                self.resources.add(self.activations.close)
         policy = StepPolicy(
             update_in_backward=plan.update_in_backward,
             keeps_gradients=plan.grads_have_homes,
@@ -249,9 +258,23 @@ class Runtime:
             clock=self.clock,
             budgets={TierName.HOST: budgets.host, TierName.NVME: budgets.nvme},
             planned_bytes={tier: self.plan.tier_bytes(tier) for tier in TierName},
+            planned=self._planned_inputs(),
             pin_memory=config.pin_memory,
             nvme_paths=config.nvme_paths,
             aio=config.aio,
+        )
+
+    def _planned_inputs(self) -> PlannedMemory | None:
+        inputs, store = self.plan.inputs, self.store
+        if inputs is None:
+            return None
+        label = "activation checkpoint"
+        return PlannedMemory(
+            inputs.input_bytes,
+            # Not of the store's arena: a tensor that autograd saves and that lies there is a weight.
+            device=Arena(label, store.accelerator.allocate(inputs.device)),
+            host=Arena(label, store.host.lease(inputs.host, label).bytes),
+            nvme_bytes=inputs.nvme,
         )
 
     def reserved_bytes(self, tier: TierName) -> int:
@@ -284,7 +307,9 @@ class Runtime:
             lines += [f"    {path}  {format_bytes(size)}" for path, size in self.store.nvme.files]
             lines.append(f"    file engine: {self.store.nvme.description}")
         for tier, size in (self.activations.reserved() if self.activations is not None else {}).items():
-            lines.append(f"{tier.value:<8}{format_bytes(size):>12}  activation checkpoints so far")
+            lines.append(
+                f"{tier.value:<8}{format_bytes(size):>12}  activation checkpoints so far, beside the plan"
+            )
         for_inputs = self.activations.file_engine() if self.activations is not None else None
         if for_inputs is not None:
             lines.append(f"    file engine: {for_inputs}")
@@ -448,6 +473,8 @@ def _plan(
     config: OffloadConfig,
     together: Sequence[Sequence[int]],
     device: Device,
+    *,
+    num_checkpointed: int,
 ) -> MemoryPlan:
     wanted = DTYPES[config.precision.grad_accum_dtype]
     for record in records:
@@ -458,8 +485,17 @@ def _plan(
     placement = None
     form = device_form(device.torch_device)
     if config.placement.auto:
-        placement = choose_placement(records, config, available, together=together, form=form)
-    plan = plan_memory(records, config, together=together, placement=placement, form=form)
+        placement = choose_placement(
+            records, config, available, together=together, form=form, num_checkpointed=num_checkpointed
+        )
+    plan = plan_memory(
+        records,
+        config,
+        together=together,
+        placement=placement,
+        form=form,
+        num_checkpointed=num_checkpointed,
+    )
     _check_machine(plan, available)
     return plan
 
@@ -491,12 +527,14 @@ def _check_machine(plan: MemoryPlan, available: Mapping[TierName, int]) -> None:
 
 def _open_store(runtime: Runtime, config: OffloadConfig) -> TieredStore:
     plan = runtime.plan
+    of_inputs = plan.inputs.nvme if plan.inputs is not None else 0  # a file of their own
+    fetched = plan.inputs.device if plan.inputs is not None else 0  # apart, too
     return TieredStore(
         runtime.accelerator,
         sizes=StoreSizes(
-            device=plan.tier_bytes(TierName.DEVICE),
-            host=plan.tier_bytes(TierName.HOST),
-            nvme=plan.tier_bytes(TierName.NVME),
+            device=plan.tier_bytes(TierName.DEVICE) - fetched,
+            host=plan.tier_bytes(TierName.HOST) - (checksum_bytes(of_inputs) if config.aio.checksums else 0),
+            nvme=plan.tier_bytes(TierName.NVME) - of_inputs,
             waiting=file_bytes(slot.param for record in runtime.records for slot in record.slots),
         ),
         nvme_paths=config.nvme_paths,

@@ -100,7 +100,7 @@ def _own(directory: Path) -> Json:
             "nvme_path": str(directory),
             "state_layout": "fp32",
             "units": {"patterns": ["0", "1*"], "min_leaf_elements": 16, "prefetch_units": 1},
-            "activation_checkpoints": {"units": ["0"], "tier": "host"},
+            "activation_checkpoints": {"units": ["0"], "tier": "host", "input_bytes": "1MiB"},
             "update": {
                 "in_backward": "auto",
                 "on_nonfinite": "skip",

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offloadzero
+from offloadzero.config import TierName
 from offloadzero.errors import AioError, BudgetError, ConfigError, StateError
 from offloadzero.memory.lanes import Lane, LaneTicket
 from offloadzero.memory.swap_file import MARK_BYTES
+from offloadzero.planning import memory_plan
 from offloadzero.streaming import activation_homes, activations
 from tests import models
 from tests.models import WIDTH, CheckpointedStack, Stack
@@ -290,7 +292,9 @@ def test_what_is_on_the_device_between_forward_and_backward(tier: str, tmp_path:
         held = num_alive(inputs)
         assert held == 8 if tier == "device" else 1 <= held <= activations.NUM_SENDING + 1
         engine.backward(loss)
-        assert num_alive(inputs) <= 1  # a lane's thread may be about to let the last one go
+        left = {storage._cdata for reference in inputs if (storage := reference()) is not None}
+        # Those that came back lay in a few buffers, which stay.
+        assert len(left) <= (0 if tier == "device" else 1 + memory_plan.INPUTS_AHEAD[TierName(tier)])
         engine.step()
     engine.close()
 
@@ -436,10 +440,10 @@ def test_a_batch_that_does_not_fit_takes_nothing_from_the_next(tmp_path: Path) -
     engine.close()
     engine = engine_with(host=needed["host"])
     large = torch.cat([features(0)] * 16)
-    for _ in range(activation_homes.NUM_STAGING):
+    for _ in range(memory_plan.NUM_INPUT_STAGING):
         with pytest.raises(BudgetError, match=r"blocks\.0: staging: offloadzero\.budgets\.host"):
             engine(large)
-    assert engine.optimizer.runtime.activations._home._outgoing.num_free == activation_homes.NUM_STAGING
+    assert engine.optimizer.runtime.activations._home._outgoing.num_free == memory_plan.NUM_INPUT_STAGING
     assert loop(engine) == losses
     assert engine.reserved_bytes() == needed
     engine.close()

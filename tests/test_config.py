@@ -233,6 +233,7 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("offloadzero", "activation_checkpoints"): ({}, {}),
     ("offloadzero.activation_checkpoints", "units"): (["layers.*"], {}),
     ("offloadzero.activation_checkpoints", "tier"): ("host", {}),
+    ("offloadzero.activation_checkpoints", "input_bytes"): ("1MiB", {"tier": "host"}),
     ("offloadzero.units", "patterns"): (["layers.*"], {}),
     ("offloadzero.units", "min_leaf_elements"): (8, {}),
     ("offloadzero.units", "prefetch_units"): (3, {}),

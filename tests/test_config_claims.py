@@ -669,6 +669,10 @@ ABSENT: Mapping[str, tuple[str, Callable[[offloadzero.OffloadConfig], bool]]] = 
         "device when",
         lambda _: with_checkpoints().activation_checkpoints.tier is TierName.DEVICE,
     ),
+    "offloadzero.activation_checkpoints.input_bytes": (
+        "seen in the first step when",
+        lambda _: with_checkpoints().activation_checkpoints.input_bytes is None,
+    ),
     "offloadzero.budgets": ("what the machine has when", lambda c: c.budgets == type(c.budgets)()),
     "offloadzero.units.patterns": ("default cut when", lambda c: c.units.patterns == ()),
     "offloadzero.update.num_threads": ("this process may use when", lambda c: c.update.num_threads is None),

@@ -58,6 +58,7 @@ READERS: Mapping[str, str] = {
     "UnitConfig.prefetch_units": "planning.memory_plan",
     "ActivationConfig.units": "runtime",
     "ActivationConfig.tier": "runtime",
+    "ActivationConfig.input_bytes": "planning.memory_plan",
     "UpdateConfig.in_backward": "planning.memory_plan",
     "UpdateConfig.on_nonfinite": "runtime",
     "UpdateConfig.chunk_elements": "runtime",
@@ -96,7 +97,7 @@ def run_engines(directory: Path) -> None:
     with_everything = settings(
         directory,
         gradient_accumulation_steps=2,
-        activation_checkpoints={"tier": "nvme", "units": ["blocks.*"]},
+        activation_checkpoints={"tier": "nvme", "units": ["blocks.*"], "input_bytes": "1MiB"},
         observe=observe,
         update={"chunk_elements": 65536},
     )

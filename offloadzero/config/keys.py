@@ -451,6 +451,10 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
                 "globs of unit names; every repeated block (or unit of units.patterns) when absent"
             ),
             "tier": _use("where the inputs wait for backward: device, host or nvme; device when absent"),
+            "input_bytes": _use(
+                "of all inputs of one unit's call, for host or nvme: what they take is planned; seen in the first "
+                "step when absent"
+            ),
         },
         "offloadzero.update": {
             "in_backward": _use(

@@ -144,7 +144,16 @@ def _read_activations(own: Block, reading: Reading) -> ActivationConfig | None:
         return None
     block = _part(own, "activation_checkpoints", reading)
     tier = block.read("tier", read_enum, TierName.DEVICE.value, allowed=_TIERS)
-    return ActivationConfig(units=block.read("units", read_str_list, ()), tier=TierName(tier))
+    input_bytes = block.read("input_bytes", read_num_bytes, None, minimum=1)
+    if input_bytes is not None and tier == TierName.DEVICE.value:
+        raise ConfigError(
+            block.dotted("input_bytes"),
+            input_bytes,
+            'left out where "tier" is device: inputs stay where they are',
+        )
+    return ActivationConfig(
+        units=block.read("units", read_str_list, ()), tier=TierName(tier), input_bytes=input_bytes
+    )
 
 
 def _read_update(block: Block, base: UpdateConfig, *, state_layout: str) -> UpdateConfig:

@@ -134,6 +134,7 @@ class ActivationConfig:
 
     units: tuple[str, ...] = ()  # globs of unit names; empty = those of the unit cut's first rule
     tier: TierName = TierName.DEVICE
+    input_bytes: int | None = None  # of one call of a unit; None: the first step shows it
 
 
 @dataclass(frozen=True)

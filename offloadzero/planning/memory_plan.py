@@ -17,6 +17,8 @@ from offloadzero.optim.records import Record
 NUM_GRAD_LEASES = 2  # one being filled by backward, one on its way
 NUM_GRAD_STAGING = 3  # one being copied to, one being added, one that backward takes without a wait
 NUM_STAGING_LEASES = 2  # one being read from a file, one being copied to the device
+NUM_INPUT_STAGING = 2  # buffers in each direction between device and file, for inputs of checkpointed units
+INPUTS_AHEAD = {TierName.HOST: 1, TierName.NVME: 2}  # calls whose inputs are fetched ahead, by their tier
 
 Placement = Mapping[tuple[int, SegmentKind], TierName]
 
@@ -28,6 +30,17 @@ class PlanLine:
     tier: TierName
     what: str
     num_bytes: int
+
+
+@dataclass(frozen=True)
+class InputPlan:
+    """Bytes for the inputs of checkpointed units until backward, by tier; `input_bytes` are those of one call."""
+
+    tier: TierName
+    input_bytes: int
+    device: int  # where they come back to
+    host: int
+    nvme: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,7 @@ class MemoryPlan:
     param_staging_bytes: int
     slot_bytes: int
     num_slots: int
+    inputs: InputPlan | None  # None: none wait off the device, or nobody has said how large they are
 
     def tier_bytes(self, tier: TierName) -> int:
         """Everything reserved in `tier`."""
@@ -193,10 +207,12 @@ def plan_memory(
     together: Sequence[Collection[int]] = (),
     placement: Placement | None = None,
     form: AdamForm = AdamForm.NATIVE,
+    num_checkpointed: int = 0,
 ) -> MemoryPlan:
     """Place every segment and size every buffer.
 
     Args:
+        num_checkpointed: units whose inputs wait for backward.
         together: record indices that must be on the device at once, in the order in which they come.
         placement: the home of every segment, where it is not to follow from the configuration's rules.
         form: of the updates on the device.
@@ -205,11 +221,11 @@ def plan_memory(
         BudgetError: with the table, when a budget is too small.
     """
     homes = place(records, config) if placement is None else placement
-    plan = _plan(records, config, homes, together, form)
+    plan = _plan(records, config, homes, together, form, num_checkpointed)
     host_budget = config.budgets.host
     may_move = placement is None and bool(config.nvme_paths)
     if may_move and host_budget is not None and plan.tier_bytes(TierName.HOST) > host_budget:
-        plan = _move_grads_to_nvme(records, config, plan, host_budget, together, form)
+        plan = _move_grads_to_nvme(records, config, plan, host_budget, together, form, num_checkpointed)
     _check_budgets(plan, config)
     return plan
 
@@ -221,6 +237,7 @@ def _move_grads_to_nvme(
     host_budget: int,
     together: Sequence[Collection[int]],
     form: AdamForm,
+    num_checkpointed: int,
 ) -> MemoryPlan:
     """Gradients that are kept until the step may live on NVMe: the last to be needed go first."""
     placement = dict(plan.placement)
@@ -229,7 +246,7 @@ def _move_grads_to_nvme(
             break
         if placement.get((record.index, SegmentKind.GRAD)) is TierName.HOST:
             placement[record.index, SegmentKind.GRAD] = TierName.NVME
-            plan = _plan(records, config, placement, together, form)
+            plan = _plan(records, config, placement, together, form, num_checkpointed)
     return plan
 
 
@@ -239,6 +256,7 @@ def _plan(
     placement: Placement,
     together: Sequence[Collection[int]],
     form: AdamForm,
+    num_checkpointed: int,
 ) -> MemoryPlan:
     in_backward, grads_have_homes = updates_in_backward(config), keeps_gradients(config)
     sheet = _Sheet()
@@ -259,7 +277,16 @@ def _plan(
     sheet.add(TierName.DEVICE, "update scratch", update_scratch_bytes)
     norm_scratch = _norm_scratch_bytes(records, placement, form)
     sheet.add(TierName.DEVICE, "norm scratch", norm_scratch)
-    unit_lease_bytes = _unit_lease_bytes(streamed, config, together, taken=sheet.total(TierName.DEVICE))
+    inputs = _input_plan(config, num_checkpointed)
+    if inputs is not None:
+        sheet.add(TierName.DEVICE, "activation fetches", inputs.device)
+    unit_lease_bytes = _unit_lease_bytes(
+        streamed,
+        config,
+        together,
+        taken=sheet.total(TierName.DEVICE),
+        recomputes=num_checkpointed > 0,
+    )
     sheet.add(TierName.DEVICE, "unit leases", unit_lease_bytes)
 
     from_files = [r for r in streamed if placement[r.index, SegmentKind.PARAM] is TierName.NVME]
@@ -279,8 +306,14 @@ def _plan(
     slot_bytes = _slot_bytes(records, config, placement)
     num_slots = max(2, config.update.num_chunks_in_flight) if slot_bytes else 0
     sheet.add(TierName.HOST, "update staging", num_slots * slot_bytes)
+    checksums = checksum_bytes(sheet.total(TierName.NVME))
+    if inputs is not None:
+        is_on_host = inputs.tier is TierName.HOST
+        sheet.add(TierName.HOST, f"activation {'checkpoints' if is_on_host else 'staging'}", inputs.host)
+        sheet.add(TierName.NVME, "activation checkpoints", inputs.nvme)
+        checksums += checksum_bytes(inputs.nvme)  # a file of its own
     if config.aio.checksums:
-        sheet.add(TierName.HOST, "checksums of nvme", checksum_bytes(sheet.total(TierName.NVME)))
+        sheet.add(TierName.HOST, "checksums of nvme", checksums)
     return MemoryPlan(
         placement=placement,
         lines=tuple(sheet.lines),
@@ -298,6 +331,22 @@ def _plan(
         param_staging_bytes=param_staging_bytes,
         slot_bytes=slot_bytes,
         num_slots=num_slots,
+        inputs=inputs,
+    )
+
+
+def _input_plan(config: OffloadConfig, num_checkpointed: int) -> InputPlan | None:
+    checkpointing = config.activation_checkpoints
+    if checkpointing is None or checkpointing.input_bytes is None or not num_checkpointed:
+        return None
+    tier, each = checkpointing.tier, align_up(checkpointing.input_bytes)
+    is_on_host = tier is TierName.HOST
+    return InputPlan(
+        tier=tier,
+        input_bytes=each,
+        device=(1 + INPUTS_AHEAD[tier]) * each,
+        host=num_checkpointed * each if is_on_host else 2 * NUM_INPUT_STAGING * each,
+        nvme=0 if is_on_host else num_checkpointed * each,
     )
 
 
@@ -328,21 +377,33 @@ def _add_homes(
 
 
 def _unit_lease_bytes(
-    streamed: Sequence[Record], config: OffloadConfig, together: Sequence[Collection[int]], *, taken: int
+    streamed: Sequence[Record],
+    config: OffloadConfig,
+    together: Sequence[Collection[int]],
+    *,
+    taken: int,
+    recomputes: bool,
 ) -> int:
-    """Room for unit leases: what the device budget leaves, else the largest need and the units prefetched."""
+    """Room for unit leases: what the device budget leaves, else the largest need and the units prefetched.
+
+    `recomputes`: backward runs forwards of sites while an operation waits for them with a weight in its hands. Within a
+    device budget that is too small for both it holds a copy: [Note: what protects a lease] in streaming/executor.py.
+    """
     if not streamed:
         return 0
     sizes = {record.index: align_up(record.param_bytes) for record in streamed}
     total = sum(sizes.values())
     groups = ([sizes[index] for index in group if index in sizes] for group in together)
-    at_least = max(max(sizes.values()), *map(room_for, groups), 0)
+    largest = max(sizes.values())
+    at_least = max(largest, *map(room_for, groups), 0)
+    if recomputes and config.budgets.device is None:
+        at_least = max(at_least, min(room_for((largest, largest)), total))
     if config.budgets.device is not None:
         wanted = (config.budgets.device - taken) // ALIGN_BYTES * ALIGN_BYTES
     elif config.max_live_parameters is not None:
         wanted = align_up(config.max_live_parameters * streamed[0].dtype.itemsize)
     else:
-        wanted = at_least + max(sizes.values()) * config.units.prefetch_units
+        wanted = at_least + largest * config.units.prefetch_units
     return max(at_least, min(total, wanted))
 
 

@@ -44,7 +44,7 @@ from offloadzero.planning.memory_plan import Placement, keeps_gradients, plan_me
 FREE_DEVICE_PARTS = 2
 # Of host memory without a budget 9/10: pinned pages cannot be swapped, and the data loader and file caches need some.
 FREE_HOST_TENTHS = 9
-# Of the host's bytes 1/2 where activation checkpoints go through host memory: their size shows in the first step.
+# Of the host's bytes 1/2 where activation checkpoints go through host memory and their size shows in the first step.
 ACTIVATION_PARTS = 2
 
 
@@ -64,6 +64,7 @@ def choose_placement(
     *,
     together: Sequence[Collection[int]] = (),
     form: AdamForm = AdamForm.NATIVE,
+    num_checkpointed: int = 0,
 ) -> Placement:
     """The home of every segment: [Note: which segments earn a fast tier].
 
@@ -73,6 +74,7 @@ def choose_placement(
         available: bytes that can be taken now of the host, and of the device unless its memory is the host's. They
             stand in for the budgets that `config` does not have.
         form: of the updates on the device.
+        num_checkpointed: units whose inputs wait for backward.
         together: record indices that must be on the device at once, in the order in which they come.
     """
     limits = _limits(config, available)
@@ -86,7 +88,14 @@ def choose_placement(
 
     def num_bytes(tier: TierName, num_on_device: int, num_in_host: int) -> int:
         placement = moves.placement(num_on_device, num_in_host)
-        plan = plan_memory(records, unbounded, together=together, placement=placement, form=form)
+        plan = plan_memory(
+            records,
+            unbounded,
+            together=together,
+            placement=placement,
+            form=form,
+            num_checkpointed=num_checkpointed,
+        )
         return plan.tier_bytes(tier)
 
     if num_bytes(TierName.DEVICE, len(records), 0) <= limits.device_alone:
@@ -169,10 +178,8 @@ def _limits(config: OffloadConfig, available: Mapping[TierName, int]) -> _Limits
         free_device = half if host is None else max(0, device_alone - host)
         free_host = half if device is None else max(0, device_alone - device)
     host = free_host if host is None else host
-    if (
-        config.activation_checkpoints is not None
-        and config.activation_checkpoints.tier is not TierName.DEVICE
-    ):
+    inputs = config.activation_checkpoints
+    if inputs is not None and inputs.tier is not TierName.DEVICE and inputs.input_bytes is None:
         host //= ACTIVATION_PARTS
     return _Limits(
         device=free_device if device is None else device,

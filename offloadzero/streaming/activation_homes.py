@@ -1,14 +1,13 @@
 """The tiers that hold the inputs of checkpointed units until backward (floor 5).
 
-Memory and file are taken as the first step shows the sizes, and used again in every later one.
+Their memory and file: [Note: how much inputs take] in offloadzero/streaming/activation_memory.py.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -16,17 +15,15 @@ import torch
 
 from offloadzero.config import AioConfig, TierName
 from offloadzero.errors import BudgetError
-from offloadzero.memory.arena import BufferPool, Holes, PooledBuffer, align_up, allocate_host
+from offloadzero.memory.arena import BufferPool, Holes, PooledBuffer, align_up
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.lanes import Accelerator, Fence, Lane, LaneTicket
 from offloadzero.memory.nvme import Extent, NvmeTier
 from offloadzero.memory.store import FETCH_PRIORITY, UPDATE_PRIORITY, TieredStore
 from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.planning.memory_plan import format_bytes
-from offloadzero.planning.probe import available_host_bytes
-
-NUM_STAGING = 2  # buffers in each direction between device and file
+from offloadzero.planning.memory_plan import INPUTS_AHEAD, NUM_INPUT_STAGING
+from offloadzero.streaming.activation_memory import HostMemory, Reserve, beyond_plan
 
 
 class HomeCopy(Protocol):
@@ -96,72 +93,6 @@ class EndedCells:
                 self._entries.append(entry)
 
 
-class Reserve:
-    """Counts what a tier's checkpoints take beside the plan, and refuses what does not fit."""
-
-    def __init__(self, tier: TierName, *, budget: int | None, planned_bytes: int) -> None:
-        self.tier = tier
-        self.num_bytes = 0
-        self._budget = budget
-        self._planned_bytes = planned_bytes
-
-    def add(self, num_bytes: int, label: str) -> None:
-        """`num_bytes` more (or less). Raises BudgetError."""
-        if num_bytes > 0:
-            self.check(num_bytes, label)
-        self.num_bytes += num_bytes
-
-    def check(self, num_bytes: int, label: str) -> None:
-        """Raises BudgetError when `num_bytes` more do not fit."""
-        taken = f"{format_bytes(self.num_bytes)} of activation checkpoints are taken"
-        if self._budget is not None:
-            needed = self._planned_bytes + self.num_bytes + num_bytes
-            if needed > self._budget:
-                raise BudgetError(
-                    f"{label}: offloadzero.budgets.{self.tier.value}: {format_bytes(needed)} are needed, "
-                    f"{format_bytes(self._budget)} are allowed. {format_bytes(self._planned_bytes)} are planned for "
-                    f"states, {taken}, {format_bytes(num_bytes)} more are asked for.\nWhat would make it fit: "
-                    "another offloadzero.activation_checkpoints.tier, a smaller micro batch, or a larger budget."
-                )
-        elif self.tier is TierName.HOST and num_bytes > available_host_bytes():
-            raise BudgetError(
-                f"{label}: {format_bytes(num_bytes)} of host memory are asked for, "
-                f"{format_bytes(available_host_bytes())} are available; {taken}"
-            )
-
-
-@dataclass(eq=False)
-class HostMemory:
-    """Page-aligned host memory, pinned where the configuration says so, within its budget."""
-
-    accelerator: Accelerator
-    reserve: Reserve
-    pin: bool
-    buffers: dict[int, torch.Tensor] = field(default_factory=dict)  # by address
-    lock: threading.Lock = field(default_factory=threading.Lock)  # the reading thread grows its staging
-
-    def allocate(self, num_bytes: int, label: str) -> torch.Tensor:
-        size = align_up(num_bytes)
-        with self.lock:
-            self.reserve.add(size, label)
-            buffer = allocate_host(size)
-            if self.pin:
-                self.accelerator.pin(buffer, label=f"activation checkpoints of {label}")
-            self.buffers[buffer.data_ptr()] = buffer
-        return buffer
-
-    def free(self, buffer: torch.Tensor) -> None:
-        with self.lock:
-            del self.buffers[buffer.data_ptr()]
-            if self.pin:
-                self.accelerator.unpin(buffer)
-            self.reserve.add(-buffer.numel(), "")
-
-    def free_all(self) -> None:
-        for buffer in list(self.buffers.values()):
-            self.free(buffer)
-
-
 class _Lanes:
     """One lane in each direction."""
 
@@ -187,8 +118,9 @@ class _HostCopy:
 
     def fetch(self, target: torch.Tensor, fence: Fence) -> LaneTicket:
         copy, view = self.tier.accelerator.copy, self.view
+        targets = [target]  # the lane lets go of it before the ticket is done
         return self.tier.lanes.h2d.submit(
-            lambda: copy(target, view), after=[self.copied], fence=fence, label=self.label
+            lambda: copy(targets.pop(), view), after=[self.copied], fence=fence, label=self.label
         )
 
     def release(self) -> None:
@@ -198,7 +130,7 @@ class _HostCopy:
 class HostHome:
     """Inputs in host memory: one buffer each, from those of earlier steps."""
 
-    num_ahead = 1
+    num_ahead = INPUTS_AHEAD[TierName.HOST]
 
     def __init__(self, memory: HostMemory, ended: EndedCells, *, store: TieredStore) -> None:
         self.accelerator = store.accelerator
@@ -224,9 +156,14 @@ class HostHome:
         fitting = [index for index, buffer in enumerate(self._free) if buffer.numel() >= num_bytes]
         if fitting:
             return self._free.pop(min(fitting, key=lambda index: self._free[index].numel()))
-        if self._free:
-            self._memory.free(self._free.pop())
-        return self._memory.allocate(num_bytes, label)
+        while True:
+            if self._free:
+                self._memory.free(self._free.pop())
+            try:
+                return self._memory.allocate(num_bytes, label)
+            except BudgetError:
+                if not self._free:
+                    raise
 
     def give_back(self, buffer: torch.Tensor) -> None:
         if self._poison:
@@ -234,7 +171,7 @@ class HostHome:
         self._free.append(buffer)
 
     def reserved(self) -> dict[TierName, int]:
-        return {TierName.HOST: self._memory.reserve.num_bytes}
+        return {} if self._memory.planned is not None else {TierName.HOST: self._memory.reserve.num_bytes}
 
     def file_engine(self) -> str | None:
         return None
@@ -268,7 +205,7 @@ class _NvmeCopy:
 class NvmeHome:
     """Inputs on files of their own, through staging buffers in host memory."""
 
-    num_ahead = 2
+    num_ahead = INPUTS_AHEAD[TierName.NVME]
 
     def __init__(
         self,
@@ -293,18 +230,21 @@ class NvmeHome:
         )
         self._has_checksums = aio.checksums
         self._tier: NvmeTier | None = None
-        self._holes = Holes()
+        self._planned = memory.planned
+        self._holes = Holes(memory.planned.nvme_bytes if memory.planned is not None else 0)
         self._writer = Lane("activation-write", store.failures)
         # It may allocate pinned memory: with CUDA that belongs on the device of the lanes.
         self._reader = store.accelerator.lane("activation-read", store.failures)
         self._outgoing = self._staging(store)
         self._incoming = self._staging(store)
+        if self._planned is not None:
+            self._tier = self._open(self._planned.nvme_bytes)
 
     @staticmethod
     def _staging(store: TieredStore) -> BufferPool:
         """Buffers that grow to the size of what they are taken for."""
         pool = BufferPool((), failures=store.failures, poison=store.poison)
-        for _ in range(NUM_STAGING):
+        for _ in range(NUM_INPUT_STAGING):
             pool.give_back(PooledBuffer(torch.empty(0, dtype=torch.uint8)))  # of no size yet
         return pool
 
@@ -316,6 +256,8 @@ class NvmeHome:
                 if self._tier is not None:
                     self._tier.unregister(buffer.bytes)
                 self._memory.free(buffer.bytes)
+            if self._planned is not None:  # of one size for good: they find room whatever comes first
+                num_bytes = max(num_bytes, self._planned.input_bytes)
             # A new object: the old one's views must go with its memory.
             try:
                 grown = PooledBuffer(self._memory.allocate(num_bytes, f"{label}: staging"))
@@ -362,6 +304,9 @@ class NvmeHome:
         if offset is None:
             self._ended.release(wait=True)
             offset = self._holes.take(size)
+        if offset is None and self._planned is not None:
+            free, planned = self._holes.num_bytes, self._planned.nvme_bytes
+            raise beyond_plan(TierName.NVME, size, label, free_bytes=free, planned=planned)
         if offset is None:
             offset = self._reserve.num_bytes
             self._reserve.check(size, label)
@@ -391,10 +336,12 @@ class NvmeHome:
                 copy.extent, view, start_byte=0, priority=FETCH_PRIORITY, label=f"{copy.label} activation"
             ).wait()
 
+        targets = [target]  # the lane lets go of it before the ticket is done
+
         def copy_to_device() -> None:
             (buffer,) = staged
             try:
-                accelerator.copy(target, buffer.view(copy.dtype, copy.num_elements))
+                accelerator.copy(targets.pop(), buffer.view(copy.dtype, copy.num_elements))
             finally:
                 incoming.give_back(buffer, last_use=accelerator.launched())
 
@@ -412,6 +359,8 @@ class NvmeHome:
         self._holes.give(extent.offset, extent.num_bytes)
 
     def reserved(self) -> dict[TierName, int]:
+        if self._planned is not None:
+            return {}
         return {
             TierName.HOST: self._memory.reserve.num_bytes,
             TierName.NVME: self._reserve.num_bytes,

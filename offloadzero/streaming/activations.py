@@ -6,7 +6,7 @@ device's memory is given up a few units later, behind the copy on the compute st
 waits for nothing. Backward asks for the cells in reverse order: a cell that still has its device memory gives that,
 any other is fetched, and the ones before it are fetched ahead.
 
-Buffers, and the file, are taken as the first step shows the sizes, and used again in every later one. A cell ends
+What all that takes: [Note: how much inputs take] in offloadzero/streaming/activation_memory.py. A cell ends
 with the graph that holds it, on any thread and perhaps in the middle of an allocation: its end only appends to a
 deque, and the next input that comes takes what is free there.
 
@@ -33,16 +33,8 @@ from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.streaming.activation_homes import (
-    EndedCell,
-    EndedCells,
-    Home,
-    HomeCopy,
-    HostHome,
-    HostMemory,
-    NvmeHome,
-    Reserve,
-)
+from offloadzero.streaming.activation_homes import EndedCell, EndedCells, Home, HomeCopy, HostHome, NvmeHome
+from offloadzero.streaming.activation_memory import FetchMemory, HostMemory, PlannedMemory, Reserve
 
 MIN_BYTES = 4096  # smaller inputs stay on the device: a copy costs more than their memory
 NUM_SENDING = 2  # inputs whose device memory is held for their copies
@@ -113,9 +105,18 @@ class KeptInput:
 class ActivationStore:
     """Keeps the inputs of checkpointed units until backward asks for them."""
 
-    def __init__(self, home: Home | None, ended: EndedCells, *, store: TieredStore, clock: StepClock) -> None:
-        """`home` None keeps them on the device."""
+    def __init__(
+        self,
+        home: Home | None,
+        ended: EndedCells,
+        *,
+        fetched: FetchMemory,
+        store: TieredStore,
+        clock: StepClock,
+    ) -> None:
+        """`home` None keeps them on the device; `fetched` is where the others come back to."""
         self._home = home
+        self._fetched = fetched
         self._ended = ended
         self._accelerator = store.accelerator
         self._failures = store.failures
@@ -221,9 +222,10 @@ class ActivationStore:
         """Start the fetch of a cell that is away."""
         if cell.state is not CellState.AWAY or cell.copy is None:
             return
-        memory = self._accelerator.allocate(cell.size.numel() * cell.dtype.itemsize)
+        memory = self._fetched.take(cell.size.numel() * cell.dtype.itemsize, cell.label)
         target = memory.view(cell.dtype).as_strided(cell.size, cell.stride)
         if self._poison:
+            self._accelerator.join_streams()  # they may still read what is about to be poisoned
             target.fill_(float("nan"))
         flat = target.as_strided((target.numel(),), (1,))
         cell.fetched = cell.copy.fetch(flat, self._accelerator.fence())
@@ -233,8 +235,10 @@ class ActivationStore:
     # --- the whole ---
 
     def reserved(self) -> dict[TierName, int]:
-        """Bytes taken so far, by tier."""
-        return self._home.reserved() if self._home is not None else {}
+        """Bytes taken so far beside the plan, by tier."""
+        if self._home is None:
+            return {}
+        return {**self._fetched.reserved(), **self._home.reserved()}
 
     def file_engine(self) -> str | None:
         """Which one moves the inputs, and how, if any does so far."""
@@ -260,11 +264,15 @@ def make_activation_store(
     clock: StepClock,
     budgets: Mapping[TierName, int | None],
     planned_bytes: Mapping[TierName, int],
+    planned: PlannedMemory | None,
     pin_memory: bool,
     nvme_paths: Sequence[Path],
     aio: AioConfig,
 ) -> ActivationStore:
-    """The store whose homes are on `tier`; `budgets` and `planned_bytes` have the host's and NVMe's bytes."""
+    """The store whose homes are on `tier`.
+
+    `budgets` and `planned_bytes` have the host's and NVMe's bytes; `planned` is what the plan has for inputs, if any.
+    """
     ended = EndedCells(clock=clock, failures=store.failures)
     home: Home | None = None
     if tier is not TierName.DEVICE:
@@ -272,9 +280,10 @@ def make_activation_store(
             Reserve(name, budget=budgets[name], planned_bytes=planned_bytes[name])
             for name in (TierName.HOST, TierName.NVME)
         )
-        memory = HostMemory(store.accelerator, host, pin_memory)
+        memory = HostMemory(store.accelerator, host, pin_memory, planned)
         if tier is TierName.HOST:
             home = HostHome(memory, ended, store=store)
         else:
             home = NvmeHome(memory, ended, store=store, clock=clock, reserve=nvme, paths=nvme_paths, aio=aio)
-    return ActivationStore(home, ended, store=store, clock=clock)
+    fetched = FetchMemory(store.accelerator, planned)
+    return ActivationStore(home, ended, fetched=fetched, store=store, clock=clock)

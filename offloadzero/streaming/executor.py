@@ -11,7 +11,8 @@ Without that a frozen unit, which gets no gradients, or one whose dtype a script
 
 The plan has room for what sites need together; a node of backward may need more, weights of several units. What finds
 no room then is read from its home into memory of its own. While the node waits for a recomputation, which needs the
-room for its sites, it holds such a copy from the start.
+room for its sites, it holds such a copy from the start. (Where the configuration has units checkpointed, the plan
+has room for both unless a device budget is too small for that.)
 
 Work launched on a stream is covered by fences: a fetch into a lease waits, on its stream, for what had been launched
 on the [Note: streams that compute] when the lease was given up.

@@ -269,7 +269,7 @@ def _memory(order: Order, patch: pytest.MonkeyPatch) -> None:
     """Host arenas, the buffers of activations and of optimizer slots; the CPU's device memory."""
     names = {
         "offloadzero.memory.store": "the host arena",
-        "offloadzero.streaming.activation_homes": "a host buffer of activations",
+        "offloadzero.streaming.activation_memory": "a host buffer of activations",
     }
     allocate_host, allocate = arena.allocate_host, CpuDevice.allocate
 

@@ -1,0 +1,214 @@
+"""What the inputs of checkpointed units take is what the plan says, or what the tables say beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offloadzero
+from offloadzero.config import load_config
+from offloadzero.errors import BudgetError, ConfigError
+from offloadzero.memory import arena, device
+from offloadzero.planning.memory_plan import INPUTS_AHEAD, NUM_INPUT_STAGING
+from offloadzero.streaming import activation_memory, activations
+from tests import models
+from tests.models import NUM_BLOCKS, Stack
+from tests.simulated.checked import checked
+from tests.simulated.counting import TEMPORARY_BYTES, counting
+from tests.simulated.device import simulated
+from tests.test_activations import FORMS, NUM_STEPS, config_with, features, loop, make_engine
+from tests.training import assert_same, merge, run_engine
+
+AWAY = ("host", "nvme")
+EACH = 8192  # what an input takes: 97 rows of 24 in bf16, to whole pages
+
+
+def planned(tier: str, directory: Path, *, input_bytes: int | str = EACH, **options: Any) -> dict[str, Any]:
+    block = {"activation_checkpoints": {"tier": tier, "input_bytes": input_bytes}}
+    return merge(config_with(tier, directory, **options), {"offloadzero": block})
+
+
+def make_planned(
+    tier: str, directory: Path, make_model: Callable[[], nn.Module] = Stack, **options: Any
+) -> Any:
+    torch.manual_seed(0)
+    engine, *_ = offloadzero.initialize(model=make_model(), config=planned(tier, directory, **options))
+    return engine
+
+
+class Taken:
+    """Bytes that are taken of each kind, now."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host: list[int] = []
+        self.device: list[int] = []
+        for module in (arena, activation_memory, offloadzero.memory.store):
+            monkeypatch.setattr(module, "allocate_host", self._noting(module.allocate_host, self.host))
+        monkeypatch.setattr(device.CpuDevice, "allocate", self._noting_method(device.CpuDevice.allocate))
+
+    @staticmethod
+    def _noting(take: Any, notes: list[int]) -> Any:
+        def noting(num_bytes: int) -> Any:
+            notes.append(num_bytes)
+            return take(num_bytes)
+
+        return noting
+
+    def _noting_method(self, take: Any) -> Any:
+        def noting(of: Any, num_bytes: int) -> Any:
+            self.device.append(num_bytes)
+            return take(of, num_bytes)
+
+        return noting
+
+
+@pytest.mark.parametrize("tier", AWAY)
+def test_nothing_is_taken_beside_the_plan(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = Taken(monkeypatch)
+    engine = make_planned(tier, tmp_path)
+    reserved = engine.reserved_bytes()
+    loop(engine)
+    assert engine.reserved_bytes() == reserved
+    assert (sum(taken.device), sum(taken.host)) == (reserved["device"], reserved["host"])
+    files = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert files == reserved["nvme"] + 4096 * len(list(tmp_path.iterdir()))
+    without = make_engine(tier, tmp_path)
+    of_states = without.reserved_bytes()
+    in_plan = {name: reserved[name] - of_states[name] for name in reserved}
+    assert in_plan == {
+        "device": (1 + INPUTS_AHEAD[engine.optimizer.runtime.plan.inputs.tier]) * EACH,
+        "host": NUM_BLOCKS * EACH if tier == "host" else 2 * NUM_INPUT_STAGING * EACH,
+        "nvme": NUM_BLOCKS * EACH if tier == "nvme" else 0,
+    }
+    without.close()
+    table = engine.memory_table()
+    assert "activation fetches" in table
+    assert "activation checkpoints" in table
+    assert "beside the plan" not in table
+    engine.close()
+
+
+@pytest.mark.parametrize("tier", AWAY)
+def test_what_is_taken_beside_the_plan_is_told(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = Taken(monkeypatch)
+    engine = make_engine(tier, tmp_path)
+    before = engine.reserved_bytes()
+    assert (sum(taken.device), sum(taken.host)) == (before["device"], before["host"])
+    loop(engine)
+    reserved = engine.reserved_bytes()
+    assert (sum(taken.device), sum(taken.host)) == (reserved["device"], reserved["host"])
+    assert 0 < reserved["device"] - before["device"] <= (1 + activations_ahead(engine)) * EACH
+    assert engine.memory_table().count("activation checkpoints so far, beside the plan") == (
+        2 if tier == "host" else 3
+    )
+    engine.close()
+
+
+def activations_ahead(engine: Any) -> int:
+    return int(engine.optimizer.runtime.activations._home.num_ahead)
+
+
+@pytest.mark.parametrize("tier", AWAY)
+def test_the_device_and_what_is_pinned_hold_no_more_than_the_plan(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run_engine(Stack, loop, planned(tier, tmp_path))
+
+    def looking(engine: Any) -> list[float]:
+        assert sum(simulation.pinned.values()) == engine.reserved_bytes()["host"]
+        assert counts.of[TEMPORARY_BYTES] == engine.reserved_bytes()["device"]
+        losses = loop(engine)
+        engine.synchronize()
+        assert sum(simulation.pinned.values()) == engine.reserved_bytes()["host"]
+        assert counts.of[TEMPORARY_BYTES] == engine.reserved_bytes()["device"]
+        return losses
+
+    with counting() as counts, checked(), simulated(monkeypatch, slow=["activation-h2d"]) as simulation:
+        assert_same(run_engine(Stack, looking, planned(tier, tmp_path)), expected)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_form_of_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "MIN_BYTES", 1)
+    plain = run_engine(FORMS[name], loop, config_with(None, tmp_path, "resident"))
+    for tier in AWAY:
+        config = planned(tier, tmp_path, input_bytes=12 * EACH, placement="host")
+        assert_same(run_engine(FORMS[name], loop, config), plain)
+
+
+@pytest.mark.parametrize("tier", AWAY)
+def test_an_input_that_the_plan_has_no_room_for_is_refused(tier: str, tmp_path: Path) -> None:
+    engine = make_planned(tier, tmp_path, input_bytes=4096)
+    expected = (
+        r"^blocks\.2: offloadzero\.activation_checkpoints\.input_bytes: 8,192 bytes do not fit in what is planned on "
+        rf"{tier} for the inputs of checkpointed units \(0 of 16,384 bytes are free\)\. "
+    )
+    with pytest.raises(BudgetError, match=expected):
+        engine(features(0))
+    engine.close()
+
+
+def test_graphs_that_live_at_once_need_a_multiple(tmp_path: Path) -> None:
+    """Who is refused goes on with one at a time."""
+    engine = make_planned("host", tmp_path)
+    expected = loop(engine)
+    engine.close()
+    engine = make_planned("host", tmp_path)
+    first = engine(features(0))
+    with pytest.raises(BudgetError, match=r"blocks\.0: .*input_bytes: 8,192 bytes do not fit .* on host"):
+        engine(features(1))
+    del first
+    assert loop(engine) == expected
+    engine.close()
+
+
+@pytest.mark.parametrize("tier", AWAY)
+def test_the_plan_is_within_the_budgets(tier: str, tmp_path: Path) -> None:
+    engine = make_planned(tier, tmp_path, placement="nvme")
+    reserved = engine.reserved_bytes()
+    engine.close()
+    for of, line in (("host", "activation"), ("nvme", "activation checkpoints")):
+        if of == "nvme" and tier == "host":
+            continue
+        config = planned(tier, tmp_path, placement="nvme")
+        tight = merge(config, {"offloadzero": {"budgets": {of: reserved[of] - 1}}})
+        with pytest.raises(BudgetError, match=rf"offloadzero\.budgets\.{of}: [\s\S]*{line}"):
+            offloadzero.initialize(model=Stack(), config=tight)
+        fitting = merge(config, {"offloadzero": {"budgets": {of: reserved[of]}}})
+        engine, *_ = offloadzero.initialize(model=Stack(), config=fitting)
+        engine.close()
+
+
+def test_the_key_is_for_inputs_that_move() -> None:
+    block = {"activation_checkpoints": {"input_bytes": "1MiB"}}
+    with pytest.raises(ConfigError, match=r'activation_checkpoints\.input_bytes .*"tier" is device'):
+        load_config({"offloadzero": block})
+
+
+class KeepingBlock(models.Block):
+    """Keeps its inputs, as a script that looks at activations does."""
+
+    kept: list[tuple[Tensor, Tensor]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append((x.detach()[1:], x.detach()[1:].clone()))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("tier", AWAY)
+def test_an_input_that_a_script_keeps_stays_as_it_is(tier: str, tmp_path: Path) -> None:
+    engine = make_engine(tier, tmp_path, lambda: Stack(KeepingBlock))
+    kept: list[tuple[Tensor, Tensor]] = []
+    for block in engine.module.blocks:
+        block.kept = kept
+    loop(engine)
+    assert len(kept) == 2 * NUM_BLOCKS * NUM_STEPS
+    assert all(torch.equal(view, copy) for view, copy in kept)
+    engine.close()
