@@ -56,6 +56,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "accumulation 3": {"gradient_accumulation_steps": 3},
     "checkpoints on host": {"offloadzero": {"activation_checkpoints": {"tier": "host"}}},
     "checkpoints on nvme": {"offloadzero": {"activation_checkpoints": {"tier": "nvme"}}},
+    "checkpoints on nvme, planned": {
+        "offloadzero": {"activation_checkpoints": {"tier": "nvme", "input_bytes": 8192}}
+    },
 }
 
 
@@ -93,7 +96,7 @@ def config_of(placement: str, variant: str, directory: str) -> dict[str, Any]:
     }
 
 
-def count(placement: str, variant: str, *, seed: int = 0) -> dict[str, Any]:
+def count(placement: str, variant: str, *, seed: int = 0, num_steps: int = NUM_STEPS) -> dict[str, Any]:
     """Counts of one step, by what is counted; `places` says where in the package."""
     import offloadzero
 
@@ -113,12 +116,12 @@ def count(placement: str, variant: str, *, seed: int = 0) -> dict[str, Any]:
         _train(engine, 1)
         first = counts.of[counting.TEMPORARY_BYTES]
         counts.clear()
-        _train(engine, NUM_STEPS, and_wait=False)
+        _train(engine, num_steps, and_wait=False)
         waits = dict(counts.of)  # not those of this function for the last update
         engine.synchronize()
-        found = {what: counts.of[what] / NUM_STEPS for what in counting.COUNTED}
-        found |= {what: waits.get(what, 0) / NUM_STEPS for what in counting.WAITS}
-        places = {f"{what}: {place}": number / NUM_STEPS for (what, place), number in counts.places.items()}
+        found = {what: counts.of[what] / num_steps for what in counting.COUNTED}
+        found |= {what: waits.get(what, 0) / num_steps for what in counting.WAITS}
+        places = {f"{what}: {place}": number / num_steps for (what, place), number in counts.places.items()}
         engine.close()
     return {"units": num_units, "counts": found, "first": first, "places": places}
 

@@ -8,7 +8,7 @@ root are correctly rounded, which CUDA's are. Its forms: [Note: forms of the upd
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -69,11 +69,11 @@ def sq_norms_in_pieces(
     return found
 
 
-def norm_scratch_bytes(parts: Iterable[tuple[int, int]]) -> int:
-    """What `sq_norms` takes on a device: a piece in fp64, and a sum for each."""
-    pieces = [piece for part in parts for piece in _cut(*part)]
-    longest = max((stop - start for start, stop in pieces), default=0)
-    return (len(pieces) + longest) * torch.float64.itemsize
+def norm_scratch_bytes(parts: Sequence[tuple[int, int]]) -> int:
+    """What `sq_norms` takes on a device: as much in fp64 as is squared at once, and a sum for each piece."""
+    num_pieces = sum(1 for part in parts for _ in _cut(*part))
+    extent = parts[-1][1] - parts[0][0] if parts else 0
+    return (num_pieces + min(extent, NORM_ELEMENTS)) * torch.float64.itemsize
 
 
 def _cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
