@@ -6,8 +6,8 @@ for it: the innermost Python function on the stack that is neither torch's nor t
 and what it runs on behalf of the script (a module's forward, torch's backward) there are torch's own functions for
 that, `torch/nn` and `torch/autograd`.
 
-Memory is what `allocate` gives and what operations on device memory return. A factory (`torch.empty(..., device=)`) gives
-host memory on the simulated device and is not seen; in a step the package calls none.
+Memory is what `allocate` gives and what operations on device memory return. A factory (`torch.empty(..., device=)`)
+gives host memory on the simulated device and is not seen; in a step the package calls none.
 """
 
 from __future__ import annotations
