@@ -10,6 +10,7 @@ torch 2.6 and 2.7 lack.
 from __future__ import annotations
 
 import functools
+import importlib
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -98,6 +99,15 @@ def skip_frame(function: Callable[..., Any], *, with_calls: bool) -> None:
     action = _eval_frame._FrameAction
     strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if with_calls else action.DEFAULT)
     _eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+def import_compiler() -> None:
+    """As torch.utils.checkpoint does in its first call.
+
+    While it is imported, errors are raised and caught whose tracebacks are cycles: the frames of the first call, with
+    its inputs, would stay until Python's collector runs.
+    """
+    importlib.import_module("torch._dynamo")
 
 
 # Whether torch.jit.trace runs.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import gc
+import subprocess
+import sys
+import textwrap
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -38,6 +41,7 @@ from tests.training import (
     run_engine,
 )
 
+ROOT = Path(__file__).parent.parent
 ROWS = 97  # 4656 bytes in bf16: an input that moves
 NUM_STEPS = 4
 TIERS = ("device", "host", "nvme")
@@ -297,6 +301,19 @@ def test_what_is_on_the_device_between_forward_and_backward(tier: str, tmp_path:
         assert len(left) <= (0 if tier == "device" else 1 + memory_plan.INPUTS_AHEAD[TierName(tier)])
         engine.step()
     engine.close()
+
+
+def test_what_the_first_call_of_a_process_keeps() -> None:
+    """Nothing: the compiler, which torch's checkpoint imports, leaves cycles that hold the frames it is imported in."""
+    code = """
+        import sys, tempfile
+        from pathlib import Path
+        from tests.test_activations import test_what_is_on_the_device_between_forward_and_backward as test
+        assert "torch._dynamo" not in sys.modules
+        with tempfile.TemporaryDirectory() as directory:
+            test("device", Path(directory))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("make_model", [Stack, CheckpointedStack], ids=["plain", "by the user"])

@@ -62,6 +62,7 @@ from offloadzero.streaming.stepping import Stepper
 from offloadzero.streaming.units import Site, UnitCut
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.torch_private import (
+    import_compiler,
     is_tracing,
     pop_saved_tensors_default_hooks,
     push_saved_tensors_default_hooks,
@@ -285,6 +286,8 @@ class ModelHooks:
         self._attach(model, cut, checkpointed)
 
     def _attach(self, model: nn.Module, cut: UnitCut, checkpointed: Mapping[str, nn.Module]) -> None:
+        if checkpointed:
+            import_compiler()
         sites = list(cut.sites)
         if not any(site.module is model for site in sites):
             sites.insert(0, Site("", model, ()))  # for its saved-tensor hooks
