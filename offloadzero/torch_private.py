@@ -47,9 +47,10 @@ top_saved_tensors_default_hooks: Callable[[bool], tuple[PackHook, UnpackHook] | 
     "_C._autograd._top_saved_tensors_default_hooks"
 )
 
-# The node that backward runs on this thread, None outside of it; and the number of the running backward, -1 outside.
+# The node that backward runs on this thread, None outside of it; and the number of the running backward.
 current_autograd_node: Callable[[], torch.autograd.graph.Node | None] = _look_up("_C._current_autograd_node")
 current_graph_task_id: Callable[[], int] = _look_up("_C._current_graph_task_id")
+NO_GRAPH_TASK = -1
 
 # How many hold a storage (by its `_cdata`), the tensor that is asked included.
 storage_use_count: Callable[[int], int] = _look_up("_C._storage_Use_Count")

@@ -2,36 +2,108 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from offloadzero.errors import StateError
+from tests import parity
 from tests.models import PartlyUnusedBlock, Stack, features
 from tests.schedules import draw_schedule, reference
+from tests.simulated.backward import Backward
 from tests.simulated.checked import checked
 from tests.simulated.device import simulated
 from tests.test_streaming import MODELS, take_inputs
-from tests.training import assert_same, make_config, run_engine
+from tests.training import PLACEMENTS, Outcome, assert_same, make_config, run_engine
 
 NUM_SCHEDULES = int(os.environ.get("OFFLOADZERO_TEST_SCHEDULES", "20"))  # more to soak
 
 
-@pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
-@pytest.mark.parametrize("placement", ["resident", "host", "nvme", "mixed"])
-@pytest.mark.parametrize("name", MODELS)
+IN_FULL = "OFFLOADZERO_TEST_SIMULATED" in os.environ  # each cell in every way of running backward, not in one
+NUM_PARITY_STEPS = parity.NUM_STEPS if IN_FULL else 2
+
+
+def each_way(cells: Iterable[Any]) -> list[Any]:
+    """Every cell of a matrix with every way of running backward, or with one of them in turn."""
+    ways = list(Backward)
+    return [
+        pytest.param(*cell, way, id="-".join(map(str, (*cell, way.value))))
+        for number, cell in enumerate(cells)
+        for place, way in enumerate(ways)
+        if IN_FULL or place == (number + number // len(ways)) % len(ways)
+    ]
+
+
+class Reentrant(Stack):
+    """torch's older checkpointing: a backward inside the backward runs each pair of blocks again."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for first, second in zip(self.blocks[::2], self.blocks[1::2], strict=True):
+            x = checkpoint(lambda h, f=first, s=second: s(f(h)), x, use_reentrant=True)
+        return x
+
+
+CELL_MODELS = {**MODELS, "reentrant checkpointing": (Reentrant, features, {})}
+CELLS = itertools.product(CELL_MODELS, PLACEMENTS, (0.0, 0.5))
+
+
+@pytest.mark.parametrize(("name", "placement", "clipping", "way"), each_way(CELLS))
 def test_model(
-    name: str, placement: str, clipping: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    placement: str,
+    clipping: float,
+    way: Backward,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    make_model, make_input, over = MODELS[name]
+    make_model, make_input, over = CELL_MODELS[name]
     config = make_config(placement, tmp_path, clipping=clipping, **over)
     expected = run_engine(make_model, take_inputs(make_input), config)
-    with checked(), simulated(monkeypatch, seed=len(name)):
+    with checked(), simulated(monkeypatch, seed=len(name), backward=way):
         found = run_engine(make_model, take_inputs(make_input), config)
     assert_same(found, expected)
+
+
+@functools.cache
+def resident_run(case: parity.Case) -> Outcome:
+    """Of the matrix of README.md."""
+    with tempfile.TemporaryDirectory() as directory:
+        return parity.run_case(case, "resident", directory, num_steps=NUM_PARITY_STEPS)
+
+
+def assert_same_but_for_the_norm(found: Outcome, expected: Outcome) -> None:
+    """The norm is taken in fp64, of gradients on the device in another order of summation."""
+    if found.norm is not None and expected.norm is not None:
+        assert found.norm == pytest.approx(expected.norm, rel=1e-14)
+        found.norm = expected.norm
+    assert_same(found, expected)
+
+
+# Each case in each placement, or in one of those that move things in turn.
+PARITY_CELLS = (
+    list(itertools.product(parity.CASES, PLACEMENTS))
+    if IN_FULL
+    else list(zip(parity.CASES, itertools.cycle(["mixed", "nvme", "host"])))
+)
+
+
+@pytest.mark.parametrize(("case", "placement", "way"), each_way(PARITY_CELLS))
+def test_parity(
+    case: parity.Case, placement: str, way: Backward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accumulating, clipping, checkpointing and tied: the matrix of README.md."""
+    expected = resident_run(case)
+    with checked(), simulated(monkeypatch, backward=way):
+        found = parity.run_case(case, placement, tmp_path, num_steps=NUM_PARITY_STEPS)
+    assert_same_but_for_the_norm(found, expected)
 
 
 class UsedBlock(PartlyUnusedBlock):
@@ -127,14 +199,10 @@ def test_random_schedule(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Model, placement, budgets, updates and loop are drawn from the seed, and what runs on the device when."""
     schedule = draw_schedule(seed)
     own = {**schedule.placed["offloadzero"], "nvme_path": str(tmp_path)}
-    with checked(), simulated(monkeypatch, seed=seed):
+    way = list(Backward)[seed % len(Backward)]
+    with checked(), simulated(monkeypatch, seed=seed, backward=way):
         found = run_engine(schedule.make_model, schedule.loop, {**schedule.placed, "offloadzero": own})
-    expected = reference(seed)
-    if found.norm is not None and expected.norm is not None:
-        # In fp64, of gradients on the device in another order of summation.
-        assert found.norm == pytest.approx(expected.norm, rel=1e-14)
-        found.norm = expected.norm
-    assert_same(found, expected)
+    assert_same_but_for_the_norm(found, reference(seed))
 
 
 def test_a_resident_units_update_does_not_hold_up_the_host(

@@ -22,6 +22,7 @@ which; a checkpoint that is loaded replaces it.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +44,7 @@ from offloadzero.optim.update import RecordUpdate, UpdatePipeline
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.gradients import GradientCollector
 from offloadzero.streaming.record_gradient import Account, BegunUpdate, RecordGradient
-from offloadzero.torch_private import queue_backward_callback
+from offloadzero.torch_private import NO_GRAPH_TASK, current_graph_task_id, queue_backward_callback
 
 Hypers = Sequence[AdamHyper]
 
@@ -85,6 +86,29 @@ class _Backward:
     def __call__(self) -> None:
         with uninterrupted:
             self._end()
+
+
+class _Running:
+    """Knows of a `_Backward` whether it may still come to its end."""
+
+    # Autograd's thread needs the interpreter's lock for it and no more. Who asks while another thread really is in its
+    # backward, which no script should, waits that long for the answer.
+    LETS_GO_WITHIN_S = 2.0
+
+    def __init__(self, backward: _Backward) -> None:
+        self._is_over = is_over = threading.Event()
+        self.reference = weakref.ref(backward, lambda _: is_over.set())
+
+    def ask(self, clock: StepClock) -> bool:
+        """Whether it runs.
+
+        The error of a failed backward is raised where `backward()` was called as soon as it is known. With a device
+        autograd's own thread may hold the failed graph for a moment longer.
+        """
+        if self.reference() is None or current_graph_task_id() != NO_GRAPH_TASK:
+            return self.reference() is not None
+        with clock.waiting("the end of a failed backward"):
+            return not self._is_over.wait(self.LETS_GO_WITHIN_S)
 
 
 UNFINISHED = (
@@ -135,7 +159,7 @@ class Stepper:
         self._current_hypers = current_hypers
         self._scale = LossScale.initial(policy.loss_scale)
         self._in_backward = False
-        self._backward: weakref.ref[_Backward] | None = None  # the one that runs, unless it has failed
+        self._backward: _Running | None = None  # the one that runs, unless it has failed
         self._window_micro_steps = 0
         self._hypers: Hypers = ()
         self._tickets: dict[int, UpdateTicket] = {}  # updates that backward has begun
@@ -195,7 +219,7 @@ class Stepper:
             self._begin_backward()
 
     def _is_running(self) -> bool:
-        return self._backward is not None and self._backward() is not None
+        return self._backward is not None and self._backward.ask(self._clock)
 
     def begin_window(self) -> None:
         """Before the first micro batch of a step, where the step drops gradients: nothing of earlier ones is left."""
@@ -305,7 +329,7 @@ class Stepper:
             home = itertools.takewhile(lambda index: self._executor.update_ticket(index).done(), order)
             self._pipeline.read_ahead([self._staged_records[index] for index in home])
         backward = _Backward(self._end_backward)
-        self._backward = weakref.ref(backward)
+        self._backward = _Running(backward)
         queue_backward_callback(backward)
 
     @property
@@ -338,7 +362,8 @@ class Stepper:
             self._executor.begin_update(index, ticket, in_backward=True)
             state.update = BegunUpdate(ticket, self._hypers, self._account)
             self._tickets[index] = ticket
-            uninterrupted.until = self._backward  # half of the updates are no state to stop at
+            # Half of the updates are no state to stop at.
+            uninterrupted.until = None if self._backward is None else self._backward.reference
 
     def on_landed(self, state: RecordGradient) -> None:
         """A record's gradient of the whole window is home (called on the landing thread)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ from tests.simulated.dispatch import Dispatch
 from tests.simulated.edges import Recording, add_host_edges, record_operation, touched
 from tests.simulated.machine import Machine, SimulatedEvent, SimulatedStream
 from tests.simulated.memory import DeviceMemory
-from tests.simulated.order import Agent, Order
+from tests.simulated.order import Agent, Holder, Order
 
 
 @contextmanager
@@ -101,18 +100,20 @@ def _device_edges(order: Order, patch: pytest.MonkeyPatch) -> None:
 
 
 def _device_accesses(order: Order, patch: pytest.MonkeyPatch) -> None:
-    take, init = DeviceMemory.take, DeviceMemory.__init__
+    take, give_back, also_used_on = DeviceMemory.take, DeviceMemory._give_back, DeviceMemory.also_used_on
     copy, new_pinned = SimulatedDevice.copy, SimulatedDevice.new_pinned
     on_device, synchronously = Dispatch._on_device, Dispatch._synchronously
 
-    class Freed(deque[Any]):
-        def append(self, block: Any) -> None:
-            order.free(block.start, block.bytes.nbytes, _agent_of(order, block.stream))
-            super().append(block)
+    def giving_back(memory: DeviceMemory, block: Any) -> None:
+        order.free(block.start, block.bytes.nbytes, _agent_of(order, block.stream))
+        give_back(memory, block)
 
-    def made(memory: DeviceMemory, machine: Machine) -> None:
-        init(memory, machine)
-        memory._given_back = Freed()
+    def also_using(memory: DeviceMemory, tensor: torch.Tensor, streams: Any) -> None:
+        also_used_on(memory, tensor, streams)
+        for stream in streams:
+            holder = Holder()
+            holder.begin(_agent_of(order, stream))
+            order.hold(holder, tensor.untyped_storage().data_ptr())
 
     def taking(memory: DeviceMemory, num_bytes: int) -> torch.Tensor:
         taken = take(memory, num_bytes)
@@ -154,7 +155,8 @@ def _device_accesses(order: Order, patch: pytest.MonkeyPatch) -> None:
         record_operation(order, order.here(), func, args, kwargs)
         return result
 
-    patch.setattr(DeviceMemory, "__init__", made)
+    patch.setattr(DeviceMemory, "_give_back", giving_back)
+    patch.setattr(DeviceMemory, "also_used_on", also_using)
     patch.setattr(DeviceMemory, "take", taking)
     patch.setattr(SimulatedDevice, "copy", copying)
     patch.setattr(SimulatedDevice, "new_pinned", pinned)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,9 @@ from offloadzero.memory import device as devices
 from offloadzero.memory.tickets import Failures
 from offloadzero.native import cpu_adam
 from offloadzero.optim.device_adam import AdamForm
+from tests.simulated.backward import AutogradThread, Backward, call_on_another_stream, run_backward_on
 from tests.simulated.dispatch import Dispatch
+from tests.simulated.graph_streams import NotedStreams
 from tests.simulated.machine import Machine
 from tests.simulated.memory import DeviceMemory, own_work
 
@@ -49,6 +51,12 @@ class SimulatedDevice:
     def dispatching(self) -> AbstractContextManager[Any]:
         """Inside, what the calling thread does with device memory is launched."""
         return Dispatch(self.machine, self.memory)
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """Those under which a thread launches what a script does."""
+        with self.dispatching(), NotedStreams(self.machine):
+            yield
 
     def record(self, stream: Any, *, timed: bool = False, again: Any = None) -> Any:
         del timed, again
@@ -99,12 +107,23 @@ class SimulatedDevice:
 
 @contextmanager
 def simulated(
-    patch: pytest.MonkeyPatch, seed: int = 0, *, slow: Collection[str] = ()
+    patch: pytest.MonkeyPatch,
+    seed: int = 0,
+    *,
+    slow: Collection[str] = (),
+    backward: Backward = Backward.CALLER,
 ) -> Iterator[SimulatedDevice]:
     """Engines made inside run on a simulated device; so does what the calling thread does with its memory."""
     device = SimulatedDevice(seed, slow=slow)
-    with patch.context() as inside:
+    with patch.context() as inside, ExitStack() as threads:
         _install(device, inside)
+        if backward is not Backward.CALLER:
+            thread = AutogradThread(device.machine, device.memory, device.modes)
+            threads.callback(thread.close)
+            run_backward_on(thread, inside)
+            threads.enter_context(NotedStreams(device.machine))
+        if backward is Backward.OTHER_STREAM:
+            call_on_another_stream(device.machine, inside)
         with device.dispatching():
             yield device
     device.close()

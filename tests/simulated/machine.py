@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+AUTOGRAD_THREAD = "autograd's thread"
 MAX_OUTSTANDING = 300  # launches; a real driver's queues end somewhere too
 
 
@@ -105,6 +106,10 @@ class Machine:
             yield
         finally:
             self._here.stream = before
+
+    def set_stream(self, stream: SimulatedStream) -> None:
+        """The calling thread launches there from now on, up to the end of a `launching_on`."""
+        self._here.stream = stream
 
     def launch(self, stream: SimulatedStream, task: Callable[[], None]) -> None:
         self._put(stream, task)
@@ -215,4 +220,5 @@ class Machine:
 
 def _kind_of_thread() -> str:
     thread = threading.current_thread()
-    return "the launching thread" if thread is threading.main_thread() else thread.name
+    launches = thread is threading.main_thread() or thread.name == AUTOGRAD_THREAD
+    return "the launching thread" if launches else thread.name

@@ -6,11 +6,12 @@ import threading
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
+from collections.abc import Collection
 
 import numpy as np
 import torch
 
-from tests.simulated.machine import Machine, SimulatedStream
+from tests.simulated.machine import Machine, SimulatedEvent, SimulatedStream
 
 _GRANULE = 512
 
@@ -44,6 +45,7 @@ class _Block:
         self.bytes = self.bytes[shift : shift + num_bytes]
         self.start = self.bytes.ctypes.data
         self.stream = stream
+        self.also_used_on: set[SimulatedStream] = set()
         self.all = torch.from_numpy(self.bytes)
 
 
@@ -54,7 +56,8 @@ class DeviceMemory:
         self._machine = machine
         self._lock = threading.Lock()
         self._free: dict[SimulatedStream, list[_Block]] = {}  # the last one is the one that was let go last
-        self._given_back: deque[_Block] = deque()  # by finalizers, which may run anywhere
+        # By finalizers, which may run anywhere; with what must be reached before another gets it.
+        self._given_back: deque[tuple[_Block, list[SimulatedEvent]]] = deque()
         self._blocks: list[tuple[int, int, _Block]] = []  # (start, end, block), by start; none ever leaves
         self.taken_bytes = 0
         self.peak_bytes = 0
@@ -83,9 +86,20 @@ class DeviceMemory:
             self._machine.launch(stream, lambda: content.fill(0xFF))
             self._machine.counts["launches"] -= 1  # no real device does this
         owned = block.bytes[:num_bytes]
-        weakref.finalize(owned, self._given_back.append, block)
+        weakref.finalize(owned, self._give_back, block)
         with own_work():
             return torch.from_numpy(owned)
+
+    def _give_back(self, block: _Block) -> None:
+        others, block.also_used_on = block.also_used_on, set()
+        self._given_back.append((block, [stream.record() for stream in others]))
+
+    def also_used_on(self, tensor: torch.Tensor, streams: Collection[SimulatedStream]) -> None:
+        """Nobody gets a tensor's memory before these streams have done what they have been given by then."""
+        block = self._block(tensor)
+        if block is None:
+            raise AssertionError("not device memory")
+        block.also_used_on.update(set(streams) - {block.stream})
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's bytes are device memory."""
@@ -117,8 +131,11 @@ class DeviceMemory:
             return block if address < end else None
 
     def _collect(self) -> None:
-        while self._given_back:
-            block = self._given_back.popleft()
+        for _ in range(len(self._given_back)):
+            block, events = self._given_back.popleft()
+            if not all(event.is_reached for event in events):
+                self._given_back.append((block, events))
+                continue
             self.taken_bytes -= block.bytes.nbytes
             self._free.setdefault(block.stream, []).append(block)
 
