@@ -6,8 +6,11 @@ import errno
 import itertools
 import os
 import random
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +21,9 @@ from offloadzero.errors import AioError
 from offloadzero.memory.checksums import BLOCK_BYTES, checksum_bytes
 from offloadzero.memory.nvme import STRIPE_BYTES, Extent, NvmeTier
 from offloadzero.memory.swap_file import MARK_BYTES
-from offloadzero.memory.tickets import Ticket
+from offloadzero.memory.tickets import Promise, Ticket
 from offloadzero.native import _aio
-from tests.tiny import make_engine, settings, train
+from tests.tiny import TinyModel, make_engine, settings, tokens, train
 
 NUM_DAMAGES = int(os.environ.get("OFFLOADZERO_TEST_FLIPS", "60"))
 NUM_BYTES = 20 * BLOCK_BYTES
@@ -288,3 +291,50 @@ def test_a_bit_that_flips_between_steps_is_an_error_that_names_the_tensor(
     expected = train(whole, num_steps=6)[2:]
     whole.close()
     assert losses != expected
+
+
+def late_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the update's thread reads it reads a while later than it asks for it."""
+    submit = NvmeTier._submit
+
+    def late(tier: NvmeTier, verb: str, start: int, data: torch.Tensor, **options: Any) -> Ticket:
+        if verb != "read" or threading.current_thread().name != "offloadzero-update":
+            return submit(tier, verb, start, data, **options)
+        promise = Promise()
+
+        def later() -> None:
+            time.sleep(0.03)
+            promise.fulfil(submit(tier, verb, start, data, **options))
+
+        threading.Thread(target=later).start()
+        return promise
+
+    monkeypatch.setattr(NvmeTier, "_submit", late)
+
+
+def test_weights_that_a_script_writes_while_their_states_are_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read of a block that is written meanwhile is dropped, and is no damage."""
+
+    def losses(placement: str) -> list[float]:
+        own = {"placement": placement, "aio": {"checksums": True}, "gradient_clipping": 0.5}
+        engine = make_engine(settings(tmp_path, **own), TinyModel(width=64, num_blocks=2))
+        found = []
+        for seed in range(3):
+            loss = engine(tokens(seed))
+            found.append(loss.item())
+            engine.backward(loss)
+            with torch.no_grad():
+                for param in engine.module.parameters():
+                    param.mul_(0.99)
+            engine.step()
+        engine.synchronize()
+        engine.close()
+        return found
+
+    torch.manual_seed(0)
+    expected = losses("device")
+    late_reads(monkeypatch)
+    torch.manual_seed(0)
+    assert losses("nvme") == expected

@@ -26,6 +26,7 @@ from offloadzero.config import SegmentKind, TierName
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.memory.store import Segment
 from offloadzero.native.compact import COMPACT_BLOCK, num_scales
+from offloadzero.optim.edits import Edits
 
 PARAM_ALIGN_BYTES = 64  # what torch's CPU allocator gives: kernels see the alignment they see without us
 
@@ -160,7 +161,7 @@ class Record:
     compact: bool = False
     grad_dtype: torch.dtype = torch.float32
     segments: dict[SegmentKind, Segment] = field(default_factory=dict)
-    version: int = 0  # counts writes other than updates
+    edits: Edits = field(default_factory=Edits)
 
     @property
     def unit_name(self) -> str:

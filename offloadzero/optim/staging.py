@@ -3,8 +3,11 @@
 [Note: reading ahead]
 While backward runs the drive has little to do, and which chunks the step will update first is known: those that
 the next forward needs first. Their states are read then, into the slots that are free. When the update comes it
-takes a chunk that was read ahead if it is the one it needs and nobody has written the record since (`version`);
+takes a chunk that was read ahead if it is the one it needs and nobody has written the record since (`Edits.num_begun`);
 otherwise everything read ahead is dropped and read again. Nothing but time depends on it.
+
+What a script writes meanwhile comes after what was being read, and nothing is read ahead of a record while it is
+written (`Edits`): dropped or not, half of a write is no content that a file's checksums would know.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class StagedChunk:
             record,
             start,
             stop,
-        ) and self.version == record.version
+        ) and self.version == record.edits.num_begun
 
 
 def chunk_bounds(first: int, last: int, chunk_elements: int, num_elements: int) -> Iterator[tuple[int, int]]:
@@ -88,7 +91,12 @@ class ChunkStager:
             for start, stop in chunk_bounds(0, trainable, self._chunk_elements, trainable):
                 if not self._free or not self._free[0].users.done():
                     return
-                self._ahead.append(self._read(record, start, stop))
+                with record.edits.reading() as reads:
+                    if reads is None:
+                        return
+                    chunk = self._read(record, start, stop)
+                    reads.extend(chunk.reads)
+                self._ahead.append(chunk)
 
     def memory(self, chunk: StagedChunk, kind: SegmentKind, dtype: torch.dtype) -> torch.Tensor:
         """More of the chunk's slot: uninitialised, the elements of segment `kind` that belong to the chunk."""
@@ -116,7 +124,7 @@ class ChunkStager:
         return writes
 
     def _read(self, record: Record, start: int, stop: int) -> StagedChunk:
-        chunk = StagedChunk(record, start, stop, record.version)
+        chunk = StagedChunk(record, start, stop, record.edits.num_begun)
         for kind, segment in record.segments.items():
             if kind is SegmentKind.GRAD:
                 continue

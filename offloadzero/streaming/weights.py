@@ -250,14 +250,17 @@ class WeightAccess:
             with self._store.failures.handed_over():
                 self._executor.update_ticket(record.index).wait()
                 self._executor.reads().wait()
-            with self._store.failures.whole(f"the write of {slot.name}"):
-                if SegmentKind.PARAM in parts:
-                    self._executor.begin_edit(record.index)
-                # Before and after: what is read ahead meanwhile may hold either value.
-                record.version += 1
+            ahead = record.edits.begin()
+            try:
                 with self._store.failures.handed_over():
-                    AllOf([self._begin_write(segments[kind], slot, parts[kind]) for kind in parts]).wait()
-                record.version += 1
+                    ahead.wait()
+                with self._store.failures.whole(f"the write of {slot.name}"):
+                    if SegmentKind.PARAM in parts:
+                        self._executor.begin_edit(record.index)
+                    with self._store.failures.handed_over():
+                        AllOf([self._begin_write(segments[kind], slot, parts[kind]) for kind in parts]).wait()
+            finally:
+                record.edits.end()
 
     def _begin_write(self, segment: Segment, slot: ParamSlot, source: torch.Tensor) -> Ticket:
         first = segment_slice(segment.kind, slot.offset, slot.offset + slot.num_elements).start

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from offloadzero.memory import arena, checksums, lanes, nvme, tickets
 from offloadzero.memory.device import CpuDevice
 from offloadzero.native import compact, cpu_adam, lion_adagrad
-from offloadzero.optim import delivery
+from offloadzero.optim import delivery, edits
 from offloadzero.streaming import activation_homes, activations, executor
 from tests.simulated.dispatch import _has_own_dispatch, _is_view, _written
 from tests.simulated.memory import is_own_work
@@ -149,6 +149,7 @@ def _locks(order: Order, patch: pytest.MonkeyPatch) -> None:
         activations.ActivationStore,
         delivery.UpdateTicket,
         checksums.CheckedRead,
+        edits.Edits,
     ):
         _after_init(patch, kind, replace)
 

@@ -79,6 +79,21 @@ def script(engine: Any) -> list[float]:
     return seen
 
 
+def write_before_the_step(engine: Any) -> list[float]:
+    """What the step updates first is being read ahead by then."""
+    losses = train(engine)
+    params = list(engine.module.parameters())
+    for seed in range(NUM_STEPS):
+        loss = engine(features(seed))
+        engine.backward(loss)
+        with torch.no_grad():
+            for param in params[:3]:
+                param.mul_(0.9)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
 class Streams:
     """Those of the device that runs."""
 
@@ -281,6 +296,7 @@ RUNS: dict[str, Run] = {
     "script, mixed": (Stack, script, "mixed", KEEP),
     "script, resident": (Stack, script, "resident", KEEP),
     "script, gradients on the device": (Stack, script, GRADIENTS_ON_DEVICE, KEEP),
+    "script, writing before the step": (Stack, write_before_the_step, "nvme", {"clipping": 0.5}),
     "torch's way, mixed": (Stack, torchs_way, "mixed", KEEP),
     "torch's way, resident": (Stack, torchs_way, "resident", {**KEEP, **slow("update-device")}),
 }

@@ -1,0 +1,41 @@
+"""What scripts write to a record's states, and what is read of them ahead of an update (floor 4)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from offloadzero.memory.tickets import AllOf, Ticket
+
+
+class Edits:
+    """Keeps the two apart: [Note: reading ahead] in offloadzero/optim/staging.py."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0  # writes other than updates
+        self._lock = threading.Lock()
+        self._num_running = 0
+        self._reads: list[Ticket] = []  # ahead, that may not be complete
+
+    def begin(self) -> Ticket:
+        """A write is to follow, behind what is being read: the ticket of that."""
+        with self._lock:
+            self.num_begun += 1
+            self._num_running += 1
+            return AllOf(self._reads)
+
+    def end(self) -> None:
+        """The write that has begun is home, or is not to be."""
+        with self._lock:
+            self._num_running -= 1
+
+    @contextmanager
+    def reading(self) -> Iterator[list[Ticket] | None]:
+        """Takes the tickets of reads that are started inside; None while the record is written."""
+        with self._lock:
+            if self._num_running:
+                yield None
+                return
+            self._reads = [read for read in self._reads if not read.done()]
+            yield self._reads
