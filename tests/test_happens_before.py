@@ -362,7 +362,7 @@ def test_norms_of_a_window_that_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     """The norm of a gradient on the device is taken on another stream before the next micro batch adds to it."""
     config = make_config("resident", tmp_path, clipping=0.5, accumulation=2)
     with checked(), simulated(monkeypatch) as device:
-        monkeypatch.setattr(small_runs.Streams, "machine", device.machine)
+        monkeypatch.setattr(small_runs.Running, "machine", device.machine)
         run_engine(Stack, small_runs.train_on_its_own_stream, config)
 
 
@@ -412,7 +412,12 @@ def train_on_device(engine: Any) -> list[float]:
 
 # --- mutants
 
-SOME = ("_submit_fetch: no fence=fence", "_launch: no self._stream.wait_event", "copy: no before.wait()")
+SOME = (
+    "submit: no fence=fence",
+    "_launch: no self._stream.wait_event",
+    "copy: no before.wait()",
+    "--runs=host",
+)
 
 
 def test_every_mutant_has_a_place_of_its_own() -> None:

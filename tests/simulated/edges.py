@@ -197,6 +197,33 @@ def _references(order: Order, patch: pytest.MonkeyPatch) -> None:
         return submit(lane, run, **given)
 
     patch.setattr(lanes.Lane, "submit", submitting)
+    _cells(order, patch)
+
+
+def _cells(order: Order, patch: pytest.MonkeyPatch) -> None:
+    """Who gives up an input knows that its transfers are over; the lane that made them may let go of it later."""
+    cell = activations._Cell
+    give_up, delete = cell.give_up_source, cell.__del__
+
+    def let_go(*held: torch.Tensor | None) -> None:
+        holder = Holder()
+        holder.begin(order.here())
+        holder.end()
+        for tensor in held:
+            if tensor is not None:
+                order.hold(holder, tensor.untyped_storage().data_ptr())
+
+    def giving_up(self: Any) -> None:
+        source = self.source
+        give_up(self)
+        let_go(source)
+
+    def deleting(self: Any) -> None:
+        delete(self)
+        let_go(getattr(self, "source", None), getattr(self, "target", None))
+
+    patch.setattr(cell, "give_up_source", giving_up)
+    patch.setattr(cell, "__del__", deleting)
 
 
 def _addresses(value: Any, depth: int = 4) -> Iterator[int]:

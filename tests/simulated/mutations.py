@@ -3,44 +3,37 @@
 [Note: mutations]
 The list is read from the code: each fence, each wait, each `last_use`, each ticket of an `after` or of an `AllOf`, each
 reference that is held for a transfer. A mutant is the package without that one, in a process of its own (forked from
-one that has imported torch), on which the runs of tests/simulated/small_runs.py are made. It is caught by the checker
-when a run has a race that the package itself does not have, by the numbers when a run gives others.
+one that has imported torch), on which those runs of tests/simulated/small_runs.py are made that come to its place. It
+is caught by the checker when a run has a race that the package itself does not have, by the numbers when a run gives
+others (or ends in an error, or does not end).
 
-`python -m tests.simulated.mutations` prints the table; arguments select places by a part of their name.
+`python -m tests.simulated.mutations` prints the table; arguments select places by a part of their name, `--list` prints
+them only, `--runs=NAME` (a beginning, once or more) makes these runs alone, `--workers=N` says how many at a time.
 """
 
 from __future__ import annotations
 
 import ast
-import json
+import builtins
+import logging
 import os
-import select
-import signal
 import sys
-import time
+import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+from tests.simulated.forks import Say, forked
+
 ROOT = Path(__file__).parents[2]
-FILES = (
-    "memory/lanes.py",
-    "memory/store.py",
-    "streaming/executor.py",
-    "streaming/unit_fetches.py",
-    "streaming/gradients.py",
-    "streaming/param_grad.py",
-    "streaming/activations.py",
-    "streaming/activation_homes.py",
-    "streaming/stepping.py",
-    "streaming/weights.py",
-    "optim/update.py",
-    "optim/delivery.py",
-    "optim/staging.py",
-)
+PACKAGES = ("memory", "streaming", "optim")
+# Waits for the file engine's own transfers, which the checker takes as they are; the device itself.
+LEFT_OUT = {"memory/nvme.py", "memory/checksums.py", "memory/device.py"}
 WAITS = {
     "join_streams",
     "order_compute",
@@ -54,16 +47,9 @@ WAITS = {
 HELD = {"EndedCell": 2}  # the argument that only keeps memory, by class: its place
 MARKS = {"fence", "launched", "computed"}  # what was launched so far
 NOTES = {"_computing"}  # lists of those that are waited for
-_SCRIPTS = ("script", "torch")
-_ACTIVATIONS = ("activations",)
-RUNS_OF = {  # where the others do not come: how the runs' names begin
-    "streaming/activations.py": _ACTIVATIONS,
-    "streaming/activation_homes.py": _ACTIVATIONS,
-    "streaming/param_grad.py": _SCRIPTS,
-    "streaming/weights.py": _SCRIPTS,
-}
-TIMEOUT_S = 150.0
-MORE_RUNS = 1  # of a mutant that the checker has caught, for the numbers
+SEEDS = (0, 1, 2)
+RUN_S = 30.0  # a run takes one or two
+MORE_RUNS = 2  # of a mutant that the checker has caught, for the numbers
 
 
 @dataclass(frozen=True)
@@ -75,15 +61,21 @@ class Mutation:
     column: int
     what: str
     function: str
+    statement: int  # the line at which the statement begins that it is a part of
     rank: int = 0  # of several at one place
+    number: int = 1  # of those with the same words in the same function
 
     @property
     def key(self) -> str:
         """Its place without the line."""
-        return f"{self.file} {self.function}: {self.what}"
+        return f"{self.file} {self._words}"
+
+    @property
+    def _words(self) -> str:
+        return f"{self.function}: {self.what}" + (f" ({self.number})" if self.number > 1 else "")
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} {self.function}: {self.what}"
+        return f"{self.file}:{self.line} {self._words}"
 
 
 # What nothing would be wrong without, by key: why.
@@ -102,19 +94,16 @@ REDUNDANT: dict[str, str] = {
 }
 
 
-@dataclass
-class Verdict:
-    """What became of a mutant, by run."""
-
-    races: dict[str, list[str]] = field(default_factory=dict)
-    differing: list[str] = field(default_factory=list)
-    hung: bool = False
-    failed: str = ""
+def files() -> list[str]:
+    """Those of the package that may order the device's work."""
+    package = ROOT / "offloadzero"
+    found = [str(path.relative_to(package)) for name in PACKAGES for path in (package / name).glob("*.py")]
+    return sorted(set(found) - LEFT_OUT)
 
 
 def mutations() -> list[Mutation]:
     """All of them, in the order of the code."""
-    return [mutation for file in FILES for mutation, _ in _changes(file, _parse(file))]
+    return [mutation for file in files() for mutation, _ in _changes(file, _parse(file))]
 
 
 def _parse(file: str) -> ast.Module:
@@ -123,20 +112,33 @@ def _parse(file: str) -> ast.Module:
 
 def _changes(file: str, tree: ast.Module) -> Iterator[tuple[Mutation, Callable[[], None]]]:
     """Each mutation of a file with the call that applies it to `tree`."""
-    for function, node in _nodes_in_functions(tree):
+    numbers: Counter[str] = Counter()
+    for function, statement, node in _nodes_in_functions(tree):
         for rank, (what, change) in enumerate(_changes_of(node, function)):
-            yield Mutation(file, node.lineno, node.col_offset, what, function, rank), change
+            mutation = Mutation(file, node.lineno, node.col_offset, what, function, statement, rank)
+            numbers[mutation.key] += 1
+            yield replace(mutation, number=numbers[mutation.key]), change
 
 
-def _nodes_in_functions(tree: ast.AST, function: str = "") -> Iterator[tuple[str, Any]]:
+def _nodes_in_functions(
+    tree: ast.AST, function: str = "", statement: int = 0
+) -> Iterator[tuple[str, int, Any]]:
+    """Each with its function and the line of its statement."""
     for child in ast.iter_child_nodes(tree):
         inner = child.name if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else function
-        if isinstance(child, (ast.Expr, ast.Call)):
-            yield function, child
-        yield from _nodes_in_functions(child, inner)
+        line = child.lineno if isinstance(child, ast.stmt) else statement
+        if isinstance(child, (ast.Expr, ast.Call, ast.Assign)):
+            yield function, line, child
+        yield from _nodes_in_functions(child, inner, line)
 
 
-def _changes_of(node: ast.Expr | ast.Call, function: str) -> Iterator[tuple[str, Callable[[], None]]]:
+def _changes_of(
+    node: ast.Expr | ast.Call | ast.Assign, function: str
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    if isinstance(node, ast.Assign):
+        if isinstance(node.value, ast.List) and ast.unparse(node.targets[0]) == "after":
+            yield from _elements("after", node.value)
+        return
     if isinstance(node, ast.Expr):
         if (
             isinstance(node.value, ast.Call)
@@ -161,6 +163,8 @@ def _changes_of(node: ast.Expr | ast.Call, function: str) -> Iterator[tuple[str,
             yield f"no last_use={ast.unparse(keyword.value)}", _setter(keyword, "value", _finished())
         elif keyword.arg in ("after", "readers"):
             yield from _elements(keyword.arg, keyword.value)
+        elif keyword.arg == "held":
+            yield f"not held: {ast.unparse(keyword.value)}", _setter(keyword, "value", ast.Constant(None))
     if name == "fence" and isinstance(node.func, ast.Attribute) and not node.args:
         yield f"no {ast.unparse(node)}", _becomes(node, _nothing())
     elif name in MARKS and not node.args:
@@ -190,6 +194,8 @@ def _elements(name: str, given: ast.expr) -> Iterator[tuple[str, Callable[[], No
         yield f"nothing of {name} {ast.unparse(given)}", _becomes(given, _nothing())
         return
     for element in given.elts:
+        if isinstance(element, ast.Call) and _name(element) in MARKS:
+            continue  # comes by itself
         yield f"{name} without {ast.unparse(element)}", lambda element=element: given.elts.remove(element)
 
 
@@ -238,100 +244,211 @@ def _becomes(node: Any, value: Any) -> Callable[[], None]:
     return change
 
 
-# --- one mutant ---
+# --- the package of a process ---
 
 
-def install(mutation: Mutation) -> None:
-    """The package of this process, which is yet to be imported, is without `mutation`."""
-    tree = _parse(mutation.file)
-    change = next(change for found, change in _changes(mutation.file, tree) if found == mutation)
-    change()
-    ast.fix_missing_locations(tree)
-    path = str(ROOT / "offloadzero" / mutation.file)
-    code = compile(tree, path, "exec")
+def _install(codes: Mapping[str, ast.Module]) -> None:
+    """The package of this process, which is yet to be imported, has these files."""
+    compiled = {}
+    for file, tree in codes.items():
+        path = str(ROOT / "offloadzero" / file)
+        compiled[path] = compile(ast.fix_missing_locations(tree), path, "exec")
     get_code = SourceFileLoader.get_code
 
     def get(loader: SourceFileLoader, name: str) -> Any:
-        return code if loader.path == path else get_code(loader, name)
+        return compiled.get(loader.path) or get_code(loader, name)
 
     SourceFileLoader.get_code = get  # type: ignore[method-assign]
 
 
-def judge(mutation: Mutation | None, reference: dict[str, Any], runs: Iterable[str] = ()) -> Verdict:
-    """Run a mutant (None: the package as it is) in a process of its own; `reference` has what is not its doing."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(reading)
-        os.setpgid(0, 0)
-        with os.fdopen(writing, "w") as pipe:
-            _in_child(
-                mutation,
-                reference,
-                list(runs),
-                lambda line: (pipe.write(json.dumps(line) + "\n"), pipe.flush()),
-            )
+def _mutated(mutation: Mutation) -> dict[str, ast.Module]:
+    tree = _parse(mutation.file)
+    change = next(change for found, change in _changes(mutation.file, tree) if found == mutation)
+    change()
+    return {mutation.file: tree}
+
+
+Place = tuple[str, int]  # file, line of a statement
+
+
+def _marked(places: Iterable[Place]) -> dict[str, ast.Module]:
+    """The files with a note before each of these statements."""
+    lines: dict[str, set[int]] = {}
+    for file, line in places:
+        lines.setdefault(file, set()).add(line)
+    trees = {file: _parse(file) for file in lines}
+    for file, tree in trees.items():
+        for node in list(ast.walk(tree)):
+            for name in ("body", "orelse", "finalbody"):
+                block = getattr(node, name, None)
+                if isinstance(block, list):
+                    setattr(node, name, list(_with_notes(file, block, lines[file])))
+    return trees
+
+
+def _with_notes(file: str, block: Iterable[ast.stmt], lines: set[int]) -> Iterator[ast.stmt]:
+    for statement in block:
+        if statement.lineno in lines:
+            yield ast.copy_location(ast.parse(f"{_NOTE}({file!r}, {statement.lineno})").body[0], statement)
+        yield statement
+
+
+_NOTE = "_reached_by_a_run"
+
+
+def _note_reached() -> set[Place]:
+    """To be filled by the notes."""
+    reached: set[Place] = set()
+    setattr(builtins, _NOTE, lambda file, line: reached.add((file, line)))
+    return reached
+
+
+# --- what the runs say ---
+
+
+@dataclass
+class Reference:
+    """What the package as it is gives in one run."""
+
+    digest: str
+    races: list[str]  # signatures
+    reached: set[Place]
+
+
+@dataclass
+class _Referring:
+    """Makes runs of the package as it is."""
+
+    names: Sequence[str]
+    places: Sequence[Place]
+    found: dict[str, Reference] = field(default_factory=dict)
+
+    def work(self, say: Say) -> None:
+        with _failing_aloud(say):
+            _install(_marked(self.places))
+            reached = _note_reached()
+            small_runs = _import_runs()
+            for name in self.names:
+                reached.clear()
+                digest, races = small_runs.run(name)
+                say([name, digest, sorted(map(signature, races)), sorted(reached)])
+
+    def hear(self, said: Any) -> None:
+        if isinstance(said, dict):
+            raise AssertionError(said["failed"])
+        name, digest, races, reached = said
+        self.found[name] = Reference(digest, races, {(file, line) for file, line in reached})
+
+    def goes_on(self, *, was_killed: bool) -> bool:
+        if was_killed or len(self.found) < len(self.names):
+            raise AssertionError(f"after {list(self.found)} of {self.names} the package itself did not go on")
+        return False
+
+
+def references(names: Sequence[str], places: Sequence[Place], *, at_once: int) -> dict[str, Reference]:
+    """What the package as it is gives, by run."""
+    parts = [_Referring(names[part::at_once], places) for part in range(at_once)]
+    found: dict[str, Reference] = {}
+    for part in forked(parts, at_once=at_once, silence_s=2 * RUN_S):
+        found.update(part.found)
+    return {name: found[name] for name in names}
+
+
+@dataclass
+class Verdict:
+    """What became of a mutant."""
+
+    mutation: Mutation
+    runs: list[tuple[str, int]]  # yet to make: name, seed
+    reference: Mapping[str, Reference]
+    races: dict[str, list[str]] = field(default_factory=dict)  # by run
+    differing: list[str] = field(default_factory=list)  # runs
+    failed: str = ""
+
+    def work(self, say: Say) -> None:
+        with _failing_aloud(say):
+            _install(_mutated(self.mutation))
+            small_runs = _import_runs()
+            watch = _Watch(say, small_runs)
+            for name, seed in self.runs:
+                watch.begin(name)
+                digest, races = small_runs.run(name, seed=seed)
+                say(self._said(name, digest, races))
+                if self._is_clear:
+                    break
+            os._exit(0)  # whatever threads it has left
+
+    def _said(self, name: str, digest: str, races: Sequence[str]) -> dict[str, Any]:
+        known = self.reference[name]
+        new = [race for race in races if signature(race) not in known.races]
+        said = {"run": name, "races": new, "differs": digest != known.digest}
+        self.hear(said)
+        return said
+
+    def hear(self, said: Any) -> None:
+        if "failed" in said:
+            self.failed = said["failed"]
+            return
+        name = said["run"]
+        self.runs = self.runs[1:]
+        if said["races"]:
+            self.races[name] = said["races"]
+        if said["differs"] and name not in self.differing:
+            self.differing.append(name)
+
+    @property
+    def _is_clear(self) -> bool:
+        """The checker has caught it, and the numbers have or had their chance."""
+        return bool(self.races) and (bool(self.differing) or len(self.races) > MORE_RUNS)
+
+    def goes_on(self, *, was_killed: bool) -> bool:
+        if was_killed:
+            self.failed = "killed: it said nothing any more"
+        return bool(self.runs) and not self.failed and not self._is_clear
+
+    @property
+    def is_caught(self) -> bool:
+        return bool(self.races or self.differing)
+
+
+class _Watch:
+    """Ends a process whose run does not end, with the races so far: others of its runs come in the next one."""
+
+    def __init__(self, say: Say, small_runs: Any) -> None:
+        self._say = say
+        self._runs = small_runs
+        self._name = ""
+        self._begun = threading.Event()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def begin(self, name: str) -> None:
+        self._name = name
+        self._begun.set()
+
+    def _watch(self) -> None:
+        self._begun.wait()
+        while self._begun.is_set():
+            self._begun.clear()
+            self._begun.wait(RUN_S)
+        races = [str(race) for race in self._runs.Running.races()]
+        self._say({"run": self._name, "races": races, "differs": True})
         os._exit(0)
-    os.close(writing)
-    verdict = Verdict()
-    text, ended = _read(reading, deadline_s=time.monotonic() + TIMEOUT_S)
-    if not ended:
-        os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    for line in text.splitlines():
-        _enter(verdict, json.loads(line))
-    verdict.hung = not ended
-    return verdict
 
 
-def _enter(verdict: Verdict, line: dict[str, Any]) -> None:
-    if "failed" in line:
-        verdict.failed = line["failed"]
-        return
-    if line["races"]:
-        verdict.races[line["run"]] = line["races"]
-    if line["differs"]:
-        verdict.differing.append(line["run"])
-
-
-def _read(descriptor: int, *, deadline_s: float) -> tuple[str, bool]:
-    text = b""
-    with os.fdopen(descriptor, "rb", buffering=0) as pipe:
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            if select.select([pipe], [], [], left_s)[0]:
-                more = pipe.read(1 << 16)
-                if not more:
-                    return text.decode(), True
-                text += more
-    return text[: text.rfind(b"\n") + 1].decode(), False
-
-
-def _in_child(
-    mutation: Mutation | None, reference: dict[str, Any], runs: list[str], say: Callable[[Any], Any]
-) -> None:
+@contextmanager
+def _failing_aloud(say: Say) -> Iterator[None]:
     try:
-        if mutation is not None:
-            install(mutation)
-        import logging
-
-        from tests.simulated import small_runs
-
-        logging.disable(logging.CRITICAL)
-        has_raced, differs = 0, False
-        for name in (run for run in small_runs.RUNS if not runs or run.startswith(tuple(runs))):
-            digest, races = small_runs.run(name)
-            if mutation is None:
-                reference[name] = (digest, sorted(map(signature, races)))
-                say({"run": name, "races": races, "differs": "", "digest": digest})
-                continue
-            expected, known = reference[name]
-            new = [race for race in races if signature(race) not in known]
-            say({"run": name, "races": new, "differs": digest if digest != expected else ""})
-            has_raced, differs = has_raced + bool(new or has_raced), differs or digest != expected
-            if has_raced > MORE_RUNS or (has_raced and differs):
-                return
+        yield
     except BaseException:
         say({"failed": traceback.format_exc()[-2000:]})
+
+
+def _import_runs() -> Any:
+    """With the package of this process."""
+    logging.disable(logging.CRITICAL)
+    from tests.simulated import small_runs
+
+    return small_runs
 
 
 def signature(race: str) -> str:
@@ -340,28 +457,24 @@ def signature(race: str) -> str:
     return " ".join(words)
 
 
-def references(runs: Iterable[str] = ()) -> dict[str, Any]:
-    """What the package as it is gives."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(reading)
-        found: dict[str, Any] = {}
-        _in_child(
-            None,
-            found,
-            list(runs),
-            lambda line: print(line["failed"], file=sys.stderr) if "failed" in line else 0,
-        )
-        with os.fdopen(writing, "w") as pipe:
-            json.dump(found, pipe)
-        os._exit(0)
-    os.close(writing)
-    text, ended = _read(reading, deadline_s=time.monotonic() + 2 * TIMEOUT_S)
-    if not ended:
-        os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return dict(json.loads(text))
+def judge(
+    mutants: Iterable[Mutation], reference: Mapping[str, Reference], *, at_once: int
+) -> Iterator[Verdict]:
+    """Each in the runs that come to its place; one that is known to be redundant is not looked for with other luck."""
+    verdicts = []
+    for mutation in mutants:
+        place = mutation.file, mutation.statement
+        names = [name for name, known in reference.items() if place in known.reached]
+        seeds = SEEDS[:1] if mutation.key in REDUNDANT else SEEDS
+        verdicts.append(Verdict(mutation, [(name, seed) for seed in seeds for name in names], reference))
+    ended: dict[Mutation, Verdict] = {}
+    waiting = iter([verdict.mutation for verdict in verdicts])
+    following = next(waiting, None)
+    for verdict in forked(verdicts, at_once=at_once, silence_s=2 * RUN_S):
+        ended[verdict.mutation] = verdict
+        while following in ended:
+            yield ended[following]
+            following = next(waiting, None)
 
 
 def warm_up() -> None:
@@ -387,33 +500,84 @@ def warm_up() -> None:
     machine.close()
 
 
-def main(selected: list[str]) -> int:
+# --- the table ---
+
+
+def outcome(verdict: Verdict, *, is_reached: bool) -> str:
+    """What the table says of the checker; what is wrong with the list begins with capitals."""
+    why = REDUNDANT.get(verdict.mutation.key)
+    if verdict.failed:
+        return f"FAILED: {verdict.failed}"
+    if why is not None and verdict.is_caught:
+        return f"NOT REDUNDANT: {'; '.join([*verdict.races, *verdict.differing])}"
+    if not is_reached:
+        return "NO RUN COMES HERE"
+    if why is not None:
+        return f"redundant: {why}"
+    if verdict.races:
+        return "; ".join(f"{name} ({len(races)})" for name, races in verdict.races.items())
+    return "no" if verdict.differing else "NOT CAUGHT"
+
+
+def main(arguments: Sequence[str]) -> int:
     """Print the table; 1 if something is neither caught nor known to be redundant, or is known to be and is not."""
+    selected = [argument for argument in arguments if not argument.startswith("--")]
     chosen = [m for m in mutations() if not selected or any(part in str(m) for part in selected)]
-    if "--list" in selected:
-        print("\n".join(map(str, mutations())))
+    if "--list" in arguments:
+        print("\n".join(map(str, chosen)))
         return 0
+    only = tuple(argument.removeprefix("--runs=") for argument in arguments if argument.startswith("--runs="))
+    workers = [
+        argument.removeprefix("--workers=") for argument in arguments if argument.startswith("--workers=")
+    ]
+    at_once = int(workers[-1]) if workers else len(os.sched_getaffinity(0))
     warm_up()
-    reference = references()
-    num_wrong = 0
-    for name, (digest, races) in reference.items():
-        print(f"# {name}: {digest[:16]} {len(races)} known races")
+    names = [name for name in run_names() if not only or name.startswith(only)]
+    reference = references(names, [(m.file, m.statement) for m in chosen], at_once=at_once)
+    for name, known in reference.items():
+        print(f"# {name}: {known.digest[:16]} {len(known.races)} known races")
+    return _print_table(chosen, reference, at_once=at_once)
+
+
+def _print_table(chosen: Sequence[Mutation], reference: Mapping[str, Reference], *, at_once: int) -> int:
     print("| place | checker | numbers |\n| --- | --- | --- |")
-    counts = [0, 0, 0]
-    for mutation in chosen:
-        verdict = judge(mutation, reference, RUNS_OF.get(mutation.file, ()))
-        checker = "; ".join(f"{name} ({len(races)})" for name, races in verdict.races.items())
-        if verdict.hung:
-            checker = f"hang {checker}"
-        numbers = "; ".join(verdict.differing)
-        why = REDUNDANT.get(mutation.key, "")
-        if why and not checker:
-            checker = f"redundant: {why}"
-        num_wrong += bool(verdict.failed) or not checker
-        print(f"| {mutation} | {checker or 'NOT CAUGHT'} | {numbers or 'no'} | {verdict.failed}", flush=True)
-        counts = [counts[0] + 1, counts[1] + bool(verdict.races), counts[2] + bool(verdict.differing)]
-    print(f"{counts[0]} mutants, {counts[1]} caught by the checker, {counts[2]} by the numbers")
-    return int(num_wrong > 0)
+    counts: Counter[str] = Counter()
+    for verdict in judge(chosen, reference, at_once=at_once):
+        mutation = verdict.mutation
+        place = mutation.file, mutation.statement
+        said = outcome(verdict, is_reached=any(place in known.reached for known in reference.values()))
+        print(f"| {mutation} | {said} | {'; '.join(verdict.differing) or 'no'} |", flush=True)
+        is_wrong = said[:2].isupper()
+        kind = "wrong" if is_wrong else "redundant" if mutation.key in REDUNDANT else "caught"
+        counts[kind] += 1
+        counts["checker"] += bool(verdict.races)
+        counts["both"] += bool(verdict.races and verdict.differing)
+        counts["numbers"] += bool(verdict.differing and not verdict.races)
+    print(
+        f"{len(chosen)} mutants: {counts['checker']} caught by the checker ({counts['both']} of them by the numbers as "
+        f"well), {counts['numbers']} by the numbers alone, {counts['redundant']} redundant, {counts['wrong']} wrong"
+    )
+    return int(counts["wrong"] > 0)
+
+
+def run_names() -> list[str]:
+    """Of the small runs. They import the package, of which a mutant has its own: told by a process."""
+    (told,) = forked([_Naming()], at_once=1, silence_s=2 * RUN_S)
+    return told.names
+
+
+@dataclass
+class _Naming:
+    names: list[str] = field(default_factory=list)
+
+    def work(self, say: Say) -> None:
+        say(list(_import_runs().RUNS))
+
+    def hear(self, said: Any) -> None:
+        self.names = said
+
+    def goes_on(self, *, was_killed: bool) -> bool:
+        return False
 
 
 if __name__ == "__main__":

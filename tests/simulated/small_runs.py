@@ -21,7 +21,7 @@ from offloadzero.streaming import activations
 from tests.models import NUM_BLOCKS, PartlyUnusedBlock, Stack, TiedLM, features, tokens
 from tests.simulated.checked import checked
 from tests.simulated.device import simulated
-from tests.simulated.order import RaceError
+from tests.simulated.order import Order, RaceError
 from tests.training import Outcome, make_config, merge, run_engine
 
 NUM_STEPS = 2
@@ -94,15 +94,21 @@ def write_before_the_step(engine: Any) -> list[float]:
     return losses
 
 
-class Streams:
-    """Those of the device that runs."""
+class Running:
+    """The device that runs, and the order of what it does."""
 
     machine: Any = None
+    order: Order | None = None
+
+    @classmethod
+    def races(cls) -> list[str]:
+        """So far."""
+        return [] if cls.order is None else [str(race) for race in list(cls.order.races)]
 
 
 def evaluate_on_two_streams(engine: Any) -> list[float]:
     """Trains on one stream and evaluates on two, which share nothing but the weights."""
-    machine = Streams.machine
+    machine = Running.machine
     streams = [machine.new_stream(name) for name in ("one", "two")]
     losses = []
     for seed in range(NUM_STEPS):
@@ -120,7 +126,7 @@ def evaluate_on_two_streams(engine: Any) -> list[float]:
 
 def train_on_its_own_stream(engine: Any) -> list[float]:
     """Not on the default one, which is that of all other threads."""
-    machine = Streams.machine
+    machine = Running.machine
     with machine.launching_on(machine.new_stream("own")):
         losses = train(engine)
     machine.synchronize()
@@ -318,7 +324,8 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
         digest, races = "", []
         try:
             with checked() as order, simulated(patch, seed, slow=over.get("slow", ())) as device:
-                patch.setattr(Streams, "machine", device.machine)
+                patch.setattr(Running, "machine", device.machine)
+                patch.setattr(Running, "order", order)
                 if "early" in over:
                     _ask_early(patch)
                 try:
