@@ -63,7 +63,7 @@ def pinned(accelerator: Accelerator) -> Iterator[torch.Tensor]:
     buffer = allocate_host(4 * MIB)
     accelerator.pin(buffer, label="a test's buffer")
     yield buffer.view(torch.float32)
-    accelerator.synchronize()
+    accelerator.asynchronous.synchronize()
     accelerator.unpin(buffer)
 
 
@@ -107,7 +107,7 @@ def test_a_lane_waits_for_the_fence(accelerator: Accelerator, pinned: torch.Tens
     lane = accelerator.lane("test", failures)
     source = torch.zeros(pinned.numel(), device="cuda")
     early = torch.full_like(source, -1.0)
-    accelerator.synchronize()
+    accelerator.asynchronous.synchronize()
     torch.cuda._sleep(SLOW_CYCLES)
     source.fill_(7.0)
     # The control: a copy that waits for nothing overtakes the slow kernel and sees what was there before.
@@ -115,7 +115,7 @@ def test_a_lane_waits_for_the_fence(accelerator: Accelerator, pinned: torch.Tens
     ticket = lane.submit(lambda: accelerator.copy(pinned, source), fence=accelerator.fence())
     ticket.wait()
     assert bool((pinned == 7.0).all())
-    accelerator.synchronize()
+    accelerator.asynchronous.synchronize()
     assert bool((early == 0.0).all()), "the lane's stream is not its own, so this test shows nothing"
     lane.close()
     failures.check()
@@ -127,7 +127,7 @@ def test_compute_is_ordered_behind_a_transfer_without_blocking_the_host(
     lane = accelerator.lane("test", Failures())
     pinned.fill_(5.0)
     target = torch.zeros(pinned.numel(), device="cuda")
-    accelerator.synchronize()
+    accelerator.asynchronous.synchronize()
 
     def slow_copy() -> None:
         torch.cuda._sleep(SLOW_CYCLES)
@@ -146,7 +146,7 @@ def test_compute_is_ordered_behind_a_transfer_without_blocking_the_host(
 def test_wait_blocks_until_the_copy_is_complete(accelerator: Accelerator, pinned: torch.Tensor) -> None:
     lane = accelerator.lane("test", Failures())
     source = torch.full((pinned.numel(),), 3.0, device="cuda")
-    accelerator.synchronize()
+    accelerator.asynchronous.synchronize()
 
     def slow_copy() -> None:
         torch.cuda._sleep(SLOW_CYCLES)
@@ -293,7 +293,7 @@ def test_a_fence_marks_the_stream_of_its_own_thread(accelerator: Accelerator, pi
     """Autograd's threads launch on streams of their own."""
     lane = accelerator.lane("test", Failures())
     source = torch.zeros(pinned.numel(), device="cuda")
-    accelerator.synchronize()
+    accelerator.asynchronous.synchronize()
     tickets: list[LaneTicket] = []
 
     def launch() -> None:
@@ -316,7 +316,7 @@ def test_tasks_of_a_lane_wait_for_tickets_of_another(accelerator: Accelerator, p
     gate = Promise()
     source = torch.randn(pinned.numel(), device="cuda")
     target = torch.zeros_like(source)
-    accelerator.synchronize()
+    accelerator.asynchronous.synchronize()
 
     def slow_copy() -> None:
         torch.cuda._sleep(SLOW_CYCLES)

@@ -322,7 +322,3 @@ class Accelerator:
             return float(copy)
 
         return read
-
-    def synchronize(self) -> None:
-        """Block until the device is idle."""
-        self.asynchronous.synchronize()

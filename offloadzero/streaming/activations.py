@@ -204,8 +204,7 @@ class ActivationStore:
                 if not cell.fetched.done():
                     with self._clock.waiting("activation fetch"):
                         order_compute_after(cell.fetched)
-                else:
-                    order_compute_after(cell.fetched)
+            self._failures.check_readable()  # one that has failed is done
             return tensor
 
     def _fetch_ahead(self, call: Call) -> None:

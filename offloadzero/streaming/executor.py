@@ -635,8 +635,7 @@ class Executor:
             if not unit.fetched.done():
                 with self._clock.waiting("fetch", since=since):
                     unit.fetched.order_compute()
-            else:
-                unit.fetched.order_compute()
+        self._store.failures.check_readable()  # one that has failed is done
         unit.residency = READY
         unit.arrived_for.append(stream)
 

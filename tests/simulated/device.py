@@ -63,6 +63,8 @@ class SimulatedDevice:
         return stream.record()
 
     def elapsed_s(self, first: Any, last: Any) -> float:
+        if not (first.is_reached and last.is_reached):
+            raise AssertionError("the time of an event that was not reached")
         return float(last.at_s - first.at_s)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:

@@ -48,7 +48,7 @@ HELD = {"EndedCell": 2}  # the argument that only keeps memory, by class: its pl
 MARKS = {"fence", "launched", "computed"}  # what was launched so far
 NOTES = {"_computing"}  # lists of those that are waited for
 SEEDS = (0, 1, 2)
-RUN_S = 30.0  # a run takes one or two
+RUN_S = 60.0  # a run takes one or two
 MORE_RUNS = 2  # of a mutant that the checker has caught, for the numbers
 
 

@@ -18,10 +18,24 @@ import offloadzero
 from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.tickets import Promise
 from offloadzero.streaming import activations
-from tests.models import NUM_BLOCKS, PartlyUnusedBlock, Stack, TiedLM, features, tokens
+from tests.models import NUM_BLOCKS, PartlyUnusedBlock, SometimesStack, Stack, TiedLM, features, tokens
 from tests.simulated.checked import checked
 from tests.simulated.device import simulated
-from tests.simulated.order import Order, RaceError
+from tests.simulated.order import RaceError
+from tests.simulated.rare_scripts import (
+    LateStack,
+    Running,
+    break_on_another_stream,
+    breaking_stack,
+    interrupt_lease_waits,
+    interrupt_steps,
+    keeping_stack,
+    read_what_is_kept,
+    restore,
+    train_turning,
+    train_unseen,
+    turning_stack,
+)
 from tests.training import Outcome, make_config, merge, run_engine
 
 NUM_STEPS = 2
@@ -92,18 +106,6 @@ def write_before_the_step(engine: Any) -> list[float]:
         engine.step()
         losses.append(loss.item())
     return losses
-
-
-class Running:
-    """The device that runs, and the order of what it does."""
-
-    machine: Any = None
-    order: Order | None = None
-
-    @classmethod
-    def races(cls) -> list[str]:
-        """So far."""
-        return [] if cls.order is None else [str(race) for race in list(cls.order.races)]
 
 
 def evaluate_on_two_streams(engine: Any) -> list[float]:
@@ -236,7 +238,16 @@ LAST_ON_HOST = [
 GRADIENTS_ON_DEVICE = [
     {"param": "host", "master": "host", "exp_avg": "nvme", "exp_avg_sq": "host", "grad": "device"}
 ]
+# The device is sure to write what it reads: only the host has the rest of the states.
+WEIGHTS_ON_DEVICE = [
+    {"param": "device", "master": "host", "exp_avg": "host", "exp_avg_sq": "host", "grad": "host"}
+]
+ONE_STATE_ON_NVME = [
+    {"param": "device", "master": "device", "exp_avg": "device", "exp_avg_sq": "device"},
+    {"units": "(rest)", "param": "device", "master": "host", "exp_avg": "nvme", "exp_avg_sq": "host"},
+]
 EARLY = {"early": True}
+OBSERVED = {"observed": True}
 KEEP = {"offloadzero": {"update": {"in_backward": False}}}
 FREE = {"offloadzero": {"poison_released_leases": False}}
 
@@ -297,6 +308,28 @@ RUNS: dict[str, Run] = {
     "asked early, nvme": (Stack, train, "nvme", {"clipping": 0.5, **EARLY}),
     "asked early, mixed": (Stack, train, "mixed", EARLY),
     "activations, asked early": (Stack, train, "host", {**checkpoints("host"), **EARLY}),
+    "one state on nvme": (Stack, train_unseen, ONE_STATE_ON_NVME, EARLY),
+    "observed": (Stack, train_unseen, "resident", {**OBSERVED, **slow("update-device")}),
+    "observed by a slow clock": (Stack, train, "host", {**OBSERVED, **slow("clock")}),
+    "kept views": (keeping_stack, read_what_is_kept, "resident", {"clipping": 0.5, **slow("update-device")}),
+    "turning streams": (turning_stack, train_turning, "host", {"clipping": 0.5, **slow("gradient-d2h")}),
+    "turning streams, resident": (turning_stack, train_turning, "resident", {"clipping": 0.5}),
+    "broken on another stream": (
+        breaking_stack,
+        break_on_another_stream,
+        WEIGHTS_ON_DEVICE,
+        {"clipping": 0.5},
+    ),
+    "late": (LateStack, train, "resident", {"accumulation": 2}),
+    "interrupted waits for leases": (
+        Stack,
+        interrupt_lease_waits,
+        "host",
+        {"clipping": 0.5, **slow("gradient-d2h")},
+    ),
+    "interrupted steps": (SometimesStack, interrupt_steps, "host", {"clipping": 0.5, **slow("fetch")}),
+    "restored": (Stack, restore, "mixed", {"clipping": 0.5}),
+    "restored, resident": (Stack, restore, "resident", {"clipping": 0.5, **slow("update-device")}),
     "tied": (TiedLM, train_on_tokens, "nvme", {"clipping": 0.5}),
     "script, host": (Stack, script, "host", KEEP),
     "script, mixed": (Stack, script, "mixed", KEEP),
@@ -321,6 +354,8 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
             else make_config(placement, directory)["offloadzero"]["placement"]
         )
         config = merge(config, {"offloadzero": {**over.get("offloadzero", {}), "placement": placed}})
+        if "observed" in over:
+            config = merge(config, {"offloadzero": {"observe": {"run_dir": f"{directory}/run"}}})
         digest, races = "", []
         try:
             with checked() as order, simulated(patch, seed, slow=over.get("slow", ())) as device:
@@ -359,10 +394,14 @@ def _ask_early(patch: pytest.MonkeyPatch) -> None:
 def _train(
     make_model: Callable[[], nn.Module], loop: Callable[[Any], list[float]], config: dict[str, Any]
 ) -> Outcome:
-    if loop is not torchs_way:
+    if loop is not torchs_way and loop is not restore:
         return run_engine(make_model, loop, config)
     torch.manual_seed(0)
     model = make_model()
+    if loop is restore:
+        engine, *_ = offloadzero.initialize(model=model, config=config)
+        losses = loop(engine)
+        return Outcome(losses, {name: value.clone() for name, value in model.state_dict().items()}, {})
     plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
     block = {key: config[key] for key in ("zero_optimization", "offloadzero", "bf16")}
     module, optimizer = offloadzero.offload(model, plain, block)

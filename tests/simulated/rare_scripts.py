@@ -1,0 +1,271 @@
+"""What few scripts do, and some orders are there for: streams that change, interrupts, views that are kept."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from offloadzero.memory.lanes import LaneTicket
+from offloadzero.streaming import gradients
+from tests.models import NUM_BLOCKS, Block, Stack, features
+from tests.simulated.order import Order
+
+NUM_STEPS = 2
+
+
+class Running:
+    """The device that runs, and the order of what it does."""
+
+    machine: Any = None
+    order: Order | None = None
+
+    @classmethod
+    def races(cls) -> list[str]:
+        """So far."""
+        return [] if cls.order is None else [str(race) for race in list(cls.order.races)]
+
+
+@contextmanager
+def on_stream(name: str) -> Iterator[None]:
+    """Inside, the calling thread computes on a stream of its own."""
+    machine = Running.machine
+    with machine.launching_on(machine.new_stream(name)):
+        yield
+
+
+def train_unseen(engine: Any) -> list[float]:
+    """Nobody asks for a loss before the end."""
+    losses = []
+    for seed in range(NUM_STEPS + 1):
+        loss = engine(features(seed))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return [float(loss) for loss in losses]
+
+
+# --- views that are kept ---
+
+
+class KeepingBlock(Block):
+    """Keeps a view of a weight from its forward."""
+
+    kept: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.up.weight.detach()
+        return super().forward(x)
+
+
+def keeping_stack() -> nn.Module:
+    """Its blocks keep views."""
+    return Stack(KeepingBlock)
+
+
+def read_what_is_kept(engine: Any) -> list[float]:
+    """Right after the step."""
+    seen = []
+    for seed in range(NUM_STEPS):
+        engine.backward(engine(features(seed)))
+        engine.step()
+        seen += [block.kept.float().sum() for block in engine.module.blocks]
+    return [float(value) for value in seen]
+
+
+# --- streams that change ---
+
+
+class TurningBlock(Block):
+    """Its backward goes on upon another stream where it has half of its gradients, as autograd does behind a forward
+    on two: what follows waits for the node before it, and not for what takes that node's gradients.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        between = F.gelu(self.up(self.norm(x)))
+        after = self.down(between)
+        if after.grad_fn is not None and between.grad_fn is not None:
+            turn = _Turn()
+            after.grad_fn.register_hook(turn.note)
+            between.grad_fn.register_prehook(turn.take)
+        return x + after
+
+
+class _Turn:
+    """From the stream of one node to another stream, for the next node."""
+
+    def __init__(self) -> None:
+        self._event: Any = None
+
+    def note(self, _given: Any, taken: Any) -> None:
+        self._event = Running.machine.current_stream.record()
+        Running.machine.held.append(taken)
+
+    def take(self, *grads: Any) -> None:
+        machine = Running.machine
+        machine.held.append(grads)  # with a real device autograd tells the allocator of the second stream
+        one, two = machine.turning
+        stream = two if machine.current_stream is one else one
+        stream.wait_event(self._event)
+        machine._here.stream = stream
+
+
+def turning_stack() -> nn.Module:
+    """Backward turns in each block."""
+    return Stack(TurningBlock)
+
+
+def train_turning(engine: Any) -> list[float]:
+    """Backward takes two streams in turns; the forward after it waits for both."""
+    machine = Running.machine
+    machine.turning = machine.default_stream, machine.new_stream("other")
+    machine.held = []
+    losses = []
+    for seed in range(NUM_STEPS):
+        loss = engine(features(seed))
+        engine.backward(loss, retain_graph=True)
+        machine._here.stream = None
+        one, two = machine.turning
+        one.wait_event(two.record())
+        two.wait_event(one.record())
+        machine.held.clear()
+        engine.step()
+        losses.append(loss.detach())
+        del loss
+    return [float(loss) for loss in losses]
+
+
+class BreakingBlock(Block):
+    """Backward ends in an error when it has half of the block's gradients, if it is told to."""
+
+    breaks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        between = F.gelu(self.up(self.norm(x)))
+        if self.breaks and between.requires_grad:
+            between.register_hook(_break)
+        return x + self.down(between)
+
+
+def _break(_grad: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def breaking_stack() -> nn.Module:
+    """Backward can break."""
+    return Stack(BreakingBlock)
+
+
+def break_on_another_stream(engine: Any) -> list[float]:
+    """What a backward has left in a lease when it broke comes before what another stream puts there."""
+    last = engine.module.blocks[-1]
+    losses = []
+    for seed in range(NUM_STEPS):
+        last.breaks = True
+        with on_stream(f"breaks {seed}"):
+            loss = engine(features(seed))
+            with pytest.raises(ZeroDivisionError):
+                engine.backward(loss)
+        engine.optimizer.zero_grad()
+        last.breaks = False
+        with on_stream(f"goes on {seed}"):
+            loss = engine(features(seed))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+    Running.machine.synchronize()
+    return [float(loss) for loss in losses]
+
+
+# --- gradients that do not come ---
+
+
+class LateStack(Stack):
+    """In every second forward all but the output compute without gradients; one of its parameters never gets any, so
+    backward ends before it knows that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        with torch.set_grad_enabled(self.num_calls % 2 == 1):
+            x = self.run_blocks(self.front(x.to(self.out_dtype())))
+        return self.loss(x)
+
+
+# --- interrupts ---
+
+
+def _interrupting(method: Callable[..., Any], function: str, *, each: int) -> Callable[..., Any]:
+    """`method`, which an interrupt meets at every so many calls from `function`."""
+    num_calls = 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal num_calls
+        if sys._getframe(1).f_code.co_name == function:
+            num_calls += 1
+            if num_calls % each == 0:
+                raise KeyboardInterrupt
+        return method(*args)
+
+    return interrupted
+
+
+def interrupt_lease_waits(engine: Any) -> list[float]:
+    """A backward is interrupted where it waits for a lease; the next one takes the same."""
+    losses = []
+    with pytest.MonkeyPatch.context() as patch:
+        ordering = _interrupting(gradients.order_compute_after, "_take_device_lease", each=2)
+        patch.setattr(gradients, "order_compute_after", ordering)
+        for seed in range(3 * NUM_STEPS):
+            try:
+                loss = engine(features(seed))
+                engine.backward(loss)
+            except KeyboardInterrupt:
+                engine.optimizer.zero_grad()
+                continue
+            engine.step()
+            losses.append(loss.detach())
+    return [float(loss) for loss in losses]
+
+
+def interrupt_steps(engine: Any) -> list[float]:
+    """A step that is interrupted where it waits for a fetch was not taken, and can be."""
+    losses, num_interrupts, every = [], 0, tuple(range(NUM_BLOCKS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LaneTicket, "wait", _interrupting(LaneTicket.wait, "_wait_arrived", each=2))
+        for seed in range(2 * NUM_STEPS):
+            loss = engine(features(seed), use=every)
+            engine.backward(loss)
+            with torch.no_grad():
+                for use in (every, every[:1]):  # the second one is cut off: what follows was fetched ahead
+                    engine(features(seed), use=use)
+            while True:
+                try:
+                    engine.step()
+                    break
+                except KeyboardInterrupt:
+                    num_interrupts += 1
+            losses.append(loss.detach())
+    assert num_interrupts, "no step has waited"
+    return [float(loss) for loss in losses]
+
+
+# --- the end ---
+
+
+def restore(engine: Any) -> list[float]:
+    """The model becomes an ordinary one while the last updates run."""
+    losses = train_unseen(engine)
+    engine.restore_model()
+    return losses
