@@ -351,6 +351,12 @@ def test_small_runs(name: str) -> None:
     assert not races, "\n".join(races)
 
 
+def test_a_script_writes_what_is_read_ahead() -> None:
+    """The file must not be written under the read, which would find what no checksum is of."""
+    _, races = small_runs.run("edits before the step")
+    assert not races, "\n".join(races)
+
+
 def test_a_gradient_without_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory goes back to the stream that computes, and the copy home runs on another."""
     make_model, make_input, over = MODELS["unused parameters"]

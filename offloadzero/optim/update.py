@@ -22,7 +22,6 @@ from offloadzero.config import SegmentKind
 from offloadzero.errors import OffloadError
 from offloadzero.memory import device as devices
 from offloadzero.memory.arena import Lease
-from offloadzero.memory.lanes import NO_FENCE, Fence
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.native.cpu_adam import AdamHyper
@@ -38,8 +37,9 @@ from offloadzero.optim.staging import ChunkStager, StagedChunk, chunk_bounds, ne
 class RecordUpdate:
     """One record's update of one step.
 
-    `grad` holds record.num_trainable elements in memory, or is an NVMe segment. `on_consumed` is called on the
-    pipeline's thread when the gradient has been read. `ticket` is done when everything is home.
+    `grad` holds record.num_trainable elements in memory, or is an NVMe segment; on the device, too, it is complete when
+    the update is submitted. `on_consumed` is called on the pipeline's thread when the gradient has been read. `ticket`
+    is done when everything is home.
     """
 
     record: Record
@@ -48,7 +48,6 @@ class RecordUpdate:
     grad: torch.Tensor | Segment
     grad_scale: float
     on_consumed: Callable[[], None] | None = None
-    fence: Fence = NO_FENCE  # behind which a gradient on the device is complete
     ticket: UpdateTicket = field(default_factory=UpdateTicket)
     delivery: Delivery | None = None  # set when the update begins
     writes: list[Ticket] = field(default_factory=list)
@@ -218,7 +217,7 @@ class UpdatePipeline:
                 self._adam(update, buffers, start=0, stop=update.record.num_trainable, form=self._form)
             self._consumed(update)
 
-        update.ticket.fulfil(self._device_lane.submit(task, fence=update.fence))
+        update.ticket.fulfil(self._device_lane.submit(task))
 
     def _start_reads(self, chunk: _Chunk) -> None:
         chunk.data = data = self._stager.stage(chunk.update.record, chunk.start, chunk.stop)

@@ -339,14 +339,13 @@ class GradientCollector:
         factors = {}
         if state.factors and lease is not None:
             factors = {s.index: state.factors.pop(s.index) for s in arrived if s.index in state.factors}
-        state.fence = self._store.accelerator.fence()
         state.landed = done = Promise()
         state.closed = self.last_micro_batch
         if lease is None or target is None:
             self._land(state, done, [self._store.accelerator.computed()], None)
             return
         self._num_filling -= self._is_shared(record, lease)
-        copied = self._copy_to_host(state, flat, lease, target, before)
+        copied = self._copy_to_host(state.record, flat, lease, target, before)
         merge = None
         if not target.in_place:
             merge = functools.partial(self._merge, state, target, arrived, earlier, factors)
@@ -378,13 +377,13 @@ class GradientCollector:
 
     def _copy_to_host(
         self,
-        state: RecordGradient,
+        record: Record,
         flat: torch.Tensor,
         lease: PooledBuffer,
         target: _Landing,
         before: Ticket,
     ) -> Ticket:
-        accelerator, leases = self._store.accelerator, self._leases_of(state.record)
+        accelerator, leases = self._store.accelerator, self._leases_of(record)
 
         def copy() -> None:
             try:
@@ -394,7 +393,7 @@ class GradientCollector:
                 if not lease.temporary:
                     leases.give_back(lease, last_use=accelerator.launched())
 
-        return self._d2h.submit(copy, fence=state.fence, label=state.record.name)
+        return self._d2h.submit(copy, fence=accelerator.fence(), label=record.name)
 
     # --- on the landing thread ---
 

@@ -301,8 +301,8 @@ class GradientAccess:
         else:
             target = home.memory[slot.offset : slot.offset + slot.num_elements]
             target.copy_(flat)
-            state.fence = self._store.accelerator.fence()
         state.forget(slot)
+        # On the device, too, this waits until the value is there.
         state.sq_norms[slot.index] = device_math.sq_norm(target, num_threads=self._num_threads)
         state.present |= {slot.index}
 

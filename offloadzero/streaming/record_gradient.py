@@ -12,7 +12,6 @@ from offloadzero.config import SegmentKind, TierName
 from offloadzero.errors import OffloadError
 from offloadzero.memory.arena import PooledBuffer
 from offloadzero.memory.device import Stream
-from offloadzero.memory.lanes import NO_FENCE, Fence
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.native.cpu_adam import AdamHyper
@@ -57,7 +56,6 @@ class RecordGradient:
     )  # by slot: what scripts have multiplied by, unless 1
     zeroed: set[int] = field(default_factory=set)  # those that stand for zeros, whatever the home holds
     landed: Ticket = FINISHED
-    fence: Fence = NO_FENCE
     sq_norms: list[float] = field(default_factory=list)  # of what has landed, by slot, without the factors
     closed: bool = False  # its last micro batch is landing; on_landed follows
     update: BegunUpdate | None = None  # set in backward when the update follows the landing

@@ -497,7 +497,6 @@ class Stepper:
             grad=source,
             grad_scale=grad_scale,
             on_consumed=lambda: self.collector.release_passing(state),
-            fence=state.fence,
             ticket=ticket,
         )
 

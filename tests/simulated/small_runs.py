@@ -27,6 +27,8 @@ from tests.simulated.rare_scripts import (
     Running,
     break_on_another_stream,
     breaking_stack,
+    drop_graphs,
+    edit_before_the_step,
     interrupt_lease_waits,
     interrupt_steps,
     keeping_stack,
@@ -165,6 +167,7 @@ def fail_in_backward(engine: Any) -> list[float]:
     for number in (3, 2):
         with pytest.raises(ZeroDivisionError):
             engine.backward(engine.module(features(number), fails_at=number))
+        gc.collect()  # the error holds the graph
         engine.optimizer.zero_grad()
         losses += train(engine)
     return losses
@@ -248,6 +251,7 @@ ONE_STATE_ON_NVME = [
 ]
 EARLY = {"early": True}
 OBSERVED = {"observed": True}
+AHEAD = {"ahead": True}  # there is room for two blocks beside the one that computes
 KEEP = {"offloadzero": {"update": {"in_backward": False}}}
 FREE = {"offloadzero": {"poison_released_leases": False}}
 
@@ -316,6 +320,8 @@ RUNS: dict[str, Run] = {
     "turning streams, resident": (turning_stack, train_turning, "resident", {"clipping": 0.5}),
     "broken on another stream": (
         breaking_stack,
+        drop_graphs,
+        edit_before_the_step,
         break_on_another_stream,
         WEIGHTS_ON_DEVICE,
         {"clipping": 0.5},
@@ -327,7 +333,25 @@ RUNS: dict[str, Run] = {
         "host",
         {"clipping": 0.5, **slow("gradient-d2h")},
     ),
-    "interrupted steps": (SometimesStack, interrupt_steps, "host", {"clipping": 0.5, **slow("fetch")}),
+    "forwards without backwards": (
+        Stack,
+        drop_graphs,
+        "host",
+        {**checkpoints("host"), **slow("activation-d2h")},
+    ),
+    "forwards without backwards, nvme": (
+        Stack,
+        drop_graphs,
+        "host",
+        {**checkpoints("nvme"), **slow("activation-d2h")},
+    ),
+    "edits before the step": (Stack, edit_before_the_step, "nvme", {**KEEP, "clipping": 0.5}),
+    "interrupted steps": (
+        SometimesStack,
+        interrupt_steps,
+        "host",
+        {"clipping": 0.5, **AHEAD, **slow("fetch")},
+    ),
     "restored": (Stack, restore, "mixed", {"clipping": 0.5}),
     "restored, resident": (Stack, restore, "resident", {"clipping": 0.5, **slow("update-device")}),
     "tied": (TiedLM, train_on_tokens, "nvme", {"clipping": 0.5}),
@@ -354,6 +378,8 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
             else make_config(placement, directory)["offloadzero"]["placement"]
         )
         config = merge(config, {"offloadzero": {**over.get("offloadzero", {}), "placement": placed}})
+        if "ahead" in over:
+            config = merge(config, {"zero_optimization": {"stage3_max_live_parameters": 9000}})
         if "observed" in over:
             config = merge(config, {"offloadzero": {"observe": {"run_dir": f"{directory}/run"}}})
         digest, races = "", []
