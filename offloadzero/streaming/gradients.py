@@ -272,11 +272,13 @@ class GradientCollector:
             state.targets, padding = views.of(state.flat)
         else:
             state.targets, padding = views.at(state.flat)
+        if self._has_streams:
+            state.streams.append(self._store.accelerator.note_stream())
         if padding:
             foreach_zero(padding)  # in one launch
 
     def _order_stream(self, state: RecordGradient) -> None:
-        """A second stream that brings gradients waits for the lease, too."""
+        """A second stream that brings gradients waits for the memory, too."""
         stream = self._store.accelerator.note_stream()
         if stream not in state.streams:
             state.streams.append(stream)

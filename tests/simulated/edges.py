@@ -141,8 +141,8 @@ class _OrderedLock:
 
 
 def _locks(order: Order, patch: pytest.MonkeyPatch) -> None:
-    def replace(owner: Any, name: str = "_lock") -> None:
-        setattr(owner, name, _OrderedLock(order, getattr(owner, name)))
+    def replace(owner: Any) -> None:
+        owner._lock = _OrderedLock(order, owner._lock)
 
     for kind in (
         executor.Executor,

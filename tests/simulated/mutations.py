@@ -577,6 +577,7 @@ class _Naming:
         self.names = said
 
     def goes_on(self, *, was_killed: bool) -> bool:
+        del was_killed
         return False
 
 

@@ -186,6 +186,29 @@ def break_on_another_stream(engine: Any) -> list[float]:
 # --- gradients that do not come ---
 
 
+class Shift(nn.Module):
+    """Adds to its input: no gradient needs its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(-1, 1, 601))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(self.shift.dtype).sum() * self.shift).float().mean()
+
+
+def use_a_graph_from_before_the_step(engine: Any) -> list[float]:
+    """Its gradients come while the update may still read those of the step."""
+    losses = []
+    for seed in range(NUM_STEPS):
+        graphs = [engine(features(2 * seed + number)) for number in range(2)]
+        for loss in graphs:
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+    return [float(loss) for loss in losses]
+
+
 class LateStack(Stack):
     """In every second forward all but the output compute without gradients; one of its parameters never gets any, so
     backward ends before it knows that.

@@ -25,6 +25,7 @@ from tests.simulated.order import RaceError
 from tests.simulated.rare_scripts import (
     LateStack,
     Running,
+    Shift,
     break_on_another_stream,
     breaking_stack,
     drop_graphs,
@@ -37,6 +38,7 @@ from tests.simulated.rare_scripts import (
     train_turning,
     train_unseen,
     turning_stack,
+    use_a_graph_from_before_the_step,
 )
 from tests.training import Outcome, make_config, merge, run_engine
 
@@ -320,11 +322,15 @@ RUNS: dict[str, Run] = {
     "turning streams, resident": (turning_stack, train_turning, "resident", {"clipping": 0.5}),
     "broken on another stream": (
         breaking_stack,
-        drop_graphs,
-        edit_before_the_step,
         break_on_another_stream,
         WEIGHTS_ON_DEVICE,
         {"clipping": 0.5},
+    ),
+    "old graphs": (
+        Shift,
+        use_a_graph_from_before_the_step,
+        "resident",
+        {"clipping": 0.5, **slow("update-device")},
     ),
     "late": (LateStack, train, "resident", {"accumulation": 2}),
     "interrupted waits for leases": (
