@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from offloadzero.errors import StateError
 from offloadzero.memory.lanes import LaneTicket
 from offloadzero.streaming import gradients
 from tests.models import NUM_BLOCKS, Block, Stack, features
@@ -284,7 +285,53 @@ def interrupt_steps(engine: Any) -> list[float]:
     return [float(loss) for loss in losses]
 
 
+def break_half_a_step(engine: Any) -> list[float]:
+    """A backward that updates the weights breaks: what was applied is known when its gradients are dropped."""
+    losses = train_unseen(engine)
+    engine.module.blocks[0].breaks = True
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(engine(features(7)))
+    with pytest.raises(StateError) as refused:
+        engine.optimizer.zero_grad()
+    return [*losses, *map(float, str(refused.value).encode())]
+
+
+# --- what a script asks right after the step ---
+
+
+def ask_for_norms(engine: Any) -> list[float]:
+    """While the gradients land."""
+    norms = []
+    for seed in range(NUM_STEPS):
+        engine.backward(engine(features(seed)))
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return norms
+
+
+def ask_for_scales(engine: Any) -> list[float]:
+    """While the step is decided that changes it, by an overflow say."""
+    seen = []
+    for seed in range(2 * NUM_STEPS):
+        engine.backward(engine(features(seed)))
+        engine.step()
+        seen += [engine.optimizer.loss_scale, float(engine.skipped_steps)]
+    return seen
+
+
 # --- what was begun for nothing ---
+
+
+def skip_blocks(engine: Any) -> list[float]:
+    """Nobody waits for the last update of a unit that the next forward does without."""
+    losses = []
+    for seed in range(2 * NUM_STEPS):
+        use = (0, 1, 2, 3) if seed % 2 == 0 else (3,)
+        loss = engine(features(seed), use=use)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return [float(loss) for loss in losses]
 
 
 def drop_graphs(engine: Any) -> list[float]:

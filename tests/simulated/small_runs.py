@@ -26,6 +26,9 @@ from tests.simulated.rare_scripts import (
     LateStack,
     Running,
     Shift,
+    ask_for_norms,
+    ask_for_scales,
+    break_half_a_step,
     break_on_another_stream,
     breaking_stack,
     drop_graphs,
@@ -35,6 +38,7 @@ from tests.simulated.rare_scripts import (
     keeping_stack,
     read_what_is_kept,
     restore,
+    skip_blocks,
     train_turning,
     train_unseen,
     turning_stack,
@@ -252,6 +256,7 @@ ONE_STATE_ON_NVME = [
     {"units": "(rest)", "param": "device", "master": "host", "exp_avg": "nvme", "exp_avg_sq": "host"},
 ]
 EARLY = {"early": True}
+DYNAMIC = {"dtype": "fp16", "json": {"fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale": 0}}}
 OBSERVED = {"observed": True}
 AHEAD = {"ahead": True}  # there is room for two blocks beside the one that computes
 KEEP = {"offloadzero": {"update": {"in_backward": False}}}
@@ -352,6 +357,10 @@ RUNS: dict[str, Run] = {
         {**checkpoints("nvme"), **slow("activation-d2h")},
     ),
     "edits before the step": (Stack, edit_before_the_step, "nvme", {**KEEP, "clipping": 0.5}),
+    "half a step": (breaking_stack, break_half_a_step, "host", slow("gradient-d2h")),
+    "norms at once": (Stack, ask_for_norms, "host", slow("gradient-d2h")),
+    "scales at once": (Stack, ask_for_scales, "host", {**DYNAMIC, **slow("gradient-d2h")}),
+    "skipped blocks, nvme": (SometimesStack, skip_blocks, "nvme", {"clipping": 0.5}),
     "interrupted steps": (
         SometimesStack,
         interrupt_steps,
@@ -376,8 +385,8 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
     make_model, loop, placement, over = RUNS[name]
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(activations, "MIN_BYTES", 1)
-        options = {key: over[key] for key in ("clipping", "accumulation") if key in over}
-        config = make_config("host", directory, **options)
+        options = {key: over[key] for key in ("clipping", "accumulation", "dtype") if key in over}
+        config = merge(make_config("host", directory, **options), over.get("json", {}))
         placed = (
             placement
             if isinstance(placement, list)
