@@ -10,9 +10,16 @@ from typing import Any
 
 import torch
 
+from offloadzero.checkpoint.buffers import (
+    can_hold,
+    expect_dense,
+    may_overlap,
+    persistent_buffers,
+    write_buffer,
+)
 from offloadzero.checkpoint.meta import LossScaleState, Meta
 from offloadzero.checkpoint.safetensors_file import SafetensorsReader
-from offloadzero.checkpoint.states import States, persistent_buffers
+from offloadzero.checkpoint.states import States
 from offloadzero.checkpoint.verify import CODES, MOMENTS, Checkpoint, StoredTensor
 from offloadzero.config import SegmentKind
 from offloadzero.errors import CheckpointError
@@ -36,15 +43,13 @@ class LoadPlan:
     def apply(self) -> None:
         """Write the values to their homes, one parameter in memory at a time."""
         for record, slot in self.slots:
-            stored = self.checkpoint.weights[slot.name]
-            with SafetensorsReader(stored.file) as reader:
-                self.states.weights.write(record, slot, reader.read(slot.name))
+            value = _read(slot.name, self.checkpoint.weights[slot.name])
+            self.states.weights.write(record, slot, value)
             if slot.name in self.with_moments:
                 self._write_moments(record, slot)
                 slot.step = self.checkpoint.meta.steps[slot.name]
         for name, buffer in self.buffers.items():
-            with SafetensorsReader(self.checkpoint.buffers[name].file) as reader:
-                buffer.copy_(reader.read(name))
+            write_buffer(buffer, _read(name, self.checkpoint.buffers[name]))
 
     def _write_moments(self, record: Record, slot: ParamSlot) -> None:
         moments = self.checkpoint.moments[slot.name]
@@ -58,8 +63,12 @@ class LoadPlan:
 
 def _read_moments(name: str, moments: Mapping[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor]]:
     for suffix, stored in moments.items():
-        with SafetensorsReader(stored.file) as reader:
-            yield suffix, reader.read(f"{name}.{suffix}")
+        yield suffix, _read(f"{name}.{suffix}", stored)
+
+
+def _read(name: str, stored: StoredTensor) -> torch.Tensor:
+    with SafetensorsReader(stored.file) as reader:
+        return reader.read(name)
 
 
 def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_states: bool) -> LoadPlan:
@@ -86,8 +95,11 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
         if slot.name in with_moments:
             _check_codes(slot, checkpoint.moments[slot.name])
     shared = {name: buffer for name, buffer in buffers.items() if name in checkpoint.buffers}
+    expect_dense(shared)
     for name, buffer in shared.items():
         _check_tensor(name, checkpoint.buffers[name], buffer.shape, buffer.dtype)
+        if may_overlap(buffer):
+            _check_overlapping(name, buffer, checkpoint.buffers[name])
     return LoadPlan(states, checkpoint, taken, with_moments, shared)
 
 
@@ -117,6 +129,14 @@ def _check_tensor(name: str, stored: StoredTensor, shape: torch.Size, dtype: tor
         raise CheckpointError(f"{stored.file}: {name} is {found}, in the model {tuple(shape)}")
     if stored.entry.dtype != dtype and not (stored.entry.dtype.is_floating_point and dtype.is_floating_point):
         raise CheckpointError(f"{stored.file}: {name} is {stored.entry.dtype}, in the model {dtype}")
+
+
+def _check_overlapping(name: str, buffer: torch.Tensor, stored: StoredTensor) -> None:
+    if not can_hold(buffer, _read(name, stored)):
+        raise CheckpointError(
+            f"{stored.file}: {name} has different values in elements that are one in the model's memory (an expanded "
+            "or overlapping view): register it as .contiguous()"
+        )
 
 
 def _check_codes(slot: ParamSlot, moments: Mapping[str, StoredTensor]) -> None:

@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from offloadzero.checkpoint.buffers import expect_dense, persistent_buffers
 from offloadzero.checkpoint.hashing import FileEntry, HashedFile, HashingPool
 from offloadzero.checkpoint.latest import expect_latest_replaceable, point_latest_to
 from offloadzero.checkpoint.manifest import encode_manifest
@@ -71,25 +72,16 @@ def _moment_name(slot: ParamSlot, kind: SegmentKind) -> str:
     return f"{slot.name}.{kind.value}"
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Persistent buffers by name."""
-    buffers: dict[str, torch.Tensor] = {}
-    for module_name, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                buffers[f"{module_name}.{name}" if module_name else name] = buffer
-    return buffers
-
-
 # --- save ---
 
 
-def _stored_as_they_are(states: States) -> list[TensorSpec]:
-    """What is stored in a dtype that the model has chosen."""
-    frozen = [(s.name, r.dtype, s.shape) for r in states.records for s in r.slots if not s.trainable]
-    return frozen + [
-        (name, buffer.dtype, buffer.shape) for name, buffer in persistent_buffers(states.model).items()
-    ]
+def _expect_storable(states: States) -> None:
+    """CheckpointError for what the model has chosen and the format cannot keep."""
+    buffers = persistent_buffers(states.model)
+    expect_dense(buffers)
+    specs = [(s.name, r.dtype, s.shape) for r in states.records for s in r.slots if not s.trainable]
+    specs += [(name, buffer.dtype, buffer.shape) for name, buffer in buffers.items()]
+    expect_known_dtypes(specs)
 
 
 def save_states(
@@ -110,7 +102,7 @@ def save_states(
     if problem is not None:
         raise ConfigError("tag", tag, problem)
     encode_meta(meta)
-    expect_known_dtypes(_stored_as_they_are(states))
+    _expect_storable(states)
     _make_directory(directory)
     final = directory / tag
     with alone_in(directory):
@@ -211,7 +203,7 @@ def _read_moments(states: States, record: Record, slot: ParamSlot) -> Iterator[t
 
 def save_weights(states: States, path: Path) -> None:
     """One safetensors file with every parameter in its own dtype, and the buffers; tied ones once."""
-    expect_known_dtypes(_stored_as_they_are(states))
+    _expect_storable(states)
     _make_directory(path.parent)
     with alone_in(path.parent):
         clear_leftovers(path.parent)

@@ -1,0 +1,69 @@
+"""The persistent buffers of a model, whatever memory they stand on (floor 5).
+
+[Note: buffers that overlap]
+A buffer may be a view in which several elements are one in memory: `torch.zeros(1).expand(4)`. It is saved as what it
+shows, four elements; torch refuses to copy four elements back into one, and its own load_state_dict() fails there. The
+value is written through the view's distinct elements instead, so that whatever else looks at the same memory sees it
+too. A value that differs where the memory is one cannot be there: `can_hold` says so before anything is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from offloadzero.errors import CheckpointError
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Persistent buffers by name."""
+    buffers: dict[str, torch.Tensor] = {}
+    for module_name, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                buffers[f"{module_name}.{name}" if module_name else name] = buffer
+    return buffers
+
+
+def expect_dense(buffers: Mapping[str, torch.Tensor]) -> None:
+    """CheckpointError for one that is no array of values in memory."""
+    for name, buffer in buffers.items():
+        if buffer.layout is torch.strided and not buffer.is_nested and not buffer.is_meta:
+            continue
+        what = "on the meta device, without values" if buffer.is_meta else f"of layout {buffer.layout}"
+        raise CheckpointError(
+            f"{name} is {what}: a checkpoint keeps dense tensors only. Register the buffer with persistent=False"
+        )
+
+
+def may_overlap(buffer: torch.Tensor) -> bool:
+    """Whether two elements may be one in memory. Never False for such a buffer."""
+    extent = 0
+    for stride, size in sorted(zip(buffer.stride(), buffer.shape, strict=True)):
+        if size > 1 and stride <= extent:
+            return True
+        extent += stride * (size - 1)
+    return False
+
+
+def can_hold(buffer: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the buffer can show `value`: [Note: buffers that overlap]."""
+    trial = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype)
+    write_buffer(trial, value)
+    return _bits(trial) == _bits(value.to(buffer.dtype))
+
+
+def _bits(value: torch.Tensor) -> bytes:
+    return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def write_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """Set it in place. What was made in inference mode is written in inference mode."""
+    for dim, stride in enumerate(buffer.stride()):
+        if stride == 0 and buffer.shape[dim] > 1:
+            buffer, value = buffer.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    with torch.inference_mode() if buffer.is_inference() else contextlib.nullcontext():
+        buffer.copy_(value)

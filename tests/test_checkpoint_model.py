@@ -1,0 +1,137 @@
+"""What a checkpoint keeps of a model beside its parameters, and what it refuses to leave out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offloadzero import CheckpointError
+from offloadzero.checkpoint.buffers import may_overlap
+from tests.checkpoints import Net, bits, small_engine, train, whole_state
+
+
+@pytest.fixture
+def engine_of(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Makes engines that are closed at the end."""
+    engines: list[Any] = []
+
+    def make(model: Net, seed: int = 0) -> Any:
+        engines.append(small_engine(tmp_path / "nvme", seed=seed, model=model))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+# --- buffers that stand on unusual memory ---
+
+
+class NetWith(Net):
+    """With one more buffer."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("extra", buffer)
+
+
+def inference(shape: tuple[int, ...]) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(shape)
+
+
+# The memory, as the saving run and the loading one make it, and how the first fills it.
+MEMORY: dict[str, Callable[[], torch.Tensor]] = {
+    "one element, expanded": lambda: torch.zeros(1).expand(5),
+    "a row, expanded": lambda: torch.zeros(3, 1, 2).expand(3, 7, 2),
+    "an expanded scalar": lambda: torch.zeros(()).expand(2, 3),
+    "expanded and transposed": lambda: torch.zeros(3, 1).expand(3, 5).t(),
+    "windows": lambda: torch.zeros(11).unfold(0, 3, 1),
+    "a slice": lambda: torch.zeros(5, 6)[1::2, ::3],
+    "nothing": lambda: torch.zeros(0, 1).expand(0, 4),
+    "made in inference mode": lambda: inference((2, 3)),
+    "expanded in inference mode": lambda: inference((2, 1)).expand(2, 3),
+}
+
+
+def fill(buffer: torch.Tensor) -> None:
+    """Different values in all elements that are not one, in their own memory."""
+    with torch.inference_mode():
+        memory = buffer.as_strided((buffer.untyped_storage().nbytes() // 4,), (1,), 0)
+        memory.copy_(torch.arange(1.0, len(memory) + 1))
+
+
+@pytest.mark.parametrize("what", MEMORY)
+def test_a_buffer_is_restored_in_its_memory(engine_of: Callable[..., Any], tmp_path: Path, what: str) -> None:
+    engine = engine_of(NetWith(MEMORY[what]()))
+    fill(engine.module.extra)
+    engine.save_checkpoint(tmp_path / "saved")
+    other = engine_of(NetWith(MEMORY[what]()), seed=1)
+    memory = other.module.extra
+    other.load_checkpoint(tmp_path / "saved")
+    assert other.module.extra is memory
+    assert bits(other.module.extra) == bits(engine.module.extra)
+    assert train(other, 1) == train(engine, 1)
+
+
+@pytest.mark.parametrize("what", ["one element, expanded", "a row, expanded", "windows"])
+def test_a_value_that_the_memory_cannot_hold_is_refused_before_the_first_write(
+    engine_of: Callable[..., Any], tmp_path: Path, what: str
+) -> None:
+    shape = MEMORY[what]().shape
+    engine = engine_of(NetWith(torch.rand(shape)))
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path / "saved")
+    other = engine_of(NetWith(MEMORY[what]()), seed=1)
+    before = whole_state(other)
+    with pytest.raises(
+        CheckpointError, match=r"buffers\.safetensors: extra has different values in elements"
+    ):
+        other.load_checkpoint(tmp_path / "saved")
+    assert whole_state(other) == before
+    train(other, 1)
+
+
+def test_which_views_may_overlap() -> None:
+    """Against the addresses of all elements."""
+    base = torch.arange(4096)
+    for sizes in ((3, 4), (2, 3, 2), (4, 1), (1,), (), (5, 0), (2, 2, 2, 2)):
+        for strides in itertools.product(range(5), repeat=len(sizes)):
+            addresses = base.as_strided(sizes, strides).flatten().tolist()
+            if len(set(addresses)) != len(addresses):
+                assert may_overlap(base.as_strided(sizes, strides)), (sizes, strides)
+    for ordinary in (
+        base.view(64, 64),
+        base.view(64, 64).t(),
+        base.view(64, 64)[::2, 1:5],
+        base[0],
+        base[:0],
+    ):
+        assert not may_overlap(ordinary)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "what"),
+    [
+        (lambda: torch.eye(3).to_sparse(), r"extra is of layout torch\.sparse_coo"),
+        (lambda: torch.eye(3).to_sparse_csr(), r"extra is of layout torch\.sparse_csr"),
+        (lambda: torch.empty(3, device="meta"), "extra is on the meta device"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_a_buffer_without_plain_values_is_refused(
+    engine_of: Callable[..., Any], tmp_path: Path, buffer: Callable[[], torch.Tensor], what: str
+) -> None:
+    engine = engine_of(Net())
+    engine.save_checkpoint(tmp_path / "saved", tag="without")
+    engine.module.register_buffer("extra", buffer())  # after it: the meta device cannot be moved from
+    for save in (engine.save_checkpoint, engine.save_16bit_model):
+        with pytest.raises(CheckpointError, match=what):
+            save(tmp_path / "other")
+        assert not (tmp_path / "other").exists()
+    train(engine, 1)
