@@ -415,7 +415,8 @@ class Engine:
 
         Raises:
             ConfigError: a tag that cannot be one, or a state that is no JSON.
-            CheckpointError: `tag` or `latest` is there already and is not of this package: it is left alone.
+            CheckpointError: `tag` or `latest` is there already and is not of this package: it is left alone; or the
+                model has parameters or buffers that cannot be in it.
             StateError: a load did not come to its end, so the states are a mixture.
         """
         directory = directory_of("save_dir", save_dir)

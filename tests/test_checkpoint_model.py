@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from offloadzero import CheckpointError
 from offloadzero.checkpoint.buffers import may_overlap
-from tests.checkpoints import Net, bits, small_engine, train, whole_state
+from tests.checkpoints import Net, bits, contents, small_engine, train, whole_state
+from tests.tiny import all_states
 
 
 @pytest.fixture
@@ -135,3 +137,79 @@ def test_a_buffer_without_plain_values_is_refused(
             save(tmp_path / "other")
         assert not (tmp_path / "other").exists()
     train(engine, 1)
+
+
+# --- parameters that are not the engine's ---
+
+
+def replace_weight(model: nn.Module) -> None:
+    model.blocks[0].weight = nn.Parameter(torch.ones(17, 17))
+
+
+def add_module(model: nn.Module) -> None:
+    model.blocks[1].probe = nn.Linear(3, 3)
+
+
+def replace_module(model: nn.Module) -> None:
+    model.blocks[1] = nn.Linear(17, 17)
+
+
+def untie(model: nn.Module) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (replace_weight, r"blocks\.0\.weight \(another one was replaced by it\) \(1 in all\)"),
+        (add_module, r"blocks\.1\.probe\.weight, blocks\.1\.probe\.bias \(2 in all\)"),
+        (replace_module, r"blocks\.1\.weight \(another.*\), blocks\.1\.bias \(another.*\) \(2 in all\)"),
+        (untie, r"head\.weight \(1 in all\)"),
+    ],
+)
+def test_parameters_that_came_after_the_engine_are_refused(
+    engine_of: Callable[..., Any], tmp_path: Path, change: Callable[[nn.Module], None], names: str
+) -> None:
+    engine = engine_of(Net())
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path / "saved")
+    kept = contents(tmp_path / "saved")
+    change(engine.module)
+    before = whole_state(engine)
+    for use in (
+        lambda: engine.save_checkpoint(tmp_path / "saved", tag="other"),
+        lambda: engine.save_16bit_model(tmp_path / "saved"),
+        lambda: engine.load_checkpoint(tmp_path / "saved"),
+        lambda: engine.load_checkpoint(tmp_path / "saved", load_module_strict=False, load_module_only=True),
+    ):
+        with pytest.raises(CheckpointError, match=rf"not of this engine.*: {names}.*make the engine"):
+            use()
+    assert contents(tmp_path / "saved") == kept
+    assert whole_state(engine) == before
+
+
+def test_a_frozen_parameter_that_came_later_can_be_left_out(
+    engine_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    engine = engine_of(Net())
+    engine.module.probe = nn.Linear(3, 3).requires_grad_(False)
+    with pytest.raises(CheckpointError, match=r"probe\.weight"):
+        engine.save_checkpoint(tmp_path / "saved")
+    engine.save_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True)
+
+
+def test_parameters_that_have_moved_or_gone_are_no_others(
+    engine_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Another name, a second place, or none: the states are still whole."""
+    engine = engine_of(Net())
+    train(engine, 1)
+    engine.module.alias = engine.module.blocks[1]
+    engine.module.blocks[1] = nn.Sequential(engine.module.blocks[1])
+    del engine.module.scale
+    engine.save_checkpoint(tmp_path / "saved")
+    other = engine_of(Net(), seed=1)
+    other.load_checkpoint(tmp_path / "saved")
+    assert all_states(other).keys() == all_states(engine).keys()
+    for name, value in all_states(engine).items():
+        assert bits(all_states(other)[name]) == bits(value), name

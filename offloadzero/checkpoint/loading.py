@@ -19,7 +19,7 @@ from offloadzero.checkpoint.buffers import (
 )
 from offloadzero.checkpoint.meta import LossScaleState, Meta
 from offloadzero.checkpoint.safetensors_file import SafetensorsReader
-from offloadzero.checkpoint.states import States
+from offloadzero.checkpoint.states import States, expect_same_parameters
 from offloadzero.checkpoint.verify import CODES, MOMENTS, Checkpoint, StoredTensor
 from offloadzero.config import SegmentKind
 from offloadzero.errors import CheckpointError
@@ -76,6 +76,7 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
 
     Not `strict`: what both have is taken, and must fit.
     """
+    expect_same_parameters(states)
     slots = [(record, slot) for record in states.records for slot in record.slots]
     buffers = persistent_buffers(states.model)
     missing, foreign = _differences(checkpoint, [slot for _, slot in slots], buffers, with_states=with_states)

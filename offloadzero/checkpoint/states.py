@@ -45,7 +45,7 @@ from offloadzero.checkpoint.partial import (
 )
 from offloadzero.checkpoint.safetensors_file import SafetensorsWriter, TensorSpec, expect_known_dtypes
 from offloadzero.config import SegmentKind
-from offloadzero.errors import ConfigError
+from offloadzero.errors import CheckpointError, ConfigError
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.streaming.weights import WeightAccess, code_specs
 
@@ -72,6 +72,26 @@ def _moment_name(slot: ParamSlot, kind: SegmentKind) -> str:
     return f"{slot.name}.{kind.value}"
 
 
+def expect_same_parameters(states: States, *, besides_frozen: bool = False) -> None:
+    """CheckpointError for parameters of the model that have no states here; `besides_frozen`: those may be left out.
+
+    Compared by identity: another parameter may have taken the name of one that is offloaded.
+    """
+    names = {slot.name for record in states.records for slot in record.slots}
+    known = {id(slot.param) for record in states.records for slot in record.slots}
+    came_later = [
+        f"{name} (another one was replaced by it)" if name in names else name
+        for name, param in states.model.named_parameters(remove_duplicate=False)
+        if id(param) not in known and (param.requires_grad or not besides_frozen)
+    ]
+    if came_later:
+        raise CheckpointError(
+            f"not of this engine, for they came into the model after it was made: {', '.join(came_later[:5])} "
+            f"({len(came_later)} in all). A checkpoint would be without them: change the model first and then make "
+            "the engine; this one's restore_model() gives the model back with its weights"
+        )
+
+
 # --- save ---
 
 
@@ -96,12 +116,14 @@ def save_states(
     """Write a checkpoint `directory`/`tag`: [Note: checkpoint format]. `meta` gets its steps and its time here.
 
     ConfigError for a tag that cannot be one and for what JSON cannot keep; CheckpointError for a dtype that the format
-    cannot, and where `tag` or `latest` is there and is not ours. Nothing has been written then.
+    cannot, for parameters without states, and where `tag` or `latest` is there and is not ours. Nothing has been
+    written then.
     """
     problem = tag_problem(tag)
     if problem is not None:
         raise ConfigError("tag", tag, problem)
     encode_meta(meta)
+    expect_same_parameters(states, besides_frozen=exclude_frozen)
     _expect_storable(states)
     _make_directory(directory)
     final = directory / tag
@@ -203,6 +225,7 @@ def _read_moments(states: States, record: Record, slot: ParamSlot) -> Iterator[t
 
 def save_weights(states: States, path: Path) -> None:
     """One safetensors file with every parameter in its own dtype, and the buffers; tied ones once."""
+    expect_same_parameters(states)
     _expect_storable(states)
     _make_directory(path.parent)
     with alone_in(path.parent):
