@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 from offloadzero import CheckpointError
 from offloadzero.checkpoint.buffers import may_overlap
-from tests.checkpoints import Net, bits, contents, small_engine, train, whole_state
+from tests.checkpoints import Net, bits, contents, edit_meta, reseal, small_engine, train, whole_state
 from tests.tiny import all_states
 
 
@@ -213,3 +214,201 @@ def test_parameters_that_have_moved_or_gone_are_no_others(
     assert all_states(other).keys() == all_states(engine).keys()
     for name, value in all_states(engine).items():
         assert bits(all_states(other)[name]) == bits(value), name
+
+
+# --- what modules keep themselves ---
+
+
+class Keeper(nn.Module):
+    """Gives a state, and takes any."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        if isinstance(state, dict) and "refused" in state:
+            raise KeyError("refused")
+        self.state = state
+
+
+def keeping(state: Any, name: str = "keeper") -> Net:
+    net = Net()
+    net.blocks[0].add_module(name, Keeper(state))
+    return net
+
+
+KEPT: list[Any] = [
+    None,
+    5,
+    {"n": 2, "f": 0.1, "text": "\ud800"},
+    {1: (2, [3]), (4, None): Counter({5: 6})},
+    torch.arange(7, dtype=torch.int16),
+    torch.tensor(3.5),
+    {
+        "history": [torch.rand(3, dtype=torch.bfloat16), None, (torch.empty(0, 2),)],
+        7: {"x": torch.ones(2).bool()},
+    },
+    [None, [None, torch.eye(2)]],
+]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return (
+            type(one) is type(other) and list(one) == list(other) and all(same(one[k], other[k]) for k in one)
+        )
+    return type(one) is type(other) and bool(one == other)
+
+
+@pytest.mark.parametrize("state", KEPT, ids=str)
+def test_extra_state_comes_back(engine_of: Callable[..., Any], tmp_path: Path, state: Any) -> None:
+    engine = engine_of(keeping(state))
+    engine.save_checkpoint(tmp_path / "saved")
+    other = engine_of(keeping("before"), seed=1)
+    other.load_checkpoint(tmp_path / "saved", load_module_only=True)
+    loaded = other.module.blocks[0].keeper.state
+    assert same(loaded, state), loaded
+    has_tensors = "tensor" in str(state)
+    assert (tmp_path / "saved" / "global_step0" / "extra_state.safetensors").exists() == has_tensors
+
+
+class Counting(Net):
+    """torch's own way to count what no buffer counts; and it depends on the weights that are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_forwards = 0
+        self.sum_when_set = 0.0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += 1
+        return super().forward(tokens) * (1 + self.num_forwards % 2)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {
+            "n": self.num_forwards,
+            "of a weight": self.blocks[1].bias,
+            "of its data": self.blocks[1].bias.data,
+        }
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.num_forwards = state["n"]
+        self.kept = state
+        self.sum_when_set = float(self.blocks[1].bias.detach().sum())
+
+
+def test_a_run_goes_on_with_its_extra_state(engine_of: Callable[..., Any], tmp_path: Path) -> None:
+    engine = engine_of(Counting())
+    train(engine, 3)
+    bias = engine.module.blocks[1].bias.detach().clone()
+    engine.save_checkpoint(tmp_path / "saved")
+    other = engine_of(Counting(), seed=1)
+    other.load_checkpoint(tmp_path / "saved")
+    assert other.module.num_forwards == 3
+    assert torch.equal(other.module.kept["of a weight"], bias)
+    assert torch.equal(other.module.kept["of its data"], bias)
+    assert other.module.sum_when_set == float(bias.sum())  # set when the weights were there
+    assert train(other, 3, first=3) == train(engine, 3, first=3)
+
+
+def cyclic() -> list[Any]:
+    items: list[Any] = [1]
+    items.append(items)
+    return items
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        (
+            object(),
+            r"blocks\.0\.keeper\._extra_state: get_extra_state\(\) of Keeper gives 'object'; a checkpoint",
+        ),
+        ({"a": [0, b"x"]}, r"_extra_state\['a'\]\[1\]: get_extra_state\(\) of Keeper gives 'bytes'"),
+        (cyclic(), "nested more than 100 deep"),
+        ([torch.zeros(2, dtype=torch.complex128)], r"_extra_state:0 has dtype torch\.complex128"),
+        ((torch.eye(2).to_sparse(),), r"_extra_state:0 is of layout torch\.sparse_coo"),
+    ],
+    ids=["object", "bytes", "cyclic", "complex", "sparse"],
+)
+def test_extra_state_that_cannot_be_kept_is_refused_by_its_place(
+    engine_of: Callable[..., Any], tmp_path: Path, state: Any, reason: str
+) -> None:
+    engine = engine_of(keeping(state))
+    with pytest.raises(CheckpointError, match=reason):
+        engine.save_checkpoint(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    train(engine, 1)
+
+
+def test_extra_state_of_one_side_only(engine_of: Callable[..., Any], tmp_path: Path) -> None:
+    engine_of(keeping(1)).save_checkpoint(tmp_path / "one")
+    engine_of(Net()).save_checkpoint(tmp_path / "none")
+    other = engine_of(keeping(2, "another"))
+    for saved, reason in (
+        (
+            "one",
+            r"missing blocks\.0\.another\._extra_state; not in the model: blocks\.0\.keeper\._extra_state",
+        ),
+        ("none", r"missing blocks\.0\.another\._extra_state; not in the model: nothing"),
+    ):
+        with pytest.raises(CheckpointError, match=reason):
+            other.load_checkpoint(tmp_path / saved)
+        other.load_checkpoint(tmp_path / saved, load_module_strict=False)
+        assert other.module.blocks[0].another.state == 2
+
+
+def test_a_state_that_its_module_refuses_changes_nothing(
+    engine_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    engine = engine_of(keeping({"refused": 1}))
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path / "saved")
+    own = [1, torch.ones(2, requires_grad=True) * 3]
+    other = engine_of(keeping(own), seed=1)
+    before = whole_state(other)
+    with pytest.raises(CheckpointError, match=r"of Keeper refuses blocks\.0\.keeper\._extra_state: KeyError"):
+        other.load_checkpoint(tmp_path / "saved")
+    assert whole_state(other) == before
+    assert same(other.module.blocks[0].keeper.state, own)
+    train(other, 1)
+
+
+def test_descriptions_that_do_not_agree_with_the_tensors(
+    engine_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    engine = engine_of(keeping([torch.ones(2), None]))
+    engine.save_checkpoint(tmp_path, tag="a")
+    key = "blocks.0.keeper._extra_state"
+    for entry, reason in (
+        ({"value": [None, None], "tensors": []}, rf"do not agree about {key}:0"),
+        ({"value": [None, None], "tensors": ["0", "1"]}, rf"do not agree about {key}:1"),
+        ({"value": [3, None], "tensors": ["0"]}, rf"{key} has no place '0' for a tensor"),
+        ({"value": [None], "tensors": [0]}, "the places of its tensors are not texts"),
+        ({"value": [None]}, "is not a value and the places"),
+        ([], "is not a value and the places"),
+    ):
+        edit_meta(tmp_path / "a", extra_states={key: entry})
+        with pytest.raises(CheckpointError, match=reason):
+            engine.load_checkpoint(tmp_path)
+    edit_meta(tmp_path / "a", extra_states={key: {"value": [None, 4], "tensors": ["0"]}})
+    engine.load_checkpoint(tmp_path)
+    assert same(engine.module.blocks[0].keeper.state, [torch.ones(2), 4])
+    (tmp_path / "a" / "extra_state.safetensors").unlink()
+    reseal(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="do not agree about"):
+        engine.load_checkpoint(tmp_path)
+
+
+def test_a_file_of_weights_says_that_it_is_without(engine_of: Callable[..., Any], tmp_path: Path) -> None:
+    engine = engine_of(keeping(3))
+    with pytest.warns(UserWarning, match=r"safetensors is without blocks\.0\.keeper\._extra_state"):
+        engine.save_16bit_model(tmp_path)

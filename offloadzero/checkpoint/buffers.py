@@ -28,14 +28,16 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return buffers
 
 
-def expect_dense(buffers: Mapping[str, torch.Tensor]) -> None:
+def expect_dense(tensors: Mapping[str, torch.Tensor]) -> None:
     """CheckpointError for one that is no array of values in memory."""
-    for name, buffer in buffers.items():
-        if buffer.layout is torch.strided and not buffer.is_nested and not buffer.is_meta:
+    for name, tensor in tensors.items():
+        is_meta = tensor.device.type == "meta"
+        if tensor.layout is torch.strided and not tensor.is_nested and not is_meta:
             continue
-        what = "on the meta device, without values" if buffer.is_meta else f"of layout {buffer.layout}"
+        what = "on the meta device, without values" if is_meta else f"of layout {tensor.layout}"
         raise CheckpointError(
-            f"{name} is {what}: a checkpoint keeps dense tensors only. Register the buffer with persistent=False"
+            f"{name} is {what}: a checkpoint keeps dense tensors only. Keep it as such, or register the buffer with "
+            "persistent=False"
         )
 
 

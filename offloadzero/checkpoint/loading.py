@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from offloadzero.checkpoint.buffers import (
     can_hold,
@@ -17,6 +19,7 @@ from offloadzero.checkpoint.buffers import (
     persistent_buffers,
     write_buffer,
 )
+from offloadzero.checkpoint.extra_state import described_tensors, settable, try_extra_state, whole_value
 from offloadzero.checkpoint.meta import LossScaleState, Meta
 from offloadzero.checkpoint.safetensors_file import SafetensorsReader
 from offloadzero.checkpoint.states import States, expect_same_parameters
@@ -38,6 +41,7 @@ class LoadPlan:
     slots: Sequence[tuple[Record, ParamSlot]]
     with_moments: frozenset[str]  # names of parameters whose state is taken too
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    extra_states: Mapping[str, tuple[nn.Module, Any]] = field(default_factory=dict)  # who takes what
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -50,6 +54,8 @@ class LoadPlan:
                 slot.step = self.checkpoint.meta.steps[slot.name]
         for name, buffer in self.buffers.items():
             write_buffer(buffer, _read(name, self.checkpoint.buffers[name]))
+        for module, value in self.extra_states.values():
+            module.set_extra_state(value)
 
     def _write_moments(self, record: Record, slot: ParamSlot) -> None:
         moments = self.checkpoint.moments[slot.name]
@@ -79,7 +85,10 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
     expect_same_parameters(states)
     slots = [(record, slot) for record in states.records for slot in record.slots]
     buffers = persistent_buffers(states.model)
+    modules = settable(states.model)
     missing, foreign = _differences(checkpoint, [slot for _, slot in slots], buffers, with_states=with_states)
+    missing += sorted(modules.keys() - checkpoint.meta.extra_states.keys())
+    foreign += sorted(checkpoint.meta.extra_states.keys() - modules.keys())
     if strict and (missing or foreign):
         raise CheckpointError(
             f"{checkpoint.path}: missing {', '.join(missing[:5]) or 'nothing'}; not in the model: "
@@ -101,7 +110,18 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
         _check_tensor(name, checkpoint.buffers[name], buffer.shape, buffer.dtype)
         if may_overlap(buffer):
             _check_overlapping(name, buffer, checkpoint.buffers[name])
-    return LoadPlan(states, checkpoint, taken, with_moments, shared)
+    extra = {key: (modules[key], value) for key, value in _extra_states(checkpoint) if key in modules}
+    for key, (module, value) in extra.items():
+        try_extra_state(key, module, value)
+    return LoadPlan(states, checkpoint, taken, with_moments, shared, extra)
+
+
+def _extra_states(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
+    tensors: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, (key, place) in described_tensors(checkpoint.meta.extra_states).items():
+        tensors[key][place] = _read(name, checkpoint.extra_tensors[name])
+    for key, entry in checkpoint.meta.extra_states.items():
+        yield key, whole_value(entry, tensors[key])
 
 
 def _differences(

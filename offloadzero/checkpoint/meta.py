@@ -46,6 +46,7 @@ class Meta:
     lr_scheduler_type: str | None = None
     partial_step: str | None = None  # what of a step the states have beyond `global_steps`, in words
     steps: dict[str, int] = field(default_factory=dict)  # updates so far of each trainable parameter
+    extra_states: dict[str, Any] = field(default_factory=dict)  # [Note: extra state]
     saved_unix_ns: int = 0
     version: int = VERSION
 
@@ -57,7 +58,7 @@ def client_dict(client_state: object) -> dict[str, Any]:
     return dict(client_state or {})
 
 
-_PLAIN = ("client_state", "lr_scheduler", "param_groups")
+_PLAIN = ("client_state", "lr_scheduler", "param_groups", "extra_states")
 
 
 def encode_meta(meta: Meta) -> bytes:
@@ -93,7 +94,7 @@ def read_meta(checkpoint: Path) -> Meta:
     values = _read(checkpoint)
     version = _version(values, path)
     if version >= 2:
-        for key in _PLAIN:
+        for key in filter(values.__contains__, _PLAIN):
             values[key] = _decode(values, key, path)
     get = _Fields(values, path)
     return Meta(
@@ -108,6 +109,7 @@ def read_meta(checkpoint: Path) -> Meta:
         lr_scheduler_type=get("lr_scheduler_type", _optional(_text)) if version >= 2 else None,
         partial_step=get("partial_step", _optional(_text)) if "partial_step" in values else None,
         steps=get("steps", _counts),
+        extra_states=get("extra_states", _dict) if "extra_states" in values else {},
         saved_unix_ns=get("saved_unix_ns", _whole) if version >= 2 else 0,
     )
 

@@ -22,6 +22,7 @@ from offloadzero.errors import ConfigError
 META = "meta.json"  # our mark: what has none of ours is not ours
 MANIFEST = "manifest.json"
 BUFFERS = "buffers.safetensors"
+EXTRA_STATE = "extra_state.safetensors"  # only where there are tensors for it
 IS_LATEST = "is_latest"  # empty: the file `latest` may name this one
 LOCK = ".lock"  # held by the process that writes it
 
@@ -48,7 +49,7 @@ def is_unit_file(name: str) -> bool:
 
 def is_data_file(name: str) -> bool:
     """Whether a manifest may list it."""
-    return name in (META, BUFFERS) or is_unit_file(name)
+    return name in (META, BUFFERS, EXTRA_STATE) or is_unit_file(name)
 
 
 def is_own_file(name: str) -> bool:

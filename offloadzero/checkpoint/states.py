@@ -2,9 +2,9 @@
 
 [Note: checkpoint format]
 A checkpoint is a directory: `meta.json` (format, counters, param groups, schedules, the user's own state), one
-`unit-NNNN.safetensors` per record, `buffers.safetensors`. A trainable parameter is stored as its fp32 master
-under its own name, with `NAME.exp_avg` and `NAME.exp_avg_sq`; a frozen one in its dtype. Nothing depends on
-placement, units, dtype or budgets, so a checkpoint loads into any of them.
+`unit-NNNN.safetensors` per record, `buffers.safetensors`, and what modules keep themselves ([Note: extra state]). A
+trainable parameter is stored as its fp32 master under its own name, with `NAME.exp_avg` and `NAME.exp_avg_sq`; a frozen
+one in its dtype. Nothing depends on placement, units, dtype or budgets, so a checkpoint loads into any of them.
 
 Moments in the compact layout are stored as they are, for reading and rounding them again is not always the same
 bits: `NAME.exp_avg_e2m5`, `NAME.exp_avg_sq_e1m7` and `NAME.scales` (fp32, one row of two per block) in the place of
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,11 +31,20 @@ import torch
 from torch import nn
 
 from offloadzero.checkpoint.buffers import expect_dense, persistent_buffers
+from offloadzero.checkpoint.extra_state import read_extra_states
 from offloadzero.checkpoint.hashing import FileEntry, HashedFile, HashingPool
 from offloadzero.checkpoint.latest import expect_latest_replaceable, point_latest_to
 from offloadzero.checkpoint.manifest import encode_manifest
 from offloadzero.checkpoint.meta import Meta, encode_meta
-from offloadzero.checkpoint.names import BUFFERS, IS_LATEST, MANIFEST, META, tag_problem, unit_file
+from offloadzero.checkpoint.names import (
+    BUFFERS,
+    EXTRA_STATE,
+    IS_LATEST,
+    MANIFEST,
+    META,
+    tag_problem,
+    unit_file,
+)
 from offloadzero.checkpoint.partial import (
     PartialCheckpoint,
     alone_in,
@@ -97,11 +107,14 @@ def expect_same_parameters(states: States, *, besides_frozen: bool = False) -> N
 
 def _expect_storable(states: States) -> None:
     """CheckpointError for what the model has chosen and the format cannot keep."""
-    buffers = persistent_buffers(states.model)
-    expect_dense(buffers)
-    specs = [(s.name, r.dtype, s.shape) for r in states.records for s in r.slots if not s.trainable]
-    specs += [(name, buffer.dtype, buffer.shape) for name, buffer in buffers.items()]
-    expect_known_dtypes(specs)
+    frozen = [(s.name, r.dtype, s.shape) for r in states.records for s in r.slots if not s.trainable]
+    expect_known_dtypes(frozen)
+    _expect_keepable(persistent_buffers(states.model))
+
+
+def _expect_keepable(tensors: Mapping[str, torch.Tensor]) -> None:
+    expect_dense(tensors)
+    expect_known_dtypes([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
 
 
 def save_states(
@@ -122,8 +135,11 @@ def save_states(
     problem = tag_problem(tag)
     if problem is not None:
         raise ConfigError("tag", tag, problem)
+    extra = read_extra_states(states.model)
+    meta = replace(meta, extra_states=extra.described)
     encode_meta(meta)
     expect_same_parameters(states, besides_frozen=exclude_frozen)
+    _expect_keepable(extra.tensors)
     _expect_storable(states)
     _make_directory(directory)
     final = directory / tag
@@ -138,6 +154,8 @@ def save_states(
         for record in states.records:
             writer.add_record(states, record, exclude_frozen=exclude_frozen)
         writer.add_tensors(BUFFERS, persistent_buffers(states.model))
+        if extra.tensors:
+            writer.add_tensors(EXTRA_STATE, extra.tensors)
         # Only now: reading the records has waited for their updates, which count the steps.
         whole = replace(meta, steps=_steps(states.records), saved_unix_ns=time.time_ns())
         writer.add_bytes(META, encode_meta(whole))
@@ -225,6 +243,9 @@ def _read_moments(states: States, record: Record, slot: ParamSlot) -> Iterator[t
 
 def save_weights(states: States, path: Path) -> None:
     """One safetensors file with every parameter in its own dtype, and the buffers; tied ones once."""
+    extra = read_extra_states(states.model).described
+    if extra:
+        warnings.warn(f"{path} is without {', '.join(extra)}: it holds weights only", stacklevel=3)
     expect_same_parameters(states)
     _expect_storable(states)
     _make_directory(path.parent)

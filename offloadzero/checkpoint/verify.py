@@ -21,10 +21,19 @@ from pathlib import Path
 
 import torch
 
+from offloadzero.checkpoint.extra_state import described_tensors
 from offloadzero.checkpoint.hashing import HashingPool, check_file, check_size
 from offloadzero.checkpoint.manifest import read_manifest
 from offloadzero.checkpoint.meta import Meta, read_mark, read_meta
-from offloadzero.checkpoint.names import BUFFERS, IS_LATEST, MANIFEST, META, is_data_file, is_unit_file
+from offloadzero.checkpoint.names import (
+    BUFFERS,
+    EXTRA_STATE,
+    IS_LATEST,
+    MANIFEST,
+    META,
+    is_data_file,
+    is_unit_file,
+)
 from offloadzero.checkpoint.safetensors_file import SafetensorsReader, TensorEntry
 from offloadzero.errors import CheckpointError
 
@@ -56,6 +65,7 @@ class Checkpoint:
     weights: Mapping[str, StoredTensor] = field(default_factory=dict)
     moments: Mapping[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
     buffers: Mapping[str, StoredTensor] = field(default_factory=dict)
+    extra_tensors: Mapping[str, StoredTensor] = field(default_factory=dict)  # of meta.extra_states
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -111,19 +121,30 @@ def _read_headers(path: Path, data_files: Collection[str]) -> Checkpoint:
     meta = read_meta(path)
     tensors: dict[str, StoredTensor] = {}
     for name in sorted(filter(is_unit_file, data_files)):
-        for tensor, entry in _entries(path / name).items():
+        for tensor, stored in _stored(path / name).items():
             if tensor in tensors:
                 raise CheckpointError(f"{path / name}: {tensor} is in {tensors[tensor].file.name} too")
-            tensors[tensor] = StoredTensor(path / name, entry)
+            tensors[tensor] = stored
     moments = {name: _take_moments(path, name, tensors) for name in meta.steps}
     _check_weights(tensors, meta)
-    buffers = {name: StoredTensor(path / BUFFERS, entry) for name, entry in _entries(path / BUFFERS).items()}
-    return Checkpoint(path, meta, weights=tensors, moments=moments, buffers=buffers)
+    buffers = _stored(path / BUFFERS)
+    extra = _stored(path / EXTRA_STATE) if EXTRA_STATE in data_files else {}
+    _check_extra_states(path, meta, extra)
+    return Checkpoint(path, meta, weights=tensors, moments=moments, buffers=buffers, extra_tensors=extra)
 
 
-def _entries(file: Path) -> dict[str, TensorEntry]:
+def _stored(file: Path) -> dict[str, StoredTensor]:
     with SafetensorsReader(file) as reader:
-        return reader.entries
+        return {name: StoredTensor(file, entry) for name, entry in reader.entries.items()}
+
+
+def _check_extra_states(path: Path, meta: Meta, stored: Mapping[str, StoredTensor]) -> None:
+    try:
+        described = described_tensors(meta.extra_states)
+    except ValueError as error:
+        raise CheckpointError(f"{path / META}: extra_states: {error}") from None
+    for name in sorted(described.keys() ^ stored.keys()):
+        raise CheckpointError(f"{path / EXTRA_STATE} and extra_states in {META} do not agree about {name}")
 
 
 def _take_moments(path: Path, name: str, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
