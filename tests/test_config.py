@@ -942,9 +942,9 @@ def test_nvme_paths_of_other_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert load_config(on_nvme(tmp_path / "x")).nvme_paths == (tmp_path / "x",)
     assert load_config(on_nvme([tmp_path / "x"])).nvme_paths == (tmp_path / "x",)
     assert load_config(on_nvme("~/x")).nvme_paths == (tmp_path / "x",)
-    assert load_config(on_nvme("x")).nvme_paths == (Path("x"),)
+    assert load_config(on_nvme("x")).nvme_paths == (Path("x").absolute(),)
     own = load_config({"offloadzero": {"placement": "nvme", "nvme_path": "x"}})
-    assert (own.nvme_paths, homes(own)) == ((Path("x"),), dict.fromkeys(RECORD, "nvme"))
+    assert (own.nvme_paths, homes(own)) == ((Path("x").absolute(),), dict.fromkeys(RECORD, "nvme"))
 
 
 def test_one_blocks_path_serves_both(tmp_path: Path) -> None:

@@ -92,12 +92,15 @@ def _digest(stem: str, random: str) -> str:
 
 
 def directory_of(key: str, path: object) -> Path:
-    """The directory that a caller named; ConfigError with `key` when it cannot be one."""
+    """The directory that a caller named, absolute; ConfigError with `key` when it cannot be one."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise ConfigError(key, path, "the path of a directory")
     if "\0" in os.fspath(path):
         raise ConfigError(key, path, "a path without NUL")
-    return Path(path)
+    try:
+        return Path(path).absolute()
+    except OSError as error:  # the working directory is gone
+        raise ConfigError(key, path, f"the working directory cannot be named: {error.strerror}") from error
 
 
 def tag_text(tag: object) -> str:

@@ -33,7 +33,7 @@ def read_nvme_paths(key: str, value: object) -> tuple[NvmePath, ...]:
 
 
 def unite_nvme_paths(paths: Iterable[NvmePath]) -> tuple[Path, ...]:
-    """Distinct usable directories in order of first mention; ConfigError for one that cannot be used.
+    """Distinct usable directories, absolute, in order of first mention; ConfigError for one that cannot be used.
 
     One that does not exist yet is usable where the directory above it is: `create_nvme_directories`.
     """
@@ -41,9 +41,10 @@ def unite_nvme_paths(paths: Iterable[NvmePath]) -> tuple[Path, ...]:
     for entry in paths:
         try:
             _check_directory(entry)
+            path = entry.path.absolute()  # files are made later too, and the process may go elsewhere
         except OSError as error:
             raise ConfigError(entry.key, str(entry.path), f"cannot be used: {error.strerror}") from error
-        united.setdefault(os.path.realpath(entry.path), entry.path)
+        united.setdefault(os.path.realpath(entry.path), path)
     return tuple(united.values())
 
 

@@ -62,6 +62,7 @@ class SwapFile:
         file_id = secrets.token_bytes(_ID_BYTES)
         self.path = directory / f"offloadzero-{os.getpid()}-{file_id.hex()}.bin"
         try:
+            self.path = self.path.absolute()  # the process may have gone elsewhere when it is removed
             with uninterrupted, _directory(directory) as at:
                 self.descriptor = _make_linked(at, self.path, file_id)
                 if self.descriptor < 0:

@@ -18,7 +18,7 @@ class DoomedFile:
     """A file that SIGTERM removes, until `spare()` or the end of this object."""
 
     def __init__(self, path: Path) -> None:
-        place = _termination.add(os.fsencode(os.path.abspath(path)))
+        place = _termination.add(os.fsencode(path.absolute()))
         self._spare = weakref.finalize(self, _termination.discard, place)
         self._spare.atexit = False  # the file may still be there when the interpreter goes
 

@@ -41,6 +41,7 @@ class RunDirectory:
         """Raises ConfigError when nothing can be written there."""
         self.path = path
         try:
+            self.path = path = path.absolute()  # the process may go elsewhere
             path.mkdir(parents=True, exist_ok=True)
             (path / STEPS_FILE).open("a").close()
         except OSError as error:
