@@ -158,6 +158,29 @@ def test_a_damaged_latest_offers_the_newest_that_is_intact(engine: Any, saved: P
     assert whole_state(engine) == before
 
 
+def test_the_most_steps_are_the_newest_whatever_the_clock_says(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tag, steps, saved_unix_ns in (("a", 1, 50), ("b", 10, 20), ("c", 9, 90), ("d", 10, 10), ("e", 2, 99)):
+        monkeypatch.setattr(engine._stepper.counts, "global_steps", steps)
+        monkeypatch.setattr("offloadzero.checkpoint.states.time.time_ns", lambda at=saved_unix_ns: at)
+        engine.save_checkpoint(tmp_path, tag=tag)
+    (tmp_path / "latest").write_text("nonsense")
+    others = r"Complete by their sizes: 'd' \(step 10\), 'c' \(step 9\), 'e' \(step 2\), 'a' \(step 1\)$"
+    with pytest.raises(
+        CheckpointError, match=rf"'b' \(step 10\) is intact: pass tag='b' to load it\. {others}"
+    ):
+        engine.load_checkpoint(tmp_path)
+    for tag in "bde":
+        os.truncate(tmp_path / tag / "unit-0001.safetensors", 10)
+    with pytest.raises(CheckpointError, match=r"'c' \(step 9\) is intact.* by their sizes: 'a' \(step 1\)$"):
+        engine.load_checkpoint(tmp_path, tag="b")
+    for tag in "ca":
+        os.truncate(tmp_path / tag / "meta.json", 10)
+    with pytest.raises(CheckpointError, match=r"No checkpoint in .* is intact$"):
+        engine.load_checkpoint(tmp_path)
+
+
 def test_after_a_damaged_latest_a_save_goes_on(engine: Any, saved: Path) -> None:
     (saved / "latest").write_bytes(b"\xff\xff")
     assert engine.load_checkpoint(saved, tag="a")[1] == {"tag": "a"}

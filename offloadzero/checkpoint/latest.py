@@ -7,6 +7,11 @@ an empty file `is_latest`, which is taken from the one before when `latest` has 
 them, and either is right. A `latest` that names another than those was damaged, or changed by hand: loading says so,
 and the tag can be given. (None, {}) comes back only where no checkpoint of ours is; everything else is an error, for
 a script that takes it for a fresh start would train from step 0 and save over its own run.
+
+[Note: which is the newest]
+When `latest` cannot be used, an error offers the checkpoint with the most steps, and of these the one saved last. Steps
+come first because a machine's clock may go back between two saves, and another machine's is another. Where somebody has
+gone back and trained on under new tags, the most steps may be the older run's: the others are named as well.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ import errno
 import os
 import stat
 import warnings
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,7 +156,7 @@ def _looks_like_checkpoint(path: Path) -> bool:
 
 
 def list_checkpoints(directory: Path) -> list[Found]:
-    """All that are, or were, checkpoints of ours; the newest first."""
+    """All that are, or were, checkpoints of ours; the newest first: [Note: which is the newest]."""
     found: dict[str, Found] = {}
     for path in _entries(directory):
         unfinished = parse_unfinished(path.name)
@@ -162,32 +169,43 @@ def list_checkpoints(directory: Path) -> list[Found]:
     return sorted(found.values(), key=_age)
 
 
-def _age(found: Found) -> tuple[float, str]:
-    """Smaller is newer."""
+def _age(found: Found) -> tuple[int, int, str]:
+    """Smaller is newer: [Note: which is the newest]."""
     try:
-        saved_unix_ns = read_meta(found.path).saved_unix_ns
-        if saved_unix_ns == 0:
-            saved_unix_ns = (found.path / META).stat().st_mtime_ns
+        meta = read_meta(found.path)
+        saved_unix_ns = meta.saved_unix_ns or (found.path / META).stat().st_mtime_ns
     except (CheckpointError, OSError):
-        return 0.0, found.tag  # damaged: whatever is offered is not this one
-    return -float(saved_unix_ns), found.tag
+        return 0, 0, found.tag  # damaged: whatever is offered is not this one
+    return -meta.global_steps, -saved_unix_ns, found.tag
 
 
 # --- what to say ---
 
 
 def offer(directory: Path, *, besides: Path | None = None) -> str:
-    """A sentence that names the newest checkpoint that is intact. Reads as much as it takes to be sure."""
-    for found in list_checkpoints(directory):
-        if found.path == besides:
-            continue
+    """Sentences that name the newest checkpoint that is intact, and the others that seem to be.
+
+    Reads as much as it takes to be sure of the first; of the others what is quick to see.
+    """
+    candidates = [found for found in list_checkpoints(directory) if found.path != besides]
+    for index, found in enumerate(candidates):
         try:
             step = open_checkpoint(found.path).meta.global_steps
         except CheckpointError:
             continue  # not this one
-        return f"{found.tag!r} (step {step}) is intact: pass tag={found.tag!r} to load it"
+        text = f"{found.tag!r} (step {step}) is intact: pass tag={found.tag!r} to load it"
+        others = _complete(candidates[index + 1 :])
+        return f"{text}. Complete by their sizes: {', '.join(others)}" if others else text
     other = "other " if besides is not None else ""
     return f"No {other}checkpoint in {directory} is intact"
+
+
+def _complete(candidates: Iterable[Found]) -> list[str]:
+    texts = []
+    for found in candidates:
+        with suppress(CheckpointError):
+            texts.append(f"{found.tag!r} (step {check_sizes(found.path).global_steps})")
+    return texts
 
 
 def _known(directory: Path) -> str:
