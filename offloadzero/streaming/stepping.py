@@ -256,6 +256,8 @@ class Stepper:
 
     def _wait_begun(self) -> None:
         """Block until it is known which of the updates that backward has begun are applied."""
+        if not self._tickets:
+            return
         with self._clock.waiting("gradient landing"), self._failures.handed_over():
             for ticket in self._tickets.values():
                 ticket.wait_fulfilled()
@@ -516,6 +518,7 @@ class Stepper:
 
     def _expect_droppable(self) -> None:
         """Refuse where the weights have some of the gradients. What has stopped the training and was seen is over."""
+        self._wait_begun()  # the landing thread says what was applied, and what stops the training
         stop = self._failures.stop
         if stop is None or self._stopped.applied or not self._failures.stop_was_raised:
             self._expect_one_step()
@@ -536,11 +539,18 @@ class Stepper:
         with self._clock.waiting("decision"), self._failures.handed_over():
             self._last.decided.wait()
 
+    def _wait_last_landed(self) -> None:
+        """What is decided as gradients land is decided over all of the last step."""
+        with self._clock.waiting("gradient landing"), self._failures.handed_over():
+            for state in self._last.gradients:
+                state.landed.wait()
+
     def was_applied(self) -> bool:
         """Whether the last step changed the weights; waits for the decision."""
         self._wait_decided()
         if self._last.decision is not None:
             return self._last.decision.apply
+        self._wait_last_landed()
         return bool(self._last.gradients) and self._last.account.refused is None
 
     def grad_norm(self) -> float:
@@ -548,8 +558,6 @@ class Stepper:
         self._wait_decided()
         if self._last.decision is not None:
             return self._last.decision.grad_norm
-        with self._clock.waiting("gradient landing"), self._failures.handed_over():
-            for state in self._last.gradients:
-                state.landed.wait()
+        self._wait_last_landed()
         sq_norms = [sq_norm for state in self._last.gradients for sq_norm in state.sq_norms_by_slot()]
         return decide_step(sq_norms, loss_scale=1.0, max_norm=0.0).grad_norm
