@@ -178,8 +178,16 @@ class RemoteTensor(torch.Tensor):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the value itself and no view of it."""
-        return not self._views
+        """Whether it is the value itself, or a view of all of it that has its shape and order."""
+        if not self._views:
+            return True
+        source = self._source
+        return (
+            (self.shape, self.dtype) == (source.shape, source.dtype)
+            and self.is_contiguous()
+            and self.storage_offset() == 0
+            and not self.is_neg()
+        )
 
     def with_source(self, source: Source, *, kind: type[RemoteTensor] | None = None) -> RemoteTensor:
         """The same view of another value of the same shape and dtype, as a tensor of class `kind`."""

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 
 from offloadzero.config import TierName
-from offloadzero.errors import ConfigError, StateError
+from offloadzero.errors import StateError
 from offloadzero.memory.arena import BufferPool, Lease, PooledBuffer
 from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
@@ -43,7 +43,14 @@ from offloadzero.observe.timeline import LANDING
 from offloadzero.optim import device_math
 from offloadzero.optim.records import ParamSlot, Record, SlotViews, slot_layout, update_ranges
 from offloadzero.parameters.gradient import GradientTensor
-from offloadzero.streaming.param_grad import KEEP_KEY, GradientAccess, GradientHandle, drop_gradients
+from offloadzero.streaming.assigned import Change, bring_home
+from offloadzero.streaming.param_grad import (
+    KEEP_KEY,
+    GradientAccess,
+    GradientHandle,
+    drop_gradients,
+    expect_dense,
+)
 from offloadzero.streaming.record_gradient import RecordGradient
 from offloadzero.torch_private import (
     DisableTorchFunctionSubclass,
@@ -187,7 +194,7 @@ class GradientCollector:
             try:
                 state.targets[number].copy_(grad)
             except RuntimeError:
-                _expect_dense(slot, grad)
+                expect_dense(slot, grad)
                 raise
         arrived.append(slot)
         if len(arrived) == len(state.targets):
@@ -228,6 +235,9 @@ class GradientCollector:
             if contribution.is_all or slot.index in state.zeroed:
                 state.forget(slot)
             return contribution.grad
+        if isinstance(grad, GradientTensor) and grad.source is source:
+            handle.param.grad = grad.read()  # a view of it, of other rows and columns say
+            return None
         if slot.index in state.present:  # the script has dropped it, or put another in its place
             state.forget(slot)
             handle.drop()
@@ -554,7 +564,7 @@ class GradientCollector:
             buffer, state.passing = state.passing, None
             self._passing.give_back(buffer)
 
-    def _changed(self) -> Iterator[tuple[RecordGradient, GradientHandle, torch.Tensor | None]]:
+    def _changed(self) -> Iterator[Change]:
         """The parameters, with `param.grad`, where that is not the gradient that backward has brought."""
         for index, state in self.gradients.items():
             handles = self._handles[index]
@@ -566,24 +576,19 @@ class GradientCollector:
                 is_present = handle.slot.index in state.present
                 if grad is handle.tensor:
                     if not is_present or state.zeroed:
-                        yield state, handle, grad
+                        yield Change(state, handle, grad)
                 elif grad is not None or is_present:
-                    yield state, handle, grad
+                    yield Change(state, handle, grad)
 
     def settle(self) -> None:
         """Before the step: what scripts have assigned comes home, what they have dropped is left out."""
-        for state, handle, grad in self._changed():
-            slot = handle.slot
-            if handle.is_own(grad):
-                self._settle_own(state, slot)
-            elif grad is None:
-                state.forget(slot)
-                handle.drop()
+        others = []
+        for change in self._changed():
+            if change.handle.is_own(change.grad):
+                self._settle_own(change.state, change.handle.slot)
             else:
-                _expect_dense(slot, grad)
-                handle.drop()
-                value = grad.read() if isinstance(grad, GradientTensor) else grad
-                self.access.store(state, slot, value)
+                others.append(change)
+        bring_home(others, self.access)
 
     def _settle_own(self, state: RecordGradient, slot: ParamSlot) -> None:
         if slot.index not in state.present:
@@ -633,14 +638,9 @@ class _Landing(NamedTuple):
     in_place: bool
 
 
-def _expect_dense(slot: ParamSlot, grad: torch.Tensor) -> None:
-    if grad.is_sparse:
-        raise ConfigError(slot.name, "sparse gradient", "dense gradients only: build the module sparse=False")
-
-
 def _add(slot: ParamSlot, grad: torch.Tensor, target: torch.Tensor, *, factor: float = 1.0) -> None:
     """Add a gradient to what is there, which is to be multiplied by `factor` first."""
-    _expect_dense(slot, grad)
+    expect_dense(slot, grad)
     if factor != 1.0:
         target.mul_(factor)
     target.add_(grad)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from offloadzero.config import TierName
-from offloadzero.errors import StateError
+from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Ticket
 from offloadzero.observe.clock import StepClock
@@ -135,7 +135,7 @@ class GradientHandle:
         self.tensor = GradientTensor(self.source)
 
     def is_own(self, grad: Tensor | None) -> bool:
-        """Whether `grad` is this gradient: the tensor, or what `detach()` gave of it."""
+        """Whether `grad` is this gradient: the tensor, or what `detach()` or `view_as()` gave of it."""
         return grad is self.tensor or (
             isinstance(grad, GradientTensor) and grad.source is self.source and grad.is_whole
         )
@@ -157,6 +157,12 @@ def drop_gradients(handles: Iterable[GradientHandle]) -> None:
         source = handle.source
         if source.contribution is not None or source.num_tensors > 1 or getrefcount(handle.tensor) > 2:
             handle.drop()
+
+
+def expect_dense(slot: ParamSlot, grad: Tensor) -> None:
+    """Refuse a sparse gradient: a home has a place for each element."""
+    if grad.is_sparse:
+        raise ConfigError(slot.name, "sparse gradient", "dense gradients only: build the module sparse=False")
 
 
 class GradientAccess:

@@ -1,0 +1,99 @@
+"""Gradients that scripts have assigned or dropped, brought home before the step (floor 5).
+
+[Note: gradients assigned from gradients]
+`a.grad, b.grad = b.grad, a.grad` and `p.grad = p.grad.t()` put tensors into `param.grad` that stand for what is in a
+home, another parameter's or its own. So each home is read by all who read it before something else is put there. Where
+parameters have passed their gradients on in a ring, one of them is copied first. One value is in memory at a time, and
+one such copy.
+
+A parameter that is interrupted on the way has the plain value in its `grad`, and the next step takes that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
+
+from offloadzero.parameters.gradient import GradientSource, GradientTensor
+from offloadzero.streaming.param_grad import GradientAccess, GradientHandle, expect_dense
+from offloadzero.streaming.record_gradient import RecordGradient
+from offloadzero.torch_private import DisableTorchFunctionSubclass
+
+Place = TypeVar("Place")
+
+
+class Change(NamedTuple):
+    """A parameter whose `param.grad` is not what backward has brought: None was dropped."""
+
+    state: RecordGradient
+    handle: GradientHandle
+    grad: Tensor | None
+
+
+def assignment_order(reads: Mapping[Place, Place]) -> Iterator[tuple[Place, bool]]:
+    """An order in which each place is assigned after all have read it; `reads` gives what each is assigned from.
+
+    With True: what it is assigned from is to be copied, and the place comes again when it can be assigned.
+    """
+    num_readers = Counter(source for target, source in reads.items() if source != target)
+
+    def assign(target: Place) -> Iterator[tuple[Place, bool]]:
+        while True:
+            yield target, False
+            source = reads[target]
+            num_readers[source] -= 1
+            if num_readers[source] != 0 or source not in reads or source == target:
+                return
+            target = source
+
+    for target in [target for target in reads if not num_readers[target]]:
+        yield from assign(target)
+    for target, source in reads.items():
+        if num_readers[target] > 0:  # in a ring
+            yield target, True
+            num_readers[source] -= 1
+            yield from assign(source)
+
+
+def bring_home(changes: Sequence[Change], access: GradientAccess) -> None:
+    """What was assigned is the gradient, what was dropped left out: [Note: gradients assigned from gradients]."""
+    by_source: dict[GradientSource, Change] = {change.handle.source: change for change in changes}
+    reads = {
+        source: change.grad.source
+        for source, change in by_source.items()
+        if isinstance(change.grad, GradientTensor)
+    }
+    for source, is_to_be_copied in assignment_order(reads):
+        _take(by_source[source], access, keep=reads[source] not in by_source, is_to_be_copied=is_to_be_copied)
+    for source, change in by_source.items():
+        if source not in reads and change.grad is not None:
+            _put(change, change.grad, access)
+    for change in changes:
+        if change.grad is None:
+            change.state.forget(change.handle.slot)
+            change.handle.drop()
+
+
+def _take(change: Change, access: GradientAccess, *, keep: bool, is_to_be_copied: bool) -> None:
+    """Take what stands for a gradient; `keep`: it goes on to, and stays in `param.grad`."""
+    param = change.handle.param
+    with DisableTorchFunctionSubclass():
+        value = param.grad
+        if isinstance(value, GradientTensor):
+            value = value.read()
+            if not keep:
+                param.grad = value
+        if value is None or is_to_be_copied:
+            return
+        _put(change, value, access)
+        if not keep:
+            param.grad = change.handle.tensor
+
+
+def _put(change: Change, value: Tensor, access: GradientAccess) -> None:
+    expect_dense(change.handle.slot, value)
+    change.handle.drop()
+    access.store(change.state, change.handle.slot, value)
