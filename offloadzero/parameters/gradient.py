@@ -169,6 +169,24 @@ def _seen(gradient: GradientTensor) -> RemoteTensor:
     return gradient.with_source(gradient.source, kind=_Seen)
 
 
+class _Stand(torch.autograd.Function):
+    """What stands for a gradient, in the graph that the gradient is in."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, source: GradientSource) -> GradientTensor:  # noqa: ARG004
+        return GradientTensor(source)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return grad, None
+
+
+def in_graph_of(grad: Tensor, source: GradientSource) -> GradientTensor:
+    """A gradient tensor that is differentiated as `grad` is, which a backward with create_graph=True has brought."""
+    tensor: GradientTensor = _Stand.apply(grad, source)  # type: ignore[no-untyped-call]
+    return tensor
+
+
 def as_fp32(value: float) -> float:
     """The number of fp32 nearest to `value`."""
     with np.errstate(over="ignore"):

@@ -42,7 +42,7 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import LANDING
 from offloadzero.optim import device_math
 from offloadzero.optim.records import ParamSlot, Record, SlotViews, slot_layout, update_ranges
-from offloadzero.parameters.gradient import GradientTensor
+from offloadzero.parameters.gradient import GradientTensor, in_graph_of
 from offloadzero.streaming.assigned import Change, bring_home
 from offloadzero.streaming.param_grad import (
     KEEP_KEY,
@@ -166,11 +166,16 @@ class GradientCollector:
             param = handle.param
             grad = param.grad
             state = self.gradients[index]
+            tensor: torch.Tensor = handle.tensor
             if type(grad) is not torch.Tensor or number in state.present or grad._version:
+                if grad is not None and grad.requires_grad and handle.is_own(grad):
+                    tensor = grad  # which stays in the graph of an earlier backward
                 grad = self._contribution(state, handle, grad)
                 if grad is None:
                     return
-            param.grad = handle.tensor
+            if self._records_graph and grad.requires_grad:
+                tensor, grad = in_graph_of(grad, handle.source), grad.detach()
+            param.grad = tensor
             handle.source.taken_in = self._running
         slot = handle.slot
         if state.update is not None:
@@ -182,8 +187,6 @@ class GradientCollector:
             self._begin(state)
         if self._has_streams:
             self._order_stream(state)
-        if self._records_graph:
-            grad = grad.detach()
         arrived = state.arrived
         if self._is_nested and slot in arrived:
             _add(slot, grad, state.targets[number])
@@ -528,6 +531,7 @@ class GradientCollector:
                 with DisableTorchFunctionSubclass():
                     grad = slot.param.grad
                 if handle.is_own(grad):
+                    slot.param.grad = handle.tensor  # which is in no graph
                     state = self.gradients[index]
                     state.present |= {slot.index}
                     state.zeroed.add(slot.index)

@@ -13,6 +13,8 @@ be a view of a buffer that the script goes on to write into).
 In a later backward of a window autograd adds to `param.grad` in place. The tensor keeps that contribution for the hook,
 which takes it as it takes a first one; nothing is read.
 
+After backward(create_graph=True) another tensor of the same source is there, which is in the graph of that backward.
+
 A script may keep a dropped gradient and go on to make the next one. In torch these are two tensors; here the home would
 be the next one's, so the kept one becomes an error.
 """
