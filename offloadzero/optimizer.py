@@ -17,10 +17,7 @@ import torch
 from torch import nn
 
 from offloadzero.config import (
-    UNRESOLVED,
     OffloadConfig,
-    OptimizerConfig,
-    SegmentKind,
     load_config,
     settle_for_offload,
 )
@@ -29,16 +26,15 @@ from offloadzero.interrupts import uninterrupted
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim import CPUAdam
 from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.optimizer_loading import plan_optimizer_load
 from offloadzero.optimizer_states import StateDict, States, read_states, refuse_states
+from offloadzero.param_groups import adam_hypers, expect_options, expect_rates, group_defaults
 from offloadzero.planning.memory_plan import format_bytes, updates_in_backward
 from offloadzero.runtime import Runtime
 
 log = logging.getLogger("offloadzero")
 
 ConfigSource = Mapping[str, Any] | str | Path | OffloadConfig
-
-# Options of torch.optim.Adam that change the numbers and are not built.
-_REFUSED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False}
 
 # Without its decorator, which imports torch.compile to keep it out: 1.5 s and 70 MiB.
 _add_param_group: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -99,11 +95,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> 
     if optimizer.state:
         raise ConfigError("optimizer", type(optimizer).__name__, "offload it before its first step")
     for index, group in enumerate(optimizer.param_groups):
-        for option, allowed in _REFUSED_OPTIONS.items():
-            if group.get(option, allowed) != allowed:
-                raise ConfigError(
-                    f"optimizer.param_groups[{index}].{option}", group[option], f"allowed: {allowed}"
-                )
+        expect_options(group, f"optimizer.param_groups[{index}]")
         # The class says how weight decay works; it must say so in the group to survive the class.
         group.setdefault("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
 
@@ -133,20 +125,6 @@ def check_parameters(model: nn.Module, param_groups: Iterable[Mapping[str, Any]]
     )
 
 
-def adam_hyper(group: Mapping[str, Any]) -> AdamHyper:
-    """The hyperparameters of one param group as of now."""
-    beta1, beta2 = group["betas"]
-    return AdamHyper(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        decoupled=bool(group["decoupled_weight_decay"]),
-        bias_correction=bool(group.get("bias_correction", True)),
-    )
-
-
 def _refuse_step(
     successor: weakref.ref[OffloadedOptimizer], origin: torch.optim.Optimizer, *_: object
 ) -> None:
@@ -157,26 +135,6 @@ def _refuse_step(
         f"step() of the {type(origin).__name__} whose states were offloaded: call step() of what offload() or "
         "initialize() returned"
     )
-
-
-def group_defaults(config: OptimizerConfig | None) -> dict[str, Any]:
-    """A param group's options from the JSON's optimizer block."""
-    if config is None:
-        raise ConfigError("optimizer", None, "pass one to initialize() or name one in the config")
-    return {
-        "lr": config.lr,
-        "betas": config.betas,
-        "eps": config.eps,
-        "weight_decay": config.weight_decay,
-        "decoupled_weight_decay": config.decoupled_weight_decay,
-        "bias_correction": config.bias_correction,
-    }
-
-
-def _expect_rates(param_groups: Iterable[Mapping[str, Any]]) -> None:
-    """A rate that the configuration leaves at "auto" has to come with the groups."""
-    if any(group["lr"] is None for group in param_groups):
-        raise ConfigError("optimizer.params.lr", "auto", f"{UNRESOLVED}; or pass an optimizer")
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -203,7 +161,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         before_take_over: may still fail: the model is as it was.
         keeps_gradients: until they are dropped, as torch does; else the step drops them, as DeepSpeed does.
         """
-        _expect_rates(param_groups)
+        expect_rates(param_groups)
         check_parameters(model, param_groups)
         # Schedulers that cycle a momentum look in the defaults for its name.
         defaults = origin.defaults if origin is not None else group_defaults(config.optimizer)
@@ -248,7 +206,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         )
 
     def _current_hypers(self) -> list[AdamHyper]:
-        return [adam_hyper(group) for group in self.param_groups]
+        return adam_hypers(self.param_groups, "optimizer")
 
     # --- the loop ---
 
@@ -382,26 +340,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the format of `state_dict()` or of torch.optim.AdamW (whose weights stay what they are).
 
-        The compact layout takes codes where there are any and the moments are theirs, else it rounds the fp32 moments;
-        the fp32 layout ignores codes.
+        As in torch a parameter of which there is no state begins anew: moments of zero, and step 0. The compact layout
+        takes codes where there are any and the moments are theirs, else it rounds the fp32 moments; the fp32 layout
+        ignores codes.
+
+        Raises:
+            ConfigError: something does not fit, or an option is refused; nothing has changed then.
         """
-        groups = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in groups]
-        own_sizes = [len(group["params"]) for group in self.param_groups]
-        if sizes != own_sizes:
-            raise ConfigError("state_dict.param_groups", sizes, f"parameters per group here: {own_sizes}")
-        weights = self.runtime.weights
-        for number, record, slot in self._numbered():
-            values = state_dict["state"].get(number)
-            if values is None:
-                continue
-            if record.compact and "scales" in values and weights.are_codes_of(slot, values):
-                weights.write_codes(record, slot, values)
-            else:
-                weights.write_state(record, slot, SegmentKind.EXP_AVG, values["exp_avg"])
-                weights.write_state(record, slot, SegmentKind.EXP_AVG_SQ, values["exp_avg_sq"])
-            if "master" in values:
-                weights.write(record, slot, values["master"])
-            slot.step = int(values["step"])
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+        load = plan_optimizer_load(
+            state_dict,
+            self.param_groups,
+            self._numbered(),
+            is_decoupled=isinstance(self.origin, torch.optim.AdamW),
+        )
+        load.apply(self.runtime.weights, self.param_groups)

@@ -7,6 +7,7 @@ state. One that an update has passed by is not written any more, that is an erro
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -17,9 +18,7 @@ from offloadzero.config import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.parameters.state import state_tensor
-from offloadzero.streaming.weights import WeightAccess
-
-MOMENTS = (SegmentKind.EXP_AVG, SegmentKind.EXP_AVG_SQ)
+from offloadzero.streaming.weights import MOMENTS, WeightAccess
 
 
 class _State:
@@ -43,7 +42,7 @@ class _State:
     def write(self, value: torch.Tensor) -> None:
         """Commit a value."""
         if self._key == "step":
-            self._slot.step = _count(self.name, value)
+            self._slot.step = step_count(self.name, value)
         elif self._key == "master":
             self._weights.write(self._record, self._slot, value)
         elif self._key in MOMENTS:
@@ -55,10 +54,14 @@ class _State:
             )
 
 
-def _count(name: str, value: torch.Tensor) -> int:
-    number = float(value)
-    if number < 0 or number != int(number):
-        raise ConfigError(name, number, "a whole number of steps")
+def step_count(name: str, value: Any) -> int:
+    """The number of steps that a state holds, which is a tensor in torch."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0 or number != int(number):
+        raise ConfigError(name, value if isinstance(value, str) else number, "a whole number of steps")
     return int(number)
 
 

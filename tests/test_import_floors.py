@@ -28,6 +28,8 @@ FLOORS: Mapping[str, int] = {
     "zero": 6,
     "optimizer": 6,
     "optimizer_states": 6,
+    "optimizer_loading": 6,
+    "param_groups": 6,
     "runtime": 6,
     "accumulation": 5,
     "ops": 5,

@@ -29,6 +29,8 @@ from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.spill import take_spilled
 from offloadzero.torch_private import DisableTorchFunctionSubclass
 
+MOMENTS = (SegmentKind.EXP_AVG, SegmentKind.EXP_AVG_SQ)
+
 
 class WeightAccess:
     """Reads and edits parameters and states between steps; waits for the unit's own update only."""
@@ -192,6 +194,17 @@ class WeightAccess:
             _count_writes(slot, [kind])
             self._write(record, slot, parts)
 
+    def clear_states(self, record: Record, slot: ParamSlot) -> None:
+        """Both moments become what they are before the first step: zeros, codes and scales too."""
+        kinds = [*MOMENTS, SegmentKind.SCALES] if record.compact else MOMENTS
+        parts = {}
+        for kind in kinds:
+            part = segment_slice(kind, slot.offset, slot.offset + slot.num_elements)
+            parts[kind] = torch.zeros(part.stop - part.start, dtype=record.segments[kind].dtype, device="cpu")
+        with UninterruptedThroughout():
+            _count_writes(slot, parts)
+            self._write(record, slot, parts)
+
     def read_codes(self, record: Record, slot: ParamSlot) -> dict[str, torch.Tensor]:
         """The moments of the compact layout as they are, by name (`code_specs`); empty in the fp32 layout."""
         return {
@@ -202,7 +215,7 @@ class WeightAccess:
 
     def write_codes(self, record: Record, slot: ParamSlot, codes: Mapping[str, torch.Tensor]) -> None:
         """Set both moments to what `read_codes` gave, here or in a run of either layout."""
-        _expect_codes(slot, codes)
+        expect_codes(slot, codes)
         flat = {kind: codes[name].reshape(-1) for name, kind, _, _ in code_specs(slot)}
         if not record.compact:
             scales = flat.pop(SegmentKind.SCALES)
@@ -214,7 +227,7 @@ class WeightAccess:
     @staticmethod
     def are_codes_of(slot: ParamSlot, values: Mapping[str, torch.Tensor]) -> bool:
         """Whether the codes among `values`, as `read_codes` gave them, are those of the moments among them."""
-        _expect_codes(slot, values)
+        expect_codes(slot, values)
         scales = values["scales"].reshape(-1)
         return all(
             torch.equal(
@@ -347,7 +360,8 @@ class SlotWeight:
         self.count_write()  # a graph over the former memory would go on with that in torch: refused
 
 
-def _expect_codes(slot: ParamSlot, codes: Mapping[str, torch.Tensor]) -> None:
+def expect_codes(slot: ParamSlot, codes: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConfigError unless they have the dtypes and shapes of `code_specs`."""
     for name, _, dtype, shape in code_specs(slot):
         if codes[name].shape != shape or codes[name].dtype != dtype:
             given = f"{codes[name].dtype} {tuple(codes[name].shape)}"

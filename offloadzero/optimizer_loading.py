@@ -1,0 +1,134 @@
+"""Loading an optimizer's state dict: all of it is compared with the optimizer before the first write (floor 6)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from offloadzero.errors import ConfigError
+from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.optimizer_states import step_count
+from offloadzero.param_groups import adam_hypers
+from offloadzero.streaming.weights import MOMENTS, WeightAccess, code_specs, expect_codes
+
+Numbered = Iterable[tuple[int, Record, ParamSlot]]  # by a parameter's number among those of all groups
+
+
+@dataclass(frozen=True)
+class _SlotLoad:
+    """The state of one parameter; without values it begins anew, as one does that torch has no state of."""
+
+    record: Record
+    slot: ParamSlot
+    values: Mapping[str, Any]
+    step: int
+
+    def write(self, weights: WeightAccess) -> None:
+        record, slot, values = self.record, self.slot, self.values
+        if not values:
+            weights.clear_states(record, slot)
+        elif record.compact and "scales" in values and weights.are_codes_of(slot, values):
+            weights.write_codes(record, slot, values)
+        else:
+            for kind in MOMENTS:
+                weights.write_state(record, slot, kind, values[kind.value])
+        if "master" in values:
+            weights.write(record, slot, values["master"])
+        slot.step = self.step
+
+
+@dataclass(frozen=True)
+class OptimizerLoad:
+    """What is written where; everything in it fits."""
+
+    slots: Sequence[_SlotLoad]
+    options: Sequence[Mapping[str, Any]]  # by group
+
+    def apply(self, weights: WeightAccess, groups: Iterable[dict[str, Any]]) -> None:
+        """Write the states to their homes and the options into the groups."""
+        for load in self.slots:
+            load.write(weights)
+        for group, options in zip(groups, self.options, strict=True):
+            group.update(options)
+
+
+def plan_optimizer_load(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    numbered: Numbered,
+    *,
+    is_decoupled: bool,
+) -> OptimizerLoad:
+    """Compare a state dict with an optimizer.
+
+    Args:
+        groups: the optimizer's.
+        numbered: its trainable parameters.
+        is_decoupled: whatever the dict says, weights decay as those of torch.optim.AdamW.
+
+    Raises:
+        ConfigError: names the group or the parameter, and what does not fit.
+    """
+    missing = {"state", "param_groups"} - set(state_dict)
+    if missing:
+        raise ConfigError("state_dict", sorted(map(str, state_dict)), "the keys state and param_groups")
+    options = _options(state_dict["param_groups"], groups, is_decoupled=is_decoupled)
+    keys = list(chain.from_iterable(saved["params"] for saved in state_dict["param_groups"]))
+    states: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
+    loads = [
+        _planned(record, slot, states.get(keys[number]) or {})  # torch takes an empty one for none
+        for number, record, slot in numbered
+    ]
+    return OptimizerLoad(loads, options)
+
+
+def _options(
+    saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], *, is_decoupled: bool
+) -> list[dict[str, Any]]:
+    sizes = [len(group["params"]) for group in saved]
+    own_sizes = [len(group["params"]) for group in groups]
+    if sizes != own_sizes:
+        raise ConfigError("state_dict.param_groups", sizes, f"parameters per group here: {own_sizes}")
+    options = [{key: value for key, value in group.items() if key != "params"} for group in saved]
+    if is_decoupled:
+        options = [{**one, "decoupled_weight_decay": True} for one in options]
+    adam_hypers([{**group, **new} for group, new in zip(groups, options, strict=True)], "state_dict")
+    return copy.deepcopy(options)
+
+
+def _planned(record: Record, slot: ParamSlot, values: Mapping[str, Any]) -> _SlotLoad:
+    if not values:
+        return _SlotLoad(record, slot, values, step=0)
+    for kind in MOMENTS:
+        _expect_tensor(slot, kind.value, values)
+    if "master" in values:
+        _expect_tensor(slot, "master", values)
+    if record.compact and "scales" in values:
+        for name, _, _, shape in code_specs(slot):
+            _expect_tensor(slot, name, values, shape)
+        expect_codes(slot, values)
+    return _SlotLoad(record, slot, values, step_count(f"{slot.name}.step", _present(slot, "step", values)))
+
+
+def _present(slot: ParamSlot, key: str, values: Mapping[str, Any]) -> Any:
+    if values.get(key) is None:
+        names = ", ".join([*(kind.value for kind in MOMENTS), "step"])
+        raise ConfigError(
+            f"{slot.name}.{key}", None, f"a state of Adam has {names}; this one {', '.join(values)}"
+        )
+    return values[key]
+
+
+def _expect_tensor(
+    slot: ParamSlot, key: str, values: Mapping[str, Any], shape: torch.Size | None = None
+) -> None:
+    value = _present(slot, key, values)
+    if not isinstance(value, torch.Tensor):
+        raise ConfigError(f"{slot.name}.{key}", type(value).__name__, "a tensor")
+    if value.shape != (slot.shape if shape is None else shape):
+        raise ConfigError(f"{slot.name}.{key}", tuple(value.shape), f"shape {tuple(shape or slot.shape)}")
