@@ -13,6 +13,7 @@ from torch import nn
 from offloadzero.config import UnitConfig
 from offloadzero.errors import ConfigError
 from offloadzero.optim.records import MASTER_DTYPES, Record, make_record
+from offloadzero.streaming.shared_memory import expect_memory_of_its_own
 
 REST = "(rest)"  # no module can have this name
 
@@ -61,8 +62,10 @@ def cut_units(
         compact: the compact layout for the states of bf16 parameters.
 
     Raises:
-        ConfigError: the model has no parameters, a pattern matches nothing, or no trainable parameter can be compact.
+        ConfigError: the model has no parameters, a pattern matches nothing, no trainable parameter can be compact, or
+            one shares memory with another tensor of the model.
     """
+    expect_memory_of_its_own(model, group_of=group_of)
     roots = _unit_roots(model, config)
     owned = _assign_parameters(model, roots, config.min_leaf_elements)
     if not owned:
