@@ -155,6 +155,49 @@ def test_data_of_a_gradient_is_assigned_as_torch_does(tmp_path: Path) -> None:
         assert torch.equal(p.detach(), before)
 
 
+LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "detached": lambda grad: grad.detach(),
+    "data": lambda grad: grad.data,
+    "a view": lambda grad: grad.view(grad.shape),
+    "transposed": lambda grad: grad.t(),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_data_of_what_is_not_the_gradient_itself(name: str, tmp_path: Path) -> None:
+    """`param.grad.data = x` sets the gradient; of any other tensor over it, it is only that tensor that changes."""
+    with offloaded("mixed", tmp_path) as (model, optimizer):
+        for seed in range(2):
+            model(tokens(seed)).backward()
+            p = model.blocks[0].up.weight
+            before = p.grad.clone()
+            t = LOOKS[name](p.grad)
+            t.data = torch.ones(t.shape)
+            assert torch.equal(p.grad.clone(), before)
+            t.mul_(2)
+            assert t.norm().item() == pytest.approx(2 * math.sqrt(p.numel()))
+            assert torch.equal(p.grad.clone(), before)
+            t.zero_()
+            assert not t.any()
+            p.grad.data = torch.full(p.shape, 0.5)
+            assert torch.equal(p.grad.clone(), torch.full(p.shape, 0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_data_of_a_gradient_that_is_no_longer_worn(tmp_path: Path) -> None:
+    with offloaded("host", tmp_path) as (model, _):
+        p = model.blocks[0].up.weight
+        model(tokens(0)).backward()
+        kept, p.grad = p.grad, None
+        kept.data = torch.ones(p.shape)
+        assert torch.equal(kept.clone(), torch.ones(p.shape))
+        model(tokens(1)).backward()
+        expected = p.grad.clone()
+        kept.mul_(2)
+        assert torch.equal(p.grad.clone(), expected)
+
+
 def test_copies_are_ordinary_tensors(tmp_path: Path) -> None:
     with offloaded("nvme", tmp_path) as (model, _):
         model(tokens(0)).backward()

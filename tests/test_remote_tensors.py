@@ -72,6 +72,9 @@ class Elsewhere:
     def accept(self, contribution: Tensor) -> bool:  # noqa: ARG002
         return False
 
+    def is_worn(self, tensor: Tensor) -> bool:  # noqa: ARG002
+        return False
+
 
 def make(dtype: torch.dtype = torch.float32) -> tuple[RemoteTensor, Elsewhere, Tensor]:
     """A remote tensor, where its value is, and an ordinary tensor of that value."""
@@ -268,6 +271,55 @@ def test_an_ordinary_tensor_cannot_be_given_memory_that_is_not_there(name: str) 
         with pytest.raises(RuntimeError, match="incompatible tensor type"):
             ordinary.data = value
         assert torch.equal(ordinary, before)
+
+
+LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "the tensor": lambda t: t,
+    "its data": lambda t: t.data,
+    "detached": lambda t: t.detach(),
+    "transposed": lambda t: t.t(),
+    "rows": lambda t: t[1:],
+    "columns": lambda t: t[:, ::2],
+    "expanded": lambda t: t[:1].expand(3, COLUMNS),
+    "flat": lambda t: t.view(-1),
+}
+
+
+@pytest.mark.parametrize("given", ["contiguous", "transposed", "remote"])
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_tensor_that_is_given_other_data_looks_there(name: str, given: str) -> None:
+    """The value that it stood for stays, and its next holders share what was given: as with an ordinary tensor."""
+    remote, source, ordinary = make()
+    before = ordinary.clone()
+    one, other = LOOKS[name](remote), LOOKS[name](ordinary)
+    shape = other.shape if given == "contiguous" else other.shape[::-1]
+    values = [torch.arange(float(other.numel())).view(shape) for _ in range(2)]
+    if given == "remote":
+        values[0] = remote_of(Elsewhere(values[0]))
+    pairs = [value if given == "contiguous" else value.t() for value in values]
+    one.data, other.data = pairs
+    assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    for step in (lambda t: t.mul_(3), lambda t: t[:1].add_(1), lambda t: t.zero_()):
+        step(one)
+        step(other)
+        assert torch.equal(one.clone(), other)
+        assert torch.equal(values[0].clone(), values[1])
+    values[0].add_(5)
+    assert torch.equal(one + 0, values[1] + 5 if given == "contiguous" else (values[1] + 5).t())
+    assert torch.equal(source.value, before)
+    assert source.num_writes == 0
+
+
+@pytest.mark.parametrize(
+    "value", [torch.zeros(3), torch.zeros(ROWS, COLUMNS).half(), torch.zeros(ROWS, COLUMNS, device="meta")]
+)
+def test_data_of_another_shape_dtype_or_device_is_refused(value: Tensor) -> None:
+    remote, source, before = make()
+    with pytest.raises(
+        StateError, match=r"blocks\.0\.weight: data of .* is assigned where (torch\.float32|cpu)"
+    ):
+        remote.data = value
+    assert torch.equal(source.value, before)
 
 
 @pytest.mark.parametrize("where", ["cpu", "no autocast"])

@@ -552,3 +552,30 @@ def test_keep_vars_gives_the_parameters(offloaded: Any) -> None:
     model, _ = offloaded()
     state = model.state_dict(keep_vars=True)
     assert all(state[name] is param for name, param in model.named_parameters())
+
+
+LOOKS: dict[str, Callable[[Any], Tensor]] = {
+    "data": lambda p: p.data,
+    "detach()": lambda p: p.detach(),
+    "data, transposed": lambda p: p.data.t(),
+    "a row": lambda p: p.detach()[1],
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_an_alias_that_is_given_other_data_leaves_the_weight(name: str, offloaded: Any) -> None:
+    """`t = p.data; t.data = x`: in torch t looks at x then, and the weight stays."""
+    model, optimizer = offloaded()
+    plain = build()
+    its = adam(plain)
+    for one, steps in ((plain, its), (model, optimizer)):
+        one(features(0)).backward()
+        p = one.blocks[1].up.weight
+        t = LOOKS[name](p)
+        t.data = torch.ones(t.shape)
+        t.mul_(3)
+        assert torch.equal(t + 0, torch.full(t.shape, 3.0))
+        steps.step()
+        assert torch.equal(t + 0, torch.full(t.shape, 3.0))
+    expected = plain.blocks[1].up.weight
+    torch.testing.assert_close(model.blocks[1].up.weight.detach().clone(), expected, rtol=1e-5, atol=1e-6)

@@ -30,7 +30,14 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import StateError
-from offloadzero.parameters.remote import META, Operation, RemoteTensor, Source, asking_for_device
+from offloadzero.parameters.remote import (
+    META,
+    FixedSource,
+    Operation,
+    RemoteTensor,
+    Source,
+    asking_for_device,
+)
 from offloadzero.parameters.trees import map_leaves
 from offloadzero.torch_private import (
     DisableTorchDispatch,
@@ -60,6 +67,30 @@ class GradientSource(Source, Protocol):
 
     def accept(self, contribution: Tensor) -> bool:
         """Take what autograd adds; False where the addition is somebody else's."""
+
+    def is_worn(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is the parameter's `grad`."""
+
+
+class _OtherMemory(FixedSource):
+    """What a gradient tensor stands for that was given other memory: it is nobody's gradient any more."""
+
+    num_tensors = 0
+
+    def norm(self) -> None:
+        """Not known without reading."""
+
+    def scale(self, factor: float) -> bool:  # noqa: ARG002 (GradientSource's signature)
+        return False
+
+    def clear(self) -> None:
+        self._value.zero_()
+
+    def accept(self, contribution: Tensor) -> bool:  # noqa: ARG002
+        return False
+
+    def is_worn(self, tensor: Tensor) -> bool:  # noqa: ARG002
+        return False
 
 
 class GradientTensor(RemoteTensor):
@@ -94,6 +125,24 @@ class GradientTensor(RemoteTensor):
     def source(self) -> GradientSource:
         """Where the value is."""
         return self._source
+
+    @property
+    def data(self) -> Tensor:
+        """The same value, without a graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """The parameter's own gradient takes the value over; any other tensor looks at other memory from now on."""
+        if not self._source.is_worn(self):
+            self._look_at(value)
+            return
+        self._expect_alike(value)
+        with torch.no_grad():
+            self.detach().copy_(value)
+
+    def _over(self, value: Tensor) -> Source:
+        return _OtherMemory(self._source.name, value, stride=self.stride())
 
     @classmethod
     def __torch_function__(

@@ -73,6 +73,40 @@ class Source(Protocol):
         """Replace the value by one of its shape and dtype. The memory is the source's from then on."""
 
 
+class FixedSource:
+    """A tensor that a script has given to `tensor.data`: written where it is, as its other holders see it."""
+
+    def __init__(self, name: str, value: Tensor, *, stride: tuple[int, ...]) -> None:
+        """`stride`: of the tensor that now looks at `value`; it keeps it."""
+        self.name = name
+        self.shape = value.shape
+        self.dtype = value.dtype
+        self.device = value.device
+        self._value = value
+        self._stride = stride
+
+    @property
+    def history(self) -> tuple[int, int]:
+        """Changes with each change of the value."""
+        if isinstance(self._value, RemoteTensor):
+            return getattr(self._value.source, "history", (-1, 0))
+        return -1, 0 if self._value.is_inference() else self._value._version
+
+    def read(self) -> Tensor:
+        """The value, as who reads it expects it to lie."""
+        lies_so = self._value.stride() == self._stride and not isinstance(self._value, RemoteTensor)
+        return self._value if lies_so else self.read_to_write()
+
+    def read_to_write(self) -> Tensor:
+        """The value, in memory of its own."""
+        like = torch.empty_strided(self.shape, self._stride, dtype=self.dtype, device="meta")
+        return torch.empty_like(like, device=self.device).copy_(self._value)
+
+    def write(self, value: Tensor) -> None:
+        """Replace the value."""
+        self._value.copy_(value)
+
+
 class _View:
     """How a view is made of the tensor it is a view of."""
 
@@ -168,13 +202,28 @@ class RemoteTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        self._look_at(value)
+
+    def _look_at(self, value: Tensor) -> None:
+        """As in torch: this tensor has other memory from now on, and the value that it stood for stays as it is."""
+        self._expect_alike(value)
+        self._source, self._views = self._over(value.detach()), ()
+
+    def _expect_alike(self, value: Tensor) -> None:
         if (value.shape, value.dtype) != (self.shape, self.dtype):
-            raise StateError(
-                f"{self._source.name}: data of {value.dtype} {tuple(value.shape)} is assigned where {self.dtype} "
-                f"{tuple(self.shape)} is: the value has a place of that size"
-            )
-        with torch.no_grad():
-            self.detach().copy_(value)
+            given, own = f"{value.dtype} {tuple(value.shape)}", f"{self.dtype} {tuple(self.shape)}"
+        elif value.device.type != self.device.type:
+            given, own = str(value.device), str(self.device)
+        else:
+            return
+        raise StateError(
+            f"{self._source.name}: data of {given} is assigned where {own} is: what stands for a value elsewhere keeps "
+            "its shape, dtype and device"
+        )
+
+    def _over(self, value: Tensor) -> Source:
+        """What this tensor stands for once it looks at `value`."""
+        return FixedSource(self._source.name, value, stride=self.stride())
 
     @property
     def is_whole(self) -> bool:

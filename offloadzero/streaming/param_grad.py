@@ -39,7 +39,11 @@ from offloadzero.optim import device_math
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.parameters.gradient import GradientTensor, product_is_exact
 from offloadzero.streaming.record_gradient import RecordGradient
-from offloadzero.torch_private import current_autograd_node, current_graph_task_id
+from offloadzero.torch_private import (
+    DisableTorchFunctionSubclass,
+    current_autograd_node,
+    current_graph_task_id,
+)
 
 KEEP_KEY = '"offloadzero": {"update": {"in_backward": false}}'
 
@@ -119,6 +123,11 @@ class ParamGradient:
     def accept(self, contribution: Tensor) -> bool:
         """Whether `contribution` is what autograd adds to the gradient: then the hook takes it."""
         return self._expect().accept(self, contribution)
+
+    def is_worn(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is the parameter's `grad`."""
+        access = self._access()
+        return access is not None and not self.is_dropped and access.is_worn(self, tensor)
 
 
 class GradientHandle:
@@ -290,6 +299,13 @@ class GradientAccess:
         # In the place of what a backward has left that did not finish.
         source.contribution = Contribution(grad, is_all=False, backward=backward)
         return True
+
+    def is_worn(self, source: ParamGradient, tensor: Tensor) -> bool:
+        """Whether the parameter's `grad` is `tensor`."""
+        record_index, slot_index = source.index
+        slot = self._current(record_index).record.trainable_slots[slot_index]
+        with DisableTorchFunctionSubclass():
+            return slot.param.grad is tensor
 
     # --- at home ---
 
