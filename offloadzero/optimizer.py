@@ -128,13 +128,24 @@ def check_parameters(model: nn.Module, param_groups: Iterable[Mapping[str, Any]]
 def _refuse_step(
     successor: weakref.ref[OffloadedOptimizer], origin: torch.optim.Optimizer, *_: object
 ) -> None:
-    """A step pre-hook of `origin`: it has no states, and no gradients reach it."""
-    if successor() is None:
+    """A step pre-hook of `origin`: it has no states, and no gradients reach it. Its successor has the same hooks."""
+    if successor() is None or isinstance(origin, OffloadedOptimizer):
         return
     raise StateError(
         f"step() of the {type(origin).__name__} whose states were offloaded: call step() of what offload() or "
         "initialize() returned"
     )
+
+
+# By these names: torch runs the first two, around `step()`.
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -168,6 +179,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(param_groups, dict(defaults))
         self.param_groups = param_groups  # the caller's own dicts: schedulers made on them stay connected
         self.origin = origin
+        for name in _HOOKS if origin is not None else ():
+            setattr(
+                self, name, getattr(origin, name)
+            )  # the same dicts: handles that scripts hold remove from both
         self._scaled = False
         self.has_stepped = False  # in this process
         if before_take_over is not None:
@@ -326,6 +341,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         The compact layout adds the moments' codes and scales, from which loading continues with the same bits. What an
         operation writes into these tensors is written to the states, as in torch.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         weights = self.runtime.weights
         state = {number: read_states(weights, record, slot) for number, record, slot in self._numbered()}
         groups: list[dict[str, Any]] = []
@@ -335,7 +352,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             count = len(group["params"])
             groups.append({**options, "params": list(range(first, first + count))})
             first += count
-        return StateDict(state=state, param_groups=groups)
+        state_dict: dict[str, Any] = StateDict(state=state, param_groups=groups)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the format of `state_dict()` or of torch.optim.AdamW (whose weights stay what they are).
@@ -347,6 +368,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: something does not fit, or an option is refused; nothing has changed then.
         """
+        state_dict = dict(
+            state_dict
+        )  # a hook may assign items; a StateDict's own copy() would copy all tensors
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         load = plan_optimizer_load(
             state_dict,
             self.param_groups,
@@ -354,3 +381,5 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             is_decoupled=isinstance(self.origin, torch.optim.AdamW),
         )
         load.apply(self.runtime.weights, self.param_groups)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
