@@ -25,6 +25,7 @@ from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import uninterrupted
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim import CPUAdam
+from offloadzero.optim.overrides import KNOWN_CLASSES, overridden_methods
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.optimizer_loading import plan_optimizer_load
 from offloadzero.optimizer_states import StateDict, States, read_states, refuse_states
@@ -80,9 +81,18 @@ def offload(
 
 def check_optimizer(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> None:
     """Refuse what the offloaded update would not compute exactly."""
-    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW | CPUAdam):
-        classes = "torch.optim.Adam, torch.optim.AdamW, offloadzero.optim.CPUAdam"
+    classes = "torch.optim.Adam, torch.optim.AdamW, offloadzero.optim.CPUAdam"
+    if not isinstance(optimizer, KNOWN_CLASSES):
         raise ConfigError("optimizer", type(optimizer).__name__, f"allowed: {classes}")
+    overridden = overridden_methods(optimizer)
+    if overridden:
+        raise ConfigError(
+            "optimizer",
+            type(optimizer).__name__,
+            f"allowed: {classes}, as they are: its own {', '.join(overridden)} would never run. What it does around a "
+            "step belongs in hooks of the optimizer that is returned: register_step_pre_hook() and "
+            "register_step_post_hook() after offload() or initialize()",
+        )
     if isinstance(optimizer, CPUAdam) and (optimizer.state_layout, config.state_layout) == (
         "compact",
         "fp32",
@@ -93,7 +103,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> 
             'needs "offloadzero": {"state_layout": "compact"} in the config',
         )
     if optimizer.state:
-        raise ConfigError("optimizer", type(optimizer).__name__, "offload it before its first step")
+        raise ConfigError(
+            "optimizer",
+            type(optimizer).__name__,
+            "it has states: offload it before its first step, and load a state_dict after offload(), with "
+            "load_state_dict() of the optimizer that is returned",
+        )
     for index, group in enumerate(optimizer.param_groups):
         expect_options(group, f"optimizer.param_groups[{index}]")
         # The class says how weight decay works; it must say so in the group to survive the class.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import subprocess
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from torch import nn
 
 import offloadzero
 from offloadzero import BudgetError, ConfigError, NonFiniteError, StateError
+from offloadzero.ops.adam import DeepSpeedCPUAdam
+from offloadzero.optim import CPUAdam
 from tests.tiny import TinyModel, all_states, make_engine, settings, small_disk, tokens, train
 
 HOST = {"param": "host", "master": "host", "exp_avg": "host", "exp_avg_sq": "host"}
@@ -210,6 +214,77 @@ def test_an_optimizer_that_is_not_an_adam() -> None:
         offloadzero.offload(model, torch.optim.SGD(model.parameters(), lr=0.1), settings(placement="host"))
 
 
+class _WithoutDecay(torch.optim.AdamW):
+    """Nothing of it computes anything."""
+
+    note = "ours"
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-2, weight_decay=0.0)
+
+    def __repr__(self) -> str:
+        return "WithoutDecay"
+
+    def rate(self) -> float:
+        return float(self.param_groups[0]["lr"])
+
+
+def _overriding(name: str, base: type[torch.optim.Optimizer] = torch.optim.AdamW) -> Any:
+    """An optimizer class with a method `name` that calls its parent's, wrapped as a careful author does."""
+    parents = getattr(base, name)
+
+    @functools.wraps(parents)
+    def method(self: Any, *args: Any, **keys: Any) -> Any:
+        return parents(self, *args, **keys)
+
+    return type("Own", (base,), {name: method})
+
+
+@pytest.mark.parametrize("name", ["step", "zero_grad", "state_dict", "add_param_group"])
+@pytest.mark.parametrize("base", [torch.optim.AdamW, torch.optim.Adam, CPUAdam, _WithoutDecay])
+def test_an_optimizer_with_methods_of_its_own(name: str, base: type[torch.optim.Optimizer]) -> None:
+    """They would never run."""
+    model = TinyModel()
+    error = refusal(settings(placement="host"), model, optimizer=_overriding(name, base)(model.parameters()))
+    assert (error.key, error.value) == ("optimizer", "Own")
+    assert f"its own {name} would never run" in error.allowed
+    assert "register_step_pre_hook() and register_step_post_hook() after offload()" in error.allowed
+    with pytest.raises(ConfigError, match=f"its own {name} would"):
+        offloadzero.offload(model, _overriding(name)(model.parameters()), settings(placement="host"))
+
+
+@pytest.mark.parametrize("through", ["a function", "a method", "a scheduler"])
+def test_an_optimizer_whose_step_was_replaced(through: str) -> None:
+    model = TinyModel()
+    optimizer = torch.optim.AdamW(model.parameters())
+    calls: list[object] = []
+    replaced: Any = optimizer
+    replaced.step = calls.append if through == "a function" else types.MethodType(calls.append, optimizer)
+    if through == "a scheduler":  # which wraps it once more
+        replaced.step = types.MethodType(lambda *_: calls.append(None), optimizer)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    error = refusal(settings(placement="host"), model, optimizer=optimizer)
+    assert "its own step would never run" in error.allowed
+
+
+@pytest.mark.parametrize("with_scheduler", [False, True])
+@pytest.mark.parametrize(
+    "base", [torch.optim.AdamW, torch.optim.Adam, CPUAdam, DeepSpeedCPUAdam, _WithoutDecay]
+)
+def test_an_optimizer_class_that_computes_nothing_else(base: Any, with_scheduler: bool) -> None:
+    """torch wraps the step of classes and, for schedulers, of optimizers: that is not the script's."""
+    model = TinyModel()
+    named = type("Named", (base,), {})
+    optimizer = named(model.parameters())
+    if with_scheduler:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    _, offloaded = offloadzero.offload(model, optimizer, settings(placement="host"))
+    model(tokens(0)).backward()
+    offloaded.step()
+    offloaded.close()
+
+
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])
 def test_options_of_adam_that_change_the_numbers(option: str) -> None:
     model = TinyModel()
@@ -232,6 +307,20 @@ def test_an_optimizer_that_has_stepped() -> None:
     optimizer.step()
     error = refusal(settings(placement="host"), model, optimizer=optimizer)
     assert "before its first step" in str(error)
+
+
+def test_an_optimizer_that_has_loaded_its_states() -> None:
+    model = TinyModel()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(tokens(0)).backward()
+    optimizer.step()
+    again = torch.optim.AdamW(model.parameters())
+    again.load_state_dict(optimizer.state_dict())
+    error = refusal(settings(placement="host"), model, optimizer=again)
+    assert (
+        "load a state_dict after offload(), with load_state_dict() of the optimizer that is returned"
+        in error.allowed
+    )
 
 
 def test_no_optimizer_at_all() -> None:
