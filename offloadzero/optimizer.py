@@ -70,13 +70,21 @@ def offload(
         model, optimizer.param_groups, settings, origin=optimizer, keeps_gradients=True
     )
     if could_update_in_backward:
-        log.info(
-            "gradients are kept until they are dropped, as torch keeps them: %s. "
-            '"offloadzero": {"update": {"in_backward": true}} would save that and update the weights during backward; '
-            "param.grad could not be used then",
-            format_bytes(offloaded.runtime.plan.kept_grad_bytes),
-        )
+        try:
+            _log_kept_gradients(offloaded.runtime.plan.kept_grad_bytes)
+        except BaseException:  # nobody has the engine
+            offloaded.runtime.undo()
+            raise
     return model, offloaded
+
+
+def _log_kept_gradients(num_bytes: int) -> None:
+    log.info(
+        "gradients are kept until they are dropped, as torch keeps them: %s. "
+        '"offloadzero": {"update": {"in_backward": true}} would save that and update the weights during backward; '
+        "param.grad could not be used then",
+        format_bytes(num_bytes),
+    )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> None:
@@ -209,10 +217,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             current_hypers=self._current_hypers,
             keeps_after_step=keeps_gradients,
         )
-        if origin is not None:
-            origin.register_step_pre_hook(functools.partial(_refuse_step, weakref.ref(self)))
-        if self.runtime.config.precision.param_dtype == "fp16":
-            self.runtime.stepper.before_backward = self._check_scaled
+        try:
+            if origin is not None:
+                origin.register_step_pre_hook(functools.partial(_refuse_step, weakref.ref(self)))
+            if self.runtime.config.precision.param_dtype == "fp16":
+                self.runtime.stepper.before_backward = self._check_scaled
+        except BaseException:  # nobody has the engine
+            self.runtime.undo()
+            raise
 
     @property  # type: ignore[override]
     def state(self) -> States:

@@ -132,14 +132,14 @@ class Runtime:
             self.monitor.begin(
                 self._description(), device_is_cpu=self.accelerator.asynchronous.free_bytes() is None
             )
+            _live.add(self)
+            for notice in config.notices:
+                log.info("%s", notice)
+            self.monitor.timeline.take(0)  # moving the weights home is no part of a step
+            self.clock.restart()
         except BaseException:
             self.undo()
             raise
-        _live.add(self)
-        for notice in config.notices:
-            log.info("%s", notice)
-        self.monitor.timeline.take(0)  # moving the weights home is no part of a step
-        self.clock.restart()
 
     def _build(
         self, cut: UnitCut, checkpointed: Mapping[str, nn.Module], current_hypers: Callable[[], Hypers]

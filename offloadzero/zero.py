@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from offloadzero.config import OffloadConfig, SegmentKind, TierName, create_nvme_directories, load_config
 from offloadzero.errors import ConfigError, StateError
@@ -66,8 +67,7 @@ class Init:
         self._originals: list[tuple[type[nn.Module], Callable[..., None]]] = []
         self._original_apply: Callable[..., nn.Module] | None = None
         if module is not None and enabled:
-            for child in module.modules():
-                self._release(child)
+            self._release_all(module)
 
     def _spill_directories(self, remote_device: str | None) -> Counter[Path]:
         """With the bytes that wait in each; none when they wait in memory."""
@@ -97,11 +97,15 @@ class Init:
         if not self._enabled or Init._active is not None:
             return self
         Init._active = self
-        for cls in _all_subclasses(nn.Module):
-            self._wrap(cls)
-        setattr(nn.Module, "__init_subclass__", classmethod(_wrap_new_subclass))  # noqa: B010
-        self._original_apply = nn.Module.apply
-        setattr(nn.Module, "apply", _gathering_apply(nn.Module.apply))  # noqa: B010
+        try:
+            for cls in _all_subclasses(nn.Module):
+                self._wrap(cls)
+            setattr(nn.Module, "__init_subclass__", classmethod(_wrap_new_subclass))  # noqa: B010
+            self._original_apply = nn.Module.apply
+            setattr(nn.Module, "apply", _gathering_apply(nn.Module.apply))  # noqa: B010
+        except BaseException:  # without an entry there is no exit
+            self._unwrap_all()
+            raise
         return self
 
     def __exit__(
@@ -109,14 +113,18 @@ class Init:
     ) -> None:
         if Init._active is not self:
             return
+        self._unwrap_all()
+        self._freed.trim()
+
+    def _unwrap_all(self) -> None:
         for cls, original in self._originals:
             setattr(cls, "__init__", original)  # noqa: B010
         self._originals = []
-        del nn.Module.__init_subclass__  # object's again
+        if "__init_subclass__" in nn.Module.__dict__:
+            del nn.Module.__init_subclass__  # object's again
         if self._original_apply is not None:
             setattr(nn.Module, "apply", self._original_apply)  # noqa: B010
         Init._active = None
-        self._freed.trim()
 
     def _wrap(self, cls: type[nn.Module]) -> None:
         original = cls.__dict__.get("__init__")
@@ -135,9 +143,21 @@ class Init:
         self._originals.append((cls, original))
         setattr(cls, "__init__", init)  # noqa: B010 (assigning to a method is what this does)
 
+    def _release_all(self, module: nn.Module) -> None:
+        """All or none: when a drive is full, say, what has left comes back."""
+        waited = {id(param) for param in module.parameters() if is_spilled(param)}
+        try:
+            for child in module.modules():
+                self._release(child)
+        except BaseException:
+            for param in module.parameters():
+                if id(param) not in waited:
+                    restore(param)
+            raise
+
     def _release(self, module: nn.Module) -> None:
         for param in module.parameters(recurse=False):
-            if is_spilled(param):
+            if is_spilled(param) or is_lazy(param):
                 continue
             dtype = self._dtype if self._dtype is not None and param.is_floating_point() else param.dtype
             num_bytes = param.data.nbytes

@@ -249,10 +249,25 @@ class Injected(Interrupt):
         if self.num_places == self._countdown:
             code = frame.f_code
             self.place = f"{place_of(code.co_filename, frame.f_lineno, code.co_name)} ({event})"
-            # Python's handler runs inside this call, and what it raises is raised at the place.
-            handler = signal.getsignal(signal.SIGINT)
-            assert callable(handler)
-            handler(signal.SIGINT, frame)
+            self._strike(frame)
+
+    def _strike(self, frame: FrameType) -> None:
+        """Python's handler runs inside this call, and what it raises is raised at the place."""
+        handler = signal.getsignal(signal.SIGINT)
+        assert callable(handler)
+        handler(signal.SIGINT, frame)
+
+
+class InjectedError(RuntimeError):
+    """What a function may raise at any time, memory that is not there say."""
+
+
+class InjectedFault(Injected):
+    """An error in the place of an interrupt: nothing holds it back."""
+
+    def _strike(self, frame: FrameType) -> None:
+        if frame.f_code.co_name != "__del__":  # Python swallows it there
+            raise InjectedError(self.place)
 
 
 class Real(Interrupt):

@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +197,44 @@ def test_a_model_without_parameters() -> None:
     error = refusal(settings(placement="host"), nn.Sequential(nn.ReLU(), nn.Dropout()))
     assert (error.key, error.value) == ("model", "Sequential")
     assert "parameters" in str(error)
+
+
+def scripted(linear: nn.Linear) -> nn.Module:
+    return torch.jit.script(linear)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def traced(linear: nn.Linear) -> nn.Module:
+    return torch.jit.trace(linear, torch.ones(1, 3))  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("compiled", [scripted, traced])
+@pytest.mark.parametrize("where", ["", "blocks.2."])
+def test_a_module_of_the_jit(where: str, compiled: Callable[[nn.Linear], nn.Module]) -> None:
+    model = TinyModel()
+    parent = model.get_submodule(where[:-1])
+    parent.compiled = compiled(nn.Linear(3, 2))
+    error = refusal(settings(placement="host"), model)
+    assert (error.key, error.value) == (f"{where}compiled", "Linear")
+    assert "Offload the model as it was before torch.jit.script or torch.jit.trace" in error.allowed
+    del parent.compiled
+    model(tokens(0)).backward()
+
+
+def test_a_module_whose_parameters_have_no_shape_yet() -> None:
+    model = TinyModel()
+    model.lazy = nn.LazyLinear(3)
+    config = settings(placement="host")
+    with pytest.raises(
+        ConfigError, match=r"lazy\.weight = 'UninitializedParameter'.*run a forward, which gives it"
+    ):
+        offloadzero.initialize(model=model, config=config)
+    model.lazy(torch.ones(1, 2))
+    engine = make_engine(config, model)
+    train(engine, num_steps=1)
+    engine.close()
+    with offloadzero.zero.Init(config_dict_or_path=config):
+        model.lazy = nn.LazyLinear(3)  # stays as it is
+    assert nn.parameter.is_lazy(model.lazy.weight)
 
 
 def test_no_model() -> None:

@@ -29,7 +29,7 @@ from offloadzero.lifetime import EngineState
 from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import Failures, Latch, Promise
-from tests.interrupts import FINE, Injected, summary
+from tests.interrupts import FINE, Injected, InjectedError, InjectedFault, summary
 from tests.test_lifetime import assert_as_before, collect, forms, fresh_model, threads_of_ours
 from tests.tiny import REPOSITORY, make_engine, script_environment, settings, train
 
@@ -166,14 +166,16 @@ def test_buffers_that_are_given_back_at_once_reach_all_who_wait() -> None:
 # --- an interrupt at each place ---
 
 
-def at_each_place(use: Callable[[], None], *, every: int = 1, first: int = 1) -> Iterator[Injected]:
+def at_each_place(
+    use: Callable[[], None], *, every: int = 1, first: int = 1, kind: type[Injected] = Injected
+) -> Iterator[Injected]:
     """`use()` with an interrupt at its first place inside the package, then at the next, up to its last."""
     for countdown in range(first, 100_000, every):
-        interrupt = Injected(countdown)
+        interrupt = kind(countdown)
         interrupt.arm()
         try:
             use()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, InjectedError):
             interrupt.came = True
         finally:
             interrupt.disarm()
@@ -282,6 +284,32 @@ def test_an_initialize_that_is_interrupted_leaves_the_model_as_it_was(tmp_path: 
         else:
             made[-1].close()
     assert num_places >= 3
+
+
+@pytest.mark.parametrize("call", ["initialize", "offload"])
+def test_an_error_at_any_place_of_the_start_leaves_the_model_as_it_was(tmp_path: Path, call: str) -> None:
+    """Interrupts are held back here and there, an error is not."""
+    before, threads = forms(fresh_model()), threads_of_ours()
+    made: list[Any] = []
+
+    def use() -> None:
+        model = fresh_model()
+        made.append(model)
+        if call == "initialize":
+            made.append(make_engine(settings(tmp_path), model))
+        else:
+            plain = torch.optim.AdamW(model.parameters())
+            made.append(offloadzero.offload(model, plain, settings(tmp_path))[1])
+
+    num_came = 0
+    for fault in at_each_place(use, every=EVERY_NTH_START, kind=InjectedFault):
+        num_came += fault.came
+        if fault.came:
+            assert (os.listdir(tmp_path), threads_of_ours()) == ([], threads), fault.place
+            assert_as_before(made[-1], before)
+        else:
+            made[-1].close()
+    assert num_came >= 3
 
 
 # --- whole runs ---

@@ -140,6 +140,28 @@ def test_an_engine_that_cannot_be_built_gives_the_weights_back(
     assert (threads_of_ours(), os.listdir(tmp_path), open_files()) == (threads, [], files)
 
 
+@pytest.mark.parametrize("what", ["register_state_dict_post_hook", "register_load_state_dict_post_hook"])
+@pytest.mark.parametrize("nth", [1, 4])
+def test_a_module_that_takes_no_hook_gives_the_weights_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, nth: int
+) -> None:
+    """Those that are on by then come off."""
+    model = fresh_model()
+    before, threads = forms(model), threads_of_ours()
+    register, count = getattr(nn.Module, what), [0]
+
+    def failing(self: nn.Module, hook: Any) -> Any:
+        count[0] += 1
+        return register(self, hook) if count[0] < nth else raises()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Module, what, failing)
+        with pytest.raises(ZeroDivisionError):
+            make_engine(settings(tmp_path), model)
+    assert_as_before(model, before)
+    assert (threads_of_ours(), os.listdir(tmp_path)) == (threads, [])
+
+
 @pytest.mark.parametrize("nth", [1, 2, 5, 9])
 def test_a_file_that_fails_while_weights_move_loses_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int

@@ -15,6 +15,7 @@ from torch import nn
 
 import offloadzero
 from offloadzero import ConfigError, StateError, zero
+from offloadzero.streaming import spill
 from offloadzero.streaming.spill import Spilled
 from tests.tiny import TinyModel, all_states, make_engine, run_script, settings, tokens, train
 
@@ -232,6 +233,28 @@ def test_init_on_an_existing_module(tmp_path: Path) -> None:
     engine = make_engine(settings(tmp_path), model)
     assert all(torch.equal(master, values[name]) for name, master in masters(engine).items())
     engine.close()
+
+
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_module_that_cannot_be_released_whole_keeps_its_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    model = build()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    write, count = spill._write_unnamed, [0]
+
+    def failing(*args: Any) -> int:
+        count[0] += 1
+        if count[0] == nth:
+            raise OSError(28, "No space left on device")
+        return write(*args)
+
+    monkeypatch.setattr(spill, "_write_unnamed", failing)
+    with pytest.raises(OSError, match="No space left"):
+        zero.Init(module=model, config_dict_or_path=settings(tmp_path))
+    for name, param in model.named_parameters():
+        assert not spill.is_spilled(param), name
+        assert torch.equal(param, values[name]), name
 
 
 def test_classes_that_are_defined_inside_the_block(tmp_path: Path) -> None:

@@ -97,12 +97,17 @@ class TieredStore:
             else None
         )
         host_bytes = sizes.host - (checksum_bytes(sizes.nvme) if aio.checksums else 0)
-        self.host = Arena("host", allocate_host(align_up(host_bytes)), poison=poison)
-        self.device = Arena("device", accelerator.allocate(align_up(sizes.device)), poison=poison)
-        # State traffic has lanes of its own. Fetches wait for updates on theirs; an update that had to queue
-        # behind such a fetch would never end.
-        self.h2d: Lane = accelerator.lane("state-h2d", failures)
-        self.d2h: Lane = accelerator.lane("state-d2h", failures)
+        try:
+            self.host = Arena("host", allocate_host(align_up(host_bytes)), poison=poison)
+            self.device = Arena("device", accelerator.allocate(align_up(sizes.device)), poison=poison)
+            # State traffic has lanes of its own. Fetches wait for updates on theirs; an update that had to queue
+            # behind such a fetch would never end.
+            self.h2d: Lane = accelerator.lane("state-h2d", failures)
+            self.d2h: Lane = accelerator.lane("state-d2h", failures)
+        except BaseException:  # a device may have less than it said
+            if self.nvme is not None:
+                self.nvme.close()
+            raise
 
     def pin(self) -> None:
         """Page-lock the host arena. Done when the first weights are in it: pinning takes all pages at once."""

@@ -61,14 +61,16 @@ class SwapFile:
         """Raises AioError: it cannot be made, or what was made is not this user's alone."""
         file_id = secrets.token_bytes(_ID_BYTES)
         self.path = directory / f"offloadzero-{os.getpid()}-{file_id.hex()}.bin"
+        self.descriptor = -1
         try:
             self.path = self.path.absolute()  # the process may have gone elsewhere when it is removed
             with uninterrupted, _directory(directory) as at:
                 self.descriptor = _make_linked(at, self.path, file_id)
                 if self.descriptor < 0:
                     self.descriptor = _make_named(at, self.path, file_id)
-        except OSError as error:
-            if isinstance(error, AioError):
+        except BaseException as error:
+            self.remove()
+            if isinstance(error, AioError) or not isinstance(error, OSError):
                 raise
             raise AioError(
                 operation="open", path=str(self.path), offset=0, num_bytes=0, errno=error.errno or errno.EIO

@@ -330,8 +330,8 @@ def classes_of(original: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[n
 
 def offload_parameter(param: nn.Parameter, weight: Weight) -> None:
     """From here on `weight` answers for the parameter."""
+    param.__class__ = classes_of(type(param))[1]  # first: a class that bars this is left as it is
     setattr(param, _ATTRIBUTE, weight)
-    param.__class__ = classes_of(type(param))[1]
 
 
 def restore_parameter(param: nn.Parameter) -> None:

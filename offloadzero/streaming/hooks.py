@@ -283,7 +283,11 @@ class ModelHooks:
         self._tied = {param_id for param_id, number in places.items() if number > 1}
         self._activations = activations
         self._forwards: list[_Forward] = []
-        self._attach(model, cut, checkpointed)
+        try:
+            self._attach(model, cut, checkpointed)
+        except BaseException:  # nobody has it who could take off what is on
+            self.remove()
+            raise
 
     def _attach(self, model: nn.Module, cut: UnitCut, checkpointed: Mapping[str, nn.Module]) -> None:
         if checkpointed:
@@ -291,15 +295,19 @@ class ModelHooks:
         sites = list(cut.sites)
         if not any(site.module is model for site in sites):
             sites.insert(0, Site("", model, ()))  # for its saved-tensor hooks
-        self._forwards = [_SiteForward(site, self) for site in sites]
-        self._forwards += [_CheckpointedForward(name, module, self) for name, module in checkpointed.items()]
+        # One by one: what is on when the next one fails must be known.
+        for site in sites:
+            self._forwards.append(_SiteForward(site, self))
+        for name, module in checkpointed.items():
+            self._forwards.append(_CheckpointedForward(name, module, self))
         for module in cut.owners:
             module._parameters = _WatchedParameters(module._parameters, self)
-            self._handles += [
-                module.register_state_dict_post_hook(_StateDictHook(self._fill_state_dict)),
-                module.register_load_state_dict_pre_hook(_StateDictHook(self._take_state_dict)),
-                module.register_load_state_dict_post_hook(_StateDictHook(self._forgive_missing)),
-            ]
+            for register, call in (
+                (module.register_state_dict_post_hook, self._fill_state_dict),
+                (module.register_load_state_dict_pre_hook, self._take_state_dict),
+                (module.register_load_state_dict_post_hook, self._forgive_missing),
+            ):
+                self._handles.append(register(_StateDictHook(call)))
         for record in cut.records:
             for slot in record.slots:
                 if slot.param.requires_grad:
@@ -322,7 +330,8 @@ class ModelHooks:
             forward.remove()
         self._forwards = []
         for module in self._owners:
-            module._parameters = dict(module._parameters)
+            if isinstance(module._parameters, _WatchedParameters):
+                module._parameters = dict(module._parameters)
 
     # --- reads ---
 

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from offloadzero.config import UnitConfig
 from offloadzero.errors import ConfigError
@@ -62,9 +63,10 @@ def cut_units(
         compact: the compact layout for the states of bf16 parameters.
 
     Raises:
-        ConfigError: the model has no parameters, a pattern matches nothing, no trainable parameter can be compact, or
-            one shares memory with another tensor of the model.
+        ConfigError: the model has no parameters, some that cannot be moved, or one that shares memory with another tensor
+            of the model; a pattern matches nothing; no trainable parameter can be compact.
     """
+    _expect_movable(model)
     expect_memory_of_its_own(model, group_of=group_of)
     roots = _unit_roots(model, config)
     owned = _assign_parameters(model, roots, config.min_leaf_elements)
@@ -119,6 +121,23 @@ def checkpointed_modules(
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             raise ConfigError(key, name, f"a unit that is called: {name} is a {type(module).__name__}")
     return chosen
+
+
+def _expect_movable(model: nn.Module) -> None:
+    """Refuse modules whose forward is not Python's, and parameters that have no memory yet."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            allowed = (
+                "modules of Python: one of torch.jit takes its weights as they lie in memory, and they are to move. "
+                "Offload the model as it was before torch.jit.script or torch.jit.trace"
+            )
+            raise ConfigError(name or "model", module.original_name, allowed)
+    for name, param in model.named_parameters():
+        if is_lazy(param):
+            allowed = (
+                "parameters with a shape: run a forward, which gives it one, before offload() or initialize()"
+            )
+            raise ConfigError(name, type(param).__name__, allowed)
 
 
 def _expect_trainable_dtype(
