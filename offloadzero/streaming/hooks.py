@@ -560,3 +560,16 @@ class _InputHooks:
         return (
             self._activations.load(packed) if isinstance(packed, KeptInput) else self._others.unpack(packed)
         )
+
+
+# The compiler compiles what C++ calls back into, too, where a compiled frame has called it: what these do depends on
+# addresses that are others at each call.
+for _function in (
+    _SavedTensorHooks._pack,
+    _SavedTensorHooks._timed_pack,
+    _SavedTensorHooks._unpack,
+    _SavedTensorHooks._timed_unpack,
+    _InputHooks.pack,
+    _InputHooks.unpack,
+):
+    skip_frame(_function, with_calls=True)
