@@ -350,12 +350,9 @@ def test_the_reference_of_the_clock_is_renewed_without_a_wait(monkeypatch: pytes
         assert clock.at_s(late) == pytest.approx(device.hosts.now_s)
 
 
-@pytest.mark.parametrize("placement", ["host", "mixed"])
-def test_observing_orders_nothing_and_changes_no_bit(
-    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_observing_orders_nothing_and_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two streams compute; what runs when is random."""
-    config = make_config(placement, tmp_path, clipping=0.5)
+    config = make_config("mixed", tmp_path, clipping=0.5)
     expected = run_engine(Branches, take_inputs(features), config)
     config["offloadzero"]["observe"] = {"run_dir": str(tmp_path / "run")}
     with simulated(monkeypatch, seed=3) as device:
