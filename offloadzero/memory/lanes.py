@@ -206,7 +206,8 @@ class Accelerator:
         self.asynchronous = device
         self._computing: list[Stream] = []  # in this step
         self._computed: list[Stream] = []  # in the last
-        self._clock: DeviceClock | None = DeviceClock(device) if self.has_streams else None
+        self._clock: DeviceClock | None = None  # made when it is asked first
+        self._making_clock = threading.Lock()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """One allocation of device memory: uint8, shape (num_bytes,)."""
@@ -281,9 +282,7 @@ class Accelerator:
         stream = self.asynchronous.current_stream() if self.timeline.is_on else None
         if stream is None:
             return self.timeline.span(lane, name, num_bytes)
-        if self._clock is None:
-            raise AssertionError("a device with streams has a clock")
-        return self._span_between_events(self._clock, stream, lane, name, num_bytes)
+        return self._span_between_events(self._device_clock(), stream, lane, name, num_bytes)
 
     @contextmanager
     def _span_between_events(
@@ -306,7 +305,13 @@ class Accelerator:
 
     def marks(self) -> Marks | None:
         """For the clock of the steps; None where nothing runs later than it is launched."""
-        return None if self._clock is None else StreamMarks(self.asynchronous, self._clock)
+        return StreamMarks(self.asynchronous, self._device_clock()) if self.has_streams else None
+
+    def _device_clock(self) -> DeviceClock:
+        with self._making_clock:
+            if self._clock is None:
+                self._clock = DeviceClock(self.asynchronous)
+            return self._clock
 
     def read_later(self, scalar: torch.Tensor) -> Callable[[], float]:
         """A call that gives the value which `scalar` (one element) has now; blocks until it is computed."""
