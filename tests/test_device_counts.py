@@ -80,7 +80,7 @@ def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         assert counts.of == {DEVICE_WAITS: 1, LAUNCHES: 4}
         assert {place for _, place in counts.places} == {"optim/device_math.py sq_norms_in_pieces"}
         counts.clear()
-        accelerator.synchronize()
+        device.synchronize()
         host = torch.empty(1000)
         accelerator.copy(host, grad)
         assert counts.of[COPIES] == 1

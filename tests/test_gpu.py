@@ -54,7 +54,7 @@ def accelerator() -> Iterator[Accelerator]:
     assert torch.equal(warm.cpu(), torch.full((1024,), 2.0))
     assert bool((warm == 2.0).all())
     yield made
-    made.synchronize()
+    made.asynchronous.synchronize()
 
 
 @pytest.fixture
