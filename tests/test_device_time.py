@@ -23,6 +23,7 @@ from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.marks import MAX_REFERENCE_AGE_S, DeviceClock
 from offloadzero.observe.step_report import StepReport
 from tests.models import features
+from tests.simulated.backward import Backward
 from tests.simulated.checked import checked
 from tests.simulated.device import simulated
 from tests.simulated.virtual_time import VirtualDevice, virtual_time
@@ -351,7 +352,7 @@ def test_the_reference_of_the_clock_is_renewed_without_a_wait(monkeypatch: pytes
 
 
 def test_observing_orders_nothing_and_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two streams compute; what runs when is random."""
+    """Two streams compute; backward runs on a thread of its own, called on another stream. What runs when is random."""
     config = make_config("mixed", tmp_path, clipping=0.5)
     expected = run_engine(Branches, take_inputs(features), config)
     config["offloadzero"]["observe"] = {"run_dir": str(tmp_path / "run")}
@@ -361,7 +362,7 @@ def test_observing_orders_nothing_and_changes_no_bit(tmp_path: Path, monkeypatch
     assert_same(found, expected)
     monkeypatch.setattr(Branches, "machine", None)
     config["offloadzero"]["observe"] = {"run_dir": str(tmp_path / "run2")}
-    with checked(), simulated(monkeypatch, seed=4):
+    with checked(), simulated(monkeypatch, seed=4, backward=Backward.OTHER_STREAM):
         assert_same(run_engine(Branches, take_inputs(features), config), expected)
     for record in map(json.loads, (tmp_path / "run" / "steps.jsonl").read_text().splitlines()):
         assert record["lanes_s"]["compute"] <= record["step_s"]
