@@ -150,7 +150,7 @@ def count_all() -> dict[str, Any]:
 
 
 def count_version(folder: Path) -> dict[str, Any]:
-    """Each case in a process of its own, with the code of `folder`: what one leaves behind is not the next one's."""
+    """The counts of the code in `folder`, in a process of its own."""
     environment = {**os.environ, FOLDER: str(folder), "PYTHONPATH": str(folder), "OMP_WAIT_POLICY": "passive"}
     command = [sys.executable, __file__, "--worker"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -197,8 +197,8 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        print(json.dumps(count_all()))
-        return
+        print(json.dumps(count_all()), flush=True)
+        os._exit(0)  # an engine that has failed, which is in the table, would end the process with its error
     lines = ["# What the package asks of a device in a step", "", *environment_lines()]
     lines += [f"- command: `python benchmarks/device_counts.py{' --before FOLDER' if args.before else ''}`"]
     versions = {"Before": args.before, "Now": ROOT} if args.before else {"Now": ROOT}

@@ -29,10 +29,10 @@ CASES = {
     ("nvme", "checkpoints on host"): (IN_BACKWARD, 5 * NUM_UNITS),
     ("device states", "in backward"): (IN_BACKWARD + NORMS + 29 * NUM_UNITS, 0),
     ("device states", "clipping"): (IN_BACKWARD + NORMS + 29 * NUM_UNITS, 0),
-    ("device states", "accumulation 3"): (3 * (IN_BACKWARD + NORMS) + 3 + 29 * NUM_UNITS, 0),
+    ("device states", "accumulation 3"): (3 * IN_BACKWARD + NORMS + 3 + 29 * NUM_UNITS, 0),
     ("device states", "checkpoints on nvme, planned"): (IN_BACKWARD + NORMS + 29 * NUM_UNITS, 2 * NUM_UNITS),
     ("auto", "clipping"): (IN_BACKWARD + 12 + 2 * 29, 2 * NUM_UNITS),
-    ("auto", "accumulation 3"): (3 * (IN_BACKWARD + 12) + 3 + 2 * 29, 6 * NUM_UNITS),
+    ("auto", "accumulation 3"): (3 * IN_BACKWARD + 12 + 3 + 2 * 29, 6 * NUM_UNITS),
     ("auto", "checkpoints on nvme, planned"): (IN_BACKWARD + 12 + 2 * 29, 4 * NUM_UNITS),
 }
 

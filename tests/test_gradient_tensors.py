@@ -453,3 +453,37 @@ def test_full_gradients_by_deepspeeds_names(tmp_path: Path) -> None:
         assert changed == ["blocks.0.up.weight"]
         with pytest.raises(ConfigError, match=r"blocks\.0\.up\.weight\.grad = \(1,\): shape"):
             safe_set_full_grad(p, torch.ones(1))
+
+
+# --- between micro batches ---
+
+
+@pytest.mark.parametrize("placement", ALL_PLACEMENTS)
+def test_norms_and_factors_between_micro_batches(placement: str, tmp_path: Path) -> None:
+    """On the device a norm is taken when the window closes: who asks before gets that of the value, as everywhere."""
+
+    def run(where: str) -> tuple[list[float], dict[str, Tensor]]:
+        keys = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.5}
+        torch.manual_seed(0)
+        engine, *_ = offloadzero.initialize(model=make_model(), config=engine_config(where, tmp_path, **keys))
+        seen = []
+        for number in range(6):
+            engine.backward(engine(tokens(number)))
+            params = list(engine.module.parameters())
+            if number % 3 < 2:
+                seen += [float(param.grad.norm()) for param in params]
+                seen.append(float(torch.nn.utils.clip_grad_norm_(params[::2], 0.1)))
+                params[1].grad.mul_(2.5)
+                expected = torch.linalg.vector_norm(params[1].grad.clone().double())
+                assert float(params[1].grad.norm()) == pytest.approx(float(expected), rel=1e-3)
+            engine.step()
+        seen.append(float(engine.get_global_grad_norm()))
+        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        engine.close()
+        return seen, weights
+
+    found, weights = run(placement)
+    expected, expected_weights = run("host")
+    assert found == pytest.approx(expected, rel=1e-5)
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected_weights[name], rtol=1e-5, atol=1e-6)

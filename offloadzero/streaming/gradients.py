@@ -354,8 +354,13 @@ class GradientCollector:
         factors = {}
         if state.factors and lease is not None:
             factors = {s.index: state.factors.pop(s.index) for s in arrived if s.index in state.factors}
-        state.landed = done = Promise()
         state.closed = self.last_micro_batch
+        if lease is None and not state.closed:
+            # It is where it stays, and its norm is the whole window's: the next micro batch waits for nothing.
+            state.landed = self._store.accelerator.computed()
+            state.is_unmeasured = True
+            return
+        state.landed = done = Promise()
         if lease is None or target is None:
             self._land(state, done, [self._store.accelerator.computed()], None)
             return
@@ -452,17 +457,20 @@ class GradientCollector:
             return  # on its file, measured by an earlier micro batch
         with self._store.timeline.span(LANDING, state.record.name, grad.nbytes):
             parts = state.record.trainable_parts
-            places = () if state.is_full else sorted(state.present)
-            if not state.is_full:
+            places = (
+                None if state.is_full else sorted(state.present)
+            )  # asked once: a script may drop some meanwhile
+            if places is not None:
                 parts = tuple([parts[place] for place in places])
             measured = device_math.sq_norms(
                 grad, parts, num_threads=self._num_threads, scratch=self._norm_scratch
             )
-            if state.is_full:
+            if places is None:
                 state.sq_norms[:] = measured
             else:
                 for place, sq_norm in zip(places, measured, strict=True):
                     state.sq_norms[place] = sq_norm
+        state.is_unmeasured = False
         home = state.home
         if home is not None and home.tier is TierName.NVME:
             self._store.write(home, grad).wait()
@@ -627,6 +635,10 @@ class GradientCollector:
     def take_window(self) -> list[RecordGradient]:
         """Close the window: its gradients, in the records' order."""
         window = [state for state in self.gradients.values() if state.present]
+        for state in window:
+            if state.is_unmeasured and not state.closed:  # a step before the last micro batch
+                after, state.landed = state.landed, (done := Promise())
+                self._land(state, done, [after], None)
         if self._keeps_after_step:
             return [state.as_of_now() for state in window]
         self._new_window()

@@ -252,9 +252,9 @@ class GradientAccess:
             self.store(state, slot, value)
 
     def norm(self, source: ParamGradient) -> float | None:
-        """The 2-norm as measured; None while it is in a lease."""
+        """The 2-norm as measured; None while it is in a lease, or has not been measured."""
         state, slot = self._located(source)
-        if source.contribution is not None or slot in state.arrived:
+        if source.contribution is not None or slot in state.arrived or state.is_unmeasured:
             return None
         self._wait_landed(state)
         return math.sqrt(state.sq_norm_of(slot))
@@ -270,6 +270,8 @@ class GradientAccess:
         if slot.index in state.zeroed:
             return True
         if abs(before * factor) > 1.0:
+            if state.is_unmeasured:
+                return False
             self._wait_landed(state)
             bound = math.sqrt(state.sq_norms[slot.index]) * abs(before * factor)
             if not bound <= torch.finfo(source.dtype).max:

@@ -57,6 +57,7 @@ class RecordGradient:
     zeroed: set[int] = field(default_factory=set)  # those that stand for zeros, whatever the home holds
     landed: Ticket = FINISHED
     sq_norms: list[float] = field(default_factory=list)  # of what has landed, by slot, without the factors
+    is_unmeasured: bool = False  # they lack what is on the device since the last micro batch
     closed: bool = False  # its last micro batch is landing; on_landed follows
     update: BegunUpdate | None = None  # set in backward when the update follows the landing
     passing: PooledBuffer | None = None  # the host buffer of a gradient without a home

@@ -63,8 +63,8 @@ def cut_units(
         compact: the compact layout for the states of bf16 parameters.
 
     Raises:
-        ConfigError: the model has no parameters, some that cannot be moved, or one that shares memory with another tensor
-            of the model; a pattern matches nothing; no trainable parameter can be compact.
+        ConfigError: the model has no parameters, some that cannot be moved, or one that shares memory with another
+            tensor of the model; a pattern matches nothing; no trainable parameter can be compact.
     """
     _expect_movable(model)
     expect_memory_of_its_own(model, group_of=group_of)
