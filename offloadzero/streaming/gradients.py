@@ -166,16 +166,16 @@ class GradientCollector:
             param = handle.param
             grad = param.grad
             state = self.gradients[index]
-            tensor: torch.Tensor = handle.tensor
+            in_graph: torch.Tensor | None = None  # of an earlier backward, in which it stays
             if type(grad) is not torch.Tensor or number in state.present or grad._version:
                 if grad is not None and grad.requires_grad and handle.is_own(grad):
-                    tensor = grad  # which stays in the graph of an earlier backward
+                    in_graph = grad
                 grad = self._contribution(state, handle, grad)
                 if grad is None:
                     return
             if self._records_graph and grad.requires_grad:
-                tensor, grad = in_graph_of(grad, handle.source), grad.detach()
-            param.grad = tensor
+                in_graph, grad = in_graph_of(grad, handle.source), grad.detach()
+            param.grad = handle.tensor if in_graph is None else in_graph
             handle.source.taken_in = self._running
         slot = handle.slot
         if state.update is not None:

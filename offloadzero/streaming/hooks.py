@@ -564,7 +564,7 @@ class _InputHooks:
 
 # The compiler compiles what C++ calls back into, too, where a compiled frame has called it: what these do depends on
 # addresses that are others at each call.
-for _function in (
+for _hook in (
     _SavedTensorHooks._pack,
     _SavedTensorHooks._timed_pack,
     _SavedTensorHooks._unpack,
@@ -572,4 +572,4 @@ for _function in (
     _InputHooks.pack,
     _InputHooks.unpack,
 ):
-    skip_frame(_function, with_calls=True)
+    skip_frame(_hook, with_calls=True)
