@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from offloadzero import interrupts
+from offloadzero.checkpoint.safetensors_file import is_known_dtype
 from offloadzero.config import OffloadConfig, SegmentKind, TierName, create_nvme_directories
-from offloadzero.errors import BudgetError, StateError
+from offloadzero.errors import BudgetError, ConfigError, StateError
 from offloadzero.lifetime import EngineState, Resources, wait_for_collected
 from offloadzero.memory.arena import Arena, BufferPool, Lease
 from offloadzero.memory.checksums import checksum_bytes
@@ -102,6 +103,7 @@ class Runtime:
             param_dtype=DTYPES[config.precision.param_dtype],
             compact=config.state_layout == "compact",
         )
+        _expect_storable(cut.records)
         self.records = cut.records
         self.slots = {id(slot.param): (record, slot) for record in self.records for slot in record.slots}
         self._keeps_after_step = keeps_after_step
@@ -466,6 +468,18 @@ def _group_of(param_groups: Sequence[Mapping[str, object]]) -> dict[int, int]:
             raise AssertionError("a param group without a list of parameters")
         groups.update({id(param): index for param in params})
     return groups
+
+
+def _expect_storable(records: Sequence[Record]) -> None:
+    """A dtype that no checkpoint can hold is refused now, and not when the first one is saved."""
+    for record in records:
+        if not is_known_dtype(record.dtype):
+            raise ConfigError(
+                f"{record.slots[0].name}.dtype",
+                str(record.dtype).removeprefix("torch."),
+                "frozen parameters: dtypes that safetensors knows. Keep it as another (torch.view_as_real() of a "
+                "complex one, its bytes as torch.uint8)",
+            )
 
 
 def _plan(

@@ -17,7 +17,7 @@ from offloadzero.checkpoint.safetensors_file import SafetensorsReader, Safetenso
 from offloadzero.errors import CheckpointError, ConfigError
 from offloadzero.optim.update import RecordUpdate
 from offloadzero.streaming.stepping import Stepper
-from tests.checkpoints import reseal
+from tests.checkpoints import reseal, small_engine
 
 
 class Net(nn.Module):
@@ -244,9 +244,46 @@ def test_a_buffer_that_cannot_be_kept_is_refused_before_anything_is_written(tmp_
     engine.close()
 
 
+def with_frozen(dtype: torch.dtype) -> Net:
+    torch.manual_seed(2)
+    model = Net()
+    num_bytes = torch.empty(0, dtype=dtype).itemsize
+    values = torch.randint(0, 120, (33, num_bytes), dtype=torch.uint8).view(dtype).view(33)
+    model.extra = torch.nn.Parameter(values, requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.complex64])
+def test_frozen_parameters_of_rare_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = with_frozen(dtype)
+    before = model.extra.detach().view(torch.uint8).clone()
+    engine = small_engine(tmp_path, "nvme", model=model, bf16={"enabled": False})
+    engine.save_checkpoint(tmp_path / "saved")
+    with torch.no_grad():
+        model.extra.copy_(torch.zeros_like(before).view(dtype))
+    engine.load_checkpoint(tmp_path / "saved")
+    assert torch.equal(model.extra.detach().clone().view(torch.uint8), before)
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["complex128", "float4_e2m1fn_x2"])
+def test_a_frozen_parameter_of_a_dtype_that_no_checkpoint_holds_is_refused_at_the_start(
+    name: str, tmp_path: Path
+) -> None:
+    if not hasattr(torch, name):
+        pytest.skip(f"this torch has no {name}")
+    model = with_frozen(getattr(torch, name))
+    with pytest.raises(
+        ConfigError, match=rf"extra\.dtype = '{name}': frozen parameters: .* safetensors knows"
+    ):
+        small_engine(tmp_path, "nvme", model=model, bf16={"enabled": False})
+    assert type(model.extra) is torch.nn.Parameter
+
+
 DTYPES = [
     *(torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.uint16, torch.uint32, torch.bool),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 ]
 
 

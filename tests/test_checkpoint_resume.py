@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -111,6 +112,82 @@ def test_what_json_cannot_keep_is_refused_by_its_place(tmp_path: Path) -> None:
             engine.save_checkpoint(tmp_path / "saved", client_state=state)
     assert not (tmp_path / "saved").exists()
     engine.close()
+
+
+def tensor_rates(net: nn.Module) -> torch.optim.Optimizer:
+    """Two groups that share the tensor of the rate, one with another of its own."""
+    params = list(net.parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": params[:1], "weight_decay": np.float32(0.1)},
+        {"params": params[1:2]},
+        {"params": params[2:], "lr": torch.tensor(3e-3), "eps": np.float64(1e-8)},
+    ]
+    return torch.optim.AdamW(groups, lr=torch.tensor(1e-2))
+
+
+def losses_with(engine: Any, optimizer: Any, *, first: int) -> list[float]:
+    losses = train(engine, 2, first=first)
+    optimizer.param_groups[2]["lr"].fill_(2e-2)
+    return [*losses, *train(engine, 2, first=first + 2)]
+
+
+@pytest.mark.parametrize("with_schedule", [False, True])
+def test_rates_that_are_tensors_are_saved_as_numbers(with_schedule: bool, tmp_path: Path) -> None:
+    """And what is loaded goes into tensors again, which the script may change in place."""
+
+    def build() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = tensor_rates(net)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) if with_schedule else None
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 1.0,
+            "offloadzero": {"placement": "host", "units": {"min_leaf_elements": 100}},
+        }
+        engine, optimizer, _, _ = offloadzero.initialize(
+            model=net, optimizer=optimizer, lr_scheduler=scheduler, config=config
+        )
+        return engine, optimizer
+
+    engine, optimizer = build()
+    losses_with(engine, optimizer, first=0)
+    engine.save_checkpoint(tmp_path / "saved")
+    rates = engine.get_lr()
+    expected = losses_with(engine, optimizer, first=4)
+    engine.close()
+    meta = json.loads((tmp_path / "saved" / "global_step4" / "meta.json").read_text())
+    assert [group["lr"] for group in meta["param_groups"]] == rates
+
+    engine, optimizer = build()
+    engine.load_checkpoint(tmp_path / "saved")
+    assert engine.get_lr() == rates
+    assert all(type(group["lr"]) is torch.Tensor for group in optimizer.param_groups)
+    assert optimizer.param_groups[0]["lr"] is not optimizer.param_groups[1]["lr"]
+    assert losses_with(engine, optimizer, first=4) == expected
+    engine.close()
+
+
+def test_a_rate_in_a_tensor_follows_torch() -> None:
+    """Changed in place by the script, between steps."""
+    losses = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        net = Net()
+        optimizer: Any = tensor_rates(net)
+        if offloads:
+            config = {"train_micro_batch_size_per_gpu": 2, "offloadzero": {"placement": "host"}}
+            optimizer = offloadzero.offload(net, optimizer, config)[1]
+        got = []
+        for step in range(6):
+            optimizer.param_groups[0]["lr"].fill_(0.02 / (step + 1))
+            loss = net(torch.randint(0, 24, (2, 7), generator=torch.Generator().manual_seed(step)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            got.append(loss.item())
+        losses.append(got)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from offloadzero.errors import CheckpointError, ConfigError
 
 MAX_DEPTH = 100
@@ -43,8 +46,18 @@ def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return items
 
 
-def encode_plain(value: Any, where: str, *, depth: int = 0) -> Any:
-    """`value` in what JSON keeps: [Note: what JSON changes]. `where` names it in the ConfigError."""
+def plain_scalar(value: Any) -> Any:
+    """The number in a tensor of one element or a scalar of numpy; everything else as it is."""
+    is_scalar = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return value.item() if is_scalar else value
+
+
+def encode_plain(value: Any, where: str, *, depth: int = 0, scalars: bool = False) -> Any:
+    """`value` in what JSON keeps: [Note: what JSON changes]. `where` names it in the ConfigError.
+
+    `scalars`: numbers may be tensors of one element or numpy's; they come back as plain ones.
+    """
+    value = plain_scalar(value) if scalars else value
     if depth > MAX_DEPTH:
         raise ConfigError(where.split("[")[0], type(value).__name__, f"nested more than {MAX_DEPTH} deep")
     if value is None or isinstance(value, bool | str):
@@ -54,16 +67,22 @@ def encode_plain(value: Any, where: str, *, depth: int = 0) -> Any:
     if isinstance(value, float):
         return float(value)
     if isinstance(value, list | tuple):
-        items = [encode_plain(item, f"{where}[{i}]", depth=depth + 1) for i, item in enumerate(value)]
+        items = [
+            encode_plain(item, f"{where}[{i}]", depth=depth + 1, scalars=scalars)
+            for i, item in enumerate(value)
+        ]
         return {_TUPLE: items} if isinstance(value, tuple) else items
     if isinstance(value, Mapping):
-        return _encode_mapping(value, where, depth=depth)
+        return _encode_mapping(value, where, depth=depth, scalars=scalars)
     kind = type(value).__name__
     raise ConfigError(where, kind, "a checkpoint keeps numbers, texts, None, lists, tuples and dicts of them")
 
 
-def _encode_mapping(value: Mapping[Any, Any], where: str, *, depth: int) -> Any:
-    pairs = [(key, encode_plain(item, f"{where}[{key!r}]", depth=depth + 1)) for key, item in value.items()]
+def _encode_mapping(value: Mapping[Any, Any], where: str, *, depth: int, scalars: bool) -> Any:
+    pairs = [
+        (key, encode_plain(item, f"{where}[{key!r}]", depth=depth + 1, scalars=scalars))
+        for key, item in value.items()
+    ]
     plain = all(type(key) is str for key, _ in pairs) and not any(kind in value for kind in _KINDS)
     if plain and not isinstance(value, Counter):
         return dict(pairs)

@@ -20,6 +20,7 @@ from offloadzero.checkpoint.buffers import (
     write_buffer,
 )
 from offloadzero.checkpoint.extra_state import described_tensors, settable, try_extra_state, whole_value
+from offloadzero.checkpoint.json_file import plain_scalar
 from offloadzero.checkpoint.meta import LossScaleState, Meta
 from offloadzero.checkpoint.safetensors_file import SafetensorsReader
 from offloadzero.checkpoint.states import States, expect_same_parameters
@@ -187,12 +188,19 @@ def fit_param_groups(present: Sequence[Mapping[str, Any]], checkpoint: Checkpoin
                     f"{checkpoint.path}: param_groups[{index}].{key} does not fit the optimizer's"
                 )
         tuples = {key: tuple(group[key]) for key in group if isinstance(own.get(key), tuple)}
-        fitted.append({**group, **tuples})
+        # As in torch, a tensor of its own: groups may share the present one.
+        tensors = {
+            key: torch.full_like(own[key], group[key])
+            for key in group
+            if isinstance(own.get(key), torch.Tensor) and isinstance(group[key], int | float)
+        }
+        fitted.append({**group, **tuples, **tensors})
     return fitted
 
 
 def _same_kind(present: Any, saved: Any) -> bool:
     """Whether `saved` can stand in the place of `present`."""
+    present = plain_scalar(present)
     if present is None:
         return True
     if isinstance(present, bool):

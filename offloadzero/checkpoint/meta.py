@@ -65,7 +65,8 @@ def encode_meta(meta: Meta) -> bytes:
     """The file's bytes. ConfigError names what JSON cannot keep."""
     values = {"format": FORMAT, **_as_dict(meta)}
     for key in _PLAIN:
-        values[key] = encode_plain(values[key], key)
+        # A rate may be a tensor that the script changes in place. A caller's own comes back as it was, or is refused.
+        values[key] = encode_plain(values[key], key, scalars=key != "client_state")
     try:
         encoded = json.dumps(values, indent=1).encode()
     except ValueError as error:  # an integer of more digits than Python converts

@@ -30,6 +30,9 @@ _DTYPE_NAMES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.uint64: "U64",
     torch.uint32: "U32",
     torch.uint16: "U16",
@@ -57,10 +60,15 @@ class TensorEntry:
     stop: int
 
 
+def is_known_dtype(dtype: torch.dtype) -> bool:
+    """Whether the format can hold tensors of it."""
+    return dtype in _DTYPE_NAMES
+
+
 def expect_known_dtypes(specs: Iterable[TensorSpec]) -> None:
     """Raise CheckpointError for a tensor that the format cannot hold."""
     for name, dtype, _ in specs:
-        if dtype not in _DTYPE_NAMES:
+        if not is_known_dtype(dtype):
             raise CheckpointError(
                 f"{name} has dtype {dtype}, which safetensors does not know: keep it as another "
                 "(torch.view_as_real() of a complex one), or register the buffer with persistent=False"
