@@ -5,6 +5,7 @@ The reference is the same module without this library, in fp32.
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -233,6 +234,26 @@ def test_a_view_that_a_forward_has_made_is_alive(name: str, offloaded: Any) -> N
             one.zero_grad()
         if name != "bits":
             assert_same_views(model, reference, same_bits=False)
+    assert_same_weights(model, reference)
+
+
+def test_a_kept_view_that_the_collector_does_not_show(offloaded: Any) -> None:
+    """`gc.freeze()` hides the tensors that look at a weight from whoever asks the collector."""
+    make = keeping(VIEWS["t"])
+    model, optimizer = offloaded(make)
+    reference = build(make)
+    plain = adam(reference)
+    try:
+        for seed in range(3):
+            losses = [net(features(seed)) for net in (model, reference)]
+            gc.freeze()
+            for loss, one in zip(losses, (optimizer, plain), strict=True):
+                loss.backward()
+                one.step()
+                one.zero_grad()
+            assert_same_views(model, reference, same_bits=False)
+    finally:
+        gc.unfreeze()
     assert_same_weights(model, reference)
 
 

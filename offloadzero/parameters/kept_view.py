@@ -14,10 +14,24 @@ from offloadzero.torch_private import has_storage, set_data
 
 
 def tensors_over(storage: int) -> list[Tensor]:
-    """Python's ordinary tensors over a storage, which is given by its address. Looks at every object there is."""
+    """Python's ordinary tensors over a storage, which is given by its address.
+
+    Looks at every object that the collector shows; those that `gc.freeze()` has set aside it does not: `show_frozen`.
+    """
     # What is not exactly a torch.Tensor may lie about its class, or have no storage to ask for.
     tensors = [one for one in gc.get_objects() if type(one) is Tensor]
     return [one for one in tensors if _storage_of(one) == storage]
+
+
+def show_frozen() -> bool:
+    """Undo `gc.freeze()`; whether there was something to undo.
+
+    It saves the collector time, and forked children memory. To freeze again would freeze whatever is garbage now, too.
+    """
+    if not gc.get_freeze_count():
+        return False
+    gc.unfreeze()
+    return True
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -37,7 +37,7 @@ from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.optim.records import ParamSlot, Record
-from offloadzero.parameters.kept_view import keep_view, tensors_over
+from offloadzero.parameters.kept_view import keep_view, show_frozen, tensors_over
 from offloadzero.parameters.weight import classes_of
 from offloadzero.torch_private import (
     DisableTorchFunctionSubclass,
@@ -249,6 +249,9 @@ class LeasedUnit:
             return
         for tensor in views.holders():
             self._keep(tensor, views)
+        if views.num_holders() and show_frozen():
+            for tensor in views.holders():
+                self._keep(tensor, views)
         if views.num_holders():
             raise StateError(
                 f"{self.record.name}: something that is no Python tensor keeps a view of its weights, which leave the "
