@@ -287,7 +287,9 @@ class CudaDevice(StreamDevice):
 
     def check_not_capturing(self) -> None:
         """A replayed graph would use leases that hold other units by then."""
-        if torch.cuda.is_current_stream_capturing():
+        with torch.cuda.device(self.torch_device):  # whose current stream is asked for
+            is_capturing = torch.cuda.is_current_stream_capturing()
+        if is_capturing:
             raise StateError(
                 "a CUDA graph is being captured: it would replay with leases that hold other weights by then. "
                 "Capture nothing that runs an offloaded model (torch.compile: mode 'default', not 'reduce-overhead')"

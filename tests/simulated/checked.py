@@ -102,7 +102,7 @@ def _device_edges(order: Order, patch: pytest.MonkeyPatch) -> None:
 def _device_accesses(order: Order, patch: pytest.MonkeyPatch) -> None:
     take, give_back, also_used_on = DeviceMemory.take, DeviceMemory._give_back, DeviceMemory.also_used_on
     copy, new_pinned = SimulatedDevice.copy, SimulatedDevice.new_pinned
-    on_device, synchronously = Dispatch._on_device, Dispatch._synchronously
+    on_device, on_host = Dispatch._on_device, Dispatch._on_host
 
     def giving_back(memory: DeviceMemory, block: Any) -> None:
         order.free(block.start, block.bytes.nbytes, _agent_of(order, block.stream))
@@ -151,7 +151,7 @@ def _device_accesses(order: Order, patch: pytest.MonkeyPatch) -> None:
         return result
 
     def at_once(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        result = synchronously(mode, func, args, kwargs)
+        result = on_host(mode, func, args, kwargs)
         record_operation(order, order.here(), func, args, kwargs)
         return result
 
@@ -161,4 +161,4 @@ def _device_accesses(order: Order, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedDevice, "copy", copying)
     patch.setattr(SimulatedDevice, "new_pinned", pinned)
     patch.setattr(Dispatch, "_on_device", kernel)
-    patch.setattr(Dispatch, "_synchronously", at_once)
+    patch.setattr(Dispatch, "_on_host", at_once)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from offloadzero import runtime
 from offloadzero.errors import StateError
 from offloadzero.memory import device as devices
 from offloadzero.memory.tickets import Failures
@@ -19,7 +20,7 @@ from tests.simulated.backward import AutogradThread, Backward, call_on_another_s
 from tests.simulated.dispatch import Dispatch
 from tests.simulated.graph_streams import NotedStreams
 from tests.simulated.machine import Machine
-from tests.simulated.memory import DeviceMemory, own_work
+from tests.simulated.memory import DeviceMemory, own_work, results_on_the_host
 
 MEMORY_BYTES = 4 << 30
 
@@ -60,7 +61,7 @@ class SimulatedDevice:
 
     def record(self, stream: Any, *, timed: bool = False, again: Any = None) -> Any:
         del timed, again
-        return stream.record()
+        return self.machine.own(stream).record()
 
     def elapsed_s(self, first: Any, last: Any) -> float:
         if not (first.is_reached and last.is_reached):
@@ -79,6 +80,7 @@ class SimulatedDevice:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """In two halves, between which other streams run: a transfer takes its time."""
+        self.memory.expect_no_other((target, source))
         with own_work():
             target, source = (
                 (self.memory.unowned(t) if self.memory.holds(t) else t.detach()).view(-1).view(torch.uint8)
@@ -114,11 +116,15 @@ def simulated(
     *,
     slow: Collection[str] = (),
     backward: Backward = Backward.CALLER,
+    name: str | None = None,
 ) -> Iterator[SimulatedDevice]:
-    """Engines made inside run on a simulated device; so does what the calling thread does with its memory."""
+    """Engines made inside run on a simulated device; so does what the calling thread does with its memory.
+
+    `name`: only those whose configuration asks for it; further devices may be simulated inside.
+    """
     device = SimulatedDevice(seed, slow=slow)
     with patch.context() as inside, ExitStack() as threads:
-        _install(device, inside)
+        _install(device, inside, name)
         if backward is not Backward.CALLER:
             thread = AutogradThread(device.machine, device.memory, device.modes)
             threads.callback(thread.close)
@@ -131,21 +137,27 @@ def simulated(
     device.close()
 
 
-def _install(device: SimulatedDevice, patch: pytest.MonkeyPatch) -> None:
+def _install(device: SimulatedDevice, patch: pytest.MonkeyPatch, name: str | None) -> None:
     is_host_memory, begin_thread = devices.is_host_memory, Failures.in_background
+    find_other = runtime.find_device
+
+    def find(wanted: str | None) -> Any:
+        return device if name is None or wanted == name else find_other(wanted)
 
     def in_background(failures: Failures) -> None:
         begin_thread(failures)
         device.dispatching().__enter__()  # for the thread's life
 
-    patch.setattr("offloadzero.runtime.find_device", lambda _name: device)
-    patch.setattr("offloadzero.runtime.device_form", lambda _device: AdamForm.TORCH)
+    patch.setattr(runtime, "find_device", find)
+    patch.setattr(runtime, "device_form", lambda _device: AdamForm.TORCH)
     patch.setattr(
         devices, "is_host_memory", lambda tensor: is_host_memory(tensor) and not device.memory.holds(tensor)
     )
     patch.setattr(Failures, "in_background", in_background)
-    for name in ("tolist", "numpy"):  # of a tensor on the CPU they read the memory without a dispatch
-        patch.setattr(torch.Tensor, name, _reading(device, getattr(torch.Tensor, name)))
+    for method in ("tolist", "numpy"):  # of a tensor on the CPU they read the memory without a dispatch
+        patch.setattr(torch.Tensor, method, _reading(device, getattr(torch.Tensor, method)))
+    for method in ("to", "cpu"):  # it is there, to torch
+        patch.setattr(torch.Tensor, method, _moving(device, getattr(torch.Tensor, method)))
 
 
 def _reading(device: SimulatedDevice, method: Any) -> Any:
@@ -155,3 +167,18 @@ def _reading(device: SimulatedDevice, method: Any) -> Any:
         return method(tensor, *args, **kwargs)
 
     return read
+
+
+def _moving(device: SimulatedDevice, method: Any) -> Any:
+    """`to("cpu")` and `cpu()`: a device is named by an object, the host by its name."""
+
+    def move(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = method(tensor, *args, **kwargs)
+        to = kwargs.get("device", args[0] if args else None)
+        goes_home = method.__name__ == "cpu" or (isinstance(to, str) and to == "cpu")
+        if not goes_home or type(result) is not torch.Tensor or not device.memory.holds(result):
+            return result
+        with results_on_the_host():
+            return result.clone()
+
+    return move

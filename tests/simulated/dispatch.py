@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tests.simulated.machine import Machine
-from tests.simulated.memory import DeviceMemory, is_own_work, own_work
+from tests.simulated.memory import DeviceMemory, do_results_go_home, is_own_work, own_work
 
 _ALIASES = {
     torch.ops.aten._unsafe_view.default,
@@ -57,10 +57,13 @@ class Dispatch(TorchDispatchMode):
             tensors = [value for value in flat if isinstance(value, torch.Tensor)]
             if not any(map(self._memory.holds, tensors)) or _is_view(func) or _is_meta(kwargs):
                 return func(*args, **kwargs)
+            self._memory.expect_no_other(tensors)
             with own_work():
                 return self._on_device(func, args, kwargs, flat, spec)
 
     def _on_device(self, func: Any, args: Any, kwargs: Any, flat: list[Any], spec: Any) -> Any:
+        if do_results_go_home():
+            return self._on_host(func, args, kwargs)
         written = _written(func, args, kwargs)
         needs_host = any(tag in func.tags for tag in _NEEDS_HOST)
         if needs_host or any(not self._memory.holds(tensor) for tensor in written):
@@ -89,9 +92,12 @@ class Dispatch(TorchDispatchMode):
         found, out_spec = metas
         return tree_unflatten([next(values) if isinstance(v, torch.Tensor) else v for v in found], out_spec)
 
-    def _synchronously(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._machine.current_stream.synchronize()
-        result = func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _synchronously(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = self._on_host(func, args, kwargs)
         flat, spec = tree_flatten(result)
         given = {id(value) for value in tree_flatten((args, kwargs))[0]}
         return tree_unflatten(

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from tests.simulated.machine import Machine, SimulatedStream
 from tests.simulated.memory import DeviceMemory
 
-_KEY = "stream of the simulated device"
 Node = Any  # torch.autograd.graph.Node
 
 
@@ -31,6 +30,7 @@ class NotedStreams(TorchFunctionMode):
     def __init__(self, machine: Machine) -> None:
         super().__init__()
         self._machine = machine
+        self._key = _key(machine)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -38,8 +38,8 @@ class NotedStreams(TorchFunctionMode):
             if isinstance(value, torch.Tensor):
                 with torch._C.DisableTorchFunctionSubclass():
                     node = value.grad_fn
-                if node is not None and _KEY not in node.metadata:
-                    node.metadata[_KEY] = self._machine.current_stream
+                if node is not None and self._key not in node.metadata:
+                    node.metadata[self._key] = self._machine.current_stream
         return result
 
 
@@ -80,8 +80,9 @@ class Graph:
         return sorted(self._consumers, key=lambda node: (_is_end(node), -node._sequence_nr()))
 
     def _find_stream(self, node: Node, caller: SimulatedStream) -> SimulatedStream:
-        if not _is_end(node) and _KEY in node.metadata:
-            return node.metadata[_KEY]  # type: ignore[no-any-return]
+        noted: SimulatedStream | None = node.metadata.get(_key(self._machine))
+        if not _is_end(node) and noted is not None:
+            return noted
         consumers = self._consumers[node]
         if not consumers:
             return caller
@@ -125,6 +126,11 @@ class Graph:
                     memory.also_used_on(gradient, others)
 
         return leave
+
+
+def _key(machine: Machine) -> str:
+    """Of a node's metadata: each of two devices notes its own stream."""
+    return f"stream of the simulated device {id(machine)}"
 
 
 def _node_of(root: Any) -> Node | None:

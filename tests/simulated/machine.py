@@ -22,20 +22,24 @@ AUTOGRAD_THREAD = "autograd's thread"
 MAX_OUTSTANDING = 300  # launches; a real driver's queues end somewhere too
 
 
+class WrongDeviceError(AssertionError):
+    """A stream, an event or memory of one device is used on another."""
+
+
 class SimulatedEvent:
     """Reached when the device gets to it."""
 
     def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+        self.machine = machine
         self.is_reached = False
         self.at_s = 0.0
         self.clock: Any = None  # what happened before it, for the checker
 
     def query(self) -> bool:
-        return self._machine.look(self)
+        return self.machine.look(self)
 
     def synchronize(self) -> None:
-        self._machine.wait(self)
+        self.machine.wait(self)
 
 
 class SimulatedStream:
@@ -101,7 +105,7 @@ class Machine:
     @contextmanager
     def launching_on(self, stream: SimulatedStream) -> Iterator[None]:
         before = getattr(self._here, "stream", None)
-        self._here.stream = stream
+        self._here.stream = self.own(stream)
         try:
             yield
         finally:
@@ -109,13 +113,20 @@ class Machine:
 
     def set_stream(self, stream: SimulatedStream) -> None:
         """The calling thread launches there from now on, up to the end of a `launching_on`."""
-        self._here.stream = stream
+        self._here.stream = self.own(stream)
+
+    def own(self, stream: SimulatedStream) -> SimulatedStream:
+        """WrongDeviceError if it is another device's."""
+        if stream.machine is not self:
+            raise WrongDeviceError(f"{stream!r} is another device's")
+        return stream
 
     def launch(self, stream: SimulatedStream, task: Callable[[], None]) -> None:
         self._put(stream, task)
         self.counts["launches"] += 1
 
     def record(self, stream: SimulatedStream) -> SimulatedEvent:
+        self.own(stream)
         event = SimulatedEvent(self)
 
         def reach() -> None:
@@ -129,6 +140,8 @@ class Machine:
         return event
 
     def order(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
+        if event.machine is not self:
+            raise WrongDeviceError(f"{stream!r} is to wait for an event of another device")
         self._put(stream, event)
         self.counts["event waits"] += 1
 

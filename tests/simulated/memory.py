@@ -6,18 +6,19 @@ import threading
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import torch
 
-from tests.simulated.machine import Machine, SimulatedEvent, SimulatedStream
+from tests.simulated.machine import Machine, SimulatedEvent, SimulatedStream, WrongDeviceError
 
 _GRANULE = 512
 
 
 class _Own(threading.local):
     is_inside = False
+    results_go_home = False
 
 
 _own = _Own()
@@ -31,6 +32,21 @@ class own_work:  # noqa: N801 (reads as a keyword)
 
     def __exit__(self, *_error: object) -> None:
         _own.is_inside = self._before
+
+
+class results_on_the_host:  # noqa: N801 (reads as a keyword)
+    """Inside, results of what the calling thread does with device memory are host memory."""
+
+    def __enter__(self) -> None:
+        _own.results_go_home = True
+
+    def __exit__(self, *_error: object) -> None:
+        _own.results_go_home = False
+
+
+def do_results_go_home() -> bool:
+    """Whether the calling thread is inside `results_on_the_host`."""
+    return _own.results_go_home
 
 
 def is_own_work() -> bool:
@@ -49,10 +65,14 @@ class _Block:
         self.all = torch.from_numpy(self.bytes)
 
 
+_all: weakref.WeakSet[DeviceMemory] = weakref.WeakSet()
+
+
 class DeviceMemory:
-    """What has an address here is device memory; all else is the host's."""
+    """What has an address here is device memory; all else is the host's, or another device's."""
 
     def __init__(self, machine: Machine) -> None:
+        _all.add(self)
         self._machine = machine
         self._lock = threading.Lock()
         self._free: dict[SimulatedStream, list[_Block]] = {}  # the last one is the one that was let go last
@@ -104,6 +124,12 @@ class DeviceMemory:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's bytes are device memory."""
         return self._block(tensor) is not None
+
+    def expect_no_other(self, tensors: Iterable[torch.Tensor]) -> None:
+        """WrongDeviceError if one of them is on another device."""
+        others = [memory for memory in _all if memory is not self]
+        if others and any(memory.holds(tensor) for tensor in tensors for memory in others):
+            raise WrongDeviceError("memory of two devices in one operation")
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same bytes of device memory for a kernel: a launch keeps no memory from being given to another."""
