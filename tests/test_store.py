@@ -6,7 +6,9 @@ import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -232,6 +234,27 @@ def test_a_lane_keeps_the_order_and_waits_for_its_dependencies() -> None:
     assert all(ticket.done() for ticket in tickets)
     with pytest.raises(OffloadError, match="closed"):
         lane.submit(lambda: None)
+
+
+def test_a_ticket_that_is_finished_holds_nothing_of_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sees it and lets go of what was copied is the last to hold it."""
+    finish, alive = LaneTicket._finish, []
+
+    def finishing(ticket: LaneTicket, *result: Any, **options: Any) -> None:
+        alive.append(reference() is not None)
+        finish(ticket, *result, **options)
+
+    monkeypatch.setattr(LaneTicket, "_finish", finishing)
+    lane = Lane("test", Failures())
+    source = torch.ones(3)
+    reference = weakref.ref(source.untyped_storage())
+    begun = Promise()
+    ticket = lane.submit(partial(torch.Tensor.sum, source.detach()), after=[begun])
+    del source
+    begun.fulfil()
+    ticket.wait()
+    assert alive == [False]
+    lane.close()
 
 
 def test_a_failing_task_is_reported_and_the_lane_goes_on() -> None:

@@ -176,15 +176,19 @@ class Lane:
         self._failures.in_background()
         while (item := self._tasks.get()) is not None:
             task, after, fence, _here.label, ticket = item
+            event, failure = None, None
             try:
                 for dependency in after:
                     dependency.wait()
-                ticket._finish(self._launch(task, fence), timed=True)
+                event = self._launch(task, fence)
             except BaseException as error:
                 self._failures.record(error)
-                ticket._finish(None, error)
-            # Nothing of the task may outlive it: its buffers go back to their owners.
-            del item, task, after, fence, ticket
+                failure = error
+            # Nothing of the task may outlive it: its buffers go back to their owners. Who sees the ticket finished and
+            # lets go of memory that the copy has read is the last to hold it.
+            del item, task, after, fence
+            ticket._finish(event, failure, timed=failure is None)
+            del ticket, event, failure
 
     def _launch(self, task: Task, fence: Fence) -> Event | None:
         if self._stream is None:
