@@ -43,7 +43,8 @@ test: $(STAMPS)/native $(STAMPS)/dev
 CAMPAIGN ?= tests/test_scripts.py tests/test_script_gradients.py tests/test_script_weights.py \
 	tests/test_access_table.py tests/test_config_mutations.py tests/test_checkpoint_damage.py \
 	tests/test_checkpoint_kills.py tests/test_checkpoint_names.py tests/test_swap_file.py tests/test_checksums.py \
-	tests/test_report.py tests/test_interrupts.py tests/test_races.py tests/test_happens_before.py
+	tests/test_report.py tests/test_interrupts.py tests/test_races.py tests/test_happens_before.py \
+	tests/test_simulated_device.py tests/test_simulated_scripts.py
 
 campaign: export OFFLOADZERO_TEST_STEPS = 50
 campaign: export OFFLOADZERO_TEST_SCHEDULES = 500
@@ -57,6 +58,7 @@ campaign: export OFFLOADZERO_TEST_FLIPS = 500
 campaign: export OFFLOADZERO_TEST_HANG_S = 900
 campaign: export OFFLOADZERO_CONFIG_MUTATIONS = 5000
 campaign: export OFFLOADZERO_TEST_MUTATIONS = all
+campaign: export OFFLOADZERO_TEST_SIMULATED = all
 campaign: $(STAMPS)/native $(STAMPS)/dev
 	$(BIN)/python -m pytest $(CAMPAIGN)
 
