@@ -1,6 +1,6 @@
 """What the package asks of a device in a step, counted on the simulated one: before and after.
 
-    python benchmarks/device_counts.py [--before FOLDER] [--report FILE.md]
+    python benchmarks/device_counts.py [--before FOLDER ...] [--report FILE.md]
 
 Small models on the simulated device of `tests/simulated` train in each placement, with and without what changes the
 way of the data. Per unit and step: how often the thread that launches waits, for the device or for another of our
@@ -169,7 +169,10 @@ def table(found: dict[str, Any]) -> list[str]:
     ]
     for name, case in found.items():
         if "error" in case:
-            lines.append(f"| {name} | does not run: {case['error']} |" + " |" * len(counted))
+            why = (
+                "its simulator cannot" if "meta tensor" in case["error"] else case["error"].partition(":")[0]
+            )
+            lines.append(f"| {name} | does not run: {why} |" + " |" * len(counted))
             continue
         values = [
             f"{number:,.0f}" if "bytes" in what else f"{number / case['units']:.2f}"
@@ -191,7 +194,13 @@ def environment_lines() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What the package asks of a device in a step.")
-    parser.add_argument("--before", type=Path, help="another version of the repository, built")
+    parser.add_argument(
+        "--before",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="other versions, built, in folders named after them",
+    )
     parser.add_argument("--report", type=Path, help="where the tables go (standard output too)")
     parser.add_argument("--places", action="store_true", help="where in the package, for each case")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -200,8 +209,12 @@ def main() -> None:
         print(json.dumps(count_all()), flush=True)
         os._exit(0)  # an engine that has failed, which is in the table, would end the process with its error
     lines = ["# What the package asks of a device in a step", "", *environment_lines()]
-    lines += [f"- command: `python benchmarks/device_counts.py{' --before FOLDER' if args.before else ''}`"]
-    versions = {"Before": args.before, "Now": ROOT} if args.before else {"Now": ROOT}
+    names = " ".join(folder.name for folder in args.before)
+    lines += [f"- command: `python benchmarks/device_counts.py{f' --before {names}' if names else ''}`"]
+    lines += [
+        "- per unit and step; bytes per step, and in the first step; updates on the device in torch's operations"
+    ]
+    versions = {**{f"Before: {folder.name}": folder for folder in args.before}, "Now": ROOT}
     for name, folder in versions.items():
         found = count_version(folder)
         lines += ["", f"## {name}", "", *table(found)]
