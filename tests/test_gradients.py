@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import offloadzero
 from offloadzero.config import SegmentKind
 from offloadzero.streaming.gradients import GradientCollector
+from tests.plain_form import plain_config
 from tests.training import assert_same, make_config, run_engine, run_plain, worst_relative_difference
 
 WIDTH = 33
@@ -251,3 +252,45 @@ def test_the_rest_takes_no_lease_from_the_blocks(
     assert free.pop("(rest)") == [0] * 3
     assert set(free) == {f"blocks.{index}" for index in range(3)}
     assert all(counts == [1] * 3 for counts in free.values())
+
+
+class Empty(nn.Module):
+    """A parameter of no elements has a gradient, all the same; the one beside it has none."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0, width))
+        self.other = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (x @ self.empty.t()).sum()
+
+
+@pytest.mark.parametrize("placement", ["resident", "host", "nvme"])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_unit_without_an_element_to_update_is_updated(
+    placement: str, in_backward: bool, tmp_path: Path
+) -> None:
+    def run(*, is_offloaded: bool) -> list[float]:
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(Empty(7) for _ in range(3))
+        model = nn.Sequential(nn.Linear(7, 7), nn.Sequential(*blocks), nn.Linear(7, 1))
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if is_offloaded:
+            config = plain_config(placement, tmp_path, update={"in_backward": in_backward})
+            _, optimizer = offloadzero.offload(model, optimizer, config)
+        losses = []
+        for seed in range(3):
+            loss = model(torch.randn(5, 7, generator=torch.Generator().manual_seed(seed))).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        if is_offloaded:
+            optimizer.synchronize()
+            sizes = [record.num_trainable for record in optimizer.runtime.records]
+            assert len(sizes) > 3, sizes
+            optimizer.close()
+        return losses
+
+    assert run(is_offloaded=True) == pytest.approx(run(is_offloaded=False), rel=1e-5)

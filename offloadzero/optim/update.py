@@ -191,8 +191,8 @@ class UpdatePipeline:
         if update.record.updates_on_device and isinstance(update.grad, torch.Tensor):
             self._update_on_device(update, update.grad)
             return
-        bounds = [(r.start, r.stop) for r in update.ranges]
-        if not bounds:
+        bounds = [(r.start, r.stop) for r in update.ranges if r.start < r.stop]
+        if not bounds:  # only parameters of no elements have a gradient
             self._finish(update)
             return
         update.delivery = update.ticket.begin()
