@@ -377,6 +377,24 @@ def test_a_pattern_that_matches_nothing() -> None:
     assert "matches no module" in str(error)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+@pytest.mark.parametrize(("grad_dtype", "shown"), [(torch.float32, "'float32'"), (None, "None")])
+def test_gradients_of_another_dtype_than_the_parameter(grad_dtype: torch.dtype | None, shown: str) -> None:
+    model = TinyModel().bfloat16()
+    weight = model.get_parameter("blocks.1.up.weight")
+    weight.grad_dtype = grad_dtype
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = settings(placement="host", optimizer=None)
+    expected = rf"blocks\.1\.up\.weight\.grad_dtype = {shown}: bfloat16: a gradient has the dtype"
+    with pytest.raises(ConfigError, match=expected):
+        offloadzero.offload(model, optimizer, config)
+    weight.grad_dtype = torch.bfloat16
+    _, offloaded = offloadzero.offload(model, optimizer, config)
+    model(tokens(0)).backward()
+    offloaded.step()
+    offloaded.close()
+
+
 def test_sparse_gradients_name_the_parameter() -> None:
     model = nn.Sequential(nn.Embedding(64, 32, sparse=True), nn.Linear(32, 1))
     engine = make_engine(settings(placement="host"), model)

@@ -143,10 +143,16 @@ def _expect_movable(model: nn.Module) -> None:
 def _expect_trainable_dtype(
     dtype: torch.dtype, params: Sequence[tuple[str, nn.Parameter, int | None]]
 ) -> None:
-    for name, _, group_index in params:
-        if group_index is not None and dtype not in MASTER_DTYPES:
+    for name, param, group_index in params:
+        if group_index is None:
+            continue
+        if dtype not in MASTER_DTYPES:
             allowed = ", ".join(map(_dtype_name, MASTER_DTYPES))
             raise ConfigError(f"{name}.dtype", _dtype_name(dtype), f"trainable parameters: {allowed}")
+        grad_dtype = getattr(param, "grad_dtype", param.dtype)  # older versions of torch have none
+        if grad_dtype != param.dtype:
+            allowed = f"{_dtype_name(param.dtype)}: a gradient has the dtype of its parameter"
+            raise ConfigError(f"{name}.grad_dtype", grad_dtype and _dtype_name(grad_dtype), allowed)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
