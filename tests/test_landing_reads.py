@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,9 +40,9 @@ class HeldLanding:
         """Let go at the next wait."""
         waiting = StepClock.waiting
 
-        def let_go(clock: StepClock, name: str) -> object:
+        def let_go(clock: StepClock, name: str, **options: Any) -> object:
             self._may_land.set()
-            return waiting(clock, name)
+            return waiting(clock, name, **options)
 
         monkeypatch.setattr(StepClock, "waiting", let_go)
 
