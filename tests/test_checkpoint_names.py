@@ -391,7 +391,7 @@ def test_a_failing_rename_leaves_the_old_one(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", fail)
-        with pytest.raises(OSError, match="Input/output"):
+        with pytest.raises(CheckpointError, match=r"saved: Input/output error: nothing was saved"):
             engine.save_checkpoint(saved, tag="b")
     assert contents(saved) == before
 

@@ -24,6 +24,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,7 +56,7 @@ from offloadzero.checkpoint.partial import (
 )
 from offloadzero.checkpoint.safetensors_file import SafetensorsWriter, TensorSpec, expect_known_dtypes
 from offloadzero.config import SegmentKind
-from offloadzero.errors import CheckpointError, ConfigError
+from offloadzero.errors import CheckpointError, ConfigError, OffloadError
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.streaming.weights import WeightAccess, code_specs
 
@@ -141,6 +142,45 @@ def save_states(
     expect_same_parameters(states, besides_frozen=exclude_frozen)
     _expect_keepable(extra.tensors)
     _expect_storable(states)
+    final = directory / tag
+    with _named(directory, "nothing was saved, and what was there is as it was"):
+        _write(
+            states,
+            directory,
+            meta,
+            extra.tensors,
+            tag,
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen,
+        )
+    if save_latest:
+        with _named(directory, f"{final} is saved, but the file 'latest' may not name it"):
+            point_latest_to(directory, tag)
+    return final
+
+
+@contextmanager
+def _named(directory: Path, what_is_there: str) -> Iterator[None]:
+    """What the system refuses is a CheckpointError with path, reason and what is there now."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, OffloadError):
+            raise
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"{error.filename or directory}: {reason}: {what_is_there}") from error
+
+
+def _write(
+    states: States,
+    directory: Path,
+    meta: Meta,
+    extra_tensors: Mapping[str, torch.Tensor],
+    tag: str,
+    *,
+    save_latest: bool,
+    exclude_frozen: bool,
+) -> None:
     _make_directory(directory)
     final = directory / tag
     with alone_in(directory):
@@ -154,8 +194,8 @@ def save_states(
         for record in states.records:
             writer.add_record(states, record, exclude_frozen=exclude_frozen)
         writer.add_tensors(BUFFERS, persistent_buffers(states.model))
-        if extra.tensors:
-            writer.add_tensors(EXTRA_STATE, extra.tensors)
+        if extra_tensors:
+            writer.add_tensors(EXTRA_STATE, extra_tensors)
         # Only now: reading the records has waited for their updates, which count the steps.
         whole = replace(meta, steps=_steps(states.records), saved_unix_ns=time.time_ns())
         writer.add_bytes(META, encode_meta(whole))
@@ -163,9 +203,6 @@ def save_states(
         if save_latest or os.path.lexists(final / IS_LATEST):
             (partial.path / IS_LATEST).touch()
         partial.commit()
-    if save_latest:
-        point_latest_to(directory, tag)
-    return final
 
 
 def _make_directory(directory: Path) -> None:
@@ -248,6 +285,11 @@ def save_weights(states: States, path: Path) -> None:
         warnings.warn(f"{path} is without {', '.join(extra)}: it holds weights only", stacklevel=3)
     expect_same_parameters(states)
     _expect_storable(states)
+    with _named(path.parent, "nothing was saved, and what was there is as it was"):
+        _write_weights(states, path)
+
+
+def _write_weights(states: States, path: Path) -> None:
     _make_directory(path.parent)
     with alone_in(path.parent):
         clear_leftovers(path.parent)
