@@ -30,7 +30,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from offloadzero.errors import OffloadError
+from offloadzero.errors import StateError
 from offloadzero.memory.device import CpuDevice, Device, Event, Stream
 from offloadzero.memory.marks import DeviceClock, StreamMarks, note_awaited
 from offloadzero.memory.tickets import FINISHED, AllOf, Failures, Latch, Promise, Ticket
@@ -156,7 +156,7 @@ class Lane:
         `label` names its copies on the timeline.
         """
         if self._closed:
-            raise OffloadError(f"lane {self.name} is closed")
+            raise StateError(f"{label}: the engine of this model is closed (lane {self.name})")
         ticket = LaneTicket(self._device)
         self._tasks.put((task, after, fence, label, ticket))
         return ticket

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offloadzero.config import SegmentKind
-from offloadzero.errors import OffloadError
+from offloadzero.errors import StateError
 from offloadzero.memory import device as devices
 from offloadzero.memory.arena import Lease
 from offloadzero.memory.store import Segment, TieredStore
@@ -112,7 +112,7 @@ class UpdatePipeline:
     def submit(self, work: _Work) -> None:
         """Queue an update, or a call that runs on the pipeline's thread between updates."""
         if self._closing:
-            raise OffloadError("the update pipeline is closed")
+            raise StateError("the engine of this model is closed: it updates nothing any more")
         self._arriving.put(work)
 
     def submit_first(self, updates: Sequence[RecordUpdate]) -> None:
