@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from offloadzero import AioError, BudgetError, CheckpointError
-from tests.checkpoints import contents, small_engine, train
+from offloadzero import AioError, BudgetError, CheckpointError, StateError
+from offloadzero.checkpoint import verify
+from offloadzero.checkpoint.safetensors_file import SafetensorsReader
+from tests.checkpoints import contents, small_engine, train, whole_state
 from tests.tiny import run_script, small_disk
 
 
@@ -144,3 +146,48 @@ def test_sigterm_while_saving(tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path / "saved", tag="b")
     assert sorted(os.listdir(tmp_path / "saved")) == ["a", "b", "latest"]
     engine.close()
+
+
+# --- another process saves under the same tag while this one loads ---
+
+
+@pytest.mark.parametrize("at", ["the manifest", "a header", "a weight", "a moment", "a buffer"])
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Values of two checkpoints never mix unseen, and before the first write nothing has changed."""
+    saved = tmp_path / "saved"
+    engine.save_checkpoint(saved, tag="a")
+    train(engine, 2, first=1)
+    other = small_engine(tmp_path / "nvme", seed=1)
+    before = whole_state(other)
+
+    def replace(arguments: tuple[Any, ...]) -> bool:
+        names = {"a weight": "blocks.1.weight", "a moment": "blocks.1.weight.exp_avg", "a buffer": "seen"}
+        return names[at] in arguments if at in names else True
+
+    where: tuple[Any, str] = {
+        "the manifest": (verify, "check_file"),
+        "a header": (SafetensorsReader, "_read_header"),
+    }.get(at, (SafetensorsReader, "read"))
+    original = getattr(*where)
+    replaced: list[bool] = []
+
+    def replacing(*arguments: Any) -> Any:
+        if not replaced and replace(arguments):
+            replaced.append(True)
+            engine.save_checkpoint(saved, tag="a")
+        return original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*where, replacing)
+        with pytest.raises(CheckpointError, match=r"saved/a was replaced or removed while it was read"):
+            other.load_checkpoint(saved, tag="a")
+    if at in ("the manifest", "a header"):
+        assert whole_state(other) == before
+        other.load_checkpoint(saved, tag="a")
+        assert train(other, 1) == train(engine, 1)
+    else:
+        with pytest.raises(StateError, match="mixture"):
+            train(other, 1)
+    other.close()

@@ -48,19 +48,19 @@ class LoadPlan:
     def apply(self) -> None:
         """Write the values to their homes, one parameter in memory at a time."""
         for record, slot in self.slots:
-            value = _read(slot.name, self.checkpoint.weights[slot.name])
+            value = _read(self.checkpoint, slot.name, self.checkpoint.weights[slot.name])
             self.states.weights.write(record, slot, value)
             if slot.name in self.with_moments:
                 self._write_moments(record, slot)
                 slot.step = self.checkpoint.meta.steps[slot.name]
         for name, buffer in self.buffers.items():
-            write_buffer(buffer, _read(name, self.checkpoint.buffers[name]))
+            write_buffer(buffer, _read(self.checkpoint, name, self.checkpoint.buffers[name]))
         for module, value in self.extra_states.values():
             module.set_extra_state(value)
 
     def _write_moments(self, record: Record, slot: ParamSlot) -> None:
         moments = self.checkpoint.moments[slot.name]
-        values = dict(_read_moments(slot.name, moments))
+        values = dict(_read_moments(self.checkpoint, slot.name, moments))
         if CODES[-1] in moments:
             self.states.weights.write_codes(record, slot, values)
         else:
@@ -68,14 +68,19 @@ class LoadPlan:
                 self.states.weights.write_state(record, slot, SegmentKind(name), values[name])
 
 
-def _read_moments(name: str, moments: Mapping[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_moments(
+    checkpoint: Checkpoint, name: str, moments: Mapping[str, StoredTensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
     for suffix, stored in moments.items():
-        yield suffix, _read(f"{name}.{suffix}", stored)
+        yield suffix, _read(checkpoint, f"{name}.{suffix}", stored)
 
 
-def _read(name: str, stored: StoredTensor) -> torch.Tensor:
-    with SafetensorsReader(stored.file) as reader:
-        return reader.read(name)
+def _read(checkpoint: Checkpoint, name: str, stored: StoredTensor) -> torch.Tensor:
+    try:
+        with SafetensorsReader(stored.file) as reader:
+            return reader.read(name)
+    finally:
+        checkpoint.directory.expect_same()
 
 
 def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_states: bool) -> LoadPlan:
@@ -110,7 +115,7 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
     for name, buffer in shared.items():
         _check_tensor(name, checkpoint.buffers[name], buffer.shape, buffer.dtype)
         if may_overlap(buffer):
-            _check_overlapping(name, buffer, checkpoint.buffers[name])
+            _check_overlapping(name, buffer, checkpoint)
     extra = {key: (modules[key], value) for key, value in _extra_states(checkpoint) if key in modules}
     for key, (module, value) in extra.items():
         try_extra_state(key, module, value)
@@ -120,7 +125,7 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
 def _extra_states(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
     tensors: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, (key, place) in described_tensors(checkpoint.meta.extra_states).items():
-        tensors[key][place] = _read(name, checkpoint.extra_tensors[name])
+        tensors[key][place] = _read(checkpoint, name, checkpoint.extra_tensors[name])
     for key, entry in checkpoint.meta.extra_states.items():
         yield key, whole_value(entry, tensors[key])
 
@@ -153,8 +158,9 @@ def _check_tensor(name: str, stored: StoredTensor, shape: torch.Size, dtype: tor
         raise CheckpointError(f"{stored.file}: {name} is {stored.entry.dtype}, in the model {dtype}")
 
 
-def _check_overlapping(name: str, buffer: torch.Tensor, stored: StoredTensor) -> None:
-    if not can_hold(buffer, _read(name, stored)):
+def _check_overlapping(name: str, buffer: torch.Tensor, checkpoint: Checkpoint) -> None:
+    stored = checkpoint.buffers[name]
+    if not can_hold(buffer, _read(checkpoint, name, stored)):
         raise CheckpointError(
             f"{stored.file}: {name} has different values in elements that are one in the model's memory (an expanded "
             "or overlapping view): register it as .contiguous()"

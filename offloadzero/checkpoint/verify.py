@@ -9,12 +9,17 @@ There is no way around it. It reads every byte once more than loading does: that
 slower of the drive's and the digest's rate ([Note: the digest of a file]), and what fits into the page cache is then
 loaded from there.
 
+Another process may save under the same tag meanwhile, which puts another directory in the place of this one. Each file
+is read by its path, so after each the directory must be the one that was checked: values of two checkpoints never mix
+unseen.
+
 Version 1 had no manifest. Such a checkpoint is loaded with a warning, after all checks but those of the bytes.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,11 +61,34 @@ class StoredTensor:
     entry: TensorEntry
 
 
+class OpenDirectory:
+    """The directory that was opened under a path: held, so that its inode is no other's meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from error
+        weakref.finalize(self, os.close, descriptor)
+        self._status = os.fstat(descriptor)
+
+    def expect_same(self) -> None:
+        """CheckpointError when the path names another by now: what was read since may be of either."""
+        try:
+            is_same = os.path.samestat(os.stat(self._path), self._status)
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise CheckpointError(f"{self._path} was replaced or removed while it was read: load it again")
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """One that is whole. `moments` holds, for each parameter with a state, `MOMENTS` or `CODES`."""
 
     path: Path
+    directory: OpenDirectory
     meta: Meta
     weights: Mapping[str, StoredTensor] = field(default_factory=dict)
     moments: Mapping[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
@@ -70,12 +98,16 @@ class Checkpoint:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Check all of it: [Note: what is checked at load]. CheckpointError names the file and the reason."""
-    if not os.path.lexists(path / MANIFEST):
-        _expect_version_1(path)
-        data_files = sorted(name for name in os.listdir(path) if is_data_file(name))
-    else:
-        data_files = _check_manifest(path, contents=True)
-    return _read_headers(path, data_files)
+    directory = OpenDirectory(path)
+    try:
+        if not os.path.lexists(path / MANIFEST):
+            _expect_version_1(path)
+            data_files = sorted(name for name in os.listdir(path) if is_data_file(name))
+        else:
+            data_files = _check_manifest(path, contents=True)
+        return _read_headers(path, directory, data_files)
+    finally:
+        directory.expect_same()
 
 
 def check_sizes(path: Path) -> Meta:
@@ -117,7 +149,7 @@ def _check_marker(path: Path) -> None:
         raise CheckpointError(f"{marker} is damaged: it is an empty file when it is whole")
 
 
-def _read_headers(path: Path, data_files: Collection[str]) -> Checkpoint:
+def _read_headers(path: Path, directory: OpenDirectory, data_files: Collection[str]) -> Checkpoint:
     meta = read_meta(path)
     tensors: dict[str, StoredTensor] = {}
     for name in sorted(filter(is_unit_file, data_files)):
@@ -130,7 +162,9 @@ def _read_headers(path: Path, data_files: Collection[str]) -> Checkpoint:
     buffers = _stored(path / BUFFERS)
     extra = _stored(path / EXTRA_STATE) if EXTRA_STATE in data_files else {}
     _check_extra_states(path, meta, extra)
-    return Checkpoint(path, meta, weights=tensors, moments=moments, buffers=buffers, extra_tensors=extra)
+    return Checkpoint(
+        path, directory, meta, weights=tensors, moments=moments, buffers=buffers, extra_tensors=extra
+    )
 
 
 def _stored(file: Path) -> dict[str, StoredTensor]:
