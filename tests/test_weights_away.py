@@ -311,6 +311,39 @@ def test_another_precision_is_refused(offloaded: Any) -> None:
         model.half()
 
 
+@pytest.mark.parametrize("how", [lambda m: m.to("meta"), lambda m: m.to_empty(device="meta")])
+def test_another_device_is_refused(how: Callable[[nn.Module], object], offloaded: Any) -> None:
+    """torch would put new parameters in the place of those that cannot go there, and nothing would train them."""
+    model, optimizer = offloaded()
+    params = list(model.parameters())
+    with pytest.raises(ConfigError, match=r"\.data = 'meta': device cpu"):
+        how(model)
+    assert all(one is other for one, other in zip(model.parameters(), params, strict=True))
+    step(model, optimizer, 0)
+
+
+def test_resized_embeddings_are_refused(offloaded: Any) -> None:
+    """As transformers does it."""
+    model, _ = offloaded()
+    param = model.get_parameter("blocks.0.up.weight")
+    with pytest.raises(ConfigError, match=r"resize_token_embeddings\(\), say\) comes before offload\(\)"):
+        param.data = torch.cat([param.data, param.data])
+
+
+def test_an_optimizer_that_steps_in_backward_is_told_so(offloaded: Any) -> None:
+    model, _ = offloaded()
+
+    def update(param: nn.Parameter) -> None:
+        torch.optim.SGD([param], lr=0.1).step()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(update)
+    with pytest.raises(
+        StateError, match="Or written in backward, by an optimizer that steps in gradient hooks"
+    ):
+        model(features(0)).backward()
+
+
 # --- what operations leave behind
 
 OPERATIONS: dict[str, Callable[[nn.Parameter], Any]] = {
@@ -468,6 +501,41 @@ def test_a_copy_of_the_model_is_an_ordinary_model(copied: str, offloaded: Any) -
     step(reference, plain, 0)
     fresh = adam(reference)
     assert losses == pytest.approx([step(reference, fresh, seed) for seed in range(1, 3)], rel=1e-5)
+
+
+def in_another_process(results: Any, tensors: dict[str, Tensor]) -> None:
+    results.put({name: (type(one), one.requires_grad, one.tolist()) for name, one in tensors.items()})
+
+
+def test_tensors_that_are_sent_to_another_process(tmp_path: Path) -> None:
+    """It gets values: what stands for them has no memory to share."""
+    model = build()
+    config = make_config("nvme", tmp_path, dtype=None)
+    config.pop("optimizer")
+    model, optimizer = offloadzero.offload(model, adam(model), config)
+    model(features(0)).backward()
+    param = model.get_parameter("blocks.0.up.weight")
+    frozen = model.get_parameter("blocks.0.up.bias").requires_grad_(False)
+    assert param.grad is not None
+    sent = {
+        "parameter": param,
+        "frozen": frozen,
+        "data": param.data,
+        "view": param.data[1:3].t(),
+        "grad": param.grad,
+    }
+    sent["state"] = model.state_dict()["blocks.0.up.weight"]
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+    child = context.Process(target=in_another_process, args=(results, sent))
+    child.start()
+    got = results.get(timeout=60)
+    child.join()
+    assert child.exitcode == 0
+    for name, one in sent.items():
+        kind = nn.Parameter if one is param or one is frozen else Tensor
+        assert got[name] == (kind, one is param, one.tolist()), name
+    optimizer.close()
 
 
 def test_averaging_the_weights(offloaded: Any) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from offloadzero.errors import OffloadError, StateError
 from offloadzero.memory.heap import FreedMemory
+from offloadzero.parameters.processes import send_by_value
 from offloadzero.parameters.trees import leaves_of, map_leaves
 from offloadzero.torch_private import (
     autocast_key,
@@ -158,6 +159,9 @@ class RemoteTensor(torch.Tensor):
     _views: tuple[View, ...]  # applied to the value in this order
 
     __torch_function__ = disabled_torch_function_impl
+
+    def __init_subclass__(cls) -> None:
+        send_by_value(cls, RemoteTensor.read)
 
     @staticmethod
     def __new__(
@@ -325,6 +329,9 @@ class RemoteTensor(torch.Tensor):
             f"{self._source.name}: {what} needs memory, but the value is away: take a copy with clone(), or use it "
             "inside offloadzero.zero.GatheredParameters"
         )
+
+
+send_by_value(RemoteTensor, RemoteTensor.read)
 
 
 def asking_for_device(

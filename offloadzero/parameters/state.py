@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from offloadzero.errors import StateError
 from offloadzero.interrupts import UninterruptedThroughout
+from offloadzero.parameters.processes import send_by_value
 from offloadzero.parameters.weight import Weight
 from offloadzero.torch_private import DisableTorchFunctionSubclass
 
@@ -133,6 +134,9 @@ class StateTensor(torch.Tensor):
     def _plain(self) -> Tensor:
         with DisableTorchFunctionSubclass():
             return self.detach().as_subclass(Tensor)
+
+
+send_by_value(StateTensor, StateTensor._plain)
 
 
 def is_copy_of(tensor: object, weight: Weight) -> bool:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from offloadzero.errors import StateError
+from offloadzero.parameters.processes import send_by_value
 from offloadzero.parameters.remote import RemoteTensor, Source
 from offloadzero.parameters.trees import map_leaves
 from offloadzero.torch_private import (
@@ -191,6 +192,9 @@ class _Connect(torch.autograd.Function):
 class _Offloaded(nn.Parameter):
     """What an offloaded parameter is in both of its classes."""
 
+    def __init_subclass__(cls) -> None:
+        send_by_value(cls, _Offloaded._resident_copy)
+
     @property
     def data(self) -> Tensor:
         """The value, without a graph."""
@@ -252,6 +256,8 @@ class AwayParameter(_Offloaded):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func is _MAY_SHARE_MEMORY and isinstance(args[0], _Offloaded):
+            return True  # `module.to()` assigns `data` then, which says what does not fit, and makes no new parameter
         if func in _NEED_NO_VALUE:
             if (
                 func in _ASKED_BY_VMAP
@@ -294,6 +300,9 @@ class KeptView(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(kept_value(self))
+
+
+send_by_value(KeptView, lambda kept: kept_value(kept).read())
 
 
 def kept_value(kept: Tensor) -> RemoteTensor:
@@ -414,6 +423,7 @@ _METHODS_OF_REMOTE: Mapping[Any, Any] = {
     for name in ["numpy", "__array__", "tolist", "data_ptr", "untyped_storage", "share_memory_", "__dlpack__"]
 }
 
+_MAY_SHARE_MEMORY: Any = torch._has_compatible_shallow_copy_type
 _ASKED_BY_VMAP = (torch.Tensor.size, torch.Tensor.dim)  # of its arguments, before it wraps their memory
 _NEED_NO_VALUE = frozenset(
     _found(torch.Tensor, _GETTERS, "__get__")

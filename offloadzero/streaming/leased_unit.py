@@ -313,7 +313,8 @@ class LeasedUnit:
         if (self.edits if view.is_frozen else self.generation) != saved.generation:
             raise StateError(
                 f"{self.record.name}: its weights were updated between this forward and its backward "
-                "(a backward pass through a graph from before the last step?)"
+                "(a backward pass through a graph from before the last step? Or written in backward, by an optimizer "
+                "that steps in gradient hooks, say? Then write them after backward())"
             )
         version = self._clocks[view.place]._version
         if version != saved.version:

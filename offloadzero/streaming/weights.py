@@ -349,7 +349,9 @@ class SlotWeight:
             allowed = f"{self.dtype}: the configuration says the precision (its bf16 and fp16 blocks)"
             raise ConfigError(f"{self.name}.data", value.dtype, allowed)
         if value.shape != self.shape:
-            raise ConfigError(f"{self.name}.data", tuple(value.shape), f"shape {tuple(self.shape)}")
+            before = "what changes it (resize_token_embeddings(), say) comes before offload()"
+            allowed = f"shape {tuple(self.shape)}: {before}"
+            raise ConfigError(f"{self.name}.data", tuple(value.shape), allowed)
         if value.device.type != self.device.type:
             raise ConfigError(f"{self.name}.data", str(value.device), f"device {self.device}")
         value = value.detach().clone()
