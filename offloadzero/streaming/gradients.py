@@ -260,7 +260,9 @@ class GradientCollector:
                 self._complete(state)
             elif self.last_micro_batch and state.present and not state.closed:
                 # Its gradient says nothing of this micro batch, which may have read the weights all the same.
-                after = [state.landed, self._store.accelerator.computed()]
+                after = [
+                    self._store.accelerator.computed()
+                ]  # and what has landed before: one after the other
                 self._on_complete(state)
                 self._on_sending(state)
                 state.landed = done = Promise()

@@ -319,19 +319,21 @@ def _memory(order: Order, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CpuDevice, "allocate", on_device)
 
 
-class _Transfer:
+class Transfer:
     """The ticket of a file transfer."""
 
     def __init__(self, order: Order, clock: Clock, ticket: tickets.Ticket) -> None:
         self._order = order
         self._clock = clock
         self._ticket = ticket
+        self.was_waited_for = False
 
     def wait(self) -> None:
         try:
             self._ticket.wait()
         finally:
             self._order.acquire(self._clock)
+            self.was_waited_for = True
 
     def done(self) -> bool:
         is_done = self._ticket.done()
@@ -358,7 +360,7 @@ def _files(order: Order, patch: pytest.MonkeyPatch) -> None:
         order.access_tensor(agent, data, writes=verb == "read", label=label)
         order.access(agent, self.address + start, data.nbytes, writes=verb == "write", label=label)
         self.transfers[agent.number] = agent
-        return _Transfer(order, agent.release(), ticket)
+        return Transfer(order, agent.release(), ticket)
 
     def closing(self: Any) -> None:
         close(self)

@@ -79,18 +79,9 @@ class Mutation:
 
 
 # What nothing would be wrong without, by key: why.
-_OTHER_BRANCH = "the other branch orders the stream, too"
-_BEHIND = "its device memory was given up behind the copy home, and the fetch is behind that"
 REDUNDANT: dict[str, str] = {
-    "streaming/executor.py wait_updates: no unit.updated.wait()": "who reads a state waits for its update by himself",
-    "streaming/executor.py _complete_fetch: as if unit.fetched.done()": _OTHER_BRANCH,
-    "streaming/activations.py load: as if cell.fetched.done()": _OTHER_BRANCH,
-    "streaming/activations.py load: no order_compute_after(cell.fetched)": "the host has seen it done (the second one)",
-    "streaming/activation_homes.py fetch: after without self.copied": _BEHIND,
-    "streaming/activation_homes.py release: as if entry.users.done()": "only what is done is released (the first one)",
-    "streaming/activation_homes.py release: no entry.users.wait()": "only what is done is released",
-    "streaming/gradients.py _begin: no order_compute_after(state.free)": "forward has waited for the same update",
-    "optim/staging.py read_ahead: as if self._free[0].users.done()": "memory() waits for the slot's users",
+    "optim/staging.py read_ahead: as if self._free[0].users.done()": "memory() waits for the slot's users: without the "
+    "look the update's thread would do so in backward, where other work may come",
 }
 
 

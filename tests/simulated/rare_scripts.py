@@ -15,7 +15,7 @@ from torch import nn
 from offloadzero.errors import StateError
 from offloadzero.memory.lanes import LaneTicket
 from offloadzero.streaming import gradients
-from tests.models import NUM_BLOCKS, Block, Stack, features
+from tests.models import NUM_BLOCKS, Block, PartlyUnusedBlock, Stack, features
 from tests.simulated.order import Order
 
 NUM_STEPS = 2
@@ -55,14 +55,22 @@ def train_unseen(engine: Any) -> list[float]:
 # --- views that are kept ---
 
 
-class KeepingBlock(Block):
-    """Keeps a view of a weight from its forward."""
+class KeepingLinear(nn.Linear):
+    """Keeps a view of its weight from its forward."""
 
     kept: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.kept = self.up.weight.detach()
+        self.kept = self.weight.detach()
         return super().forward(x)
+
+
+class KeepingBlock(Block):
+    """One of its modules keeps a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = KeepingLinear(self.up.in_features, self.up.out_features)
 
 
 def keeping_stack() -> nn.Module:
@@ -76,7 +84,7 @@ def read_what_is_kept(engine: Any) -> list[float]:
     for seed in range(NUM_STEPS):
         engine.backward(engine(features(seed)))
         engine.step()
-        seen += [block.kept.float().sum() for block in engine.module.blocks]
+        seen += [block.up.kept.float().sum() for block in engine.module.blocks]
     return [float(value) for value in seen]
 
 
@@ -198,6 +206,33 @@ class Shift(nn.Module):
         return (x.to(self.shift.dtype).sum() * self.shift).float().mean()
 
 
+class TailBlock(Block):
+    """Has more parameters that take no part than fit into a chunk of its update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = nn.Parameter(torch.zeros(6001))
+
+
+def tailed_stack() -> nn.Module:
+    """An update of which a part comes to no chunk."""
+    return Stack(TailBlock, num_blocks=2)
+
+
+class InTurns(nn.Module):
+    """Two parts, of which each forward uses the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Shift() for _ in range(2))
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        loss: torch.Tensor = self.parts[self.num_calls % 2](x)
+        return loss
+
+
 def use_a_graph_from_before_the_step(engine: Any) -> list[float]:
     """Its gradients come while the update may still read those of the step."""
     losses = []
@@ -211,20 +246,24 @@ def use_a_graph_from_before_the_step(engine: Any) -> list[float]:
 
 
 class LateStack(Stack):
-    """In every second forward all but the output compute without gradients; one of its parameters never gets any, so
-    backward ends before it knows that.
+    """In every second forward the output computes without gradients. The blocks never get all of theirs, so nothing
+    lands before backward is over, and then what has got none lands first.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Parameter(torch.ones(3))
+        super().__init__(PartlyUnusedBlock, num_blocks=2)
         self.num_calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1
-        with torch.set_grad_enabled(self.num_calls % 2 == 1):
-            x = self.run_blocks(self.front(x.to(self.out_dtype())))
-        return self.loss(x)
+        if self.num_calls % 2 == 1:
+            return super().forward(x)
+        with torch.no_grad():
+            x = self.front(x.to(self.out_dtype()))
+        x = self.run_blocks(x)
+        with torch.no_grad():
+            unused = self.loss(x)
+        return x.float().pow(2).mean() + unused
 
 
 # --- interrupts ---
@@ -249,7 +288,7 @@ def interrupt_lease_waits(engine: Any) -> list[float]:
     """A backward is interrupted where it waits for a lease; the next one takes the same."""
     losses = []
     with pytest.MonkeyPatch.context() as patch:
-        ordering = _interrupting(gradients.order_compute_after, "_take_device_lease", each=2)
+        ordering = _interrupting(gradients.order_compute_after, "_take_device_lease", each=3)
         patch.setattr(gradients, "order_compute_after", ordering)
         for seed in range(3 * NUM_STEPS):
             try:

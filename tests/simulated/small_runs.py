@@ -6,6 +6,7 @@ import gc
 import hashlib
 import json
 import tempfile
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +16,16 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.memory.lanes import LaneTicket
+from offloadzero.memory import lanes
 from offloadzero.memory.tickets import Promise
-from offloadzero.streaming import activations
+from offloadzero.streaming import activations, gradients
 from tests.models import NUM_BLOCKS, PartlyUnusedBlock, SometimesStack, Stack, TiedLM, features, tokens
 from tests.simulated.checked import checked
 from tests.simulated.device import simulated
+from tests.simulated.edges import Transfer
 from tests.simulated.order import RaceError
 from tests.simulated.rare_scripts import (
+    InTurns,
     LateStack,
     Running,
     Shift,
@@ -39,11 +42,13 @@ from tests.simulated.rare_scripts import (
     read_what_is_kept,
     restore,
     skip_blocks,
+    tailed_stack,
     train_turning,
     train_unseen,
     turning_stack,
     use_a_graph_from_before_the_step,
 )
+from tests.test_leases import CheckpointedTogether
 from tests.training import Outcome, make_config, merge, run_engine
 
 NUM_STEPS = 2
@@ -170,7 +175,7 @@ def drop_gradients(engine: Any) -> list[float]:
 def fail_in_backward(engine: Any) -> list[float]:
     """Inputs that backward has fetched ahead go with their graph."""
     losses = train(engine)
-    for number in (3, 2):
+    for number in (3, 2, 1):
         with pytest.raises(ZeroDivisionError):
             engine.backward(engine.module(features(number), fails_at=number))
         gc.collect()  # the error holds the graph
@@ -233,6 +238,11 @@ def one_partly_unused() -> nn.Module:
     return Stack(PartlyUnusedBlock, num_blocks=1)
 
 
+def many_partly_unused() -> nn.Module:
+    """More of them in backward at once than there are leases."""
+    return Stack(PartlyUnusedBlock)
+
+
 LAST_ON_HOST = [
     {"param": "nvme", "master": "nvme", "exp_avg": "nvme", "exp_avg_sq": "nvme"},
     {"units": "*.0", "param": "device", "master": "device", "exp_avg": "device", "exp_avg_sq": "device"},
@@ -251,14 +261,25 @@ GRADIENTS_ON_DEVICE = [
 WEIGHTS_ON_DEVICE = [
     {"param": "device", "master": "host", "exp_avg": "host", "exp_avg_sq": "host", "grad": "host"}
 ]
+ALL_ON_DEVICE = dict.fromkeys(("param", "master", "exp_avg", "exp_avg_sq", "grad"), "device")
 ONE_STATE_ON_NVME = [
-    {"param": "device", "master": "device", "exp_avg": "device", "exp_avg_sq": "device"},
-    {"units": "(rest)", "param": "device", "master": "host", "exp_avg": "nvme", "exp_avg_sq": "host"},
+    {"param": "device", "master": "device", "exp_avg": "device", "exp_avg_sq": "device", "grad": "device"},
+    {
+        "units": "(rest)",
+        "param": "device",
+        "master": "device",
+        "exp_avg": "nvme",
+        "exp_avg_sq": "device",
+        "grad": "device",
+    },
 ]
 EARLY = {"early": True}
 DYNAMIC = {"dtype": "fp16", "json": {"fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale": 0}}}
+LATE_FILES = {"late files": True}
+LATE_LANDINGS = {"late landings": True}
 OBSERVED = {"observed": True}
-AHEAD = {"ahead": True}  # there is room for two blocks beside the one that computes
+SMALL_CHUNKS = {"offloadzero": {"update": {"chunk_elements": 4096}}}
+AHEAD = {"max live": 9000}  # there is room for two blocks beside the one that computes
 KEEP = {"offloadzero": {"update": {"in_backward": False}}}
 FREE = {"offloadzero": {"poison_released_leases": False}}
 
@@ -319,11 +340,13 @@ RUNS: dict[str, Run] = {
     "asked early, nvme": (Stack, train, "nvme", {"clipping": 0.5, **EARLY}),
     "asked early, mixed": (Stack, train, "mixed", EARLY),
     "activations, asked early": (Stack, train, "host", {**checkpoints("host"), **EARLY}),
-    "one state on nvme": (Stack, train_unseen, ONE_STATE_ON_NVME, EARLY),
-    "observed": (Stack, train_unseen, "resident", {**OBSERVED, **slow("update-device")}),
-    "observed by a slow clock": (Stack, train, "host", {**OBSERVED, **slow("clock")}),
+    "one state on nvme": (Stack, train_unseen, ONE_STATE_ON_NVME, {"clipping": 0.5, **LATE_FILES}),
+    "checkpointed together": (CheckpointedTogether, train, "host", {"clipping": 0.5}),
+    "checkpointed together, nvme": (CheckpointedTogether, train, "nvme", {"clipping": 0.5}),
+    "observed": (InTurns, train_unseen, "resident", {**OBSERVED, **slow("update-device")}),
+    "observed by a slow clock": (Stack, train, "host", {**OBSERVED, "new clocks": True, **slow("clock")}),
     "kept views": (keeping_stack, read_what_is_kept, "resident", {"clipping": 0.5, **slow("update-device")}),
-    "turning streams": (turning_stack, train_turning, "host", {"clipping": 0.5, **slow("gradient-d2h")}),
+    "turning streams": (turning_stack, train_turning, "host", {"clipping": 0.5, **EARLY}),
     "turning streams, resident": (turning_stack, train_turning, "resident", {"clipping": 0.5}),
     "broken on another stream": (
         breaking_stack,
@@ -337,12 +360,25 @@ RUNS: dict[str, Run] = {
         "resident",
         {"clipping": 0.5, **slow("update-device")},
     ),
+    "old graphs, host": (
+        Shift,
+        use_a_graph_from_before_the_step,
+        "host",
+        {"clipping": 0.5, **EARLY},
+    ),
+    "delivered in part": (
+        tailed_stack,
+        train,
+        "nvme",
+        {"clipping": 0.5, "json": SMALL_CHUNKS, "max live": 40_000},
+    ),
+    "unused parameters, many": (many_partly_unused, train, "host", {"clipping": 0.5}),
     "late": (LateStack, train, "resident", {"accumulation": 2}),
     "interrupted waits for leases": (
         Stack,
         interrupt_lease_waits,
         "host",
-        {"clipping": 0.5, **slow("gradient-d2h")},
+        {"clipping": 0.5, **EARLY},
     ),
     "forwards without backwards": (
         Stack,
@@ -357,8 +393,8 @@ RUNS: dict[str, Run] = {
         {**checkpoints("nvme"), **slow("activation-d2h")},
     ),
     "edits before the step": (Stack, edit_before_the_step, "nvme", {**KEEP, "clipping": 0.5}),
-    "half a step": (breaking_stack, break_half_a_step, "host", slow("gradient-d2h")),
-    "norms at once": (Stack, ask_for_norms, "host", slow("gradient-d2h")),
+    "half a step": (breaking_stack, break_half_a_step, "host", LATE_LANDINGS),
+    "norms at once": (Stack, ask_for_norms, "host", LATE_LANDINGS),
     "scales at once": (Stack, ask_for_scales, "host", {**DYNAMIC, **slow("gradient-d2h")}),
     "skipped blocks, nvme": (SometimesStack, skip_blocks, "nvme", {"clipping": 0.5}),
     "interrupted steps": (
@@ -393,8 +429,8 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
             else make_config(placement, directory)["offloadzero"]["placement"]
         )
         config = merge(config, {"offloadzero": {**over.get("offloadzero", {}), "placement": placed}})
-        if "ahead" in over:
-            config = merge(config, {"zero_optimization": {"stage3_max_live_parameters": 9000}})
+        if "max live" in over:
+            config = merge(config, {"zero_optimization": {"stage3_max_live_parameters": over["max live"]}})
         if "observed" in over:
             config = merge(config, {"offloadzero": {"observe": {"run_dir": f"{directory}/run"}}})
         digest, races = "", []
@@ -404,6 +440,12 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
                 patch.setattr(Running, "order", order)
                 if "early" in over:
                     _ask_early(patch)
+                if "new clocks" in over:  # for each span
+                    patch.setattr(lanes._Reference, "MAX_AGE_S", -1.0)
+                if "late landings" in over:
+                    _land_late(patch)
+                if "late files" in over:  # nobody learns that a file transfer is over but who waits for it
+                    patch.setattr(Transfer, "done", lambda transfer: transfer.was_waited_for)
                 try:
                     digest = _digest(_train(make_model, loop, config))
                     gc.collect()  # what the engine has leased goes back here
@@ -417,6 +459,25 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
     return digest, races
 
 
+def _land_late(patch: pytest.MonkeyPatch) -> None:
+    """A gradient lands when the script's thread waits for something, or much later."""
+    is_waiting, waiting = threading.Event(), Promise.wait_fulfilled
+    measure = gradients.GradientCollector._measure
+
+    def wait(promise: Promise) -> None:
+        if threading.current_thread() is threading.main_thread():
+            is_waiting.set()
+        waiting(promise)
+        is_waiting.clear()
+
+    def measuring(collector: Any, state: Any) -> None:
+        is_waiting.wait(0.3)
+        measure(collector, state)
+
+    patch.setattr(Promise, "wait_fulfilled", wait)
+    patch.setattr(gradients.GradientCollector, "_measure", measuring)
+
+
 def _ask_early(patch: pytest.MonkeyPatch) -> None:
     """Who asks a ticket first hears that it is not done: what follows must not count on anything else."""
 
@@ -428,7 +489,7 @@ def _ask_early(patch: pytest.MonkeyPatch) -> None:
 
         return asked
 
-    for kind in (LaneTicket, Promise):
+    for kind in (lanes.LaneTicket, Promise):
         patch.setattr(kind, "done", asking(kind.done))
 
 
