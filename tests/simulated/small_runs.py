@@ -48,7 +48,6 @@ from tests.simulated.rare_scripts import (
     turning_stack,
     use_a_graph_from_before_the_step,
 )
-from tests.test_leases import CheckpointedTogether
 from tests.training import Outcome, make_config, merge, run_engine
 
 NUM_STEPS = 2
@@ -322,6 +321,12 @@ RUNS: dict[str, Run] = {
         "host",
         {"clipping": 0.5, **checkpoints("host"), **slow("activation-h2d")},
     ),
+    "activations, failing, asked early": (
+        FailingStack,
+        fail_in_backward,
+        "host",
+        {"clipping": 0.5, **checkpoints("host"), **EARLY, **slow("activation-h2d")},
+    ),
     "evaluation before the step": (Stack, evaluate_before_the_step, "mixed", {"clipping": 0.5}),
     "evaluation before the step, resident": (Stack, evaluate_before_the_step, "resident", {"clipping": 0.5}),
     "without gradient in the last micro batch": (OnceWithoutGradient, train, "resident", {"accumulation": 2}),
@@ -341,8 +346,6 @@ RUNS: dict[str, Run] = {
     "asked early, mixed": (Stack, train, "mixed", EARLY),
     "activations, asked early": (Stack, train, "host", {**checkpoints("host"), **EARLY}),
     "one state on nvme": (Stack, train_unseen, ONE_STATE_ON_NVME, {"clipping": 0.5, **LATE_FILES}),
-    "checkpointed together": (CheckpointedTogether, train, "host", {"clipping": 0.5}),
-    "checkpointed together, nvme": (CheckpointedTogether, train, "nvme", {"clipping": 0.5}),
     "observed": (InTurns, train_unseen, "resident", {**OBSERVED, **slow("update-device")}),
     "observed by a slow clock": (Stack, train, "host", {**OBSERVED, "new clocks": True, **slow("clock")}),
     "kept views": (keeping_stack, read_what_is_kept, "resident", {"clipping": 0.5, **slow("update-device")}),
@@ -442,6 +445,7 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
                     _ask_early(patch)
                 if "new clocks" in over:  # for each span
                     patch.setattr(lanes._Reference, "MAX_AGE_S", -1.0)
+                    patch.setattr(lanes._Reference, "__init__", _reading_reached(lanes._Reference.__init__))
                 if "late landings" in over:
                     _land_late(patch)
                 if "late files" in over:  # nobody learns that a file transfer is over but who waits for it
@@ -457,6 +461,17 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
         except Exception as error:
             digest = f"{type(error).__name__}: {error}"[:300]
     return digest, races
+
+
+def _reading_reached(init: Callable[..., None]) -> Callable[..., None]:
+    """The host's clock is read when the device has reached the event that it is compared with."""
+
+    def initialise(reference: Any, *args: Any) -> None:
+        init(reference, *args)
+        if not reference._event.is_reached:
+            raise AssertionError("the time of an event that was not reached")
+
+    return initialise
 
 
 def _land_late(patch: pytest.MonkeyPatch) -> None:
