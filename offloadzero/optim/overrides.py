@@ -50,4 +50,5 @@ def _without_torchs(method: Any) -> Any:
 
 
 def _is_torchs(method: Callable[..., Any]) -> bool:
-    return getattr(method, "__globals__", {}).get("__name__", "").startswith("torch.optim.")
+    module: str = getattr(method, "__globals__", {}).get("__name__", "")
+    return module.startswith("torch.optim.")

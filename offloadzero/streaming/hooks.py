@@ -302,11 +302,12 @@ class ModelHooks:
             self._forwards.append(_CheckpointedForward(name, module, self))
         for module in cut.owners:
             module._parameters = _WatchedParameters(module._parameters, self)
-            for register, call in (
+            hooks: tuple[tuple[Callable[..., RemovableHandle], Callable[..., None]], ...] = (
                 (module.register_state_dict_post_hook, self._fill_state_dict),
                 (module.register_load_state_dict_pre_hook, self._take_state_dict),
                 (module.register_load_state_dict_post_hook, self._forgive_missing),
-            ):
+            )
+            for register, call in hooks:
                 self._handles.append(register(_StateDictHook(call)))
         for record in cut.records:
             for slot in record.slots:
