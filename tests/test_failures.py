@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from offloadzero.errors import StateError
 from offloadzero.memory import swap_file
 from offloadzero.memory.arena import BufferPool
 from offloadzero.memory.lanes import Lane
@@ -572,6 +573,16 @@ def test_a_failure_that_only_a_background_thread_met_counts_as_unseen() -> None:
     with pytest.raises(OSError, match="the drive is gone"), failures.handed_over():
         pool.take()
     assert failures.was_raised
+
+
+def test_a_lane_of_a_closed_engine_says_what_is_closed() -> None:
+    """A thread that reads while another closes comes here between the question and the copy."""
+    lane = Lane("state-d2h", Failures())
+    lane.close()
+    with pytest.raises(
+        StateError, match=r"^b\.weight: the engine of this model is closed \(lane state-d2h\)"
+    ):
+        lane.submit(lambda: None, label="b.weight")
 
 
 def test_a_latch_can_be_set_in_a_child_that_was_forked_while_another_thread_set_one() -> None:
