@@ -86,7 +86,7 @@ def test_zero_grad_waits_until_it_is_known_what_was_applied(
 
 def test_zero_grad_waits_for_the_refusal_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with backward_without_landing(tmp_path, monkeypatch, factor=math.inf) as (engine, _):
-        before = final_weights(engine.module)
+        before = final_weights(make_model())  # those of the engine would be waited for
         with pytest.raises(NonFiniteError, match="nothing of it was applied"):
             engine.zero_grad()
         engine.zero_grad()
