@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from offloadzero.errors import StateError
+from offloadzero.errors import BudgetError, StateError
 from offloadzero.memory.lanes import LaneTicket
 from offloadzero.streaming import gradients
+from offloadzero.streaming.executor import Executor
+from offloadzero.streaming.leased_unit import RELEASED
 from tests.models import NUM_BLOCKS, Block, PartlyUnusedBlock, Stack, features
 from tests.simulated.order import Order
 
@@ -244,6 +246,29 @@ def use_a_graph_from_before_the_step(engine: Any) -> list[float]:
             engine.step()
             losses.append(loss.detach())
     return [float(loss) for loss in losses]
+
+
+def stack_of_frozen_weights() -> nn.Module:
+    """Only biases train, beside frozen weights that backward needs."""
+    model = Stack()
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.endswith(("up.bias", "down.bias")))
+    return model
+
+
+def use_old_graphs_without_room(engine: Any) -> list[float]:
+    """Backward finds no lease for a weight and reads it from its home, while an update writes what is beside it."""
+    touch = Executor.touch
+
+    def touching(executor: Executor, index: int, **given: bool) -> None:
+        is_away = executor._units[index].residency is RELEASED
+        if is_away and sys._getframe(1).f_code.co_name == "load":
+            raise BudgetError("no room")
+        touch(executor, index, **given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "touch", touching)
+        return use_a_graph_from_before_the_step(engine)
 
 
 class LateStack(Stack):

@@ -42,11 +42,13 @@ from tests.simulated.rare_scripts import (
     read_what_is_kept,
     restore,
     skip_blocks,
+    stack_of_frozen_weights,
     tailed_stack,
     train_turning,
     train_unseen,
     turning_stack,
     use_a_graph_from_before_the_step,
+    use_old_graphs_without_room,
 )
 from tests.training import Outcome, make_config, merge, run_engine
 
@@ -346,6 +348,18 @@ RUNS: dict[str, Run] = {
     "asked early, mixed": (Stack, train, "mixed", EARLY),
     "activations, asked early": (Stack, train, "host", {**checkpoints("host"), **EARLY}),
     "one state on nvme": (Stack, train_unseen, ONE_STATE_ON_NVME, {"clipping": 0.5, **LATE_FILES}),
+    "old graphs, no room": (
+        stack_of_frozen_weights,
+        use_old_graphs_without_room,
+        "host",
+        {"clipping": 0.5, **EARLY},
+    ),
+    "old graphs, no room, nvme": (
+        stack_of_frozen_weights,
+        use_old_graphs_without_room,
+        "nvme",
+        {"clipping": 0.5, **LATE_FILES},
+    ),
     "observed": (InTurns, train_unseen, "resident", {**OBSERVED, **slow("update-device")}),
     "observed by a slow clock": (Stack, train, "host", {**OBSERVED, "new clocks": True, **slow("clock")}),
     "kept views": (keeping_stack, read_what_is_kept, "resident", {"clipping": 0.5, **slow("update-device")}),
