@@ -494,7 +494,7 @@ def test_a_forked_child_cannot_use_the_engine(said_in_child: dict[str, str], wha
     assert said_in_child[what].startswith(expected)
 
 
-# --- SIGTERM ---
+# --- SIGTERM and SIGHUP ---
 
 TERMINATED = """
     import ctypes, os, signal, sys, time
@@ -520,7 +520,7 @@ TERMINATED = """
             use(engine)
         os.read(read, 1)
         assert len(os.listdir(directory)) == 1
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, int(sys.argv[2]))
         signal.alarm(10)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         signal.alarm(0)
@@ -528,12 +528,11 @@ TERMINATED = """
 """
 
 
-def test_sigterm_removes_the_files_and_kills_at_once(tmp_path: Path) -> None:
-    done = run_script(TERMINATED, tmp_path, timeout_s=60)
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_removes_the_files_and_kills_at_once(tmp_path: Path, ending: int) -> None:
+    done = run_script(TERMINATED, tmp_path, int(ending), timeout_s=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [
-        f"{what} {-signal.SIGTERM} []" for what in ("blocked", "waiting", "training")
-    ]
+    assert done.stdout.splitlines() == [f"{what} {-ending} []" for what in ("blocked", "waiting", "training")]
 
 
 def test_a_handler_of_sigterm_is_left_alone(tmp_path: Path) -> None:
@@ -546,8 +545,10 @@ def test_a_handler_of_sigterm_is_left_alone(tmp_path: Path) -> None:
             print("mine", flush=True)
 
         assert not is_installed()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
         engine = make_engine(settings(sys.argv[1]))
         assert is_installed()
+        os.kill(os.getpid(), signal.SIGHUP)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # what a framework asks before it sets its own
         engine.close()
         assert not is_installed()

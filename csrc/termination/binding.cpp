@@ -1,11 +1,11 @@
-// Files that go with the process when SIGTERM ends it.
+// Files that go with the process when SIGTERM or SIGHUP (its terminal was closed) ends it.
 //
-// The default action of SIGTERM ends a process without running any of its code, and so would leave its files
-// behind. A handler in C can remove them at any moment, also while the main thread is stuck in a call:
+// The default action of these signals ends a process without running any of its code, and so would leave its
+// files behind. A handler in C can remove them at any moment, also while the main thread is stuck in a call:
 // Python's handlers run between two of its instructions only. It removes the files, restores the default
-// action and sends the signal again: whoever waits for the process sees that it died of SIGTERM. It is
-// installed only in place of the default action, so a handler of the user's own (torchrun's, Lightning's) is
-// never touched, and one that is set later replaces ours.
+// action and sends the signal again: whoever waits for the process sees what it died of. It is installed only
+// in place of the default action, so a handler of the user's own (torchrun's, Lightning's) is never touched,
+// nor is a signal that is ignored (nohup's), and a handler that is set later replaces ours.
 //
 // A forked child inherits the handler and the list. The files are its parent's: there the handler removes
 // nothing.
@@ -21,6 +21,7 @@
 
 namespace {
 
+constexpr int kSignals[] = {SIGTERM, SIGHUP};
 constexpr int kNumPlaces = 256;
 constexpr size_t kMaxPathBytes = 4096;
 
@@ -47,18 +48,21 @@ void remove_files_and_end(int signal_number) {
     errno = saved_errno;
 }
 
-bool is_in_force(void (*handler)(int)) {
+bool is_in_force(int signal_number, void (*handler)(int)) {
     struct sigaction present = {};
-    return sigaction(SIGTERM, nullptr, &present) == 0 && !(present.sa_flags & SA_SIGINFO) &&
+    return sigaction(signal_number, nullptr, &present) == 0 && !(present.sa_flags & SA_SIGINFO) &&
            present.sa_handler == handler;
 }
 
-void set_handler(void (*handler)(int)) {
+// Of each signal that has `before`.
+void replace_handler(void (*before)(int), void (*handler)(int)) {
     struct sigaction action = {};
     action.sa_handler = handler;
     action.sa_flags = SA_ONSTACK;
     sigemptyset(&action.sa_mask);
-    sigaction(SIGTERM, &action, nullptr);
+    for (int signal_number : kSignals) {
+        if (is_in_force(signal_number, before)) sigaction(signal_number, &action, nullptr);
+    }
 }
 
 // add(path: bytes) -> place, or -1 when there is no room for it
@@ -77,7 +81,7 @@ PyObject* add(PyObject*, PyObject* argument) {
         std::memcpy(place.path, path, static_cast<size_t>(size) + 1);
         place.is_used.store(true);
         ++g_num_used;
-        if (is_in_force(SIG_DFL)) set_handler(remove_files_and_end);
+        replace_handler(SIG_DFL, remove_files_and_end);
         return PyLong_FromLong(index);
     }
     return PyLong_FromLong(-1);
@@ -89,13 +93,15 @@ PyObject* discard(PyObject*, PyObject* argument) {
     if (index == -1 && PyErr_Occurred()) return nullptr;
     if (index >= 0 && index < kNumPlaces && g_owner.load() == getpid() && g_places[index].is_used.load()) {
         g_places[index].is_used.store(false);
-        if (--g_num_used == 0 && is_in_force(remove_files_and_end)) set_handler(SIG_DFL);
+        if (--g_num_used == 0) replace_handler(remove_files_and_end, SIG_DFL);
     }
     Py_RETURN_NONE;
 }
 
 // is_installed() -> whether SIGTERM would run the handler
-PyObject* is_installed(PyObject*, PyObject*) { return PyBool_FromLong(is_in_force(remove_files_and_end)); }
+PyObject* is_installed(PyObject*, PyObject*) {
+    return PyBool_FromLong(is_in_force(SIGTERM, remove_files_and_end));
+}
 
 PyMethodDef kMethods[] = {
     {"add", add, METH_O, nullptr},

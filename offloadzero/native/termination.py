@@ -1,8 +1,8 @@
-"""Files that go with the process when SIGTERM ends it (floor 2).
+"""Files that go with the process when SIGTERM or SIGHUP ends it (floor 2).
 
-As long as there is such a file, SIGTERM's default action is replaced by one that removes the files and then dies of
-SIGTERM all the same: at once, whatever the process waits for. A handler of the user's own stays in force, whether it
-was there before or comes later; then the file goes when the process ends in order, or at the next start.
+As long as there is such a file, the default action of these signals is replaced by one that removes the files and then
+dies of the signal all the same: at once, whatever the process waits for. A handler of the user's own stays in force,
+whether it was there before or comes later; then the file goes when the process ends in order, or at the next start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from offloadzero.native import _termination
 
 
 class DoomedFile:
-    """A file that SIGTERM removes, until `spare()` or the end of this object."""
+    """A file that these signals remove, until `spare()` or the end of this object."""
 
     def __init__(self, path: Path) -> None:
         place = _termination.add(os.fsencode(path.absolute()))
