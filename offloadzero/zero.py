@@ -276,7 +276,10 @@ class GatheredParameters:
             spill(built.param, dtype=built.dtype, directory=built.directory)
         self._built = []
         if changed and error is None:
-            raise StateError(f"{', '.join(changed)} changed under GatheredParameters(modifier_rank=None)")
+            raise StateError(
+                f"{', '.join(changed)} changed under GatheredParameters(modifier_rank=None), which drops the change: "
+                "pass modifier_rank=0 to keep it"
+            )
 
     def _scatter(self) -> list[str]:
         """The parameters are away again; the names of those that were changed and may not be."""
