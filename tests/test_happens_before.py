@@ -419,10 +419,10 @@ def train_on_device(engine: Any) -> list[float]:
 # --- mutants
 
 SOME = (
-    "submit: no fence=fence (2)",
     "_launch: no self._stream.wait_event",
-    "copy: no before.wait()",
-    "--runs=host",
+    "order_compute: no stream.wait_event",
+    "write_back: AllOf without *writes",
+    "--runs=mixed, in backward",
 )
 
 
