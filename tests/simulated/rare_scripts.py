@@ -17,6 +17,7 @@ from offloadzero.memory.lanes import LaneTicket
 from offloadzero.streaming import gradients
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import RELEASED
+from offloadzero.zero import safe_set_full_fp32_param
 from tests.models import NUM_BLOCKS, Block, PartlyUnusedBlock, Stack, features
 from tests.simulated.order import Order
 
@@ -421,6 +422,18 @@ def edit_before_the_step(engine: Any) -> list[float]:
             first.mul_(0.9)
         engine.step()
         losses.append(loss.detach())
+    return [float(loss) for loss in losses]
+
+
+def write_from_the_host(engine: Any) -> list[float]:
+    """While an evaluation reads the weights; nothing that is written was computed on the device."""
+    losses = []
+    params = list(engine.module.parameters())
+    for seed in range(NUM_STEPS):
+        with torch.no_grad():
+            losses.append(engine(features(seed)))
+        for number, param in enumerate(params):
+            safe_set_full_fp32_param(param, torch.full(param.shape, (number + seed) / 64))
     return [float(loss) for loss in losses]
 
 

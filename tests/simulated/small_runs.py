@@ -49,6 +49,7 @@ from tests.simulated.rare_scripts import (
     turning_stack,
     use_a_graph_from_before_the_step,
     use_old_graphs_without_room,
+    write_from_the_host,
 )
 from tests.training import Outcome, make_config, merge, run_engine
 
@@ -360,6 +361,7 @@ RUNS: dict[str, Run] = {
         "nvme",
         {"clipping": 0.5, **LATE_FILES},
     ),
+    "written from the host": (Stack, write_from_the_host, "resident", {"clipping": 0.5}),
     "observed": (InTurns, train_unseen, "resident", {**OBSERVED, **slow("update-device")}),
     "observed by a slow clock": (Stack, train, "host", {**OBSERVED, "new clocks": True, **slow("clock")}),
     "kept views": (keeping_stack, read_what_is_kept, "resident", {"clipping": 0.5, **slow("update-device")}),
@@ -412,7 +414,7 @@ RUNS: dict[str, Run] = {
     "edits before the step": (Stack, edit_before_the_step, "nvme", {**KEEP, "clipping": 0.5}),
     "half a step": (breaking_stack, break_half_a_step, "host", LATE_LANDINGS),
     "norms at once": (Stack, ask_for_norms, "host", LATE_LANDINGS),
-    "scales at once": (Stack, ask_for_scales, "host", {**DYNAMIC, **slow("gradient-d2h")}),
+    "scales at once": (Stack, ask_for_scales, "host", {**DYNAMIC, **LATE_LANDINGS}),
     "skipped blocks, nvme": (SometimesStack, skip_blocks, "nvme", {"clipping": 0.5}),
     "interrupted steps": (
         SometimesStack,
