@@ -119,9 +119,8 @@ class _HostCopy:
     def fetch(self, target: torch.Tensor, fence: Fence) -> LaneTicket:
         copy, view = self.tier.accelerator.copy, self.view
         targets = [target]  # the lane lets go of it before the ticket is done
-        return self.tier.lanes.h2d.submit(
-            lambda: copy(targets.pop(), view), after=[self.copied], fence=fence, label=self.label
-        )
+        # What is fetched was given up behind its copy, and the fence is behind that.
+        return self.tier.lanes.h2d.submit(lambda: copy(targets.pop(), view), fence=fence, label=self.label)
 
     def release(self) -> None:
         self.tier.give_back(self.buffer)
