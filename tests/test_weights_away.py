@@ -322,6 +322,19 @@ def test_another_device_is_refused(how: Callable[[nn.Module], object], offloaded
     step(model, optimizer, 0)
 
 
+def test_a_parameter_is_not_swapped_for_another(offloaded: Any) -> None:
+    """torch would exchange what makes it this engine's parameter, without a word."""
+    model, optimizer = offloaded()
+    param = model.get_parameter("blocks.0.up.weight")
+    other = nn.Parameter(torch.zeros(param.shape))
+    value = param.clone()
+    for pair in ((param, other), (other, param)):
+        with pytest.raises(RuntimeError, match="Cannot swap"):
+            torch.utils.swap_tensors(*pair)
+    assert torch.equal(param, value)
+    step(model, optimizer, 0)
+
+
 def test_resized_embeddings_are_refused(offloaded: Any) -> None:
     """As transformers does it."""
     model, _ = offloaded()

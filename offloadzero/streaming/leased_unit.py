@@ -22,6 +22,7 @@ an error, at the next look at the unit.
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -162,6 +163,8 @@ class LeasedUnit:
             # Each shares its parameter's version, and is quicker to ask than a parameter that is away.
             self._clocks = [torch.detach(param) for param in self.params]
         self._starts = [slot.offset * self.record.dtype.itemsize for slot in self.record.slots]
+        # torch.utils.swap_tensors() would leave the parameter without its place here; it refuses what is held weakly.
+        self._not_to_be_swapped = [weakref.ref(param) for param in self.params]
         self._originals = [type(param) for param in self.params]
         self._present = [classes_of(original)[0] for original in self._originals]
         self._away = [classes_of(original)[1] for original in self._originals]
