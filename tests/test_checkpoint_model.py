@@ -280,6 +280,33 @@ def test_extra_state_comes_back(engine_of: Callable[..., Any], tmp_path: Path, s
     assert (tmp_path / "saved" / "global_step0" / "extra_state.safetensors").exists() == has_tensors
 
 
+class Late(torch.nn.Module):
+    """Gives None before it has been used, and does not take that."""
+
+    value: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def get_extra_state(self) -> Any:
+        return None if self.value is None else {"value": self.value}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+def test_extra_state_of_a_module_that_does_not_take_its_own_back(
+    engine_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    saved, loaded = Net(), Net()
+    for net in (saved, loaded):
+        net.blocks[0].add_module("late", Late())
+    saved.blocks[0].late.value = 3
+    engine_of(saved).save_checkpoint(tmp_path / "saved")
+    engine_of(loaded, seed=1).load_checkpoint(tmp_path / "saved", load_module_only=True)
+    assert loaded.blocks[0].late.value == 3
+
+
 class Counting(Net):
     """torch's own way to count what no buffer counts; and it depends on the weights that are there."""
 

@@ -157,6 +157,10 @@ def try_extra_state(key: str, module: nn.Module, value: Any) -> None:
         return  # it takes states and gives none: a trial could not be undone
     before = _copy_of(module.get_extra_state())
     try:
+        module.set_extra_state(_copy_of(before))
+    except Exception:
+        return  # not even its own, which is None before there is any, say: a trial could not be undone
+    try:
         module.set_extra_state(_copy_of(value))
     except Exception as error:
         raise CheckpointError(
