@@ -367,3 +367,32 @@ def test_observing_orders_nothing_and_changes_no_bit(tmp_path: Path, monkeypatch
     for record in map(json.loads, (tmp_path / "run" / "steps.jsonl").read_text().splitlines()):
         assert record["lanes_s"]["compute"] <= record["step_s"]
         assert min(record["waits_s"].values()) >= 0.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_that_is_taken_again_while_its_first_report_is_to_come(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint is loaded: the steps' numbers go back."""
+    with simulated(monkeypatch, seed=seed):
+        config = make_config("host", tmp_path)
+        config["offloadzero"]["observe"] = {"run_dir": str(tmp_path / "run")}
+        engine, *_ = offloadzero.initialize(
+            model=nn.Sequential(nn.Linear(33, 33), nn.Linear(33, 33)), config=config
+        )
+        x = torch.randn(2, 33).bfloat16()
+
+        def step() -> None:
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+
+        step()
+        engine.save_checkpoint(tmp_path / "saved")
+        step()
+        engine.load_checkpoint(tmp_path / "saved")
+        for _ in range(3):
+            step()
+        engine.synchronize()
+        engine.close()
+    lines = (tmp_path / "run" / "steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 2, 3, 4]

@@ -38,7 +38,7 @@ class StepClock:
         self,
         timeline: Timeline = OFF,
         *,
-        on_end: Callable[[int], None] | None = None,
+        on_end: Callable[[], None] | None = None,
         on_step: Callable[[StepReport], None] | None = None,
     ) -> None:
         """Both are called on the training thread: `on_end` when a step ends there, `on_step` with its report.
@@ -87,7 +87,7 @@ class StepClock:
         """Close the account of this step."""
         now_s = time.perf_counter()
         if self._on_end is not None:
-            self._on_end(step)
+            self._on_end()
         if self._stream is not None:
             self._stream.finish_step(step)
             self.settle()

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +65,9 @@ class StepMonitor:
         self.timeline = Timeline(is_on=self.is_on)
         self._rates = bound.BestRates()
         self._losses: list[ReadLoss] = []
-        self._launched: dict[int, _Launched] = {}  # by step: those that have not run yet
+        self._launched: deque[_Launched] = (
+            deque()
+        )  # the steps that have not run yet; reports come in their order
         self._finished: _Finished | None = None
         self._process_cpu_s = time.process_time()
 
@@ -86,7 +89,7 @@ class StepMonitor:
         self.timeline.lap("loss")
         self._losses.append(read)
 
-    def on_end(self, step: int) -> None:
+    def on_end(self) -> None:
         """The training thread has ended a step; its report comes when it has run."""
         if not self.is_on:
             return
@@ -96,13 +99,13 @@ class StepMonitor:
         now_s, before_s = time.process_time(), self._process_cpu_s
         self._process_cpu_s = now_s
         cores_s = (now_s - before_s) / self._num_cores
-        self._launched[step] = _Launched(losses, self.timeline.take_launch_s(), cores_s)
+        self._launched.append(_Launched(losses, self.timeline.take_launch_s(), cores_s))
 
     def on_step(self, report: StepReport) -> None:
         """A step has run; called on the training thread."""
         if not self.is_on:
             return
-        self._account(report, self._launched.pop(report.step))
+        self._account(report, self._launched.popleft())
         if self.timeline.stream is None:
             self.timeline.lap("observing", leaves_model=True)
 
