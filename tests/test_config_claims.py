@@ -339,10 +339,10 @@ def test_gradients_leave_one_by_one_and_whole(tmp_path: Path, monkeypatch: pytes
     events: list[str] = []
     copy = GradientCollector._copy_to_host
 
-    def noted(self: GradientCollector, state: Any, flat: torch.Tensor, *rest: Any) -> Any:
-        assert flat.shape == (state.record.num_trainable,)
-        events.append(f"sent {state.record.name}")
-        return copy(self, state, flat, *rest)
+    def noted(self: GradientCollector, record: Any, flat: torch.Tensor, *rest: Any) -> Any:
+        assert flat.shape == (record.num_trainable,)
+        events.append(f"sent {record.name}")
+        return copy(self, record, flat, *rest)
 
     monkeypatch.setattr(GradientCollector, "_copy_to_host", noted)
     model = TinyModel()

@@ -142,9 +142,9 @@ def test_lease_given_to_the_next_before_its_copy_has_left_is_caught(
 
     def plant() -> None:
         def early(
-            collector: GradientCollector, state: Any, flat: Any, lease: Any, target: Any, before: Any
+            collector: GradientCollector, record: Any, flat: Any, lease: Any, target: Any, before: Any
         ) -> Any:
-            collector._leases_of(state.record).give_back(lease)
+            collector._leases_of(record).give_back(lease)
             lease.temporary = True  # the copy does not give it back again
             submit = collector._d2h.submit
 
@@ -157,7 +157,7 @@ def test_lease_given_to_the_next_before_its_copy_has_left_is_caught(
 
             monkeypatch.setattr(collector._d2h, "submit", slow_submit)
             try:
-                return copy_to_host(collector, state, flat, lease, target, before)
+                return copy_to_host(collector, record, flat, lease, target, before)
             finally:
                 monkeypatch.setattr(collector._d2h, "submit", submit)
                 lease.temporary = False
@@ -360,9 +360,9 @@ def gradient_copied_over_one_that_the_last_update_reads(monkeypatch: pytest.Monk
     copy_to_host = GradientCollector._copy_to_host
 
     def impatient(
-        collector: GradientCollector, state: Any, flat: Any, lease: Any, target: Any, _before: Any
+        collector: GradientCollector, record: Any, flat: Any, lease: Any, target: Any, _before: Any
     ) -> Any:
-        return copy_to_host(collector, state, flat, lease, target, FINISHED)
+        return copy_to_host(collector, record, flat, lease, target, FINISHED)
 
     monkeypatch.setattr(GradientCollector, "_copy_to_host", impatient)
 
@@ -392,16 +392,16 @@ def gradient_lease_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     copy_to_host = GradientCollector._copy_to_host
 
     def early(
-        collector: GradientCollector, state: Any, flat: Any, lease: Any, target: Any, before: Any
+        collector: GradientCollector, record: Any, flat: Any, lease: Any, target: Any, before: Any
     ) -> Any:
         if not lease.temporary:
-            collector._leases_of(state.record).give_back(lease)
+            collector._leases_of(record).give_back(lease)
             flat = flat.clone()[:0].set_(
                 flat
             )  # the lease is another's; what the copy reads is still that memory
         own, lease.temporary = lease.temporary, True  # the copy does not give it back again
         try:
-            return copy_to_host(collector, state, flat, lease, target, before)
+            return copy_to_host(collector, record, flat, lease, target, before)
         finally:
             lease.temporary = own
 

@@ -216,8 +216,8 @@ def test_a_delivery_in_part_ends_before_its_lease_goes_on(
         finally:
             copied.set()
 
-    def complete(executor: Executor, unit: Any, stream: Any) -> None:
-        complete_fetch(executor, unit, stream)
+    def complete(executor: Executor, unit: Any, stream: Any, **options: Any) -> None:
+        complete_fetch(executor, unit, stream, **options)
         if num_copies and unit.record.name == "blocks.1":
             fetched.set()
             copied.wait(0.2)
