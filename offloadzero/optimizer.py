@@ -25,7 +25,7 @@ from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import uninterrupted
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim import CPUAdam
-from offloadzero.optim.overrides import KNOWN_CLASSES, overridden_methods
+from offloadzero.optim.overrides import KNOWN_CLASSES, overrides_text
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.optimizer_loading import plan_optimizer_load
 from offloadzero.optimizer_states import StateDict, States, read_states, refuse_states
@@ -92,13 +92,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> 
     classes = "torch.optim.Adam, torch.optim.AdamW, offloadzero.optim.CPUAdam"
     if not isinstance(optimizer, KNOWN_CLASSES):
         raise ConfigError("optimizer", type(optimizer).__name__, f"allowed: {classes}")
-    overridden = overridden_methods(optimizer)
-    if overridden:
+    overrides = overrides_text(optimizer)
+    if overrides:
         raise ConfigError(
             "optimizer",
             type(optimizer).__name__,
-            f"allowed: {classes}, as they are: its own {', '.join(overridden)} would never run. What it does around a "
-            "step belongs in hooks of the optimizer that is returned: register_step_pre_hook() and "
+            f"allowed: {classes}, as they are: {overrides}. What it does around a step "
+            "belongs in hooks of the optimizer that is returned: register_step_pre_hook() and "
             "register_step_post_hook() after offload() or initialize()",
         )
     if isinstance(optimizer, CPUAdam) and (optimizer.state_layout, config.state_layout) == (

@@ -302,7 +302,47 @@ def test_an_optimizer_whose_step_was_replaced(through: str) -> None:
         replaced.step = types.MethodType(lambda *_: calls.append(None), optimizer)
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
     error = refusal(settings(placement="host"), model, optimizer=optimizer)
-    assert "its own step would never run" in error.allowed
+    assert "as they are: step, set on this very object, would never run" in error.allowed
+
+
+def test_a_step_of_its_own_class_that_a_scheduler_has_wrapped() -> None:
+    model = TinyModel()
+    optimizer = _overriding("step")(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    error = refusal(settings(placement="host"), model, optimizer=optimizer)
+    assert "as they are: its own step would never run" in error.allowed
+
+
+@pytest.mark.parametrize("base", [torch.optim.AdamW, torch.optim.Adam, CPUAdam])
+@pytest.mark.parametrize("name", ["step", "zero_grad", "state_dict", "load_state_dict", "add_param_group"])
+@pytest.mark.parametrize("when", ["before", "wrapped", "after"])
+def test_a_class_of_which_a_method_was_replaced(
+    base: Any, name: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither would that run; torch wraps `step` of the class as soon as it makes one."""
+    parents = getattr(base, name)
+
+    def method(self: Any, *args: Any, **keys: Any) -> Any:
+        return parents(self, *args, **keys)
+
+    model = TinyModel()
+    made = base(model.parameters()) if when == "after" else None
+    monkeypatch.setattr(base, name, functools.wraps(parents)(method) if when == "wrapped" else method)
+    optimizer = base(model.parameters()) if made is None else made
+    assert (
+        f"{name}, replaced on the class {base.__name__} itself, would never run"
+        in refusal(settings(placement="host"), model, optimizer=optimizer).allowed
+    )
+    monkeypatch.undo()
+    offloadzero.offload(model, base(model.parameters()), settings(placement="host"))[1].close()
+
+
+def test_another_optimizers_step_on_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is torch's, but not that class's."""
+    model = TinyModel()
+    monkeypatch.setattr(torch.optim.AdamW, "step", torch.optim.SGD.step)
+    with pytest.raises(ConfigError, match="step, replaced on the class AdamW itself, would never run"):
+        offloadzero.offload(model, torch.optim.AdamW(model.parameters()), settings(placement="host"))
 
 
 @pytest.mark.parametrize("with_scheduler", [False, True])

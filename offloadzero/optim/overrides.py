@@ -1,15 +1,15 @@
 """What an optimizer does differently from the class whose update is computed here (floor 4).
 
 The states of an optimizer are taken over and its groups are followed; none of its methods is ever called. One that a
-script has written (in a subclass, or set on the optimizer itself) would be dropped in silence, and other numbers come
-out. torch sets some itself: a wrapper that profiles, on the class; one that notes a call, on the optimizer that a
-learning-rate scheduler is made on. They are looked through.
+script has written (in a subclass, set on the optimizer itself, or in the place of the known class's own) would be
+dropped in silence, and other numbers come out. torch sets some itself: a wrapper that profiles, on the class; one that
+notes a call, on the optimizer that a learning-rate scheduler is made on. They are looked through.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,17 +26,45 @@ _HARMLESS = (
 )
 
 
-def overridden_methods(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What `optimizer` has in the place of a known class's own, sorted; [] of an ordinary one."""
+# What a loop calls. A class whose own of these was replaced has nothing else to be compared with.
+_CALLED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
+
+
+def overrides_text(optimizer: torch.optim.Optimizer) -> str:
+    """The methods that would never run, and where they were put; "" of an ordinary optimizer."""
     known = next(cls for cls in type(optimizer).__mro__ if cls in KNOWN_CLASSES)
     own: dict[str, Any] = {}
     for cls in reversed(type(optimizer).__mro__):
         if not issubclass(known, cls):
             own.update(vars(cls))
-    own.update((name, value) for name, value in vars(optimizer).items() if callable(value))
+    on_itself = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if callable(value) and _differs(type(optimizer), name, value)
+    }
+    replaced = [name for name in _CALLED if _is_replaced(known, name)]
+    found = {
+        "its own {}": _overriding(known, own),
+        "{}, set on this very object,": _overriding(known, on_itself),
+        f"{{}}, replaced on the class {known.__name__} itself,": replaced,
+    }
+    texts = [text.format(", ".join(names)) for text, names in found.items() if names]
+    return f"{' and '.join(texts)} would never run" if texts else ""
+
+
+def _overriding(known: type, methods: Mapping[str, Any]) -> list[str]:
+    harmless = _HARMLESS.split()
     return sorted(
-        name for name, value in own.items() if name not in _HARMLESS.split() and _differs(known, name, value)
+        name for name, value in methods.items() if name not in harmless and _differs(known, name, value)
     )
+
+
+def _is_replaced(known: type, name: str) -> bool:
+    """Whether what the class has, inside of torch's wrappers, is from another module than it and its bases."""
+    method = inspect.unwrap(
+        inspect.getattr_static(known, name), stop=lambda one: not _module_of(one).startswith("torch.")
+    )
+    return _module_of(method) not in {cls.__module__ for cls in known.__mro__}
 
 
 def _differs(known: type, name: str, value: Any) -> bool:
@@ -50,5 +78,10 @@ def _without_torchs(method: Any) -> Any:
 
 
 def _is_torchs(method: Callable[..., Any]) -> bool:
+    return _module_of(method).startswith("torch.optim.")
+
+
+def _module_of(method: Any) -> str:
+    """Where its code stands: `__module__` is what a wrapper has copied."""
     module: str = getattr(method, "__globals__", {}).get("__name__", "")
-    return module.startswith("torch.optim.")
+    return module
