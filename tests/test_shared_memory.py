@@ -85,6 +85,32 @@ def test_parameters_with_an_element_in_common_are_refused(name: str, tmp_path: P
     assert all(type(param) is nn.Parameter for param in model.parameters())
 
 
+@pytest.mark.parametrize("turn", range(3))
+def test_of_many_the_first_of_the_model_is_named(turn: int, tmp_path: Path) -> None:
+    """Wherever in memory they lie."""
+    model = make_model()
+    weights = [block.up.weight for block in model.blocks]
+    memory = torch.zeros(3, *weights[0].shape)
+    for at, weight in enumerate(weights):
+        weight.data = memory[(at + turn) % 3]
+    for at, block in enumerate(model.blocks):
+        block.register_buffer("seen", weights[at].data[0])
+        block.register_buffer("again", weights[at].data)
+    refusal = r"blocks\.0\.seen.*shares memory with the parameter blocks\.0\.up\.weight"
+    with pytest.raises(ConfigError, match=refusal):
+        offload(model, tmp_path)
+
+
+def test_of_two_parameters_the_later_of_the_model_is_refused(tmp_path: Path) -> None:
+    for order in (1, -1):
+        model = make_model()
+        memory = torch.zeros(31)
+        places = [memory[:16], memory[15:]][::order]
+        model.norm.weight.data, model.norm.bias.data = places
+        with pytest.raises(ConfigError, match=r"norm\.bias.*shares memory with norm\.weight"):
+            offload(model, tmp_path)
+
+
 def test_the_way_that_the_refusal_names(tmp_path: Path) -> None:
     model = make_model()
     by_data(model)

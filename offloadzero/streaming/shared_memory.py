@@ -29,6 +29,7 @@ _SLACK_BYTES = 4096  # what an allocation may be larger than the tensor it was m
 class _Span:
     """The memory of one tensor: byte addresses [start, stop) of one kind of device, gaps included."""
 
+    place: int  # in the model
     name: str
     start: int
     stop: int
@@ -84,19 +85,20 @@ def expect_memory_of_its_own(model: nn.Module, *, group_of: Mapping[int, int]) -
     by_device: dict[torch.device, list[_Span]] = {}
     by_storage: dict[int, _Members] = {}
     with DisableTorchFunctionSubclass():
-        for name, tensor, is_param in _tensors(model):
+        for place, (name, tensor, is_param) in enumerate(_tensors(model)):
             if tensor.layout is not torch.strided or not has_storage(tensor) or not tensor.data_ptr():
                 continue  # of no elements, on the meta device, or of a class of its own
             is_trained = is_param and tensor.requires_grad and id(tensor) in group_of
-            span = _span(name, tensor, is_param=is_param, is_trained=is_trained)
+            span = _span(place, name, tensor, is_param=is_param, is_trained=is_trained)
             by_device.setdefault(tensor.device, []).append(span)
             if is_param:
                 storage = tensor.untyped_storage()
                 members = by_storage.setdefault(storage.data_ptr(), _Members(storage.nbytes()))
                 members.names.append(name)
                 members.num_bytes += span.stop - span.start
-    for spans in by_device.values():
-        _expect_disjoint(spans)
+    refused = [pair for spans in by_device.values() if (pair := _first_sharing(spans)) is not None]
+    if refused:
+        _refuse(*min(refused, key=_places))
     for members in by_storage.values():
         members.give_notice()
 
@@ -108,22 +110,32 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
         yield name, buffer, False
 
 
-def _span(name: str, tensor: torch.Tensor, *, is_param: bool, is_trained: bool) -> _Span:
+def _span(place: int, name: str, tensor: torch.Tensor, *, is_param: bool, is_trained: bool) -> _Span:
     itemsize = tensor.itemsize
     shape, strides = tuple(tensor.shape), tuple(stride * itemsize for stride in tensor.stride())
     start = tensor.data_ptr()
     length = itemsize + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return _Span(name, start, start + length, shape, strides, itemsize, is_param, is_trained)
+    return _Span(place, name, start, start + length, shape, strides, itemsize, is_param, is_trained)
 
 
-def _expect_disjoint(spans: Sequence[_Span]) -> None:
+def _first_sharing(spans: Sequence[_Span]) -> tuple[_Span, _Span] | None:
+    """Of those that share what they must not, the first in the order of the model: addresses differ from run to run."""
+    first: tuple[_Span, _Span] | None = None
     reaching: list[_Span] = []  # that begin before the present one and may reach it
     for span in sorted(spans, key=lambda span: (span.start, span.stop)):
         reaching = [one for one in reaching if one.stop > span.start]
         for one in reaching:
+            pair = (one, span) if one.place < span.place else (span, one)
+            if first is not None and _places(pair) > _places(first):
+                continue
             if (one.is_trained or span.is_trained) and _share_elements(one, span):
-                _refuse(one, span)
+                first = pair
         reaching.append(span)
+    return first
+
+
+def _places(pair: tuple[_Span, _Span]) -> tuple[int, int]:
+    return pair[0].place, pair[1].place
 
 
 def _share_elements(one: _Span, other: _Span) -> bool:
