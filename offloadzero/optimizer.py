@@ -79,6 +79,8 @@ def offload(
 
 
 def _log_kept_gradients(num_bytes: int) -> None:
+    if not num_bytes:
+        return
     log.info(
         "gradients are kept until they are dropped, as torch keeps them: %s. "
         '"offloadzero": {"update": {"in_backward": true}} would save that and update the weights during backward; '
