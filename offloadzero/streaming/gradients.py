@@ -61,6 +61,13 @@ from offloadzero.torch_private import (
 
 log = logging.getLogger("offloadzero.gradients")
 
+_BESIDE_THE_PLAN = (
+    "%s: its gradient comes while all %d gradient leases wait for the rest of other units' gradients: it takes a "
+    "temporary buffer of %d bytes on the device, beside the plan. The numbers are the same. That is so where a loss "
+    "uses weights outside their units' forward, in a penalty say: leave room there, or let the optimizer's "
+    "weight_decay do it"
+)
+
 
 class GradientCollector:
     """Takes gradients from autograd record by record and lands them."""
@@ -304,10 +311,10 @@ class GradientCollector:
         lease = leases.try_take()
         if lease is None and leases is self._device_leases and self._num_filling >= leases.num_buffers:
             # Every lease waits for gradients that may come after this one's: waiting would never end.
+            size = record.num_trainable * record.dtype.itemsize
             if record.index not in self._told:
                 self._told.add(record.index)
-                log.warning("%s: more units in backward at once than gradient leases", record.name)
-            size = record.num_trainable * record.dtype.itemsize
+                log.warning(_BESIDE_THE_PLAN, record.name, leases.num_buffers, size)
             lease = PooledBuffer(self._store.accelerator.allocate(size), temporary=True)
         elif lease is None:
             with self._clock.waiting("gradient lease"), self._store.failures.handed_over():

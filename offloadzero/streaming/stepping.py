@@ -22,6 +22,7 @@ which; a checkpoint that is loaded replaces it.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,8 @@ from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.gradients import GradientCollector
 from offloadzero.streaming.record_gradient import Account, BegunUpdate, RecordGradient
 from offloadzero.torch_private import NO_GRAPH_TASK, current_graph_task_id, queue_backward_callback
+
+log = logging.getLogger("offloadzero")
 
 Hypers = Sequence[AdamHyper]
 
@@ -124,6 +127,14 @@ def _names(names: Sequence[str]) -> str:
     return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
 
 
+NUM_SKIPS_TOLD, TELL_SKIPS_EVERY = 10, 100
+
+
+def tells_skip(num_skips: int) -> bool:
+    """Whether the log tells of the skip of that number, from 1: a run that only skips does not flood it."""
+    return num_skips <= NUM_SKIPS_TOLD or num_skips % TELL_SKIPS_EVERY == 0
+
+
 @dataclass
 class StepCounts:
     """What has happened so far."""
@@ -158,6 +169,7 @@ class Stepper:
         self._clock = clock
         self._current_hypers = current_hypers
         self._scale = LossScale.initial(policy.loss_scale)
+        self._num_skips = 0  # in this process
         self._in_backward = False
         self._backward: _Running | None = None  # the one that runs, unless it has failed
         self._window_micro_steps = 0
@@ -479,9 +491,27 @@ class Stepper:
         if not self.policy.skip_nonfinite:
             self._refuse(window.account, window.gradients)  # before anyone who waits can see it
         self.counts.skipped_steps += 1
+        self._tell_skip(window, scale.scale)
         for state in window.gradients:
             self.collector.release_passing(state)
             window.tickets[state.record.index].fulfil()
+
+    def _tell_skip(self, window: _Window, scale: float) -> None:
+        self._num_skips += 1
+        if not tells_skip(self._num_skips):
+            return
+        names = [state.record.name for state in window.gradients if not state.is_finite]
+        log.warning(
+            "step %d is skipped: the gradient of %s holds NaN or Inf%s%s",
+            window.step,
+            _names(names),
+            f". The loss scale was {scale:.10g} and is {self._scale.scale:.10g}"
+            if self.policy.loss_scale
+            else "",
+            f". It is the skip of number {self._num_skips}: from here on each {TELL_SKIPS_EVERY}th is told"
+            if self._num_skips >= NUM_SKIPS_TOLD
+            else "",
+        )
 
     def _update(
         self, state: RecordGradient, ticket: UpdateTicket, hypers: Hypers, *, grad_scale: float
