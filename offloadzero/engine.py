@@ -397,6 +397,12 @@ class Engine:
 
     _half_loaded: StateError | None = None  # why the states are a mixture
 
+    def _expect_open(self, call: str) -> None:
+        if self.state is EngineState.CLOSED:
+            raise StateError(
+                f"engine.{call}(): the engine of this model is closed, and its weights went with it"
+            )
+
     def _states(self) -> States:
         return States(self.module, self._runtime.records, self._runtime.weights)
 
@@ -417,8 +423,9 @@ class Engine:
             ConfigError: a tag that cannot be one, or a state that is no JSON.
             CheckpointError: `tag` or `latest` is there already and is not of this package: it is left alone; or the
                 model has parameters or buffers that cannot be in it.
-            StateError: a load did not come to its end, so the states are a mixture.
+            StateError: a load did not come to its end, so the states are a mixture; or the engine is closed.
         """
+        self._expect_open("save_checkpoint")
         directory = directory_of("save_dir", save_dir)
         if self._half_loaded is not None:
             raise self._half_loaded
@@ -477,7 +484,9 @@ class Engine:
 
         Raises:
             CheckpointError: it is not there, not whole, or does not fit the model. Nothing has changed then.
+            StateError: the engine is closed.
         """
+        self._expect_open("load_checkpoint")
         directory = directory_of("load_dir", load_dir)
         found = find_checkpoint(directory, None if tag is None else tag_text(tag))
         if found is None:
@@ -535,6 +544,7 @@ class Engine:
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
         """One safetensors file with the weights in their training dtype; a file of that name is replaced."""
+        self._expect_open("save_16bit_model")
         if self._half_loaded is not None:
             raise self._half_loaded
         save_weights(self._states(), directory_of("save_dir", save_dir) / save_filename)

@@ -437,6 +437,25 @@ def test_a_load_that_fails_half_way_is_the_end_of_the_engine(
     engine.close()
 
 
+@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
+def test_a_closed_engine_neither_loads_nor_saves(placement: str, tmp_path: Path) -> None:
+    """It says so each time, before it looks at any file."""
+    engine = small_engine(tmp_path, placement)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.close()
+    before = sorted((tmp_path / "saved").rglob("*"))
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (engine.load_checkpoint, (tmp_path / "saved",)),
+        (engine.save_checkpoint, (tmp_path / "saved", "other")),
+        (engine.load_checkpoint, (tmp_path / "nowhere",)),
+        (engine.save_16bit_model, (tmp_path / "saved",)),
+    ]
+    for call, arguments in calls:
+        with pytest.raises(StateError, match=rf"^engine\.{call.__name__}\(\): the engine .* is closed"):
+            call(*arguments)
+    assert sorted((tmp_path / "saved").rglob("*")) == before
+
+
 def test_a_file_that_changes_between_check_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = small_engine(tmp_path)
     engine.save_checkpoint(tmp_path / "saved")
