@@ -18,12 +18,14 @@ from torch import nn
 
 from offloadzero.config import (
     OffloadConfig,
+    TierName,
     load_config,
     settle_for_offload,
 )
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import uninterrupted
 from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.observe.step_report import StepReport
 from offloadzero.optim import CPUAdam
 from offloadzero.optim.overrides import KNOWN_CLASSES, overrides_text
 from offloadzero.optim.records import ParamSlot, Record
@@ -333,6 +335,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self.runtime.stepper.loss_scale
 
     cur_scale = loss_scale  # DeepSpeed's other name for it
+
+    def memory_table(self) -> str:
+        """Bytes per tier, the files on NVMe and the file engine in use."""
+        return self.runtime.memory_table()
+
+    def reserved_bytes(self) -> dict[str, int]:
+        """Bytes reserved in each tier: "device", "host", "nvme"."""
+        return {tier.value: self.runtime.reserved_bytes(tier) for tier in TierName}
+
+    def last_step_report(self) -> StepReport:
+        """Seconds of the last step and what the computation lost in which wait, as `Engine.last_step_report()`."""
+        return self.runtime.clock.last
 
     def synchronize(self) -> None:
         """Block until all updates are home; raises what failed."""

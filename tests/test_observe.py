@@ -30,6 +30,7 @@ from offloadzero.observe.monitor import StepMonitor, step_line
 from offloadzero.observe.run_dir import tracks
 from offloadzero.observe.step_report import StepReport
 from offloadzero.observe.timeline import COMPUTE, LANES, WAIT, Span, Timeline
+from tests.plain_form import engine_config, make_model, offloaded
 from tests.tiny import make_engine, settings, tokens, train
 
 # --- the timeline ------------------------------------------------------------------------------------------
@@ -553,3 +554,24 @@ def test_a_delayed_update_is_seen_as_such(tmp_path: Path) -> None:
     report = engine.last_step_report()
     engine.close()
     assert report.waits_s["update"] > 0.05
+
+
+# --- the plain form -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", ["resident", "host", "nvme", "mixed"])
+def test_the_plain_form_tells_what_an_engine_tells(placement: str, tmp_path: Path) -> None:
+    config = engine_config(placement, tmp_path, gradient_clipping=1.0)
+    engine = make_engine(config, make_model())
+    with offloaded(placement, tmp_path, gradient_clipping=1.0) as (model, optimizer):
+        assert optimizer.reserved_bytes() == engine.reserved_bytes()
+        assert sum(optimizer.reserved_bytes().values()) > 0
+        of_both = [one.memory_table().splitlines() for one in (optimizer, engine)]
+        plans = [[line for line in lines if str(tmp_path) not in line] for lines in of_both]
+        assert plans[0] == plans[1]
+        for step in range(1, 3):
+            model(tokens(step)).backward()
+            optimizer.step()
+            assert optimizer.last_step_report().step == step
+        assert optimizer.last_step_report().step_s > 0
+    engine.close()
