@@ -34,6 +34,7 @@ from offloadzero.planning.memory_plan import (
     NUM_GRAD_LEASES,
     NUM_STAGING_LEASES,
     MemoryPlan,
+    advice,
     format_bytes,
     keeps_gradients,
     plan_memory,
@@ -527,15 +528,16 @@ def _available(device: Device, *, movable_bytes: int) -> dict[TierName, int]:
 
 
 def _check_machine(plan: MemoryPlan, available: Mapping[TierName, int]) -> None:
-    needs = {tier: plan.tier_bytes(tier) for tier in (TierName.HOST, TierName.DEVICE)}
-    if TierName.DEVICE not in available:
-        needs = {TierName.HOST: sum(needs.values())}
-    for tier, needed in needs.items():
-        free = available[tier]
+    both = (TierName.HOST, TierName.DEVICE)
+    for tiers in [(tier,) for tier in both] if TierName.DEVICE in available else [both]:
+        needs = {tier: plan.tier_bytes(tier) for tier in tiers if plan.tier_bytes(tier)}
+        needed, free = sum(needs.values()), available[tiers[0]]
         if needed > free:
+            parts = " and ".join(f"{tier.value} {format_bytes(size)}" for tier, size in needs.items())
+            added = f" ({parts}: the memory of this device is the host's)" if len(needs) > 1 else ""
             raise BudgetError(
-                f"{tier.value}: {format_bytes(needed)} are needed, {format_bytes(free)} are available\n"
-                f"{plan.table()}\nWhat would make it fit: segments on a slower tier."
+                f"{tiers[0].value}: {format_bytes(needed)} are needed{added}, {format_bytes(free)} are available\n"
+                f"{plan.table()}\n{advice(plan, tiers, 'segments on a slower tier')}"
             )
 
 

@@ -186,6 +186,52 @@ def test_the_plan_is_within_the_budgets(tier: str, tmp_path: Path) -> None:
         engine.close()
 
 
+ADVICE = (
+    "What would make it fit: a smaller offloadzero.activation_checkpoints.input_bytes ({} of this are for inputs), "
+    "another offloadzero.activation_checkpoints.tier, "
+)
+
+
+@pytest.mark.parametrize(
+    ("tier", "of", "inputs"),
+    [
+        ("nvme", "host", "4.00 MiB"),
+        ("nvme", "device", "3.00 MiB"),
+        ("nvme", "nvme", f"{NUM_BLOCKS}.00 MiB"),
+        ("host", "host", f"{NUM_BLOCKS}.00 MiB"),
+        ("host", "device", "2.00 MiB"),
+    ],
+)
+def test_a_start_that_does_not_fit_names_the_key(tier: str, of: str, inputs: str, tmp_path: Path) -> None:
+    config = planned(tier, tmp_path, input_bytes="1MiB", placement="nvme")
+    config = merge(config, {"offloadzero": {"budgets": {of: "64KiB"}}})
+    with pytest.raises(BudgetError) as caught:
+        offloadzero.initialize(model=Stack(), config=config)
+    assert f"offloadzero.budgets.{of}: " in str(caught.value)
+    assert ADVICE.format(inputs) in str(caught.value)
+
+
+def test_a_start_that_the_machine_cannot_hold_says_what_was_added_up(tmp_path: Path) -> None:
+    with pytest.raises(BudgetError) as caught:
+        offloadzero.initialize(model=Stack(), config=planned("host", tmp_path, input_bytes="1TiB"))
+    text = str(caught.value)
+    assert text.startswith(
+        f"host: {NUM_BLOCKS + 2}.00 TiB are needed (host {NUM_BLOCKS}.00 TiB and device 2.00 TiB: the memory of this "
+        "device is the host's), "
+    )
+    assert ADVICE.format(f"{NUM_BLOCKS + 2}.00 TiB") in text
+
+
+@pytest.mark.parametrize("of", ["device", "host", "nvme"])
+def test_a_start_without_the_key_does_not_name_it(of: str, tmp_path: Path) -> None:
+    config = config_with("nvme", tmp_path, placement="nvme")
+    with pytest.raises(BudgetError, match="What would make it fit: ") as caught:
+        offloadzero.initialize(
+            model=Stack(), config=merge(config, {"offloadzero": {"budgets": {of: "4KiB"}}})
+        )
+    assert "input_bytes" not in str(caught.value)
+
+
 def test_the_key_is_for_inputs_that_move() -> None:
     block = {"activation_checkpoints": {"input_bytes": "1MiB"}}
     with pytest.raises(ConfigError, match=r'activation_checkpoints\.input_bytes .*"tier" is device'):

@@ -18,6 +18,7 @@ NUM_GRAD_LEASES = 2  # one being filled by backward, one on its way
 NUM_GRAD_STAGING = 3  # one being copied to, one being added, one that backward takes without a wait
 NUM_STAGING_LEASES = 2  # one being read from a file, one being copied to the device
 NUM_INPUT_STAGING = 2  # buffers in each direction between device and file, for inputs of checkpointed units
+INPUT_BYTES_KEY = "offloadzero.activation_checkpoints.input_bytes"
 INPUTS_AHEAD = {TierName.HOST: 1, TierName.NVME: 2}  # calls whose inputs are fetched ahead, by their tier
 
 Placement = Mapping[tuple[int, SegmentKind], TierName]
@@ -41,6 +42,10 @@ class InputPlan:
     device: int  # where they come back to
     host: int
     nvme: int
+
+    def tier_bytes(self, tier: TierName) -> int:
+        """What inputs take in `tier`."""
+        return {TierName.DEVICE: self.device, TierName.HOST: self.host, TierName.NVME: self.nvme}[tier]
 
 
 @dataclass(frozen=True)
@@ -458,15 +463,24 @@ def _check_budgets(plan: MemoryPlan, config: OffloadConfig) -> None:
             raise BudgetError(
                 f"offloadzero.budgets.{tier.value}: {format_bytes(needed)} are needed, "
                 f"{format_bytes(budget)} are allowed ({format_bytes(needed - budget)} short).\n"
-                f"{plan.table()}\n{_advice(tier)}"
+                f"{plan.table()}\n{advice(plan, [tier], _ADVICE[tier])}"
             )
 
 
-def _advice(tier: TierName) -> str:
-    return {
-        TierName.DEVICE: "What would make it fit: parameters or states on host or nvme, smaller units "
-        "(offloadzero.units.patterns), or a larger budget.",
-        TierName.HOST: "What would make it fit: segments on nvme, a smaller offloadzero.update.chunk_elements, "
-        "smaller units, or a larger budget.",
-        TierName.NVME: "What would make it fit: segments on host, or a larger budget.",
-    }[tier]
+_ADVICE = {
+    TierName.DEVICE: "parameters or states on host or nvme, smaller units (offloadzero.units.patterns), "
+    "or a larger budget",
+    TierName.HOST: "segments on nvme, a smaller offloadzero.update.chunk_elements, smaller units, "
+    "or a larger budget",
+    TierName.NVME: "segments on host, or a larger budget",
+}
+
+
+def advice(plan: MemoryPlan, tiers: Iterable[TierName], others: str) -> str:
+    """What to change where `tiers` hold too much: the inputs of checkpointed units before all `others`."""
+    taken = sum(plan.inputs.tier_bytes(tier) for tier in tiers) if plan.inputs is not None else 0
+    of_inputs = (
+        f"a smaller {INPUT_BYTES_KEY} ({format_bytes(taken)} of this are for inputs), "
+        "another offloadzero.activation_checkpoints.tier, "
+    )
+    return f"What would make it fit: {of_inputs if taken else ''}{others}."

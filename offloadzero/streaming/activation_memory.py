@@ -24,11 +24,9 @@ from offloadzero.config import TierName
 from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import Arena, Lease, align_up, allocate_host
 from offloadzero.memory.lanes import Accelerator
-from offloadzero.planning.memory_plan import format_bytes
+from offloadzero.planning.memory_plan import INPUT_BYTES_KEY, format_bytes
 from offloadzero.planning.probe import available_host_bytes
 from offloadzero.torch_private import storage_use_count, with_own_storage
-
-INPUT_BYTES_KEY = "offloadzero.activation_checkpoints.input_bytes"
 
 
 @dataclass(frozen=True, eq=False)
