@@ -6,13 +6,14 @@ import itertools
 import json
 import logging
 import random
+import re
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -300,6 +301,39 @@ def test_records_hold_losses_waits_and_the_bytes_of_the_drive(tmp_path: Path, cl
     description = json.loads((run_dir / "run.json").read_text())
     for tier, lines in description["tiers"].items():
         assert sum(line["num_bytes"] for line in lines) == engine.reserved_bytes()[tier]
+
+
+DOCUMENTED = (Path(__file__).resolve().parent.parent / "docs" / "observe.md").read_text()
+
+
+def documented_fields() -> dict[str, str]:
+    """Field -> its meaning, of the table in docs/observe.md."""
+    table = DOCUMENTED.partition("One line of `steps.jsonl`:")[2].partition("A step's line")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
+    return {name.strip(" `"): row[1].strip() for row in rows for name in row[0].split(",")}
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_record_has_the_fields_of_the_document(
+    is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_full:
+        monkeypatch.setitem(cast(Any, Timeline.__init__).__kwdefaults__, "max_spans", 4)
+    engine = make_engine(observed(tmp_path, tmp_path / "run"))
+    train(engine, num_steps=2)
+    engine.close()
+    always = {name for name, text in documented_fields().items() if "only in" not in text}
+    for record in records_of(tmp_path / "run"):
+        assert set(record) == (set(documented_fields()) if is_full else always)
+
+
+def test_the_lanes_of_the_cpu_are_those_of_the_document(tmp_path: Path) -> None:
+    """The document names them in a sentence; a lane that it leaves out is none, one that it names is there."""
+    engine = make_engine(observed(tmp_path, tmp_path / "run"))
+    train(engine, num_steps=3)
+    engine.close()
+    sentence = DOCUMENTED.partition("With the CPU as the device `lanes_s` has ")[2].partition(":")[0]
+    assert set(re.findall(r"`([^`]+)`", sentence)) == set(records_of(tmp_path / "run")[-1]["lanes_s"])
 
 
 def test_micro_batches_give_the_mean_loss_and_a_restart_appends(tmp_path: Path) -> None:
