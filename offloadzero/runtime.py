@@ -308,14 +308,14 @@ class Runtime:
             lines.append(f"placement auto: {describe_placement(self.records, self.plan.placement)}")
         if self.store.nvme is not None:
             lines += [f"    {path}  {format_bytes(size)}" for path, size in self.store.nvme.files]
-            lines.append(f"    file engine: {self.store.nvme.description}")
+            lines.append(f"    file engine of parameters and states: {self.store.nvme.description}")
         for tier, size in (self.activations.reserved() if self.activations is not None else {}).items():
             lines.append(
                 f"{tier.value:<8}{format_bytes(size):>12}  activation checkpoints so far, beside the plan"
             )
         for_inputs = self.activations.file_engine() if self.activations is not None else None
         if for_inputs is not None:
-            lines.append(f"    file engine: {for_inputs}")
+            lines.append(f"    file engine of activation checkpoints: {for_inputs}")
         return "\n".join(lines)
 
     def _description(self) -> dict[str, object]:

@@ -111,6 +111,23 @@ def test_what_is_taken_beside_the_plan_is_told(
     engine.close()
 
 
+def test_each_file_engine_says_what_it_is_of(tmp_path: Path) -> None:
+    engine = make_planned("nvme", tmp_path, placement="nvme")
+
+    def lines() -> list[str]:
+        return [line.strip() for line in engine.memory_table().splitlines() if "file engine" in line]
+
+    of_states, of_inputs = lines()
+    assert of_states.startswith("file engine of parameters and states: ")
+    assert of_inputs.startswith("file engine of activation checkpoints: ")
+    assert of_inputs.endswith("; no buffers so far")
+    loop(engine)
+    assert lines()[0] == of_states
+    assert lines()[1].startswith("file engine of activation checkpoints: ")
+    assert "no buffers" not in lines()[1]
+    engine.close()
+
+
 def activations_ahead(engine: Any) -> int:
     return int(engine.optimizer.runtime.activations._home.num_ahead)
 

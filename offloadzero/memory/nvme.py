@@ -229,7 +229,7 @@ class NvmeTier:
         done = sum(entry.num_bytes for entry in entries)
         asked = sum(entry.asked_bytes for entry in entries)
         if done == asked:
-            return f"buffers registered ({done:,} bytes)" if done else "no buffers"
+            return f"buffers registered ({done:,} bytes)" if done else "no buffers so far"
         reasons = "; ".join(sorted({e.reason for e in entries if e.num_bytes < e.asked_bytes}))
         how_much = f"{done:,} of {asked:,} bytes of buffers registered" if done else "buffers not registered"
         return f"{how_much} ({reasons})"
