@@ -26,7 +26,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "benchmarks")]
 import gpu_machine  # noqa: E402
 import gpu_report  # noqa: E402
 import gpu_tests  # noqa: E402
+from arguments import read_count, read_gib  # noqa: E402
 from gpu_process import Deadline, Finished, end_with_signals, run_process  # noqa: E402
 
 PARTS = ("build", "tests", "rates", "gpu-tests", "device", "host", "auto", "nvme", "compact", "report")
@@ -85,6 +86,7 @@ class Part:
         self.name = name
         self.args = args
         self.deadline = Deadline(min(args.part_time_s, MAX_PART_S))
+        args.out.mkdir(parents=True, exist_ok=True)
         self.log = args.out / f"{name}.log"
         self.log.write_text("")
         self._start_s = time.monotonic()
@@ -355,9 +357,13 @@ def run_all(args: argparse.Namespace) -> int:
         worst = max(worst, status)
         if status in (MISSING, NO_CUDA):
             break
-    if "report" in args.parts or len(args.parts) > 1:
-        print(gpu_report.write_report(args.out, list(WORK)))
-        print(f"{args.out}/report.md and report.json: {PHRASES[worst]}")
+    if "report" not in args.parts and len(args.parts) == 1:
+        return worst
+    if not gpu_report.load_parts(args.out, list(WORK)):
+        print(f"gpu.sh: error: no part has left anything in {args.out}", file=sys.stderr)
+        return max(worst, MISSING)
+    print(gpu_report.write_report(args.out, list(WORK)))
+    print(f"{args.out}/report.md and report.json: {PHRASES[worst]}")
     return worst
 
 
@@ -367,18 +373,6 @@ PHRASES = {
     MISSING: "something is missing here",
     NO_CUDA: "all that needs no CUDA device is done, the rest is not",
 }
-
-
-def read_count(text: str) -> int:
-    """`20M`, `7.2B` or a number."""
-    units = {"K": 10**3, "M": 10**6, "B": 10**9}
-    unit = units.get(text[-1:].upper())
-    return int(text) if unit is None else int(float(text[:-1]) * unit)
-
-
-def read_gib(text: str) -> int:
-    """`110GiB` or a number of bytes."""
-    return int(float(text[:-3]) * gpu_machine.GIB) if text.endswith("GiB") else int(text)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -414,13 +408,30 @@ def parse_arguments() -> argparse.Namespace:
     args.batch_size = args.batch_size or (1 if on_cpu else 8)
     args.seq_len = args.seq_len or (64 if on_cpu else 2048)
     args.nvme_dir = args.nvme_dir.resolve()
+    args.out = args.out if args.out.is_absolute() else ROOT / args.out
+    for wrong in wrong_values(args):
+        parser.error(wrong)
     return args
+
+
+def wrong_values(args: argparse.Namespace) -> Iterator[str]:
+    """What no run could take: said before the first part, which may take minutes."""
+    if {"rates", *RUNS} & set(args.parts) and not args.nvme_dir.is_dir():
+        yield f"--nvme-dir: {args.nvme_dir} is not a directory"
+    if set(RUNS) & set(args.parts) and not gpu_machine.missing_to_run():
+        from llama_model import size_with
+
+        for option in ("parameters", "largest"):
+            try:
+                if getattr(args, option) is not None:
+                    size_with(getattr(args, option))
+            except ValueError as error:
+                yield f"--{option}: {error}"
 
 
 def main() -> int:
     args = parse_arguments()
     os.chdir(ROOT)
-    args.out.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ["PYTHONUNBUFFERED"] = "1"

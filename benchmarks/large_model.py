@@ -22,25 +22,20 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
+from arguments import read_count  # noqa: E402
 from llama_model import SIZES, Llama, LlamaSize, size_with  # noqa: E402
 from torch import nn  # noqa: E402
 
 import offloadzero  # noqa: E402
 from offloadzero.config.parse import read_num_bytes  # noqa: E402
+from offloadzero.errors import BudgetError  # noqa: E402
 
 NUM_WARMUP_STEPS = 2
 TILE_ELEMENTS = 1 << 20
 ZERO_DEVICES = {"host": "cpu", "nvme": "nvme"}
-COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
-
-
-def read_count(text: str) -> int:
-    """`20M`, `7.2B` or a number."""
-    unit = text[-1:].upper()
-    return int(float(text[:-1]) * COUNTS[unit]) if unit in COUNTS and unit else int(text)
 
 
 def config(args: argparse.Namespace, directory: str) -> dict[str, Any]:
@@ -222,6 +217,10 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(given)
     if args.steps <= NUM_WARMUP_STEPS:
         parser.error(f"--steps: at least {NUM_WARMUP_STEPS + 1}, the first {NUM_WARMUP_STEPS} are left out")
+    try:
+        model_size(args)
+    except ValueError as error:
+        parser.error(f"--parameters: {error}")
     if args.host_update_ratio < 1 and args.placement not in ZERO_DEVICES:
         parser.error(f"--host-update-ratio: with --placement {' or '.join(ZERO_DEVICES)}")
     return args
@@ -230,7 +229,10 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     with tempfile.TemporaryDirectory(dir=args.nvme_dir, prefix="large-model-") as directory:
-        print(json.dumps(run(args, directory), indent=1))
+        try:
+            print(json.dumps(run(args, directory), indent=1))
+        except BudgetError as error:
+            sys.exit(f"large_model.py: error: {error}")
 
 
 if __name__ == "__main__":

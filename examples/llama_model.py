@@ -43,7 +43,9 @@ def size_with(max_params: int) -> LlamaSize:
     sizes = (_sized(width, max_params) for width in range(64, 16384, 64))
     fitting = [size for size in sizes if size is not None]
     if not fitting:
-        raise ValueError(f"no size has {max_params:,} parameters or less")
+        raise ValueError(
+            f"no size has {max_params:,} parameters or a little less; for all from 800K to 600B there is one"
+        )
     return max(fitting, key=num_params)
 
 

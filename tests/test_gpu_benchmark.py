@@ -158,6 +158,60 @@ def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
     assert "no such part: hots; the parts are build, tests" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nvme", "--parameters", "2X"], "argument --parameters: '2X': a positive number, K, M or B behind it: 20M"),
+        (["nvme", "--parameters", "-1"], "argument --parameters: '-1': a positive number, K, M or B behind it"),
+        (["nvme", "--parameters", "infB"], "argument --parameters: 'infB': a positive number"),
+        (["nvme", "--parameters", "900B"], "--parameters: no size has 900,000,000,000 parameters or a little less"),
+        (["nvme", "--largest", "1"], "--largest: no size has 1 parameters or a little less"),
+        (["nvme", "--memory", "110GB"], "argument --memory: '110GB': a positive number, GiB behind it or bytes"),
+        (["nvme", "--nvme-dir", "nowhere"], "--nvme-dir: {}/nowhere is not a directory"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_one_line(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    arguments = [str(tmp_path / given) if given == "nowhere" else given for given in arguments]
+    with pytest.raises(SystemExit) as caught:
+        main_of(monkeypatch, *arguments, "--device", "cpu", "--out", str(out))
+    assert caught.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"gpu.sh: error: {words.format(tmp_path)}")
+    assert not out.exists()
+
+
+def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
+    done = run_gpu("report", "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert done.stderr == f"gpu.sh: error: no part has left anything in {tmp_path / 'out'}\n"
+    assert done.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_does_not_fit_is_no_traceback(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "large_model.py"),
+        "--device",
+        "cpu",
+        "--parameters",
+        "300K",
+    ]
+    command += ["--host-budget", "4096", "--nvme-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("large_model.py: error: offloadzero.budgets.host: ")
+    assert "Traceback" not in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
 # --- building ---
 
 
