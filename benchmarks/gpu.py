@@ -343,9 +343,27 @@ def run_part(name: str, args: argparse.Namespace) -> int:
     return OK if is_good else FAILED
 
 
+def device_line(args: argparse.Namespace) -> str:
+    """What device there is, and what will not be run: said before parts that need none take their minutes."""
+    if args.device == "cpu":
+        rest = "gpu-tests will not be run" if "gpu-tests" in args.parts else "all parts are run"
+        return f"the CPU is the device, as --device cpu asks: {rest}"
+    reason = gpu_machine.why_no_cuda()
+    if reason is None:
+        return f"CUDA device: {gpu_machine.cuda_name()}"
+    left_out = [name for name in args.parts if name in NEED_CUDA]
+    if not left_out:
+        return f"no CUDA device ({reason}): what is asked for needs none"
+    on_cpu = ", ".join(name for name in left_out if name in RUNS)
+    advice = f"; --device cpu runs {on_cpu} on the CPU" if on_cpu else ""
+    return f"no CUDA device ({reason}): {', '.join(left_out)} will not be run{advice}"
+
+
 def run_all(args: argparse.Namespace) -> int:
     """The worst status. Without a device, or without what all parts need, the others are not tried."""
     worst = OK
+    if args.parts != ["report"] and not gpu_machine.missing_to_run():
+        print(device_line(args), flush=True)
     for name in args.parts:
         if name == "report":
             continue

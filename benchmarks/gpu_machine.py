@@ -97,6 +97,11 @@ def why_no_cuda() -> str | None:
     return f"torch {torch.__version__} finds none"
 
 
+def cuda_name() -> str:
+    """Of the CUDA device that there is."""
+    return str(importlib.import_module("torch").cuda.get_device_name())
+
+
 def link() -> dict[str, str]:
     """What nvidia-smi says of the link to the device, where it is."""
     fields = "pcie.link.gen.max,pcie.link.width.max,driver_version"

@@ -152,6 +152,43 @@ def test_without_a_device_it_says_so_and_keeps_what_is_done(tmp_path: Path) -> N
     assert "build: failed" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason", "line"),
+    [
+        (["build", "host"], None, "CUDA device: a device"),
+        (["build", "host"], "there is none", "no CUDA device (there is none): host will not be run"),
+        (["build", "tests"], "there is none", "no CUDA device (there is none): what is asked for needs none"),
+        (
+            [],
+            "there is none",
+            "no CUDA device (there is none): gpu-tests, device, host, auto, nvme, compact will not be run; "
+            "--device cpu runs device, host, auto, nvme, compact on the CPU",
+        ),
+        (
+            ["gpu-tests", "host", "--device", "cpu"],
+            None,
+            "the CPU is the device, as --device cpu asks: gpu-tests will not be run",
+        ),
+    ],
+)
+def test_its_first_line_says_what_device_there_is(
+    arguments: list[str],
+    reason: str | None,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gpu, machine = module("gpu"), module("gpu_machine")
+    monkeypatch.setattr(machine, "why_no_cuda", lambda: reason)
+    monkeypatch.setattr(machine, "cuda_name", lambda: "a device")
+    monkeypatch.setattr(gpu, "run_part", lambda name, _: print(f"== {name}") or gpu.OK)
+    main_of(monkeypatch, *arguments, "--out", str(tmp_path))
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(line)
+    assert said[1].startswith("== ")
+
+
 def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
     done = run_gpu("hots", "--out", str(tmp_path))
     assert done.returncode == 2
