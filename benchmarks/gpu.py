@@ -94,7 +94,7 @@ class Part:
             "part": name,
             "status": "not finished",
             "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": describe_machine(),
+            "machine": describe_machine(args.device),
         }
 
     def save(self, **found: Any) -> None:
@@ -112,10 +112,10 @@ class Part:
         return done
 
 
-def describe_machine() -> dict[str, Any]:
-    """For the report."""
+def describe_machine(device: str) -> dict[str, Any]:
+    """For the report. `device` is what was asked for."""
     torch = sys.modules.get("torch")
-    on_cuda = torch is not None and torch.cuda.is_available()
+    on_cuda = torch is not None and device != "cpu" and torch.cuda.is_available()
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "device": torch.cuda.get_device_name() if torch is not None and on_cuda else "cpu",

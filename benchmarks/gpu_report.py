@@ -8,11 +8,17 @@ computation and the updates share its cores, and `cores` (CPU seconds over their
 The overlap that the run reports of itself takes its own computation in place of the baseline's: the step less the time
 for which the stream stood still. Where it is higher than the overlap, the computation itself is slower than resident:
 launches, copies that share the device's memory, kernels of the library.
+
+[Note: several machines]
+Parts are run one by one, into one folder, and may be of different machines or devices. Each kind of machine gets a
+letter, which stands behind the names of its parts and runs. A run is compared with the baseline of its own machine
+alone: without one it has neither T_compute nor a share of it.
 """
 
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +27,7 @@ BASELINE_PART = "device"
 OWN_COMPUTE = "compute"  # of the run itself: the step less its named waits
 BASELINE_COMPUTE = "T_compute"
 GIB = 1 << 30
+VARYING = ("date", "host memory available")  # of one machine
 
 
 def load_parts(folder: Path, names: Sequence[str]) -> dict[str, Any]:
@@ -38,23 +45,69 @@ def load_parts(folder: Path, names: Sequence[str]) -> dict[str, Any]:
 
 
 def finished_runs(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of all parts, in order, failed ones included."""
+    """Of all parts, in order, failed ones included; `machine` is the letter of theirs."""
+    letters = machine_letters(parts)
     return [
-        {"part": name, **run}
+        {"part": name, "machine": letters[name], **run}
         for name, part in parts.items()
         if name != "report"
         for run in part.get("runs", ())
     ]
 
 
-def baseline_flops(runs: Sequence[Mapping[str, Any]]) -> float | None:
-    """FLOPs per second of the fastest device-resident run; None without one."""
-    rates = [
-        run["result"]["flops_per_step"] / run["result"]["median_step_s"]
-        for run in runs
-        if run["part"] == BASELINE_PART and run.get("result")
+def machine_key(part: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Equal where parts are of one machine; empty where a part does not say."""
+    machine = part.get("machine", {})
+    return tuple((name, value) for name, value in machine.items() if name not in VARYING)
+
+
+def machine_letters(parts: Mapping[str, Any]) -> dict[str, str]:
+    """Part -> "A", "B", ... : [Note: several machines]. "" where there is one machine, or a part does not say."""
+    keys = list(dict.fromkeys(key for key in map(machine_key, parts.values()) if key))
+    if len(keys) < 2:
+        return dict.fromkeys(parts, "")
+    letters = {key: string.ascii_uppercase[number % 26] for number, key in enumerate(keys)}
+    return {name: letters.get(machine_key(part), "") for name, part in parts.items()}
+
+
+def marked(name: str, letter: str) -> str:
+    """For people."""
+    return f"{name} [{letter}]" if letter else name
+
+
+def machine_lines(parts: Mapping[str, Any], letters: Mapping[str, str]) -> list[str]:
+    """The machine, or under its letter each of them, with its parts."""
+    machines = {letters[name]: part["machine"] for name, part in reversed(parts.items()) if "machine" in part}
+    if len(machines) < 2:
+        return [f"- {key}: {value}" for machine in machines.values() for key, value in machine.items()]
+    lines = ["The parts are of different machines; runs are compared within one."]
+    for letter in sorted(machines):
+        lines += ["", f"Machine {letter}: {', '.join(name for name in parts if letters[name] == letter)}", ""]
+        lines += [f"- {key}: {value}" for key, value in machines[letter].items()]
+    return [*lines, ""]
+
+
+def flops_rate(run: Mapping[str, Any]) -> float:
+    """FLOPs per second."""
+    return float(run["result"]["flops_per_step"] / run["result"]["median_step_s"])
+
+
+def baseline(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The fastest device-resident run; None without one."""
+    found = [run for run in runs if run["part"] == BASELINE_PART and run.get("result")]
+    return max(found, key=flops_rate, default=None)
+
+
+def baseline_lines(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which run "of device-resident" and T_compute are taken from."""
+    found = baseline(runs)
+    if found is None:
+        return []
+    name = marked(found["name"], found["machine"])
+    return [
+        "",
+        f"The baseline of T_compute and of device-resident is the fastest run of the part device: {name}.",
     ]
-    return max(rates, default=None)
 
 
 def bound(result: Mapping[str, Any], flops_per_s: float | None) -> tuple[str, float] | None:
@@ -70,9 +123,10 @@ def bound(result: Mapping[str, Any], flops_per_s: float | None) -> tuple[str, fl
 
 def with_bounds(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The runs, those with figures with their bound and how near they came."""
-    flops_per_s = baseline_flops(runs)
     found = []
     for run in runs:
+        fastest = baseline([other for other in runs if other["machine"] == run["machine"]])
+        flops_per_s = None if fastest is None else flops_rate(fastest)
         entry = dict(run)
         if run.get("result"):
             result = run["result"]
@@ -95,12 +149,12 @@ COLUMNS = (
 def run_row(run: Mapping[str, Any]) -> list[str]:
     """The cells of one run; one without figures says why."""
     if not run.get("result"):
-        return [run["name"], "", run["status"], *[""] * (len(COLUMNS) - 3)]
+        return [marked(run["name"], run["machine"]), "", run["status"], *[""] * (len(COLUMNS) - 3)]
     result = run["result"]
     waits = max(result["waits_s"].items(), key=lambda item: item[1], default=("none", 0.0))
     reserved = result["reserved_bytes"]
     return [
-        run["name"],
+        marked(run["name"], run["machine"]),
         f"{result['num_params'] / 1e9:.2f}B"
         if result["num_params"] >= 1e8
         else f"{result['num_params'] / 1e6:.1f}M",
@@ -130,15 +184,13 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> lis
 
 def test_lines(parts: Mapping[str, Any]) -> list[str]:
     """One line per part with tests, and the names of the files that did not pass."""
-    lines = []
+    lines, letters = [], machine_letters(parts)
     for name in ("tests", "gpu-tests"):
         found = parts.get(name, {}).get("tests")
         if found is None:
             continue
-        lines.append(
-            f"- {name}: {found['num_tests']} tests in {len(found['files'])} files, {found['num_failed']} failed, "
-            f"{found['num_skipped']} skipped"
-        )
+        counts = f"{found['num_tests']} tests in {len(found['files'])} files, {found['num_failed']} failed"
+        lines.append(f"- {marked(name, letters[name])}: {counts}, {found['num_skipped']} skipped")
         for file in found["files"]:
             if file["status"] != "passed":
                 reason = file["output"] if file["status"] == "left out" else ""
@@ -148,10 +200,10 @@ def test_lines(parts: Mapping[str, Any]) -> list[str]:
 
 def rate_lines(parts: Mapping[str, Any]) -> list[str]:
     """The tables of the part `rates`, as its commands print them."""
-    lines = []
+    lines, letter = [], machine_letters(parts).get("rates", "")
     for entry in parts.get("rates", {}).get("commands", ()):
         text = entry["text"].rstrip() if entry["status"] == "ok" else entry["status"]
-        lines += ["", f"{entry['name']}:", "", "```", *text.splitlines(), "```"]
+        lines += ["", f"{marked(entry['name'], letter)}:", "", "```", *text.splitlines(), "```"]
     return lines
 
 
@@ -161,12 +213,18 @@ def write_report(folder: Path, names: Sequence[str]) -> str:
     runs = with_bounds(finished_runs(parts))
     report = {"format": "offloadzero.gpu", "format_version": 1, "runs": runs}
     report |= {"parts": {name: {**part, "runs": None} for name, part in parts.items()}}
-    machine = next((part["machine"] for part in parts.values() if "machine" in part), {})
-    lines = ["# GPU run", "", *(f"- {key}: {value}" for key, value in machine.items())]
-    lines += [f"- {name}: {part['status']}" for name, part in parts.items() if part.get("status") != "ok"]
+    letters = machine_letters(parts)
+    lines = ["# GPU run", "", *machine_lines(parts, letters)]
+    lines += [
+        f"- {marked(name, letters[name])}: {part['status']}"
+        for name, part in parts.items()
+        if part.get("status") != "ok"
+    ]
     lines += test_lines(parts)
     if runs:
         lines += ["", *markdown_table(COLUMNS, [run_row(run) for run in runs])]
+        for letter in dict.fromkeys(letters.values()):
+            lines += baseline_lines([run for run in runs if run["machine"] == letter])
     lines += rate_lines(parts)
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     text = "\n".join(lines) + "\n"

@@ -414,6 +414,54 @@ def test_the_bound_is_the_slowest_lane_or_the_baseline(tmp_path: Path) -> None:
     assert cells[-4:-1] == ["1.00", "3.00", "0.00"]
 
 
+def machine_of(device: str, **others: Any) -> dict[str, Any]:
+    return {"date": "2026-01-01", "device": device, "torch": "2.13.0", "cores": 8, **others}
+
+
+def report_of(tmp_path: Path, machines: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """Text and JSON; each part has one run of its own name, of 1, 2, ... seconds."""
+    for number, (name, machine) in enumerate(machines.items(), 1):
+        run = {"name": name, "status": "ok", "result": result(float(number), 8e15, compute=0.5)}
+        part = {"part": name, "status": "ok", "machine": machine, "runs": [run]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(part))
+    text = module("gpu_report").write_report(tmp_path, list(machines))
+    return text, json.loads((tmp_path / "report.json").read_text())
+
+
+def test_machines_are_told_apart(tmp_path: Path) -> None:
+    machines = {
+        "device": machine_of("H200"),
+        "host": machine_of("cpu"),
+        "nvme": machine_of("H200", date="other"),
+    }
+    text, written = report_of(tmp_path, machines)
+    names = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")][2:]
+    assert names == ["device [A]", "host [B]", "nvme [A]"]
+    header = text.partition("|")[0]
+    first, second = header.index("Machine A: device, nvme\n"), header.index("Machine B: host\n")
+    assert first < header.index("- device: H200") < second < header.index("- device: cpu")
+    # Another machine's baseline is none.
+    device, host, nvme = written["runs"]
+    assert "of_device_resident" not in host
+    assert "bound_s" not in host
+    assert (device["of_device_resident"], nvme["of_device_resident"]) == (1.0, pytest.approx(1 / 3))
+    assert "the fastest run of the part device: device [A]." in text
+
+
+def test_one_machine_has_no_letter_and_its_baseline_is_named(tmp_path: Path) -> None:
+    later = {"date": "2026-01-02", "host memory available": "3 GiB"}
+    text, _ = report_of(tmp_path, {"device": machine_of("H200"), "host": machine_of("H200", **later)})
+    names = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")][2:]
+    assert names == ["device", "host"]
+    assert "Machine" not in text
+    assert text.count("- device: H200") == 1
+    assert "- date: 2026-01-01" in text
+    assert (
+        "The baseline of T_compute and of device-resident is the fastest run of the part device: device."
+        in text
+    )
+
+
 def test_where_the_device_is_the_cpu_its_cores_take_the_place_of_the_baseline() -> None:
     bound = module("gpu_report").bound
     assert bound(result(2.0, 8e15, compute=1.9, cores=1.5, **{"nvme read": 1.0}), 1e15) == ("cores", 1.5)
