@@ -72,7 +72,7 @@ gpu-test: $(STAMPS)/native $(STAMPS)/dev
 	$(BIN)/python -m pytest -m gpu
 
 # Everything that needs a CUDA device, with the python3 that there is; nothing is installed. `make gpu GPU=host` for one
-# part, `make gpu GPU="nvme --device cpu --parameters 20M"` on the CPU, `make gpu GPU=--help` for all.
+# part, `make gpu GPU="nvme --device cpu --parameters 20M --out runs/cpu"` on the CPU, `make gpu GPU=--help` for all.
 GPU ?=
 
 gpu:

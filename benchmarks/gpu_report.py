@@ -106,7 +106,7 @@ def baseline_lines(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     name = marked(found["name"], found["machine"])
     return [
         "",
-        f"The baseline of T_compute and of device-resident is the fastest run of the part device: {name}.",
+        f"T_compute and 'of device-resident' are by the fastest run of the part device: {name}.",
     ]
 
 
