@@ -198,6 +198,37 @@ def test_data_of_a_gradient_that_is_no_longer_worn(tmp_path: Path) -> None:
         assert torch.equal(p.grad.clone(), expected)
 
 
+@pytest.mark.parametrize("is_worn_again", [False, True])
+def test_other_memory_of_a_dropped_gradient_is_not_the_next_one(is_worn_again: bool, tmp_path: Path) -> None:
+    """Whether the tensor is let go, or assigned as any other tensor is."""
+    plain = make_model()
+    plain_optimizer = make_optimizer(plain)
+    with offloaded("mixed", tmp_path) as (model, optimizer):
+        for each, own in ((plain, plain_optimizer), (model, optimizer)):
+            p = each.blocks[0].up.weight
+            for seed in range(2):
+                each(tokens(seed)).backward()
+                kept, p.grad = p.grad, None
+                kept.data = torch.full(p.shape, 0.01)
+                if is_worn_again:
+                    p.grad = kept
+                else:
+                    del kept
+                    each.zero_grad()
+                for micro in range(2):
+                    each(tokens(10 * seed + micro)).backward()
+                clip(each)
+                own.step()
+                if is_worn_again:
+                    p.grad = None
+                    kept.data = torch.full(p.shape, 0.02)
+                    p.grad = kept
+                    own.step()
+                own.zero_grad()
+        for name, value in final_weights(plain).items():
+            torch.testing.assert_close(model.state_dict()[name], value)
+
+
 def test_copies_are_ordinary_tensors(tmp_path: Path) -> None:
     with offloaded("nvme", tmp_path) as (model, _):
         model(tokens(0)).backward()

@@ -71,6 +71,9 @@ class GradientSource(Source, Protocol):
     def is_worn(self, tensor: Tensor) -> bool:
         """Whether `tensor` is the parameter's `grad`."""
 
+    def left_by(self, tensor: Tensor) -> None:
+        """`tensor` stands for this no more."""
+
 
 class _OtherMemory(FixedSource):
     """What a gradient tensor stands for that was given other memory: it is nobody's gradient any more."""
@@ -91,6 +94,9 @@ class _OtherMemory(FixedSource):
 
     def is_worn(self, tensor: Tensor) -> bool:  # noqa: ARG002
         return False
+
+    def left_by(self, tensor: Tensor) -> None:
+        """Nobody keeps a tensor for it."""
 
 
 class GradientTensor(RemoteTensor):
@@ -134,8 +140,10 @@ class GradientTensor(RemoteTensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         """The parameter's own gradient takes the value over; any other tensor looks at other memory from now on."""
-        if not self._source.is_worn(self):
+        source = self._source
+        if not source.is_worn(self):
             self._look_at(value)
+            source.left_by(self)
             return
         self._expect_alike(value)
         with torch.no_grad():

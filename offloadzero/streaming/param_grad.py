@@ -59,7 +59,7 @@ class Contribution(NamedTuple):
 class ParamGradient:
     """The gradient of one parameter until it is dropped: a GradientSource.
 
-    It holds neither parameter nor engine: `param.grad` is an edge that Python's collector does not see.
+    It holds neither parameter nor handle nor engine: `param.grad` is an edge that Python's collector does not see.
     """
 
     __slots__ = (
@@ -67,6 +67,7 @@ class ParamGradient:
         "contribution",
         "device",
         "dtype",
+        "handle",
         "index",
         "is_dropped",
         "name",
@@ -75,8 +76,17 @@ class ParamGradient:
         "taken_in",
     )
 
-    def __init__(self, access: GradientAccess, record: Record, slot: ParamSlot, device: torch.device) -> None:
+    def __init__(
+        self,
+        access: GradientAccess,
+        handle: GradientHandle,
+        *,
+        record: Record,
+        slot: ParamSlot,
+        device: torch.device,
+    ) -> None:
         self._access = weakref.ref(access)
+        self.handle = weakref.ref(handle)
         self.index = (record.index, slot.index)
         self.name = f"{slot.name}.grad"
         self.shape = slot.shape
@@ -129,20 +139,26 @@ class ParamGradient:
         access = self._access()
         return access is not None and not self.is_dropped and access.is_worn(self, tensor)
 
+    def left_by(self, tensor: Tensor) -> None:
+        """`tensor` was given other memory: the parameter must not wear it for this gradient."""
+        handle = self.handle()
+        if handle is not None and handle.tensor is tensor:
+            handle.tensor = GradientTensor(self)
+
 
 class GradientHandle:
-    """A parameter's gradient tensor, and whether it is the one that the parameter wears."""
+    """A parameter's gradient tensor, which stands for `source` always, and whether the parameter wears it."""
 
-    __slots__ = ("_make", "param", "slot", "source", "tensor")
+    __slots__ = ("__weakref__", "_make", "param", "slot", "source", "tensor")
 
-    def __init__(self, slot: ParamSlot, make: Callable[[], ParamGradient]) -> None:
+    def __init__(self, slot: ParamSlot, make: Callable[[GradientHandle], ParamGradient]) -> None:
         self.slot = slot
         self.param = slot.param
         self._make = make
         self._renew()
 
     def _renew(self) -> None:
-        self.source = self._make()
+        self.source = self._make(self)
         self.tensor = GradientTensor(self.source)
 
     def is_own(self, grad: Tensor | None) -> bool:
@@ -202,7 +218,10 @@ class GradientAccess:
         """A new handle for each trainable slot."""
 
         def handle(slot: ParamSlot) -> GradientHandle:
-            return GradientHandle(slot, lambda: ParamGradient(self, record, slot, self._device))
+            def make(handle: GradientHandle) -> ParamGradient:
+                return ParamGradient(self, handle, record=record, slot=slot, device=self._device)
+
+            return GradientHandle(slot, make)
 
         return tuple(handle(slot) for slot in record.trainable_slots)
 
