@@ -169,6 +169,39 @@ def test_a_write_by_the_user_waits_for_what_was_launched(placement: str, tmp_pat
     engine.close()
 
 
+@pytest.mark.parametrize("placement", ["resident", "host"])
+def test_a_step_is_clipped_by_the_norms_of_gradients_that_are_dropped_after_it(
+    placement: str, tmp_path: Path
+) -> None:
+    """Though they were dropped, and another step has seen that, before their norms were taken."""
+
+    def train(model: nn.Module, optimizer: Any, clip: Any, landing: Any = None) -> Tensor:
+        may_land = threading.Event()
+        if landing is not None:
+            landing.submit(may_land.wait)
+        model(torch.ones(2, WIDTH), "a").backward()
+        clip()
+        optimizer.step()
+        for param in model.parameters():
+            param.grad = None
+        optimizer.step()
+        may_land.set()
+        return torch.cat([p.detach().clone().flatten() for p in model.parameters()])
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Choosing()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=0.1)
+
+    plain, plain_optimizer = make()
+    expected = train(plain, plain_optimizer, lambda: torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+    model, made = make()
+    _, optimizer = offloadzero.offload(model, made, plain_config(placement, tmp_path, gradient_clipping=0.1))
+    landing = optimizer.runtime.collector._landing
+    torch.testing.assert_close(train(model, optimizer, lambda: None, landing), expected)
+    optimizer.close()
+
+
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 def test_a_step_without_gradients_changes_nothing_and_says_so(clipping: float, tmp_path: Path) -> None:
     engine, *_ = offloadzero.initialize(

@@ -435,8 +435,13 @@ class GradientCollector:
         *,
         held: PooledBuffer | None = None,
     ) -> None:
-        """`held` is what the copy reads: the allocator would give it to the next kernel as soon as it was let go."""
+        """`held` is what the copy reads: the allocator would give it to the next kernel as soon as it was let go.
+
+        What lands is what is there now: by the time that it does, scripts may have dropped gradients that a step, with
+        a copy of `state`, is decided by.
+        """
         closed = state.closed
+        places = None if state.is_full else sorted(state.present)
 
         def task() -> None:
             nonlocal held
@@ -445,7 +450,7 @@ class GradientCollector:
                 held = None
                 if merge is not None:
                     merge()
-                self._measure(state)
+                self._measure(state, places)
                 if closed:
                     self._on_landed(state)
                 done.fulfil()
@@ -459,16 +464,16 @@ class GradientCollector:
 
         self._landing.submit(task)
 
-    def _measure(self, state: RecordGradient) -> None:
-        """Take the norm while the gradient is in memory; put one that lives on NVMe away."""
+    def _measure(self, state: RecordGradient, places: Sequence[int] | None) -> None:
+        """Take the norms of the slots at `places` (None: all) while the gradient is in memory.
+
+        A gradient that lives on NVMe is put away.
+        """
         grad = state.in_memory()
         if grad is None:
             return  # on its file, measured by an earlier micro batch
         with self._store.timeline.span(LANDING, state.record.name, grad.nbytes):
             parts = state.record.trainable_parts
-            places = (
-                None if state.is_full else sorted(state.present)
-            )  # asked once: a script may drop some meanwhile
             if places is not None:
                 parts = tuple([parts[place] for place in places])
             measured = device_math.sq_norms(

@@ -501,9 +501,9 @@ def _land_late(patch: pytest.MonkeyPatch) -> None:
         waiting(promise)
         is_waiting.clear()
 
-    def measuring(collector: Any, state: Any) -> None:
+    def measuring(*args: Any) -> None:
         is_waiting.wait(0.3)
-        measure(collector, state)
+        measure(*args)
 
     patch.setattr(Promise, "wait_fulfilled", wait)
     patch.setattr(gradients.GradientCollector, "_measure", measuring)
