@@ -132,16 +132,22 @@ def train(
     return seen
 
 
+def made(placement: str | None, directory: Path) -> tuple[Squares, Any]:
+    """A model with torch's optimizer where `placement` is None."""
+    torch.manual_seed(0)
+    model = Squares()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if placement is None:
+        return model, optimizer
+    config = plain_config(placement, directory, units={"min_leaf_elements": 100})
+    return model, offloadzero.offload(model, optimizer, config)[1]
+
+
 def outcome(
     name: str, placement: str | None, directory: Path, *, num_micro: int = 1
 ) -> tuple[list[float], list[Tensor]]:
-    """Of a run with torch's optimizer where `placement` is None."""
-    torch.manual_seed(0)
-    model = Squares()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if placement is not None:
-        config = plain_config(placement, directory, units={"min_leaf_elements": 100})
-        _, optimizer = offloadzero.offload(model, optimizer, config)
+    """Of a run with what is `made`."""
+    model, optimizer = made(placement, directory)
     seen = train(EDITS[name], model, optimizer, num_micro=num_micro)
     weights = [p.detach().clone() for p in model.parameters()]
     if placement is not None:
@@ -166,6 +172,62 @@ def test_an_assignment_gives_the_numbers_of_torch(name: str, placement: str, tmp
 @pytest.mark.parametrize("name", ["view_as", "put back as a view", "transposed"])
 def test_the_next_micro_batch_adds_to_what_was_assigned(name: str, tmp_path: Path) -> None:
     expect_that_of_torch(name, "host", tmp_path, num_micro=3)
+
+
+def of_a_dropped_one(model: nn.Module) -> None:
+    a, b = matrices(model)[1:3]
+    a.grad, b.grad = b.grad, None
+
+
+def one_for_two(model: nn.Module) -> None:
+    a, b = matrices(model)[1:3]
+    a.grad = b.grad
+
+
+def given_memory(p: nn.Parameter) -> None:
+    grad, p.grad = p.grad, None
+    grad.data = torch.full(p.shape, 0.1)
+    p.grad = grad
+
+
+ZEROED: dict[str, Callable[[nn.Module], None]] = {
+    "a view of a buffer": assign(lambda g: g.clone().view(-1).view(g.shape)),
+    "in a graph": assign(lambda g: g.clone().requires_grad_() * 2),
+    "other memory": each(given_memory),
+    "another parameter's": one_for_two,
+    "another parameter's, of a graph": one_for_two,
+    "one that was another parameter's": of_a_dropped_one,
+    "swapped": swap,
+    "transposed": assign(lambda g: g.t()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("name", ZEROED)
+def test_what_was_assigned_is_made_zero(name: str, tmp_path: Path) -> None:
+    """Before the step and after it; and it is what the next backward adds to."""
+
+    def train_zeroing(model: nn.Module, optimizer: Any) -> None:
+        for step in range(3):
+            model(step).backward(create_graph=step == 0 and name.endswith("of a graph"))
+            ZEROED[name](model)
+            if step != 1:
+                optimizer.step()
+            worn = [p for p in model.parameters() if p.grad is not None]
+            optimizer.zero_grad(set_to_none=False)
+            assert worn
+            assert not any(p.grad.any() or p.grad.requires_grad for p in worn)
+            model(step + 7).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step == 0)
+
+    plain, plain_optimizer = made(None, tmp_path)
+    train_zeroing(plain, plain_optimizer)
+    model, optimizer = made("host", tmp_path)
+    train_zeroing(model, optimizer)
+    torch.testing.assert_close([*model.parameters()], [*plain.parameters()])
+    optimizer.close()
 
 
 @pytest.mark.parametrize("name", ["swapped", "rotated and transposed", "transposed"])

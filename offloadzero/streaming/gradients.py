@@ -42,12 +42,13 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import LANDING
 from offloadzero.optim import device_math
 from offloadzero.optim.records import ParamSlot, Record, SlotViews, slot_layout, update_ranges
-from offloadzero.parameters.gradient import GradientTensor, in_graph_of
+from offloadzero.parameters.gradient import GradientSource, GradientTensor, in_graph_of
 from offloadzero.streaming.assigned import Change, bring_home
 from offloadzero.streaming.param_grad import (
     KEEP_KEY,
     GradientAccess,
     GradientHandle,
+    ParamGradient,
     drop_gradients,
     expect_dense,
 )
@@ -546,19 +547,26 @@ class GradientCollector:
     def zero_window(self) -> None:
         """Make every gradient that is there zero; what a backward that did not finish has left, too."""
         self._abandon()
+        others: list[tuple[RecordGradient, GradientHandle, torch.Tensor]] = []
+        zeroed: set[GradientSource] = set()
         for index, handles in self._handles.items():
             for handle in handles:
-                slot = handle.slot
                 handle.source.contribution = None
                 with DisableTorchFunctionSubclass():
-                    grad = slot.param.grad
+                    grad = handle.param.grad
                 if handle.is_own(grad):
-                    slot.param.grad = handle.tensor  # which is in no graph
-                    state = self.gradients[index]
-                    state.present |= {slot.index}
-                    state.zeroed.add(slot.index)
+                    _wear_zeros(self.gradients[index], handle)
+                    zeroed.add(handle.source)
                 elif grad is not None:
-                    grad.detach_().zero_()
+                    others.append((self.gradients[index], handle, grad))
+        for state, handle, grad in others:
+            source = grad.source if isinstance(grad, GradientTensor) else None
+            if source in zeroed:  # another parameter's gradient, which both go on to wear
+                handle.param.grad = grad.detach() if grad.requires_grad else grad
+            elif isinstance(source, ParamGradient):
+                _wear_zeros(state, handle)  # nobody's gradient is at home there any more
+            else:
+                _zero(grad)
 
     def _abandon(self) -> None:
         for state in self.gradients.values():
@@ -674,6 +682,22 @@ def _add(slot: ParamSlot, grad: torch.Tensor, target: torch.Tensor, *, factor: f
     if factor != 1.0:
         target.mul_(factor)
     target.add_(grad)
+
+
+def _wear_zeros(state: RecordGradient, handle: GradientHandle) -> None:
+    """The gradient is there, in no graph, and zero."""
+    handle.param.grad = handle.tensor
+    state.present |= {handle.slot.index}
+    state.zeroed.add(handle.slot.index)
+
+
+def _zero(grad: torch.Tensor) -> None:
+    """A script's own gradient, which may be a view: as torch.optim's zero_grad does it."""
+    if grad.grad_fn is not None:
+        grad.detach_()
+    else:
+        grad.requires_grad_(False)
+    grad.zero_()
 
 
 def _holders(grad: torch.Tensor) -> tuple[int, int]:
