@@ -75,6 +75,9 @@ class Elsewhere:
     def is_worn(self, tensor: Tensor) -> bool:  # noqa: ARG002
         return False
 
+    def left_by(self, tensor: Tensor) -> None:
+        pass
+
 
 def make(dtype: torch.dtype = torch.float32) -> tuple[RemoteTensor, Elsewhere, Tensor]:
     """A remote tensor, where its value is, and an ordinary tensor of that value."""
@@ -192,6 +195,39 @@ def test_a_reference_kept_is_as_alive_as_an_alias() -> None:
     row.zero_()
     assert source.value[1].abs().sum() == 0
     assert source.value[2].sum() != 0
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a part": lambda t: t[1:3],
+    "flat": lambda t: t.view(-1),
+    "flattened": lambda t: t.flatten(),
+    "transposed": lambda t: t.t(),
+    "detached": lambda t: t.detach(),
+    "data": lambda t: t.data,
+    "one of a list": lambda t: t.split(2)[1],
+    "a view of a view": lambda t: t.detach()[1:][:2].t(),
+}
+
+
+@pytest.mark.parametrize("is_made_inside", [False, True])
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_that_inference_mode_has_made(name: str, is_made_inside: bool) -> None:
+    """It reads and writes the value, in the mode and after it."""
+    with torch.inference_mode(is_made_inside):
+        remote, source, _ = make()
+    expected = source.value.clone()
+    with torch.inference_mode():
+        view, expected_view = VIEWS[name](remote), VIEWS[name](expected)
+        assert isinstance(view, RemoteTensor)
+        assert view.is_inference() is is_made_inside
+        assert torch.equal(view.clone(), expected_view)
+        view.mul_(2)
+        expected_view.mul_(2)
+        assert torch.equal(source.value, expected)
+    assert torch.equal(view.clone(), expected_view)
+    view[1:].add_(1)
+    expected_view[1:].add_(1)
+    assert torch.equal(source.value, expected)
 
 
 def test_shape_and_strides_need_no_value() -> None:

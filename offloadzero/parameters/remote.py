@@ -21,6 +21,7 @@ lists (`torch._foreach_*`) are taken element by element for that reason.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
@@ -375,9 +376,12 @@ def _view(func: Operation, args: tuple[Any, ...], keywords: dict[str, Any]) -> A
         kind = base._detached_type if func in _SAME else type(base)
         return kind(base._source, views, like, storage_offset=offset)
 
-    if isinstance(made, Tensor):
-        return remote(view, made)
-    return [remote(_OneOf(view, index), one) for index, one in enumerate(made)]
+    # As torch's: a view is an inference tensor where what it looks at is one, whatever the mode is by now.
+    is_other = torch.is_inference_mode_enabled() and not base.is_inference()
+    with torch.inference_mode(False) if is_other else contextlib.nullcontext():
+        if isinstance(made, Tensor):
+            return remote(view, made)
+        return [remote(_OneOf(view, index), one) for index, one in enumerate(made)]
 
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
