@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import offloadzero
+from offloadzero.errors import StateError
 from offloadzero.streaming.assigned import assignment_order
 from offloadzero.streaming.param_grad import GradientAccess
 from tests.plain_form import plain_config
@@ -84,6 +85,21 @@ def swap(model: nn.Module) -> None:
     a.grad, b.grad = b.grad, a.grad
 
 
+def of_a_dropped_one(model: nn.Module) -> None:
+    a, b = matrices(model)[1:3]
+    a.grad, b.grad = b.grad, None
+
+
+def one_for_two(model: nn.Module) -> None:
+    a, b = matrices(model)[1:3]
+    a.grad = b.grad
+
+
+def two_of_a_dropped_one(model: nn.Module) -> None:
+    a, b, c = matrices(model)[1:4]
+    a.grad, b.grad, c.grad = b.grad, None, b.grad
+
+
 def through_none(p: nn.Parameter) -> None:
     flat = p.grad.view(-1)
     p.grad = None
@@ -108,6 +124,9 @@ EDITS: dict[str, Callable[[nn.Module], None]] = {
     "moved up, the last dropped": turned(lambda found: [*found[1:], None]),
     "moved down, the first dropped": turned(lambda found: [None, *found[:-1]]),
     "moved up, the last replaced": turned(lambda found: [*found[1:], torch.ones_like(found[0])]),
+    "one that was another's": of_a_dropped_one,
+    "two that were another's": two_of_a_dropped_one,
+    "one for two": one_for_two,
     "one for all": turned(lambda found: [found[2]] * len(found)),
     "a ring that others read": turned(
         lambda found: [found[1], found[2], found[0], found[1].t(), found[3], found[2], found[6], found[7]]
@@ -169,19 +188,40 @@ def test_an_assignment_gives_the_numbers_of_torch(name: str, placement: str, tmp
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
-@pytest.mark.parametrize("name", ["view_as", "put back as a view", "transposed"])
-def test_the_next_micro_batch_adds_to_what_was_assigned(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", ["host", "resident"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "view_as",
+        "put back as a view",
+        "transposed",
+        "swapped",
+        "turned round",
+        "rotated",
+        "rotated the other way",
+        "rotated and transposed",
+        "one that was another's",
+        "moved up, the last dropped",
+        "moved down, the first dropped",
+        "moved up, the last replaced",
+    ],
+)
+def test_the_next_micro_batch_adds_to_what_was_assigned(name: str, placement: str, tmp_path: Path) -> None:
+    expect_that_of_torch(name, placement, tmp_path, num_micro=3)
+
+
+@pytest.mark.parametrize("name", ["one for two", "one for all"])
+def test_the_next_micro_batch_adds_as_often_as_a_gradient_is_worn(name: str, tmp_path: Path) -> None:
     expect_that_of_torch(name, "host", tmp_path, num_micro=3)
 
 
-def of_a_dropped_one(model: nn.Module) -> None:
-    a, b = matrices(model)[1:3]
-    a.grad, b.grad = b.grad, None
-
-
-def one_for_two(model: nn.Module) -> None:
-    a, b = matrices(model)[1:3]
-    a.grad = b.grad
+def test_the_next_micro_batch_cannot_add_to_what_several_wear_of_another(tmp_path: Path) -> None:
+    model, optimizer = made("host", tmp_path)
+    model(0).backward()
+    two_of_a_dropped_one(model)
+    with pytest.raises(StateError, match=r"blocks\.\d\.\w+\.weight\.grad: this gradient was dropped"):
+        model(1).backward()
+    optimizer.close()
 
 
 def given_memory(p: nn.Parameter) -> None:

@@ -6,6 +6,10 @@ home, another parameter's or its own. So each home is read by all who read it be
 parameters have passed their gradients on in a ring, one of them is copied first. One value is in memory at a time, and
 one such copy.
 
+A swap is brought home before the next backward, too: where that brings a parameter's gradient, the home is that one's
+alone. What several parameters wear, or whose own parameter wears it as well, stays: there autograd adds for all of
+them, as it does in torch.
+
 A parameter that is interrupted on the way has the plain value in its `grad`, and the next step takes that.
 """
 
@@ -56,6 +60,30 @@ def assignment_order(reads: Mapping[Place, Place]) -> Iterator[tuple[Place, bool
             yield target, True
             num_readers[source] -= 1
             yield from assign(source)
+
+
+def passed_on(changes: Sequence[Change]) -> list[Change]:
+    """Those to bring home before another backward: gradients that one parameter has got and its own has not kept.
+
+    With those that have given them away, as dropped: what they wear by now is for their next gradient, or the step.
+    """
+    changed = {change.handle.source for change in changes}
+    worn = [(change, change.grad) for change in changes if isinstance(change.grad, GradientTensor)]
+    num_wearers = Counter(grad.source for _, grad in worn)
+    got = {
+        change.handle.source: grad.source
+        for change, grad in worn
+        if grad.source in changed
+        and grad.source is not change.handle.source
+        and num_wearers[grad.source] == 1
+        and not grad.requires_grad
+    }
+    given = set(got.values())
+    return [
+        change if change.handle.source in got else change._replace(grad=None)
+        for change in changes
+        if change.handle.source in got or change.handle.source in given
+    ]
 
 
 def bring_home(changes: Sequence[Change], access: GradientAccess) -> None:

@@ -43,7 +43,7 @@ from offloadzero.observe.timeline import LANDING
 from offloadzero.optim import device_math
 from offloadzero.optim.records import ParamSlot, Record, SlotViews, slot_layout, update_ranges
 from offloadzero.parameters.gradient import GradientSource, GradientTensor, in_graph_of
-from offloadzero.streaming.assigned import Change, bring_home
+from offloadzero.streaming.assigned import Change, bring_home, passed_on
 from offloadzero.streaming.param_grad import (
     KEEP_KEY,
     GradientAccess,
@@ -214,16 +214,20 @@ class GradientCollector:
     def _begin_backward(self, handle: GradientHandle) -> None:
         """The first gradient of a backward has arrived, the one of `handle`."""
         param, grad = handle.param, handle.param.grad
-        is_own = handle.is_own(grad)
+        is_own, is_remote = handle.is_own(grad), isinstance(grad, GradientTensor)
         if not is_own:
             param.grad = None  # as it was before this backward, unless it is the script's own
         try:
             self._on_begin()
+            if is_remote:
+                param.grad = grad
+            if not (self._is_nested or self._updates_in_backward or torch.is_grad_enabled()):
+                self._settle_passed_on()
         except BaseException:
             # What this backward has brought is not taken, and must not be there for the next one.
             handle.source.contribution = None
             raise
-        if not is_own:
+        if not is_remote:
             param.grad = grad
         self._running = current_graph_task_id()
         self._records_graph = torch.is_grad_enabled()
@@ -623,6 +627,12 @@ class GradientCollector:
             else:
                 others.append(change)
         bring_home(others, self.access)
+
+    def _settle_passed_on(self) -> None:
+        """Before another backward of the window: [Note: gradients assigned from gradients]."""
+        if any(state.present for state in self.gradients.values()):
+            others = [change for change in self._changed() if not change.handle.is_own(change.grad)]
+            bring_home(passed_on(others), self.access)
 
     def _settle_own(self, state: RecordGradient, slot: ParamSlot) -> None:
         if slot.index not in state.present:
