@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ import offloadzero
 from offloadzero.config import load_config
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory import arena, device
+from offloadzero.memory.lanes import Accelerator
 from offloadzero.planning.memory_plan import INPUTS_AHEAD, NUM_INPUT_STAGING
 from offloadzero.streaming import activation_memory, activations
 from tests import models
 from tests.models import NUM_BLOCKS, Stack
 from tests.simulated.checked import checked
 from tests.simulated.counting import TEMPORARY_BYTES, counting
-from tests.simulated.device import simulated
+from tests.simulated.device import SimulatedDevice, simulated
 from tests.test_activations import FORMS, NUM_STEPS, config_with, features, loop, make_engine
 from tests.training import assert_same, merge, run_engine
 
@@ -275,3 +277,41 @@ def test_an_input_that_a_script_keeps_stays_as_it_is(tier: str, tmp_path: Path) 
     assert len(kept) == 2 * NUM_BLOCKS * NUM_STEPS
     assert all(torch.equal(view, copy) for view, copy in kept)
     engine.close()
+
+
+def test_what_is_too_small_goes_before_something_larger_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, taken = Accelerator(device.CpuDevice()), list[weakref.ref[Tensor]]()
+    alive: list[list[bool]] = []
+
+    def allocate(num_bytes: int) -> Tensor:
+        alive.append([reference() is not None for reference in taken])
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        taken.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(accelerator, "allocate", allocate)
+    memory = activation_memory.FetchMemory(accelerator, None)
+    for num_bytes in (4096, 8192, 16384):
+        memory.take(num_bytes, "x")
+    assert alive == [[], [False], [False, False]]
+
+
+def test_what_goes_back_to_the_allocator_is_read_by_no_stream() -> None:
+    """Taken on one stream, lent on another that is slow: the first one's next allocation is that memory."""
+    simulation = SimulatedDevice(slow=["other"])
+    accelerator, other = Accelerator(simulation), simulation.new_stream("other")
+    memory = activation_memory.FetchMemory(accelerator, None)
+    with simulation.dispatching():
+        lent = memory.take(4096, "x").fill_(7)
+        with simulation.launching_on(other):
+            accelerator.join_streams()
+            accelerator.note_stream()
+            read = lent.clone()
+        address = lent.data_ptr()
+        del lent
+        memory.take(8192, "y")
+        again = simulation.allocate(4096).fill_(8)
+        assert again.data_ptr() == address
+        simulation.synchronize()
+        assert set(read.tolist()) == {7}
+    simulation.close()

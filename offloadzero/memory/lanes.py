@@ -256,9 +256,9 @@ class Accelerator:
                 streams.append(other)
         return [self.asynchronous.record(stream) for stream in streams]
 
-    def join_streams(self) -> None:
-        """What the calling thread launches from now on runs after all that `fence` marks."""
-        stream = self.asynchronous.current_stream()
+    def join_streams(self, stream: Stream | None = None) -> None:
+        """What is launched on `stream` from now on runs after all that `fence` marks. None: the calling thread's."""
+        stream = stream or self.asynchronous.current_stream()
         if stream is not None:
             for event in self.fence():
                 stream.wait_event(event)

@@ -23,6 +23,7 @@ import torch
 from offloadzero.config import TierName
 from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import Arena, Lease, align_up, allocate_host
+from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.planning.memory_plan import INPUT_BYTES_KEY, format_bytes
 from offloadzero.planning.probe import available_host_bytes
@@ -141,9 +142,10 @@ class HostMemory:
 class _FetchBuffer:
     """Device memory in a storage of its own."""
 
-    def __init__(self, memory: torch.Tensor, lease: Lease | None) -> None:
+    def __init__(self, memory: torch.Tensor, lease: Lease | None, stream: Stream | None) -> None:
         self.bytes = memory
         self.lease = lease
+        self.stream = stream  # that it was taken on, and belongs to for the allocator
         self._storage = int(memory.untyped_storage()._cdata)
         self._num_own = storage_use_count(self._storage)
 
@@ -184,10 +186,11 @@ class FetchMemory:
     def _make(self, size: int, free: list[_FetchBuffer], label: str) -> _FetchBuffer:
         """In place of what is free and of another size: of one of those, or of all where it is of the plan."""
         if self._arena is None:
-            for small in free[:1]:
-                self._buffers.remove(small)
-            free.clear()
-            made = _FetchBuffer(self._accelerator.allocate(size), None)
+            if free:
+                self._let_go(free[0])
+            free.clear()  # nothing here may hold it while the larger one is taken
+            stream = self._accelerator.asynchronous.current_stream()
+            made = _FetchBuffer(self._accelerator.allocate(size), None, stream)
         else:
             for other in free:
                 self._buffers.remove(other)
@@ -195,6 +198,11 @@ class FetchMemory:
                     other.lease.release()
             lease = _lease_from(self._arena, TierName.DEVICE, size, label)
             with torch.inference_mode(False):
-                made = _FetchBuffer(with_own_storage(lease.bytes), lease)
+                made = _FetchBuffer(with_own_storage(lease.bytes), lease, None)
         self._buffers.append(made)
         return made
+
+    def _let_go(self, buffer: _FetchBuffer) -> None:
+        """Back to the allocator, which may give it to its stream at once: behind what others read there."""
+        self._accelerator.join_streams(buffer.stream)
+        self._buffers.remove(buffer)
