@@ -275,7 +275,7 @@ class Runtime:
         return PlannedMemory(
             inputs.input_bytes,
             # Not of the store's arena: a tensor that autograd saves and that lies there is a weight.
-            device=Arena(label, store.accelerator.allocate(inputs.device)),
+            device=store.accelerator.allocate(inputs.device),
             host=Arena(label, store.host.lease(inputs.host, label).bytes),
             nvme_bytes=inputs.nvme,
         )

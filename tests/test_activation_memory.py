@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import random
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from tests.test_activations import FORMS, NUM_STEPS, config_with, features, loop
 from tests.training import assert_same, merge, run_engine
 
 AWAY = ("host", "nvme")
+NUM_BATCHES = int(os.environ.get("OFFLOADZERO_TEST_RAGGED_BATCHES", "10"))
 EACH = 8192  # what an input takes: 97 rows of 24 in bf16, to whole pages
 
 
@@ -166,8 +170,9 @@ def test_form_of_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_an_input_that_the_plan_has_no_room_for_is_refused(tier: str, tmp_path: Path) -> None:
     engine = make_planned(tier, tmp_path, input_bytes=4096)
     expected = (
-        r"^blocks\.2: offloadzero\.activation_checkpoints\.input_bytes: 8,192 bytes do not fit in what is planned on "
-        rf"{tier} for the inputs of checkpointed units \(0 of 16,384 bytes are free\)\. "
+        r"^blocks\.0: offloadzero\.activation_checkpoints\.input_bytes: 8,192 bytes do not fit in what is planned on "
+        rf"{tier} for the inputs of checkpointed units \(16,384 of 16,384 bytes are free, at most 4,096 in one "
+        r"piece\)\. It is the bytes of all inputs of one unit's call, each rounded up to 4,096; "
     )
     with pytest.raises(BudgetError, match=expected):
         engine(features(0))
@@ -290,9 +295,9 @@ def test_what_is_too_small_goes_before_something_larger_comes(monkeypatch: pytes
         return memory
 
     monkeypatch.setattr(accelerator, "allocate", allocate)
-    memory = activation_memory.FetchMemory(accelerator, None)
+    memory = activation_memory.GrowingFetchMemory(accelerator)
     for num_bytes in (4096, 8192, 16384):
-        memory.take(num_bytes, "x")
+        memory.take(num_bytes, "x", call=0)
     assert alive == [[], [False], [False, False]]
 
 
@@ -300,18 +305,74 @@ def test_what_goes_back_to_the_allocator_is_read_by_no_stream() -> None:
     """Taken on one stream, lent on another that is slow: the first one's next allocation is that memory."""
     simulation = SimulatedDevice(slow=["other"])
     accelerator, other = Accelerator(simulation), simulation.new_stream("other")
-    memory = activation_memory.FetchMemory(accelerator, None)
+    memory = activation_memory.GrowingFetchMemory(accelerator)
     with simulation.dispatching():
-        lent = memory.take(4096, "x").fill_(7)
+        lent = memory.take(4096, "x", call=0).fill_(7)
         with simulation.launching_on(other):
             accelerator.join_streams()
             accelerator.note_stream()
             read = lent.clone()
         address = lent.data_ptr()
         del lent
-        memory.take(8192, "y")
+        memory.take(8192, "y", call=1)
         again = simulation.allocate(4096).fill_(8)
         assert again.data_ptr() == address
         simulation.synchronize()
         assert set(read.tolist()) == {7}
     simulation.close()
+
+
+class GatedBlock(models.Block):
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * gate.mean().sigmoid()
+
+
+NUM_PAGES = 10  # of all inputs of one call
+
+
+class RaggedStack(Stack):
+    """Inputs of every block and batch are of other sizes, up to `NUM_PAGES` together."""
+
+    def __init__(self) -> None:
+        super().__init__(GatedBlock)
+
+    def forward(self, x: Tensor, batch: int) -> Tensor:  # type: ignore[override]
+        draws = random.Random(batch)
+        x = self.front(x.to(self.out_dtype()))
+        for block in self.blocks:
+            pages = draws.randint(1, NUM_PAGES - 1)
+            rest = NUM_PAGES - pages
+            x = self.resized(x, pages)
+            x = block(x, self.resized(x, draws.choice((rest, draws.randint(1, rest)))))
+        return self.loss(x)
+
+    @staticmethod
+    def resized(x: Tensor, num_pages: int) -> Tensor:
+        """As many rows as fit in there."""
+        num_rows = num_pages * 4096 // (x.itemsize * models.WIDTH)
+        return x[torch.arange(num_rows) % len(x)]
+
+
+def ragged_loop(engine: Any) -> list[float]:
+    losses = []
+    for batch in range(NUM_BATCHES):
+        loss = engine(features(batch), batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("is_simulated", [False, True])
+@pytest.mark.parametrize("tier", AWAY)
+def test_no_sizes_within_what_is_planned_are_refused(
+    tier: str, is_simulated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activations, "MIN_BYTES", 1)
+    plain = run_engine(RaggedStack, ragged_loop, config_with(None, tmp_path, "resident"))
+    config = planned(tier, tmp_path, input_bytes=NUM_PAGES * 4096)
+    with ExitStack() as modes:
+        if is_simulated:
+            modes.enter_context(checked())
+            modes.enter_context(simulated(monkeypatch, slow=["activation-h2d"]))
+        assert_same(run_engine(RaggedStack, ragged_loop, config), plain)

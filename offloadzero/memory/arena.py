@@ -103,6 +103,11 @@ class Holes:
         self.num_bytes = num_bytes  # free ones, perhaps not in one piece
         self._ranges: list[tuple[int, int]] = [(0, num_bytes)] if num_bytes else []  # (offset, size)
 
+    @property
+    def largest_bytes(self) -> int:
+        """Free ones in one piece."""
+        return max((size for _, size in self._ranges), default=0)
+
     def take(self, num_bytes: int) -> int | None:
         """The offset of `num_bytes`, free until now; None when no range is large enough."""
         fitting = [(size, offset) for offset, size in self._ranges if size >= num_bytes]

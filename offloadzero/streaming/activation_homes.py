@@ -19,6 +19,7 @@ from offloadzero.memory.arena import BufferPool, Holes, PooledBuffer, align_up
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.lanes import Accelerator, Fence, Lane, LaneTicket
 from offloadzero.memory.nvme import Extent, NvmeTier
+from offloadzero.memory.slots import Slots
 from offloadzero.memory.store import FETCH_PRIORITY, UPDATE_PRIORITY, TieredStore
 from offloadzero.memory.tickets import Failures, Ticket
 from offloadzero.observe.clock import StepClock
@@ -46,8 +47,8 @@ class Home(Protocol):
 
     num_ahead: int  # calls that are fetched ahead
 
-    def send(self, source: torch.Tensor, label: str) -> HomeCopy:
-        """Start the copy of `source`, device, shape (n,)."""
+    def send(self, source: torch.Tensor, label: str, *, call: int) -> HomeCopy:
+        """Start the copy of `source`, device, shape (n,), an input of the call of this number."""
 
     def reserved(self) -> dict[TierName, int]:
         """Bytes taken so far."""
@@ -93,6 +94,21 @@ class EndedCells:
                 self._entries.append(entry)
 
 
+def _take_planned(
+    slots: Slots, ended: EndedCells, tier: TierName, num_bytes: int, label: str, call: int
+) -> int:
+    """An offset in the call's slot; where there is none, in that of another. Raises BudgetError."""
+    offset = slots.take(call, num_bytes)
+    if offset is None:
+        ended.release(wait=True)
+        offset = slots.take(call, num_bytes)
+    if offset is None:
+        offset = slots.take_anywhere(num_bytes)
+    if offset is None:
+        raise beyond_plan(tier, num_bytes, label, slots)
+    return offset
+
+
 class _Lanes:
     """One lane in each direction."""
 
@@ -127,7 +143,7 @@ class _HostCopy:
 
 
 class HostHome:
-    """Inputs in host memory: one buffer each, from those of earlier steps."""
+    """Inputs in host memory: one buffer each, from those of earlier steps or in a slot of the plan's."""
 
     num_ahead = INPUTS_AHEAD[TierName.HOST]
 
@@ -138,9 +154,13 @@ class HostHome:
         self._ended = ended
         self._poison = store.poison
         self._free: list[torch.Tensor] = []
+        self._planned: tuple[torch.Tensor, Slots] | None = None
+        if memory.planned is not None:
+            buffer = memory.planned.host.buffer
+            self._planned = buffer, memory.planned.slots(buffer.numel())
 
-    def send(self, source: torch.Tensor, label: str) -> _HostCopy:
-        buffer = self._take(source.nbytes, label)
+    def send(self, source: torch.Tensor, label: str, *, call: int) -> _HostCopy:
+        buffer = self._take(source.nbytes, label, call)
         view = buffer[: source.nbytes].view(source.dtype)
         copy = self.accelerator.copy
         copied = self.lanes.d2h.submit(
@@ -148,7 +168,14 @@ class HostHome:
         )
         return _HostCopy(self, buffer, view, label, copied)
 
-    def _take(self, num_bytes: int, label: str) -> torch.Tensor:
+    def _take(self, num_bytes: int, label: str, call: int) -> torch.Tensor:
+        if self._planned is None:
+            return self._take_grown(num_bytes, label)
+        buffer, slots = self._planned
+        offset = _take_planned(slots, self._ended, TierName.HOST, num_bytes, label, call)
+        return buffer[offset : offset + align_up(num_bytes)]
+
+    def _take_grown(self, num_bytes: int, label: str) -> torch.Tensor:
         """The smallest free buffer that is large enough, or a new one in place of a free one that is not."""
         if not any(buffer.numel() >= num_bytes for buffer in self._free):
             self._ended.release(wait=True)
@@ -167,7 +194,11 @@ class HostHome:
     def give_back(self, buffer: torch.Tensor) -> None:
         if self._poison:
             buffer.fill_(0xFF)  # NaN in bf16, fp16 and fp32
-        self._free.append(buffer)
+        if self._planned is None:
+            self._free.append(buffer)
+        else:
+            whole, slots = self._planned
+            slots.give(buffer.data_ptr() - whole.data_ptr(), buffer.numel())
 
     def reserved(self) -> dict[TierName, int]:
         return {} if self._memory.planned is not None else {TierName.HOST: self._memory.reserve.num_bytes}
@@ -230,7 +261,8 @@ class NvmeHome:
         self._has_checksums = aio.checksums
         self._tier: NvmeTier | None = None
         self._planned = memory.planned
-        self._holes = Holes(memory.planned.nvme_bytes if memory.planned is not None else 0)
+        self._slots = memory.planned.slots(memory.planned.nvme_bytes) if memory.planned is not None else None
+        self._holes = Holes()
         self._writer = Lane("activation-write", store.failures)
         # It may allocate pinned memory: with CUDA that belongs on the device of the lanes.
         self._reader = store.accelerator.lane("activation-read", store.failures)
@@ -268,14 +300,20 @@ class NvmeHome:
             return grown
         return buffer
 
-    def send(self, source: torch.Tensor, label: str) -> _NvmeCopy:
+    def send(self, source: torch.Tensor, label: str, *, call: int) -> _NvmeCopy:
+        if (
+            self._planned is not None
+            and self._slots is not None
+            and source.nbytes > self._planned.input_bytes
+        ):
+            raise beyond_plan(TierName.NVME, source.nbytes, label, self._slots)  # in no staging buffer either
         buffer = self._outgoing.try_take()
         if buffer is None:
             with self._clock.waiting("activation write"), self._failures.handed_over():
                 buffer = self._outgoing.take()
         staging = self._grown(self._outgoing, buffer, source.nbytes, label)
         try:
-            tier, extent = self._take(source.nbytes, label)
+            tier, extent = self._take(source.nbytes, label, call)
         except BaseException:
             self._outgoing.give_back(staging)
             raise
@@ -296,16 +334,22 @@ class NvmeHome:
         written = self._writer.submit(write, after=[copied], label=label)
         return _NvmeCopy(self, extent, source.numel(), source.dtype, label, copied, written)
 
-    def _take(self, num_bytes: int, label: str) -> tuple[NvmeTier, Extent]:
-        """A free range of the file, which grows when there is none."""
+    def _take(self, num_bytes: int, label: str, call: int) -> tuple[NvmeTier, Extent]:
         size = align_up(num_bytes)
+        if self._slots is None:
+            offset = self._take_grown(size, label)
+        else:
+            offset = _take_planned(self._slots, self._ended, TierName.NVME, size, label, call)
+        if self._tier is None:
+            raise AssertionError(f"{label}: a range of a file that is not open")
+        return self._tier, Extent(offset, size)
+
+    def _take_grown(self, size: int, label: str) -> int:
+        """A free range of the file, which grows when there is none."""
         offset = self._holes.take(size)
         if offset is None:
             self._ended.release(wait=True)
             offset = self._holes.take(size)
-        if offset is None and self._planned is not None:
-            free, planned = self._holes.num_bytes, self._planned.nvme_bytes
-            raise beyond_plan(TierName.NVME, size, label, free_bytes=free, planned=planned)
         if offset is None:
             offset = self._reserve.num_bytes
             self._reserve.check(size, label)
@@ -318,9 +362,7 @@ class NvmeHome:
             else:
                 self._tier.grow(offset + size)
             self._reserve.add(size, label)
-        if self._tier is None:
-            raise AssertionError(f"{label}: a range of a file that is not open")
-        return self._tier, Extent(offset, size)
+        return offset
 
     def fetch(self, copy: _NvmeCopy, target: torch.Tensor, fence: Fence) -> LaneTicket:
         """File -> staging -> device."""
@@ -355,7 +397,7 @@ class NvmeHome:
     def give_back(self, extent: Extent) -> None:
         if self._tier is not None:
             self._tier.forget(extent)
-        self._holes.give(extent.offset, extent.num_bytes)
+        (self._holes if self._slots is None else self._slots).give(extent.offset, extent.num_bytes)
 
     def reserved(self) -> dict[TierName, int]:
         if self._planned is not None:

@@ -1,11 +1,11 @@
 """Memory for the inputs of checkpointed units: of the plan, or taken as the first step shows the sizes (floor 5).
 
 [Note: how much inputs take]
-Nobody knows before the first forward how large a unit's inputs are, but the user does: micro batch x length x width x 2
-bytes, as a rule. Where `offloadzero.activation_checkpoints.input_bytes` says so, what inputs take in every tier is a
-part of the plan, reserved before the first step; what does not fit in there is an error that names the key. Where it
-does not, buffers are taken beside the plan in the first step, within the budgets of host and nvme, used again in every
-later one, and counted by `reserved_bytes()` and `memory_table()`.
+Nobody knows before the first forward how large a unit's inputs are, but the user does: micro batch x length x width x
+2 bytes, as a rule. Where `offloadzero.activation_checkpoints.input_bytes` says so, what inputs take in every tier is a
+part of the plan, reserved before the first step, with a slot of that size for each call; what does not fit in there is
+an error that names the key. Where it does not, buffers are taken beside the plan in the first step, within the budgets
+of host and nvme, used again in every later one, and counted by `reserved_bytes()` and `memory_table()`.
 
 [Note: fetched inputs]
 An input that has come back is lent to the recomputation: autograd saves it, a script may keep it. So each lies in a
@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from offloadzero.config import TierName
 from offloadzero.errors import BudgetError
-from offloadzero.memory.arena import Arena, Lease, align_up, allocate_host
+from offloadzero.memory.arena import ALIGN_BYTES, Arena, Lease, align_up, allocate_host
 from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import Accelerator
+from offloadzero.memory.slots import Slots
 from offloadzero.planning.memory_plan import INPUT_BYTES_KEY, format_bytes
 from offloadzero.planning.probe import available_host_bytes
 from offloadzero.torch_private import storage_use_count, with_own_storage
@@ -35,28 +37,24 @@ class PlannedMemory:
     """What the plan holds for inputs: [Note: how much inputs take]."""
 
     input_bytes: int  # of one call
-    device: Arena
+    device: torch.Tensor
     host: Arena
     nvme_bytes: int
 
+    def slots(self, num_bytes: int) -> Slots:
+        """Those of `num_bytes` of a tier, one for each call: [Note: a slot each]."""
+        return Slots(num_bytes // self.input_bytes, self.input_bytes)
 
-def beyond_plan(tier: TierName, num_bytes: int, label: str, *, free_bytes: int, planned: int) -> BudgetError:
+
+def beyond_plan(tier: TierName, num_bytes: int, label: str, slots: Slots) -> BudgetError:
     """The error of an input that has no room in what is planned."""
     return BudgetError(
-        f"{label}: {INPUT_BYTES_KEY}: {num_bytes:,} bytes do not fit in what is planned on {tier.value} for the inputs "
-        f"of checkpointed units ({free_bytes:,} of {planned:,} bytes are free). It is the bytes of all inputs of one "
-        "unit's call; units that are called twice, or graphs that live at once, need a multiple of it. Without the "
-        "key memory is taken as it is needed."
+        f"{label}: {INPUT_BYTES_KEY}: {align_up(num_bytes):,} bytes do not fit in what is planned on {tier.value} for "
+        f"the inputs of checkpointed units ({slots.free_bytes:,} of {slots.num_bytes:,} bytes are free, at most "
+        f"{slots.largest_bytes:,} in one piece). It is the bytes of all inputs of one unit's call, each rounded up to "
+        f"{ALIGN_BYTES:,}; units that are called twice, or graphs that live at once, need a multiple of it. Without "
+        "the key memory is taken as it is needed."
     )
-
-
-def _lease_from(arena: Arena, tier: TierName, num_bytes: int, label: str) -> Lease:
-    lease = arena.try_lease(num_bytes, label)
-    if lease is None:
-        raise beyond_plan(
-            tier, num_bytes, label, free_bytes=arena.free_bytes, planned=arena.num_bytes
-        ) from None
-    return lease
 
 
 class Reserve:
@@ -110,7 +108,7 @@ class HostMemory:
         size = align_up(num_bytes)
         with self.lock:
             if self.planned is not None:
-                lease = _lease_from(self.planned.host, TierName.HOST, size, label)
+                lease = self.planned.host.lease(size, label)
                 buffer = lease.bytes
                 self.leases[buffer.data_ptr()] = lease
             else:
@@ -142,10 +140,10 @@ class HostMemory:
 class _FetchBuffer:
     """Device memory in a storage of its own."""
 
-    def __init__(self, memory: torch.Tensor, lease: Lease | None, stream: Stream | None) -> None:
+    def __init__(self, memory: torch.Tensor, *, stream: Stream | None = None, offset: int = 0) -> None:
         self.bytes = memory
-        self.lease = lease
         self.stream = stream  # that it was taken on, and belongs to for the allocator
+        self.offset = offset  # in what is planned
         self._storage = int(memory.untyped_storage()._cdata)
         self._num_own = storage_use_count(self._storage)
 
@@ -158,51 +156,86 @@ class _FetchBuffer:
         return storage_use_count(self._storage) > self._num_own
 
 
-class FetchMemory:
+class FetchMemory(Protocol):
     """Device memory for inputs that come back: [Note: fetched inputs]. Not thread-safe."""
-
-    def __init__(self, accelerator: Accelerator, planned: PlannedMemory | None) -> None:
-        self._accelerator = accelerator
-        self._arena = planned.device if planned is not None else None
-        self._buffers: list[_FetchBuffer] = []
 
     def reserved(self) -> dict[TierName, int]:
         """Bytes taken beside the plan."""
-        if self._arena is not None:
-            return {}
+
+    def take(self, num_bytes: int, label: str, *, call: int) -> torch.Tensor:
+        """Uint8, shape (num_bytes,): lent until no tensor over it is left. What was launched may still read it."""
+
+
+class GrowingFetchMemory:
+    """Taken as it is needed, beside the plan."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._buffers: list[_FetchBuffer] = []
+
+    def reserved(self) -> dict[TierName, int]:
+        """Bytes taken so far."""
         return {TierName.DEVICE: sum(buffer.num_bytes for buffer in self._buffers)}
 
-    def take(self, num_bytes: int, label: str) -> torch.Tensor:
-        """Uint8, shape (num_bytes,): lent until no tensor over it is left. What was launched may still read it."""
+    def take(self, num_bytes: int, label: str, *, call: int) -> torch.Tensor:  # noqa: ARG002
+        """The smallest free buffer that is large enough, or a new one in place of a free one that is not."""
         size = align_up(num_bytes)
         free = [buffer for buffer in self._buffers if not buffer.is_held()]
-        fitting = [buffer for buffer in free if buffer.num_bytes == size or self._arena is None]
-        fitting = [buffer for buffer in fitting if buffer.num_bytes >= size]
-        buffer = (
-            min(fitting, key=lambda buffer: buffer.num_bytes) if fitting else self._make(size, free, label)
-        )
-        return buffer.bytes[:num_bytes]
-
-    def _make(self, size: int, free: list[_FetchBuffer], label: str) -> _FetchBuffer:
-        """In place of what is free and of another size: of one of those, or of all where it is of the plan."""
-        if self._arena is None:
-            if free:
-                self._let_go(free[0])
-            free.clear()  # nothing here may hold it while the larger one is taken
-            stream = self._accelerator.asynchronous.current_stream()
-            made = _FetchBuffer(self._accelerator.allocate(size), None, stream)
-        else:
-            for other in free:
-                self._buffers.remove(other)
-                if other.lease is not None:
-                    other.lease.release()
-            lease = _lease_from(self._arena, TierName.DEVICE, size, label)
-            with torch.inference_mode(False):
-                made = _FetchBuffer(with_own_storage(lease.bytes), lease, None)
-        self._buffers.append(made)
-        return made
+        fitting = [buffer for buffer in free if buffer.num_bytes >= size]
+        if fitting:
+            return min(fitting, key=lambda buffer: buffer.num_bytes).bytes[:num_bytes]
+        if free:
+            self._let_go(free[0])
+        free.clear()  # nothing here may hold it while the larger one is taken
+        stream = self._accelerator.asynchronous.current_stream()
+        self._buffers.append(_FetchBuffer(self._accelerator.allocate(size), stream=stream))
+        return self._buffers[-1].bytes[:num_bytes]
 
     def _let_go(self, buffer: _FetchBuffer) -> None:
         """Back to the allocator, which may give it to its stream at once: behind what others read there."""
         self._accelerator.join_streams(buffer.stream)
         self._buffers.remove(buffer)
+
+
+NUM_SPARE = 64
+
+
+class PlannedFetchMemory:
+    """A slot for each call that is fetched, in what is planned: [Note: a slot each]."""
+
+    def __init__(self, planned: PlannedMemory) -> None:
+        self._memory = planned.device
+        self._slots = planned.slots(planned.device.numel())
+        self._lent: list[_FetchBuffer] = []
+        self._spare: dict[tuple[int, int], _FetchBuffer] = {}  # by place: free, for inputs of the same size
+
+    def reserved(self) -> dict[TierName, int]:
+        """None: it is all in the plan."""
+        return {}
+
+    def take(self, num_bytes: int, label: str, *, call: int) -> torch.Tensor:
+        """In the call's slot. Raises BudgetError."""
+        self._take_back()
+        offset = self._slots.take(call, num_bytes)
+        if offset is None:
+            offset = self._slots.take_anywhere(num_bytes)
+        if offset is None:
+            raise beyond_plan(TierName.DEVICE, num_bytes, label, self._slots)
+        buffer = self._over(offset, align_up(num_bytes))
+        self._lent.append(buffer)
+        return buffer.bytes[:num_bytes]
+
+    def _take_back(self) -> None:
+        for buffer in [buffer for buffer in self._lent if not buffer.is_held()]:
+            self._lent.remove(buffer)
+            self._slots.give(buffer.offset, buffer.num_bytes)
+            self._spare[buffer.offset, buffer.num_bytes] = buffer
+
+    def _over(self, offset: int, size: int) -> _FetchBuffer:
+        if len(self._spare) > NUM_SPARE:
+            self._spare.clear()
+        spare = self._spare.pop((offset, size), None)
+        if spare is not None:
+            return spare
+        with torch.inference_mode(False):
+            return _FetchBuffer(with_own_storage(self._memory[offset : offset + size]), offset=offset)

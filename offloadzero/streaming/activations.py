@@ -34,7 +34,14 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.streaming.activation_homes import EndedCell, EndedCells, Home, HomeCopy, HostHome, NvmeHome
-from offloadzero.streaming.activation_memory import FetchMemory, HostMemory, PlannedMemory, Reserve
+from offloadzero.streaming.activation_memory import (
+    FetchMemory,
+    GrowingFetchMemory,
+    HostMemory,
+    PlannedFetchMemory,
+    PlannedMemory,
+    Reserve,
+)
 
 MIN_BYTES = 4096  # smaller inputs stay on the device: a copy costs more than their memory
 NUM_SENDING = 2  # inputs whose device memory is held for their copies
@@ -148,15 +155,18 @@ class ActivationStore:
             self._failures.check()
             self._give_up_sources()
             self._ended.release()
-            cell = self._find_or_make(call, tensor)
-            if call.number is None:
-                call.number = self._next_number
-                self._next_number += 1
-                self._calls[call.number] = call
+            cell = self._find_or_make(call, self._numbered(call), tensor)
             call.cells.append(weakref.ref(cell))
             return KeptInput(call, cell)
 
-    def _find_or_make(self, call: Call, tensor: torch.Tensor) -> _Cell:
+    def _numbered(self, call: Call) -> int:
+        if call.number is None:
+            call.number = self._next_number
+            self._next_number += 1
+            self._calls[call.number] = call
+        return call.number
+
+    def _find_or_make(self, call: Call, number: int, tensor: torch.Tensor) -> _Cell:
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
         known = self._by_input.get(key)
@@ -165,7 +175,7 @@ class ActivationStore:
         cell = _Cell(tensor, call.label, self._ended)
         if self._home is not None:
             flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-            cell.copy = self._home.send(flat, call.label)
+            cell.copy = self._home.send(flat, call.label, call=number)
             self._sending.append(weakref.ref(cell))
         self._by_input[key] = cell
         return cell
@@ -191,7 +201,7 @@ class ActivationStore:
         with self._lock:
             self._failures.check()
             cell = kept.cell
-            self._fetch(cell)
+            self._fetch(cell, self._numbered(kept.call))
             self._fetch_ahead(kept.call)
             if cell.source is not None:
                 cell.check_unchanged()
@@ -215,13 +225,13 @@ class ActivationStore:
             for reference in earlier.cells if earlier is not None else ():
                 cell = reference()
                 if cell is not None:
-                    self._fetch(cell)
+                    self._fetch(cell, number)
 
-    def _fetch(self, cell: _Cell) -> None:
-        """Start the fetch of a cell that is away."""
+    def _fetch(self, cell: _Cell, call: int) -> None:
+        """Start the fetch of a cell that is away, for the call of this number."""
         if cell.state is not CellState.AWAY or cell.copy is None:
             return
-        memory = self._fetched.take(cell.size.numel() * cell.dtype.itemsize, cell.label)
+        memory = self._fetched.take(cell.size.numel() * cell.dtype.itemsize, cell.label, call=call)
         target = memory.view(cell.dtype).as_strided(cell.size, cell.stride)
         if self._poison:
             self._accelerator.join_streams()  # they may still read what is about to be poisoned
@@ -284,5 +294,7 @@ def make_activation_store(
             home = HostHome(memory, ended, store=store)
         else:
             home = NvmeHome(memory, ended, store=store, clock=clock, reserve=nvme, paths=nvme_paths, aio=aio)
-    fetched = FetchMemory(store.accelerator, planned)
+    fetched: FetchMemory = GrowingFetchMemory(store.accelerator)
+    if planned is not None:
+        fetched = PlannedFetchMemory(planned)
     return ActivationStore(home, ended, fetched=fetched, store=store, clock=clock)
