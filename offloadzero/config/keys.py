@@ -452,8 +452,8 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
             ),
             "tier": _use("where the inputs wait for backward: device, host or nvme; device when absent"),
             "input_bytes": _use(
-                "of all inputs of one unit's call, for host or nvme: what they take is planned; seen in the first "
-                "step when absent"
+                "of all inputs of one unit's call, each rounded up to 4096, for host or nvme: what they take is "
+                "planned; seen in the first step when absent"
             ),
         },
         "offloadzero.update": {

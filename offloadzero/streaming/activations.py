@@ -155,7 +155,8 @@ class ActivationStore:
             self._failures.check()
             self._give_up_sources()
             self._ended.release()
-            cell = self._find_or_make(call, self._numbered(call), tensor)
+            self._numbered(call)  # also one that finds all its inputs known
+            cell = self._find_or_make(call, tensor)
             call.cells.append(weakref.ref(cell))
             return KeptInput(call, cell)
 
@@ -166,7 +167,7 @@ class ActivationStore:
             self._calls[call.number] = call
         return call.number
 
-    def _find_or_make(self, call: Call, number: int, tensor: torch.Tensor) -> _Cell:
+    def _find_or_make(self, call: Call, tensor: torch.Tensor) -> _Cell:
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
         known = self._by_input.get(key)
@@ -175,7 +176,7 @@ class ActivationStore:
         cell = _Cell(tensor, call.label, self._ended)
         if self._home is not None:
             flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-            cell.copy = self._home.send(flat, call.label, call=number)
+            cell.copy = self._home.send(flat, call.label, call=self._numbered(call))
             self._sending.append(weakref.ref(cell))
         self._by_input[key] = cell
         return cell
