@@ -141,7 +141,9 @@ class TestCancel:
         before = path.read_bytes()
         file = engine.open(path)
         for nth in range(1, 5):
-            engine.inject("delay", nth, 100)
+            engine.inject(
+                "delay", nth, 500
+            )  # longer than a busy machine takes to submit and cancel the others
         first = engine.write(file, before, offset=0)
         queued = [engine.write(file, bytes(4 * BLOCK), offset=0, priority=9) for _ in range(10)]
         assert [ticket.cancel() for ticket in queued] == [True] * 10

@@ -34,6 +34,7 @@ from offloadzero.torch_private import (
     DisableTorchFunctionSubclass,
     disabled_torch_function_impl,
     get_data,
+    may_share_memory,
     running_transform,
 )
 
@@ -256,7 +257,7 @@ class AwayParameter(_Offloaded):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is _MAY_SHARE_MEMORY and isinstance(args[0], _Offloaded):
+        if func is may_share_memory and isinstance(args[0], _Offloaded):
             return True  # `module.to()` assigns `data` then, which says what does not fit, and makes no new parameter
         if func in _NEED_NO_VALUE:
             if (
@@ -423,7 +424,6 @@ _METHODS_OF_REMOTE: Mapping[Any, Any] = {
     for name in ["numpy", "__array__", "tolist", "data_ptr", "untyped_storage", "share_memory_", "__dlpack__"]
 }
 
-_MAY_SHARE_MEMORY: Any = torch._has_compatible_shallow_copy_type
 _ASKED_BY_VMAP = (torch.Tensor.size, torch.Tensor.dim)  # of its arguments, before it wraps their memory
 _NEED_NO_VALUE = frozenset(
     _found(torch.Tensor, _GETTERS, "__get__")
