@@ -145,6 +145,9 @@ class TestCancel:
                 "delay", nth, 500
             )  # longer than a busy machine takes to submit and cancel the others
         first = engine.write(file, before, offset=0)
+        until_s = time.monotonic() + WAIT_S
+        while not engine.stats()["blocks"] and time.monotonic() < until_s:
+            time.sleep(0.001)  # else the engine's thread, if it begins late, may take the others first
         queued = [engine.write(file, bytes(4 * BLOCK), offset=0, priority=9) for _ in range(10)]
         assert [ticket.cancel() for ticket in queued] == [True] * 10
         for ticket in queued:
