@@ -20,7 +20,7 @@ import offloadzero
 from offloadzero.cli.main import main
 from offloadzero.memory.device import CpuDevice
 from offloadzero.memory.lanes import Accelerator
-from offloadzero.memory.marks import MAX_REFERENCE_AGE_S, DeviceClock
+from offloadzero.memory.marks import MAX_REFERENCE_AGE_S, DeviceClock, StreamMarks, note_awaited
 from offloadzero.observe.step_report import StepReport
 from tests.models import features
 from tests.simulated.backward import Backward
@@ -320,6 +320,40 @@ def test_what_the_training_loop_does_counts_as_computation(
 
 def test_on_the_cpu_nothing_is_marked() -> None:
     assert Accelerator(CpuDevice()).marks() is None
+
+
+def test_the_first_reference_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with virtual_time(monkeypatch, {}) as device:
+        new_stream = device.new_stream
+
+        def busy(name: str) -> Any:
+            stream = new_stream(name)
+            stream.launch(5 * MS)
+            return stream
+
+        monkeypatch.setattr(device, "new_stream", busy)
+        clock = DeviceClock(device)
+        device.compute(2 * MS)
+        event = clock.record(device.current_stream())
+        event.synchronize()
+        assert clock.at_s(event) == pytest.approx(7 * MS)
+
+
+def test_marks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with virtual_time(monkeypatch, {}) as device:
+        marks = StreamMarks(device, DeviceClock(device))
+        device.compute(2 * MS)
+        first = marks.record()
+        before = marks.begin_wait()
+        device.compute(3 * MS)
+        note_awaited(device.record(device.current_stream(), timed=True))
+        last = marks.end_wait(first, before)
+        marks.look()
+        assert first.at_s is None
+        assert last.at_s is None
+        marks.wait()
+        assert first.at_s == pytest.approx(2 * MS)
+        assert last.at_s == pytest.approx(5 * MS)
 
 
 def test_the_reference_of_the_clock_is_renewed_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
