@@ -78,11 +78,11 @@ class LaneTicket:
         if self._event is not None:
             self._event.synchronize()
 
-    def order_compute(self) -> None:
-        """What the calling thread launches from now on runs after the transfer."""
+    def order_compute(self, stream: Stream | None = None) -> None:
+        """What is launched from now on runs after the transfer: on `stream`, None: where the calling thread does."""
         self._wait_launched()
         if self._event is not None:
-            stream = self._device.current_stream()
+            stream = stream or self._device.current_stream()
             if stream is None:
                 raise AssertionError("a device with events has streams")
             stream.wait_event(self._event)

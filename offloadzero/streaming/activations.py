@@ -29,6 +29,7 @@ import torch
 
 from offloadzero.config import AioConfig, TierName
 from offloadzero.errors import StateError
+from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
@@ -67,8 +68,10 @@ class Call:
 class _Cell:
     """One input of one call, or of several that got the very same tensor."""
 
-    def __init__(self, tensor: torch.Tensor, label: str, ended: EndedCells) -> None:
+    def __init__(self, tensor: torch.Tensor, label: str, ended: EndedCells, *, stream: Stream | None) -> None:
+        """`stream`: the one that has computed the tensor, to which the allocator gives its memory again."""
         self.label = label
+        self.stream = stream
         self.size, self.stride, self.dtype = tensor.size(), tensor.stride(), tensor.dtype
         self.source: torch.Tensor | None = tensor.detach()
         self.version = tensor._version
@@ -173,7 +176,8 @@ class ActivationStore:
         known = self._by_input.get(key)
         if known is not None and known.origin() is storage and known.version == tensor._version:
             return known  # a mask, or an encoder's output: every block gets it
-        cell = _Cell(tensor, call.label, self._ended)
+        stream = self._accelerator.asynchronous.current_stream()
+        cell = _Cell(tensor, call.label, self._ended, stream=stream)
         if self._home is not None:
             flat = tensor.detach().as_strided((tensor.numel(),), (1,))
             cell.copy = self._home.send(flat, call.label, call=self._numbered(call))
@@ -191,7 +195,7 @@ class ActivationStore:
                     if len(self._sending) < NUM_SENDING:
                         return
                     with self._clock.waiting("activation copy"), self._failures.handed_over():
-                        copied.order_compute()
+                        copied.order_compute(cell.stream)
                 cell.give_up_source()
             self._sending.popleft()
 

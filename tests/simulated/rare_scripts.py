@@ -215,12 +215,20 @@ class TailBlock(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tail = nn.Parameter(torch.zeros(6001))
+        self.tail = nn.Parameter(torch.ones(6001))
 
 
 def tailed_stack() -> nn.Module:
     """An update of which a part comes to no chunk."""
     return Stack(TailBlock, num_blocks=2)
+
+
+def stack_of_chunks() -> nn.Module:
+    """Several chunks of the first record are read ahead."""
+    stack = tailed_stack()
+    for name, param in stack.named_parameters():
+        param.requires_grad_(name.startswith("blocks"))
+    return stack
 
 
 class InTurns(nn.Module):
@@ -414,7 +422,7 @@ def drop_graphs(engine: Any) -> list[float]:
 def edit_before_the_step(engine: Any) -> list[float]:
     """States that backward has read ahead are read again where a script has written since."""
     losses = []
-    first = next(iter(engine.module.parameters()))
+    first = next(param for param in engine.module.parameters() if param.requires_grad)
     for seed in range(NUM_STEPS + 1):
         loss = engine(features(seed))
         engine.backward(loss)

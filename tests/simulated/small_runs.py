@@ -44,6 +44,7 @@ from tests.simulated.rare_scripts import (
     read_what_is_kept,
     restore,
     skip_blocks,
+    stack_of_chunks,
     stack_of_frozen_weights,
     tailed_stack,
     train_turning,
@@ -202,6 +203,41 @@ def fail_in_backward(engine: Any) -> list[float]:
         engine.optimizer.zero_grad()
         losses += train(engine)
     return losses
+
+
+def fail_beside_another_graph(engine: Any) -> list[float]:
+    """The backward of a graph that is there already follows at once."""
+    losses = train(engine)
+    for number in (2, 1):
+        one, other = engine.module(features(number), fails_at=number), engine.module(features(number + 3))
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(one)
+        del one
+        gc.collect()  # the error holds the graph
+        engine.optimizer.zero_grad()
+        engine.backward(other)
+        engine.step()
+        losses.append(other.item())
+    return losses
+
+
+def train_in_turns(engine: Any) -> list[float]:
+    """Several graphs on two streams, which share nothing but the weights and their gradients."""
+    machine = Running.machine
+    streams = [machine.new_stream(name) for name in ("one", "two")]
+    losses = []
+    for seed in range(NUM_STEPS):
+        graphs = []
+        for number, num_rows in ((0, 2), (1, 2), (1, 200), (0, 2)):
+            with machine.launching_on(streams[number]):
+                graphs.append((streams[number], engine(features(seed, rows=num_rows))))
+        for stream, loss in graphs:
+            with machine.launching_on(stream):
+                engine.backward(loss)
+                engine.step()
+        losses += [loss.detach() for _, loss in graphs]
+    machine.synchronize()
+    return [float(loss) for loss in losses]
 
 
 def torchs_way(engine: Any) -> list[float]:
@@ -365,6 +401,18 @@ RUNS: dict[str, Run] = {
     "asked early, dropped gradients": (Stack, drop_gradients, "host", {"clipping": 0.5, **EARLY}),
     "asked early, nvme": (Stack, train, "nvme", {"clipping": 0.5, **EARLY}),
     "asked early, mixed": (Stack, train, "mixed", EARLY),
+    "activations, failing beside another graph": (
+        FailingStack,
+        fail_beside_another_graph,
+        "host",
+        {"clipping": 0.5, **checkpoints("host"), **EARLY, **slow("activation-h2d")},
+    ),
+    "activations that grow, in turns": (
+        Stack,
+        train_in_turns,
+        "resident",
+        {"accumulation": 4, **checkpoints("host")},
+    ),
     "activations, asked early": (Stack, train, "host", {**checkpoints("host"), **EARLY}),
     "one state on nvme": (Stack, train_unseen, ONE_STATE_ON_NVME, {"clipping": 0.5, **LATE_FILES}),
     "old graphs, no room": (
@@ -453,6 +501,12 @@ RUNS: dict[str, Run] = {
     "script, mixed": (Stack, script, "mixed", KEEP),
     "script, resident": (Stack, script, "resident", KEEP),
     "script, gradients on the device": (Stack, script, GRADIENTS_ON_DEVICE, KEEP),
+    "edits before the step, in chunks": (
+        stack_of_chunks,
+        edit_before_the_step,
+        "nvme",
+        {**KEEP, "clipping": 0.5, "json": SMALL_CHUNKS, "max live": 40_000, **LATE_FILES},
+    ),
     "script, writing before the step": (Stack, write_before_the_step, "nvme", {"clipping": 0.5}),
     "torch's way, mixed": (Stack, torchs_way, "mixed", KEEP),
     "torch's way, resident": (Stack, torchs_way, "resident", {**KEEP, **slow("update-device")}),
