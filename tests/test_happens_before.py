@@ -357,6 +357,12 @@ def test_a_script_writes_what_is_read_ahead() -> None:
     assert not races, "\n".join(races)
 
 
+def test_inputs_of_graphs_on_two_streams() -> None:
+    """An input's memory goes back to the stream that computed it, while another one's forward runs."""
+    _, races = small_runs.run("activations that grow, in turns")
+    assert not races, "\n".join(races)
+
+
 def test_a_gradient_without_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory goes back to the stream that computes, and the copy home runs on another."""
     make_model, make_input, over = MODELS["unused parameters"]
