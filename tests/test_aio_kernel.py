@@ -25,7 +25,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 BACKENDS = ["io_uring", "native_aio", "aiofiles"]
 MIB = 1 << 20
 BLOCK = 16384
+DEPTH = 4
 WAIT_S = 30.0
+LONG_MS = 3_600_000
 
 
 def make_engine(backend: str, uring: UringOptions | None = None, **options: int) -> AioEngine:
@@ -39,7 +41,7 @@ def make_engine(backend: str, uring: UringOptions | None = None, **options: int)
 
 @pytest.fixture(params=BACKENDS)
 def engine(request: pytest.FixtureRequest) -> Iterator[AioEngine]:
-    made = make_engine(request.param, block_size=BLOCK, queue_depth=4)
+    made = make_engine(request.param, block_size=BLOCK, queue_depth=DEPTH)
     yield made
     made.close(cancel=True)
 
@@ -55,6 +57,20 @@ def aligned(num_bytes: int) -> np.ndarray:
     memory = np.zeros(num_bytes + 4096, np.uint8)
     start = -memory.ctypes.data % 4096
     return memory[start : start + num_bytes]
+
+
+def aligned_copy(data: bytes) -> np.ndarray:
+    copy = aligned(len(data))
+    copy[:] = np.frombuffer(data, np.uint8)
+    return copy
+
+
+def wait_for_blocks(engine: AioEngine, num_blocks: int) -> None:
+    """Until so many have begun."""
+    limit_s = time.monotonic() + WAIT_S
+    while engine.stats()["blocks"] < num_blocks:
+        assert time.monotonic() < limit_s
+        time.sleep(0.001)
 
 
 class TestDeadline:
@@ -140,11 +156,16 @@ class TestCancel:
     def test_drops_what_has_not_started(self, engine: AioEngine, path: Path) -> None:
         before = path.read_bytes()
         file = engine.open(path)
-        for nth in range(1, 17):  # each block of the first
-            engine.inject("delay", nth, 150)
-        first = engine.write(file, before, offset=0)
-        queued = [engine.write(file, bytes(4 * BLOCK), offset=0, priority=9) for _ in range(10)]
+        for nth in range(1, DEPTH + 1):
+            engine.inject("delay", nth, LONG_MS)
+        first = engine.write(file, aligned_copy(before[: DEPTH * BLOCK]), offset=0)
+        wait_for_blocks(engine, DEPTH)  # all places in the queue are taken: nothing else begins
+        queued = [engine.write(file, bytes(4 * BLOCK), offset=0) for _ in range(10)]
         assert [ticket.cancel() for ticket in queued] == [True] * 10
+        assert not first.done()
+        assert not first.cancel()
+        engine.close(cancel=True)  # ends the delays
+        first.wait(WAIT_S)
         for ticket in queued:
             with pytest.raises(AioError) as caught:
                 ticket.wait(WAIT_S)
@@ -152,8 +173,6 @@ class TestCancel:
             assert "engine was closed" not in str(caught.value)
             assert ticket.wait_released(0.0)
             assert not ticket.cancel()
-        first.wait(WAIT_S)
-        assert not first.cancel()
         assert path.read_bytes() == before
 
     def test_of_one_in_flight_waits_for_its_blocks(self, engine: AioEngine, path: Path) -> None:

@@ -122,6 +122,7 @@ void Worker::run_deferred() {
         if (deferred.is_retry) {
             resume(deferred.block);
         } else {
+            --num_in_kernel_;
             on_result(deferred.block, deferred.result);
         }
     }
@@ -136,6 +137,7 @@ int64_t Worker::wait_timeout_ns() const {
 
 void Worker::defer(Block* block, int64_t delay_ns, bool is_retry, int64_t result) {
     deferred_.push_back({now_ns() + delay_ns, block, is_retry, result});
+    if (!is_retry) ++num_in_kernel_;
 }
 
 void Worker::start(Block* block) {

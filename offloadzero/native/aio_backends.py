@@ -41,7 +41,8 @@ class FaultKind(str, Enum):
     SHORT = "short"
     """Its first transfer reports `value` bytes at most."""
     DELAY = "delay"
-    """Its completion is seen `value` milliseconds late; other blocks go on."""
+    """Its completion is seen `value` milliseconds late, and so long it has its place in the queue, as on a slow
+    drive; other blocks go on in the other places."""
 
 
 @dataclass(frozen=True)

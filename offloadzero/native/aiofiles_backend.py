@@ -340,10 +340,7 @@ class AiofilesEngine:
             if fault is not None:
                 code, reached = await self._transfer(block, fault)
                 if fault.delay_s:
-                    task = asyncio.ensure_future(self._finish_late(block, code, reached, fault.delay_s))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
-                    continue
+                    await self._delay(fault.delay_s)
                 self._finish_block(block, code, reached)
 
     def _begin_block(self, block: _Block) -> _Fault | None:
@@ -356,10 +353,9 @@ class AiofilesEngine:
         self._stats["blocks"] += 1
         return self._faults.next_block()
 
-    async def _finish_late(self, block: _Block, code: int, reached: int, delay_s: float) -> None:
+    async def _delay(self, delay_s: float) -> None:
         with contextlib.suppress(asyncio.TimeoutError):  # the usual end of the delay
             await asyncio.wait_for(self._cancel_asked.wait(), delay_s)
-        self._finish_block(block, code, reached)
 
     async def _transfer(self, block: _Block, fault: _Fault) -> tuple[int, int]:
         """Moves a whole block. (errno or 0, file offset reached)."""
