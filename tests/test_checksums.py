@@ -19,10 +19,12 @@ import torch
 from offloadzero.config import AioConfig, SegmentKind, TierName
 from offloadzero.errors import AioError
 from offloadzero.memory.checksums import BLOCK_BYTES, checksum_bytes
-from offloadzero.memory.nvme import STRIPE_BYTES, Extent, NvmeTier
+from offloadzero.memory.nvme import STRIPE_BYTES, NvmeTier
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.memory.tickets import Promise, Ticket
+from offloadzero.memory.tiers import Extent, Home
 from offloadzero.native import _aio
+from tests.homes import file_home
 from tests.tiny import TinyModel, make_engine, settings, tokens, train
 
 NUM_DAMAGES = int(os.environ.get("OFFLOADZERO_TEST_FLIPS", "60"))
@@ -88,7 +90,9 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NvmeTier]:
     tier.close()
 
 
-EVERYTHING = Extent(0, NUM_BYTES)
+def home(tier: NvmeTier, offset: int = 0) -> Home:
+    """NUM_BYTES of the files."""
+    return file_home(tier, offset, NUM_BYTES, label="blocks.1.exp_avg")
 
 
 def tensor(data: bytes) -> torch.Tensor:
@@ -96,12 +100,12 @@ def tensor(data: bytes) -> torch.Tensor:
 
 
 def write(tier: NvmeTier, at: int, data: bytes) -> Ticket:
-    return tier.write(EVERYTHING, tensor(data), start_byte=at, priority=0, label="blocks.1.exp_avg")
+    return tier.write(home(tier), tensor(data), start=at)
 
 
 def read(tier: NvmeTier, at: int, num_bytes: int) -> bytes:
     target = torch.full((num_bytes,), 0xAA, dtype=torch.uint8)
-    tier.read(EVERYTHING, target, start_byte=at, priority=0, label="blocks.1.exp_avg").wait()
+    tier.read(home(tier), target, start=at).wait()
     return target.numpy().tobytes()
 
 
@@ -139,7 +143,7 @@ def test_what_is_whole_is_never_called_damaged(tier: NvmeTier) -> None:
                 tickets.append(write(tier, *written[-1]))
             else:
                 targets.append((begin, torch.zeros(end - begin, dtype=torch.uint8)))
-                tickets.append(tier.read(EVERYTHING, targets[-1][1], start_byte=begin, priority=0, label="x"))
+                tickets.append(tier.read(home(tier), targets[-1][1], start=begin))
         rng.shuffle(tickets)
         for ticket in tickets:
             ticket.wait()
@@ -210,9 +214,9 @@ def test_what_the_file_held_before_is_found_too(tier: NvmeTier) -> None:
 def test_the_ticket_fails_again_for_who_waits_again(tier: NvmeTier) -> None:
     write(tier, 0, b"a" * 300).wait()
     flip(tier, 299)
-    ticket = tier.read(EVERYTHING, torch.zeros(300, dtype=torch.uint8), start_byte=0, priority=0, label="x")
+    ticket = tier.read(home(tier), torch.zeros(300, dtype=torch.uint8))
     for _ in range(2):
-        with pytest.raises(AioError, match="x \\(nvme\\)"):
+        with pytest.raises(AioError, match=r"blocks\.1\.exp_avg \(nvme\)"):
             ticket.wait()
 
 
@@ -229,11 +233,11 @@ def test_an_extent_that_is_given_away_begins_anew(tier: NvmeTier) -> None:
 def test_the_space_grows(tier: NvmeTier) -> None:
     write(tier, 0, b"a" * NUM_BYTES).wait()
     tier.grow(2 * NUM_BYTES)
-    extent = Extent(NUM_BYTES, NUM_BYTES)
+    more = home(tier, NUM_BYTES)
     data = tensor(random.Random(1).randbytes(NUM_BYTES - 5))
-    tier.write(extent, data, start_byte=0, priority=0, label="x").wait()
+    tier.write(more, data).wait()
     target = torch.zeros_like(data)
-    tier.read(extent, target, start_byte=0, priority=0, label="x").wait()
+    tier.read(more, target).wait()
     assert torch.equal(data, target)
     assert read(tier, 0, NUM_BYTES) == b"a" * NUM_BYTES
 

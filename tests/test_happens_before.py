@@ -24,6 +24,7 @@ from offloadzero.memory.lanes import Accelerator, Lane
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.tickets import Failures, Promise
 from offloadzero.native import cpu_adam
+from tests.homes import file_home
 from tests.models import Stack, features
 from tests.simulated import edges, mutations, small_runs
 from tests.simulated.checked import checked
@@ -250,13 +251,13 @@ def test_a_file_transfer_is_over_when_it_was_waited_for(waits: bool, checksums: 
         buffer = allocate_host(8192)
         order.track_storage(buffer, "the buffer")
         buffer.fill_(3)
-        extent = tier.allocate(8192, "extent")
-        ticket = tier.write(extent, buffer, start_byte=0, priority=0, label="record")
+        home = file_home(tier, 0, 8192)
+        ticket = tier.write(home, buffer)
         if waits:
             ticket.wait()
         buffer.fill_(4)
         ticket.wait()
-        again = tier.read(extent, buffer, start_byte=0, priority=0, label="record")
+        again = tier.read(home, buffer)
         again.wait()
         tier.close()
 
@@ -264,11 +265,10 @@ def test_a_file_transfer_is_over_when_it_was_waited_for(waits: bool, checksums: 
 def test_a_read_of_a_file_range_comes_after_its_write(tmp_path: Path) -> None:
     def read_under_way() -> None:
         tier = NvmeTier([tmp_path], num_bytes=1 << 20, aio=AioConfig(checksums=False))
-        tier.allocate(4096, "before")
-        extent = tier.allocate(4096, "extent")
+        home = file_home(tier, 4096, 4096)
         one, two = allocate_host(4096), allocate_host(4096)
-        written = tier.write(extent, one, start_byte=0, priority=0, label="record")
-        read = tier.read(extent, two, start_byte=0, priority=0, label="record")
+        written = tier.write(home, one)
+        read = tier.read(home, two)
         written.wait()
         read.wait()
         tier.close()

@@ -25,6 +25,7 @@ from offloadzero.memory.device import CpuDevice
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.store import _joined
 from offloadzero.native.aio import AioEngine
+from tests.homes import file_home
 from tests.tiny import make_engine, run_script, settings, tokens, train
 
 MIB = 1 << 20
@@ -211,10 +212,10 @@ def test_as_many_threads_as_the_configuration_allows(backend: str, tmp_path: Pat
         uring_engine().close()
     tier = NvmeTier([tmp_path], num_bytes=data.nbytes, aio=config.aio)
     try:
-        extent = tier.allocate(data.nbytes, "data")
+        home = file_home(tier, tier.allocate(data.dtype, data.numel(), "data").offset, data.nbytes)
         back = torch.zeros_like(data)
-        tier.write(extent, data, start_byte=0, priority=0, label="data").wait()
-        tier.read(extent, back, start_byte=0, priority=0, label="data").wait()
+        tier.write(home, data).wait()
+        tier.read(home, back).wait()
         assert torch.equal(back, data)
         num_threads = len(os.listdir("/proc/self/task"))
         assert num_threads > 256 or backend == "aiofiles"

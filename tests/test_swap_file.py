@@ -19,8 +19,9 @@ import torch
 from offloadzero.config import AioConfig
 from offloadzero.errors import AioError
 from offloadzero.memory import swap_file
-from offloadzero.memory.nvme import Extent, NvmeTier
+from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.swap_file import MARK_BYTES, SwapFile, remove_stale_files
+from tests.homes import file_home
 from tests.tiny import make_engine, run_script, settings, start_script, train
 
 NUM_KILLS = int(os.environ.get("OFFLOADZERO_TEST_KILLS", "12"))
@@ -135,9 +136,9 @@ def test_a_name_that_is_taken_away_does_no_harm(tmp_path: Path) -> None:
     path.unlink()
     path.symlink_to(victim)
     data = torch.arange(8192, dtype=torch.int32).view(torch.uint8)[:8192]
-    tier.write(Extent(0, 8192), data, start_byte=0, priority=0, label="a").wait()
+    tier.write(file_home(tier, 0, 8192), data).wait()
     found = torch.zeros_like(data)
-    tier.read(Extent(0, 8192), found, start_byte=0, priority=0, label="a").wait()
+    tier.read(file_home(tier, 0, 8192), found).wait()
     assert torch.equal(found, data)
     tier.close()
     assert victim.read_text() == "mine"

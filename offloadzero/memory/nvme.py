@@ -26,12 +26,13 @@ from types import MappingProxyType
 
 import torch
 
-from offloadzero.config import AioConfig
+from offloadzero.config import AioConfig, TierName
 from offloadzero.errors import AioError, BudgetError
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.memory.checksums import Checksums, Transfers
 from offloadzero.memory.swap_file import MARK_BYTES, SwapFile, remove_stale_files
 from offloadzero.memory.tickets import AllOf, Ticket
+from offloadzero.memory.tiers import UPDATE_PRIORITY, Extent, Home
 from offloadzero.native import _aio
 from offloadzero.native.aio import AioEngine, AioFile
 from offloadzero.native.termination import DoomedFile
@@ -41,14 +42,6 @@ log = logging.getLogger("offloadzero.nvme")
 
 STRIPE_BYTES = 4 * 1024 * 1024
 _NOTHING: Mapping[int, int] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class Extent:
-    """`num_bytes` from `offset` on in the striped space of all files."""
-
-    offset: int
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -157,6 +150,10 @@ class NvmeTier:
     Raises BudgetError when a filesystem has no room, AioError for other failures.
     """
 
+    name = TierName.NVME
+    is_device = False
+    is_host_memory = False
+
     def __init__(
         self,
         directories: Sequence[Path],
@@ -255,9 +252,9 @@ class NvmeTier:
         if entry.num_bytes:
             self.engine.unregister_buffer(buffer)
 
-    def allocate(self, num_bytes: int, label: str) -> Extent:
-        """The next `num_bytes`, rounded up to whole blocks."""
-        size = align_up(num_bytes)
+    def allocate(self, dtype: torch.dtype, num_elements: int, label: str) -> Extent:
+        """The next bytes of the files, rounded up to whole blocks."""
+        size = align_up(num_elements * dtype.itemsize)
         if self._next_offset + size > self.num_bytes:
             raise BudgetError(f"{label}: {size:,} bytes past the {self.num_bytes:,} bytes reserved on nvme")
         extent = Extent(self._next_offset, size)
@@ -272,48 +269,59 @@ class NvmeTier:
             self._checksums.grow(self.num_bytes)
 
     def read(
-        self, extent: Extent, buffer: torch.Tensor, *, start_byte: int, priority: int, label: str
+        self, home: Home, target: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
     ) -> Ticket:
-        """Fill `buffer` (host, contiguous) from `start_byte` of the extent on."""
-        return self._transfer("read", extent, buffer, start_byte, priority, label)
+        """Fill `target` (host, contiguous) from element `start` of the home on."""
+        data = target.view(torch.uint8)
+        begin = self._begin("read", home, start, data.numel())
+        transfers = self._transfers(home.label, priority)
+        if self._checksums is None:
+            return transfers.read(begin, data)
+        return self._checksums.read(begin, data, transfers)
 
     def write(
-        self, extent: Extent, buffer: torch.Tensor, *, start_byte: int, priority: int, label: str
+        self, home: Home, source: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
     ) -> Ticket:
-        """Write `buffer` (host, contiguous) at `start_byte` of the extent."""
-        return self._transfer("write", extent, buffer, start_byte, priority, label)
+        """Write `source` (host, contiguous) at element `start` of the home."""
+        data = source.view(torch.uint8)
+        begin = self._begin("write", home, start, data.numel())
+        transfers = self._transfers(home.label, priority)
+        if self._checksums is None:
+            return transfers.write(begin, data)
+        return self._checksums.write(begin, data, transfers)
 
     def forget(self, extent: Extent) -> None:
         """What the extent holds is nobody's any more."""
         if self._checksums is not None:
             self._checksums.forget(extent.offset, extent.num_bytes)
 
-    def _transfer(
-        self, verb: str, extent: Extent, buffer: torch.Tensor, start_byte: int, priority: int, label: str
-    ) -> Ticket:
-        data = buffer.view(torch.uint8)
-        start = extent.offset + start_byte
-        if start_byte + data.numel() > extent.num_bytes:
-            path, offset = self._file_place(start)
+    def _begin(self, verb: str, home: Home, start: int, num_bytes: int) -> int:
+        """The byte of the striped space at which a transfer begins. Raises AioError past the home's end."""
+        extent = home.extent
+        if extent is None:
+            raise AssertionError(f"{home.label} has no extent")
+        start_byte = start * home.dtype.itemsize
+        begin = extent.offset + start_byte
+        if start_byte + num_bytes > extent.num_bytes:
+            path, offset = self._file_place(begin)
             raise AioError(
                 operation=verb,
                 path=path,
                 offset=offset,
-                num_bytes=data.numel(),
+                num_bytes=num_bytes,
                 errno=errno.EINVAL,
-                label=label,
+                label=home.label,
                 detail=f"past the extent's {extent.num_bytes} bytes",
             )
-        if self._checksums is None:
-            return self._submit(verb, start, data, priority=priority, label=label)
-        transfers = Transfers(
+        return begin
+
+    def _transfers(self, label: str, priority: int) -> Transfers:
+        return Transfers(
             read=partial(self._submit, "read", priority=priority, label=label),
             write=partial(self._submit, "write", priority=priority, label=label),
             file_place=self._file_place,
             label=label,
         )
-        move = self._checksums.read if verb == "read" else self._checksums.write
-        return move(start, data, transfers)
 
     def _submit(self, verb: str, start: int, data: torch.Tensor, *, priority: int, label: str) -> Ticket:
         """Move bytes from `start` of the striped space on."""

@@ -9,48 +9,20 @@ from pathlib import Path
 import torch
 
 from offloadzero.config import AioConfig, SegmentKind, TierName
-from offloadzero.memory.arena import Arena, Lease, align_up, allocate_host, apart
+from offloadzero.memory.arena import Arena, Lease, align_up, allocate_host
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.lanes import Accelerator, Lane
-from offloadzero.memory.nvme import Extent, NvmeTier
-from offloadzero.memory.tickets import FINISHED, Failures, Ticket
-
-# What the computation waits for overtakes what only has to be home in time.
-FETCH_PRIORITY = 0
-UPDATE_PRIORITY = 1
+from offloadzero.memory.nvme import NvmeTier
+from offloadzero.memory.tickets import Failures, Ticket
+from offloadzero.memory.tiers import UPDATE_PRIORITY, DeviceTier, Home, HostTier, Tier
 
 
-@dataclass(frozen=True)
-class Segment:
-    """One contiguous piece of a record: `num_elements` of `dtype` with one home.
-
-    `home` is the typed memory, shape (num_elements,), for device and host; `extent` the place on NVMe.
-    """
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Segment(Home):
+    """One contiguous piece of a record."""
 
     record: str
     kind: SegmentKind
-    dtype: torch.dtype
-    num_elements: int
-    tier: TierName
-    home: torch.Tensor | None = None
-    extent: Extent | None = None
-
-    @property
-    def label(self) -> str:
-        """For errors: `blocks.3.exp_avg`."""
-        return f"{self.record}.{self.kind.value}"
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the data."""
-        return self.num_elements * self.dtype.itemsize
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """The home of a segment that lives in memory."""
-        if self.home is None:
-            raise AssertionError(f"{self.label} lives on {self.tier.value}, not in memory")
-        return self.home
 
 
 @dataclass(frozen=True)
@@ -100,14 +72,25 @@ class TieredStore:
         try:
             self.host = Arena("host", allocate_host(align_up(host_bytes)), poison=poison)
             self.device = Arena("device", accelerator.allocate(align_up(sizes.device)), poison=poison)
-            # State traffic has lanes of its own. Fetches wait for updates on theirs; an update that had to queue
-            # behind such a fetch would never end.
-            self.h2d: Lane = accelerator.lane("state-h2d", failures)
-            self.d2h: Lane = accelerator.lane("state-d2h", failures)
+            self.on_device = DeviceTier(self.device, accelerator, failures)
         except BaseException:  # a device may have less than it said
             if self.nvme is not None:
                 self.nvme.close()
             raise
+        tiers: list[Tier] = [self.on_device, HostTier(self.host)]
+        if self.nvme is not None:
+            tiers.append(self.nvme)
+        self.tiers = {tier.name: tier for tier in tiers}
+
+    @property
+    def h2d(self) -> Lane:
+        """The lane of states to the device."""
+        return self.on_device.h2d
+
+    @property
+    def d2h(self) -> Lane:
+        """The lane of states from the device."""
+        return self.on_device.d2h
 
     def pin(self) -> None:
         """Page-lock the host arena. Done when the first weights are in it: pinning takes all pages at once."""
@@ -126,20 +109,19 @@ class TieredStore:
         self, record: str, kind: SegmentKind, dtype: torch.dtype, num_elements: int, tier: TierName
     ) -> Segment:
         """Reserve a segment's home; its content is zero."""
-        size = num_elements * dtype.itemsize
         label = f"{record}.{kind.value}"
-        if tier is TierName.NVME:
-            if self.nvme is None:
-                raise AssertionError(f"{label}: no nvme was reserved")
-            extent = self.nvme.allocate(size, label)
-            return Segment(record, kind, dtype, num_elements, tier, extent=extent)
-        on_device = tier is TierName.DEVICE
-        lease = self.device.lease(size, label) if on_device else self.host.lease(apart(size), label)
-        home = lease.view(dtype, num_elements)
-        if on_device:
-            home.zero_()  # the host arena is fresh, hence zero
-            self.accelerator.launched().wait()  # the lanes that write here do not wait for this thread's stream
-        return Segment(record, kind, dtype, num_elements, tier, home=home)
+        backing = self.tiers.get(tier)
+        if backing is None:
+            raise AssertionError(f"{label}: no {tier.value} was reserved")
+        return Segment(
+            record=record,
+            kind=kind,
+            label=label,
+            dtype=dtype,
+            num_elements=num_elements,
+            backing=backing,
+            place=backing.allocate(dtype, num_elements, label),
+        )
 
     def reserve(self, segments: Iterable[Segment], *, waiting: Mapping[int, int]) -> None:
         """Reserve on nvme the homes of `segments`, and what is `waiting` there no more. Raises BudgetError."""
@@ -148,64 +130,27 @@ class TieredStore:
             self.nvme.reserve(extents, waiting=waiting)
 
     def read(
-        self, segment: Segment, target: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
+        self, home: Home, target: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
     ) -> Ticket:
-        """Copy elements [start, start + target.numel()) of a segment into host memory.
+        """Copy elements [start, start + target.numel()) of a home into host memory.
 
-        A caller that launched kernels which write a device segment waits for them first.
+        A caller that launched kernels which write a home on the device waits for them first.
 
         Args:
-            target: host, contiguous, the segment's dtype; shape (n,).
+            target: host, contiguous, the home's dtype; shape (n,).
         """
-        if segment.tier is TierName.NVME:
-            return self._nvme.read(
-                self._extent(segment),
-                target,
-                start_byte=start * segment.dtype.itemsize,
-                priority=priority,
-                label=segment.label,
-            )
-        source = segment.memory[start : start + target.numel()]
-        if segment.tier is TierName.DEVICE:
-            return self.d2h.submit(lambda: self.accelerator.copy(target, source), label=segment.label)
-        target.copy_(source)
-        return FINISHED
+        return home.backing.read(home, target, start=start, priority=priority)
 
     def write(
-        self, segment: Segment, source: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
+        self, home: Home, source: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
     ) -> Ticket:
-        """Commit host memory to elements [start, start + source.numel()) of a segment's home."""
-        if segment.tier is TierName.NVME:
-            return self._nvme.write(
-                self._extent(segment),
-                source,
-                start_byte=start * segment.dtype.itemsize,
-                priority=priority,
-                label=segment.label,
-            )
-        target = segment.memory[start : start + source.numel()]
-        if segment.tier is TierName.DEVICE:
-            return self.h2d.submit(lambda: self.accelerator.copy(target, source), label=segment.label)
-        target.copy_(source)
-        return FINISHED
-
-    @property
-    def _nvme(self) -> NvmeTier:
-        if self.nvme is None:
-            raise AssertionError("the store has no nvme tier")
-        return self.nvme
-
-    @staticmethod
-    def _extent(segment: Segment) -> Extent:
-        if segment.extent is None:
-            raise AssertionError(f"{segment.label} has no extent")
-        return segment.extent
+        """Commit host memory to elements [start, start + source.numel()) of a home."""
+        return home.backing.write(home, source, start=start, priority=priority)
 
     def close(self) -> None:
         """Drain the lanes, end the file transfers, remove the files, unpin."""
         self.is_closed = True
-        self.h2d.close()
-        self.d2h.close()
+        self.on_device.close()
         if self.nvme is not None:
             self.nvme.close()
         if self._pinned:

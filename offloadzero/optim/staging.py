@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offloadzero.config import SegmentKind, TierName
+from offloadzero.config import SegmentKind
 from offloadzero.memory.arena import Lease, apart
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
@@ -129,7 +129,7 @@ class ChunkStager:
             if kind is SegmentKind.GRAD:
                 continue
             part = record.chunk_slice(kind, start, stop)
-            if segment.tier is TierName.HOST:
+            if segment.is_in_host_memory:
                 chunk.buffers[kind] = segment.memory[part]
                 continue
             chunk.buffers[kind] = self.memory(chunk, kind, segment.dtype)
@@ -148,7 +148,7 @@ class ChunkStager:
 def needs_slot(record: Record) -> bool:
     """Whether its update brings states to host memory first."""
     return not record.updates_on_device and any(
-        segment.tier is not TierName.HOST
+        not segment.is_in_host_memory
         for kind, segment in record.segments.items()
         if kind is not SegmentKind.GRAD
     )

@@ -18,10 +18,11 @@ from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import BufferPool, Holes, PooledBuffer, align_up
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.lanes import Accelerator, Fence, Lane, LaneTicket
-from offloadzero.memory.nvme import Extent, NvmeTier
+from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.slots import Slots
-from offloadzero.memory.store import FETCH_PRIORITY, UPDATE_PRIORITY, TieredStore
+from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Failures, Ticket
+from offloadzero.memory.tiers import FETCH_PRIORITY, Extent, Home
 from offloadzero.observe.clock import StepClock
 from offloadzero.planning.memory_plan import INPUTS_AHEAD, NUM_INPUT_STAGING
 from offloadzero.streaming.activation_memory import HostMemory, Reserve, beyond_plan
@@ -42,7 +43,7 @@ class HomeCopy(Protocol):
         """Nobody uses the home any more."""
 
 
-class Home(Protocol):
+class InputTier(Protocol):
     """A tier for inputs."""
 
     num_ahead: int  # calls that are fetched ahead
@@ -215,9 +216,7 @@ class HostHome:
 @dataclass(eq=False)
 class _NvmeCopy:
     tier: NvmeHome
-    extent: Extent
-    num_elements: int
-    dtype: torch.dtype
+    place: Home
     label: str
     copied: LaneTicket
     written: LaneTicket
@@ -229,7 +228,7 @@ class _NvmeCopy:
         return self.tier.fetch(self, target, fence)
 
     def release(self) -> None:
-        self.tier.give_back(self.extent)
+        self.tier.give_back(self.place)
 
 
 class NvmeHome:
@@ -314,6 +313,13 @@ class NvmeHome:
         staging = self._grown(self._outgoing, buffer, source.nbytes, label)
         try:
             tier, extent = self._take(source.nbytes, label, call)
+            place = Home(
+                label=f"{label} activation",
+                dtype=source.dtype,
+                num_elements=source.numel(),
+                backing=tier,
+                place=extent,
+            )
         except BaseException:
             self._outgoing.give_back(staging)
             raise
@@ -325,14 +331,12 @@ class NvmeHome:
 
         def write() -> None:
             try:
-                tier.write(
-                    extent, view, start_byte=0, priority=UPDATE_PRIORITY, label=f"{label} activation"
-                ).wait()
+                tier.write(place, view).wait()
             finally:
                 give_back(staging)
 
         written = self._writer.submit(write, after=[copied], label=label)
-        return _NvmeCopy(self, extent, source.numel(), source.dtype, label, copied, written)
+        return _NvmeCopy(self, place, label, copied, written)
 
     def _take(self, num_bytes: int, label: str, call: int) -> tuple[NvmeTier, Extent]:
         size = align_up(num_bytes)
@@ -373,16 +377,14 @@ class NvmeHome:
 
         def read() -> None:
             view = self._take_incoming(copy, staged)
-            tier.read(
-                copy.extent, view, start_byte=0, priority=FETCH_PRIORITY, label=f"{copy.label} activation"
-            ).wait()
+            tier.read(copy.place, view, priority=FETCH_PRIORITY).wait()
 
         targets = [target]  # the lane lets go of it before the ticket is done
 
         def copy_to_device() -> None:
             (buffer,) = staged
             try:
-                accelerator.copy(targets.pop(), buffer.view(copy.dtype, copy.num_elements))
+                accelerator.copy(targets.pop(), buffer.view(copy.place.dtype, copy.place.num_elements))
             finally:
                 incoming.give_back(buffer, last_use=accelerator.launched())
 
@@ -390,14 +392,15 @@ class NvmeHome:
         return self.lanes.h2d.submit(copy_to_device, after=[arrived], fence=fence, label=copy.label)
 
     def _take_incoming(self, copy: _NvmeCopy, staged: list[PooledBuffer]) -> torch.Tensor:
-        num_bytes = copy.num_elements * copy.dtype.itemsize
-        staged.append(self._grown(self._incoming, self._incoming.take(), num_bytes, copy.label))
-        return staged[0].view(copy.dtype, copy.num_elements)
+        place = copy.place
+        staged.append(self._grown(self._incoming, self._incoming.take(), place.num_bytes, copy.label))
+        return staged[0].view(place.dtype, place.num_elements)
 
-    def give_back(self, extent: Extent) -> None:
-        if self._tier is not None:
+    def give_back(self, place: Home) -> None:
+        extent = place.extent
+        if self._tier is not None and extent is not None:
             self._tier.forget(extent)
-        (self._holes if self._slots is None else self._slots).give(extent.offset, extent.num_bytes)
+            (self._holes if self._slots is None else self._slots).give(extent.offset, extent.num_bytes)
 
     def reserved(self) -> dict[TierName, int]:
         if self._planned is not None:

@@ -34,7 +34,14 @@ from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.streaming.activation_homes import EndedCell, EndedCells, Home, HomeCopy, HostHome, NvmeHome
+from offloadzero.streaming.activation_homes import (
+    EndedCell,
+    EndedCells,
+    HomeCopy,
+    HostHome,
+    InputTier,
+    NvmeHome,
+)
 from offloadzero.streaming.activation_memory import (
     FetchMemory,
     GrowingFetchMemory,
@@ -117,7 +124,7 @@ class ActivationStore:
 
     def __init__(
         self,
-        home: Home | None,
+        home: InputTier | None,
         ended: EndedCells,
         *,
         fetched: FetchMemory,
@@ -288,7 +295,7 @@ def make_activation_store(
     `budgets` and `planned_bytes` have the host's and NVMe's bytes; `planned` is what the plan has for inputs, if any.
     """
     ended = EndedCells(clock=clock, failures=store.failures)
-    home: Home | None = None
+    home: InputTier | None = None
     if tier is not TierName.DEVICE:
         host, nvme = (
             Reserve(name, budget=budgets[name], planned_bytes=planned_bytes[name])

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from offloadzero.config import SegmentKind, TierName
+from offloadzero.config import SegmentKind
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.interrupts import uninterrupted
 from offloadzero.memory.arena import Arena, BufferPool, Lease, align_up, room_for
@@ -94,7 +94,7 @@ class Executor:
         for record in records:
             home = record.segments[SegmentKind.PARAM]
             layout = (record.dtype, record.num_trainable, slot_layout(record.slots))
-            stays = home.tier is TierName.DEVICE
+            stays = home.is_on_device
             shared = looks.get(layout) if not stays else None
             unit = LeasedUnit(
                 record,

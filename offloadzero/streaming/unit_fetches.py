@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offloadzero.config import TierName
 from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.lanes import Fence, Lane, LaneTicket, order_compute_after
-from offloadzero.memory.store import FETCH_PRIORITY, TieredStore
+from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Promise, Ticket
+from offloadzero.memory.tiers import FETCH_PRIORITY
 from offloadzero.observe.clock import StepClock
 from offloadzero.optim.delivery import Delivery, UpdateTicket
 from offloadzero.streaming.leased_unit import LeasedUnit
@@ -44,7 +44,7 @@ class UnitFetches:
         record, home = unit.record, unit.home
         copy = self._store.accelerator.copy
         fence = self._store.accelerator.fence()
-        if home.tier is TierName.HOST:
+        if home.is_in_host_memory:
             return self._fetch_lane.submit(
                 lambda: copy(target, home.memory), after=[unit.updated], fence=fence, label=record.name
             )
@@ -67,9 +67,7 @@ class UnitFetches:
 
         def copy(start: int, params: torch.Tensor) -> Ticket:
             place = target[start : start + params.numel()]
-            return store.h2d.submit(
-                lambda: store.accelerator.copy(place, params), fence=fence, label=unit.record.name
-            )
+            return store.on_device.copy_in(place, params, fence=fence, label=unit.record.name)
 
         last = unit.record.slots[-1]
         delivery = Delivery(copy, num_elements=last.offset + last.num_elements)

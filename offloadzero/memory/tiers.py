@@ -1,0 +1,211 @@
+"""Tiers: places with a capacity where data have their homes (floor 3).
+
+[Note: what is asked of a tier]
+Code that moves or computes data asks a tier for what it can do, and never for its name: whether kernels of the device
+address it, whether code on the host does, and for reads and writes. Names belong to the configuration and to the plan.
+
+The memory of a device counts as the device's alone. With the CPU as the device code on the host could address it, but
+would go another way than it does with any other device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from offloadzero.config import TierName
+from offloadzero.memory.arena import Arena, apart
+from offloadzero.memory.lanes import NO_FENCE, Accelerator, Fence, LaneTicket
+from offloadzero.memory.tickets import FINISHED, Failures, Ticket
+
+# What the computation waits for overtakes what only has to be home in time.
+FETCH_PRIORITY = 0
+UPDATE_PRIORITY = 1
+
+
+@dataclass(frozen=True)
+class Extent:
+    """`num_bytes` from `offset` on in the striped space of all files."""
+
+    offset: int
+    num_bytes: int
+
+
+Place = torch.Tensor | Extent  # typed memory, shape (num_elements,), or a range of the files
+
+
+class Tier(Protocol):
+    """A place with a capacity: [Note: what is asked of a tier]."""
+
+    @property
+    def name(self) -> TierName:
+        """Its name in the configuration and in the plan."""
+
+    @property
+    def is_device(self) -> bool:
+        """Whether kernels that are launched on the device address it."""
+
+    @property
+    def is_host_memory(self) -> bool:
+        """Whether code on the host addresses it. Copies between it and the device need no staging."""
+
+    def allocate(self, dtype: torch.dtype, num_elements: int, label: str) -> Place:
+        """A place of its own, which holds zeros. Raises BudgetError."""
+
+    def read(
+        self, home: Home, target: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
+    ) -> Ticket:
+        """Copy elements [start, start + target.numel()) of `home` into host memory."""
+
+    def write(
+        self, home: Home, source: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
+    ) -> Ticket:
+        """Copy host memory to elements [start, start + source.numel()) of `home`."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Home:
+    """The place where `num_elements` of `dtype` live, and the tier that it belongs to."""
+
+    label: str  # for errors: `blocks.3.exp_avg`
+    dtype: torch.dtype
+    num_elements: int
+    backing: Tier
+    place: Place
+
+    @property
+    def tier(self) -> TierName:
+        """The tier's name, as in the plan."""
+        return self.backing.name
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the data."""
+        return self.num_elements * self.dtype.itemsize
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether kernels of the device address it."""
+        return self.backing.is_device
+
+    @property
+    def is_in_host_memory(self) -> bool:
+        """Whether code on the host addresses it."""
+        return self.backing.is_host_memory
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether it is memory, of the device or of the host."""
+        return isinstance(self.place, torch.Tensor)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The memory of a home that is memory, shape (num_elements,)."""
+        if isinstance(self.place, Extent):
+            raise AssertionError(f"{self.label} lives on {self.tier.value}, not in memory")
+        return self.place
+
+    @property
+    def extent(self) -> Extent | None:
+        """The range of the files of a home that is none."""
+        return self.place if isinstance(self.place, Extent) else None
+
+
+class DeviceTier:
+    """The device's memory, with a lane in each direction for states.
+
+    State traffic has lanes of its own. Fetches wait for updates on theirs; an update that had to queue behind such a
+    fetch would never end.
+    """
+
+    name = TierName.DEVICE
+    is_device = True
+    is_host_memory = False
+
+    def __init__(self, arena: Arena, accelerator: Accelerator, failures: Failures) -> None:
+        self.arena = arena
+        self._accelerator = accelerator
+        self.h2d = accelerator.lane("state-h2d", failures)
+        self.d2h = accelerator.lane("state-d2h", failures)
+
+    def allocate(self, dtype: torch.dtype, num_elements: int, label: str) -> torch.Tensor:
+        """Memory of the device's arena."""
+        home = self.arena.lease(num_elements * dtype.itemsize, label).view(dtype, num_elements)
+        home.zero_()
+        self._accelerator.launched().wait()  # the lanes that write here do not wait for this thread's stream
+        return home
+
+    def read(
+        self,
+        home: Home,
+        target: torch.Tensor,
+        *,
+        start: int = 0,
+        priority: int = UPDATE_PRIORITY,  # noqa: ARG002
+    ) -> Ticket:
+        """A copy on the d2h lane. Kernels that write the home are complete."""
+        source = home.memory[start : start + target.numel()]
+        return self.d2h.submit(lambda: self._accelerator.copy(target, source), label=home.label)
+
+    def write(
+        self,
+        home: Home,
+        source: torch.Tensor,
+        *,
+        start: int = 0,
+        priority: int = UPDATE_PRIORITY,  # noqa: ARG002
+    ) -> Ticket:
+        """A copy on the h2d lane."""
+        return self.copy_in(home.memory[start : start + source.numel()], source, label=home.label)
+
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, *, fence: Fence = NO_FENCE, label: str
+    ) -> LaneTicket:
+        """Copy host memory into any memory of the device, behind `fence`."""
+        return self.h2d.submit(lambda: self._accelerator.copy(target, source), fence=fence, label=label)
+
+    def close(self) -> None:
+        """Finish the copies and stop the threads."""
+        self.h2d.close()
+        self.d2h.close()
+
+
+class HostTier:
+    """Pinned host memory."""
+
+    name = TierName.HOST
+    is_device = False
+    is_host_memory = True
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+
+    def allocate(self, dtype: torch.dtype, num_elements: int, label: str) -> torch.Tensor:
+        """Memory of the host's arena, which is fresh, hence zero: [Note: a page apart]."""
+        return self.arena.lease(apart(num_elements * dtype.itemsize), label).view(dtype, num_elements)
+
+    def read(
+        self,
+        home: Home,
+        target: torch.Tensor,
+        *,
+        start: int = 0,
+        priority: int = UPDATE_PRIORITY,  # noqa: ARG002
+    ) -> Ticket:
+        """A copy on the calling thread."""
+        target.copy_(home.memory[start : start + target.numel()])
+        return FINISHED
+
+    def write(
+        self,
+        home: Home,
+        source: torch.Tensor,
+        *,
+        start: int = 0,
+        priority: int = UPDATE_PRIORITY,  # noqa: ARG002
+    ) -> Ticket:
+        """A copy on the calling thread."""
+        home.memory[start : start + source.numel()].copy_(source)
+        return FINISHED
