@@ -22,12 +22,12 @@ from offloadzero.memory.arena import Lease
 from offloadzero.memory.lanes import Lane, LaneTicket
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED
+from offloadzero.memory.transfer import Fetcher
 from offloadzero.optim.staging import ChunkStager, StagedChunk
 from offloadzero.optim.update import UpdatePipeline
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.gradients import GradientCollector
 from offloadzero.streaming.stepping import Stepper
-from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.streaming.weights import WeightAccess
 from tests.schedules import Schedule, disturbed, draw_schedule, reference
 from tests.test_races import SCENARIOS, make_reference, scenario_config
@@ -409,15 +409,15 @@ def gradient_lease_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def staging_buffer_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    unstage = UnitFetches._unstage
+    unstage = Fetcher._unstage
 
-    def early(fetches: UnitFetches, staged: Any, target: torch.Tensor) -> None:
-        staged.read.wait()
-        fetches._staging.give_back(staged.buffer)
+    def early(fetcher: Fetcher, staged: Any, read: Any, target: torch.Tensor) -> None:
+        read.wait()
+        fetcher._staged_by.give_back(staged.buffer)
         staged.buffer = None
-        unstage(fetches, staged, target)
+        unstage(fetcher, staged, read, target)
 
-    monkeypatch.setattr(UnitFetches, "_unstage", early)
+    monkeypatch.setattr(Fetcher, "_unstage", early)
 
 
 def decision_before_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,6 +161,21 @@ class Lane:
         self._tasks.put((task, after, fence, label, ticket))
         return ticket
 
+    def start(self, begin: Callable[[], Ticket], *, label: str) -> Promise:
+        """Run `begin`, which starts what others finish: done when the ticket that it gives is."""
+        started = Promise()
+
+        def task() -> None:
+            try:
+                started.fulfil(begin())
+            except BaseException as error:
+                self._failures.record(error)  # before anyone who waits can see it
+                started.fail(error)
+                raise
+
+        self.submit(task, label=label)
+        return started
+
     def close(self) -> None:
         """Finish what was submitted and stop the thread. One that was interrupted may be repeated."""
         self._closed = True

@@ -1,0 +1,220 @@
+"""The way of data between a home and the device, through pinned memory where the home asks for that (floor 3).
+
+[Note: one way in and out]
+A home in host memory and the device exchange their data in one copy, on the stream of a lane. Data on file pass through
+a staging buffer in pinned memory:
+
+- in: the reading lane's thread waits for what comes first (the unit's update, the input's write), takes a buffer,
+  submits the read and hands its ticket on; the lane to the device waits for that and launches the copy. The buffer goes
+  back with the copy as its last use.
+- out: the lane from the device copies into a buffer; the writing lane's thread waits for the copy, then for the write,
+  and gives the buffer back.
+
+So reads and copies of several homes overlap, in the order of their submission. Who submits waits for nothing and gets
+the ticket of the last lane, a LaneTicket: the device waits for it by an event.
+
+What an update needs of a home on the host goes through the store alone (`TieredStore.read`, `write`): its slots are
+pinned memory already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from offloadzero.memory.arena import BufferPool, PooledBuffer
+from offloadzero.memory.lanes import NO_FENCE, Fence, Lane, LaneTicket, order_compute_after
+from offloadzero.memory.store import TieredStore
+from offloadzero.memory.tickets import FINISHED, Ticket
+from offloadzero.memory.tiers import FETCH_PRIORITY, Home
+
+
+class Staging(Protocol):
+    """Pinned memory through which data pass between files and the device."""
+
+    def take(self, num_bytes: int, label: str) -> PooledBuffer:
+        """A buffer of `num_bytes` at least, which nothing uses any more; blocks. May raise BudgetError."""
+
+    def give_back(self, buffer: PooledBuffer, *, last_use: Ticket = FINISHED) -> None:
+        """The buffer is free once `last_use` is done."""
+
+
+class PoolStaging:
+    """The buffers of a pool, each large enough for whatever passes."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+
+    def take(self, num_bytes: int, label: str) -> PooledBuffer:  # noqa: ARG002
+        """The pool's next buffer."""
+        buffer = self._pool.take()
+        buffer.last_use.wait()
+        return buffer
+
+    def give_back(self, buffer: PooledBuffer, *, last_use: Ticket = FINISHED) -> None:
+        """Back to the pool."""
+        self._pool.give_back(buffer, last_use=last_use)
+
+
+@dataclass(eq=False)
+class Staged:
+    """Data in pinned memory on their way from a file to the device, or `delivered` there by other copies."""
+
+    buffer: PooledBuffer | None = None
+    data: torch.Tensor | None = None
+    delivered: Sequence[Ticket] | None = None
+
+
+class Fetcher:
+    """Brings data from their homes to the device: [Note: one way in and out]."""
+
+    def __init__(
+        self, store: TieredStore, *, lane: Lane, reader: Lane | None, staging: Staging | None
+    ) -> None:
+        """`lane` copies to the device. Without `reader` and `staging` all homes are in host memory."""
+        self._store = store
+        self._accelerator = store.accelerator
+        self._lane = lane
+        self._reader = reader
+        self._staging = staging
+
+    def submit(
+        self,
+        home: Home,
+        target: torch.Tensor,
+        *,
+        after: Ticket = FINISHED,
+        fence: Fence = NO_FENCE,
+        label: str,
+        delivered: Callable[[], Sequence[Ticket] | None] | None = None,
+    ) -> LaneTicket:
+        """Copy a home into `target`, device, shape (home.num_elements,).
+
+        Args:
+            after: what writes the home.
+            fence: behind which `target` may be written.
+            label: names the copy on the timeline.
+            delivered: for a home on file: blocks until it is known whether something else copies the data to `target`,
+                and gives the tickets of those copies, or None when nothing does.
+        """
+        copy = self._accelerator.copy
+        targets = [target]  # the lane lets go of it before the ticket is done
+        if home.is_in_host_memory:
+            source = home.memory
+            return self._lane.submit(
+                lambda: copy(targets.pop(), source), after=[after], fence=fence, label=label
+            )
+        if self._reader is None:
+            raise AssertionError(f"{home.label}: no staging for a home on {home.tier.value}")
+        staged = Staged()
+        read = self._reader.start(lambda: self._stage(staged, home, after, label, delivered), label=label)
+        return self._lane.submit(lambda: self._unstage(staged, read, targets.pop()), fence=fence, label=label)
+
+    def close(self) -> None:
+        """Finish what was submitted and stop the threads."""
+        if self._reader is not None:
+            self._reader.close()
+        self._lane.close()
+
+    def _stage(
+        self,
+        staged: Staged,
+        home: Home,
+        after: Ticket,
+        label: str,
+        delivered: Callable[[], Sequence[Ticket] | None] | None,
+    ) -> Ticket:
+        """Start to read a home into pinned memory, unless its data are delivered."""
+        if delivered is not None:
+            staged.delivered = delivered()
+            if staged.delivered is not None:
+                return FINISHED
+        after.wait()
+        staged.buffer = self._staged_by.take(home.num_bytes, label)
+        staged.data = staged.buffer.view(home.dtype, home.num_elements)
+        return self._store.read(home, staged.data, priority=FETCH_PRIORITY)
+
+    def _unstage(self, staged: Staged, read: Ticket, target: torch.Tensor) -> None:
+        """Copy to the device what was read; on the lane's thread."""
+        try:
+            read.wait()
+            for copied in staged.delivered or ():
+                order_compute_after(copied)
+            if staged.data is not None:
+                self._accelerator.copy(target, staged.data)
+        finally:
+            if staged.buffer is not None:
+                self._staged_by.give_back(staged.buffer, last_use=self._accelerator.launched())
+
+    @property
+    def _staged_by(self) -> Staging:
+        if self._staging is None:
+            raise AssertionError("a fetch of what is on file without staging")
+        return self._staging
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """Data on their way from the device to a home."""
+
+    copied: LaneTicket  # the device's memory has been read; a home in host memory holds them
+    written: Ticket  # a home on file holds them
+
+
+class Sender:
+    """Brings data from the device to their homes: [Note: one way in and out]."""
+
+    def __init__(
+        self, store: TieredStore, *, lane: Lane, writer: Lane | None, staging: Staging | None
+    ) -> None:
+        """`lane` copies from the device. Without `writer` and `staging` all homes are in host memory."""
+        self._store = store
+        self._accelerator = store.accelerator
+        self._lane = lane
+        self._writer = writer
+        self._staging = staging
+
+    def submit(self, source: torch.Tensor, find_home: Callable[[], Home], *, label: str) -> tuple[Home, Sent]:
+        """Start to copy `source`, device, shape (n,), to the home that is found for it when there is staging for it.
+
+        What has been launched so far may still write `source`. What is raised takes nothing.
+        """
+        buffer = None if self._staging is None else self._staging.take(source.nbytes, label)
+        try:
+            home = find_home()
+        except BaseException:
+            if buffer is not None and self._staging is not None:
+                self._staging.give_back(buffer)
+            raise
+        copy, fence = self._accelerator.copy, self._accelerator.fence()
+        if buffer is None:
+            target = home.memory
+            copied = self._lane.submit(lambda: copy(target, source), fence=fence, label=label)
+            return home, Sent(copied, FINISHED)
+        data = buffer.view(home.dtype, home.num_elements)
+        copied = self._lane.submit(lambda: copy(data, source), fence=fence, label=label)
+        return home, Sent(copied, self._write(home, data, buffer, after=copied, label=label))
+
+    def _write(
+        self, home: Home, data: torch.Tensor, buffer: PooledBuffer, *, after: LaneTicket, label: str
+    ) -> LaneTicket:
+        store, writer, staging = self._store, self._writer, self._staging
+        if writer is None or staging is None:
+            raise AssertionError(f"{home.label}: no staging for a home on {home.tier.value}")
+
+        def write() -> None:
+            try:
+                store.write(home, data).wait()
+            finally:
+                staging.give_back(buffer)
+
+        return writer.submit(write, after=[after], label=label)
+
+    def close(self) -> None:
+        """Finish what was submitted and stop the threads."""
+        self._lane.close()
+        if self._writer is not None:
+            self._writer.close()
