@@ -460,7 +460,9 @@ def test_a_batch_that_does_not_fit_takes_nothing_from_the_next(tmp_path: Path) -
     for _ in range(memory_plan.NUM_INPUT_STAGING):
         with pytest.raises(BudgetError, match=r"blocks\.0: staging: offloadzero\.budgets\.host"):
             engine(large)
-    assert engine.optimizer.runtime.activations._home._outgoing.num_free == memory_plan.NUM_INPUT_STAGING
+    assert (
+        engine.optimizer.runtime.activations._home.sender._staging.num_free == memory_plan.NUM_INPUT_STAGING
+    )
     assert loop(engine) == losses
     assert engine.reserved_bytes() == needed
     engine.close()
@@ -486,9 +488,9 @@ def test_an_error_of_the_drive_has_a_name(operation: str, tmp_path: Path) -> Non
     loss = None
     if operation == "pread":
         loss = engine(features(0))
-        for lane in (home.lanes.d2h, home._writer):
+        for lane in (home.sender._lane, home.sender._writer):
             lane.submit(lambda: None).wait()
-    home._tier.engine.inject("errno", 1, errno.EIO)
+    home.space.files.engine.inject("errno", 1, errno.EIO)
     expected = rf"blocks\.\d activation \(nvme\): {operation} .*offloadzero-.* bytes: Input/output error"
     with pytest.raises(AioError, match=expected):
         engine.backward(engine(features(0)) if loss is None else loss)
@@ -616,12 +618,12 @@ def test_home_given_away_while_it_is_read_is_caught(
     """Buffers are poisoned when they are free."""
     slow_lanes(monkeypatch, "activation-h2d")
     assert outcome_of("host", tmp_path, expected) == []
-    fetch = activation_homes._HostCopy.fetch
+    fetch = activation_homes.InputCopy.fetch
 
     def fetch_and_free(copy: Any, target: Tensor, fence: Any) -> LaneTicket:
         ticket = fetch(copy, target, fence)
-        copy.buffer.fill_(0xFF)
+        copy.home.memory.fill_(float("nan"))
         return ticket
 
-    monkeypatch.setattr(activation_homes._HostCopy, "fetch", fetch_and_free)
+    monkeypatch.setattr(activation_homes.InputCopy, "fetch", fetch_and_free)
     assert outcome_of("host", tmp_path, expected) != []

@@ -359,11 +359,11 @@ def test_staging_of_inputs_is_registered_as_it_grows(tmp_path: Path) -> None:
         engine.backward(engine(tokens(0, batch=batch, length=65)))
         engine.step()
         home = engine.optimizer.runtime.activations._home
-        staging = sum(buffer.nbytes for buffer in home._memory.buffers.values())
-        assert home._tier.engine.stats()["registered_bytes"] == staging > 0
+        staging = sum(buffer.nbytes for buffer in home.space._memory.buffers.values())
+        assert home.space.files.engine.stats()["registered_bytes"] == staging > 0
         assert pinned_bytes() == pinned + staging
         assert f"buffers registered ({staging:,} bytes)" in engine.memory_table()
-    assert home._tier.engine.stats()["fixed"] > 0
+    assert home.space.files.engine.stats()["fixed"] > 0
     engine.close()
     assert pinned_bytes() == pinned
 
@@ -373,13 +373,15 @@ def test_staging_is_given_back_to_the_copies_after_the_file_engine(
 ) -> None:
     """A buffer that makes room for a larger one is unregistered before it is unpinned."""
     uring_engine().close()
-    registered: Callable[[], int] = lambda: engine.optimizer.runtime.activations._home._tier.engine.stats()[  # noqa: E731
-        "registered_bytes"
-    ]
+    registered: Callable[[], int] = lambda: (
+        engine.optimizer.runtime.activations._home.space.files.engine.stats()[  # noqa: E731
+            "registered_bytes"
+        ]
+    )
     seen: list[tuple[int, int]] = []
 
     def unpin(_self: CpuDevice, buffer: torch.Tensor) -> None:
-        others = engine.optimizer.runtime.activations._home._memory.buffers.values()
+        others = engine.optimizer.runtime.activations._home.space._memory.buffers.values()
         if any(buffer.data_ptr() == other.data_ptr() for other in others):
             raise AssertionError("still in use")
         seen.append((registered(), sum(other.nbytes for other in others)))

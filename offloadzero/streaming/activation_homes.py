@@ -1,4 +1,4 @@
-"""The tiers that hold the inputs of checkpointed units until backward (floor 5).
+"""The homes of the inputs of checkpointed units between forward and backward (floor 5).
 
 Their memory and file: [Note: how much inputs take] in offloadzero/streaming/activation_memory.py.
 """
@@ -17,55 +17,96 @@ from offloadzero.config import AioConfig, TierName
 from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import BufferPool, Holes, PooledBuffer, align_up
 from offloadzero.memory.checksums import checksum_bytes
-from offloadzero.memory.lanes import Accelerator, Fence, Lane, LaneTicket
+from offloadzero.memory.lanes import Fence, Lane, LaneTicket
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.slots import Slots
 from offloadzero.memory.store import TieredStore
-from offloadzero.memory.tickets import Failures, Ticket
-from offloadzero.memory.tiers import FETCH_PRIORITY, Extent, Home
+from offloadzero.memory.tickets import FINISHED, Failures, Ticket
+from offloadzero.memory.tiers import Extent, Home
+from offloadzero.memory.transfer import Fetcher, Sender, Sent
 from offloadzero.observe.clock import StepClock
 from offloadzero.planning.memory_plan import INPUTS_AHEAD, NUM_INPUT_STAGING
 from offloadzero.streaming.activation_memory import HostMemory, Reserve, beyond_plan
 
 
-class HomeCopy(Protocol):
-    """One input at home."""
+class InputSpace(Protocol):
+    """The part of a tier that holds inputs."""
 
-    copied: LaneTicket  # the device's memory has been read
+    tier: TierName
 
-    def fetch(self, target: torch.Tensor, fence: Fence) -> LaneTicket:
-        """Fill `target`, device, shape (n,), which may be written behind `fence`."""
+    def take(self, dtype: torch.dtype, num_elements: int, label: str, *, call: int) -> Home:
+        """A home for an input of the call of this number. Raises BudgetError."""
 
-    def home(self) -> Ticket:
-        """Done when the input is home."""
-
-    def release(self) -> None:
-        """Nobody uses the home any more."""
-
-
-class InputTier(Protocol):
-    """A tier for inputs."""
-
-    num_ahead: int  # calls that are fetched ahead
-
-    def send(self, source: torch.Tensor, label: str, *, call: int) -> HomeCopy:
-        """Start the copy of `source`, device, shape (n,), an input of the call of this number."""
+    def give_back(self, home: Home) -> None:
+        """The home is used no more."""
 
     def reserved(self) -> dict[TierName, int]:
-        """Bytes taken so far."""
+        """Bytes taken so far beside the plan."""
 
     def file_engine(self) -> str | None:
-        """Which one moves the inputs, and how, if any does so far."""
+        """The file engine that moves the inputs, and how, if any does so far."""
+
+    def close(self) -> None:
+        """Give the memory and the file back."""
+
+
+@dataclass(frozen=True, eq=False)
+class InputCopy:
+    """One input at home."""
+
+    homes: InputHomes
+    home: Home
+    sent: Sent
+    label: str
+
+    @property
+    def copied(self) -> LaneTicket:
+        """Done when the device's memory has been read."""
+        return self.sent.copied
+
+    def fetch(self, target: torch.Tensor, fence: Fence) -> LaneTicket:
+        """Fill `target`, device, shape (n,), which may be written behind `fence`.
+
+        A copy in host memory is complete by then: what is fetched was given up behind it, and the fence is behind that.
+        """
+        after = self.sent.written
+        return self.homes.fetcher.submit(self.home, target, after=after, fence=fence, label=self.label)
+
+    def release(self) -> None:
+        """Give the home back."""
+        self.homes.space.give_back(self.home)
+
+
+class InputHomes:
+    """Inputs in one tier: [Note: one way in and out]."""
+
+    def __init__(self, space: InputSpace, *, sender: Sender, fetcher: Fetcher) -> None:
+        self.space = space
+        self.num_ahead = INPUTS_AHEAD[space.tier]  # calls that are fetched ahead
+        self.sender = sender
+        self.fetcher = fetcher
+
+    def send(self, source: torch.Tensor, label: str, *, call: int) -> InputCopy:
+        """Start the copy of `source`, device, shape (n,), an input of the call of this number."""
+        home, sent = self.sender.submit(
+            source,
+            lambda: self.space.take(source.dtype, source.numel(), label, call=call),
+            label=label,
+        )
+        return InputCopy(self, home, sent, label)
 
     def close(self) -> None:
         """Finish the transfers, stop the threads, give the memory back."""
+        self.sender.close()
+        self.fetcher.close()
+        self.space.close()
 
 
 @dataclass(frozen=True, eq=False)
 class EndedCell:
-    """What a cell leaves behind: its home, and device memory that a copy may still read, a fetch still write."""
+    """The rest of a cell: its home, and device memory that a copy may still read, a fetch still write."""
 
-    copy: HomeCopy
+    copy: InputCopy
     users: Ticket
     held: tuple[torch.Tensor | None, ...]
 
@@ -110,64 +151,29 @@ def _take_planned(
     return offset
 
 
-class _Lanes:
-    """One lane in each direction."""
-
-    def __init__(self, accelerator: Accelerator, failures: Failures) -> None:
-        self.d2h = accelerator.lane("activation-d2h", failures)
-        self.h2d = accelerator.lane("activation-h2d", failures)
-
-    def close(self) -> None:
-        self.d2h.close()
-        self.h2d.close()
-
-
-@dataclass(eq=False)
-class _HostCopy:
-    tier: HostHome
-    buffer: torch.Tensor
-    view: torch.Tensor
-    label: str
-    copied: LaneTicket
-
-    def home(self) -> Ticket:
-        return self.copied
-
-    def fetch(self, target: torch.Tensor, fence: Fence) -> LaneTicket:
-        copy, view = self.tier.accelerator.copy, self.view
-        targets = [target]  # the lane lets go of it before the ticket is done
-        # What is fetched was given up behind its copy, and the fence is behind that.
-        return self.tier.lanes.h2d.submit(lambda: copy(targets.pop(), view), fence=fence, label=self.label)
-
-    def release(self) -> None:
-        self.tier.give_back(self.buffer)
-
-
-class HostHome:
+class HostSpace:
     """Inputs in host memory: one buffer each, from those of earlier steps or in a slot of the plan's."""
 
-    num_ahead = INPUTS_AHEAD[TierName.HOST]
+    tier = TierName.HOST
 
     def __init__(self, memory: HostMemory, ended: EndedCells, *, store: TieredStore) -> None:
-        self.accelerator = store.accelerator
-        self.lanes = _Lanes(store.accelerator, store.failures)
+        self._backing = store.tiers[TierName.HOST]
         self._memory = memory
         self._ended = ended
         self._poison = store.poison
         self._free: list[torch.Tensor] = []
+        self._buffers: dict[int, torch.Tensor] = {}  # those of homes, by address
         self._planned: tuple[torch.Tensor, Slots] | None = None
         if memory.planned is not None:
             buffer = memory.planned.host.buffer
             self._planned = buffer, memory.planned.slots(buffer.numel())
 
-    def send(self, source: torch.Tensor, label: str, *, call: int) -> _HostCopy:
-        buffer = self._take(source.nbytes, label, call)
-        view = buffer[: source.nbytes].view(source.dtype)
-        copy = self.accelerator.copy
-        copied = self.lanes.d2h.submit(
-            lambda: copy(view, source), fence=self.accelerator.fence(), label=label
-        )
-        return _HostCopy(self, buffer, view, label, copied)
+    def take(self, dtype: torch.dtype, num_elements: int, label: str, *, call: int) -> Home:
+        num_bytes = num_elements * dtype.itemsize
+        buffer = self._take(num_bytes, label, call)
+        self._buffers[buffer.data_ptr()] = buffer
+        place = buffer[:num_bytes].view(dtype)
+        return Home(label=label, dtype=dtype, num_elements=num_elements, backing=self._backing, place=place)
 
     def _take(self, num_bytes: int, label: str, call: int) -> torch.Tensor:
         if self._planned is None:
@@ -192,7 +198,8 @@ class HostHome:
                 if not self._free:
                     raise
 
-    def give_back(self, buffer: torch.Tensor) -> None:
+    def give_back(self, home: Home) -> None:
+        buffer = self._buffers.pop(home.memory.data_ptr())
         if self._poison:
             buffer.fill_(0xFF)  # NaN in bf16, fp16 and fp32
         if self._planned is None:
@@ -208,145 +215,50 @@ class HostHome:
         return None
 
     def close(self) -> None:
-        self.lanes.close()
         self._free = []
         self._memory.free_all()
 
 
-@dataclass(eq=False)
-class _NvmeCopy:
-    tier: NvmeHome
-    place: Home
-    label: str
-    copied: LaneTicket
-    written: LaneTicket
+class FileSpace:
+    """Inputs on files of their own, which grow as the first step shows the sizes or have the plan's."""
 
-    def home(self) -> Ticket:
-        return self.written
-
-    def fetch(self, target: torch.Tensor, fence: Fence) -> LaneTicket:
-        return self.tier.fetch(self, target, fence)
-
-    def release(self) -> None:
-        self.tier.give_back(self.place)
-
-
-class NvmeHome:
-    """Inputs on files of their own, through staging buffers in host memory."""
-
-    num_ahead = INPUTS_AHEAD[TierName.NVME]
+    tier = TierName.NVME
 
     def __init__(
         self,
         memory: HostMemory,
         ended: EndedCells,
         *,
-        store: TieredStore,
-        clock: StepClock,
         reserve: Reserve,
-        paths: Sequence[Path],
-        aio: AioConfig,
+        open_tier: Callable[[int], NvmeTier],
+        has_checksums: bool,
     ) -> None:
-        self.accelerator = store.accelerator
-        self.lanes = _Lanes(store.accelerator, store.failures)
         self._memory = memory
         self._ended = ended
-        self._failures = store.failures
-        self._clock = clock
         self._reserve = reserve
-        self._open: Callable[[int], NvmeTier] = lambda num_bytes: NvmeTier(
-            paths, num_bytes=num_bytes, aio=aio, timeline=store.timeline
-        )
-        self._has_checksums = aio.checksums
-        self._tier: NvmeTier | None = None
-        self._planned = memory.planned
+        self._open = open_tier
+        self._has_checksums = has_checksums
+        self.files: NvmeTier | None = None
         self._slots = memory.planned.slots(memory.planned.nvme_bytes) if memory.planned is not None else None
         self._holes = Holes()
-        self._writer = Lane("activation-write", store.failures)
-        # It may allocate pinned memory: with CUDA that belongs on the device of the lanes.
-        self._reader = store.accelerator.lane("activation-read", store.failures)
-        self._outgoing = self._staging(store)
-        self._incoming = self._staging(store)
-        if self._planned is not None:
-            self._tier = self._open(self._planned.nvme_bytes)
+        if memory.planned is not None:
+            self.files = open_tier(memory.planned.nvme_bytes)
 
-    @staticmethod
-    def _staging(store: TieredStore) -> BufferPool:
-        """Buffers that grow to the size of what they are taken for."""
-        pool = BufferPool((), failures=store.failures, poison=store.poison)
-        for _ in range(NUM_INPUT_STAGING):
-            pool.give_back(PooledBuffer(torch.empty(0, dtype=torch.uint8)))  # of no size yet
-        return pool
-
-    def _grown(self, pool: BufferPool, buffer: PooledBuffer, num_bytes: int, label: str) -> PooledBuffer:
-        """A buffer of `pool`, now of `num_bytes` at least. Raises BudgetError."""
-        buffer.last_use.wait()
-        if buffer.bytes.numel() < num_bytes:
-            if buffer.bytes.numel():
-                if self._tier is not None:
-                    self._tier.unregister(buffer.bytes)
-                self._memory.free(buffer.bytes)
-            if self._planned is not None:  # of one size for good: they find room whatever comes first
-                num_bytes = max(num_bytes, self._planned.input_bytes)
-            # A new object: the old one's views must go with its memory.
-            try:
-                grown = PooledBuffer(self._memory.allocate(num_bytes, f"{label}: staging"))
-            except BaseException:
-                pool.give_back(PooledBuffer(torch.empty(0, dtype=torch.uint8)))  # a smaller batch may fit
-                raise
-            if self._tier is not None:
-                self._tier.register(grown.bytes, may_pin=self._memory.pin)
-            return grown
-        return buffer
-
-    def send(self, source: torch.Tensor, label: str, *, call: int) -> _NvmeCopy:
-        if (
-            self._planned is not None
-            and self._slots is not None
-            and source.nbytes > self._planned.input_bytes
-        ):
-            raise beyond_plan(TierName.NVME, source.nbytes, label, self._slots)  # in no staging buffer either
-        buffer = self._outgoing.try_take()
-        if buffer is None:
-            with self._clock.waiting("activation write"), self._failures.handed_over():
-                buffer = self._outgoing.take()
-        staging = self._grown(self._outgoing, buffer, source.nbytes, label)
-        try:
-            tier, extent = self._take(source.nbytes, label, call)
-            place = Home(
-                label=f"{label} activation",
-                dtype=source.dtype,
-                num_elements=source.numel(),
-                backing=tier,
-                place=extent,
-            )
-        except BaseException:
-            self._outgoing.give_back(staging)
-            raise
-        view = staging.view(source.dtype, source.numel())
-        copy, give_back = self.accelerator.copy, self._outgoing.give_back
-        copied = self.lanes.d2h.submit(
-            lambda: copy(view, source), fence=self.accelerator.fence(), label=label
-        )
-
-        def write() -> None:
-            try:
-                tier.write(place, view).wait()
-            finally:
-                give_back(staging)
-
-        written = self._writer.submit(write, after=[copied], label=label)
-        return _NvmeCopy(self, place, label, copied, written)
-
-    def _take(self, num_bytes: int, label: str, call: int) -> tuple[NvmeTier, Extent]:
-        size = align_up(num_bytes)
+    def take(self, dtype: torch.dtype, num_elements: int, label: str, *, call: int) -> Home:
+        size = align_up(num_elements * dtype.itemsize)
         if self._slots is None:
             offset = self._take_grown(size, label)
         else:
             offset = _take_planned(self._slots, self._ended, TierName.NVME, size, label, call)
-        if self._tier is None:
+        if self.files is None:
             raise AssertionError(f"{label}: a range of a file that is not open")
-        return self._tier, Extent(offset, size)
+        return Home(
+            label=f"{label} activation",
+            dtype=dtype,
+            num_elements=num_elements,
+            backing=self.files,
+            place=Extent(offset, size),
+        )
 
     def _take_grown(self, size: int, label: str) -> int:
         """A free range of the file, which grows when there is none."""
@@ -359,51 +271,40 @@ class NvmeHome:
             self._reserve.check(size, label)
             if self._has_checksums:
                 self._memory.reserve.add(checksum_bytes(size), f"{label}: checksums")
-            if self._tier is None:
-                self._tier = self._open(size)
+            if self.files is None:
+                self.files = self._open(size)
                 for buffer in self._memory.buffers.values():  # nothing is read yet, so none comes meanwhile
-                    self._tier.register(buffer, may_pin=self._memory.pin)
+                    self.register(buffer)
             else:
-                self._tier.grow(offset + size)
+                self.files.grow(offset + size)
             self._reserve.add(size, label)
         return offset
 
-    def fetch(self, copy: _NvmeCopy, target: torch.Tensor, fence: Fence) -> LaneTicket:
-        """File -> staging -> device."""
-        tier, accelerator, incoming = self._tier, self.accelerator, self._incoming
-        if tier is None:
-            raise AssertionError(f"{copy.label}: fetched before anything was written")
-        staged: list[PooledBuffer] = []
+    def give_back(self, home: Home) -> None:
+        extent = home.extent
+        if self.files is None or extent is None:
+            raise AssertionError(f"{home.label} is on no file")
+        self.files.forget(extent)
+        (self._holes if self._slots is None else self._slots).give(extent.offset, extent.num_bytes)
 
-        def read() -> None:
-            view = self._take_incoming(copy, staged)
-            tier.read(copy.place, view, priority=FETCH_PRIORITY).wait()
+    def expect_planned(self, num_bytes: int, label: str) -> None:
+        """BudgetError where an input is larger than what is planned: it fits in no staging buffer either."""
+        planned = self._memory.planned
+        if planned is not None and self._slots is not None and num_bytes > planned.input_bytes:
+            raise beyond_plan(TierName.NVME, num_bytes, label, self._slots)
 
-        targets = [target]  # the lane lets go of it before the ticket is done
+    def register(self, buffer: torch.Tensor) -> None:
+        """Tell the file engine, once there is one, of memory that its transfers go to and from."""
+        if self.files is not None:
+            self.files.register(buffer, may_pin=self._memory.pin)
 
-        def copy_to_device() -> None:
-            (buffer,) = staged
-            try:
-                accelerator.copy(targets.pop(), buffer.view(copy.place.dtype, copy.place.num_elements))
-            finally:
-                incoming.give_back(buffer, last_use=accelerator.launched())
-
-        arrived = self._reader.submit(read, after=[copy.written], label=copy.label)
-        return self.lanes.h2d.submit(copy_to_device, after=[arrived], fence=fence, label=copy.label)
-
-    def _take_incoming(self, copy: _NvmeCopy, staged: list[PooledBuffer]) -> torch.Tensor:
-        place = copy.place
-        staged.append(self._grown(self._incoming, self._incoming.take(), place.num_bytes, copy.label))
-        return staged[0].view(place.dtype, place.num_elements)
-
-    def give_back(self, place: Home) -> None:
-        extent = place.extent
-        if self._tier is not None and extent is not None:
-            self._tier.forget(extent)
-            (self._holes if self._slots is None else self._slots).give(extent.offset, extent.num_bytes)
+    def unregister(self, buffer: torch.Tensor) -> None:
+        """Undo `register`."""
+        if self.files is not None:
+            self.files.unregister(buffer)
 
     def reserved(self) -> dict[TierName, int]:
-        if self._planned is not None:
+        if self._memory.planned is not None:
             return {}
         return {
             TierName.HOST: self._memory.reserve.num_bytes,
@@ -411,13 +312,115 @@ class NvmeHome:
         }
 
     def file_engine(self) -> str | None:
-        return None if self._tier is None else self._tier.description
+        return None if self.files is None else self.files.description
 
     def close(self) -> None:
-        self.lanes.d2h.close()
-        self._writer.close()
-        self._reader.close()
-        self.lanes.h2d.close()
-        if self._tier is not None:
-            self._tier.close()
+        if self.files is not None:
+            self.files.close()
         self._memory.free_all()
+
+
+class InputStaging:
+    """Pinned buffers that grow to the size of what they are taken for, in one direction."""
+
+    def __init__(
+        self, space: FileSpace, memory: HostMemory, store: TieredStore, clock: StepClock | None
+    ) -> None:
+        """`clock` counts the waits for a buffer, where those are the training's."""
+        self._space = space
+        self._memory = memory
+        self._failures = store.failures
+        self._clock = clock
+        self._pool = BufferPool((), failures=store.failures, poison=store.poison)
+        for _ in range(NUM_INPUT_STAGING):
+            self._pool.give_back(_no_buffer())
+
+    @property
+    def num_free(self) -> int:
+        """Buffers that are in no use."""
+        return self._pool.num_free
+
+    def take(self, num_bytes: int, label: str) -> PooledBuffer:
+        """A buffer of `num_bytes` at least. Raises BudgetError."""
+        self._space.expect_planned(num_bytes, label)
+        buffer = self._pool.try_take()
+        if buffer is None:
+            buffer = self._wait_for_buffer()
+        buffer.last_use.wait()
+        if buffer.bytes.numel() >= num_bytes:
+            return buffer
+        try:
+            return self._grown(buffer, num_bytes, label)
+        except BaseException:
+            self._pool.give_back(_no_buffer())  # a smaller batch may fit
+            raise
+
+    def _wait_for_buffer(self) -> PooledBuffer:
+        if self._clock is None:
+            return self._pool.take()
+        with self._clock.waiting("activation write"), self._failures.handed_over():
+            return self._pool.take()
+
+    def _grown(self, buffer: PooledBuffer, num_bytes: int, label: str) -> PooledBuffer:
+        """A new object, as the old one's views must go with its memory."""
+        if buffer.bytes.numel():
+            self._space.unregister(buffer.bytes)
+            self._memory.free(buffer.bytes)
+        if self._memory.planned is not None:  # of one size for good: they find room whatever comes first
+            num_bytes = max(num_bytes, self._memory.planned.input_bytes)
+        grown = PooledBuffer(self._memory.allocate(num_bytes, f"{label}: staging"))
+        self._space.register(grown.bytes)
+        return grown
+
+    def give_back(self, buffer: PooledBuffer, *, last_use: Ticket = FINISHED) -> None:
+        """The next taker waits for `last_use`."""
+        self._pool.give_back(buffer, last_use=last_use)
+
+
+def _no_buffer() -> PooledBuffer:
+    return PooledBuffer(torch.empty(0, dtype=torch.uint8))  # of no size yet
+
+
+def homes_in_host_memory(memory: HostMemory, ended: EndedCells, *, store: TieredStore) -> InputHomes:
+    """Inputs that leave the device for host memory."""
+    d2h = store.accelerator.lane("activation-d2h", store.failures)
+    h2d = store.accelerator.lane("activation-h2d", store.failures)
+    return InputHomes(
+        HostSpace(memory, ended, store=store),
+        sender=Sender(store, lane=d2h, writer=None, staging=None),
+        fetcher=Fetcher(store, lane=h2d, reader=None, staging=None),
+    )
+
+
+def homes_on_file(
+    memory: HostMemory,
+    ended: EndedCells,
+    *,
+    store: TieredStore,
+    clock: StepClock,
+    reserve: Reserve,
+    paths: Sequence[Path],
+    aio: AioConfig,
+) -> InputHomes:
+    """Inputs that leave the device for files of their own."""
+    space = FileSpace(
+        memory,
+        ended,
+        reserve=reserve,
+        open_tier=lambda size: NvmeTier(paths, num_bytes=size, aio=aio, timeline=store.timeline),
+        has_checksums=aio.checksums,
+    )
+    sender = Sender(
+        store,
+        lane=store.accelerator.lane("activation-d2h", store.failures),
+        writer=Lane("activation-write", store.failures),
+        staging=InputStaging(space, memory, store, clock),
+    )
+    fetcher = Fetcher(
+        store,
+        lane=store.accelerator.lane("activation-h2d", store.failures),
+        # It may allocate pinned memory: with CUDA that belongs on the device of the lanes.
+        reader=store.accelerator.lane("activation-read", store.failures),
+        staging=InputStaging(space, memory, store, None),
+    )
+    return InputHomes(space, sender=sender, fetcher=fetcher)

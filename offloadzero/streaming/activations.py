@@ -37,10 +37,10 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.streaming.activation_homes import (
     EndedCell,
     EndedCells,
-    HomeCopy,
-    HostHome,
-    InputTier,
-    NvmeHome,
+    InputCopy,
+    InputHomes,
+    homes_in_host_memory,
+    homes_on_file,
 )
 from offloadzero.streaming.activation_memory import (
     FetchMemory,
@@ -84,7 +84,7 @@ class _Cell:
         self.version = tensor._version
         self.origin = weakref.ref(tensor.untyped_storage())
         self.state = CellState.KEPT
-        self.copy: HomeCopy | None = None
+        self.copy: InputCopy | None = None
         self.target: torch.Tensor | None = None
         self.fetched: Ticket = FINISHED  # of the last fetch
         self._ended = ended
@@ -104,9 +104,9 @@ class _Cell:
         self.state = CellState.AWAY
 
     def __del__(self) -> None:
-        copy: HomeCopy | None = getattr(self, "copy", None)
+        copy: InputCopy | None = getattr(self, "copy", None)
         if copy is not None:
-            users = AllOf((copy.home(), self.fetched))
+            users = AllOf((copy.copied, copy.sent.written, self.fetched))
             is_in_use = not (copy.copied.done() and self.fetched.done())
             self._ended.note(EndedCell(copy, users, (self.source, self.target) if is_in_use else ()))
 
@@ -124,7 +124,7 @@ class ActivationStore:
 
     def __init__(
         self,
-        home: InputTier | None,
+        home: InputHomes | None,
         ended: EndedCells,
         *,
         fetched: FetchMemory,
@@ -259,11 +259,11 @@ class ActivationStore:
         """Bytes taken so far beside the plan, by tier."""
         if self._home is None:
             return {}
-        return {**self._fetched.reserved(), **self._home.reserved()}
+        return {**self._fetched.reserved(), **self._home.space.reserved()}
 
     def file_engine(self) -> str | None:
         """Which one moves the inputs, and how, if any does so far."""
-        return self._home.file_engine() if self._home is not None else None
+        return self._home.space.file_engine() if self._home is not None else None
 
     def close(self) -> None:
         """Finish the transfers, stop the threads, remove the file."""
@@ -295,7 +295,7 @@ def make_activation_store(
     `budgets` and `planned_bytes` have the host's and NVMe's bytes; `planned` is what the plan has for inputs, if any.
     """
     ended = EndedCells(clock=clock, failures=store.failures)
-    home: InputTier | None = None
+    home: InputHomes | None = None
     if tier is not TierName.DEVICE:
         host, nvme = (
             Reserve(name, budget=budgets[name], planned_bytes=planned_bytes[name])
@@ -303,9 +303,11 @@ def make_activation_store(
         )
         memory = HostMemory(store.accelerator, host, pin_memory, planned)
         if tier is TierName.HOST:
-            home = HostHome(memory, ended, store=store)
+            home = homes_in_host_memory(memory, ended, store=store)
         else:
-            home = NvmeHome(memory, ended, store=store, clock=clock, reserve=nvme, paths=nvme_paths, aio=aio)
+            home = homes_on_file(
+                memory, ended, store=store, clock=clock, reserve=nvme, paths=nvme_paths, aio=aio
+            )
     fetched: FetchMemory = GrowingFetchMemory(store.accelerator)
     if planned is not None:
         fetched = PlannedFetchMemory(planned)
