@@ -160,7 +160,9 @@ def planned_bytes(settings: dict[str, Any], num_parameters: int) -> dict[str, in
     from llama_model import Llama, size_with
 
     from offloadzero.config import TierName, load_config, settle_for_initialize
-    from offloadzero.optim.device_adam import AdamForm
+    from offloadzero.optim.spec import UpdateForm
+    from offloadzero.optim.specs import spec_of_type
+    from offloadzero.optim.specs.adam import ADAM
     from offloadzero.planning.memory_plan import keeps_gradients, plan_memory
     from offloadzero.runtime import DTYPES
     from offloadzero.streaming.units import cut_units
@@ -173,6 +175,7 @@ def planned_bytes(settings: dict[str, Any], num_parameters: int) -> dict[str, in
         config.units,
         group_of={id(param): 0 for param in model.parameters()},
         param_dtype=DTYPES[config.precision.param_dtype],
+        spec=spec_of_type(config.optimizer.type) if config.optimizer is not None else ADAM,
         compact=config.state_layout == "compact",
     )
     for record in cut.records:
@@ -182,7 +185,7 @@ def planned_bytes(settings: dict[str, Any], num_parameters: int) -> dict[str, in
             else record.dtype
         )
     # Triton's form of the update takes less than that of torch.
-    form = AdamForm.NATIVE if config.device == "cpu" else AdamForm.TORCH
+    form = UpdateForm.NATIVE if config.device == "cpu" else UpdateForm.TORCH
     plan = plan_memory(cut.records, config, together=cut.together, form=form)
     return {tier.value: plan.tier_bytes(tier) for tier in TierName}
 

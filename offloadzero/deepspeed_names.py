@@ -31,7 +31,6 @@ class OffloadDevice:
 
 
 _DEVICES = {TierName.NVME: "nvme", TierName.HOST: "cpu"}  # the slowest first
-_STATES = (SegmentKind.MASTER, SegmentKind.EXP_AVG, SegmentKind.EXP_AVG_SQ)
 
 
 def offload_device(runtime: Runtime, *kinds: SegmentKind) -> OffloadDevice | None:
@@ -47,8 +46,12 @@ def offload_device(runtime: Runtime, *kinds: SegmentKind) -> OffloadDevice | Non
     return None
 
 
+def _of_optimizer(runtime: Runtime) -> OffloadDevice | None:
+    return offload_device(runtime, SegmentKind.MASTER, *runtime.spec.states)
+
+
 def _optimizer_device(runtime: Runtime) -> str | None:
-    found = offload_device(runtime, *_STATES)
+    found = _of_optimizer(runtime)
     return None if found is None else found.device
 
 
@@ -72,11 +75,14 @@ def _loss_scaling_arguments(runtime: Runtime) -> dict[str, float]:
     }
 
 
+_OWN_OPTIONS = ("decoupled_weight_decay", "bias_correction")  # which no argument of DeepSpeed's is called
+
+
 def _optimizer_params(runtime: Runtime) -> dict[str, Any] | None:
     config = runtime.config.optimizer
     if config is None:
         return None
-    return {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
+    return {key: value for key, value in config.params.items() if key not in _OWN_OPTIONS}
 
 
 ANSWERS: Mapping[str, Callable[[Runtime], Any]] = MappingProxyType(
@@ -93,7 +99,7 @@ ANSWERS: Mapping[str, Callable[[Runtime], Any]] = MappingProxyType(
         "zero_optimization_stage": lambda runtime: runtime.config.zero_stage,
         "zero_optimization_partition_gradients": lambda runtime: runtime.config.zero_stage >= 2,
         "zero_optimization_partition_weights": lambda runtime: runtime.config.zero_stage >= 3,
-        "zero_offload_optimizer": lambda runtime: offload_device(runtime, *_STATES),
+        "zero_offload_optimizer": _of_optimizer,
         "zero_offload_param": lambda runtime: offload_device(runtime, SegmentKind.PARAM),
         "zero_cpu_offload": lambda runtime: _optimizer_device(runtime) == "cpu",
         "zero_use_cpu_optimizer": lambda runtime: _optimizer_device(runtime) is not None,

@@ -435,6 +435,7 @@ class Engine:
             warnings.warn(f"save_checkpoint: {partial_step}", stacklevel=2)
         scheduler = schedule_name(self.lr_scheduler)
         meta = Meta(
+            optimizer=self._runtime.spec.name,
             partial_step=partial_step,
             client_state=client_dict(client_state),
             global_steps=self.global_steps,

@@ -17,6 +17,7 @@ from offloadzero.config import OffloadConfig, load_config, settle_for_initialize
 from offloadzero.engine import Engine
 from offloadzero.errors import ConfigError
 from offloadzero.optim.lr_schedules import build_lr_scheduler
+from offloadzero.optim.specs.adam import ADAM
 from offloadzero.optimizer import ConfigSource, OffloadedOptimizer, check_optimizer
 from offloadzero.param_groups import group_defaults
 from offloadzero.runtime import Runtime
@@ -88,9 +89,9 @@ def initialize(
     if offloaded is None:
         if lr_scheduler is not None:
             raise ConfigError("lr_scheduler", type(lr_scheduler).__name__, "None: there is no optimizer")
-        # No state of an optimizer: nothing to lay out compactly.
+        # No state of an optimizer: nothing to lay out compactly, and no difference which one has none.
         evaluation = replace(settings, state_layout="fp32")
-        runtime = Runtime(model, evaluation, param_groups=(), current_hypers=tuple)
+        runtime = Runtime(model, evaluation, spec=ADAM, param_groups=(), current_hypers=tuple)
         return _make_engine(runtime, None, None, loader), None, loader, None
     (scheduler,) = schedulers
     return _make_engine(offloaded.runtime, offloaded, scheduler, loader), offloaded, loader, scheduler

@@ -24,14 +24,14 @@ from offloadzero.config import (
 )
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import uninterrupted
-from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.observe.step_report import StepReport
-from offloadzero.optim import CPUAdam
-from offloadzero.optim.overrides import KNOWN_CLASSES, overrides_text
+from offloadzero.optim.overrides import overrides_text
 from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.optim.spec import AnySpec, Hyper
+from offloadzero.optim.specs import known_classes_text, spec_of, spec_of_type
 from offloadzero.optimizer_loading import plan_optimizer_load
 from offloadzero.optimizer_states import StateDict, States, read_states, refuse_states
-from offloadzero.param_groups import adam_hypers, expect_options, expect_rates, group_defaults
+from offloadzero.param_groups import expect_rates, group_defaults
 from offloadzero.planning.memory_plan import format_bytes, updates_in_backward
 from offloadzero.runtime import Runtime
 
@@ -55,8 +55,8 @@ def offload(
     gives that up for memory and time.
 
     Raises:
-        ConfigError: an optimizer other than torch.optim.Adam, AdamW or CPUAdam, one that has stepped already, or one
-            whose parameters are not the model's.
+        ConfigError: an optimizer of a class that is not built, one that has stepped already, or one whose parameters
+            are not the model's.
         BudgetError: something does not fit.
     """
     settings = settle_for_offload(load_config(config))
@@ -93,38 +93,21 @@ def _log_kept_gradients(num_bytes: int) -> None:
 
 def check_optimizer(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> None:
     """Refuse what the offloaded update would not compute exactly."""
-    classes = "torch.optim.Adam, torch.optim.AdamW, offloadzero.optim.CPUAdam"
-    if not isinstance(optimizer, KNOWN_CLASSES):
-        raise ConfigError("optimizer", type(optimizer).__name__, f"allowed: {classes}")
+    spec = spec_of(optimizer)
     overrides = overrides_text(optimizer)
     if overrides:
         raise ConfigError(
             "optimizer",
             type(optimizer).__name__,
-            f"allowed: {classes}, as they are: {overrides}. What it does around a step "
+            f"allowed: {known_classes_text()}, as they are: {overrides}. What it does around a step "
             "belongs in hooks of the optimizer that is returned: register_step_pre_hook() and "
             "register_step_post_hook() after offload() or initialize()",
         )
-    if isinstance(optimizer, CPUAdam) and (optimizer.state_layout, config.state_layout) == (
-        "compact",
-        "fp32",
-    ):
-        raise ConfigError(
-            "optimizer.state_layout",
-            "compact",
-            'needs "offloadzero": {"state_layout": "compact"} in the config',
-        )
-    if optimizer.state:
-        raise ConfigError(
-            "optimizer",
-            type(optimizer).__name__,
-            "it has states: offload it before its first step, and load a state_dict after offload(), with "
-            "load_state_dict() of the optimizer that is returned",
-        )
+    spec.expect_origin(optimizer, config.state_layout)
     for index, group in enumerate(optimizer.param_groups):
-        expect_options(group, f"optimizer.param_groups[{index}]")
-        # The class says how weight decay works; it must say so in the group to survive the class.
-        group.setdefault("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+        spec.expect_options(group, f"optimizer.param_groups[{index}]")
+        for option, value in spec.default_options(optimizer).items():
+            group.setdefault(option, value)
 
 
 def check_parameters(model: nn.Module, param_groups: Iterable[Mapping[str, Any]]) -> None:
@@ -175,8 +158,19 @@ _HOOKS = (
 )
 
 
+def _spec_and_defaults(
+    origin: torch.optim.Optimizer | None, config: OffloadConfig
+) -> tuple[AnySpec, dict[str, Any]]:
+    """The defaults are there for schedulers that cycle a momentum and look in them for its name."""
+    if origin is not None:
+        return spec_of(origin), origin.defaults
+    if config.optimizer is None:
+        raise ConfigError("optimizer", None, "pass one to initialize() or name one in the config")
+    return spec_of_type(config.optimizer.type), group_defaults(config.optimizer)
+
+
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """An Adam whose states live in the tiers; made by `offload()` or `initialize()`.
+    """An optimizer whose states live in the tiers; made by `offload()` or `initialize()`.
 
     `param.grad` stands for the gradient wherever it is: [Note: gradients as tensors]. `grad_norm()` gives the norm that
     the last step has seen.
@@ -199,10 +193,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         before_take_over: may still fail: the model is as it was.
         keeps_gradients: until they are dropped, as torch does; else the step drops them, as DeepSpeed does.
         """
+        self.spec, defaults = _spec_and_defaults(origin, config)
+        self.spec.expect_layout(config.state_layout)
         expect_rates(param_groups)
         check_parameters(model, param_groups)
-        # Schedulers that cycle a momentum look in the defaults for its name.
-        defaults = origin.defaults if origin is not None else group_defaults(config.optimizer)
         super().__init__(param_groups, dict(defaults))
         self.param_groups = param_groups  # the caller's own dicts: schedulers made on them stay connected
         self.origin = origin
@@ -217,6 +211,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.runtime = Runtime(
             model,
             config,
+            spec=self.spec,
             param_groups=param_groups,
             current_hypers=self._current_hypers,
             keeps_after_step=keeps_gradients,
@@ -251,8 +246,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             "this one only. optimizer.state_dict() is what load_state_dict() takes, here or in torch"
         )
 
-    def _current_hypers(self) -> list[AdamHyper]:
-        return adam_hypers(self.param_groups, "optimizer")
+    def _current_hypers(self) -> list[Hyper]:
+        return self.spec.hypers(self.param_groups, "optimizer")
 
     # --- the loop ---
 
@@ -379,7 +374,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return read_states(self.runtime.weights, *place)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch.optim.AdamW's format, all of it in host memory, with the fp32 master weights beside it.
+        """The format of torch's optimizer, all of it in host memory, with the fp32 master weights beside it.
 
         The compact layout adds the moments' codes and scales, from which loading continues with the same bits. What an
         operation writes into these tensors is written to the states, as in torch.
@@ -402,11 +397,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the format of `state_dict()` or of torch.optim.AdamW (whose weights stay what they are).
+        """Take the format of `state_dict()` or of torch's optimizer (whose weights stay what they are).
 
-        As in torch a parameter of which there is no state begins anew: moments of zero, and step 0. The compact layout
-        takes codes where there are any and the moments are theirs, else it rounds the fp32 moments; the fp32 layout
-        ignores codes.
+        As in torch a parameter of which there is no state begins anew: with the states of a first step. The compact
+        layout takes codes where there are any and the moments are theirs, else it rounds the fp32 moments; the fp32
+        layout ignores codes.
 
         Raises:
             ConfigError: something does not fit, or an option is refused; nothing has changed then.
@@ -421,7 +416,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             state_dict,
             self.param_groups,
             self._numbered(),
-            is_decoupled=isinstance(self.origin, torch.optim.AdamW),
+            spec=self.spec,
+            fixed_options=self.spec.fixed_options(self.origin),
         )
         load.apply(self.runtime.weights, self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():

@@ -12,9 +12,9 @@ import torch
 
 from offloadzero.errors import ConfigError
 from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.optim.spec import AnySpec
 from offloadzero.optimizer_states import step_count
-from offloadzero.param_groups import adam_hypers
-from offloadzero.streaming.weights import MOMENTS, WeightAccess, code_specs, expect_codes
+from offloadzero.streaming.weights import WeightAccess, are_codes_of, expect_codes
 
 Numbered = Iterable[tuple[int, Record, ParamSlot]]  # by a parameter's number among those of all groups
 
@@ -28,15 +28,22 @@ class _SlotLoad:
     values: Mapping[str, Any]
     step: int
 
-    def write(self, weights: WeightAccess) -> None:
+    @property
+    def group_index(self) -> int:
+        """Of the optimizer's param_groups."""
+        if self.slot.group_index is None:
+            raise AssertionError(f"{self.slot.name} is frozen")
+        return self.slot.group_index
+
+    def write(self, weights: WeightAccess, group: Mapping[str, Any]) -> None:
         record, slot, values = self.record, self.slot, self.values
         if not values:
-            weights.clear_states(record, slot)
-        elif record.compact and "scales" in values and weights.are_codes_of(slot, values):
-            weights.write_codes(record, slot, values)
+            weights.reset_states(record, slot, group)
+        elif record.codes is not None and "scales" in values and are_codes_of(slot, record.codes, values):
+            weights.write_codes(record, slot, record.codes, values)
         else:
-            for kind in MOMENTS:
-                weights.write_state(record, slot, kind, values[kind.value])
+            for kind in record.spec.states:
+                weights.write_state(record, slot, kind, values[kind])
         if "master" in values:
             weights.write(record, slot, values["master"])
         slot.step = self.step
@@ -49,10 +56,10 @@ class OptimizerLoad:
     slots: Sequence[_SlotLoad]
     options: Sequence[Mapping[str, Any]]  # by group
 
-    def apply(self, weights: WeightAccess, groups: Iterable[dict[str, Any]]) -> None:
+    def apply(self, weights: WeightAccess, groups: Sequence[dict[str, Any]]) -> None:
         """Write the states to their homes and the options into the groups."""
         for load in self.slots:
-            load.write(weights)
+            load.write(weights, {**groups[load.group_index], **self.options[load.group_index]})
         for group, options in zip(groups, self.options, strict=True):
             group.update(options)
 
@@ -62,14 +69,16 @@ def plan_optimizer_load(
     groups: Sequence[Mapping[str, Any]],
     numbered: Numbered,
     *,
-    is_decoupled: bool,
+    spec: AnySpec,
+    fixed_options: Mapping[str, Any],
 ) -> OptimizerLoad:
     """Compare a state dict with an optimizer.
 
     Args:
         groups: the optimizer's.
         numbered: its trainable parameters.
-        is_decoupled: whatever the dict says, weights decay as those of torch.optim.AdamW.
+        spec: of the optimizer.
+        fixed_options: of every group, whatever the dict says.
 
     Raises:
         ConfigError: names the group or the parameter, and what does not fit.
@@ -77,7 +86,7 @@ def plan_optimizer_load(
     missing = {"state", "param_groups"} - set(state_dict)
     if missing:
         raise ConfigError("state_dict", sorted(map(str, state_dict)), "the keys state and param_groups")
-    options = _options(state_dict["param_groups"], groups, is_decoupled=is_decoupled)
+    options = _options(state_dict["param_groups"], groups, spec=spec, fixed_options=fixed_options)
     keys = list(chain.from_iterable(saved["params"] for saved in state_dict["param_groups"]))
     states: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
     loads = [
@@ -88,46 +97,56 @@ def plan_optimizer_load(
 
 
 def _options(
-    saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], *, is_decoupled: bool
+    saved: Sequence[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    spec: AnySpec,
+    fixed_options: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     sizes = [len(group["params"]) for group in saved]
     own_sizes = [len(group["params"]) for group in groups]
     if sizes != own_sizes:
         raise ConfigError("state_dict.param_groups", sizes, f"parameters per group here: {own_sizes}")
     options = [{key: value for key, value in group.items() if key != "params"} for group in saved]
-    if is_decoupled:
-        options = [{**one, "decoupled_weight_decay": True} for one in options]
-    adam_hypers([{**group, **new} for group, new in zip(groups, options, strict=True)], "state_dict")
+    options = [{**one, **fixed_options} for one in options]
+    spec.hypers([{**group, **new} for group, new in zip(groups, options, strict=True)], "state_dict")
     return copy.deepcopy(options)
 
 
 def _planned(record: Record, slot: ParamSlot, values: Mapping[str, Any]) -> _SlotLoad:
     if not values:
         return _SlotLoad(record, slot, values, step=0)
-    for kind in MOMENTS:
-        _expect_tensor(slot, kind.value, values)
+    for kind in record.spec.states:
+        _expect_tensor(record, slot, kind, values)
     if "master" in values:
-        _expect_tensor(slot, "master", values)
-    if record.compact and "scales" in values:
-        for name, _, _, shape in code_specs(slot):
-            _expect_tensor(slot, name, values, shape)
-        expect_codes(slot, values)
-    return _SlotLoad(record, slot, values, step_count(f"{slot.name}.step", _present(slot, "step", values)))
+        _expect_tensor(record, slot, "master", values)
+    if record.codes is not None and "scales" in values:
+        for name, _, _, shape in record.codes.specs(slot.shape):
+            _expect_tensor(record, slot, name, values, shape)
+        expect_codes(slot, record.codes, values)
+    return _SlotLoad(record, slot, values, _step(record, slot, values))
 
 
-def _present(slot: ParamSlot, key: str, values: Mapping[str, Any]) -> Any:
+def _step(record: Record, slot: ParamSlot, values: Mapping[str, Any]) -> int:
+    """A state that does not count its steps has seen one at least."""
+    step = _present(record, slot, "step", values) if record.spec.counts_steps else values.get("step", 1)
+    return step_count(f"{slot.name}.step", step)
+
+
+def _present(record: Record, slot: ParamSlot, key: str, values: Mapping[str, Any]) -> Any:
     if values.get(key) is None:
-        names = ", ".join([*(kind.value for kind in MOMENTS), "step"])
+        spec = record.spec
+        names = ", ".join(spec.state_keys)
         raise ConfigError(
-            f"{slot.name}.{key}", None, f"a state of Adam has {names}; this one {', '.join(values)}"
+            f"{slot.name}.{key}", None, f"a state of {spec.name} has {names}; this one {', '.join(values)}"
         )
     return values[key]
 
 
 def _expect_tensor(
-    slot: ParamSlot, key: str, values: Mapping[str, Any], shape: torch.Size | None = None
+    record: Record, slot: ParamSlot, key: str, values: Mapping[str, Any], shape: torch.Size | None = None
 ) -> None:
-    value = _present(slot, key, values)
+    value = _present(record, slot, key, values)
     if not isinstance(value, torch.Tensor):
         raise ConfigError(f"{slot.name}.{key}", type(value).__name__, "a tensor")
     if value.shape != (slot.shape if shape is None else shape):

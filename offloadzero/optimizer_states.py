@@ -18,7 +18,7 @@ from offloadzero.config import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.parameters.state import state_tensor
-from offloadzero.streaming.weights import MOMENTS, WeightAccess
+from offloadzero.streaming.weights import WeightAccess
 
 
 class _State:
@@ -45,12 +45,12 @@ class _State:
             self._slot.step = step_count(self.name, value)
         elif self._key == "master":
             self._weights.write(self._record, self._slot, value)
-        elif self._key in MOMENTS:
+        elif self._key in self._record.spec.states:
             self._weights.write_state(self._record, self._slot, SegmentKind(self._key), value)
         else:
             raise StateError(
-                f"{self.name}: the codes of the compact layout are not to be written: write exp_avg or exp_avg_sq, "
-                "whose codes they are"
+                f"{self.name}: the codes of the compact layout are not to be written: write "
+                f"{' or '.join(self._record.spec.states)}, whose codes they are"
             )
 
 
@@ -66,10 +66,11 @@ def step_count(name: str, value: Any) -> int:
 
 
 def read_states(weights: WeightAccess, record: Record, slot: ParamSlot) -> dict[str, torch.Tensor]:
-    """One parameter's states in host memory, by the names of torch.optim.AdamW."""
-    states = {kind.value: weights.read_state(record, slot, kind) for kind in MOMENTS}
+    """One parameter's states in host memory, by the names of torch's optimizer."""
+    states = {kind.value: weights.read_state(record, slot, kind) for kind in record.spec.states}
     # Reading has waited for the update, which counts the step.
-    states["step"] = torch.tensor(float(slot.step))
+    if record.spec.counts_steps:
+        states["step"] = torch.tensor(float(slot.step))
     if record.dtype != torch.float32:
         states["master"] = weights.read_master(record, slot)
     states.update(weights.read_codes(record, slot))

@@ -27,8 +27,8 @@ from offloadzero.memory.tickets import Failures
 from offloadzero.native.cpu_adam import set_cores
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.monitor import StepMonitor
-from offloadzero.optim.device_adam import device_form
 from offloadzero.optim.records import Record
+from offloadzero.optim.spec import AnySpec, device_form
 from offloadzero.optim.update import UpdatePipeline
 from offloadzero.planning.memory_plan import (
     NUM_GRAD_LEASES,
@@ -65,6 +65,7 @@ class Runtime:
         model: nn.Module,
         config: OffloadConfig,
         *,
+        spec: AnySpec,
         param_groups: Sequence[Mapping[str, object]],
         current_hypers: Callable[[], Hypers],
         keeps_after_step: bool = False,
@@ -72,6 +73,7 @@ class Runtime:
         """Take the states of `model` over: its parameters are placeholders from here on.
 
         Args:
+            spec: of the optimizer.
             param_groups: of a torch optimizer; parameters in none of them are frozen.
             current_hypers: reads the hyperparameters by group index.
             keeps_after_step: gradients stay until they are dropped, unless the update runs in backward.
@@ -83,6 +85,7 @@ class Runtime:
         _refuse_second(model)
         interrupts.install()
         self.config = config
+        self.spec = spec
         self.model = model
         self.monitor = StepMonitor(config.observe)
         self.clock = StepClock(
@@ -102,6 +105,7 @@ class Runtime:
             config.units,
             group_of=group_of,
             param_dtype=DTYPES[config.precision.param_dtype],
+            spec=spec,
             compact=config.state_layout == "compact",
         )
         _expect_storable(cut.records)
@@ -123,6 +127,7 @@ class Runtime:
             config,
             cut.together,
             self.accelerator.asynchronous,
+            spec=spec,
             num_checkpointed=len(checkpointed),
         )
         try:
@@ -190,7 +195,7 @@ class Runtime:
             slot_leases=slots,
             chunk_elements=config.update.chunk_elements,
             num_threads=num_threads,
-            form=device_form(self.accelerator.device),
+            form=device_form(self.spec, self.accelerator.device),
             scratch=self._device_lease("update scratch", plan.update_scratch_bytes),
         )
         if cores:
@@ -489,6 +494,7 @@ def _plan(
     together: Sequence[Sequence[int]],
     device: Device,
     *,
+    spec: AnySpec,
     num_checkpointed: int,
 ) -> MemoryPlan:
     wanted = DTYPES[config.precision.grad_accum_dtype]
@@ -498,7 +504,7 @@ def _plan(
     in_memory = (host_bytes(slot.param) for record in records for slot in record.slots)
     available = _available(device, movable_bytes=sum(in_memory))
     placement = None
-    form = device_form(device.torch_device)
+    form = device_form(spec, device.torch_device)
     if config.placement.auto:
         placement = choose_placement(
             records, config, available, together=together, form=form, num_checkpointed=num_checkpointed

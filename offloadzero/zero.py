@@ -305,12 +305,12 @@ def _located(param: nn.Parameter) -> tuple[Runtime, Record, ParamSlot]:
     return (runtime, *runtime.slots[id(param)])
 
 
-def _kind(optim_state_key: str) -> SegmentKind:
-    kinds = {kind.value: kind for kind in (SegmentKind.EXP_AVG, SegmentKind.EXP_AVG_SQ)}
-    if optim_state_key not in kinds:
-        allowed = f"allowed: {', '.join(kinds)}"
-        raise ConfigError("optim_state_key", optim_state_key, allowed, known_values=kinds)
-    return kinds[optim_state_key]
+def _kind(record: Record, optim_state_key: str) -> SegmentKind:
+    states = record.spec.states
+    if optim_state_key not in states:
+        allowed = f"allowed: {', '.join(states)}"
+        raise ConfigError("optim_state_key", optim_state_key, allowed, known_values=states)
+    return SegmentKind(optim_state_key)
 
 
 def _expect_shape(slot: ParamSlot, value: torch.Tensor) -> None:
@@ -335,17 +335,17 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """ "exp_avg" or "exp_avg_sq": a new fp32 host tensor in the parameter's shape; None for a frozen parameter."""
+    """A state such as "exp_avg": a new fp32 host tensor in the parameter's shape; None for a frozen parameter."""
     runtime, record, slot = _located(param)
-    kind = _kind(optim_state_key)
+    kind = _kind(record, optim_state_key)
     return runtime.weights.read_state(record, slot, kind) if slot.trainable else None
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set "exp_avg" or "exp_avg_sq". Raises ConfigError for a frozen parameter, which has neither."""
+    """Set a state such as "exp_avg". Raises ConfigError for a frozen parameter, which has none."""
     runtime, record, slot = _located(param)
     _expect_shape(slot, value)
-    runtime.weights.write_state(record, slot, _kind(optim_state_key), value)
+    runtime.weights.write_state(record, slot, _kind(record, optim_state_key), value)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -384,13 +384,13 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """ "exp_avg" or "exp_avg_sq" as a vector: a new fp32 host tensor; None for a frozen parameter."""
+    """A state such as "exp_avg" as a vector: a new fp32 host tensor; None for a frozen parameter."""
     state = safe_get_full_optimizer_state(param, optim_state_key)
     return None if state is None else state.reshape(-1)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set "exp_avg" or "exp_avg_sq". Raises ConfigError for a frozen parameter, which has neither."""
+    """Set a state such as "exp_avg". Raises ConfigError for a frozen parameter, which has none."""
     safe_set_full_optimizer_state(param, value, optim_state_key)
 
 

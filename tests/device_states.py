@@ -12,8 +12,8 @@ from torch import Tensor
 
 from offloadzero.native.compact import compact_encode, num_scales
 from offloadzero.native.cpu_adam import AdamHyper
-from offloadzero.optim import device_math
-from offloadzero.optim.device_adam import AdamForm
+from offloadzero.optim import device_adam, device_math
+from offloadzero.optim.spec import UpdateForm
 from tests.test_compact_kernels import make_grad, make_state
 
 INF, NAN = math.inf, math.nan
@@ -64,8 +64,8 @@ def make(layout: str, num_elements: int, *, seed: int = 0) -> State:
     return {**state, "exp_avg": m, "exp_avg_sq": v}
 
 
-def take_step(state: State, grad: Tensor, form: AdamForm, step: int, hyper: AdamHyper, **more: Any) -> None:
-    device_math.adam_step(
+def take_step(state: State, grad: Tensor, form: UpdateForm, step: int, hyper: AdamHyper, **more: Any) -> None:
+    device_adam.adam_step(
         state["param"],
         grad,
         state["exp_avg"],
@@ -93,7 +93,7 @@ def assert_same(ours: State, kernels: State) -> None:
 
 
 def compare(
-    form: AdamForm,
+    form: UpdateForm,
     layout: str,
     grad_dtype: torch.dtype,
     num_elements: int,
@@ -105,12 +105,12 @@ def compare(
     kernels = {name: array.clone() for name, array in ours.items()}
     for step in steps:
         grad = make_grad(num_elements, grad_dtype, seed=step)
-        take_step(kernels, grad, AdamForm.NATIVE, step, HYPERS[hyper])
+        take_step(kernels, grad, UpdateForm.NATIVE, step, HYPERS[hyper])
         take_step(ours, grad, form, step, HYPERS[hyper])
         assert_same(ours, kernels)
 
 
-def extremes(layout: str, form: AdamForm) -> None:
+def extremes(layout: str, form: UpdateForm) -> None:
     """Gradients that overflow a moment, some that are not finite, and weights that are NaN with every bit set."""
     ours = make(layout, 2500, seed=2)
     if "master" not in ours:
@@ -124,7 +124,7 @@ def extremes(layout: str, form: AdamForm) -> None:
     grad[2000:2004] = torch.tensor([3e38, -1e38, 1e30, 2e19])
     grad[2200], grad[2400], grad[2450] = INF, NAN, -INF
     for step in (1, 2):
-        take_step(kernels, grad, AdamForm.NATIVE, step, HYPERS["L2"])
+        take_step(kernels, grad, UpdateForm.NATIVE, step, HYPERS["L2"])
         take_step(ours, grad, form, step, HYPERS["L2"])
         assert ours["param"][40].isnan(), "not zero"
         assert ours["param"].isnan().any()

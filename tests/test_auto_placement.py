@@ -27,6 +27,7 @@ from offloadzero.config.schema import (
 )
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.optim.records import Record, make_record
+from offloadzero.optim.specs.adam import ADAM
 from offloadzero.planning.memory_plan import MemoryPlan, Placement, format_bytes, plan_memory
 from offloadzero.planning.placement import choose_placement, describe_placement
 from offloadzero.planning.probe import cores_beside_launching
@@ -37,7 +38,7 @@ from tests.tiny import TinyModel
 from tests.tiny import tokens as token_ids
 from tests.training import assert_same, make_config, merge, run_engine
 
-PARAM, MASTER, M1, M2, SCALES, GRAD = SegmentKind
+PARAM, MASTER, M1, M2, SCALES, GRAD = ADAM.kinds
 DEVICE, HOST, NVME = TierName
 STATES = (MASTER, M1, M2)
 SPEED = {DEVICE: 2, HOST: 1, NVME: 0}
@@ -222,7 +223,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Record], OffloadConfig, list[frozenset[
             size = draw(st.one_of(st.sampled_from([1, 511, 4097]), st.integers(1, 100_000)))
             params.append((f"w{number}", nn.Parameter(torch.zeros(1).expand(size)), group))
         name, resident = f"layers.{index}", draw(st.integers(0, 5)) == 0
-        units.append(make_record(index, name, dtype, params, resident=resident, compact=compact))
+        units.append(make_record(index, name, dtype, params, spec=ADAM, resident=resident, compact=compact))
     config = auto(
         gradient_clipping=float(draw(st.booleans())),
         batch=BatchConfig(gradient_accumulation_steps=draw(st.integers(1, 2))),

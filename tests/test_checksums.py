@@ -273,7 +273,7 @@ def test_a_bit_that_flips_between_steps_is_an_error_that_names_the_tensor(
     train(engine, num_steps=2)
     engine.synchronize()
     store, record = engine.optimizer.runtime.store, engine.optimizer.runtime.records[1]
-    segment = record.segments[SegmentKind.EXP_AVG]
+    segment = record.segments[SegmentKind("exp_avg")]
     assert segment.tier is TierName.NVME
     assert segment.extent is not None
     assert store.nvme is not None

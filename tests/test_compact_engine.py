@@ -20,6 +20,7 @@ from offloadzero.config.schema import PlacementConfig, PlacementRule
 from offloadzero.native.compact import COMPACT_BLOCK, compact_adam_step, compact_encode, num_scales
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim.records import Record, make_record, segment_slice
+from offloadzero.optim.specs.adam import ADAM
 from offloadzero.planning.memory_plan import place, plan_memory
 from tests.checkpoints import reseal
 from tests.tiny import all_states
@@ -205,7 +206,7 @@ def make(sizes: list[int], *, groups: list[int | None] | None = None, resident: 
         (f"p{i}", nn.Parameter(torch.zeros(1).expand(size)), 0 if groups is None else groups[i])
         for i, size in enumerate(sizes)
     ]
-    return make_record(0, "unit", torch.bfloat16, params, resident=resident, compact=True)
+    return make_record(0, "unit", torch.bfloat16, params, spec=ADAM, resident=resident, compact=True)
 
 
 @pytest.mark.parametrize("sizes", [[1], [511, 4097], [70_000, 3, 65_537], [262_144]])
@@ -240,9 +241,9 @@ def test_a_block_belongs_to_one_parameter() -> None:
 def test_only_bf16_records_are_compact() -> None:
     for dtype in (torch.float32, torch.float16):
         params = [("w", nn.Parameter(torch.zeros(300)), 0)]
-        record = make_record(0, "unit", dtype, params, compact=True)
+        record = make_record(0, "unit", dtype, params, spec=ADAM, compact=True)
         assert not record.compact
-        assert record.layout() == make_record(0, "unit", dtype, params).layout()
+        assert record.layout() == make_record(0, "unit", dtype, params, spec=ADAM).layout()
 
 
 def test_bytes_per_parameter_on_the_host() -> None:
@@ -257,7 +258,7 @@ def test_bytes_per_parameter_on_the_host() -> None:
         records.append(record)
     tiers = MappingProxyType(
         dict.fromkeys(
-            (SegmentKind.PARAM, SegmentKind.MASTER, SegmentKind.EXP_AVG, SegmentKind.EXP_AVG_SQ),
+            (SegmentKind.PARAM, SegmentKind.MASTER, SegmentKind("exp_avg"), SegmentKind("exp_avg_sq")),
             TierName.HOST,
         )
     )
@@ -277,10 +278,10 @@ def test_the_scales_live_with_the_first_moment_unless_placed() -> None:
         return place([make([5000])], config)[0, SegmentKind.SCALES]
 
     assert home() is TierName.DEVICE
-    assert home({SegmentKind.EXP_AVG: TierName.NVME}) is TierName.NVME
-    assert home({SegmentKind.EXP_AVG_SQ: TierName.NVME}) is TierName.DEVICE
+    assert home({SegmentKind("exp_avg"): TierName.NVME}) is TierName.NVME
+    assert home({SegmentKind("exp_avg_sq"): TierName.NVME}) is TierName.DEVICE
     scales = {SegmentKind.SCALES: TierName.HOST}
-    assert home(scales, {SegmentKind.EXP_AVG: TierName.NVME}) is TierName.HOST
+    assert home(scales, {SegmentKind("exp_avg"): TierName.NVME}) is TierName.HOST
 
 
 # --- what is refused, what keeps the fp32 layout ---

@@ -17,8 +17,8 @@ from offloadzero.native.compact import (
     num_scales,
 )
 from offloadzero.native.cpu_adam import AdamHyper
-from offloadzero.optim import compact_math, device_math
-from offloadzero.optim.device_adam import AdamForm
+from offloadzero.optim import compact_math, device_adam
+from offloadzero.optim.spec import UpdateForm
 from tests.test_compact_dither import dither
 from tests.test_compact_kernels import make_grad, make_state
 
@@ -129,7 +129,7 @@ def step_both(
     ours: Record, kernels: Record, grad: Tensor, *, hyper: AdamHyper, step: int, grad_scale: float
 ) -> None:
     param, remainder, exp_avg, exp_avg_sq, scales = ours
-    device_math.adam_step(
+    device_adam.adam_step(
         param,
         grad,
         exp_avg,
@@ -139,7 +139,7 @@ def step_both(
         grad_scale=grad_scale,
         master=remainder,
         scales=scales,
-        form=AdamForm.TORCH,
+        form=UpdateForm.TORCH,
         scratch=torch.full((9 * COMPACT_BLOCK * 52 - 1,), 0xFF, dtype=torch.uint8),  # eight blocks
     )
     compact_adam_step(

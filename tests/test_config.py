@@ -65,12 +65,16 @@ NEEDED = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
 
 
 def homes(config: OffloadConfig) -> dict[str, str]:
-    """Where the rules for every unit put each segment; a later rule wins."""
-    tiers: dict[SegmentKind, TierName] = {}
+    """Where the rules for every unit put each segment of Adam's records; a later rule wins."""
+    tiers: dict[str, TierName] = {}
     for rule in config.placement.rules:
         assert rule.units == "*"
-        tiers.update(rule.tiers)
-    return {kind.value: tier.value for kind, tier in tiers.items()}
+        of_rule = dict(rule.tiers)
+        states = of_rule.pop(SegmentKind.STATES, None)
+        if states is not None:
+            tiers.update(dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), states))
+        tiers.update({kind.value: tier for kind, tier in of_rule.items()})
+    return {kind: tier.value for kind, tier in tiers.items()}
 
 
 def zero(stage: object = 3, **block: object) -> dict[str, Any]:
@@ -134,6 +138,19 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.json").write_bytes(b'{"a\xff": 1}')
     with pytest.raises(ConfigError, match="not UTF-8"):
         load_config(tmp_path / "latin.json")
+
+
+def adam(name: str, **options: Any) -> OptimizerConfig:
+    """Adam with its defaults and these options."""
+    defaults = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "decoupled_weight_decay": True,
+        "bias_correction": True,
+    }
+    return OptimizerConfig(name, MappingProxyType({**defaults, **options}))
 
 
 @pytest.mark.parametrize("source", [None, 3, [], [("a", 1)]])
@@ -225,9 +242,9 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("offloadzero.budgets", "host"): (0, {}),
     ("offloadzero.budgets", "nvme"): (10**12, {}),
     **{
-        (f"offloadzero.placement{form}", kind.value): ("host", {})
+        (f"offloadzero.placement{form}", segment): ("host", {})
         for form in ("", "[]")
-        for kind in SegmentKind
+        for segment in ("param", "master", "states", "exp_avg", "exp_avg_sq", "scales", "grad")
     },
     ("offloadzero.placement[]", "units"): ("layers.*", {"param": "host"}),
     ("offloadzero", "activation_checkpoints"): ({}, {}),
@@ -641,12 +658,9 @@ def test_grad_accum_dtype(spelling: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("block", "expected"),
     [
-        ({"type": "Adam"}, OptimizerConfig("Adam")),
-        ({"type": "adamw"}, OptimizerConfig("AdamW")),
-        (
-            {"type": "Adam", "params": {"adam_w_mode": False}},
-            OptimizerConfig("Adam", decoupled_weight_decay=False),
-        ),
+        ({"type": "Adam"}, adam("Adam")),
+        ({"type": "adamw"}, adam("AdamW")),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, adam("Adam", decoupled_weight_decay=False)),
         (
             {
                 "type": "AdamW",
@@ -659,11 +673,11 @@ def test_grad_accum_dtype(spelling: str, dtype: str) -> None:
                     "torch_adam": True,
                 },
             },
-            OptimizerConfig("AdamW", 3e-4, (0.0, 0.95), 0.0, 0.1, True, False),
+            adam("AdamW", lr=3e-4, betas=(0.0, 0.95), eps=0.0, weight_decay=0.1, bias_correction=False),
         ),
         (
             {"type": "Adam", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
-            OptimizerConfig("Adam", lr=None),
+            adam("Adam", lr=None),
         ),
     ],
 )
@@ -837,7 +851,7 @@ def test_own_placement_forms() -> None:
     assert homes(own("host")) == dict.fromkeys(RECORD, "host")
     assert homes(own({"grad": "host", "master": "device"})) == {"grad": "host", "master": "device"}
     first, second = own([{"exp_avg": "host"}, {"units": "layers.0", "param": "device"}]).placement.rules
-    assert (first.units, dict(first.tiers)) == ("*", {SegmentKind.EXP_AVG: TierName.HOST})
+    assert (first.units, dict(first.tiers)) == ("*", {SegmentKind("exp_avg"): TierName.HOST})
     assert (second.units, dict(second.tiers)) == ("layers.0", {SegmentKind.PARAM: TierName.DEVICE})
     assert own([]).placement == PlacementConfig()
 
@@ -1072,7 +1086,7 @@ def test_the_hugging_face_stage_3_configuration() -> None:
     config = load_config(source)
     assert config.zero_stage == 3
     assert homes(config) == dict.fromkeys(RECORD, "host")
-    assert config.optimizer == OptimizerConfig("AdamW", lr=None)
+    assert config.optimizer == adam("AdamW", lr=None)
     assert config.scheduler is not None
     assert set(config.scheduler.params.values()) == {"auto"}
     batch_keys = (

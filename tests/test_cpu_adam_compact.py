@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from offloadzero.errors import ConfigError
 from offloadzero.native.compact import COMPACT_BLOCK
 from offloadzero.native.cpu_adam import AdamHyper
-from offloadzero.optim import compact_math, device_math
+from offloadzero.optim import compact_math, device_adam
 from offloadzero.optim.cpu_adam import CPUAdam
-from offloadzero.optim.device_adam import AdamForm
+from offloadzero.optim.spec import UpdateForm
 
 SHAPES = [(1,), (257, 33), (1000,), (4097,)]
 CODES = ("master_remainder", "exp_avg_e2m5", "exp_avg_sq_e1m7", "scales")
@@ -93,7 +93,7 @@ def test_the_steps_are_those_of_the_torch_twin(options: dict[str, Any], maximize
         for param, twin, state in zip(params, expected, states, strict=True):
             assert param.grad is not None
             remainder, exp_avg, exp_avg_sq, scales = state
-            device_math.adam_step(
+            device_adam.adam_step(
                 twin.detach().view(-1),
                 param.grad.view(-1),
                 exp_avg,
@@ -103,7 +103,7 @@ def test_the_steps_are_those_of_the_torch_twin(options: dict[str, Any], maximize
                 grad_scale=-1.0 if maximize else 1.0,
                 master=remainder,
                 scales=scales,
-                form=AdamForm.TORCH,
+                form=UpdateForm.TORCH,
             )
     for param, twin, state in zip(params, expected, states, strict=True):
         assert torch.equal(param, twin)

@@ -18,7 +18,7 @@ import torch
 
 from offloadzero.native.compact import COMPACT_BLOCK, num_scales
 from offloadzero.optim import device_adam
-from offloadzero.optim.device_adam import AdamForm
+from offloadzero.optim.spec import UpdateForm
 from tests.device_states import ADAMW, CASES, HYPERS, LAYOUTS, assert_same, compare, extremes, make, take_step
 from tests.test_compact_kernels import make_grad
 from tests.triton_process import HAS_TRITON, TritonProcess
@@ -41,14 +41,14 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonProc
 def test_the_fused_kernel_gives_the_host_kernels_bits(
     interpreter: TritonProcess, layout: str, grad_dtype: torch.dtype, hyper: str
 ) -> None:
-    interpreter(compare, AdamForm.TRITON, layout, grad_dtype, 1500, hyper)
+    interpreter(compare, UpdateForm.TRITON, layout, grad_dtype, 1500, hyper)
 
 
 @needs_triton
 @pytest.mark.parametrize("num_elements", [1, 127, 511, 4097])
 @pytest.mark.parametrize("layout", ["bf16 and remainder", "compact"])
 def test_any_number_of_elements(interpreter: TritonProcess, layout: str, num_elements: int) -> None:
-    interpreter(compare, AdamForm.TRITON, layout, torch.bfloat16, num_elements, "AdamW")
+    interpreter(compare, UpdateForm.TRITON, layout, torch.bfloat16, num_elements, "AdamW")
 
 
 def compare_in_large_programs(layout: str) -> None:
@@ -58,7 +58,7 @@ def compare_in_large_programs(layout: str) -> None:
     triton_adam.ADAM_BLOCK = 1 << 17  # the interpreter takes its time per program, not per element
     triton_adam.COMPACT_ROWS = triton_adam.ADAM_BLOCK // COMPACT_BLOCK
     try:
-        compare(AdamForm.TRITON, layout, torch.bfloat16, LARGEST_RUN, "AdamW", (3,))
+        compare(UpdateForm.TRITON, layout, torch.bfloat16, LARGEST_RUN, "AdamW", (3,))
     finally:
         triton_adam.ADAM_BLOCK, triton_adam.COMPACT_ROWS = small
 
@@ -72,7 +72,7 @@ def test_a_million_elements(interpreter: TritonProcess, layout: str) -> None:
 @needs_triton
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_extremes_in_the_fused_kernel(interpreter: TritonProcess, layout: str) -> None:
-    interpreter(extremes, layout, AdamForm.TRITON)
+    interpreter(extremes, layout, UpdateForm.TRITON)
 
 
 def compare_at_odd_offsets(layout: str) -> None:
@@ -82,7 +82,7 @@ def compare_at_odd_offsets(layout: str) -> None:
     kernels = {name: array.clone() for name, array in ours.items()}
     grad = make_grad(511, torch.float16)
     for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        for state, form in ((ours, AdamForm.TRITON), (kernels, AdamForm.NATIVE)):
+        for state, form in ((ours, UpdateForm.TRITON), (kernels, UpdateForm.NATIVE)):
             parts = {name: array[start:stop] for name, array in state.items() if name != "scales"}
             if "scales" in state:
                 parts["scales"] = state["scales"][num_scales(start) : num_scales(stop)]
@@ -128,7 +128,7 @@ def counted_bytes() -> Iterator[dict[str, int]]:
 def bytes_of_a_step(layout: str, grad_dtype: torch.dtype, num_elements: int) -> dict[str, int]:
     state, grad = make(layout, num_elements), make_grad(num_elements, grad_dtype)
     with counted_bytes() as moved:
-        take_step(state, grad, AdamForm.TRITON, 1, ADAMW)
+        take_step(state, grad, UpdateForm.TRITON, 1, ADAMW)
     return moved
 
 

@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offloadzero import runtime
 from offloadzero.config import TierName
 from offloadzero.native.compact import COMPACT_BLOCK
-from offloadzero.optim import device_adam, device_math, torch_adam
-from offloadzero.optim.device_adam import AdamForm, FormChoice, choose_form, device_form, scratch_bytes
+from offloadzero.optim import device_math, spec, torch_adam
+from offloadzero.optim.device_adam import choose_form
+from offloadzero.optim.spec import FormChoice, UpdateForm, device_form
+from offloadzero.optim.specs.adam import ADAM
 from offloadzero.optim.torch_adam import COMPACT_SCRATCH_BYTES, FP32_SCRATCH_BYTES
 from offloadzero.planning.memory_plan import plan_memory
 from tests.device_states import ADAMW, CASES, HYPERS, LAYOUTS, assert_same, extremes, make, take_step
@@ -41,14 +43,14 @@ def test_the_torch_form_gives_the_host_kernels_bits(layout: str, grad_dtype: tor
     kernels = {name: array.clone() for name, array in ours.items()}
     for step in (1, 7, 2**32 - 5):
         grad = make_grad(1500, grad_dtype, seed=step)
-        take_step(kernels, grad, AdamForm.NATIVE, step, HYPERS[hyper])
-        take_step(ours, grad, AdamForm.TORCH, step, HYPERS[hyper], scratch=scratch_for(layout, 5))
+        take_step(kernels, grad, UpdateForm.NATIVE, step, HYPERS[hyper])
+        take_step(ours, grad, UpdateForm.TORCH, step, HYPERS[hyper], scratch=scratch_for(layout, 5))
         assert_same(ours, kernels)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_extremes_in_the_torch_form(layout: str) -> None:
-    extremes(layout, AdamForm.TORCH)
+    extremes(layout, UpdateForm.TORCH)
 
 
 class _Allocations(TorchDispatchMode):
@@ -78,7 +80,7 @@ def test_the_torch_form_takes_nothing_beside_its_scratch(
     state, grad = make(layout, 40_000), make_grad(40_000, torch.bfloat16)
     scratch = scratch_for(layout, num_blocks)
     with _Allocations() as allocations:
-        take_step(state, grad, AdamForm.TORCH, 1, ADAMW, scratch=scratch)
+        take_step(state, grad, UpdateForm.TORCH, 1, ADAMW, scratch=scratch)
     of_a_piece = 8 * max(num_blocks, COMPACT_BLOCK) if layout == "compact" else 0
     assert allocations.largest_bytes <= of_a_piece
 
@@ -87,7 +89,7 @@ def test_scratch_that_holds_no_block_is_refused() -> None:
     state, grad = make("fp32", 10), make_grad(10, torch.float32)
     scratch = torch.empty(COMPACT_BLOCK * FP32_SCRATCH_BYTES - 1, dtype=torch.uint8)
     with pytest.raises(AssertionError, match="1535 bytes of scratch hold no block of 128 elements"):
-        take_step(state, grad, AdamForm.TORCH, 1, ADAMW, scratch=scratch)
+        take_step(state, grad, UpdateForm.TORCH, 1, ADAMW, scratch=scratch)
 
 
 def test_norms_on_a_device_take_no_memory_but_their_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,16 +118,16 @@ def test_the_choice() -> None:
         raise AssertionError("asked for Triton where the device is the CPU")
 
     native = choose_form("cpu", triton_problem=unasked)
-    assert native == FormChoice(AdamForm.NATIVE, "the device is the CPU")
-    assert choose_form("cuda", triton_problem=lambda: None).form is AdamForm.TRITON
+    assert native == FormChoice(UpdateForm.NATIVE, "the device is the CPU")
+    assert choose_form("cuda", triton_problem=lambda: None).form is UpdateForm.TRITON
     without = choose_form("cuda", triton_problem=lambda: "there is none")
-    assert without == FormChoice(AdamForm.TORCH, "there is none")
+    assert without == FormChoice(UpdateForm.TORCH, "there is none")
 
 
 def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     device_form.cache_clear()
     with caplog.at_level(logging.INFO, "offloadzero.update"):
-        assert device_form(CPU) is device_form(CPU) is AdamForm.NATIVE
+        assert device_form(ADAM, CPU) is device_form(ADAM, CPU) is UpdateForm.NATIVE
     assert caplog.messages == ["update of records on cpu: native (the device is the CPU)"]
 
 
@@ -135,19 +137,19 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("is_compact", [False, True])
 def test_the_scratch_is_bounded_and_in_the_plan(is_compact: bool) -> None:
     per_element = COMPACT_SCRATCH_BYTES if is_compact else FP32_SCRATCH_BYTES
-    assert scratch_bytes(AdamForm.TORCH, 129, is_compact=is_compact) == 256 * per_element
-    largest = scratch_bytes(AdamForm.TORCH, 10**9, is_compact=is_compact)
-    assert largest == device_adam.SCRATCH_ELEMENTS * per_element <= 128 << 20
-    for form in (AdamForm.NATIVE, AdamForm.TRITON):
-        assert scratch_bytes(form, 10**9, is_compact=is_compact) == 0
+    assert ADAM.scratch_bytes(UpdateForm.TORCH, 129, compact=is_compact) == 256 * per_element
+    largest = ADAM.scratch_bytes(UpdateForm.TORCH, 10**9, compact=is_compact)
+    assert largest == spec.SCRATCH_ELEMENTS * per_element <= 128 << 20
+    for form in (UpdateForm.NATIVE, UpdateForm.TRITON):
+        assert ADAM.scratch_bytes(form, 10**9, compact=is_compact) == 0
 
 
 def test_only_updates_on_the_device_in_torch_operations_take_scratch() -> None:
     units = records(4096, 8192)
     for tier in TierName:
-        for form in AdamForm:
+        for form in UpdateForm:
             plan = plan_memory(units, config(everything(tier.value)), form=form)
-            has_scratch = tier is TierName.DEVICE and form is AdamForm.TORCH
+            has_scratch = tier is TierName.DEVICE and form is UpdateForm.TORCH
             expected = 8192 * FP32_SCRATCH_BYTES if has_scratch else 0
             assert plan.update_scratch_bytes == expected
             assert sum(line.num_bytes for line in plan.lines if line.what == "update scratch") == expected
@@ -169,8 +171,8 @@ def test_an_engine_whose_records_are_updated_in_torch_operations(
 
     losses, states, table = run()
     assert "update scratch" not in table
-    monkeypatch.setattr(runtime, "device_form", lambda _: AdamForm.TORCH)
-    monkeypatch.setattr(device_adam, "SCRATCH_ELEMENTS", 4096)
+    monkeypatch.setattr(runtime, "device_form", lambda *_: UpdateForm.TORCH)
+    monkeypatch.setattr(spec, "SCRATCH_ELEMENTS", 4096)
     other_losses, other_states, other_table = run()
     assert "update scratch" in other_table
     assert other_losses == losses

@@ -31,8 +31,9 @@ from offloadzero.native.compact import compact_encode, num_scales
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import Timeline
-from offloadzero.optim import device_math
-from offloadzero.optim.device_adam import AdamForm, triton_problem
+from offloadzero.optim import device_adam, device_math
+from offloadzero.optim.device_adam import triton_problem
+from offloadzero.optim.spec import UpdateForm
 from tests.tiny import TinyModel, all_states, make_engine, settings, tokens
 
 pytestmark = [
@@ -358,16 +359,16 @@ def values(num_elements: int, seed: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def form(request: pytest.FixtureRequest) -> AdamForm:
+def form(request: pytest.FixtureRequest) -> UpdateForm:
     """A form of the update; skipped where Triton is missing or does not run, and not where it gives other bits."""
-    wanted: AdamForm = request.param
-    problem = triton_problem(torch.device("cuda", 0)) if wanted is AdamForm.TRITON else None
+    wanted: UpdateForm = request.param
+    problem = triton_problem(torch.device("cuda", 0)) if wanted is UpdateForm.TRITON else None
     if problem is not None and "other bits" not in problem:
         pytest.skip(problem)
     return wanted
 
 
-FORMS = pytest.mark.parametrize("form", [AdamForm.TRITON, AdamForm.TORCH], indirect=True)
+FORMS = pytest.mark.parametrize("form", [UpdateForm.TRITON, UpdateForm.TORCH], indirect=True)
 
 
 @FORMS
@@ -375,7 +376,7 @@ FORMS = pytest.mark.parametrize("form", [AdamForm.TRITON, AdamForm.TORCH], indir
 @pytest.mark.parametrize(("dtype", "master_dtype"), DTYPES)
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_device_update_gives_the_bits_of_the_kernel(
-    form: AdamForm,
+    form: UpdateForm,
     hyper: AdamHyper,
     dtype: torch.dtype,
     master_dtype: torch.dtype | None,
@@ -394,7 +395,7 @@ def test_the_device_update_gives_the_bits_of_the_kernel(
         cpu_adam.adam_step(
             host[0], grad, host[1], host[2], hyper=hyper, step=step, grad_scale=0.37, master=master
         )
-        device_math.adam_step(
+        device_adam.adam_step(
             device[0],
             grad.cuda(),
             device[1],
@@ -415,7 +416,7 @@ def test_the_device_update_gives_the_bits_of_the_kernel(
 @pytest.mark.parametrize("hyper", HYPERS)
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
 def test_the_compact_update_on_the_device_gives_the_bits_of_the_kernel(
-    form: AdamForm, hyper: AdamHyper, grad_dtype: torch.dtype
+    form: UpdateForm, hyper: AdamHyper, grad_dtype: torch.dtype
 ) -> None:
     count = 100_003
     zeros, weights = torch.zeros(count), values(count, 1).clamp(-1e4, 1e4)
@@ -425,9 +426,9 @@ def test_the_compact_update_on_the_device_gives_the_bits_of_the_kernel(
     device = [tensor.cuda() for tensor in host]
     for step in range(1, 6):
         grad = values(count, 100 + step).clamp(-6e4, 6e4).to(grad_dtype)
-        for state, given, used in ((host, grad, AdamForm.NATIVE), (device, grad.cuda(), form)):
+        for state, given, used in ((host, grad, UpdateForm.NATIVE), (device, grad.cuda(), form)):
             param, master, exp_avg, exp_avg_sq, scales = state
-            device_math.adam_step(
+            device_adam.adam_step(
                 param,
                 given,
                 exp_avg,

@@ -20,10 +20,11 @@ from offloadzero.config.schema import BudgetConfig, PlacementConfig, PlacementRu
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.optim.records import Record, make_record
+from offloadzero.optim.specs.adam import ADAM
 from offloadzero.planning.memory_plan import MemoryPlan, format_bytes, place, plan_memory, updates_in_backward
 from tests.tiny import TinyModel, make_engine, settings, train
 
-PARAM, MASTER, M1, M2, _, GRAD = SegmentKind
+PARAM, MASTER, M1, M2, _, GRAD = ADAM.kinds
 DEVICE, HOST, NVME = TierName
 RECORD_KINDS = (PARAM, MASTER, M1, M2)
 
@@ -43,6 +44,7 @@ def records(
             names[index] if names else f"layers.{index}",
             dtype,
             [("w", nn.Parameter(torch.zeros(1).expand(size)), group)],
+            spec=ADAM,
             resident=index in resident,
         )
         record.grad_dtype = dtype
@@ -67,6 +69,21 @@ def config(*rules: PlacementRule, ratio: float = 1.0, **keys: Any) -> OffloadCon
 
 
 # --- homes ---
+
+
+def test_states_are_all_that_the_optimizer_keeps_and_a_name_of_their_own_wins() -> None:
+    homes = place(records(5000), config(rule(states="nvme", exp_avg_sq="host")))
+    assert homes == {(0, PARAM): DEVICE, (0, MASTER): NVME, (0, M1): NVME, (0, M2): HOST, (0, GRAD): HOST}
+    homes = place(records(5000), config(rule(exp_avg="host"), rule(states="nvme")))
+    assert homes[0, M1] is NVME, "later rules win"
+
+
+def test_a_state_of_another_optimizer_has_no_home() -> None:
+    with pytest.raises(
+        ConfigError, match=r"offloadzero\.placement\.sum = 'host': states of Adam: exp_avg, exp_avg_sq"
+    ):
+        place(records(5000), config(rule(sum="host")))
+    place(records(5000, frozen=(0,)), config(rule(sum="host")))  # has no states
 
 
 def test_without_rules_everything_stays_on_the_device() -> None:

@@ -18,7 +18,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from offloadzero.config import ObserveConfig, SegmentKind
+from offloadzero.config import ObserveConfig
 from offloadzero.errors import ConfigError
 from offloadzero.memory.arena import BufferPool
 from offloadzero.memory.lanes import LaneTicket
@@ -31,6 +31,7 @@ from offloadzero.observe.monitor import StepMonitor, step_line
 from offloadzero.observe.run_dir import tracks
 from offloadzero.observe.step_report import StepReport
 from offloadzero.observe.timeline import COMPUTE, LANES, WAIT, Span, Timeline
+from offloadzero.optim.specs.adam import ADAM
 from tests.plain_form import engine_config, make_model, offloaded
 from tests.tiny import make_engine, settings, tokens, train
 
@@ -516,7 +517,7 @@ class WaitWatch:
 STATES = ("master", "exp_avg", "exp_avg_sq")
 PLACEMENTS: dict[str, Any] = {
     "nvme": "nvme",
-    "all nvme": {kind.value: "nvme" for kind in SegmentKind},
+    "all nvme": {kind.value: "nvme" for kind in ADAM.kinds},
     "states": {"param": "device", **dict.fromkeys(STATES, "nvme")},
     "device": "device",
 }

@@ -92,8 +92,8 @@ def test_arrays_of_two_to_the_k_elements_lie_apart() -> None:
     kinds = (
         SegmentKind.PARAM,
         SegmentKind.MASTER,
-        SegmentKind.EXP_AVG,
-        SegmentKind.EXP_AVG_SQ,
+        SegmentKind("exp_avg"),
+        SegmentKind("exp_avg_sq"),
         SegmentKind.GRAD,
     )
     segments = [store.create("unit", kind, torch.float32, num_elements, TierName.HOST) for kind in kinds]
@@ -331,7 +331,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int16, torch.float32])
 def test_a_fresh_segment_is_zero(make_store: MakeStore, tier: TierName, dtype: torch.dtype) -> None:
     store = make_store()
-    segment = store.create("blocks.0", SegmentKind.EXP_AVG, dtype, 10_001, tier)
+    segment = store.create("blocks.0", SegmentKind("exp_avg"), dtype, 10_001, tier)
     assert (segment.label, segment.num_bytes) == ("blocks.0.exp_avg", 10_001 * dtype.itemsize)
     target = torch.ones(10_001, dtype=dtype)
     store.read(segment, target).wait()
@@ -430,7 +430,7 @@ def test_space_is_reserved_on_disk_at_the_start(make_store: MakeStore, num_files
 
 def test_many_transfers_at_once(make_store: MakeStore) -> None:
     store = make_store(2)
-    segment = store.create("a", SegmentKind.EXP_AVG, torch.float32, 5_000_000, TierName.NVME)
+    segment = store.create("a", SegmentKind("exp_avg"), torch.float32, 5_000_000, TierName.NVME)
     data = random_tensor(torch.float32, 5_000_000, 1)
     step = 99_991
     AllOf(store.write(segment, data[i : i + step], start=i) for i in range(0, 5_000_000, step)).wait()
@@ -441,7 +441,7 @@ def test_many_transfers_at_once(make_store: MakeStore) -> None:
 
 def test_reading_past_the_end_is_an_error_with_a_name(make_store: MakeStore) -> None:
     store = make_store()
-    segment = store.create("blocks.3", SegmentKind.EXP_AVG, torch.float32, 1024, TierName.NVME)
+    segment = store.create("blocks.3", SegmentKind("exp_avg"), torch.float32, 1024, TierName.NVME)
     with pytest.raises(AioError, match=r"blocks\.3\.exp_avg \(nvme\)") as caught:
         store.read(segment, torch.zeros(2048)).wait()
     assert "past the extent" in str(caught.value)

@@ -14,6 +14,7 @@ from torch import nn
 from offloadzero.config import SegmentKind, UnitConfig
 from offloadzero.errors import ConfigError
 from offloadzero.optim.records import Record, all_ranges, make_record, update_ranges
+from offloadzero.optim.specs.adam import ADAM
 from offloadzero.streaming.units import UnitCut, cut_units
 from tests.tiny import Block, TinyModel
 
@@ -22,7 +23,7 @@ REST = "(rest)"
 
 def cut(model: nn.Module, *, dtype: torch.dtype | None = None, groups: Any = None, **keys: Any) -> UnitCut:
     group_of = groups if groups is not None else {id(param): 0 for param in model.parameters()}
-    return cut_units(model, UnitConfig(**keys), group_of=group_of, param_dtype=dtype)
+    return cut_units(model, UnitConfig(**keys), group_of=group_of, param_dtype=dtype, spec=ADAM)
 
 
 def contents(result: UnitCut) -> dict[str, list[str]]:
@@ -198,7 +199,7 @@ def record_of(parts: list[tuple[tuple[int, ...], int | None]], dtype: torch.dtyp
     params = [
         (f"p{i}", nn.Parameter(torch.zeros(shape, dtype=dtype)), group) for i, (shape, group) in enumerate(parts)
     ]  # fmt: skip
-    return make_record(0, "unit", dtype, params)
+    return make_record(0, "unit", dtype, params, spec=ADAM)
 
 
 @given(members, st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))

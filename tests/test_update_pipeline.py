@@ -26,6 +26,7 @@ from offloadzero.memory.tickets import Failures
 from offloadzero.native import cpu_adam
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim.records import ParamSlot, Record, make_record, update_ranges
+from offloadzero.optim.specs.adam import ADAM
 from offloadzero.optim.update import RecordUpdate, UpdatePipeline
 from tests.tiny import REPOSITORY, all_states, make_engine, settings
 from tests.training import make_config, run_engine
@@ -147,8 +148,8 @@ class Case:
         expected = {
             SegmentKind.PARAM: self.plain.param,
             SegmentKind.MASTER: self.plain.master,
-            SegmentKind.EXP_AVG: self.plain.exp_avg,
-            SegmentKind.EXP_AVG_SQ: self.plain.exp_avg_sq,
+            SegmentKind("exp_avg"): self.plain.exp_avg,
+            SegmentKind("exp_avg_sq"): self.plain.exp_avg_sq,
         }
         for kind, tensor in expected.items():
             if tensor is None:
@@ -176,7 +177,7 @@ def make_case(
         (f"p{i}", nn.Parameter(torch.zeros(shape)), group)
         for i, (shape, group) in enumerate(zip(sizes, groups, strict=True))
     ]
-    record = make_record(number, f"unit{number}", dtype, params)
+    record = make_record(number, f"unit{number}", dtype, params, spec=ADAM)
     record.grad_dtype = grad_dtype or dtype
     count, trainable = record.num_elements, record.num_trainable
     weights = torch.zeros(count)
@@ -194,8 +195,8 @@ def make_case(
     contents = {
         SegmentKind.PARAM: plain.param,
         SegmentKind.MASTER: plain.master,
-        SegmentKind.EXP_AVG: plain.exp_avg,
-        SegmentKind.EXP_AVG_SQ: plain.exp_avg_sq,
+        SegmentKind("exp_avg"): plain.exp_avg,
+        SegmentKind("exp_avg_sq"): plain.exp_avg_sq,
     }
     for kind, tensor in contents.items():
         if tensor is not None:
@@ -227,7 +228,7 @@ def test_every_combination_of_tiers(
     make_bench: MakeBench, dtype: torch.dtype, grad_dtype: torch.dtype
 ) -> None:
     bench = make_bench(chunk_elements=4096)
-    kinds = [kind for kind in SegmentKind if not (dtype is torch.float32 and kind is SegmentKind.MASTER)]
+    kinds = [kind for kind in ADAM.kinds if not (dtype is torch.float32 and kind is SegmentKind.MASTER)]
     cases = [
         make_case(bench, tiers, dtype=dtype, grad_dtype=grad_dtype, sizes=((2500,), (3, 700), (9,)),
                   groups=(0, 1, None), number=number)
@@ -244,12 +245,12 @@ def test_every_combination_of_tiers(
 
 
 SPREAD = [
-    {SegmentKind.PARAM: TierName.NVME, SegmentKind.MASTER: TierName.NVME, SegmentKind.EXP_AVG: TierName.NVME,
-     SegmentKind.EXP_AVG_SQ: TierName.NVME, SegmentKind.GRAD: TierName.NVME},
-    {SegmentKind.PARAM: TierName.DEVICE, SegmentKind.MASTER: TierName.HOST, SegmentKind.EXP_AVG: TierName.NVME,
-     SegmentKind.EXP_AVG_SQ: TierName.HOST, SegmentKind.GRAD: TierName.HOST},
-    dict.fromkeys(SegmentKind, TierName.HOST),
-    dict.fromkeys(SegmentKind, TierName.DEVICE),
+    {SegmentKind.PARAM: TierName.NVME, SegmentKind.MASTER: TierName.NVME, SegmentKind("exp_avg"): TierName.NVME,
+     SegmentKind("exp_avg_sq"): TierName.NVME, SegmentKind.GRAD: TierName.NVME},
+    {SegmentKind.PARAM: TierName.DEVICE, SegmentKind.MASTER: TierName.HOST, SegmentKind("exp_avg"): TierName.NVME,
+     SegmentKind("exp_avg_sq"): TierName.HOST, SegmentKind.GRAD: TierName.HOST},
+    dict.fromkeys(ADAM.kinds, TierName.HOST),
+    dict.fromkeys(ADAM.kinds, TierName.DEVICE),
 ]  # fmt: skip
 
 
@@ -326,7 +327,7 @@ def test_against_torch_in_double(
     rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2e-6}[dtype]
     torch.testing.assert_close(part, weights.detach(), rtol=rounding, atol=1e-6)
     moments = torch.zeros(case.record.num_trainable)
-    bench.store.read(case.record.segments[SegmentKind.EXP_AVG_SQ], moments).wait()
+    bench.store.read(case.record.segments[SegmentKind("exp_avg_sq")], moments).wait()
     expected = optimizer.state[weights]["exp_avg_sq"]
     torch.testing.assert_close(moments[: slot.num_elements].double(), expected, rtol=2e-6, atol=1e-12)
 
@@ -461,6 +462,7 @@ def test_threads_keep_to_the_cores_they_are_given() -> None:
 import os, threading, time, torch
 from pathlib import Path
 from offloadzero.native import cpu_adam
+from offloadzero.optim.specs.adam import ADAM
 from tests.tiny import make_engine, settings
 
 everywhere = os.sched_getaffinity(0)

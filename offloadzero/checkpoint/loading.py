@@ -24,11 +24,10 @@ from offloadzero.checkpoint.json_file import plain_scalar
 from offloadzero.checkpoint.meta import LossScaleState, Meta
 from offloadzero.checkpoint.safetensors_file import SafetensorsReader
 from offloadzero.checkpoint.states import States, expect_same_parameters
-from offloadzero.checkpoint.verify import CODES, MOMENTS, Checkpoint, StoredTensor
+from offloadzero.checkpoint.verify import Checkpoint, StoredTensor
 from offloadzero.config import SegmentKind
 from offloadzero.errors import CheckpointError
 from offloadzero.optim.records import ParamSlot, Record
-from offloadzero.streaming.weights import code_specs
 
 log = logging.getLogger("offloadzero.checkpoint")
 
@@ -40,7 +39,7 @@ class LoadPlan:
     states: States
     checkpoint: Checkpoint
     slots: Sequence[tuple[Record, ParamSlot]]
-    with_moments: frozenset[str]  # names of parameters whose state is taken too
+    with_states: frozenset[str]  # names of parameters whose state is taken too
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     extra_states: Mapping[str, tuple[nn.Module, Any]] = field(default_factory=dict)  # who takes what
 
@@ -50,28 +49,28 @@ class LoadPlan:
         for record, slot in self.slots:
             value = _read(self.checkpoint, slot.name, self.checkpoint.weights[slot.name])
             self.states.weights.write(record, slot, value)
-            if slot.name in self.with_moments:
-                self._write_moments(record, slot)
+            if slot.name in self.with_states:
+                self._write_states(record, slot)
                 slot.step = self.checkpoint.meta.steps[slot.name]
         for name, buffer in self.buffers.items():
             write_buffer(buffer, _read(self.checkpoint, name, self.checkpoint.buffers[name]))
         for module, value in self.extra_states.values():
             module.set_extra_state(value)
 
-    def _write_moments(self, record: Record, slot: ParamSlot) -> None:
-        moments = self.checkpoint.moments[slot.name]
-        values = dict(_read_moments(self.checkpoint, slot.name, moments))
-        if CODES[-1] in moments:
-            self.states.weights.write_codes(record, slot, values)
+    def _write_states(self, record: Record, slot: ParamSlot) -> None:
+        stored, spec = self.checkpoint.states[slot.name], self.checkpoint.spec
+        values = dict(_read_states(self.checkpoint, slot.name, stored))
+        if spec.codes is not None and SegmentKind.SCALES in stored:
+            self.states.weights.write_codes(record, slot, spec.codes, values)
         else:
-            for name in MOMENTS:
-                self.states.weights.write_state(record, slot, SegmentKind(name), values[name])
+            for kind in spec.states:
+                self.states.weights.write_state(record, slot, kind, values[kind])
 
 
-def _read_moments(
-    checkpoint: Checkpoint, name: str, moments: Mapping[str, StoredTensor]
+def _read_states(
+    checkpoint: Checkpoint, name: str, states: Mapping[str, StoredTensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for suffix, stored in moments.items():
+    for suffix, stored in states.items():
         yield suffix, _read(checkpoint, f"{name}.{suffix}", stored)
 
 
@@ -92,6 +91,8 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
     slots = [(record, slot) for record in states.records for slot in record.slots]
     buffers = persistent_buffers(states.model)
     modules = settable(states.model)
+    if with_states:
+        _expect_optimizer(checkpoint, states)
     missing, foreign = _differences(checkpoint, [slot for _, slot in slots], buffers, with_states=with_states)
     missing += sorted(modules.keys() - checkpoint.meta.extra_states.keys())
     foreign += sorted(checkpoint.meta.extra_states.keys() - modules.keys())
@@ -103,13 +104,13 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
     if missing:
         log.warning("%s: missing %s; they stay as they are", checkpoint.path, ", ".join(missing[:5]))
     taken = [(record, slot) for record, slot in slots if slot.name in checkpoint.weights]
-    with_moments = frozenset(
-        slot.name for _, slot in taken if with_states and slot.trainable and slot.name in checkpoint.moments
+    continued = frozenset(
+        slot.name for _, slot in taken if with_states and slot.trainable and slot.name in checkpoint.states
     )
     for record, slot in taken:
         _check_tensor(slot.name, checkpoint.weights[slot.name], slot.shape, record.dtype)
-        if slot.name in with_moments:
-            _check_codes(slot, checkpoint.moments[slot.name])
+        if slot.name in continued:
+            _check_codes(slot, checkpoint)
     shared = {name: buffer for name, buffer in buffers.items() if name in checkpoint.buffers}
     expect_dense(shared)
     for name, buffer in shared.items():
@@ -119,7 +120,7 @@ def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_stat
     extra = {key: (modules[key], value) for key, value in _extra_states(checkpoint) if key in modules}
     for key, (module, value) in extra.items():
         try_extra_state(key, module, value)
-    return LoadPlan(states, checkpoint, taken, with_moments, shared, extra)
+    return LoadPlan(states, checkpoint, taken, continued, shared, extra)
 
 
 def _extra_states(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
@@ -146,7 +147,7 @@ def _differences(
     missing = [*(known - set(checkpoint.weights)), *(set(buffers) - set(checkpoint.buffers))]
     foreign = [*(set(checkpoint.weights) - known), *(set(checkpoint.buffers) - set(buffers))]
     if with_states:
-        missing += [f"{name}.{MOMENTS[0]}" for name in trainable - set(checkpoint.moments)]
+        missing += [f"{name}.{checkpoint.spec.states[0]}" for name in trainable - set(checkpoint.states)]
     return sorted(missing), sorted(foreign)
 
 
@@ -167,12 +168,23 @@ def _check_overlapping(name: str, buffer: torch.Tensor, checkpoint: Checkpoint) 
         )
 
 
-def _check_codes(slot: ParamSlot, moments: Mapping[str, StoredTensor]) -> None:
-    for name, _, dtype, shape in code_specs(slot):
-        if name in moments and (moments[name].entry.dtype, moments[name].entry.shape) != (dtype, shape):
+def _expect_optimizer(checkpoint: Checkpoint, states: States) -> None:
+    """Refuse the states of another optimizer."""
+    own = states.records[0].spec.name
+    if checkpoint.meta.steps and checkpoint.spec.name != own:
+        raise CheckpointError(
+            f"{checkpoint.path}: saved with {checkpoint.spec.name}, the engine has {own}: pass "
+            "load_optimizer_states=False to take the weights alone"
+        )
+
+
+def _check_codes(slot: ParamSlot, checkpoint: Checkpoint) -> None:
+    stored, codes = checkpoint.states[slot.name], checkpoint.spec.codes
+    for name, _, dtype, shape in codes.specs(slot.shape) if codes is not None else ():
+        if name in stored and (stored[name].entry.dtype, stored[name].entry.shape) != (dtype, shape):
             raise CheckpointError(
-                f"{moments[name].file}: {slot.name}.{name} is {moments[name].entry.dtype} "
-                f"{tuple(moments[name].entry.shape)} instead of {dtype} {tuple(shape)}"
+                f"{stored[name].file}: {slot.name}.{name} is {stored[name].entry.dtype} "
+                f"{tuple(stored[name].entry.shape)} instead of {dtype} {tuple(shape)}"
             )
 
 

@@ -44,6 +44,7 @@ class Meta:
     loss_scale: LossScaleState | None = None
     lr_scheduler: dict[str, Any] | None = None
     lr_scheduler_type: str | None = None
+    optimizer: str = "Adam"  # whose states it holds: the name of a spec
     partial_step: str | None = None  # what of a step the states have beyond `global_steps`, in words
     steps: dict[str, int] = field(default_factory=dict)  # updates so far of each trainable parameter
     extra_states: dict[str, Any] = field(default_factory=dict)  # [Note: extra state]
@@ -108,6 +109,7 @@ def read_meta(checkpoint: Path) -> Meta:
         loss_scale=get("loss_scale", _optional(_loss_scale)),
         lr_scheduler=get("lr_scheduler", _optional(_dict)),
         lr_scheduler_type=get("lr_scheduler_type", _optional(_text)) if version >= 2 else None,
+        optimizer=get("optimizer", _text) if "optimizer" in values else "Adam",  # the only one there was
         partial_step=get("partial_step", _optional(_text)) if "partial_step" in values else None,
         steps=get("steps", _counts),
         extra_states=get("extra_states", _dict) if "extra_states" in values else {},

@@ -1,10 +1,11 @@
 """Saving all states of an offloaded model (floor 5).
 
 [Note: checkpoint format]
-A checkpoint is a directory: `meta.json` (format, counters, param groups, schedules, the user's own state), one
-`unit-NNNN.safetensors` per record, `buffers.safetensors`, and what modules keep themselves ([Note: extra state]). A
-trainable parameter is stored as its fp32 master under its own name, with `NAME.exp_avg` and `NAME.exp_avg_sq`; a frozen
-one in its dtype. Nothing depends on placement, units, dtype or budgets, so a checkpoint loads into any of them.
+A checkpoint is a directory: `meta.json` (format, counters, the optimizer, param groups, schedules, the user's own
+state), one `unit-NNNN.safetensors` per record, `buffers.safetensors`, and what modules keep themselves ([Note: extra
+state]). A trainable parameter is stored as its fp32 master under its own name, with the optimizer's states as
+`NAME.STATE` (of Adam `NAME.exp_avg` and `NAME.exp_avg_sq`); a frozen one in its dtype. Nothing depends on placement,
+units, dtype or budgets, so a checkpoint loads into any of them.
 
 Moments in the compact layout are stored as they are, for reading and rounding them again is not always the same
 bits: `NAME.exp_avg_e2m5`, `NAME.exp_avg_sq_e1m7` and `NAME.scales` (fp32, one row of two per block) in the place of
@@ -55,12 +56,9 @@ from offloadzero.checkpoint.partial import (
     sync_directory,
 )
 from offloadzero.checkpoint.safetensors_file import SafetensorsWriter, TensorSpec, expect_known_dtypes
-from offloadzero.config import SegmentKind
 from offloadzero.errors import CheckpointError, ConfigError, OffloadError
 from offloadzero.optim.records import ParamSlot, Record
-from offloadzero.streaming.weights import WeightAccess, code_specs
-
-_MOMENTS = (SegmentKind.EXP_AVG, SegmentKind.EXP_AVG_SQ)
+from offloadzero.streaming.weights import WeightAccess
 
 
 @dataclass(frozen=True)
@@ -72,15 +70,12 @@ class States:
     weights: WeightAccess
 
 
-def _moment_specs(slot: ParamSlot, *, compact: bool) -> list[TensorSpec]:
-    """What is stored of a parameter's moments."""
-    if compact:
-        return [(f"{slot.name}.{name}", dtype, shape) for name, _, dtype, shape in code_specs(slot)]
-    return [(_moment_name(slot, kind), torch.float32, slot.shape) for kind in _MOMENTS]
-
-
-def _moment_name(slot: ParamSlot, kind: SegmentKind) -> str:
-    return f"{slot.name}.{kind.value}"
+def _state_specs(record: Record, slot: ParamSlot) -> list[TensorSpec]:
+    """What is stored of a parameter's optimizer states."""
+    if record.codes is not None:
+        codes = record.codes.specs(slot.shape)
+        return [(f"{slot.name}.{name}", dtype, shape) for name, _, dtype, shape in codes]
+    return [(f"{slot.name}.{kind}", torch.float32, slot.shape) for kind in record.spec.states]
 
 
 def expect_same_parameters(states: States, *, besides_frozen: bool = False) -> None:
@@ -229,7 +224,7 @@ class _FileWriter:
         for slot in slots:
             specs.append((slot.name, torch.float32 if slot.trainable else record.dtype, slot.shape))
             if slot.trainable:
-                specs += _moment_specs(slot, compact=record.compact)
+                specs += _state_specs(record, slot)
         name = unit_file(record.index)
         with self._open(name, specs, unit=record.name) as writer:
             for slot in slots:
@@ -267,15 +262,15 @@ def _read_slot(states: States, record: Record, slot: ParamSlot) -> Iterator[torc
         yield states.weights.read(record, slot)
         return
     yield states.weights.read_master(record, slot)
-    yield from _read_moments(states, record, slot)
+    yield from _read_states(states, record, slot)
 
 
-def _read_moments(states: States, record: Record, slot: ParamSlot) -> Iterator[torch.Tensor]:
-    """What `_moment_specs` names."""
-    if record.compact:
+def _read_states(states: States, record: Record, slot: ParamSlot) -> Iterator[torch.Tensor]:
+    """What `_state_specs` names."""
+    if record.codes is not None:
         yield from states.weights.read_codes(record, slot).values()
     else:
-        yield from (states.weights.read_state(record, slot, kind) for kind in _MOMENTS)
+        yield from (states.weights.read_state(record, slot, kind) for kind in record.spec.states)
 
 
 def save_weights(states: States, path: Path) -> None:

@@ -40,17 +40,10 @@ from offloadzero.checkpoint.names import (
     is_unit_file,
 )
 from offloadzero.checkpoint.safetensors_file import SafetensorsReader, TensorEntry
+from offloadzero.config import SegmentKind
 from offloadzero.errors import CheckpointError
-
-MOMENTS = ("exp_avg", "exp_avg_sq")  # fp32, in the parameter's shape
-CODES = ("exp_avg_e2m5", "exp_avg_sq_e1m7", "scales")  # of the compact layout
-_MOMENT_DTYPES = {
-    "exp_avg": torch.float32,
-    "exp_avg_sq": torch.float32,
-    "exp_avg_e2m5": torch.int8,
-    "exp_avg_sq_e1m7": torch.uint8,
-    "scales": torch.float32,
-}
+from offloadzero.optim.spec import AnySpec
+from offloadzero.optim.specs import SPECS
 
 
 @dataclass(frozen=True)
@@ -85,13 +78,14 @@ class OpenDirectory:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that is whole. `moments` holds, for each parameter with a state, `MOMENTS` or `CODES`."""
+    """One that is whole. `states` holds, for each parameter that was trained, the optimizer's states or their codes."""
 
     path: Path
     directory: OpenDirectory
     meta: Meta
+    spec: AnySpec
     weights: Mapping[str, StoredTensor] = field(default_factory=dict)
-    moments: Mapping[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
+    states: Mapping[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
     buffers: Mapping[str, StoredTensor] = field(default_factory=dict)
     extra_tensors: Mapping[str, StoredTensor] = field(default_factory=dict)  # of meta.extra_states
 
@@ -157,14 +151,31 @@ def _read_headers(path: Path, directory: OpenDirectory, data_files: Collection[s
             if tensor in tensors:
                 raise CheckpointError(f"{path / name}: {tensor} is in {tensors[tensor].file.name} too")
             tensors[tensor] = stored
-    moments = {name: _take_moments(path, name, tensors) for name in meta.steps}
-    _check_weights(tensors, meta)
+    spec = _spec(path, meta)
+    states = {name: _take_states(path, spec, name, tensors) for name in meta.steps}
+    _check_weights(tensors, spec, meta)
     buffers = _stored(path / BUFFERS)
     extra = _stored(path / EXTRA_STATE) if EXTRA_STATE in data_files else {}
     _check_extra_states(path, meta, extra)
     return Checkpoint(
-        path, directory, meta, weights=tensors, moments=moments, buffers=buffers, extra_tensors=extra
+        path, directory, meta, spec, weights=tensors, states=states, buffers=buffers, extra_tensors=extra
     )
+
+
+def _spec(path: Path, meta: Meta) -> AnySpec:
+    for spec in SPECS:
+        if spec.name == meta.optimizer:
+            return spec
+    known = ", ".join(spec.name for spec in SPECS)
+    raise CheckpointError(f"{path / META}: optimizer = {meta.optimizer!r}; this package knows {known}")
+
+
+def _state_dtypes(spec: AnySpec) -> dict[str, torch.dtype]:
+    """By name: fp32 states, in the parameter's shape, or the codes of the compact layout."""
+    return {
+        **dict.fromkeys(spec.states, torch.float32),
+        **(spec.codes.stored_dtypes if spec.codes is not None else {}),
+    }
 
 
 def _stored(file: Path) -> dict[str, StoredTensor]:
@@ -181,26 +192,30 @@ def _check_extra_states(path: Path, meta: Meta, stored: Mapping[str, StoredTenso
         raise CheckpointError(f"{path / EXTRA_STATE} and extra_states in {META} do not agree about {name}")
 
 
-def _take_moments(path: Path, name: str, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Move a parameter's moments out of `tensors`."""
-    suffixes = CODES if f"{name}.{CODES[-1]}" in tensors else MOMENTS
+def _take_states(
+    path: Path, spec: AnySpec, name: str, tensors: dict[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Move a parameter's optimizer states out of `tensors`."""
+    has_codes = spec.codes is not None and f"{name}.{SegmentKind.SCALES}" in tensors
+    suffixes = tuple(spec.codes.stored_dtypes) if spec.codes is not None and has_codes else spec.states
     missing = [stored for stored in (name, *(f"{name}.{s}" for s in suffixes)) if stored not in tensors]
     if missing:
         raise CheckpointError(f"{path}: missing {', '.join(missing)}")
-    shape = tensors[name].entry.shape
-    moments = {suffix: tensors.pop(f"{name}.{suffix}") for suffix in suffixes}
-    for suffix, stored in moments.items():
-        if stored.entry.dtype != _MOMENT_DTYPES[suffix]:
+    shape, dtypes = tensors[name].entry.shape, _state_dtypes(spec)
+    states = {str(suffix): tensors.pop(f"{name}.{suffix}") for suffix in suffixes}
+    for suffix, stored in states.items():
+        if stored.entry.dtype != dtypes[suffix]:
             raise CheckpointError(f"{stored.file}: {name}.{suffix} has dtype {stored.entry.dtype}")
-        if suffix != CODES[-1] and stored.entry.shape != shape:
+        if suffix != SegmentKind.SCALES and stored.entry.shape != shape:
             raise CheckpointError(f"{stored.file}: {name}.{suffix} has another shape than {name}")
-    return moments
+    return states
 
 
-def _check_weights(tensors: Mapping[str, StoredTensor], meta: Meta) -> None:
+def _check_weights(tensors: Mapping[str, StoredTensor], spec: AnySpec, meta: Meta) -> None:
+    of_states = _state_dtypes(spec)
     for name, stored in tensors.items():
         if name in meta.steps and stored.entry.dtype != torch.float32:
             raise CheckpointError(f"{stored.file}: {name} has dtype {stored.entry.dtype} instead of float32")
         owner, _, suffix = name.rpartition(".")
-        if suffix in _MOMENT_DTYPES and owner in tensors:
+        if suffix in of_states and owner in tensors:
             raise CheckpointError(f"{stored.file}: {name}, but {META} has no step count of {owner}")

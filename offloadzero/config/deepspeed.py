@@ -39,7 +39,6 @@ _DTYPES = {
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
 }
 _OFFLOAD_TIERS = {"cpu": TierName.HOST, "nvme": TierName.NVME}
-OPTIMIZER_SEGMENTS = (SegmentKind.MASTER, SegmentKind.EXP_AVG, SegmentKind.EXP_AVG_SQ)
 
 
 @dataclass
@@ -197,7 +196,7 @@ def _read_placement(zero: _Zero, reading: Reading) -> PlacementConfig:
         rules.append(PlacementRule(tiers=MappingProxyType({SegmentKind.PARAM: param_tier})))
     if optimizer_tier is None:
         return PlacementConfig(rules=tuple(rules))
-    rules.append(PlacementRule(tiers=MappingProxyType(dict.fromkeys(OPTIMIZER_SEGMENTS, optimizer_tier))))
+    rules.append(PlacementRule(tiers=MappingProxyType({SegmentKind.STATES: optimizer_tier})))
     return PlacementConfig(rules=tuple(rules), host_update_ratio=ratio)
 
 

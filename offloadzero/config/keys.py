@@ -403,6 +403,7 @@ DEEPSPEED_KEYS: Mapping[str, KeyTable] = MappingProxyType(
 _SEGMENTS: dict[str, KeySpec] = {
     "param": _use("home of the parameters: device, host or nvme"),
     "master": _use("home of the master weights' remainder"),
+    "states": _use("home of all that the optimizer keeps, the master among it; a segment's own name wins"),
     "exp_avg": _use("home of the first moment"),
     "exp_avg_sq": _use("home of the second moment"),
     "scales": _use("home of the scales of state_layout compact; that of exp_avg when absent"),

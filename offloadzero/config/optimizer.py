@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +14,21 @@ from offloadzero.config.schema import OptimizerConfig, SchedulerConfig
 from offloadzero.errors import ConfigError
 
 MAX_FP32 = 3.4e38  # the update computes in fp32
-AVAILABLE_OPTIMIZERS = ("Adam", "AdamW")
+
+_ADAM: Mapping[str, Any] = MappingProxyType(
+    {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "adam_w_mode": True,
+        "bias_correction": True,
+    }
+)
+# By type, the arguments it takes and their defaults; its update: offloadzero.optim.specs.
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType({"Adam": _ADAM, "AdamW": _ADAM})
+# Arguments that torch's param groups have under another name.
+_GROUP_NAMES = {"adam_w_mode": "decoupled_weight_decay"}
 # DeepSpeed's own and torch.optim's (2.13): names a script may carry over.
 KNOWN_OPTIMIZERS = (
     *(
@@ -46,43 +60,42 @@ def read_optimizer(top: Block, notices: list[str]) -> OptimizerConfig | None:
     block = top.sub_block("optimizer", table=DEEPSPEED_KEYS["optimizer"], notices=notices)
     name = _read_type(block)
     params = block.sub_block("params", table=DEEPSPEED_KEYS["optimizer.params"], notices=notices)
-    default = OptimizerConfig()
-    adam_w_mode = params.read("adam_w_mode", read_bool, True)
-    if name == "AdamW" and not adam_w_mode:
+    arguments = {key: params.read(key, _READERS[key], default) for key, default in OPTIMIZERS[name].items()}
+    _expect_arguments(name, params)
+    if name == "AdamW" and not arguments["adam_w_mode"]:
         raise ConfigError(params.dotted("adam_w_mode"), False, 'contradicts the type "AdamW": write "Adam"')
-    return OptimizerConfig(
-        type=name,
-        lr=params.read("lr", _read_lr, default.lr),
-        betas=params.read("betas", _read_betas, default.betas),
-        eps=params.read("eps", read_float, default.eps, minimum=0, maximum=MAX_FP32),
-        weight_decay=params.read(
-            "weight_decay", read_float, default.weight_decay, minimum=0, maximum=MAX_FP32
-        ),
-        decoupled_weight_decay=adam_w_mode,
-        bias_correction=params.read("bias_correction", read_bool, default.bias_correction),
-    )
+    options = {_GROUP_NAMES.get(key, key): value for key, value in arguments.items()}
+    return OptimizerConfig(name, MappingProxyType(options))
+
+
+def _expect_arguments(name: str, params: Block) -> None:
+    """Refuse arguments of other optimizers."""
+    for key in _READERS:
+        if key in params and key not in OPTIMIZERS[name]:
+            allowed = f"{name} takes {', '.join(OPTIMIZERS[name])}"
+            raise ConfigError(params.dotted(key), params.raw(key), allowed)
 
 
 def _read_type(block: Block) -> str:
     """The canonical spelling; DeepSpeed compares these names without regard to case."""
     key = block.dotted("type")
-    available = ", ".join(AVAILABLE_OPTIMIZERS)
+    available = ", ".join(OPTIMIZERS)
     if "type" not in block:
         raise ConfigError(key, None, f"the name of an optimizer: available are {available}")
     given = read_str(key, block.raw("type"))
-    by_lower = {name.lower(): name for name in (*AVAILABLE_OPTIMIZERS, *KNOWN_OPTIMIZERS)}
+    by_lower = {name.lower(): name for name in (*OPTIMIZERS, *KNOWN_OPTIMIZERS)}
     name = by_lower.get(given.lower())
     if name is None:
         raise ConfigError(
-            key, given, f"unknown optimizer: available are {available}", known_values=AVAILABLE_OPTIMIZERS
+            key, given, f"unknown optimizer: available are {available}", known_values=OPTIMIZERS
         )
-    if name not in AVAILABLE_OPTIMIZERS:
+    if name not in OPTIMIZERS:
         raise ConfigError(key, given, f"known, not built yet: available are {available}")
     return name
 
 
 def _read_lr(key: str, value: object) -> float | None:
-    return None if is_auto(value) else read_float(key, value, minimum=0, maximum=MAX_FP32)
+    return None if is_auto(value) else _read_magnitude(key, value)
 
 
 def _read_betas(key: str, value: object) -> tuple[float, float]:
@@ -92,6 +105,23 @@ def _read_betas(key: str, value: object) -> tuple[float, float]:
     if first >= 1 or second >= 1:
         raise ConfigError(key, value, "two numbers, each at least 0 and below 1")
     return first, second
+
+
+def _read_magnitude(key: str, value: object) -> float:
+    return read_float(key, value, minimum=0, maximum=MAX_FP32)
+
+
+# By name, whatever the optimizer.
+_READERS: Mapping[str, Callable[[str, object], Any]] = MappingProxyType(
+    {
+        "lr": _read_lr,
+        "betas": _read_betas,
+        "eps": _read_magnitude,
+        "weight_decay": _read_magnitude,
+        "adam_w_mode": read_bool,
+        "bias_correction": read_bool,
+    }
+)
 
 
 def read_scheduler(top: Block, notices: list[str]) -> SchedulerConfig | None:

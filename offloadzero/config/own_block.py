@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from offloadzero.config.block import AUTO, Block, is_auto
-from offloadzero.config.deepspeed import ALIGNMENT, OPTIMIZER_SEGMENTS, Reading
+from offloadzero.config.deepspeed import ALIGNMENT, Reading
 from offloadzero.config.keys import OWN_KEYS
 from offloadzero.config.nvme_paths import read_nvme_paths
 from offloadzero.config.parse import (
@@ -42,7 +42,8 @@ STATE_LAYOUTS = ("fp32", "compact")
 COMPACT_CHUNK_MULTIPLE = 65_536
 MAX_CHUNKS_IN_FLIGHT = 1024
 MAX_UPDATE_THREADS = 1024
-RECORD_SEGMENTS = (SegmentKind.PARAM, *OPTIMIZER_SEGMENTS)
+RECORD_SEGMENTS = (SegmentKind.PARAM, SegmentKind.STATES)
+_SEGMENTS = tuple(SegmentKind(name) for name in OWN_KEYS["offloadzero.placement"])
 
 _ROOT = "offloadzero"
 _TIERS = tuple(tier.value for tier in TierName)
@@ -121,11 +122,11 @@ def _read_rules(key: str, value: object, reading: Reading) -> tuple[PlacementRul
 def _read_rule(block: Block) -> PlacementRule:
     tiers = {
         kind: TierName(read_enum(block.dotted(kind.value), block.raw(kind.value), _TIERS))
-        for kind in SegmentKind
+        for kind in _SEGMENTS
         if kind.value in block
     }
     if not tiers:
-        segments = ", ".join(kind.value for kind in SegmentKind)
+        segments = ", ".join(_SEGMENTS)
         raise ConfigError(block.path, block.written(), f"a rule needs at least one of {segments}")
     return PlacementRule(units=block.read("units", read_str, "*"), tiers=MappingProxyType(tiers))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 
 class TierName(str, Enum):
@@ -21,15 +21,37 @@ class TierName(str, Enum):
     NVME = "nvme"
 
 
-class SegmentKind(str, Enum):
-    """One contiguous piece of a record."""
+class SegmentKind(str):
+    """The name of one contiguous piece of a record: one of those below, or a state of the optimizer.
 
-    PARAM = "param"
-    MASTER = "master"
-    EXP_AVG = "exp_avg"
-    EXP_AVG_SQ = "exp_avg_sq"
-    SCALES = "scales"  # of the compact layout
-    GRAD = "grad"
+    States have the names of torch's state dicts: `SegmentKind("exp_avg")`. A name is one object, however it is made, so
+    names may be compared with `is`.
+    """
+
+    __slots__ = ()
+
+    PARAM: ClassVar[SegmentKind]
+    MASTER: ClassVar[SegmentKind]
+    SCALES: ClassVar[SegmentKind]  # of the compact layout
+    GRAD: ClassVar[SegmentKind]
+    STATES: ClassVar[SegmentKind]  # in rules of placement: the master and every state of the optimizer
+    _known: ClassVar[dict[str, SegmentKind]] = {}
+
+    def __new__(cls, name: str) -> SegmentKind:
+        """The object of that name."""
+        return cls._known.setdefault(name, super().__new__(cls, name))
+
+    @property
+    def value(self) -> str:
+        """The name."""
+        return str(self)
+
+
+SegmentKind.PARAM = SegmentKind("param")
+SegmentKind.MASTER = SegmentKind("master")
+SegmentKind.SCALES = SegmentKind("scales")
+SegmentKind.GRAD = SegmentKind("grad")
+SegmentKind.STATES = SegmentKind("states")
 
 
 @dataclass(frozen=True)
@@ -69,15 +91,13 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """An Adam of the JSON's `optimizer` block."""
+    """The JSON's `optimizer` block: a type, and all options of a param group under torch's names.
 
-    type: str = "AdamW"  # "Adam" | "AdamW"
-    lr: float | None = 1e-3  # None: "auto", which nobody has resolved
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    decoupled_weight_decay: bool = True  # AdamW; False is Adam with L2 in the gradient
-    bias_correction: bool = True
+    `params["lr"]` None: "auto", which nobody has resolved.
+    """
+
+    type: str
+    params: MappingProxyType[str, Any]
 
 
 @dataclass(frozen=True)

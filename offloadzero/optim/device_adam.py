@@ -11,43 +11,16 @@ compact layout, whose fused multiply-adds torch has not, some fifty.
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor
 
 from offloadzero.native import compact, cpu_adam
 from offloadzero.native.cpu_adam import AdamHyper, AdamScalars, adam_scalars
-from offloadzero.optim.torch_adam import COMPACT_SCRATCH_BYTES, FP32_SCRATCH_BYTES
-
-log = logging.getLogger("offloadzero.update")
-
-SCRATCH_ELEMENTS = 1 << 21  # of a piece of an update in torch operations, at most
-
-
-class AdamForm(str, Enum):
-    """How a record on the device is updated.
-
-    NATIVE: the kernels of csrc/cpu_adam, where the device is the CPU. TRITON: one fused kernel. TORCH: torch operations
-    in pieces, for devices on which Triton does not run.
-    """
-
-    NATIVE = "native"
-    TRITON = "triton"
-    TORCH = "torch"
-
-
-@dataclass(frozen=True)
-class FormChoice:
-    """A form and why it is that one."""
-
-    form: AdamForm
-    reason: str
+from offloadzero.optim.spec import FormChoice, UpdateForm, piece_scratch_bytes
+from offloadzero.optim.torch_adam import COMPACT_SCRATCH_BYTES, FP32_SCRATCH_BYTES, torch_step
 
 
 def choose_form(device_type: str, *, triton_problem: Callable[[], str | None]) -> FormChoice:
@@ -56,27 +29,11 @@ def choose_form(device_type: str, *, triton_problem: Callable[[], str | None]) -
     `triton_problem` says why Triton cannot be used, None if it can; it is not asked where the device is the CPU.
     """
     if device_type == "cpu":
-        return FormChoice(AdamForm.NATIVE, "the device is the CPU")
+        return FormChoice(UpdateForm.NATIVE, "the device is the CPU")
     problem = triton_problem()
     if problem is not None:
-        return FormChoice(AdamForm.TORCH, problem)
-    return FormChoice(AdamForm.TRITON, "one fused kernel, which gives the host kernel's bits here")
-
-
-@functools.cache
-def device_form(device: torch.device) -> AdamForm:
-    """The form for a device; tried and logged once."""
-    choice = choose_form(device.type, triton_problem=lambda: triton_problem(device))
-    log.info("update of records on %s: %s (%s)", device, choice.form.value, choice.reason)
-    return choice.form
-
-
-def scratch_bytes(form: AdamForm, num_elements: int, *, is_compact: bool) -> int:
-    """What an update of so many elements takes beside the record and the gradient."""
-    if form is not AdamForm.TORCH:
-        return 0
-    blocks = -(-min(num_elements, SCRATCH_ELEMENTS) // compact.COMPACT_BLOCK)
-    return blocks * compact.COMPACT_BLOCK * (COMPACT_SCRATCH_BYTES if is_compact else FP32_SCRATCH_BYTES)
+        return FormChoice(UpdateForm.TORCH, problem)
+    return FormChoice(UpdateForm.TRITON, "one fused kernel, which gives the host kernel's bits here")
 
 
 def triton_problem(device: torch.device) -> str | None:
@@ -120,6 +77,107 @@ def triton_step(
     else:
         triton_adam.compact_adam_step(
             param, grad, master, exp_avg, exp_avg_sq, scales, scalars=scalars, step=step
+        )
+
+
+def adam_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    hyper: AdamHyper,
+    step: int,
+    grad_scale: float,
+    master: Tensor | None,
+    scales: Tensor | None = None,
+    num_threads: int | None = None,
+    form: UpdateForm = UpdateForm.NATIVE,
+    scratch: Tensor | None = None,
+) -> None:
+    """One Adam step in place on flat tensors of one device; see `native.cpu_adam.adam_step`.
+
+    With `scales` the state is compact: see `native.compact.compact_adam_step`.
+
+    Args:
+        scratch: uint8, for the form in torch operations; allocated if None.
+    """
+    if scales is not None and master is None:
+        raise AssertionError("a compact state without remainder")
+    if form is UpdateForm.NATIVE:
+        _native_step(
+            param,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            hyper=hyper,
+            step=step,
+            grad_scale=grad_scale,
+            master=master,
+            scales=scales,
+            num_threads=num_threads,
+        )
+        return
+    scalars = adam_scalars(hyper, step=step, grad_scale=grad_scale)
+    if form is UpdateForm.TRITON:
+        triton_step(
+            param, grad, exp_avg, exp_avg_sq, scalars=scalars, step=step, master=master, scales=scales
+        )
+        return
+    if scratch is None:
+        per_element = FP32_SCRATCH_BYTES if scales is None else COMPACT_SCRATCH_BYTES
+        num_bytes = piece_scratch_bytes(param.numel(), per_element)
+        scratch = torch.empty(num_bytes, dtype=torch.uint8, device=param.device)
+    torch_step(
+        param,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        scalars=scalars,
+        step=step,
+        master=master,
+        scales=scales,
+        scratch=scratch,
+    )
+
+
+def _native_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    hyper: AdamHyper,
+    step: int,
+    grad_scale: float,
+    master: Tensor | None,
+    scales: Tensor | None,
+    num_threads: int | None,
+) -> None:
+    if scales is None or master is None:
+        cpu_adam.adam_step(
+            param,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            hyper=hyper,
+            step=step,
+            grad_scale=grad_scale,
+            master=master,
+            num_threads=num_threads,
+        )
+    else:
+        compact.compact_adam_step(
+            param,
+            grad,
+            master,
+            exp_avg,
+            exp_avg_sq,
+            scales,
+            hyper=hyper,
+            step=step,
+            grad_scale=grad_scale,
+            num_threads=num_threads,
         )
 
 

@@ -13,11 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from offloadzero.memory import device as devices
-from offloadzero.native import compact, cpu_adam
-from offloadzero.native.cpu_adam import AdamHyper, adam_scalars
+from offloadzero.native import cpu_adam
 from offloadzero.optim import compact_math
-from offloadzero.optim.device_adam import AdamForm, device_form, scratch_bytes, triton_step
-from offloadzero.optim.torch_adam import torch_step
 
 NORM_ELEMENTS = 1 << 20  # of a gradient on a device at once: 8 MiB of fp64
 
@@ -87,109 +84,6 @@ def accumulate(acc: torch.Tensor, grad: torch.Tensor, *, num_threads: int | None
         cpu_adam.accumulate(acc, grad, num_threads=num_threads)
     else:
         acc.add_(grad)
-
-
-def adam_step(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    *,
-    hyper: AdamHyper,
-    step: int,
-    grad_scale: float,
-    master: torch.Tensor | None,
-    scales: torch.Tensor | None = None,
-    num_threads: int | None = None,
-    form: AdamForm | None = None,
-    scratch: torch.Tensor | None = None,
-) -> None:
-    """One Adam step in place on flat tensors of one device; see `native.cpu_adam.adam_step`.
-
-    With `scales` the state is compact: see `native.compact.compact_adam_step`.
-
-    Args:
-        form: None is that of the tensors' device: [Note: forms of the update].
-        scratch: uint8, for the form in torch operations; allocated if None.
-    """
-    if form is None:
-        form = AdamForm.NATIVE if devices.is_host_memory(param) else device_form(param.device)
-    if scales is not None and master is None:
-        raise AssertionError("a compact state without remainder")
-    if form is AdamForm.NATIVE:
-        _native_step(
-            param,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            hyper=hyper,
-            step=step,
-            grad_scale=grad_scale,
-            master=master,
-            scales=scales,
-            num_threads=num_threads,
-        )
-        return
-    scalars = adam_scalars(hyper, step=step, grad_scale=grad_scale)
-    if form is AdamForm.TRITON:
-        triton_step(
-            param, grad, exp_avg, exp_avg_sq, scalars=scalars, step=step, master=master, scales=scales
-        )
-        return
-    if scratch is None:
-        num_bytes = scratch_bytes(form, param.numel(), is_compact=scales is not None)
-        scratch = torch.empty(num_bytes, dtype=torch.uint8, device=param.device)
-    torch_step(
-        param,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        scalars=scalars,
-        step=step,
-        master=master,
-        scales=scales,
-        scratch=scratch,
-    )
-
-
-def _native_step(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    *,
-    hyper: AdamHyper,
-    step: int,
-    grad_scale: float,
-    master: torch.Tensor | None,
-    scales: torch.Tensor | None,
-    num_threads: int | None,
-) -> None:
-    if scales is None or master is None:
-        cpu_adam.adam_step(
-            param,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            hyper=hyper,
-            step=step,
-            grad_scale=grad_scale,
-            master=master,
-            num_threads=num_threads,
-        )
-    else:
-        compact.compact_adam_step(
-            param,
-            grad,
-            master,
-            exp_avg,
-            exp_avg_sq,
-            scales,
-            hyper=hyper,
-            step=step,
-            grad_scale=grad_scale,
-            num_threads=num_threads,
-        )
 
 
 def join_master(param: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:

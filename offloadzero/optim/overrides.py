@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-from offloadzero.optim.cpu_adam import CPUAdam
-
-KNOWN_CLASSES = (torch.optim.AdamW, torch.optim.Adam, CPUAdam)
+from offloadzero.optim.specs import KNOWN_CLASSES
 
 # What a class may have of its own without computing anything else.
 _HARMLESS = (

@@ -27,23 +27,9 @@ from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.memory.store import Segment
 from offloadzero.native.compact import COMPACT_BLOCK, num_scales
 from offloadzero.optim.edits import Edits
+from offloadzero.optim.spec import AnySpec, StateCodes
 
 PARAM_ALIGN_BYTES = 64  # what torch's CPU allocator gives: kernels see the alignment they see without us
-
-# What a trainable element of each parameter dtype keeps beside itself in the fp32 layout.
-MASTER_DTYPES: Mapping[torch.dtype, torch.dtype | None] = {
-    torch.bfloat16: torch.int16,  # the low half of the fp32 pattern; the parameter is the high half
-    torch.float16: torch.float32,
-    torch.float32: None,
-}
-
-# Beside a bf16 parameter in the compact layout: [Note: compact records].
-COMPACT_DTYPE = torch.bfloat16
-COMPACT_STATE: Mapping[SegmentKind, torch.dtype] = {
-    SegmentKind.MASTER: torch.int8,
-    SegmentKind.EXP_AVG: torch.int8,
-    SegmentKind.EXP_AVG_SQ: torch.uint8,
-}
 
 
 @dataclass(eq=False)
@@ -157,11 +143,17 @@ class Record:
     slots: tuple[ParamSlot, ...]
     num_trainable: int
     num_elements: int
+    spec: AnySpec
     resident: bool = False
     compact: bool = False
     grad_dtype: torch.dtype = torch.float32
     segments: dict[SegmentKind, Segment] = field(default_factory=dict)
     edits: Edits = field(default_factory=Edits)
+
+    @property
+    def codes(self) -> StateCodes | None:
+        """What the states mean in the compact layout; None in the fp32 layout."""
+        return self.spec.codes if self.compact else None
 
     @property
     def unit_name(self) -> str:
@@ -198,19 +190,11 @@ class Record:
         """Dtype and number of elements of each segment this record needs."""
         segments = {SegmentKind.PARAM: (self.dtype, self.num_elements)}
         if self.num_trainable:
-            segments.update(self._compact_layout() if self.compact else self._fp32_layout())
-        return segments
-
-    def _fp32_layout(self) -> dict[SegmentKind, tuple[torch.dtype, int]]:
-        moments = (torch.float32, self.num_trainable)
-        segments = {SegmentKind.EXP_AVG: moments, SegmentKind.EXP_AVG_SQ: moments}
-        master = MASTER_DTYPES[self.dtype]
-        return segments if master is None else {SegmentKind.MASTER: (master, self.num_trainable), **segments}
-
-    def _compact_layout(self) -> dict[SegmentKind, tuple[torch.dtype, int]]:
-        segments = {kind: (dtype, self.num_trainable) for kind, dtype in COMPACT_STATE.items()}
-        scale_bytes = align_up(num_scales(self.num_trainable) * torch.float32.itemsize)
-        segments[SegmentKind.SCALES] = (torch.float32, scale_bytes // torch.float32.itemsize)
+            dtypes = self.spec.state_dtypes(self.dtype, compact=self.compact)
+            segments.update({kind: (dtype, self.num_trainable) for kind, dtype in dtypes.items()})
+        if self.num_trainable and self.compact:
+            scale_bytes = align_up(num_scales(self.num_trainable) * torch.float32.itemsize)
+            segments[SegmentKind.SCALES] = (torch.float32, scale_bytes // torch.float32.itemsize)
         return segments
 
     def chunk_slice(self, kind: SegmentKind, start: int, stop: int) -> slice:
@@ -244,6 +228,7 @@ def make_record(
     dtype: torch.dtype,
     params: Sequence[tuple[str, torch.nn.Parameter, int | None]],
     *,
+    spec: AnySpec,
     resident: bool = False,
     compact: bool = False,
 ) -> Record:
@@ -251,7 +236,7 @@ def make_record(
 
     `compact` is the layout of the states; a dtype that has none keeps the fp32 layout.
     """
-    compact = compact and dtype == COMPACT_DTYPE
+    compact = compact and spec.is_compact(dtype)
     param_align = granule(dtype, compact=compact)
     record_align = ALIGN_BYTES if compact else ALIGN_BYTES // 2  # whole file blocks in the smallest dtype
     ordered = sorted(params, key=lambda item: (item[2] is None, item[2] or 0))  # stable
@@ -268,7 +253,7 @@ def make_record(
     position = align_up(position, record_align)
     if num_trainable is None:
         num_trainable = position
-    return Record(index, name, dtype, tuple(slots), num_trainable, position, resident, compact)
+    return Record(index, name, dtype, tuple(slots), num_trainable, position, spec, resident, compact)
 
 
 def update_ranges(

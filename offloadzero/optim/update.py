@@ -1,9 +1,9 @@
-"""The update pipeline: Adam over records whose segments live anywhere (floor 4).
+"""The update pipeline: optimizer steps over records whose segments live anywhere (floor 4).
 
 [Note: update pipeline]
 One thread takes record updates in order and cuts each into chunks. Segments in host memory are updated in
 place; those on NVMe or on the device are staged through slots of pinned memory. With three slots, the reads of
-chunk k+1, Adam on chunk k and the write-back of chunk k-1 run at once, across the borders of records. A chunk's
+chunk k+1, the step on chunk k and the write-back of chunk k-1 run at once, across the borders of records. A chunk's
 slot is used again only when its writes are complete. A record whose update lives wholly on the device is
 updated there, on a lane of its own: [Note: forms of the update] in optim/device_adam.py.
 """
@@ -24,12 +24,10 @@ from offloadzero.memory import device as devices
 from offloadzero.memory.arena import Lease
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
-from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.observe.timeline import DEVICE_UPDATE, UPDATE
-from offloadzero.optim import device_math
 from offloadzero.optim.delivery import Delivery, UpdateTicket
-from offloadzero.optim.device_adam import AdamForm
 from offloadzero.optim.records import Record, UpdateRange, segment_slice
+from offloadzero.optim.spec import Hyper, UpdateForm
 from offloadzero.optim.staging import ChunkStager, StagedChunk, chunk_bounds, needs_slot
 
 
@@ -44,7 +42,7 @@ class RecordUpdate:
 
     record: Record
     ranges: Sequence[UpdateRange]
-    hypers: Sequence[AdamHyper]  # by group index
+    hypers: Sequence[Hyper]  # by group index
     grad: torch.Tensor | Segment
     grad_scale: float
     on_consumed: Callable[[], None] | None = None
@@ -82,7 +80,7 @@ class UpdatePipeline:
         slot_leases: Sequence[Lease],
         chunk_elements: int,
         num_threads: int | None,
-        form: AdamForm = AdamForm.NATIVE,
+        form: UpdateForm = UpdateForm.NATIVE,
         scratch: Lease | None = None,
     ) -> None:
         """Start the thread.
@@ -214,7 +212,7 @@ class UpdatePipeline:
 
         def task() -> None:
             with self._store.accelerator.span(DEVICE_UPDATE, update.record.name, update_bytes(buffers)):
-                self._adam(update, buffers, start=0, stop=update.record.num_trainable, form=self._form)
+                self._step(update, buffers, start=0, stop=update.record.num_trainable, form=self._form)
             self._consumed(update)
 
         update.ticket.fulfil(self._device_lane.submit(task))
@@ -245,7 +243,7 @@ class UpdatePipeline:
         try:
             AllOf(data.reads).wait()
             with self._store.timeline.span(UPDATE, update.record.name, update_bytes(data.buffers)):
-                self._adam(update, data.buffers, start=chunk.start, stop=chunk.stop)
+                self._step(update, data.buffers, start=chunk.start, stop=chunk.stop)
             readers = []
             if update.delivery is not None:
                 readers.append(update.delivery.put(chunk.start, data.buffers[SegmentKind.PARAM]))
@@ -257,30 +255,25 @@ class UpdatePipeline:
         if chunk.is_last:
             self._finish(update)
 
-    def _adam(
+    def _step(
         self,
         update: RecordUpdate,
         buffers: dict[SegmentKind, torch.Tensor],
         *,
         start: int,
         stop: int,
-        form: AdamForm = AdamForm.NATIVE,
+        form: UpdateForm = UpdateForm.NATIVE,
     ) -> None:
         for part in update.ranges:
             low, high = max(part.start, start) - start, min(part.stop, stop) - start
             if low >= high:
                 continue
             state = {kind: buffer[segment_slice(kind, low, high)] for kind, buffer in buffers.items()}
-            device_math.adam_step(
-                state[SegmentKind.PARAM],
-                state[SegmentKind.GRAD],
-                state[SegmentKind.EXP_AVG],
-                state[SegmentKind.EXP_AVG_SQ],
+            update.record.spec.step(
+                state,
                 hyper=update.hypers[part.group_index],
                 step=part.step,
                 grad_scale=update.grad_scale * part.factor,
-                master=state.get(SegmentKind.MASTER),
-                scales=state.get(SegmentKind.SCALES),
                 num_threads=self._num_threads,
                 form=form,
                 scratch=self._scratch,

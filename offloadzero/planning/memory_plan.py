@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from offloadzero.config import OffloadConfig, SegmentKind, TierName
+from offloadzero.config import OffloadConfig, PlacementRule, SegmentKind, TierName
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.arena import ALIGN_BYTES, align_up, apart, room_for
 from offloadzero.memory.checksums import checksum_bytes
-from offloadzero.optim.device_adam import AdamForm, scratch_bytes
 from offloadzero.optim.device_math import norm_scratch_bytes
 from offloadzero.optim.records import Record
+from offloadzero.optim.spec import UpdateForm
 
 NUM_GRAD_LEASES = 2  # one being filled by backward, one on its way
 NUM_GRAD_STAGING = 3  # one being copied to, one being added, one that backward takes without a wait
@@ -145,7 +145,7 @@ def keeps_gradients(config: OffloadConfig) -> bool:
 def place(records: Sequence[Record], config: OffloadConfig) -> dict[tuple[int, SegmentKind], TierName]:
     """The home of every segment, gradients included (a gradient stays where its update runs).
 
-    The scales of the compact layout live with exp_avg unless a rule names them.
+    The scales of the compact layout live with the first state unless a rule names them.
     """
     if config.placement.auto:
         raise AssertionError('"auto" has no rules: choose_placement finds the homes')
@@ -156,11 +156,11 @@ def place(records: Sequence[Record], config: OffloadConfig) -> dict[tuple[int, S
         scales: TierName | None = None
         for rule in config.placement.rules:
             if fnmatchcase(record.name, rule.units):
-                homes.update({kind: tier for kind, tier in rule.tiers.items() if kind in homes})
+                homes.update({kind: tier for kind, tier in rule_homes(rule, record).items() if kind in homes})
                 grad = rule.tiers.get(SegmentKind.GRAD, grad)
                 scales = rule.tiers.get(SegmentKind.SCALES, scales)
         if SegmentKind.SCALES in homes:
-            homes[SegmentKind.SCALES] = scales or homes[SegmentKind.EXP_AVG]
+            homes[SegmentKind.SCALES] = scales or homes[record.spec.states[0]]
         if record.resident:
             homes[SegmentKind.PARAM] = TierName.DEVICE
         placement.update({(record.index, kind): tier for kind, tier in homes.items()})
@@ -170,6 +170,19 @@ def place(records: Sequence[Record], config: OffloadConfig) -> dict[tuple[int, S
             placement[record.index, SegmentKind.GRAD] = grad if grad and not on_device else default
     _move_share_to_device(records, config.placement.host_update_ratio, placement)
     return placement
+
+
+def rule_homes(rule: PlacementRule, record: Record) -> dict[SegmentKind, TierName]:
+    """What a rule says of each segment of a record: "states" first, then what it names."""
+    spec = record.spec
+    known = {*spec.kinds, SegmentKind.STATES}
+    for kind, tier in rule.tiers.items():
+        if kind not in known and record.num_trainable:
+            allowed = f"states of {spec.name}: {', '.join(spec.states)}"
+            raise ConfigError(f"offloadzero.placement.{kind}", tier.value, allowed)
+    states = rule.tiers.get(SegmentKind.STATES)
+    homes = {} if states is None else dict.fromkeys((SegmentKind.MASTER, *spec.states), states)
+    return {**homes, **rule.tiers}
 
 
 def _move_share_to_device(
@@ -211,7 +224,7 @@ def plan_memory(
     *,
     together: Sequence[Collection[int]] = (),
     placement: Placement | None = None,
-    form: AdamForm = AdamForm.NATIVE,
+    form: UpdateForm = UpdateForm.NATIVE,
     num_checkpointed: int = 0,
 ) -> MemoryPlan:
     """Place every segment and size every buffer.
@@ -241,7 +254,7 @@ def _move_grads_to_nvme(
     plan: MemoryPlan,
     host_budget: int,
     together: Sequence[Collection[int]],
-    form: AdamForm,
+    form: UpdateForm,
     num_checkpointed: int,
 ) -> MemoryPlan:
     """Gradients that are kept until the step may live on NVMe: the last to be needed go first."""
@@ -260,7 +273,7 @@ def _plan(
     config: OffloadConfig,
     placement: Placement,
     together: Sequence[Collection[int]],
-    form: AdamForm,
+    form: UpdateForm,
     num_checkpointed: int,
 ) -> MemoryPlan:
     in_backward, grads_have_homes = updates_in_backward(config), keeps_gradients(config)
@@ -376,7 +389,7 @@ def _add_homes(
             tier = placement[record.index, SegmentKind.GRAD]
             if grads_have_homes or tier is TierName.DEVICE:
                 add(tier, SegmentKind.GRAD, record.num_trainable * record.grad_dtype.itemsize)
-    for kind in SegmentKind:
+    for kind in dict.fromkeys(kind for record in records for kind in record.spec.kinds):
         for tier in TierName:
             sheet.add(tier, f"home: {kind.value}", totals.get((tier, kind), 0))
 
@@ -412,13 +425,13 @@ def _unit_lease_bytes(
     return max(at_least, min(total, wanted))
 
 
-def _update_scratch_bytes(records: Sequence[Record], placement: Placement, form: AdamForm) -> int:
+def _update_scratch_bytes(records: Sequence[Record], placement: Placement, form: UpdateForm) -> int:
     on_device = [r for r in records if r.num_trainable and _updates_on_device(r, placement)]
-    return _largest(scratch_bytes(form, r.num_trainable, is_compact=r.compact) for r in on_device)
+    return _largest(r.spec.scratch_bytes(form, r.num_trainable, compact=r.compact) for r in on_device)
 
 
-def _norm_scratch_bytes(records: Sequence[Record], placement: Placement, form: AdamForm) -> int:
-    if form is AdamForm.NATIVE:  # the kernel that takes norms in host memory widens as it reads
+def _norm_scratch_bytes(records: Sequence[Record], placement: Placement, form: UpdateForm) -> int:
+    if form is UpdateForm.NATIVE:  # the kernel that takes norms in host memory widens as it reads
         return 0
     on_device = [
         r for r in records if r.num_trainable and placement[r.index, SegmentKind.GRAD] is TierName.DEVICE

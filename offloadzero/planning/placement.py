@@ -35,8 +35,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offloadzero.config import BudgetConfig, OffloadConfig, SegmentKind, TierName
-from offloadzero.optim.device_adam import AdamForm
 from offloadzero.optim.records import Record
+from offloadzero.optim.spec import UpdateForm
 from offloadzero.planning.memory_plan import Placement, keeps_gradients, plan_memory
 
 # Of what is free on a device without a budget, states get 1/2: how much activations need is not known before the first
@@ -63,7 +63,7 @@ def choose_placement(
     available: Mapping[TierName, int],
     *,
     together: Sequence[Collection[int]] = (),
-    form: AdamForm = AdamForm.NATIVE,
+    form: UpdateForm = UpdateForm.NATIVE,
     num_checkpointed: int = 0,
 ) -> Placement:
     """The home of every segment: [Note: which segments earn a fast tier].
@@ -108,7 +108,7 @@ def choose_placement(
 def describe_placement(records: Sequence[Record], placement: Placement) -> str:
     """How many units are where, for people."""
     tiers = [
-        {placement[r.index, kind] for kind in SegmentKind if (r.index, kind) in placement} for r in records
+        {placement[r.index, kind] for kind in r.spec.kinds if (r.index, kind) in placement} for r in records
     ]
     on_device = [r for r, found in zip(records, tiers, strict=True) if found == {TierName.DEVICE}]
     on_nvme = sum(TierName.NVME in found for found in tiers)

@@ -14,9 +14,9 @@ from offloadzero.memory.arena import PooledBuffer
 from offloadzero.memory.device import Stream
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Ticket
-from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim.delivery import UpdateTicket
 from offloadzero.optim.records import ParamSlot, Record, UpdateRange, all_ranges, update_ranges
+from offloadzero.optim.spec import Hyper
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class BegunUpdate:
     """An update that waits for its gradient to land: its ticket, and the hyperparameters by group index."""
 
     ticket: UpdateTicket
-    hypers: Sequence[AdamHyper]
+    hypers: Sequence[Hyper]
     account: Account
 
 

@@ -35,10 +35,10 @@ from offloadzero.errors import NonFiniteError, OffloadError, StateError
 from offloadzero.interrupts import uninterrupted, uninterrupted_from_start
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Failures, Promise, Ticket
-from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.observe.clock import StepClock
 from offloadzero.optim.delivery import UpdateTicket
 from offloadzero.optim.records import Record
+from offloadzero.optim.spec import Hyper
 from offloadzero.optim.staging import needs_slot
 from offloadzero.optim.step_decision import LossScale, StepDecision, decide_step
 from offloadzero.optim.update import RecordUpdate, UpdatePipeline
@@ -49,7 +49,7 @@ from offloadzero.torch_private import NO_GRAPH_TASK, current_graph_task_id, queu
 
 log = logging.getLogger("offloadzero")
 
-Hypers = Sequence[AdamHyper]
+Hypers = Sequence[Hyper]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from offloadzero.config import UnitConfig
 from offloadzero.errors import ConfigError
-from offloadzero.optim.records import MASTER_DTYPES, Record, make_record
+from offloadzero.optim.records import Record, make_record
+from offloadzero.optim.spec import MASTER_DTYPES, AnySpec
 from offloadzero.streaming.shared_memory import expect_memory_of_its_own
 
 REST = "(rest)"  # no module can have this name
@@ -48,6 +49,7 @@ def cut_units(
     *,
     group_of: Mapping[int, int],
     param_dtype: torch.dtype | None,
+    spec: AnySpec,
     compact: bool = False,
 ) -> UnitCut:
     """Cut `model` into units and lay out their records.
@@ -60,6 +62,7 @@ def cut_units(
     Args:
         group_of: id of a parameter -> index of its optimizer group; parameters that are absent are frozen.
         param_dtype: dtype of all floating-point parameters; None keeps each parameter's own.
+        spec: of the optimizer.
         compact: the compact layout for the states of bf16 parameters.
 
     Raises:
@@ -82,8 +85,9 @@ def cut_units(
                 for param_name, param in members
             ]
             _expect_trainable_dtype(dtype, placed)
+            resident = unit_name == REST
             record = make_record(
-                len(records), name, dtype, placed, resident=unit_name == REST, compact=compact
+                len(records), name, dtype, placed, spec=spec, resident=resident, compact=compact
             )
             records.append(record)
             record_of.update({id(param): record.index for _, param in members})

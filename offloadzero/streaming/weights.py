@@ -19,17 +19,15 @@ from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
-from offloadzero.native.compact import num_scales
 from offloadzero.observe.clock import StepClock
-from offloadzero.optim import compact_math, device_math
-from offloadzero.optim.records import COMPACT_STATE, ParamSlot, Record, segment_slice
+from offloadzero.optim import device_math
+from offloadzero.optim.records import ParamSlot, Record, segment_slice
+from offloadzero.optim.spec import StateCodes
 from offloadzero.parameters.remote import RemoteTensor
 from offloadzero.parameters.weight import Alias, offload_parameter
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.spill import take_spilled
 from offloadzero.torch_private import DisableTorchFunctionSubclass
-
-MOMENTS = (SegmentKind.EXP_AVG, SegmentKind.EXP_AVG_SQ)
 
 
 class WeightAccess:
@@ -175,67 +173,61 @@ class WeightAccess:
     # --- optimizer states ---
 
     def read_state(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> torch.Tensor:
-        """exp_avg or exp_avg_sq: a new fp32 host tensor in the parameter's shape."""
+        """A state of the optimizer: a new fp32 host tensor in the parameter's shape."""
         values = self._read(record, slot, kind)
-        if record.compact:
-            values = _decode_moment(kind, values, self._read(record, slot, SegmentKind.SCALES))
+        if record.codes is not None:
+            values = record.codes.decode(kind, values, self._read(record, slot, SegmentKind.SCALES))
         return values.view(slot.shape)
 
     def write_state(self, record: Record, slot: ParamSlot, kind: SegmentKind, value: torch.Tensor) -> None:
-        """Set exp_avg or exp_avg_sq; the compact layout rounds it."""
+        """Set a state of the optimizer; the compact layout rounds it."""
         flat = value.detach().to("cpu", torch.float32).reshape(-1).contiguous()
         if flat.numel() != slot.num_elements:
-            raise ConfigError(f"{slot.name}.{kind.value}", tuple(value.shape), f"shape {tuple(slot.shape)}")
+            raise ConfigError(f"{slot.name}.{kind}", tuple(value.shape), f"shape {tuple(slot.shape)}")
         parts = {kind: flat}
-        if record.compact:
+        if record.codes is not None:
             scales = self._read(record, slot, SegmentKind.SCALES)
-            parts = {kind: _encode_moment(kind, flat, scales), SegmentKind.SCALES: scales}
+            parts = {kind: record.codes.encode(kind, flat, scales), SegmentKind.SCALES: scales}
         with UninterruptedThroughout():
             _count_writes(slot, [kind])
             self._write(record, slot, parts)
 
-    def clear_states(self, record: Record, slot: ParamSlot) -> None:
-        """Both moments become what they are before the first step: zeros, codes and scales too."""
-        kinds = [*MOMENTS, SegmentKind.SCALES] if record.compact else MOMENTS
+    def reset_states(self, record: Record, slot: ParamSlot, group: Mapping[str, object]) -> None:
+        """All states become what they are before the first step under the options of `group`; codes and scales too."""
         parts = {}
-        for kind in kinds:
+        for kind in (*record.spec.states, *([SegmentKind.SCALES] if record.compact else [])):
             part = segment_slice(kind, slot.offset, slot.offset + slot.num_elements)
-            parts[kind] = torch.zeros(part.stop - part.start, dtype=record.segments[kind].dtype, device="cpu")
+            parts[kind] = torch.full(
+                (part.stop - part.start,),
+                record.spec.initial_value(kind, group),
+                dtype=record.segments[kind].dtype,
+                device="cpu",
+            )
         with UninterruptedThroughout():
             _count_writes(slot, parts)
             self._write(record, slot, parts)
 
     def read_codes(self, record: Record, slot: ParamSlot) -> dict[str, torch.Tensor]:
-        """The moments of the compact layout as they are, by name (`code_specs`); empty in the fp32 layout."""
+        """The states of the compact layout as they are, by name (`StateCodes.specs`); empty in the fp32 layout."""
+        if record.codes is None:
+            return {}
         return {
             name: self._read(record, slot, kind).view(shape)
-            for name, kind, _, shape in code_specs(slot)
-            if record.compact
+            for name, kind, _, shape in record.codes.specs(slot.shape)
         }
 
-    def write_codes(self, record: Record, slot: ParamSlot, codes: Mapping[str, torch.Tensor]) -> None:
-        """Set both moments to what `read_codes` gave, here or in a run of either layout."""
-        expect_codes(slot, codes)
-        flat = {kind: codes[name].reshape(-1) for name, kind, _, _ in code_specs(slot)}
-        if not record.compact:
+    def write_codes(
+        self, record: Record, slot: ParamSlot, codes: StateCodes, values: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Set all states to what `read_codes` gave, here or in a run of either layout."""
+        expect_codes(slot, codes, values)
+        flat = {kind: values[name].reshape(-1) for name, kind, _, _ in codes.specs(slot.shape)}
+        if record.codes is None:
             scales = flat.pop(SegmentKind.SCALES)
-            flat = {kind: _decode_moment(kind, values, scales) for kind, values in flat.items()}
+            flat = {kind: codes.decode(kind, coded, scales) for kind, coded in flat.items()}
         with UninterruptedThroughout():
             _count_writes(slot, flat)
             self._write(record, slot, flat)
-
-    @staticmethod
-    def are_codes_of(slot: ParamSlot, values: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the codes among `values`, as `read_codes` gave them, are those of the moments among them."""
-        expect_codes(slot, values)
-        scales = values["scales"].reshape(-1)
-        return all(
-            torch.equal(
-                _decode_moment(kind, values[name].reshape(-1), scales), values[kind.value].reshape(-1).float()
-            )
-            for name, kind, _, _ in code_specs(slot)
-            if kind is not SegmentKind.SCALES
-        )
 
     # --- segments ---
 
@@ -362,51 +354,27 @@ class SlotWeight:
         self.count_write()  # a graph over the former memory would go on with that in torch: refused
 
 
-def expect_codes(slot: ParamSlot, codes: Mapping[str, torch.Tensor]) -> None:
-    """Raise ConfigError unless they have the dtypes and shapes of `code_specs`."""
-    for name, _, dtype, shape in code_specs(slot):
-        if codes[name].shape != shape or codes[name].dtype != dtype:
-            given = f"{codes[name].dtype} {tuple(codes[name].shape)}"
+def expect_codes(slot: ParamSlot, codes: StateCodes, values: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConfigError unless they have the dtypes and shapes of `codes.specs`."""
+    for name, _, dtype, shape in codes.specs(slot.shape):
+        if values[name].shape != shape or values[name].dtype != dtype:
+            given = f"{values[name].dtype} {tuple(values[name].shape)}"
             raise ConfigError(f"{slot.name}.{name}", given, f"{dtype} {tuple(shape)}")
+
+
+def are_codes_of(slot: ParamSlot, codes: StateCodes, values: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the codes among `values`, as `read_codes` gave them, are those of the states among them."""
+    expect_codes(slot, codes, values)
+    scales = values[SegmentKind.SCALES].reshape(-1)
+    return all(
+        torch.equal(codes.decode(kind, values[name].reshape(-1), scales), values[kind].reshape(-1).float())
+        for kind, name in codes.names.items()
+    )
 
 
 def _count_writes(slot: ParamSlot, kinds: Iterable[SegmentKind]) -> None:
     for kind in kinds:
         slot.num_state_writes[kind.value] = slot.num_state_writes.get(kind.value, 0) + 1
-
-
-CodeSpec = tuple[str, SegmentKind, torch.dtype, torch.Size]
-
-
-def code_specs(slot: ParamSlot) -> tuple[CodeSpec, ...]:
-    """Name, segment, dtype and shape of one parameter's moments in the compact layout."""
-    m, v = SegmentKind.EXP_AVG, SegmentKind.EXP_AVG_SQ
-    num_blocks = num_scales(slot.num_elements) // 2
-    return (
-        ("exp_avg_e2m5", m, COMPACT_STATE[m], slot.shape),
-        ("exp_avg_sq_e1m7", v, COMPACT_STATE[v], slot.shape),
-        ("scales", SegmentKind.SCALES, torch.float32, torch.Size((num_blocks, 2))),
-    )
-
-
-def _decode_moment(kind: SegmentKind, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """fp32 values of a parameter's flat codes and scales."""
-    scale_m, scale_s = scales.view(-1, 2).unbind(1)
-    if kind is SegmentKind.EXP_AVG:
-        return compact_math.decode_exp_avg(codes, scale_m)
-    return compact_math.decode_exp_avg_sq(codes, scale_s)
-
-
-def _encode_moment(kind: SegmentKind, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Codes of a parameter's flat fp32 moment; its scales go into `scales`."""
-    scale_m, scale_s = scales.view(-1, 2).unbind(1)
-    if kind is SegmentKind.EXP_AVG:
-        codes, scale = compact_math.encode_exp_avg(values)
-        scale_m.copy_(scale)
-    else:
-        codes, scale = compact_math.encode_exp_avg_sq(compact_math.sqrt(values))
-        scale_s.copy_(scale)
-    return codes
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from offloadzero.errors import StateError
 from offloadzero.memory import device as devices
 from offloadzero.memory.tickets import Failures
 from offloadzero.native import cpu_adam
-from offloadzero.optim.device_adam import AdamForm
+from offloadzero.optim.spec import UpdateForm
 from tests.simulated.backward import AutogradThread, Backward, call_on_another_stream, run_backward_on
 from tests.simulated.dispatch import Dispatch
 from tests.simulated.graph_streams import NotedStreams
@@ -149,7 +149,7 @@ def _install(device: SimulatedDevice, patch: pytest.MonkeyPatch, name: str | Non
         device.dispatching().__enter__()  # for the thread's life
 
     patch.setattr(runtime, "find_device", find)
-    patch.setattr(runtime, "device_form", lambda _device: AdamForm.TORCH)
+    patch.setattr(runtime, "device_form", lambda *_: UpdateForm.TORCH)
     patch.setattr(
         devices, "is_host_memory", lambda tensor: is_host_memory(tensor) and not device.memory.holds(tensor)
     )

@@ -28,7 +28,7 @@ from offloadzero.memory import arena, nvme, tickets
 from offloadzero.memory import device as devices
 from offloadzero.native import cpu_adam
 from offloadzero.observe.timeline import NVME_READ, NVME_WRITE, OFF
-from offloadzero.optim import device_math
+from offloadzero.optim import device_adam
 
 MEMORY_BYTES = 4 << 30
 _TIMED_MODULES = ("memory.marks", "observe.clock", "observe.stream_clock", "observe.timeline")
@@ -326,10 +326,10 @@ def _files(device: VirtualDevice, patch: pytest.MonkeyPatch) -> None:
 
 
 def _updates(hosts: Hosts, patch: pytest.MonkeyPatch, seconds: float) -> None:
-    step = device_math.adam_step
+    step = device_adam.adam_step
 
     def stepping(*args: Any, **kwargs: Any) -> None:
         step(*args, **kwargs)
         hosts.now_s += seconds
 
-    patch.setattr(device_math, "adam_step", stepping)
+    patch.setattr(device_adam, "adam_step", stepping)

@@ -1,0 +1,292 @@
+"""What an optimizer is to the engine: its states, its hyperparameters and its step (floor 4).
+
+[Note: an optimizer spec]
+A record's trainable elements keep, beside the parameter and its master, the states that the optimizer's spec names:
+fp32 segments under the names of torch's state dict. Everything that handles states (the plan of memory, the update,
+state dicts, checkpoints) asks the spec of the record. An optimizer is therefore one file in `specs/`, its kernel, its
+entry in `specs.SPECS`, and what the configuration says of it: its arguments in `config/optimizer.py` and the names of
+its states as keys of `offloadzero.placement`.
+
+A step is arithmetic per element with scalars of the param group, so it may be cut anywhere and gives the same bits on
+the host and on a device: [Note: one arithmetic] in optim/device_math.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from offloadzero.config import SegmentKind
+from offloadzero.errors import ConfigError
+from offloadzero.native.compact import COMPACT_BLOCK
+
+log = logging.getLogger("offloadzero.update")
+
+SCRATCH_ELEMENTS = 1 << 21  # of a piece of an update in torch operations, at most
+
+# What a trainable element of each parameter dtype keeps beside itself in the fp32 layout.
+MASTER_DTYPES: Mapping[torch.dtype, torch.dtype | None] = MappingProxyType(
+    {
+        torch.bfloat16: torch.int16,  # the low half of the fp32 pattern; the parameter is the high half
+        torch.float16: torch.float32,
+        torch.float32: None,
+    }
+)
+
+
+class UpdateForm(str, Enum):
+    """How a record on the device is updated.
+
+    NATIVE: the kernels of csrc/cpu_adam, where the device is the CPU. TRITON: one fused kernel. TORCH: torch operations
+    in pieces, for optimizers that have no fused kernel and devices on which Triton does not run.
+    """
+
+    NATIVE = "native"
+    TRITON = "triton"
+    TORCH = "torch"
+
+
+@dataclass(frozen=True)
+class FormChoice:
+    """A form and why it is that one."""
+
+    form: UpdateForm
+    reason: str
+
+
+class Hyper(Protocol):
+    """The hyperparameters of one step of a param group: a frozen dataclass, compared with ==."""
+
+    @property
+    def lr(self) -> float:
+        """The learning rate."""
+
+
+H = TypeVar("H", bound=Hyper)
+Buffers = Mapping[SegmentKind, Tensor]  # the same elements of each segment of a record, and of its gradient
+CodeSpec = tuple[str, SegmentKind, torch.dtype, torch.Size]
+
+
+class StateCodes(ABC):
+    """The compact layout of an optimizer's states: codes of 8 bits, and fp32 scales per block of elements.
+
+    `dtypes` are those of the segments beside the parameter, master and scales aside; `names` are theirs in state dicts
+    and checkpoints.
+    """
+
+    param_dtype: ClassVar[torch.dtype]
+    master_dtype: ClassVar[torch.dtype]
+    dtypes: ClassVar[Mapping[SegmentKind, torch.dtype]]
+    names: ClassVar[Mapping[SegmentKind, str]]
+
+    @abstractmethod
+    def num_scales(self, num_elements: int) -> int:
+        """Elements of the scales of so many elements."""
+
+    @abstractmethod
+    def scale_shape(self, num_elements: int) -> torch.Size:
+        """The shape in which the scales of a parameter are stored."""
+
+    @abstractmethod
+    def decode(self, kind: SegmentKind, codes: Tensor, scales: Tensor) -> Tensor:
+        """fp32 values of a parameter's flat codes and scales."""
+
+    @abstractmethod
+    def encode(self, kind: SegmentKind, values: Tensor, scales: Tensor) -> Tensor:
+        """Codes of a parameter's flat fp32 state; its scales go into `scales`."""
+
+    def specs(self, shape: torch.Size) -> tuple[CodeSpec, ...]:
+        """Name, segment, dtype and shape of what is stored of a parameter's states."""
+        codes = ((self.names[kind], kind, dtype, shape) for kind, dtype in self.dtypes.items())
+        scales = SegmentKind.SCALES
+        return (*codes, (scales.value, scales, torch.float32, self.scale_shape(shape.numel())))
+
+    @property
+    def stored_dtypes(self) -> dict[str, torch.dtype]:
+        """Dtypes of what is stored, by name: the codes, and at last the scales."""
+        return {name: dtype for name, _, dtype, _ in self.specs(torch.Size(()))}
+
+
+class OptimizerSpec(ABC, Generic[H]):
+    """An optimizer as the engine trains with it: [Note: an optimizer spec]."""
+
+    name: ClassVar[str]
+    types: ClassVar[tuple[str, ...]]  # in the JSON
+    classes: ClassVar[tuple[type[torch.optim.Optimizer], ...]]  # whose param groups and states it continues
+    states: ClassVar[tuple[SegmentKind, ...]]
+    counts_steps: ClassVar[bool] = True  # whether torch's states have "step"
+    codes: ClassVar[StateCodes | None] = None  # the compact layout, where there is one
+    # Options of param groups that change the numbers and are not built, and what they may be.
+    refused_options: ClassVar[Mapping[str, object]] = MappingProxyType(
+        {"maximize": False, "differentiable": False}
+    )
+    scratch_bytes_per_element: ClassVar[int]  # of a piece in torch operations
+
+    # --- param groups ---
+
+    @abstractmethod
+    def hyper(self, group: Mapping[str, Any], name: str) -> H:
+        """The hyperparameters of a group as of now: scripts and schedulers change them between steps.
+
+        Raises ConfigError for what the update would not compute. `name` is the group's, for errors.
+        """
+
+    def hypers(self, groups: Iterable[Mapping[str, Any]], owner: str) -> list[H]:
+        """Those of all groups. `owner` is whose they are, for errors."""
+        found = []
+        for index, group in enumerate(groups):
+            name = f"{owner}.param_groups[{index}]"
+            self.expect_options(group, name)
+            found.append(self.hyper(group, name))
+        return found
+
+    def expect_options(self, group: Mapping[str, Any], name: str) -> None:
+        """Refuse options that the update would not compute."""
+        for option, allowed in self.refused_options.items():
+            if group.get(option, allowed) != allowed:
+                raise ConfigError(f"{name}.{option}", group[option], f"allowed: {allowed}")
+
+    def default_options(self, origin: torch.optim.Optimizer) -> dict[str, Any]:  # noqa: ARG002
+        """What the class of `origin` says of an update and its groups may not."""
+        return {}
+
+    def fixed_options(self, origin: torch.optim.Optimizer | None) -> dict[str, Any]:  # noqa: ARG002
+        """Options that a loaded group does not change."""
+        return {}
+
+    # --- states ---
+
+    @property
+    def kinds(self) -> tuple[SegmentKind, ...]:
+        """All segments that a record may have, gradient among them, in the order in which people see them."""
+        return (
+            *(SegmentKind.PARAM, SegmentKind.MASTER),
+            *self.states,
+            *(SegmentKind.SCALES, SegmentKind.GRAD),
+        )
+
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """The names in torch's state dict."""
+        return (*self.states, *(("step",) if self.counts_steps else ()))
+
+    def is_compact(self, dtype: torch.dtype) -> bool:
+        """Whether states of parameters of that dtype can be compact."""
+        return self.codes is not None and self.codes.param_dtype == dtype
+
+    def state_dtypes(self, dtype: torch.dtype, *, compact: bool) -> dict[SegmentKind, torch.dtype]:
+        """What an element keeps beside a parameter of `dtype`, scales aside."""
+        if compact and self.codes is not None:
+            return {SegmentKind.MASTER: self.codes.master_dtype, **self.codes.dtypes}
+        master = MASTER_DTYPES[dtype]
+        states = dict.fromkeys(self.states, torch.float32)
+        return states if master is None else {SegmentKind.MASTER: master, **states}
+
+    def expect_layout(self, state_layout: str) -> None:
+        """Refuse a layout of the states that the optimizer has not."""
+        if state_layout == "compact" and self.codes is None:
+            raise ConfigError("offloadzero.state_layout", state_layout, f"{self.name} has fp32 only")
+
+    def expect_origin(self, origin: torch.optim.Optimizer, state_layout: str) -> None:  # noqa: ARG002
+        """Refuse an optimizer whose states could not be continued, or one that has stepped already."""
+        if origin.state:
+            raise ConfigError(
+                "optimizer",
+                type(origin).__name__,
+                "it has states: offload it before its first step, and load a state_dict after offload(), with "
+                "load_state_dict() of the optimizer that is returned",
+            )
+
+    def initial_value(self, kind: SegmentKind, group: Mapping[str, Any]) -> float:  # noqa: ARG002
+        """Every element of a state before the first step."""
+        return 0.0
+
+    # --- the step ---
+
+    def choose_form(self, device: torch.device) -> FormChoice:
+        """How records on `device` are updated."""
+        if device.type == "cpu":
+            return FormChoice(UpdateForm.NATIVE, "the device is the CPU")
+        return FormChoice(UpdateForm.TORCH, f"{self.name} has no fused kernel")
+
+    def scratch_bytes(self, form: UpdateForm, num_elements: int, *, compact: bool) -> int:
+        """Bytes of the device that an update of so many elements takes beside the record and the gradient."""
+        if form is not UpdateForm.TORCH:
+            return 0
+        return piece_scratch_bytes(num_elements, self._piece_bytes(compact=compact))
+
+    def _piece_bytes(self, *, compact: bool) -> int:  # noqa: ARG002
+        return self.scratch_bytes_per_element
+
+    @abstractmethod
+    def step(
+        self,
+        buffers: Buffers,
+        *,
+        hyper: H,
+        step: int,
+        grad_scale: float,
+        num_threads: int | None = None,
+        form: UpdateForm = UpdateForm.NATIVE,
+        scratch: Tensor | None = None,
+    ) -> None:
+        """One step in place on flat tensors of one memory.
+
+        Args:
+            step: counts from 1.
+            grad_scale: the factor of the gradient: 1 / loss scale, times that of clipping.
+            scratch: uint8, for the form in torch operations; allocated if None.
+        """
+
+
+AnySpec = OptimizerSpec[Any]
+
+
+def piece_scratch_bytes(num_elements: int, bytes_per_element: int) -> int:
+    """The scratch of so many elements, or of the largest piece of them: a whole number of compact blocks."""
+    blocks = -(-min(num_elements, SCRATCH_ELEMENTS) // COMPACT_BLOCK)
+    return blocks * COMPACT_BLOCK * bytes_per_element
+
+
+@functools.cache
+def device_form(spec: AnySpec, device: torch.device) -> UpdateForm:
+    """The form of updates on a device; tried and logged once."""
+    choice = spec.choose_form(device)
+    log.info("update of records on %s: %s (%s)", device, choice.form.value, choice.reason)
+    return choice.form
+
+
+# --- options of param groups ---
+
+
+def number(group: Mapping[str, Any], key: str, name: str) -> float:
+    """An option of the group called `name`: a number, or a tensor of one. Raises ConfigError."""
+    return _number(group[key], f"{name}.{key}")
+
+
+def betas(group: Mapping[str, Any], name: str) -> tuple[float, float]:
+    """The two decay rates of the group called `name`. Raises ConfigError."""
+    values = group["betas"]
+    if not isinstance(values, list | tuple) or len(values) != 2:
+        raise ConfigError(f"{name}.betas", values, "two numbers")
+    return _number(values[0], f"{name}.betas[0]"), _number(values[1], f"{name}.betas[1]")
+
+
+def _number(value: Any, name: str) -> float:
+    if type(value) is float:
+        return value
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several elements is a RuntimeError
+        raise ConfigError(name, value, "a number, or a tensor of one element") from None

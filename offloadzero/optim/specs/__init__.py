@@ -1,0 +1,36 @@
+"""The optimizers that the engine trains with, one file each: [Note: an optimizer spec] in optim/spec.py (floor 4)."""
+
+from __future__ import annotations
+
+import torch
+
+from offloadzero.errors import ConfigError
+from offloadzero.optim.spec import AnySpec
+from offloadzero.optim.specs.adam import ADAM
+
+SPECS: tuple[AnySpec, ...] = (ADAM,)
+
+KNOWN_CLASSES = tuple(cls for spec in SPECS for cls in spec.classes)
+
+
+def spec_of_type(name: str) -> AnySpec:
+    """By the type in the JSON, which the loader has checked."""
+    return next(spec for spec in SPECS if name in spec.types)
+
+
+def spec_of(optimizer: torch.optim.Optimizer) -> AnySpec:
+    """Raises ConfigError for an optimizer of an unknown class."""
+    for spec in SPECS:
+        if isinstance(optimizer, spec.classes):
+            return spec
+    raise ConfigError("optimizer", type(optimizer).__name__, f"allowed: {known_classes_text()}")
+
+
+def known_classes_text() -> str:
+    """Where the known classes are imported from."""
+    return ", ".join(map(_public_name, KNOWN_CLASSES))
+
+
+def _public_name(cls: type) -> str:
+    home = "torch.optim" if cls.__module__.startswith("torch.optim.") else "offloadzero.optim"
+    return f"{home}.{cls.__name__}"
