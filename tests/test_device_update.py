@@ -18,7 +18,8 @@ from offloadzero.optim import device_math, spec, torch_adam
 from offloadzero.optim.device_adam import choose_form
 from offloadzero.optim.spec import FormChoice, UpdateForm, device_form
 from offloadzero.optim.specs.adam import ADAM
-from offloadzero.optim.torch_adam import COMPACT_SCRATCH_BYTES, FP32_SCRATCH_BYTES
+from offloadzero.optim.torch_adam import COMPACT_SCRATCH_BYTES
+from offloadzero.optim.torch_pieces import FP32_SCRATCH_BYTES
 from offloadzero.planning.memory_plan import plan_memory
 from tests.device_states import ADAMW, CASES, HYPERS, LAYOUTS, assert_same, extremes, make, take_step
 from tests.test_compact_kernels import make_grad

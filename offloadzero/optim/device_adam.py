@@ -20,7 +20,8 @@ from torch import Tensor
 from offloadzero.native import compact, cpu_adam
 from offloadzero.native.cpu_adam import AdamHyper, AdamScalars, adam_scalars
 from offloadzero.optim.spec import FormChoice, UpdateForm, piece_scratch_bytes
-from offloadzero.optim.torch_adam import COMPACT_SCRATCH_BYTES, FP32_SCRATCH_BYTES, torch_step
+from offloadzero.optim.torch_adam import COMPACT_SCRATCH_BYTES, torch_step
+from offloadzero.optim.torch_pieces import FP32_SCRATCH_BYTES
 
 
 def choose_form(device_type: str, *, triton_problem: Callable[[], str | None]) -> FormChoice:

@@ -8,7 +8,6 @@ a piece takes a few numbers per block.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,10 +29,9 @@ from offloadzero.optim.compact_math import (
     load,
     sqrt_,
 )
+from offloadzero.optim.torch_pieces import cut, fp32_pieces, mask_in, pieces, set_where_nan
 
-# Bytes of scratch per element of a piece.
-FP32_SCRATCH_BYTES = 3 * 4
-COMPACT_SCRATCH_BYTES = 5 * 4 + 4 * 8
+COMPACT_SCRATCH_BYTES = 5 * 4 + 4 * 8  # per element of a piece
 
 
 def torch_step(
@@ -75,13 +73,9 @@ def _adam_step(
     master: Tensor | None,
     scratch: Tensor,
 ) -> None:
-    arrays = [scratch_array.view(torch.float32) for scratch_array in _cut(scratch, (4, 4, 4))]
-    for part in _pieces(param.numel(), arrays[0].numel()):
-        weights, g, t = (array[: part.stop - part.start] for array in arrays)
-        piece_master = None if master is None else master[part]
-        m, v = exp_avg[part], exp_avg_sq[part]
-        _join(weights, param[part], piece_master, spare=t)
-        g.copy_(grad[part]).mul_(scalars.grad_scale)
+    for piece in fp32_pieces(param, grad, (exp_avg, exp_avg_sq), master=master, scratch=scratch):
+        weights, t, (m, v) = piece.weights, piece.spare, piece.states
+        g = piece.scaled_grad(scalars.grad_scale)
         if scalars.with_l2:
             g.add_(torch.mul(weights, scalars.weight_decay, out=t))
         else:
@@ -90,39 +84,6 @@ def _adam_step(
         v.mul_(scalars.beta2).add_(torch.mul(g, scalars.one_minus_beta2, out=t).mul_(g))
         sqrt_(t.copy_(v)).mul_(scalars.inv_sqrt_bias_correction2).add_(scalars.eps)
         weights.sub_(torch.mul(m, scalars.step_size, out=g).div_(t))
-        _split(weights, param[part], piece_master, spare=t)
-
-
-def _join(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor) -> None:
-    """Write the fp32 master weights of a record's parameter and remainder, or of its fp32 ones."""
-    if master is None or master.dtype == torch.float32:
-        weights.copy_(param if master is None else master)
-        return
-    low = spare.view(torch.int32).copy_(master)
-    weights.view(torch.int32).copy_(param.view(torch.int16)).bitwise_left_shift_(16).add_(low)
-
-
-def _split(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor) -> None:
-    """Write fp32 master weights into a record's parameter and master; the weights are lost."""
-    if master is None or master.dtype == torch.float32:
-        if master is not None:
-            master.copy_(weights)
-        param.copy_(weights)
-        return
-    _set_where_nan(weights, spare)
-    bits = weights.view(torch.int32)
-    master.copy_(bits)  # keeps the low 16 bits
-    param.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
-
-
-def _set_where_nan(weights: Tensor, spare: Tensor) -> None:
-    """Give NaN the host's pattern: a device's has all bits set, and rounded up is zero."""
-    weights.masked_fill_(torch.ne(weights, weights, out=_mask(spare)), math.nan)
-
-
-def _mask(spare: Tensor) -> Tensor:
-    """A bool per element of an fp32 array, in its memory."""
-    return spare.view(torch.bool).flatten()[: spare.numel()].view(spare.shape)
 
 
 # --- compact ---
@@ -142,10 +103,10 @@ def _compact_adam_step(
 ) -> None:
     factors = compact_factors(scalars)
     dither = code_dither(step, param.device)
-    cut = _cut(scratch, (8, 8, 8, 8, 4, 4, 4, 4, 4))
-    doubles = [array.view(torch.float64).view(-1, COMPACT_BLOCK) for array in cut[:4]]
-    floats = [array.view(torch.float32).view(-1, COMPACT_BLOCK) for array in cut[4:]]
-    for part in _pieces(param.numel(), floats[0].numel()):
+    arrays = cut(scratch, (8, 8, 8, 8, 4, 4, 4, 4, 4))
+    doubles = [array.view(torch.float64).view(-1, COMPACT_BLOCK) for array in arrays[:4]]
+    floats = [array.view(torch.float32).view(-1, COMPACT_BLOCK) for array in arrays[4:]]
+    for part in pieces(param.numel(), floats[0].numel()):
         scale_part = slice(num_scales(part.start), num_scales(part.stop))
         piece = _CompactPiece(
             param[part].view(torch.int16),
@@ -221,9 +182,9 @@ def _update_root(spare: Workspace, codes: Tensor, unit: Tensor, factors: Compact
 def _store_weights(piece: _CompactPiece, spare: Workspace) -> None:
     """Write the weights; those whose first moment is not finite become NaN."""
     magnitude = torch.bitwise_and(spare.m.view(torch.int32), MAGNITUDE, out=spare.t.view(torch.int32))
-    is_lost = torch.ge(magnitude, INFINITY_BITS, out=_mask(spare.g))
+    is_lost = torch.ge(magnitude, INFINITY_BITS, out=mask_in(spare.g))
     spare.weights.masked_fill_(is_lost, math.nan)
-    _set_where_nan(spare.weights, spare.t)
+    set_where_nan(spare.weights, spare.t)
     bits = spare.weights.view(torch.int32).add_(0x80)
     _store(torch.bitwise_right_shift(bits, 8, out=spare.t.view(torch.int32)), piece.remainder_i8)
     _store(bits.add_(0x8000).bitwise_right_shift_(16), piece.param_i16)
@@ -232,20 +193,3 @@ def _store_weights(piece: _CompactPiece, spare: Workspace) -> None:
 def _store(array: Tensor, target: Tensor) -> None:
     """Write elements into a record's segment; integers keep their low bits."""
     target.copy_(array.view(-1)[: target.numel()])
-
-
-# --- pieces ---
-
-
-def _cut(scratch: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
-    """As many bytes per element and array, for as many whole blocks as fit."""
-    num_elements = scratch.numel() // sum(sizes) // COMPACT_BLOCK * COMPACT_BLOCK
-    if not num_elements:
-        raise AssertionError(f"{scratch.numel()} bytes of scratch hold no block of {COMPACT_BLOCK} elements")
-    return list(scratch[: num_elements * sum(sizes)].split([num_elements * size for size in sizes]))
-
-
-def _pieces(num_elements: int, piece_elements: int) -> Iterator[slice]:
-    """Ranges of at most `piece_elements`."""
-    for start in range(0, num_elements, piece_elements):
-        yield slice(start, min(start + piece_elements, num_elements))

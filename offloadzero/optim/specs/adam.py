@@ -24,7 +24,8 @@ from offloadzero.optim.spec import (
     betas,
     number,
 )
-from offloadzero.optim.torch_adam import COMPACT_SCRATCH_BYTES, FP32_SCRATCH_BYTES
+from offloadzero.optim.torch_adam import COMPACT_SCRATCH_BYTES
+from offloadzero.optim.torch_pieces import FP32_SCRATCH_BYTES
 
 EXP_AVG = SegmentKind("exp_avg")
 EXP_AVG_SQ = SegmentKind("exp_avg_sq")

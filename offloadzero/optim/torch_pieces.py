@@ -1,0 +1,91 @@
+"""Updates in torch operations go through a record in pieces, in scratch that the caller gives (floor 4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from offloadzero.native.compact import COMPACT_BLOCK
+
+FP32_SCRATCH_BYTES = 3 * 4  # per element of a piece with fp32 states: weights, gradient, one spare
+
+
+class Fp32Piece(NamedTuple):
+    """Elements of a record with fp32 states, and room for their update."""
+
+    weights: Tensor  # fp32 master weights; what is in them when the step is done is written back
+    states: tuple[Tensor, ...]  # to be written in place
+    spare: Tensor  # of the scratch
+    given_grad: Tensor  # in its own dtype, not to be written
+    grad: Tensor  # of the scratch
+
+    def scaled_grad(self, grad_scale: float) -> Tensor:
+        """The gradient in fp32 times `grad_scale`, in `grad`."""
+        return self.grad.copy_(self.given_grad).mul_(grad_scale)
+
+
+def fp32_pieces(
+    param: Tensor, grad: Tensor, states: Sequence[Tensor], *, master: Tensor | None, scratch: Tensor
+) -> Iterator[Fp32Piece]:
+    """The pieces of flat tensors of one device; the weights of one are written when the next is asked for.
+
+    Args:
+        scratch: uint8 of at least COMPACT_BLOCK * FP32_SCRATCH_BYTES; its size is that of the pieces.
+    """
+    arrays = [array.view(torch.float32) for array in cut(scratch, (4, 4, 4))]
+    for part in pieces(param.numel(), arrays[0].numel()):
+        weights, g, spare = (array[: part.stop - part.start] for array in arrays)
+        piece_master = None if master is None else master[part]
+        _join(weights, param[part], piece_master, spare=spare)
+        yield Fp32Piece(weights, tuple(state[part] for state in states), spare, grad[part], g)
+        _split(weights, param[part], piece_master, spare=spare)
+
+
+def _join(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor) -> None:
+    """Write the fp32 master weights of a record's parameter and remainder, or of its fp32 ones."""
+    if master is None or master.dtype == torch.float32:
+        weights.copy_(param if master is None else master)
+        return
+    low = spare.view(torch.int32).copy_(master)
+    weights.view(torch.int32).copy_(param.view(torch.int16)).bitwise_left_shift_(16).add_(low)
+
+
+def _split(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor) -> None:
+    """Write fp32 master weights into a record's parameter and master; the weights are lost."""
+    if master is None or master.dtype == torch.float32:
+        if master is not None:
+            master.copy_(weights)
+        param.copy_(weights)
+        return
+    set_where_nan(weights, spare)
+    bits = weights.view(torch.int32)
+    master.copy_(bits)  # keeps the low 16 bits
+    param.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
+
+
+def set_where_nan(weights: Tensor, spare: Tensor) -> None:
+    """Give NaN the host's pattern: a device's has all bits set, and rounded up is zero."""
+    weights.masked_fill_(torch.ne(weights, weights, out=mask_in(spare)), math.nan)
+
+
+def mask_in(spare: Tensor) -> Tensor:
+    """A bool per element of an fp32 array, in its memory."""
+    return spare.view(torch.bool).flatten()[: spare.numel()].view(spare.shape)
+
+
+def cut(scratch: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
+    """Arrays of so many bytes per element, for as many whole blocks as fit."""
+    num_elements = scratch.numel() // sum(sizes) // COMPACT_BLOCK * COMPACT_BLOCK
+    if not num_elements:
+        raise AssertionError(f"{scratch.numel()} bytes of scratch hold no block of {COMPACT_BLOCK} elements")
+    return list(scratch[: num_elements * sum(sizes)].split([num_elements * size for size in sizes]))
+
+
+def pieces(num_elements: int, piece_elements: int) -> Iterator[slice]:
+    """Ranges of at most `piece_elements`."""
+    for start in range(0, num_elements, piece_elements):
+        yield slice(start, min(start + piece_elements, num_elements))
