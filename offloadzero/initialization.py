@@ -45,7 +45,7 @@ def initialize(
 
     Args:
         args: an object whose `deepspeed_config` names the JSON, when `config` is None.
-        optimizer: a torch.optim.Adam or AdamW or a CPUAdam, or a callable that makes one from the parameters; None
+        optimizer: of a class in `optim.specs.KNOWN_CLASSES`, or a callable that makes one from the parameters; None
             takes the config's optimizer block. Without either the engine only evaluates.
         model_parameters: parameters or param groups for the config's optimizer; None takes all trainable ones.
         training_data: a dataset for the returned DataLoader, at the micro batch size, shuffled as in DeepSpeed.

@@ -679,6 +679,12 @@ def test_grad_accum_dtype(spelling: str, dtype: str) -> None:
             {"type": "Adam", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
             adam("Adam", lr=None),
         ),
+        (
+            {"type": "lion", "params": {"lr": 1e-4}},
+            OptimizerConfig(
+                "Lion", MappingProxyType({"lr": 1e-4, "betas": (0.9, 0.999), "weight_decay": 0.0})
+            ),
+        ),
     ],
 )
 def test_optimizers(block: dict[str, Any], expected: OptimizerConfig) -> None:
@@ -688,13 +694,20 @@ def test_optimizers(block: dict[str, Any], expected: OptimizerConfig) -> None:
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"type": "Adagrad"}, "type = 'Adagrad': known, not built yet: available are Adam, AdamW"),
-        ({"type": "lion"}, "known, not built yet"),
+        ({"type": "Adagrad"}, "type = 'Adagrad': known, not built yet: available are Adam, AdamW, Lion"),
+        (
+            {"type": "Lion", "params": {"eps": 1e-6}},
+            r"params\.eps = 1e-06: Lion takes lr, betas, weight_decay$",
+        ),
+        ({"type": "Lion", "params": {"adam_w_mode": True}}, r"params\.adam_w_mode = True: Lion takes"),
         ({"type": "SGD"}, "known, not built yet"),
         ({"type": "OneBitAdam"}, "known, not built yet"),
-        ({"type": "Adma"}, r"unknown optimizer: available are Adam, AdamW \(did you mean 'Adam"),
+        ({"type": "Adma"}, r"unknown optimizer: available are Adam, AdamW, Lion \(did you mean 'Adam"),
         ({"type": 3}, r"optimizer\.type = 3"),
-        ({"params": {}}, r"optimizer\.type = None: the name of an optimizer: available are Adam, AdamW"),
+        (
+            {"params": {}},
+            r"optimizer\.type = None: the name of an optimizer: available are Adam, AdamW, Lion",
+        ),
         (
             {"type": "Adam", "params": {"learning_rate": 1}},
             r"optimizer\.params\.learning_rate = 1: unknown key",

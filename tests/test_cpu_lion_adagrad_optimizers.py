@@ -16,28 +16,11 @@ from offloadzero.errors import ConfigError
 from offloadzero.optim.cpu_adagrad import CPUAdagrad
 from offloadzero.optim.cpu_lion import CPULion
 from offloadzero.optim.cpu_optimizer import CPUOptimizer
+from tests.lion import ExactLion
 
 SHAPES = [(57, 33), (1000,), (1,)]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 KINDS: list[type[CPUOptimizer]] = [CPULion, CPUAdagrad]
-
-
-class ExactLion(torch.optim.Optimizer):
-    """Algorithm 2 of Chen et al. 2023, with torch operations in the parameters' dtype."""
-
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        assert closure is None
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                update = (beta1 * m + (1 - beta1) * p.grad).sign()
-                p -= group["lr"] * (update + group["weight_decay"] * p)
-                m.copy_(beta2 * m + (1 - beta2) * p.grad)
 
 
 def make_params(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> list[nn.Parameter]:

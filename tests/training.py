@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +12,16 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
+from tests.lion import ExactLion
 
 Config = dict[str, Any]
 Loop = Callable[[Any], list[float]]  # drives an Engine (or a PlainEngine) and gives the losses
+
+# What an optimizer of the JSON is compared with.
+REFERENCES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": functools.partial(torch.optim.AdamW, foreach=True),
+    "Lion": ExactLion,
+}
 
 # Where segments live: a tier for all, or rules by unit and segment.
 PLACEMENTS: dict[str, Any] = {
@@ -139,7 +147,7 @@ def run_engine(make_model: Callable[[], nn.Module], loop: Loop, config: Config, 
 
 
 class PlainEngine:
-    """The same calls on plain torch: fp32 master weights, torch.optim.AdamW, clip_grad_norm_.
+    """The same calls on plain torch: fp32 master weights, torch's optimizer (or one written out), clip_grad_norm_.
 
     With fp32 parameters the master weights are the parameters themselves.
     """
@@ -152,7 +160,7 @@ class PlainEngine:
         self._masters = [nn.Parameter(param.detach().float().clone()) for param in self._params]
         master_of = {id(p): m for p, m in zip(self._params, self._masters, strict=True)}
         own = [{**group, "params": [master_of[id(p)] for p in group["params"]]} for group in groups]
-        self.optimizer = torch.optim.AdamW(own, foreach=True, **config["optimizer"]["params"])
+        self.optimizer = REFERENCES[config["optimizer"]["type"]](own, **config["optimizer"]["params"])
         for tensor in model.parameters():
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)

@@ -158,7 +158,7 @@ _TOP: dict[str, KeySpec] = {
 }
 
 _OPTIMIZER: dict[str, KeySpec] = {
-    "type": _use("Adam or AdamW, in any case", auto_is_absent=False),
+    "type": _use("Adam, AdamW or Lion, in any case", auto_is_absent=False),
     "params": _use("the optimizer's arguments"),
     "legacy_fusion": _accept("there is one fused update", _BOOL, False),
 }
@@ -166,10 +166,10 @@ _OPTIMIZER: dict[str, KeySpec] = {
 _OPTIMIZER_PARAMS: dict[str, KeySpec] = {
     "lr": _use("learning rate, at least 0; 1e-3 when absent", auto_is_absent=False),
     "betas": _use("two numbers in [0, 1); 0.9, 0.999 when absent"),
-    "eps": _use("at least 0; 1e-8 when absent"),
+    "eps": _use("Adam: at least 0; 1e-8 when absent"),
     "weight_decay": _use("at least 0; 0 when absent"),
     "adam_w_mode": _use('true when absent: "Adam" then means AdamW (decoupled weight decay)'),
-    "bias_correction": _use("true when absent"),
+    "bias_correction": _use("Adam: true when absent"),
     "torch_adam": _accept(
         "the update is this package's own Adam, on the host and on the device", _BOOL, False
     ),
@@ -404,8 +404,8 @@ _SEGMENTS: dict[str, KeySpec] = {
     "param": _use("home of the parameters: device, host or nvme"),
     "master": _use("home of the master weights' remainder"),
     "states": _use("home of all that the optimizer keeps, the master among it; a segment's own name wins"),
-    "exp_avg": _use("home of the first moment"),
-    "exp_avg_sq": _use("home of the second moment"),
+    "exp_avg": _use("home of the first moment (Adam, Lion)"),
+    "exp_avg_sq": _use("home of the second moment (Adam)"),
     "scales": _use("home of the scales of state_layout compact; that of exp_avg when absent"),
     "grad": _use("home of the gradients between backward and update; the planner decides when absent"),
 }

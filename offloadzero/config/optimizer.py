@@ -26,14 +26,19 @@ _ADAM: Mapping[str, Any] = MappingProxyType(
     }
 )
 # By type, the arguments it takes and their defaults; its update: offloadzero.optim.specs.
-OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType({"Adam": _ADAM, "AdamW": _ADAM})
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "Adam": _ADAM,
+        "AdamW": _ADAM,
+        "Lion": {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
+    }
+)
 # Arguments that torch's param groups have under another name.
 _GROUP_NAMES = {"adam_w_mode": "decoupled_weight_decay"}
 # DeepSpeed's own and torch.optim's (2.13): names a script may carry over.
 KNOWN_OPTIMIZERS = (
     *(
         "Adagrad",
-        "Lion",
         "Lamb",
         "Muon",
         "OneBitAdam",

@@ -7,8 +7,9 @@ import torch
 from offloadzero.errors import ConfigError
 from offloadzero.optim.spec import AnySpec
 from offloadzero.optim.specs.adam import ADAM
+from offloadzero.optim.specs.lion import LION
 
-SPECS: tuple[AnySpec, ...] = (ADAM,)
+SPECS: tuple[AnySpec, ...] = (ADAM, LION)
 
 KNOWN_CLASSES = tuple(cls for spec in SPECS for cls in spec.classes)
 

@@ -1,0 +1,80 @@
+"""Lion (Chen et al. 2023, arXiv 2302.06675); weight decay is decoupled (floor 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from offloadzero.config import SegmentKind
+from offloadzero.native.cpu_adam import AdamScalars
+from offloadzero.native.lion_adagrad import LionHyper, lion_step
+from offloadzero.optim.cpu_lion import CPULion
+from offloadzero.optim.fp32_spec import Fp32Spec
+from offloadzero.optim.spec import Buffers, betas, number
+from offloadzero.optim.torch_pieces import Fp32Piece
+
+EXP_AVG = SegmentKind("exp_avg")
+
+
+class LionSpec(Fp32Spec[LionHyper]):
+    """One moment."""
+
+    name = "Lion"
+    types = ("Lion",)
+    classes = (CPULion,)
+    states = (EXP_AVG,)
+    counts_steps = False
+    refused_options = MappingProxyType({"maximize": False})
+
+    def hyper(self, group: Mapping[str, Any], name: str) -> LionHyper:
+        """The hyperparameters of a group."""
+        beta1, beta2 = betas(group, name)
+        return LionHyper(
+            lr=number(group, "lr", name),
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=number(group, "weight_decay", name),
+        )
+
+    def scalars(self, hyper: LionHyper, *, step: int, grad_scale: float) -> AdamScalars:  # noqa: ARG002
+        """The fp32 scalars, which are those of every step."""
+        return hyper.scalars(grad_scale=grad_scale)
+
+    def native_step(
+        self,
+        buffers: Buffers,
+        *,
+        hyper: LionHyper,
+        step: int,  # noqa: ARG002
+        grad_scale: float,
+        num_threads: int | None,
+    ) -> None:
+        """One step in place by the kernel."""
+        lion_step(
+            buffers[SegmentKind.PARAM],
+            buffers[SegmentKind.GRAD],
+            buffers[EXP_AVG],
+            hyper=hyper,
+            grad_scale=grad_scale,
+            master=buffers.get(SegmentKind.MASTER),
+            num_threads=num_threads,
+        )
+
+    def torch_step(self, piece: Fp32Piece, scalars: AdamScalars) -> None:
+        """[Note: Lion and Adagrad arithmetic] in csrc/cpu_adam/cpu_adam.h; u is in the spare."""
+        weights, (m,) = piece.weights, piece.states
+        g = piece.scaled_grad(scalars.grad_scale)
+        u = torch.mul(m, scalars.beta1, out=piece.spare).add_(g.mul_(scalars.one_minus_beta1))
+        # torch's sign has no signs of zeros and no NaN: u - u is 0 or NaN once infinities are cut.
+        sign = torch.copysign(torch.sign(u, out=g), u, out=g)
+        u.clamp_(-1.0, 1.0)
+        sign.sub_(u.sub_(u))
+        weights.mul_(scalars.decay).sub_(sign.mul_(scalars.step_size))
+        g = piece.scaled_grad(scalars.grad_scale)
+        m.mul_(scalars.beta2).add_(g.mul_(scalars.one_minus_beta2))
+
+
+LION = LionSpec()
