@@ -212,7 +212,7 @@ class LeasedUnit:
         if (
             not self.is_kept
         ):  # else what was written through a kept view is committed with this forward's writes
-            self.versions = tuple([param._version for param in self.params])
+            self.versions = tuple([clock._version for clock in self._clocks])
 
     def leave_forward(self) -> None:
         """The parameters are away again."""
