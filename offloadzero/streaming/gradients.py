@@ -184,31 +184,31 @@ class GradientCollector:
             if self._records_graph and grad.requires_grad:
                 in_graph, grad = in_graph_of(grad, handle.source), grad.detach()
             param.grad = handle.tensor if in_graph is None else in_graph
-            handle.source.taken_in = self._running
+            handle.taken_in = self._running
         slot = handle.slot
-        if state.update is not None:
-            raise StateError(
-                f"{slot.name} gets a gradient a second time in one backward (a reentrant checkpoint around a shared "
-                f"module?), but the weights are updated in backward: set {KEEP_KEY}"
-            )
         if state.flat is None:
+            if state.update is not None:
+                raise StateError(
+                    f"{slot.name} gets a gradient a second time in one backward (a reentrant checkpoint around a "
+                    f"shared module?), but the weights are updated in backward: set {KEEP_KEY}"
+                )
             self._begin(state)
         if self._has_streams:
             self._order_stream(state)
-        arrived = state.arrived
+        arrived, targets = state.arrived, state.targets
         if self._is_nested and slot in arrived:
-            _add(slot, grad, state.targets[number])
+            _add(slot, grad, targets[number])
             return
         if state.lease is None and number in state.present:
-            _add(slot, grad, state.targets[number], factor=state.factors.pop(number, 1.0))
+            _add(slot, grad, targets[number], factor=state.factors.pop(number, 1.0))
         else:
             try:
-                state.targets[number].copy_(grad)
+                targets[number].copy_(grad)
             except RuntimeError:
                 expect_dense(slot, grad)
                 raise
         arrived.append(slot)
-        if len(arrived) == len(state.targets):
+        if len(arrived) == len(targets):
             self._complete(state)
 
     def _begin_backward(self, handle: GradientHandle) -> None:

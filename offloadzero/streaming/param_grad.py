@@ -73,7 +73,6 @@ class ParamGradient:
         "name",
         "num_tensors",
         "shape",
-        "taken_in",
     )
 
     def __init__(
@@ -95,7 +94,6 @@ class ParamGradient:
         self.is_dropped = False
         self.contribution: Contribution | None = None
         self.num_tensors = 0  # that were made of it: views are more
-        self.taken_in = -1  # the last backward in which the hook took a gradient
 
     def _expect(self) -> GradientAccess:
         access = self._access()
@@ -149,7 +147,7 @@ class ParamGradient:
 class GradientHandle:
     """A parameter's gradient tensor, which stands for `source` always, and whether the parameter wears it."""
 
-    __slots__ = ("__weakref__", "_make", "param", "slot", "source", "tensor")
+    __slots__ = ("__weakref__", "_make", "param", "slot", "source", "taken_in", "tensor")
 
     def __init__(self, slot: ParamSlot, make: Callable[[GradientHandle], ParamGradient]) -> None:
         self.slot = slot
@@ -160,6 +158,7 @@ class GradientHandle:
     def _renew(self) -> None:
         self.source = self._make(self)
         self.tensor = GradientTensor(self.source)
+        self.taken_in = -1  # the last backward in which the hook took a gradient
 
     def is_own(self, grad: Tensor | None) -> bool:
         """Whether `grad` is this gradient: the tensor, or what `detach()` or `view_as()` gave of it."""
@@ -310,9 +309,11 @@ class GradientAccess:
     def accept(self, source: ParamGradient, grad: Tensor) -> bool:
         """Whether autograd adds `grad` right now, as the contribution of a backward."""
         node = current_autograd_node()
-        backward, left = current_graph_task_id(), source.contribution
-        if node is None or source.taken_in == backward or (left is not None and left.backward == backward):
+        backward, left, handle = current_graph_task_id(), source.contribution, source.handle()
+        if node is None or handle is None or handle.taken_in == backward:
             return False  # a hook's own addition
+        if left is not None and left.backward == backward:
+            return False
         record_index, slot_index = source.index
         slot = self._current(record_index).record.trainable_slots[slot_index]
         if getattr(node, "variable", None) is not slot.param:
