@@ -176,10 +176,9 @@ class Executor:
             return
         with self._lock:
             # Nodes run one after another: what an earlier one unpacked it has read, and after backward all have.
-            node = current_autograd_node()
-            current = None if node is None else (current_graph_task_id(), node._sequence_nr())
-            if current != self._unpacking:
-                self._unpacking = current
+            node = self._running_node()
+            if node != self._unpacking:
+                self._unpacking = node
                 self._guarded.clear()
             if guard:
                 if index in self._guarded:
@@ -216,10 +215,13 @@ class Executor:
         Whichever node runs now: what it guards would be dropped and guarded again.
         """
         index = unit.record.index
-        if index != self._current or self._has_streams:
+        if index != self._current:
             return False
+        stream = self._store.accelerator.note_stream() if self._has_streams else None
         with self._lock:
-            if index != self._current or self._guarded != [index] or unit.residency is not READY:
+            if index != self._current or self._guarded != [index]:
+                return False
+            if unit.residency is not READY or stream not in unit.arrived_for:
                 return False
             self._unpacking = self._running_node()
             return True
@@ -424,9 +426,9 @@ class Executor:
         index = saved.unit
         unit = self._units[index]
         unit.expect_as_saved(saved)
-        if not may_recompute and self._uses_again(unit):
-            return saved.view.of(unit)
         needed = self._unit_of.get(index, (index,))
+        if not may_recompute and len(needed) == 1 and self._uses_again(unit):
+            return saved.view.of(unit)
         try:
             for index in needed:
                 self.touch(index, guard=True)
@@ -654,10 +656,9 @@ class Executor:
     def _complete_fetch(self, unit: LeasedUnit, stream: Stream | None, *, since: Mark | None = None) -> None:
         if unit.fetched is None:
             raise AssertionError(f"{unit.record.name} is not being fetched")
-        with self._store.failures.handed_over():
-            if not unit.fetched.done():
-                with self._clock.waiting("fetch", since=since):
-                    unit.fetched.order_compute()
+        if not unit.fetched.done():
+            with self._store.failures.handed_over(), self._clock.waiting("fetch", since=since):
+                unit.fetched.order_compute()
         self._store.failures.check_readable()  # one that has failed is done
         unit.residency = READY
         unit.arrived_for.append(stream)

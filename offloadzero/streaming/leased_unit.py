@@ -72,12 +72,11 @@ class Looks:
         placeholder = torch.full((), fill, dtype=record.dtype, device=device)
         self._slots = record.slots
         self.placeholders = tuple(placeholder.expand(slot.shape) for slot in record.slots)
-        self._weights: dict[tuple[Any, ...], WeightView] = {}  # what autograd saves
+        self.weights: dict[tuple[Any, ...], WeightView] = {}  # what autograd saves: `new_weight` makes them
         self._at: dict[int, UnitViews] = {}
 
-    def at(self, flat: torch.Tensor) -> UnitViews:
-        """The views of a unit in `flat`, which must be memory that lasts as long as this object."""
-        address = flat.data_ptr()
+    def at(self, address: int, flat: torch.Tensor) -> UnitViews:
+        """The views of a unit in `flat`, at `address`, which must be memory that lasts as long as this object."""
         views = self._at.get(address)
         if views is None:
             if len(self._at) == MAX_ADDRESSES:
@@ -85,15 +84,13 @@ class Looks:
             views = self._at[address] = UnitViews(self._slots, flat)
         return views
 
-    def weight(self, unit: LeasedUnit, key: tuple[Any, ...]) -> WeightView:
+    def new_weight(self, unit: LeasedUnit, key: tuple[Any, ...]) -> WeightView:
         """`key`: byte offset in the unit, dtype, size and stride."""
-        view = self._weights.get(key)
-        if view is None:
-            if len(self._weights) == MAX_WEIGHT_VIEWS:
-                self._weights.clear()
-                for views in self._at.values():
-                    views.weights.clear()
-            view = self._weights[key] = WeightView(unit, *key)
+        if len(self.weights) == MAX_WEIGHT_VIEWS:
+            self.weights.clear()
+            for views in self._at.values():
+                views.weights.clear()
+        view = self.weights[key] = WeightView(unit, *key)
         return view
 
 
@@ -172,8 +169,8 @@ class LeasedUnit:
     def put_at(self, flat: torch.Tensor | None) -> None:
         """The parameters are on the device, or no more."""
         self.flat = flat
-        self.views = None if flat is None else self.looks.at(flat)
         self.address = 0 if flat is None else flat.data_ptr()
+        self.views = None if flat is None else self.looks.at(self.address, flat)
         self.is_kept = False
 
     # --- the parameters themselves ---
@@ -297,7 +294,7 @@ class LeasedUnit:
     def save(self, tensor: torch.Tensor, address: int) -> SavedWeight:
         """A handle for a tensor at `address`, where weights of this unit are."""
         key = (address - self.address, tensor.dtype, tensor.size(), tensor.stride())
-        view = self.looks.weight(self, key)
+        view = self.looks.weights.get(key) or self.looks.new_weight(self, key)
         version = self._clocks[view.place]._version
         # An update leaves the frozen ones as they are.
         generation = self.edits if view.is_frozen else self.generation
