@@ -85,9 +85,9 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param: nn.Parameter | None = _item(self, name)
-        if param is not None:
+        if param is not None and type(param) is not PresentParameter:  # else in its forward: it is there
             index = self._record_of.get(id(param))
-            if index is not None and not self._pins[index]:  # else it is there
+            if index is not None and not self._pins[index]:
                 self._on_read(index, param)
         return param
 
