@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -373,11 +373,11 @@ def test_staging_is_given_back_to_the_copies_after_the_file_engine(
 ) -> None:
     """A buffer that makes room for a larger one is unregistered before it is unpinned."""
     uring_engine().close()
-    registered: Callable[[], int] = lambda: (
-        engine.optimizer.runtime.activations._home.space.files.engine.stats()[  # noqa: E731
-            "registered_bytes"
-        ]
-    )
+
+    def registered() -> int:
+        files = engine.optimizer.runtime.activations._home.space.files
+        return int(files.engine.stats()["registered_bytes"])
+
     seen: list[tuple[int, int]] = []
 
     def unpin(_self: CpuDevice, buffer: torch.Tensor) -> None:
