@@ -1,4 +1,4 @@
-"""The parity matrix: `python -m tests.parity [--write-readme]`.
+"""The parity matrix: `python -m tests.parity [--write]`.
 
 Losses, final weights and optimizer states are bitwise equal wherever the states live, and near plain PyTorch
 (fp32 master weights, torch.optim.AdamW, clip_grad_norm_) on the same batches.
@@ -42,6 +42,7 @@ SIZE = gpt_model.GPTSize(num_layers=4, width=32, num_heads=4)
 SEQ_LEN = 16
 BATCH_SIZE = 2
 PLAIN_TOLERANCE = 0.002
+DOCUMENT = ROOT / "docs" / "parity.md"
 BEGIN, END = "<!-- parity:begin -->", "<!-- parity:end -->"
 
 
@@ -154,18 +155,17 @@ def explanation() -> str:
     )
 
 
-def write_readme(text: str) -> None:
+def write_document(text: str) -> None:
     """Replace the block between the marks."""
-    readme = ROOT / "README.md"
-    head, rest = readme.read_text().split(BEGIN)
+    head, rest = DOCUMENT.read_text().split(BEGIN)
     _, tail = rest.split(END)
-    readme.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
+    DOCUMENT.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
 
 
 def main() -> int:
     """Print the table; exit status 1 if a cell differs or the loss is off."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write-readme", action="store_true", help="replace the table in README.md")
+    parser.add_argument("--write", action="store_true", help="replace the table in docs/parity.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # tensors this small gain nothing from a second one
     with tempfile.TemporaryDirectory() as directory:
@@ -176,8 +176,8 @@ def main() -> int:
         for placement, found in row.differences.items():
             for line in found[:5]:
                 print(f"{row.case} {placement}: {line}", file=sys.stderr)
-    if arguments.write_readme:
-        write_readme(text)
+    if arguments.write:
+        write_document(text)
     good = all(not any(row.differences.values()) and row.worst_plain <= PLAIN_TOLERANCE for row in rows)
     return 0 if good else 1
 
