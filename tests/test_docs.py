@@ -1,0 +1,96 @@
+"""The documents: links lead somewhere, README's scripts run, the parity table is found where it is written."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offloadzero.config import load_config
+from tests import parity
+from tests.tiny import TinyModel, tokens
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+
+
+def code_blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files(document: Path) -> None:
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    targets = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
+    missing = [
+        link for link in targets if "://" not in link and link and not (document.parent / link).exists()
+    ]
+    assert missing == []
+
+
+def test_readme_leads_to_every_document() -> None:
+    linked = set(re.findall(r"\((docs/[^)]+\.md)\)", README))
+    assert linked == {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_the_configuration_in_the_readme_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (text,) = code_blocks(README, "json")
+    config = load_config(json.loads(text))
+    assert config.notices == ()
+
+
+class TakesTargets(TinyModel):
+    """Called as the models of README are."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        assert torch.equal(tokens, targets)
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["plain loop", "DeepSpeed script"])
+def test_the_diffs_in_the_readme_train(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the lines of a diff become is a script that runs, and its model learns."""
+    (config,) = code_blocks(README, "json")
+    (tmp_path / "config.json").write_text(config)
+    monkeypatch.chdir(tmp_path)
+    diffs = code_blocks(README, "diff")
+    assert len(diffs) == 2
+    new = "\n".join(line[1:] for line in diffs[index].splitlines() if not line.startswith("-"))
+    names: dict[str, Any] = {
+        "torch": torch,
+        "GPT": lambda _: TakesTargets(),
+        "batches": [(tokens(0), tokens(0))] * 5,
+    }
+    losses: list[float] = []
+    new = new.replace("    loss =", "    loss = seen(", 1)
+    new = re.sub(r"^(    loss = seen\(.*)$", r"\1)", new, flags=re.MULTILINE)
+    names["seen"] = lambda loss: (losses.append(loss.item()), loss)[1]
+    torch.manual_seed(1)
+    exec(compile(new, f"README.md, diff {index}", "exec"), names)
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
+    if index == 0:
+        assert type(next(names["model"].parameters())) is torch.nn.Parameter
+    else:
+        names["engine"].close()
+
+
+def test_the_parity_table_is_written_between_its_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = parity.DOCUMENT.read_text()
+    table = text.split(parity.BEGIN)[1].split(parity.END)[0].strip()
+    copy = tmp_path / "parity.md"
+    copy.write_text(text)
+    monkeypatch.setattr(parity, "DOCUMENT", copy)
+    parity.write_document(table)
+    assert copy.read_text() == text
+    parity.write_document("another table")
+    assert copy.read_text() == text.replace(table, "another table")
