@@ -86,7 +86,7 @@ class Fetcher:
         home: Home,
         target: torch.Tensor,
         *,
-        after: Ticket = FINISHED,
+        after: Sequence[Ticket] = (),
         fence: Fence = NO_FENCE,
         label: str,
         delivered: Callable[[], Sequence[Ticket] | None] | None = None,
@@ -105,7 +105,7 @@ class Fetcher:
         if home.is_in_host_memory:
             source = home.memory
             return self._lane.submit(
-                lambda: copy(targets.pop(), source), after=[after], fence=fence, label=label
+                lambda: copy(targets.pop(), source), after=after, fence=fence, label=label
             )
         if self._reader is None:
             raise AssertionError(f"{home.label}: no staging for a home on {home.tier.value}")
@@ -123,7 +123,7 @@ class Fetcher:
         self,
         staged: Staged,
         home: Home,
-        after: Ticket,
+        after: Sequence[Ticket],
         label: str,
         delivered: Callable[[], Sequence[Ticket] | None] | None,
     ) -> Ticket:
@@ -132,7 +132,8 @@ class Fetcher:
             staged.delivered = delivered()
             if staged.delivered is not None:
                 return FINISHED
-        after.wait()
+        for earlier in after:
+            earlier.wait()
         staged.buffer = self._staged_by.take(home.num_bytes, label)
         staged.data = staged.buffer.view(home.dtype, home.num_elements)
         return self._store.read(home, staged.data, priority=FETCH_PRIORITY)
@@ -196,10 +197,10 @@ class Sender:
             return home, Sent(copied, FINISHED)
         data = buffer.view(home.dtype, home.num_elements)
         copied = self._lane.submit(lambda: copy(data, source), fence=fence, label=label)
-        return home, Sent(copied, self._write(home, data, buffer, after=copied, label=label))
+        return home, Sent(copied, self._write(home, data, buffer, copied, label))
 
     def _write(
-        self, home: Home, data: torch.Tensor, buffer: PooledBuffer, *, after: LaneTicket, label: str
+        self, home: Home, data: torch.Tensor, buffer: PooledBuffer, copied: LaneTicket, label: str
     ) -> LaneTicket:
         store, writer, staging = self._store, self._writer, self._staging
         if writer is None or staging is None:
@@ -211,7 +212,7 @@ class Sender:
             finally:
                 staging.give_back(buffer)
 
-        return writer.submit(write, after=[after], label=label)
+        return writer.submit(write, after=[copied], label=label)
 
     def close(self) -> None:
         """Finish what was submitted and stop the threads."""

@@ -69,7 +69,7 @@ class InputCopy:
 
         A copy in host memory is complete by then: what is fetched was given up behind it, and the fence is behind that.
         """
-        after = self.sent.written
+        after = [self.sent.written]
         return self.homes.fetcher.submit(self.home, target, after=after, fence=fence, label=self.label)
 
     def release(self) -> None:

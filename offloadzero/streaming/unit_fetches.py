@@ -40,7 +40,7 @@ class UnitFetches:
         return self._fetcher.submit(
             unit.home,
             target,
-            after=unit.updated,
+            after=[unit.updated],
             fence=fence,
             label=unit.record.name,
             delivered=delivered,
