@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offloadzero
 from offloadzero.memory.arena import Lease
-from offloadzero.schedule.prefetch import Operation
+from offloadzero.schedule.prefetch import Move
 from offloadzero.streaming.executor import Executor
 from tests import models
 from tests.models import Stack, features
@@ -193,7 +193,7 @@ def test_plans_that_are_kept_are_what_planning_gives(
     plan = Executor._plan
     num_kept = 0
 
-    def compared(executor: Executor) -> list[Operation]:
+    def compared(executor: Executor) -> list[Move]:
         nonlocal num_kept
         protected = executor._protected()  # a fetch may arrive at any time
         with monkeypatch.context() as fixed:

@@ -33,9 +33,9 @@ from offloadzero.errors import StateError
 from offloadzero.parameters.remote import (
     META,
     FixedSource,
-    Operation,
     RemoteTensor,
     Source,
+    TorchOp,
     asking_for_device,
 )
 from offloadzero.parameters.trees import map_leaves
@@ -182,7 +182,7 @@ class GradientTensor(RemoteTensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: Operation,
+        func: TorchOp,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -370,7 +370,7 @@ def _check_and_unscale(gradients: Sequence[Any], found_inf: Tensor, inverse_scal
     return None
 
 
-_SHORTCUTS: Mapping[Operation, Callable[..., Any]] = {
+_SHORTCUTS: Mapping[TorchOp, Callable[..., Any]] = {
     aten.linalg_vector_norm.default: _vector_norm,
     aten._foreach_norm.Scalar: _list_norm,
     aten.mul_.Tensor: _multiply,

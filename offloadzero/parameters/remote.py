@@ -43,7 +43,7 @@ from offloadzero.torch_private import (
 
 META = torch.device("meta")
 
-Operation = Any  # torch._ops.OpOverload: its class has no public name
+TorchOp = Any  # torch._ops.OpOverload: its class has no public name
 
 
 class Source(Protocol):
@@ -112,7 +112,7 @@ class FixedSource:
 class _View:
     """How a view is made of the tensor it is a view of."""
 
-    def __init__(self, function: Operation, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def __init__(self, function: TorchOp, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._function = function
         self._arguments = arguments  # behind the tensor itself
         self._keywords = keywords
@@ -263,7 +263,7 @@ class RemoteTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: Operation,
+        func: TorchOp,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -356,13 +356,13 @@ def asking_for_device(
 _REFUSED = re.compile(r"(set_|resize_|resize_as_|as_strided|as_strided_|set_data)(\.|$)")
 
 
-def _refuse_what_needs_memory(func: Operation, args: tuple[Any, ...]) -> None:
+def _refuse_what_needs_memory(func: TorchOp, args: tuple[Any, ...]) -> None:
     name = func._schema.name.removeprefix("aten::")
     if _REFUSED.match(name):
         next(argument for argument in args if isinstance(argument, RemoteTensor))._refuse(f"{name}()")
 
 
-def _view(func: Operation, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+def _view(func: TorchOp, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """A view of the same value. The first argument of all view operations is what they look at."""
     base = args[0]
     if not isinstance(base, RemoteTensor):
@@ -387,7 +387,7 @@ def _view(func: Operation, args: tuple[Any, ...], keywords: dict[str, Any]) -> A
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
-def _written(func: Operation) -> Callable[[int, str], bool]:
+def _written(func: TorchOp) -> Callable[[int, str], bool]:
     """Whether an argument of an operation, by place and name, is written."""
     places = {
         i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
@@ -396,7 +396,7 @@ def _written(func: Operation) -> Callable[[int, str], bool]:
     return lambda place, name: place in places or name in names
 
 
-def _compute(func: Operation, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+def _compute(func: TorchOp, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Run an operation on values: read what it takes, write what it has changed."""
     if _is_list_operation(func, args):
         return _one_by_one(func, args, keywords)
@@ -477,12 +477,12 @@ def _shares_memory(one: Tensor, other: Tensor) -> bool:
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
-def _is_list_operation(func: Operation, args: tuple[Any, ...]) -> bool:
+def _is_list_operation(func: TorchOp, args: tuple[Any, ...]) -> bool:
     name = func._schema.name.removeprefix("aten::")
     return name.startswith("_foreach_") and isinstance(args[0], list | tuple) and len(args[0]) > 1
 
 
-def _one_by_one(func: Operation, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+def _one_by_one(func: TorchOp, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """A list operation, element by element: never more than one value of a list is in memory."""
     count = len(args[0])
 

@@ -31,7 +31,7 @@ class Fetch:
     unit: int
 
 
-Operation = Evict | Fetch
+Move = Evict | Fetch
 
 NEVER = 1 << 60  # a distance
 
@@ -87,7 +87,7 @@ def plan_prefetch(
     protected: Collection[int],
     in_use: int | None = None,
     free_bytes: int,
-) -> list[Operation]:
+) -> list[Move]:
     """The evictions and fetches worth starting now, in order: [Note: as few fetches as possible, each early].
 
     Args:
@@ -103,7 +103,7 @@ def plan_prefetch(
     staying = set(protected) - {in_use}
     needed = set(protected)  # now, or before the use that is looked at
     previous = in_use
-    operations: list[Operation] = []
+    moves: list[Move] = []
     for position, unit in enumerate(upcoming):
         if unit not in held:
             victims: list[int] = []
@@ -119,11 +119,11 @@ def plan_prefetch(
             gained = free_bytes + sum(num_bytes[victim] for victim in victims)
             if gained < num_bytes[unit] or not needed.isdisjoint(victims):
                 break  # a later unit must not take the room this one waits for
-            operations.extend(Evict(victim) for victim in victims)
-            operations.append(Fetch(unit))
+            moves.extend(Evict(victim) for victim in victims)
+            moves.append(Fetch(unit))
             held.difference_update(victims)
             held.add(unit)
             free_bytes = gained - num_bytes[unit]
         needed.add(unit)
         previous = unit
-    return operations
+    return moves

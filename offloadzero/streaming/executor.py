@@ -41,7 +41,7 @@ from offloadzero.observe.stream_clock import Mark
 from offloadzero.optim.records import Record, slot_layout
 from offloadzero.schedule.prefetch import (
     Evict,
-    Operation,
+    Move,
     choose_victims,
     eviction_order,
     next_uses,
@@ -132,7 +132,7 @@ class Executor:
         # The order of use that plans were made for, the uses after it, and the plans by what else they depend on.
         self._planned_order: tuple[int, ...] = ()
         self._after_order: tuple[int, ...] = ()
-        self._plans: dict[tuple[Any, ...], list[Operation]] = {}
+        self._plans: dict[tuple[Any, ...], list[Move]] = {}
         self._current = -1
         self._planned_use: int | None = None  # of the unit whose use to come has been planned for, if one has
         self._guarded: list[int] = []
@@ -570,7 +570,7 @@ class Executor:
             self._planned_order = order
         return self._after_order
 
-    def _plan(self) -> list[Operation]:
+    def _plan(self) -> list[Move]:
         """What to start now. Most steps are like the one before and find its plans, in a quarter of the time."""
         later, protected, free_bytes = self._later(), self._protected(), self._arena.free_bytes
         key = (self._trace.cursor, self._current, free_bytes, self._present, protected)
@@ -595,9 +595,9 @@ class Executor:
     def _prefetch(self) -> None:
         if len(self._present) == len(self._streamed):
             return
-        for operation in self._plan():
-            unit = self._units[operation.unit]
-            if isinstance(operation, Evict):
+        for move in self._plan():
+            unit = self._units[move.unit]
+            if isinstance(move, Evict):
                 unit.expect_no_late_write()
                 self._release(unit)
                 continue
