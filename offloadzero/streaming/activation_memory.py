@@ -16,6 +16,7 @@ launched; the next fetch writes behind a fence.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,7 +29,6 @@ from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.slots import Slots
 from offloadzero.planning.memory_plan import INPUT_BYTES_KEY, format_bytes
-from offloadzero.planning.probe import available_host_bytes
 from offloadzero.torch_private import storage_use_count, with_own_storage
 
 
@@ -60,8 +60,17 @@ def beyond_plan(tier: TierName, num_bytes: int, label: str, slots: Slots) -> Bud
 class Reserve:
     """Counts what a tier's checkpoints take beside the plan, and refuses what does not fit."""
 
-    def __init__(self, tier: TierName, *, budget: int | None, planned_bytes: int) -> None:
+    def __init__(
+        self,
+        tier: TierName,
+        *,
+        budget: int | None,
+        planned_bytes: int,
+        available_bytes: Callable[[], int] | None = None,
+    ) -> None:
+        """`available_bytes`: those that the machine has now, of a tier that shares them with others."""
         self.tier = tier
+        self._available_bytes = available_bytes
         self.num_bytes = 0
         self._budget = budget
         self._planned_bytes = planned_bytes
@@ -84,10 +93,10 @@ class Reserve:
                     f"states, {taken}, {format_bytes(num_bytes)} more are asked for.\nWhat would make it fit: "
                     "another offloadzero.activation_checkpoints.tier, a smaller micro batch, or a larger budget."
                 )
-        elif self.tier is TierName.HOST and num_bytes > available_host_bytes():
+        elif self._available_bytes is not None and num_bytes > (available := self._available_bytes()):
             raise BudgetError(
-                f"{label}: {format_bytes(num_bytes)} of host memory are asked for, "
-                f"{format_bytes(available_host_bytes())} are available; {taken}"
+                f"{label}: {format_bytes(num_bytes)} of {self.tier.value} memory are asked for, "
+                f"{format_bytes(available)} are available; {taken}"
             )
 
 

@@ -34,6 +34,7 @@ from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
+from offloadzero.planning.probe import available_host_bytes
 from offloadzero.streaming.activation_homes import (
     EndedCell,
     EndedCells,
@@ -297,14 +298,19 @@ def make_activation_store(
     ended = EndedCells(clock=clock, failures=store.failures)
     home: InputHomes | None = None
     if tier is not TierName.DEVICE:
-        host, nvme = (
-            Reserve(name, budget=budgets[name], planned_bytes=planned_bytes[name])
-            for name in (TierName.HOST, TierName.NVME)
+        host = Reserve(
+            TierName.HOST,
+            budget=budgets[TierName.HOST],
+            planned_bytes=planned_bytes[TierName.HOST],
+            available_bytes=available_host_bytes,
         )
         memory = HostMemory(store.accelerator, host, pin_memory, planned)
         if tier is TierName.HOST:
             home = homes_in_host_memory(memory, ended, store=store)
         else:
+            nvme = Reserve(
+                TierName.NVME, budget=budgets[TierName.NVME], planned_bytes=planned_bytes[TierName.NVME]
+            )
             home = homes_on_file(
                 memory, ended, store=store, clock=clock, reserve=nvme, paths=nvme_paths, aio=aio
             )
