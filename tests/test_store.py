@@ -78,7 +78,7 @@ def test_neighbouring_holes_become_one() -> None:
 
 
 def test_arrays_of_two_to_the_k_elements_lie_apart() -> None:
-    """[Note: a page apart]: at equal offsets modulo 2 MiB an update is much slower."""
+    """[Note: staggered arrays]: at equal offsets modulo 2 MiB an update is much slower."""
     num_elements = 1 << 20
     sizes = StoreSizes(device=0, host=5 * (4 * num_elements + PAGE), nvme=0)
     store = TieredStore(

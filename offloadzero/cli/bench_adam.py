@@ -147,7 +147,7 @@ class Records:
     def __init__(self, num_params: int) -> None:
         import torch
 
-        from offloadzero.memory.arena import Arena, allocate_host, apart
+        from offloadzero.memory.arena import Arena, allocate_host, staggered
         from offloadzero.native.compact import compact_encode, num_scales
         from offloadzero.native.cpu_adam import AdamHyper, split_master
 
@@ -159,7 +159,7 @@ class Records:
 
         def zeros(dtype: torch.dtype) -> torch.Tensor:
             """In huge pages and a page apart, as in training."""
-            return memory.lease(apart(num_params * dtype.itemsize), "array").view(dtype, num_params)
+            return memory.lease(staggered(num_params * dtype.itemsize), "array").view(dtype, num_params)
 
         exp_avg = zeros(torch.float32).normal_(0.0, 1e-4, generator=generator)
         exp_avg_sq = zeros(torch.float32).normal_(0.0, 1e-3, generator=generator).square_()

@@ -1,6 +1,6 @@
 """Arenas, leases and pools: fixed memory reserved at start (floor 3).
 
-[Note: a page apart]
+[Note: staggered arrays]
 An update reads and writes four or five arrays in step. Where they lie at equal offsets modulo 2 MiB (a huge page)
 Adam in fp32 takes 1.6 times as long (two cores of Zen 4, 2.26 instead of 3.63 Gparam/s). Arrays of 2^k elements one
 after the other do lie so; with a page between them they do not.
@@ -30,8 +30,8 @@ def align_up(num_bytes: int, alignment: int = ALIGN_BYTES) -> int:
     return -(-num_bytes // alignment) * alignment
 
 
-def apart(num_bytes: int) -> int:
-    """Bytes from the start of one of several arrays that are used in step to the next: [Note: a page apart]."""
+def staggered(num_bytes: int) -> int:
+    """Bytes from the start of one of several arrays that are used together to the next: [Note: staggered arrays]."""
     return align_up(num_bytes) + ALIGN_BYTES
 
 

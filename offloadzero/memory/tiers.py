@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from offloadzero.config import TierName
-from offloadzero.memory.arena import Arena, apart
+from offloadzero.memory.arena import Arena, staggered
 from offloadzero.memory.lanes import NO_FENCE, Accelerator, Fence, LaneTicket
 from offloadzero.memory.tickets import FINISHED, Failures, Ticket
 
@@ -183,8 +183,8 @@ class HostTier:
         self.arena = arena
 
     def allocate(self, dtype: torch.dtype, num_elements: int, label: str) -> torch.Tensor:
-        """Memory of the host's arena, which is fresh, hence zero: [Note: a page apart]."""
-        return self.arena.lease(apart(num_elements * dtype.itemsize), label).view(dtype, num_elements)
+        """Memory of the host's arena, which is fresh, hence zero: [Note: staggered arrays]."""
+        return self.arena.lease(staggered(num_elements * dtype.itemsize), label).view(dtype, num_elements)
 
     def read(
         self,

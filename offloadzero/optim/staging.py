@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offloadzero.config import SegmentKind
-from offloadzero.memory.arena import Lease, apart
+from offloadzero.memory.arena import Lease, staggered
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.optim.records import Record
@@ -107,7 +107,7 @@ class ChunkStager:
             chunk.slot.users.wait()
         part = chunk.record.chunk_slice(kind, chunk.start, chunk.stop)
         view = chunk.slot.lease.view(dtype, part.stop - part.start, start_byte=chunk.used_bytes)
-        chunk.used_bytes += apart(view.nbytes)
+        chunk.used_bytes += staggered(view.nbytes)
         return view
 
     def write_back(self, chunk: StagedChunk, *, readers: Sequence[Ticket] = ()) -> list[Ticket]:

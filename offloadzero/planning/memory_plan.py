@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from offloadzero.config import OffloadConfig, PlacementRule, SegmentKind, TierName
 from offloadzero.errors import BudgetError, ConfigError
-from offloadzero.memory.arena import ALIGN_BYTES, align_up, apart, room_for
+from offloadzero.memory.arena import ALIGN_BYTES, align_up, room_for, staggered
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.optim.device_math import norm_scratch_bytes
 from offloadzero.optim.records import Record
@@ -378,7 +378,7 @@ def _add_homes(
     totals: dict[tuple[TierName, SegmentKind], int] = {}
 
     def add(tier: TierName, kind: SegmentKind, num_bytes: int) -> None:
-        size = apart(num_bytes) if tier is TierName.HOST else align_up(num_bytes)
+        size = staggered(num_bytes) if tier is TierName.HOST else align_up(num_bytes)
         totals[tier, kind] = totals.get((tier, kind), 0) + size
 
     for record in records:
@@ -459,7 +459,7 @@ def _slot_bytes(records: Sequence[Record], config: OffloadConfig, placement: Pla
         needed = 0
         for kind, dtype in staged.items():  # the first chunk is the largest
             part = record.chunk_slice(kind, 0, min(config.update.chunk_elements, record.num_trainable))
-            needed += apart((part.stop - part.start) * dtype.itemsize)
+            needed += staggered((part.stop - part.start) * dtype.itemsize)
         largest = max(largest, needed)
     return largest
 
