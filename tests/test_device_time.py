@@ -136,7 +136,7 @@ def train_step(engine: Any, device: VirtualDevice) -> None:
     engine.backward(engine(torch.ones(2, WIDTH, dtype=torch.bfloat16)))
     engine.step()
     now_s = device.hosts.now_s
-    for unit in engine.optimizer.runtime.executor._units:
+    for unit in engine.optimizer.runtime.executor.units:
         unit.updated.wait()
         if unit.fetched is not None:
             unit.fetched.wait()

@@ -272,7 +272,7 @@ def test_records_hold_losses_waits_and_the_bytes_of_the_drive(tmp_path: Path, cl
         assert len(records_of(run_dir)) == seed  # one step late
         if seed == 4:
             engine.synchronize()
-            for unit in runtime.executor._units:  # fetches for a sixth step are on their way
+            for unit in runtime.executor.units:  # fetches for a sixth step are on their way
                 if unit.fetched is not None:
                     unit.fetched.wait()
             after = runtime.store.nvme.engine.stats()

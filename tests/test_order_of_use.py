@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import offloadzero
 from offloadzero.memory.arena import Lease
 from offloadzero.schedule.prefetch import Move
-from offloadzero.streaming.executor import Executor
+from offloadzero.streaming.residency import ResidencyPolicy
+from offloadzero.streaming.unit_leases import UnitLeases
 from tests import models
 from tests.models import Stack, features
 from tests.test_schedule import fewest_fetches_without_misses, there_and_back
@@ -30,18 +31,18 @@ class Counter:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fetched: list[int] = []
         self.stalled: list[int] = []
-        start_fetch, on_demand = Executor._start_fetch, Executor._lease_on_demand
+        start_fetch, on_demand = UnitLeases.start_fetch, UnitLeases.lease_on_demand
 
-        def counted_fetch(executor: Executor, unit: Any, lease: Lease) -> None:
+        def counted_fetch(leases: UnitLeases, unit: Any, lease: Lease) -> None:
             self.fetched.append(_number(unit))
-            start_fetch(executor, unit, lease)
+            start_fetch(leases, unit, lease)
 
-        def counted_stall(executor: Executor, unit: Any, **options: bool) -> Lease:
+        def counted_stall(leases: UnitLeases, unit: Any, **options: bool) -> Lease:
             self.stalled.append(_number(unit))
-            return on_demand(executor, unit, **options)
+            return on_demand(leases, unit, **options)
 
-        monkeypatch.setattr(Executor, "_start_fetch", counted_fetch)
-        monkeypatch.setattr(Executor, "_lease_on_demand", counted_stall)
+        monkeypatch.setattr(UnitLeases, "start_fetch", counted_fetch)
+        monkeypatch.setattr(UnitLeases, "lease_on_demand", counted_stall)
 
     def take(self) -> tuple[list[int], list[int]]:
         """(fetched, stalled) since the last call."""
@@ -190,22 +191,22 @@ def test_plans_that_are_kept_are_what_planning_gives(
     clipping: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over skipped blocks, evaluations and changes of the order."""
-    plan = Executor._plan
+    plan = ResidencyPolicy.plan
     num_kept = 0
 
-    def compared(executor: Executor) -> list[Move]:
+    def compared(policy: ResidencyPolicy, free_bytes: int) -> Sequence[Move]:
         nonlocal num_kept
-        protected = executor._protected()  # a fetch may arrive at any time
+        protected = policy.protected()  # a fetch may arrive at any time
         with monkeypatch.context() as fixed:
-            fixed.setattr(executor, "_protected", lambda: protected)
-            num_plans = len(executor._plans)
-            operations = plan(executor)
-            num_kept += len(executor._plans) == num_plans
-            fixed.setattr(executor, "_plans", {})
-            assert plan(executor) == operations
-        return operations
+            fixed.setattr(policy, "protected", lambda: protected)
+            num_plans = len(policy._plans)
+            moves = plan(policy, free_bytes)
+            num_kept += len(policy._plans) == num_plans and len(policy.present) < len(policy.streamed)
+            fixed.setattr(policy, "_plans", {})
+            assert plan(policy, free_bytes) == moves
+        return moves
 
-    monkeypatch.setattr(Executor, "_plan", compared)
+    monkeypatch.setattr(ResidencyPolicy, "plan", compared)
     config = config_with_room(3, tmp_path, clipping=clipping)
     engine = start(lambda: models.SometimesStack(num_blocks=NUM_BLOCKS), config)
     for seed in range(12):

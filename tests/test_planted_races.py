@@ -28,6 +28,7 @@ from offloadzero.optim.update import UpdatePipeline
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.gradients import GradientCollector
 from offloadzero.streaming.stepping import Stepper
+from offloadzero.streaming.unit_leases import UnitLeases
 from offloadzero.streaming.weights import WeightAccess
 from tests.schedules import Schedule, disturbed, draw_schedule, reference
 from tests.test_races import SCENARIOS, make_reference, scenario_config
@@ -90,16 +91,16 @@ def test_fetch_that_does_not_wait_for_the_update_is_caught(
     name: str, placement: str, expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_updates(monkeypatch)
-    start_fetch = Executor._start_fetch
+    start_fetch = UnitLeases.start_fetch
 
-    def impatient(executor: Executor, unit: Any, lease: Lease) -> None:
+    def impatient(leases: UnitLeases, unit: Any, lease: Lease) -> None:
         updated, unit.updated = unit.updated, FINISHED
         try:
-            start_fetch(executor, unit, lease)
+            start_fetch(leases, unit, lease)
         finally:
             unit.updated = updated
 
-    expect_caught(name, placement, lambda: monkeypatch.setattr(Executor, "_start_fetch", impatient))
+    expect_caught(name, placement, lambda: monkeypatch.setattr(UnitLeases, "start_fetch", impatient))
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])
@@ -124,10 +125,10 @@ def test_lease_released_while_in_use_is_caught(
 
         def pin_and_forget(executor: Executor, index: int, **options: Any) -> None:
             pin(executor, index, **options)
-            unit = executor._units[index]
+            unit = executor.units[index]
             if unit.lease is not None:
                 unit.lease.release()  # poisons
-                unit.lease = executor._arena.try_lease(unit.record.param_bytes, "again")
+                unit.lease = executor.leases.arena.try_lease(unit.record.param_bytes, "again")
 
         monkeypatch.setattr(Executor, "pin", pin_and_forget)
 
@@ -288,13 +289,13 @@ def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def fetch_before_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    start_fetch = Executor._start_fetch
+    start_fetch = UnitLeases.start_fetch
 
-    def impatient(executor: Executor, unit: Any, lease: Lease) -> None:
+    def impatient(leases: UnitLeases, unit: Any, lease: Lease) -> None:
         with swapped(unit, "updated", FINISHED):
-            start_fetch(executor, unit, lease)
+            start_fetch(leases, unit, lease)
 
-    monkeypatch.setattr(Executor, "_start_fetch", impatient)
+    monkeypatch.setattr(UnitLeases, "start_fetch", impatient)
 
 
 def use_before_the_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +306,7 @@ def use_of_a_resident_unit_before_its_update(monkeypatch: pytest.MonkeyPatch) ->
     touch = Executor.touch
 
     def impatient(executor: Executor, index: int, **options: Any) -> None:
-        with swapped(executor._units[index], "updated", FINISHED):
+        with swapped(executor.units[index], "updated", FINISHED):
             touch(executor, index, **options)
 
     monkeypatch.setattr(Executor, "touch", impatient)

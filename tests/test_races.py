@@ -23,7 +23,7 @@ from offloadzero.errors import OffloadError
 from offloadzero.memory.arena import Arena
 from offloadzero.memory.lanes import Lane
 from offloadzero.parameters.weight import get_data
-from offloadzero.streaming.executor import Executor
+from offloadzero.streaming.unit_leases import UnitLeases
 from offloadzero.torch_private import DisableTorchFunctionSubclass
 from tests import models
 from tests.models import Stack, TiedLM, features, tokens
@@ -201,7 +201,7 @@ def test_a_delivery_in_part_ends_before_its_lease_goes_on(
         return losses
 
     expected = run_engine(HalfUsedStack, loop, make_config("resident", tmp_path, clipping=1.0))
-    launch, complete_fetch = Lane._launch, Executor._complete_fetch
+    launch, complete_fetch = Lane._launch, UnitLeases.complete_fetch
     fetched, copied = threading.Event(), threading.Event()
     num_copies = 0
 
@@ -216,14 +216,14 @@ def test_a_delivery_in_part_ends_before_its_lease_goes_on(
         finally:
             copied.set()
 
-    def complete(executor: Executor, unit: Any, stream: Any, **options: Any) -> None:
-        complete_fetch(executor, unit, stream, **options)
+    def complete(leases: UnitLeases, unit: Any, stream: Any, **options: Any) -> None:
+        complete_fetch(leases, unit, stream, **options)
         if num_copies and unit.record.name == "blocks.1":
             fetched.set()
             copied.wait(0.2)
 
     monkeypatch.setattr(Lane, "_launch", late)
-    monkeypatch.setattr(Executor, "_complete_fetch", complete)
+    monkeypatch.setattr(UnitLeases, "complete_fetch", complete)
     config = make_config("nvme", tmp_path, clipping=1.0, offloadzero={"update": {"chunk_elements": 4096}})
     outcome = run_engine(HalfUsedStack, loop, config)
     assert num_copies

@@ -405,7 +405,8 @@ def _unit_lease_bytes(
     """Room for unit leases: what the device budget leaves, else the largest need and the units prefetched.
 
     `recomputes`: backward runs forwards of sites while an operation waits for them with a weight in its hands. Within a
-    device budget that is too small for both it holds a copy: [Note: what protects a lease] in streaming/executor.py.
+    device budget that is too small for both it holds a copy: [Note: weights that find no room] in
+    streaming/saved_weights.py.
     """
     if not streamed:
         return 0

@@ -58,6 +58,7 @@ from offloadzero.parameters.weight import AwayParameter, PresentParameter, recor
 from offloadzero.streaming.activations import ActivationStore, Call, KeptInput
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import SavedWeight
+from offloadzero.streaming.saved_weights import SavedWeights
 from offloadzero.streaming.stepping import Stepper
 from offloadzero.streaming.units import Site, UnitCut
 from offloadzero.streaming.weights import WeightAccess
@@ -267,6 +268,7 @@ class ModelHooks:
     ) -> None:
         """`checkpointed` are modules by their units' names; `activations` takes their inputs."""
         self.executor = executor
+        self._saved_weights = SavedWeights(executor)
         self.timeline = timeline
         self._stepper = stepper
         self._weights = weights
@@ -346,7 +348,7 @@ class ModelHooks:
         """The innermost saved-tensor hooks if they are this engine's."""
         top = top_saved_tensors_default_hooks(False)
         owner = getattr(top[0], "__self__", None) if top is not None else None
-        is_own = isinstance(owner, _SavedTensorHooks) and owner.executor is self.executor
+        is_own = isinstance(owner, _SavedTensorHooks) and owner.weights is self._saved_weights
         return owner if is_own else None
 
     # --- writes ---
@@ -371,7 +373,7 @@ class ModelHooks:
         if self._own_innermost() is not None:
             return False
         hooks = _SavedTensorHooks(
-            self.executor, top_saved_tensors_default_hooks(False), timeline=self.timeline
+            self._saved_weights, top_saved_tensors_default_hooks(False), timeline=self.timeline
         )
         push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
         return True
@@ -379,12 +381,12 @@ class ModelHooks:
     def push_input_hooks(self, name: str) -> None:
         """The pair that takes the inputs of unit `name`: [Note: checkpointed units]."""
         others = self._own_innermost() or _SavedTensorHooks(
-            self.executor, top_saved_tensors_default_hooks(False), timeline=self.timeline
+            self._saved_weights, top_saved_tensors_default_hooks(False), timeline=self.timeline
         )
         if others.is_under_foreign or self._activations is None:
             push_saved_tensors_default_hooks(others.pack, others.unpack)
         else:
-            inputs = _InputHooks(Call(name), self._activations, self.executor, others)
+            inputs = _InputHooks(Call(name), self._activations, self._saved_weights, others)
             push_saved_tensors_default_hooks(inputs.pack, inputs.unpack)
 
     # --- gradients ---
@@ -483,13 +485,13 @@ class _SavedTensorHooks:
     """One pair of saved-tensor hooks; `outer` is a foreign pair that gets what is no weight of ours."""
 
     def __init__(
-        self, executor: Executor, outer: Sequence[Callable[[Any], Any]] | None, *, timeline: Timeline
+        self, weights: SavedWeights, outer: Sequence[Callable[[Any], Any]] | None, *, timeline: Timeline
     ) -> None:
         self._timeline = timeline
-        self.executor = executor
-        self._low, self._high = executor.address_range
-        self._save = executor.save
-        self._load = executor.load
+        self.weights = weights
+        self._low, self._high = weights.address_range
+        self._save = weights.save
+        self._load = weights.load
         self._outer = outer
 
     # Called for every saved tensor: what times them costs nothing when nobody looks. Not attributes: a method of its
@@ -549,12 +551,12 @@ class _InputHooks:
     """Saved-tensor hooks for the inputs of one call of a checkpointed unit."""
 
     def __init__(
-        self, call: Call, activations: ActivationStore, executor: Executor, others: _SavedTensorHooks
+        self, call: Call, activations: ActivationStore, weights: SavedWeights, others: _SavedTensorHooks
     ) -> None:
         """`others` gets what does not move: weights of ours, indices, small tensors."""
         self._call = call
         self._activations = activations
-        self._is_weight = executor.is_weight
+        self._is_weight = weights.is_weight
         self._others = others
 
     def pack(self, tensor: torch.Tensor) -> Any:

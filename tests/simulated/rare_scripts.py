@@ -270,7 +270,7 @@ def use_old_graphs_without_room(engine: Any) -> list[float]:
     touch = Executor.touch
 
     def touching(executor: Executor, index: int, **given: bool) -> None:
-        is_away = executor._units[index].residency is RELEASED
+        is_away = executor.units[index].residency is RELEASED
         if is_away and sys._getframe(1).f_code.co_name == "load":
             raise BudgetError("no room")
         touch(executor, index, **given)

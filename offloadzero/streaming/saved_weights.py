@@ -1,0 +1,77 @@
+"""The weights among the tensors that autograd saves: their handles, and the way back to them (floor 5).
+
+[Note: weights that find no room]
+The plan has room for what sites need together; a node of backward may need more, weights of several units. What finds
+no room then is read from its home into memory of its own. While the node waits for a recomputation, which needs the
+room for its sites, it holds such a copy from the start. (Where the configuration has units checkpointed, the plan
+has room for both unless a device budget is too small for that.)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import chain
+
+import torch
+
+from offloadzero.errors import BudgetError, StateError
+from offloadzero.streaming.executor import Executor
+from offloadzero.streaming.leased_unit import HOME, LeasedUnit, SavedWeight
+
+
+class SavedWeights:
+    """Turns weights that are saved into handles, and handles into the weights, fetched again if need be."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._units = executor.units
+        self._residency = executor.residency
+        self._needed_with = executor.residency.needed_with
+        self._uses_again = executor.uses_again
+        homes = sorted((u for u in executor.units if u.residency is HOME), key=lambda unit: unit.address)
+        self._homes = [unit.record.index for unit in homes]
+        self._home_addresses = [unit.address for unit in homes]
+        # [low, high): addresses at which a saved tensor is a weight of ours.
+        self.address_range = executor.address_range
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in device memory of ours."""
+        low, high = self.address_range
+        return low <= tensor.data_ptr() < high
+
+    def save(self, tensor: torch.Tensor, address: int) -> SavedWeight:
+        """A handle for a tensor that is a weight; `address` is its `data_ptr()`."""
+        unit = self._units[self._residency.current]  # most likely
+        if not 0 <= address - unit.address < unit.num_bytes:  # `unit.holds(address)`, in half the time
+            unit = self._unit_at(address)
+        return unit.save(tensor, address)
+
+    def _unit_at(self, address: int) -> LeasedUnit:
+        """The unit whose parameters on the device hold `address`."""
+        home = bisect_right(self._home_addresses, address) - 1
+        for index in chain((self._homes[home],) if home >= 0 else (), self._residency.present):
+            if self._units[index].holds(address):
+                return self._units[index]
+        raise StateError("a tensor saved for backward lies in a released lease")
+
+    def load(self, saved: SavedWeight, *, may_recompute: bool = False) -> torch.Tensor:
+        """The weight that `saved` stands for, fetched again if need be: [Note: weights that find no room].
+
+        `may_recompute`: forwards may run before the operation that it is for.
+        """
+        index = saved.unit
+        unit = self._units[index]
+        unit.expect_as_saved(saved)
+        needed = self._needed_with.get(index, (index,))
+        if not may_recompute and len(needed) == 1 and self._uses_again(unit):
+            return saved.view.of(unit)
+        try:
+            for each in needed:
+                self._executor.touch(each, guard=True)
+        except BudgetError:  # every lease is in use
+            return saved.view.view_in(self._executor.read_home(unit))
+        weight = saved.view.of(unit)
+        if may_recompute and self._residency.is_tight:
+            self._residency.unguard(needed)
+            return weight.clone()
+        return weight

@@ -1,0 +1,143 @@
+"""Units in their leases: fetched, arrived, released (floor 5).
+
+Work launched on a stream is covered by fences: a fetch into a lease waits, on its stream, for what had been launched
+on the [Note: streams that compute] when the lease was given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offloadzero.errors import BudgetError, StateError
+from offloadzero.memory.arena import Arena, Lease, align_up
+from offloadzero.memory.device import Stream
+from offloadzero.memory.store import TieredStore
+from offloadzero.observe.clock import StepClock
+from offloadzero.observe.stream_clock import Mark
+from offloadzero.schedule.prefetch import Evict
+from offloadzero.streaming.leased_unit import FETCHING, HOME, READY, RELEASED, LeasedUnit
+from offloadzero.streaming.residency import ResidencyPolicy
+from offloadzero.streaming.unit_fetches import UnitFetches
+
+
+class UnitLeases:
+    """Moves units as the residency policy says, and tells it what is there."""
+
+    def __init__(
+        self,
+        units: Sequence[LeasedUnit],
+        store: TieredStore,
+        *,
+        arena: Arena,
+        residency: ResidencyPolicy,
+        fetches: UnitFetches,
+        clock: StepClock,
+    ) -> None:
+        """`arena`: the part of the device's memory from which the leases are cut."""
+        self._units = units
+        self._store = store
+        self.arena = arena
+        self._residency = residency
+        self._fetches = fetches
+        self._clock = clock
+
+    def prefetch(self) -> None:
+        """Start what comes next."""
+        for move in self._residency.plan(self.arena.free_bytes):
+            unit = self._units[move.unit]
+            if isinstance(move, Evict):
+                unit.expect_no_late_write()
+                self.release(unit)
+                continue
+            lease = self.arena.try_lease(unit.num_bytes, unit.record.name)
+            if lease is None:
+                return  # the free bytes lie in several holes; the next use tries again
+            self.start_fetch(unit, lease)
+
+    def lease_on_demand(self, unit: LeasedUnit, *, ends_guards: bool) -> Lease:
+        """A lease for a unit that is used now.
+
+        `ends_guards`: a forward begins, so what was read outside of forwards has been used.
+        """
+        name, size = unit.record.name, unit.num_bytes
+        while (lease := self.arena.try_lease(size, name)) is None:
+            victims = self._residency.victims(align_up(size) - self.arena.free_bytes)
+            if victims:
+                for victim in victims:
+                    self._units[victim].expect_no_late_write()
+                    self.release(self._units[victim])
+                continue
+            arriving = [u for u in self._units if u.residency is FETCHING]
+            if not arriving and ends_guards and self._residency.end_guards():
+                continue
+            if not arriving:
+                raise self._no_room(name, size)
+            for other in arriving:  # fetched for later: their room is needed now
+                self.complete_fetch(other, self._store.accelerator.note_stream())
+        return lease
+
+    def _no_room(self, name: str, size: int) -> BudgetError:
+        kept = [
+            self._units[i].record.name for i in sorted(self._residency.protected()) if self._units[i].lease
+        ]
+        return BudgetError(
+            f"{name}: {size:,} bytes do not fit beside {', '.join(kept) or 'nothing'}, which are in use "
+            f"({self.arena.free_bytes:,} of {self.arena.num_bytes:,} bytes of unit leases are free): "
+            "raise offloadzero.budgets.device or cut smaller units"
+        )
+
+    def start_fetch(self, unit: LeasedUnit, lease: Lease) -> None:
+        """Start to fetch a unit into `lease`, whole: [Note: waits look up]."""
+        with self._store.failures.whole(f"the fetch of {unit.record.name}"):
+            self._submit_fetch(unit, lease)
+
+    def _submit_fetch(self, unit: LeasedUnit, lease: Lease) -> None:
+        target = lease.view(unit.record.dtype, unit.record.num_elements)
+        unit.fetched = self._fetches.submit(unit, target)
+        unit.lease = lease
+        unit.arrived_for = []
+        unit.put_at(target)
+        unit.residency = FETCHING
+        self._residency.entered(unit.record.index)
+
+    def complete_fetch(self, unit: LeasedUnit, stream: Stream | None, *, since: Mark | None = None) -> None:
+        """What is launched on `stream` from now on finds the unit there."""
+        if unit.fetched is None:
+            raise AssertionError(f"{unit.record.name} is not being fetched")
+        if not unit.fetched.done():
+            with self._store.failures.handed_over(), self._clock.waiting("fetch", since=since):
+                unit.fetched.order_compute()
+        self._store.failures.check_readable()  # one that has failed is done
+        unit.residency = READY
+        unit.arrived_for.append(stream)
+
+    def wait_arrived(self, unit: LeasedUnit) -> None:
+        """Block until nothing writes the unit's lease."""
+        if unit.residency is HOME:
+            return
+        if self._residency.pins[unit.record.index]:
+            raise StateError(f"{unit.record.name} is updated while its module is in its forward")
+        if unit.residency is FETCHING and unit.fetched is not None and not unit.fetched.done():
+            with self._clock.waiting("fetch"), self._store.failures.handed_over():
+                unit.fetched.wait()
+
+    def release(self, unit: LeasedUnit) -> None:
+        """Give the unit's lease up; what has been launched may still read it."""
+        if unit.lease is None:
+            raise AssertionError(f"{unit.record.name} holds no lease")
+        lease, unit.lease = unit.lease, None
+        views = unit.views
+        unit.put_at(None)
+        unit.residency = RELEASED
+        self._residency.left(unit.record.index)
+        if unit.shown_at:
+            unit.show()  # placeholders
+        if views is not None:
+            try:
+                unit.give_up(views)
+            except StateError as error:
+                # A release may be half of something: the next use raises it.
+                self._store.failures.record(error)
+        if self._store.poison:
+            self._store.accelerator.join_streams()  # they may still read what is about to be poisoned
+        lease.release()
