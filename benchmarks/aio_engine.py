@@ -39,7 +39,7 @@ import numpy as np
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from offloadzero.native.aio import AioEngine, AioFile, AioTicket, UringOptions  # noqa: E402
+from offloadzero.native.aio import AioEngine, AioFile, AioTicket  # noqa: E402
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 KINDS = ("read", "write", "mixed")
@@ -153,14 +153,11 @@ class Engine:
         num_bytes: int,
         *,
         backend: str = "io_uring",
-        uring: UringOptions | None = None,
         is_registered: bool = True,
     ) -> None:
         num_operations = max(3, 2 * point.block_size * point.depth // OPERATION_SIZE)
         self._memory, self._num_bytes = memory[: num_operations * OPERATION_SIZE], num_bytes
-        self.engine = AioEngine(
-            backend=backend, block_size=point.block_size, queue_depth=point.depth, uring=uring
-        )
+        self.engine = AioEngine(backend=backend, block_size=point.block_size, queue_depth=point.depth)
         self._file: AioFile = self.engine.open(path)
         if is_registered and not self.engine.register_buffer(self._memory):
             print(f"unregistered memory: {self.engine.buffers_reason}", file=sys.stderr)
@@ -318,35 +315,22 @@ def table_row(kind: str, name: str, series: Series, reference: str) -> str:
     )
 
 
-# --- The ways of io_uring ---
+# --- The engine's own ways ---
 
-WAYS: dict[str, tuple[str, UringOptions, bool]] = {
-    "default, buffers registered": ("io_uring", UringOptions(), True),
-    "default, buffers not registered": ("io_uring", UringOptions(), False),
-    "without registered files": ("io_uring", UringOptions(fixed_files=False), True),
-    "without deferred task work": ("io_uring", UringOptions(defer_taskrun=False), True),
-    "without any of the three": ("io_uring", UringOptions(False, False, False), False),
-    "with sqpoll": ("io_uring", UringOptions(sqpoll=True), True),
-    "with iopoll": ("io_uring", UringOptions(iopoll=True), True),
-    "native AIO": ("native_aio", UringOptions(), False),
+WAYS: dict[str, tuple[str, bool]] = {
+    "io_uring, buffers registered": ("io_uring", True),
+    "io_uring, buffers not registered": ("io_uring", False),
+    "native AIO": ("native_aio", False),
 }
 
 
 def ways_section(path: Path, memory: SharedMemory, num_rounds: int) -> list[str]:
-    lines = ["## The engine's options", "", "Ratios over the first line, within rounds.", ""]
+    lines = ["## The engine's ways", "", "Ratios over the first line, within rounds.", ""]
     for point, num_bytes in {Point(4 * KIB, 64): 128 * MIB, Point(MIB, 32): GIB}.items():
         lines += [f"### Block size / depth {point}", "", *WAYS_HEAD]
         contenders: dict[str, Contender] = {
-            name: Engine(
-                path,
-                memory.array,
-                point,
-                num_bytes,
-                backend=backend,
-                uring=uring,
-                is_registered=is_registered,
-            )
-            for name, (backend, uring, is_registered) in WAYS.items()
+            name: Engine(path, memory.array, point, num_bytes, backend=backend, is_registered=is_registered)
+            for name, (backend, is_registered) in WAYS.items()
         }
         reference = next(iter(WAYS))
         all_series = {kind: take_turns(contenders, kind, path, num_rounds) for kind in ("read", "write")}

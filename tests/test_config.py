@@ -263,6 +263,7 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("offloadzero.update", "cores"): ([min(os.sched_getaffinity(0))], {}),
     ("offloadzero.aio", "backend"): ("aiofiles", {}),
     ("offloadzero.aio", "checksums"): (True, {}),
+    ("offloadzero.aio", "transfer_timeout_s"): (60, {}),
     ("offloadzero.observe", "step_line"): (True, {}),
     ("offloadzero.observe", "run_dir"): ("runs/a", {}),
     ("offloadzero.observe", "trace_steps"): ([3, "5-7"], {"run_dir": "runs/a"}),
@@ -599,6 +600,8 @@ def test_budgets() -> None:
         ("offloadzero.update", "cores", []),
         ("offloadzero.update", "cores", [1 << 20]),
         ("offloadzero.aio", "backend", "libaio"),
+        ("offloadzero.aio", "transfer_timeout_s", 0),
+        ("offloadzero.aio", "transfer_timeout_s", "60s"),
     ],
 )
 def test_bad_values_are_named(path: str, key: str, value: object) -> None:

@@ -654,6 +654,7 @@ ABSENT: Mapping[str, tuple[str, Callable[[offloadzero.OffloadConfig], bool]]] = 
     "aio.block_size": ("1 MiB when", lambda c: c.aio.block_size == 2**20),
     "aio.queue_depth": ("32 when", lambda c: c.aio.queue_depth == 32),
     "aio.intra_op_parallelism": ("1 when", lambda c: c.aio.num_threads == 1),
+    "offloadzero.aio.transfer_timeout_s": ("no limit when", lambda c: c.aio.transfer_timeout_s is None),
     "zero_optimization.offload_param.device": ("none when", lambda c: c.placement.rules == ()),
     "zero_optimization.offload_optimizer.device": ("none when", lambda c: c.placement.rules == ()),
     "zero_optimization.offload_param.pin_memory": ("true when", lambda c: c.pin_memory),

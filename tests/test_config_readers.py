@@ -65,6 +65,7 @@ READERS: Mapping[str, str] = {
     "AioConfig.queue_depth": "memory.nvme",
     "AioConfig.num_threads": "memory.nvme",
     "AioConfig.checksums": "memory.nvme",
+    "AioConfig.transfer_timeout_s": "memory.nvme",
     "ObserveConfig.step_line": "observe.monitor",
     "ObserveConfig.run_dir": "observe.monitor",
     "ObserveConfig.trace_steps": "observe.monitor",

@@ -16,6 +16,7 @@ import stat
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from offloadzero.memory import swap_file
 from offloadzero.memory.arena import BufferPool
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import Failures, Latch
-from offloadzero.native.aio import AioEngine
+from offloadzero.native.aio import AioEngine, AioTimeoutError
 from tests.tiny import all_states, make_engine, run_script, settings, start_script, train
 
 PATIENCE_S = 30.0
@@ -594,3 +595,28 @@ def test_a_latch_can_be_set_in_a_child_that_was_forked_while_another_thread_set_
             os._exit(0)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_drive_that_hangs_is_named_in_time(tmp_path: Path) -> None:
+    """A transfer that takes longer than the configuration allows ends the training; nothing is used afterwards."""
+    engine = make_engine(settings(tmp_path, aio={"transfer_timeout_s": 0.5}))
+    train(engine, num_steps=2)
+    engine.synchronize()
+    nvme = engine.optimizer.runtime.store.nvme
+    assert nvme is not None
+    nvme.engine.inject("delay", 1, 3_600_000)
+    started_s = time.monotonic()
+    with pytest.raises(AioTimeoutError) as caught:
+        train(engine, num_steps=3)
+    assert time.monotonic() - started_s < PATIENCE_S
+    text = str(caught.value)
+    assert re.match(r"\S+ \(nvme\): p(read|write) .*\.bin\+0x[0-9a-f]+, \d+ bytes: ", text), text
+    assert str(nvme.files[0][0]) in text
+    assert text.endswith("not complete after 0.5 s (transfer_timeout_s)")
+    reads: Callable[[], Any] = lambda: [param.clone() for param in engine.module.parameters()]  # noqa: E731
+    for use in (lambda: train(engine, num_steps=1), engine.synchronize, reads):
+        with pytest.raises(AioTimeoutError):
+            use()
+    nvme.engine.close(cancel=True)  # ends the delay: the drive answers
+    engine.close()
+    assert list(tmp_path.iterdir()) == []

@@ -74,14 +74,15 @@ void destroy_file(PyObject* capsule) { delete unwrap<FileHandle>(capsule, kFileN
 
 void destroy_operation(PyObject* capsule) { delete unwrap<OperationHandle>(capsule, kOperationName); }
 
-// engine_create(is_uring, block_size, queue_depth, num_threads, fixed_files, fixed_buffers, defer_taskrun,
-//               sqpoll, iopoll) -> engine | -errno
+// engine_create(is_uring, block_size, queue_depth, num_threads, operation_timeout_s) -> engine | -errno
+// operation_timeout_s: negative: none
 PyObject* engine_create(PyObject*, PyObject* args) {
-    int is_uring, fixed_files, fixed_buffers, defer_taskrun, sqpoll, iopoll;
+    int is_uring;
     uint64_t block_size, queue_depth, num_threads;
-    if (!PyArg_ParseTuple(args, "pO&O&O&ppppp", &is_uring, read_unsigned, &block_size, read_unsigned,
-                          &queue_depth, read_unsigned, &num_threads, &fixed_files, &fixed_buffers,
-                          &defer_taskrun, &sqpoll, &iopoll) ||
+    double operation_timeout_s;
+    if (!PyArg_ParseTuple(args, "pO&O&O&d", &is_uring, read_unsigned, &block_size, read_unsigned,
+                          &queue_depth, read_unsigned, &num_threads, &operation_timeout_s) ||
+        !is_seconds("operation_timeout_s", operation_timeout_s) ||
         !check_range("block_size", block_size, kMinBlockSize, kMaxBlockSize) ||
         !check_range("block_size % 4096", block_size % kMinBlockSize, uint64_t{0}, uint64_t{0}) ||
         !check_range("num_threads", num_threads, uint64_t{1}, kMaxNumThreads) ||
@@ -91,9 +92,9 @@ PyObject* engine_create(PyObject*, PyObject* args) {
     EngineOptions options;
     options.queue_depth = static_cast<unsigned>(queue_depth);
     options.num_threads = static_cast<unsigned>(num_threads);
-    options.uring = {fixed_files != 0, fixed_buffers != 0, defer_taskrun != 0, sqpoll != 0, iopoll != 0};
     options.kernel = is_uring ? KernelInterface::kUring : KernelInterface::kNativeAio;
     options.block_size = block_size;
+    if (is_limit(operation_timeout_s)) options.operation_timeout_ns = to_ns(operation_timeout_s);
     std::unique_ptr<Engine> engine;
     int status;
     {
@@ -262,24 +263,21 @@ PyObject* file_sync(PyObject*, PyObject* capsule) {
     return PyLong_FromLong(status);
 }
 
-// submit(engine, file, is_write, address, num_bytes, offset, priority, deadline_s, token)
-//     -> operation | -errno; deadline_s: from now on, negative: none
+// submit(engine, file, is_write, address, num_bytes, offset, priority, token) -> operation | -errno
 PyObject* submit(PyObject*, PyObject* args) {
     PyObject *engine_capsule, *file_capsule;
     int is_write;
     uint64_t address, token;
     Py_ssize_t num_bytes;
     long long offset, priority;
-    double deadline_s;
-    if (!PyArg_ParseTuple(args, "OOpO&nLLdO&", &engine_capsule, &file_capsule, &is_write, read_unsigned,
-                          &address, &num_bytes, &offset, &priority, &deadline_s, read_unsigned, &token)) {
+    if (!PyArg_ParseTuple(args, "OOpO&nLLO&", &engine_capsule, &file_capsule, &is_write, read_unsigned,
+                          &address, &num_bytes, &offset, &priority, read_unsigned, &token)) {
         return nullptr;
     }
     Engine* engine = engine_of(engine_capsule);
     if (engine == nullptr) return nullptr;
     auto* file = unwrap<FileHandle>(file_capsule, kFileName);
-    if (file == nullptr || !is_seconds("deadline_s", deadline_s) ||
-        !check_array({"buffer", address, num_bytes, 1, !is_write}) ||
+    if (file == nullptr || !check_array({"buffer", address, num_bytes, 1, !is_write}) ||
         !check_range("offset", offset, 0LL, PY_SSIZE_T_MAX - num_bytes)) {
         return nullptr;
     }
@@ -294,7 +292,6 @@ PyObject* submit(PyObject*, PyObject* args) {
     request.num_bytes = static_cast<size_t>(num_bytes);
     request.offset = offset;
     request.priority = priority;
-    if (is_limit(deadline_s)) request.deadline_ns = now_ns() + to_ns(deadline_s);
     request.token = token;
     // Made first: once the engine has the operation, nothing here may fail.
     auto handle = std::make_unique<OperationHandle>();
@@ -351,16 +348,6 @@ PyObject* is_done(PyObject*, PyObject* args) {
     return PyBool_FromLong(engine->is_done(operation));
 }
 
-// cancel(engine, operation) -> whether something was left to cancel
-PyObject* cancel(PyObject*, PyObject* args) {
-    PyObject *engine_capsule, *capsule;
-    if (!PyArg_ParseTuple(args, "OO", &engine_capsule, &capsule)) return nullptr;
-    Engine* engine = engine_of(engine_capsule);
-    Operation* operation = engine == nullptr ? nullptr : operation_of(capsule, engine);
-    if (operation == nullptr) return nullptr;
-    return PyBool_FromLong(engine->cancel(operation));
-}
-
 // Repeats `wait(limit_ns)` after signals until it gives something else. 1: the time is over, 0: done,
 // -1: a signal handler raised.
 template <typename Wait>
@@ -393,18 +380,6 @@ PyObject* wait(PyObject*, PyObject* args) {
     if (status < 0) return nullptr;
     if (status > 0) Py_RETURN_NONE;
     return Py_BuildValue("(iL)", operation->error(), static_cast<long long>(operation->error_offset()));
-}
-
-// wait_released(operation, timeout_s) -> whether the memory is the caller's again
-PyObject* wait_released(PyObject*, PyObject* args) {
-    PyObject* capsule;
-    double timeout_s;
-    if (!PyArg_ParseTuple(args, "Od", &capsule, &timeout_s)) return nullptr;
-    Operation* operation = operation_of(capsule);
-    if (operation == nullptr || !is_seconds("timeout_s", timeout_s)) return nullptr;
-    int status =
-        wait_through_signals(timeout_s, [&](int64_t left_ns) { return operation->released.wait(left_ns); });
-    return status < 0 ? nullptr : PyBool_FromLong(status == 0);
 }
 
 // times(operation) -> (when its first block began, when its last ended), or None before the end
@@ -483,9 +458,7 @@ PyMethodDef kMethods[] = {
     {"submit", guarded<submit>, METH_VARARGS, nullptr},
     {"collect_finished", guarded<collect_finished>, METH_O, nullptr},
     {"is_done", guarded<is_done>, METH_VARARGS, nullptr},
-    {"cancel", guarded<cancel>, METH_VARARGS, nullptr},
     {"wait", guarded<wait>, METH_VARARGS, nullptr},
-    {"wait_released", guarded<wait_released>, METH_VARARGS, nullptr},
     {"times", guarded<times>, METH_O, nullptr},
     {"crc32c_blocks", guarded<py_crc32c_blocks>, METH_VARARGS, nullptr},
     {"crc32c_find_mismatch", guarded<py_crc32c_find_mismatch>, METH_VARARGS, nullptr},

@@ -49,6 +49,7 @@ int Engine::submit(OperationRequest request, std::shared_ptr<Operation>* operati
     *operation = submitted;
     submitted->engine = this;
     submitted->sequence = next_sequence_++;
+    if (options_.operation_timeout_ns > 0) submitted->deadline_ns = now_ns() + options_.operation_timeout_ns;
     outstanding_.emplace(submitted.get(), submitted);
     if (num_bytes == 0) {
         complete(submitted);
@@ -60,7 +61,7 @@ int Engine::submit(OperationRequest request, std::shared_ptr<Operation>* operati
 }
 
 int Engine::wait(Operation* operation, int64_t timeout_ns) {
-    int64_t deadline_ns = operation->request.deadline_ns;
+    int64_t deadline_ns = operation->deadline_ns;
     if (deadline_ns != 0) {
         int64_t left_ns = std::max<int64_t>(deadline_ns - now_ns(), 0);
         if (timeout_ns < 0 || left_ns <= timeout_ns) {
@@ -87,16 +88,6 @@ bool Engine::drop_if_late(Operation* operation) {
     } else {
         complete(outstanding_.at(operation));
     }
-    return true;
-}
-
-bool Engine::cancel(Operation* operation) {
-    std::lock_guard<std::mutex> guard(mutex_);
-    auto found = outstanding_.find(operation);
-    if (found == outstanding_.end() || operation->is_fully_cut()) return false;
-    std::shared_ptr<Operation> kept = found->second;
-    operation->fail(ECANCELED, operation->cut_offset());
-    complete_if_finished(kept);
     return true;
 }
 

@@ -26,9 +26,10 @@ enum class KernelInterface { kUring, kNativeAio };
 
 struct EngineOptions {
     KernelInterface kernel = KernelInterface::kUring;
-    size_t block_size = 1 << 20;  // a multiple of 4096
-    unsigned queue_depth = 32;    // transfers in the kernel at once, over all workers
-    unsigned num_threads = 1;     // workers; each has its own kernel queue and its share of the depth
+    size_t block_size = 1 << 20;       // a multiple of 4096
+    unsigned queue_depth = 32;         // transfers in the kernel at once, over all workers
+    unsigned num_threads = 1;          // workers; each has its own kernel queue and its share of the depth
+    int64_t operation_timeout_ns = 0;  // an operation that takes longer fails with ETIMEDOUT; 0: no limit
     UringOptions uring;
 };
 
@@ -70,12 +71,10 @@ class Engine {
     // caller's thread, so that a device that hangs and takes the worker with it cannot delay the news.
     int wait(Operation* operation, int64_t timeout_ns);
     bool is_done(Operation* operation);
-    // Drops what has not reached the kernel; the operation ends with ECANCELED as soon as what has is over.
-    // False: nothing was left to drop, it ends as it would have.
-    bool cancel(Operation* operation);
     // Moves the tokens of operations whose memory the engine will not touch again.
     std::vector<uint64_t> collect_finished();
-    // Ends all operations and the threads. Cancelled blocks report ECANCELED. Idempotent.
+    // Ends all operations and the threads. `should_cancel`: what has not reached the kernel is dropped, and
+    // its operations end with ECANCELED as soon as what has is over. Idempotent.
     void close(bool should_cancel);
 
     Faults& faults() { return faults_; }

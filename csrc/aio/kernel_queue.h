@@ -13,7 +13,6 @@ constexpr int kNoSlot = -1;
 
 struct Transfer {
     bool is_write;
-    bool is_direct;  // past the page cache
     int fd;
     int file_slot;    // set_file() put `fd` there, or kNoSlot
     int buffer_slot;  // all of `data` lies in what set_buffer() put there, or kNoSlot
@@ -58,12 +57,11 @@ class KernelQueue {
     virtual void wake() = 0;
 };
 
+// What a kernel does not have its queue goes without; without them all it is as on the oldest kernel.
 struct UringOptions {
     bool has_fixed_files = true;
     bool has_fixed_buffers = true;
     bool has_defer_taskrun = true;  // completions are delivered where the owner waits, not by interrupting it
-    bool has_sqpoll = false;        // a kernel thread looks for submissions
-    bool has_iopoll = false;        // completions of direct transfers are polled for; not with has_sqpoll
 };
 
 // Slots of one queue.

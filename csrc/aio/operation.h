@@ -16,9 +16,8 @@ struct OperationRequest {
     char* data = nullptr;  // the caller keeps it alive until the operation's token is collected
     size_t num_bytes = 0;
     int64_t offset = 0;
-    int64_t priority = 0;     // lower runs first
-    int64_t deadline_ns = 0;  // on now_ns()'s clock; 0: none
-    uint64_t token = 0;       // the caller's name for it
+    int64_t priority = 0;  // lower runs first
+    uint64_t token = 0;    // the caller's name for it
 };
 
 // A flag that threads wait for, once: a futex, not a condition variable, so that a waiting thread learns of
@@ -44,6 +43,7 @@ class Operation {
     // the result does not keep the file open.
     OperationRequest request;
     const void* engine = nullptr;  // whose it is; for comparing only
+    int64_t deadline_ns = 0;       // on now_ns()'s clock; 0: none
 
     // Set when the result is known...
     Event done;
@@ -71,7 +71,7 @@ class Operation {
     void fail(int error, int64_t offset);
     // The deadline has passed: ETIMEDOUT whatever went wrong before, as blocks may still be in flight.
     void expire();
-    bool is_late() const { return request.deadline_ns != 0 && now_ns() >= request.deadline_ns; }
+    bool is_late() const { return deadline_ns != 0 && now_ns() >= deadline_ns; }
     // Where the next block would begin.
     int64_t cut_offset() const { return request.offset + static_cast<int64_t>(num_cut); }
 

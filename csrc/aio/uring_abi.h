@@ -10,8 +10,6 @@ namespace offloadzero::aio::uring {
 constexpr long kSysSetup = 425, kSysEnter = 426, kSysRegister = 427;
 
 enum SetupFlag : uint32_t {
-    kSetupIoPoll = 1u << 0,
-    kSetupSqPoll = 1u << 1,
     kSetupDisabled = 1u << 6,       // 5.10
     kSetupCoopTaskrun = 1u << 8,    // 5.19
     kSetupSingleIssuer = 1u << 12,  // 6.0
@@ -20,13 +18,10 @@ enum SetupFlag : uint32_t {
 
 enum Feature : uint32_t {
     kFeatureSingleMmap = 1u << 0,
-    kFeatureSqPollAnyFile = 1u << 7,
     kFeatureExtArg = 1u << 8,
 };
 
-enum EnterFlag : uint32_t { kEnterGetEvents = 1u << 0, kEnterSqWakeup = 1u << 1, kEnterExtArg = 1u << 3 };
-
-enum SqRingFlag : uint32_t { kSqNeedWakeup = 1u << 0 };
+enum EnterFlag : uint32_t { kEnterGetEvents = 1u << 0, kEnterExtArg = 1u << 3 };
 
 enum Opcode : uint8_t { kOpReadFixed = 4, kOpWriteFixed = 5, kOpRead = 22, kOpWrite = 23 };
 

@@ -8,9 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <ctime>
-#include <unordered_map>
 
-#include "clock.h"
 #include "kernel_queue.h"
 #include "uring_ring.h"
 
@@ -22,11 +20,6 @@ using namespace uring;
 constexpr uint64_t kWakeTag = 0;
 constexpr int64_t kBackOffNs = 1'000'000;
 
-// [Note: the polled ring]
-// A ring made with IORING_SETUP_IOPOLL takes direct transfers only, and nothing can end a wait on it: not an
-// eventfd, not another ring. So with has_iopoll there are two rings; while polled transfers are in flight the
-// owner spins over both, otherwise it sleeps on the main one. A file or a drive without polling answers
-// EOPNOTSUPP, and the transfer goes again through the main ring.
 class UringQueue final : public KernelQueue {
   public:
     ~UringQueue() override;
@@ -42,18 +35,11 @@ class UringQueue final : public KernelQueue {
     void wake() override;
 
   private:
-    int init_main_ring(unsigned num_entries, const UringOptions& options);
+    int init_ring(unsigned num_entries, const UringOptions& options);
     void register_tables(const UringOptions& options);
-    int register_on_all(unsigned op, void* argument, unsigned num);
     void stage_wake_read();
-    static void fill(Sqe* sqe, const Transfer& transfer);
-    int spin(int64_t timeout_ns);
-    void reap_polled(std::vector<Completion>* completions);
 
-    Ring main_;
-    std::unique_ptr<Ring> polled_;
-    std::unordered_map<uint64_t, Transfer> polled_transfers_;  // in flight on the polled ring, by tag
-    bool is_polling_refused_ = false;
+    Ring ring_;
     int num_file_slots_ = 0;
     int num_buffer_slots_ = 0;
     int wake_fd_ = -1;
@@ -67,31 +53,23 @@ UringQueue::~UringQueue() {
 }
 
 int UringQueue::init(unsigned depth, const UringOptions& options) {
-    if (options.has_sqpoll && options.has_iopoll) return -EINVAL;
     // One entry more than the transfers, for the eventfd read.
-    int status = init_main_ring(depth + 1, options);
+    int status = init_ring(depth + 1, options);
     if (status < 0) return status;
-    if (options.has_iopoll) {
-        polled_ = std::make_unique<Ring>();
-        status = polled_->init(depth, kSetupIoPoll);
-        if (status < 0) return status;
-    }
     register_tables(options);
     wake_fd_ = eventfd(0, EFD_CLOEXEC);
     return wake_fd_ < 0 ? -errno : 0;
 }
 
-int UringQueue::init_main_ring(unsigned num_entries, const UringOptions& options) {
+int UringQueue::init_ring(unsigned num_entries, const UringOptions& options) {
     constexpr uint32_t kDeferred = kSetupSingleIssuer | kSetupDeferTaskrun | kSetupDisabled;
-    if (options.has_sqpoll) return main_.init(num_entries, kSetupSqPoll);
-    // Deferred completions would cost the spinning owner one more system call in each turn.
-    if (options.has_defer_taskrun && !options.has_iopoll) {
-        int status = main_.init(num_entries, kDeferred);
+    if (options.has_defer_taskrun) {
+        int status = ring_.init(num_entries, kDeferred);
         if (status != -EINVAL) return status;
-        status = main_.init(num_entries, kSetupCoopTaskrun);
+        status = ring_.init(num_entries, kSetupCoopTaskrun);
         if (status != -EINVAL) return status;
     }
-    return main_.init(num_entries, 0);
+    return ring_.init(num_entries, 0);
 }
 
 // The tables start empty. What is refused is done without: stage() is then never given a slot.
@@ -100,18 +78,18 @@ void UringQueue::register_tables(const UringOptions& options) {
     if (options.has_fixed_files && getrlimit(RLIMIT_NOFILE, &limit) == 0) {
         int num = static_cast<int>(std::min<rlim_t>(kNumFileSlots, limit.rlim_cur));
         std::vector<int> empty(static_cast<size_t>(num), -1);
-        int status = register_on_all(kRegisterFiles, empty.data(), static_cast<unsigned>(num));
+        int status = ring_.register_resource(kRegisterFiles, empty.data(), static_cast<unsigned>(num));
         num_file_slots_ = status == 0 ? num : 0;
     }
     if (options.has_fixed_buffers) {
         ResourceRegister sparse = {kNumBufferSlots, kRegisterSparse, 0, 0, 0};
-        int status = register_on_all(kRegisterBuffers2, &sparse, sizeof sparse);
+        int status = ring_.register_resource(kRegisterBuffers2, &sparse, sizeof sparse);
         num_buffer_slots_ = status == 0 ? kNumBufferSlots : 0;
     }
 }
 
 int UringQueue::begin() {
-    int status = main_.enable();
+    int status = ring_.enable();
     if (status == 0) stage_wake_read();
     return status;
 }
@@ -124,26 +102,21 @@ void UringQueue::end() {
     while (is_waking_ && submit_and_wait(kWaitForever) == 0) reap(&none);
 }
 
-int UringQueue::register_on_all(unsigned op, void* argument, unsigned num) {
-    int status = main_.register_resource(op, argument, num);
-    return status == 0 && polled_ ? polled_->register_resource(op, argument, num) : status;
-}
-
 int UringQueue::set_file(int slot, int fd) {
     if (slot >= num_file_slots_) return -EOPNOTSUPP;
     FilesUpdate update = {static_cast<uint32_t>(slot), 0, reinterpret_cast<uint64_t>(&fd)};
-    return register_on_all(kRegisterFilesUpdate, &update, 1);
+    return ring_.register_resource(kRegisterFilesUpdate, &update, 1);
 }
 
 int UringQueue::set_buffer(int slot, char* data, size_t num_bytes) {
     if (slot >= num_buffer_slots_) return -EOPNOTSUPP;
     iovec memory = {data, num_bytes};
     ResourceUpdate update = {static_cast<uint32_t>(slot), 0, reinterpret_cast<uint64_t>(&memory), 0, 1, 0};
-    return register_on_all(kRegisterBuffersUpdate, &update, sizeof update);
+    return ring_.register_resource(kRegisterBuffersUpdate, &update, sizeof update);
 }
 
 void UringQueue::stage_wake_read() {
-    Sqe* sqe = main_.next_sqe();
+    Sqe* sqe = ring_.next_sqe();
     sqe->opcode = kOpRead;
     sqe->fd = wake_fd_;
     sqe->address = reinterpret_cast<uint64_t>(&wake_value_);
@@ -152,7 +125,8 @@ void UringQueue::stage_wake_read() {
     is_waking_ = true;
 }
 
-void UringQueue::fill(Sqe* sqe, const Transfer& transfer) {
+void UringQueue::stage(const Transfer& transfer) {
+    Sqe* sqe = ring_.next_sqe();
     bool is_fixed = transfer.buffer_slot != kNoSlot;
     if (transfer.is_write) {
         sqe->opcode = is_fixed ? kOpWriteFixed : kOpWrite;
@@ -169,14 +143,8 @@ void UringQueue::fill(Sqe* sqe, const Transfer& transfer) {
     sqe->user_data = transfer.tag;
 }
 
-void UringQueue::stage(const Transfer& transfer) {
-    bool is_polled = polled_ && transfer.is_direct && !is_polling_refused_;
-    if (is_polled) polled_transfers_.emplace(transfer.tag, transfer);
-    fill((is_polled ? *polled_ : main_).next_sqe(), transfer);
-}
-
 int UringQueue::submit_and_wait(int64_t timeout_ns) {
-    int status = polled_transfers_.empty() ? main_.enter(timeout_ns) : spin(timeout_ns);
+    int status = ring_.enter(timeout_ns);
     if (status != -EAGAIN && status != -EBUSY) return status;
     // The kernel lacks memory for more requests: what it has must complete first. With nothing to complete,
     // the millisecond is the back-off; either way the entries stay staged.
@@ -185,21 +153,9 @@ int UringQueue::submit_and_wait(int64_t timeout_ns) {
     return 0;
 }
 
-int UringQueue::spin(int64_t timeout_ns) {
-    int64_t deadline = timeout_ns < 0 ? INT64_MAX : now_ns() + timeout_ns;
-    do {
-        int status = main_.enter(0);
-        if (status == 0) status = polled_->enter(0);
-        if (status < 0) return status;
-        if (main_.has_completion() || polled_->has_completion()) return 0;
-    } while (now_ns() < deadline);
-    return 0;
-}
-
 void UringQueue::reap(std::vector<Completion>* completions) {
-    if (polled_) reap_polled(completions);
     bool is_woken = false;
-    main_.reap([&](const Cqe& cqe) {
+    ring_.reap([&](const Cqe& cqe) {
         if (cqe.user_data == kWakeTag) {
             is_woken = true;
         } else {
@@ -209,19 +165,6 @@ void UringQueue::reap(std::vector<Completion>* completions) {
     if (!is_woken) return;
     is_waking_ = false;
     if (!is_ending_) stage_wake_read();
-}
-
-void UringQueue::reap_polled(std::vector<Completion>* completions) {
-    polled_->reap([&](const Cqe& cqe) {
-        auto transfer = polled_transfers_.extract(cqe.user_data);
-        if (cqe.result == -EOPNOTSUPP) {
-            is_polling_refused_ = true;
-            transfer.mapped().buffer_slot = kNoSlot;  // may have been cleared since
-            fill(main_.next_sqe(), transfer.mapped());
-        } else {
-            completions->push_back({cqe.user_data, cqe.result});
-        }
-    });
 }
 
 void UringQueue::wake() {

@@ -19,19 +19,15 @@ Ring::~Ring() {
 }
 
 int Ring::init(unsigned num_entries, uint32_t setup_flags) {
-    constexpr uint32_t kSqThreadIdleMs = 50;
     Params params;
     memset(&params, 0, sizeof params);
     params.flags = setup_flags;
-    params.sq_thread_idle_ms = setup_flags & kSetupSqPoll ? kSqThreadIdleMs : 0;
     // The CQ has twice the entries: it cannot overflow.
     long fd = syscall(kSysSetup, num_entries, &params);
     if (fd < 0) return -errno;
     fd_ = static_cast<int>(fd);
     setup_flags_ = setup_flags;
     features_ = params.features;
-    // Kernels before 5.11 poll for registered files only.
-    if (setup_flags & kSetupSqPoll && !(features_ & kFeatureSqPollAnyFile)) return -EOPNOTSUPP;
     int status = check_opcodes();
     return status < 0 ? status : map(params);
 }
@@ -72,7 +68,6 @@ int Ring::map(const Params& params) {
     char* base = static_cast<char*>(rings_);
     sq_head_ = reinterpret_cast<unsigned*>(base + params.sq_off.head);
     sq_tail_ = reinterpret_cast<unsigned*>(base + params.sq_off.tail);
-    sq_flags_ = reinterpret_cast<unsigned*>(base + params.sq_off.flags);
     sq_mask_ = *reinterpret_cast<unsigned*>(base + params.sq_off.ring_mask);
     sq_array_ = reinterpret_cast<unsigned*>(base + params.sq_off.array);
     cq_head_ = reinterpret_cast<unsigned*>(base + params.cq_off.head);
@@ -93,7 +88,7 @@ Sqe* Ring::next_sqe() {
 // How many entries a call of the kernel has to submit.
 unsigned Ring::announce_staged() {
     // The entries must be visible to the kernel before the tail that announces them.
-    __atomic_store_n(sq_tail_, sq_local_tail_, __ATOMIC_SEQ_CST);
+    store_release(sq_tail_, sq_local_tail_);
     return sq_local_tail_ - load_acquire(sq_head_);
 }
 
@@ -101,14 +96,7 @@ int Ring::enter(int64_t timeout_ns) {
     unsigned num_staged = announce_staged();
     if (has_completion()) timeout_ns = 0;
     // Where completions are delivered inside this call, nobody else brings them in.
-    bool must_enter = setup_flags_ & (kSetupDeferTaskrun | kSetupIoPoll);
-    if (setup_flags_ & kSetupSqPoll) {
-        // The kernel's thread looks at the tail once more after it has set the flag. Sequentially consistent
-        // like the store of the tail: read earlier than that, a flag just set would be missed.
-        must_enter = __atomic_load_n(sq_flags_, __ATOMIC_SEQ_CST) & kSqNeedWakeup;
-    } else if (num_staged > 0) {
-        must_enter = true;
-    }
+    bool must_enter = setup_flags_ & kSetupDeferTaskrun || num_staged > 0;
     if (!must_enter && timeout_ns == 0) return 0;
     bool can_wait_inside = timeout_ns <= 0 || features_ & kFeatureExtArg;
     int status = enter_kernel(num_staged, can_wait_inside ? timeout_ns : 0);
@@ -121,9 +109,8 @@ int Ring::enter_kernel(unsigned num_submit, int64_t timeout_ns) const {
     KernelTimespec limit = {timeout_ns / 1'000'000'000, timeout_ns % 1'000'000'000};
     GetEventsArg wait = {0, 0, 0, reinterpret_cast<uint64_t>(&limit)};
     uint32_t flags = 0;
-    if (timeout_ns != 0 || setup_flags_ & (kSetupDeferTaskrun | kSetupIoPoll)) flags |= kEnterGetEvents;
+    if (timeout_ns != 0 || setup_flags_ & kSetupDeferTaskrun) flags |= kEnterGetEvents;
     if (timeout_ns > 0) flags |= kEnterExtArg;
-    if (setup_flags_ & kSetupSqPoll && load_acquire(sq_flags_) & kSqNeedWakeup) flags |= kEnterSqWakeup;
     long status = syscall(kSysEnter, fd_, num_submit, timeout_ns != 0 ? 1 : 0, flags,
                           timeout_ns > 0 ? &wait : nullptr, timeout_ns > 0 ? sizeof wait : 0);
     return status < 0 ? -errno : 0;

@@ -67,7 +67,6 @@ class Ring {
     size_t sqes_num_bytes_ = 0;
     unsigned* sq_head_ = nullptr;
     unsigned* sq_tail_ = nullptr;
-    unsigned* sq_flags_ = nullptr;
     unsigned* sq_array_ = nullptr;
     unsigned sq_mask_ = 0;
     unsigned sq_local_tail_ = 0;

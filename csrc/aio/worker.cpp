@@ -171,7 +171,6 @@ void Worker::stage(Block* block) {
     const File& file = *block->operation->request.file;
     Transfer transfer;
     transfer.is_write = window.is_write;
-    transfer.is_direct = window.fd == file.fd() && file.is_direct();
     transfer.fd = window.fd;
     transfer.file_slot = window.fd == file.fd() ? slots_.file_slot(file.slot(), file.id()) : kNoSlot;
     transfer.data = window.data + block->num_done;

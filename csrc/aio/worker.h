@@ -69,7 +69,8 @@ class Worker {
     struct Deferred {
         int64_t due_ns;
         Block* block;
-        bool is_retry;  // run it again; otherwise deliver `result`, and until then its place in the queue is taken
+        bool is_retry;  // run it again; otherwise deliver `result`, and until then its place in the queue is
+                        // taken
         int64_t result;
     };
 
@@ -101,7 +102,7 @@ class Worker {
     std::unique_ptr<KernelQueue> kernel_;
     const unsigned depth_;
     unsigned num_in_kernel_ = 0;  // with the blocks whose injected delay makes them look so
-    std::deque<Block*> ready_;  // blocks begun, with more to transfer
+    std::deque<Block*> ready_;    // blocks begun, with more to transfer
     std::vector<Deferred> deferred_;
     std::vector<Completion> completions_;
     BouncePool unit_pool_;

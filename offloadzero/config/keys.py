@@ -480,6 +480,9 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
                 auto_is_absent=False,
             ),
             "checksums": _use("keep a CRC-32C of each 4 KiB block on nvme and verify what is read; false"),
+            "transfer_timeout_s": _use(
+                "seconds in which a transfer must be complete once it is asked for, 0.1 at least; no limit when absent"
+            ),
         },
         "offloadzero.observe": {
             "step_line": _use("print a line per step: its time, its bound, its largest waits; false"),

@@ -15,6 +15,7 @@ from offloadzero.config.nvme_paths import read_nvme_paths
 from offloadzero.config.parse import (
     read_bool,
     read_enum,
+    read_float,
     read_int,
     read_num_bytes,
     read_path,
@@ -205,6 +206,7 @@ def _read_aio(block: Block, base: AioConfig) -> AioConfig:
         base,
         backend=block.read("backend", read_enum, base.backend, allowed=BACKENDS),
         checksums=block.read("checksums", read_bool, base.checksums),
+        transfer_timeout_s=block.read("transfer_timeout_s", read_float, None, minimum=0.1, maximum=1e6),
     )
 
 

@@ -178,6 +178,7 @@ class AioConfig:
     queue_depth: int = 32
     num_threads: int = 1
     checksums: bool = False  # of what swap files hold, verified when it is read
+    transfer_timeout_s: float | None = None  # None: none
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,7 @@ class NvmeTier:
             block_size=aio.block_size,
             queue_depth=aio.queue_depth * aio.num_threads,  # the engine's is of all its threads
             num_threads=aio.num_threads,
+            transfer_timeout_s=aio.transfer_timeout_s,
         )
         _open_tiers.add(self)
         try:

@@ -36,7 +36,6 @@ from offloadzero.native.aio_backends import (
     FaultKind,
     FileCore,
     OperationCore,
-    UringOptions,
     errno_name,
 )
 from offloadzero.native.aio_buffers import memory_of
@@ -45,13 +44,12 @@ from offloadzero.native.aio_registration import Registration
 
 __all__ = [
     "AioBackend",
-    "AioDeadlineError",
     "AioEngine",
     "AioFile",
     "AioTicket",
+    "AioTimeoutError",
     "DirectMode",
     "FaultKind",
-    "UringOptions",
 ]
 
 MIN_BLOCK_SIZE = 4096
@@ -60,10 +58,10 @@ MAX_THREAD_DEPTH = 4096  # blocks in the kernel at once, of one thread
 MAX_NUM_THREADS = 256
 
 
-class AioDeadlineError(AioError, TimeoutError):
-    """An operation was not complete at its deadline (errno ETIMEDOUT).
+class AioTimeoutError(AioError, TimeoutError):
+    """An operation was not complete within the engine's `transfer_timeout_s` (errno ETIMEDOUT).
 
-    Blocks that were in the kernel then may still move bytes: `AioTicket.wait_released` tells when they are over.
+    Blocks that were in the kernel then may still move bytes: the engine keeps the buffer until they are over.
     """
 
 
@@ -156,8 +154,8 @@ class AioTicket:
     __slots__ = (
         "_core",
         "_engine",
-        "_is_cancelled",
         "_outcome",
+        "_transfer_timeout_s",
         "label",
         "num_bytes",
         "offset",
@@ -180,7 +178,7 @@ class AioTicket:
         # Keeps the engine, and through it the buffer, while the operation runs.
         self._engine: AioEngine | None = engine
         self._outcome: tuple[int, int] | None = None
-        self._is_cancelled = False
+        self._transfer_timeout_s = engine.transfer_timeout_s
         self.operation = operation
         self.path = path
         self.offset = offset
@@ -195,24 +193,12 @@ class AioTicket:
             self._engine._check_process()
         return self._core.done()
 
-    def cancel(self) -> bool:
-        """Drops the blocks that have not started: wait() then raises AioError ECANCELED, after those that have.
-
-        False: nothing is left to drop, and the operation ends as it would have.
-        """
-        if self._engine is None:
-            return False
-        self._engine._check_process()
-        is_cancelled = self._core.cancel()
-        self._is_cancelled = self._is_cancelled or is_cancelled
-        return is_cancelled
-
     def wait(self, timeout_s: float | None = None) -> None:
         """Blocks until the operation is complete. May be called again, with the same result.
 
         Raises AioError (label, operation, path, offset and num_bytes of the operation, errno) when it failed,
-        AioDeadlineError when its deadline has passed, TimeoutError when it is not complete within `timeout_s`
-        seconds, StateError in a forked child.
+        AioTimeoutError when it took longer than the engine allows, TimeoutError when it is not complete within
+        `timeout_s` seconds, StateError in a forked child.
         """
         outcome = self._outcome
         if outcome is None:
@@ -220,16 +206,6 @@ class AioTicket:
         error, error_offset = outcome
         if error:
             raise self._error(error, error_offset)
-
-    def wait_released(self, timeout_s: float | None = None) -> bool:
-        """Blocks until nothing touches the buffer any more. False: not within `timeout_s` seconds.
-
-        Needed after AioDeadlineError only, before the buffer, or a written range of the file, is used again;
-        in all other cases wait() has waited for it. (A dropped buffer is kept alive as long as needed.)
-        """
-        if self._engine is not None:
-            self._engine._check_process()
-        return self._core.wait_released(-1.0 if timeout_s is None else max(timeout_s, 0.0))
 
     def times(self) -> tuple[float, float] | None:
         """When its first block was taken up and its last finished, on time.monotonic(); None before the end."""
@@ -249,13 +225,16 @@ class AioTicket:
         return outcome
 
     def _error(self, error: int, error_offset: int) -> AioError:
+        is_timeout = error == errno_codes.ETIMEDOUT and self._transfer_timeout_s is not None
         if error == errno_codes.ENODATA:
             detail = f"end of file at {error_offset:#x}"
         elif error == errno_codes.ECANCELED:
-            detail = "" if self._is_cancelled else "the engine was closed"
+            detail = "the engine was closed"
+        elif is_timeout:
+            detail = f"not complete after {self._transfer_timeout_s:g} s (transfer_timeout_s)"
         else:
             detail = f"at {error_offset:#x}" if error_offset != self.offset else ""
-        kind = AioDeadlineError if error == errno_codes.ETIMEDOUT else AioError
+        kind = AioTimeoutError if is_timeout else AioError
         return kind(
             operation=self.operation,
             path=self.path,
@@ -278,7 +257,8 @@ class AioEngine:
         num_threads: threads that serve the queue, each with its own kernel queue and an equal share of
             `queue_depth`, at most 4096. One is enough for aligned direct transfers; more help where the
             thread itself copies (bounced blocks, buffered files under native_aio). aiofiles ignores it.
-        uring: for the io_uring backend.
+        transfer_timeout_s: an operation that is not complete so long after it was submitted counts as failed
+            (AioTimeoutError), and what of it has not started by then never does. None: no limit.
 
     Raises ConfigError: a value out of range, or a backend that is not available, with the reason.
     An engine belongs to the process that made it; in a forked child its methods raise StateError.
@@ -296,7 +276,7 @@ class AioEngine:
         block_size: int = 1 << 20,
         queue_depth: int = 32,
         num_threads: int = 1,
-        uring: UringOptions | None = None,
+        transfer_timeout_s: float | None = None,
     ) -> None:
         self._is_closed = True  # until there is something to close
         self._pid = os.getpid()
@@ -308,10 +288,11 @@ class AioEngine:
         if not 1 <= queue_depth <= MAX_THREAD_DEPTH * num_threads:
             allowed = f"allowed: 1 to {MAX_THREAD_DEPTH * num_threads}, {MAX_THREAD_DEPTH} for each thread"
             raise ConfigError("queue_depth", queue_depth, allowed)
-        self.uring = uring or UringOptions()
-        if self.uring.sqpoll and self.uring.iopoll:
-            raise ConfigError("uring.iopoll", True, "not together with sqpoll")
-        options = EngineOptions(block_size, queue_depth, num_threads, self.uring)
+        if transfer_timeout_s is not None and transfer_timeout_s <= 0:
+            raise ConfigError("transfer_timeout_s", transfer_timeout_s, "must be positive")
+        self.transfer_timeout_s = transfer_timeout_s
+        limit_s = -1.0 if transfer_timeout_s is None else transfer_timeout_s
+        options = EngineOptions(block_size, queue_depth, num_threads, limit_s)
         self._core, self.backend, self.reason = choose_backend(asked, options)
         self._registration = Registration(self._core, self.backend)
         self.block_size = block_size
@@ -403,18 +384,15 @@ class AioEngine:
         *,
         offset: int,
         priority: int = 0,
-        deadline_s: float | None = None,
         label: str = "",
     ) -> AioTicket:
         """Fills `buffer` from the file's bytes at `offset`; the buffer belongs to the engine until wait().
 
         buffer: a contiguous CPU tensor, numpy array, or writable object with the buffer protocol.
         priority: lower runs first. label: the tensor's name, for errors.
-        deadline_s: seconds from now after which the operation counts as failed; what has not started by then
-        never does.
         A read past the end of the file fails with ENODATA. Raises ConfigError, StateError.
         """
-        return self._submit(False, file, buffer, offset, priority, deadline_s, label)
+        return self._submit(False, file, buffer, offset, priority, label)
 
     def write(
         self,
@@ -423,7 +401,6 @@ class AioEngine:
         *,
         offset: int,
         priority: int = 0,
-        deadline_s: float | None = None,
         label: str = "",
     ) -> AioTicket:
         """Writes `buffer` to the file at `offset`, growing the file if need be; otherwise as read().
@@ -431,7 +408,7 @@ class AioEngine:
         A finished write has been accepted by the file; `AioFile.sync` makes it survive a power failure.
         Writes in flight together must not overlap.
         """
-        return self._submit(True, file, buffer, offset, priority, deadline_s, label)
+        return self._submit(True, file, buffer, offset, priority, label)
 
     def stats(self) -> dict[str, int]:
         """Totals since the engine was made.
@@ -490,7 +467,6 @@ class AioEngine:
         buffer: Any,
         offset: int,
         priority: int,
-        deadline_s: float | None,
         label: str,
     ) -> AioTicket:
         self._check_usable()
@@ -500,8 +476,6 @@ class AioEngine:
         memory = memory_of(buffer, must_be_writable=not is_write)
         if offset < 0 or offset + memory.num_bytes >= 1 << 63:
             raise ConfigError("offset", offset, "must not be negative or end past 2**63")
-        if deadline_s is not None and deadline_s < 0:
-            raise ConfigError("deadline_s", deadline_s, "must not be negative")
         token = next(self._tokens)
         # Held before the kernel hears of it.
         self._held[token] = memory.owner
@@ -514,7 +488,6 @@ class AioEngine:
                 num_bytes=memory.num_bytes,
                 offset=offset,
                 priority=priority,
-                deadline_s=-1.0 if deadline_s is None else deadline_s,
                 token=token,
             )
         except OSError as error:

@@ -46,32 +46,13 @@ class FaultKind(str, Enum):
 
 
 @dataclass(frozen=True)
-class UringOptions:
-    """How the io_uring backend uses the kernel. What a kernel does not have it goes without, but for the last
-    two, which are asked for. Measured in benchmarks/aio_engine.md.
-    """
-
-    fixed_files: bool = True
-    """Open files are registered: no reference counting of the descriptor per transfer."""
-    fixed_buffers: bool = True
-    """`AioEngine.register_buffer` pins memory once instead of at every transfer."""
-    defer_taskrun: bool = True
-    """Completions are delivered where the engine's thread waits, not by interrupting it (Linux 6.1)."""
-    sqpoll: bool = False
-    """A kernel thread looks for submissions: it keeps a core busy while there are any, and 50 ms longer."""
-    iopoll: bool = False
-    """The engine's thread polls for completions of direct transfers instead of sleeping. For drives with
-    poll queues (`nvme.poll_queues`); where there are none, transfers go the ordinary way."""
-
-
-@dataclass(frozen=True)
 class EngineOptions:
     """What `AioEngine` was asked for."""
 
     block_size: int
     queue_depth: int
     num_threads: int
-    uring: UringOptions
+    transfer_timeout_s: float  # negative: none
 
 
 class FileCore(Protocol):
@@ -90,21 +71,19 @@ class FileCore(Protocol):
 class OperationCore(Protocol):
     """A submitted operation of one backend.
 
-    wait() gives (errno or 0, file offset of the error), or None when the time is over; wait_released() whether
-    the memory is free. A negative timeout is none. times(): AioTicket.times.
+    wait() gives (errno or 0, file offset of the error), or None when the time is over; a negative timeout is
+    none. times(): AioTicket.times.
     """
 
     def done(self) -> bool: ...
     def wait(self, timeout_s: float) -> tuple[int, int] | None: ...
-    def wait_released(self, timeout_s: float) -> bool: ...
-    def cancel(self) -> bool: ...
     def times(self) -> tuple[float, float] | None: ...
 
 
 class EngineCore(Protocol):
     """What a backend provides; open() and register_buffer() raise OSError.
 
-    `token` names the operation in collect_finished(). A negative deadline is none.
+    `token` names the operation in collect_finished(), once its memory is not touched any more.
     """
 
     def open(self, path: str, *, create: bool, readonly: bool, direct: str) -> FileCore: ...
@@ -117,7 +96,6 @@ class EngineCore(Protocol):
         num_bytes: int,
         offset: int,
         priority: int,
-        deadline_s: float,
         token: int,
     ) -> OperationCore: ...
     def register_buffer(self, address: int, num_bytes: int, /) -> None: ...

@@ -34,7 +34,7 @@ def _make_core(backend: AioBackend, options: EngineOptions) -> EngineCore:
         from offloadzero.native.aiofiles_backend import AiofilesEngine
     except ImportError as error:
         raise _BackendRefused(f"aiofiles: {error}") from error
-    return AiofilesEngine(block_size=options.block_size, queue_depth=options.queue_depth)
+    return AiofilesEngine(options)
 
 
 def _make_kernel_core(backend: AioBackend, options: EngineOptions) -> EngineCore:

@@ -72,12 +72,6 @@ class KernelOperation:
     def wait(self, timeout_s: float) -> tuple[int, int] | None:
         return _aio.wait(self._engine, self._handle, timeout_s)
 
-    def wait_released(self, timeout_s: float) -> bool:
-        return _aio.wait_released(self._handle, timeout_s)
-
-    def cancel(self) -> bool:
-        return _aio.cancel(self._engine, self._handle)
-
     def times(self) -> tuple[float, float] | None:
         return _aio.times(self._handle)
 
@@ -86,17 +80,12 @@ class KernelEngine:
     """An engine on one kernel interface; OSError when the kernel refuses it."""
 
     def __init__(self, backend: str, options: EngineOptions) -> None:
-        uring = options.uring
         handle = _aio.engine_create(
             backend == "io_uring",
             options.block_size,
             options.queue_depth,
             options.num_threads,
-            uring.fixed_files,
-            uring.fixed_buffers,
-            uring.defer_taskrun,
-            uring.sqpoll,
-            uring.iopoll,
+            options.transfer_timeout_s,
         )
         if isinstance(handle, int):
             raise OSError(-handle, os.strerror(-handle))
@@ -122,11 +111,10 @@ class KernelEngine:
         num_bytes: int,
         offset: int,
         priority: int,
-        deadline_s: float,
         token: int,
     ) -> KernelOperation:
         handle = _aio.submit(
-            self._handle, file.handle(), is_write, address, num_bytes, offset, priority, deadline_s, token
+            self._handle, file.handle(), is_write, address, num_bytes, offset, priority, token
         )
         if isinstance(handle, int):
             raise OSError(-handle, os.strerror(-handle))

@@ -21,6 +21,8 @@ from typing import Any
 
 import aiofiles
 
+from offloadzero.native.aio_backends import EngineOptions
+
 _MAX_NUM_THREADS = 8
 _MAX_STALLS = 16
 
@@ -97,7 +99,7 @@ class AiofilesFile:
 
 @dataclass(eq=False)
 class AiofilesOperation:
-    """One operation. The loop's thread runs it; any thread may ask, cancel it or find it late."""
+    """One operation. The loop's thread runs it; any thread may ask, or find it late."""
 
     file: AiofilesFile
     is_write: bool
@@ -107,11 +109,10 @@ class AiofilesOperation:
     deadline: float | None  # on time.monotonic()
     token: int
     num_left: int = 0
-    num_not_begun: int = 0
     error: tuple[int, int] = (0, 0)
     begun_s: float = 0.0
     ended_s: float = 0.0
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of `error` and `num_not_begun`
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of `error`
     finished: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
 
@@ -129,18 +130,8 @@ class AiofilesOperation:
         is_done = self.finished.wait(limit) or self.done()
         return self.error if is_done else None
 
-    def wait_released(self, timeout_s: float) -> bool:
-        return self.released.wait(_limit(timeout_s))
-
     def times(self) -> tuple[float, float] | None:
         return (self.begun_s or self.ended_s, self.ended_s) if self.released.is_set() else None
-
-    def cancel(self) -> bool:
-        with self.lock:
-            if self.error[0] or not self.num_not_begun:
-                return False
-            self.error = (errno.ECANCELED, self.offset)
-        return True
 
     def fail(self, code: int, offset: int) -> None:
         with self.lock:
@@ -148,11 +139,10 @@ class AiofilesOperation:
                 self.error = (code, offset)
 
     def begin_block(self, offset: int) -> bool:
-        """Whether a block may run: False once the operation has failed, is late or was cancelled."""
+        """Whether a block may run: False once the operation has failed or is late."""
         if self._is_late():
             self.fail(errno.ETIMEDOUT, offset)
         with self.lock:
-            self.num_not_begun -= 1
             self.begun_s = self.begun_s or time.monotonic()
             return not self.error[0]
 
@@ -178,9 +168,10 @@ class _Block:
 class AiofilesEngine:
     """The engine core behind AioEngine(backend="aiofiles"); offloadzero.native.aio describes the methods."""
 
-    def __init__(self, *, block_size: int, queue_depth: int) -> None:
-        self._block_size = block_size
-        self._num_consumers = min(queue_depth, _MAX_NUM_THREADS)
+    def __init__(self, options: EngineOptions) -> None:
+        self._block_size = options.block_size
+        self._transfer_timeout_s = options.transfer_timeout_s
+        self._num_consumers = min(options.queue_depth, _MAX_NUM_THREADS)
         self._executor = ThreadPoolExecutor(self._num_consumers, thread_name_prefix="offloadzero-aiofiles")
         self._faults = _Faults()
         self._stats = dict.fromkeys(
@@ -229,14 +220,14 @@ class AiofilesEngine:
         num_bytes: int,
         offset: int,
         priority: int,
-        deadline_s: float,
         token: int,
     ) -> AiofilesOperation:
         memory = (ctypes.c_char * num_bytes).from_address(address) if num_bytes else bytearray()
         view = memoryview(memory).cast("B")
-        deadline = None if deadline_s < 0 else time.monotonic() + deadline_s
+        timeout_s = self._transfer_timeout_s
+        deadline = None if timeout_s < 0 else time.monotonic() + timeout_s
         operation = AiofilesOperation(file, is_write, view, offset, priority, deadline, token)
-        operation.num_left = operation.num_not_begun = len(range(0, num_bytes, self._block_size))
+        operation.num_left = len(range(0, num_bytes, self._block_size))
         self._loop.call_soon_threadsafe(self._enqueue, operation)
         return operation
 

@@ -24,6 +24,7 @@ using namespace offloadzero::aio;
 constexpr size_t kBlock = 16384;
 constexpr int64_t kWaitNs = 60'000'000'000;
 constexpr int64_t kMs = 1'000'000;
+constexpr int64_t kLongMs = 3'600'000;
 using Bytes = std::vector<char>;
 using Ticket = std::shared_ptr<Operation>;
 
@@ -97,14 +98,13 @@ class Fixture {
         return opened;
     }
 
-    Ticket submit(bool is_write, char* data, size_t num_bytes, int64_t offset, int64_t deadline_ns = 0) {
+    Ticket submit(bool is_write, char* data, size_t num_bytes, int64_t offset) {
         OperationRequest request;
         request.is_write = is_write;
         request.file = file;
         request.data = data;
         request.num_bytes = num_bytes;
         request.offset = offset;
-        request.deadline_ns = deadline_ns;
         Ticket ticket;
         CHECK_EQUAL(engine->submit(std::move(request), &ticket), 0);
         return ticket;
@@ -201,55 +201,56 @@ void test_faults_end_their_operation_only(const EngineOptions& options) {
     }
 }
 
-void test_cancel_drops_what_has_not_started(const EngineOptions& options) {
+void test_close_cancels_what_has_not_started(const EngineOptions& options) {
     Fixture fixture(options, Bytes(kBlock));
     // All places of all threads' queues are taken by late blocks: whatever comes after them stays queued.
     const size_t num_places =
         (options.queue_depth + options.num_threads - 1) / options.num_threads * options.num_threads;
     Bytes data(num_places * kBlock, 'd');
     for (uint64_t nth = 1; nth <= num_places; ++nth)
-        fixture.engine->faults().inject(FaultKind::kDelay, nth, 3'600'000);
+        fixture.engine->faults().inject(FaultKind::kDelay, nth, kLongMs);
     Ticket first = fixture.submit(true, data.data(), data.size(), 0);
     while (fixture.engine->stats().blocks < num_places) std::this_thread::yield();
     Bytes dropped(100 * kBlock, 'x');
     std::vector<Ticket> late;
     for (int i = 0; i < 20; ++i)
         late.push_back(fixture.submit(true, dropped.data(), dropped.size(), 1 << 20));
-    for (const Ticket& ticket : late) {
-        CHECK(fixture.engine->cancel(ticket.get()));
-        CHECK_EQUAL(fixture.finish(ticket), ECANCELED);
-        CHECK(ticket->released.is_set());
-        CHECK(!fixture.engine->cancel(ticket.get()));
-    }
     CHECK(!first->done.is_set());
     fixture.engine->close(true);  // ends the delays
     CHECK_EQUAL(fixture.finish(first), 0);
+    for (const Ticket& ticket : late) {
+        CHECK_EQUAL(fixture.finish(ticket), ECANCELED);
+        CHECK(ticket->released.is_set());
+    }
     CHECK_EQUAL(fixture.engine->collect_finished().size(), late.size() + 1);
     CHECK(get(fixture.path) == data);
 }
 
-void test_deadline(const EngineOptions& options) {
+void test_timeout(const EngineOptions& given) {
+    EngineOptions options = given;
+    options.operation_timeout_ns = 500 * kMs;  // a busy machine begins two blocks in less
     Fixture fixture(options, Bytes(4 * kBlock));
-    auto memory = std::make_unique<Bytes>(4 * kBlock);
-    fixture.engine->faults().inject(FaultKind::kDelay, 2, 150);
+    Bytes memory(4 * kBlock);
+    fixture.engine->faults().inject(FaultKind::kDelay, 2, kLongMs);
     int64_t begin = now_ns();
-    Ticket ticket = fixture.submit(false, memory->data(), memory->size(), 0, begin + 20 * kMs);
+    Ticket ticket = fixture.submit(false, memory.data(), memory.size(), 0);
     CHECK_EQUAL(fixture.finish(ticket), ETIMEDOUT);
-    CHECK(now_ns() - begin >= 20 * kMs);
+    CHECK(now_ns() - begin >= 500 * kMs);
     // The caller learns of it at once; its memory is busy until the late block is there.
     CHECK(!ticket->released.is_set());
     CHECK(fixture.engine->collect_finished().empty());
-    CHECK_EQUAL(ticket->released.wait(kWaitNs), 0);
-    CHECK(now_ns() - begin >= 150 * kMs);
+    fixture.engine->close(true);  // ends the delay
+    CHECK(ticket->released.is_set());
+    CHECK_EQUAL(ticket->error(), ETIMEDOUT);
     CHECK_EQUAL(fixture.engine->collect_finished().size(), size_t(1));
-    memory.reset();
-    // In time, and too late before it begins.
+}
+
+void test_in_time(const EngineOptions& given) {
+    EngineOptions options = given;
+    options.operation_timeout_ns = kWaitNs;
+    Fixture fixture(options, Bytes(4 * kBlock));
     Bytes data(kBlock);
-    CHECK_EQUAL(fixture.finish(fixture.submit(false, data.data(), kBlock, 0, now_ns() + 60'000 * kMs)), 0);
-    ticket = fixture.submit(false, data.data(), kBlock, 0, now_ns() - 1);
-    int error = fixture.finish(ticket);
-    CHECK(error == ETIMEDOUT || error == 0);
-    CHECK_EQUAL(ticket->released.wait(kWaitNs), 0);
+    CHECK_EQUAL(fixture.finish(fixture.submit(false, data.data(), kBlock, 0)), 0);
 }
 
 void test_close_with_work_in_flight(const EngineOptions& options) {
@@ -357,8 +358,9 @@ constexpr Test kTests[] = {
     {"threads write side by side", test_threads_write_side_by_side},
     {"short transfers continue", test_short_transfers_continue},
     {"faults end their operation only", test_faults_end_their_operation_only},
-    {"cancel drops what has not started", test_cancel_drops_what_has_not_started},
-    {"deadline", test_deadline},
+    {"close cancels what has not started", test_close_cancels_what_has_not_started},
+    {"timeout", test_timeout},
+    {"in time", test_in_time},
     {"close with work in flight", test_close_with_work_in_flight},
     {"registered memory", test_registered_memory},
     {"files come and go", test_files_come_and_go},
@@ -381,9 +383,7 @@ std::vector<Setup> setups() {
     };
     add("io_uring", KernelInterface::kUring, 1);
     add("io_uring, 3 threads", KernelInterface::kUring, 3);
-    add("io_uring, plain", KernelInterface::kUring, 1).uring = {false, false, false, false, false};
-    add("io_uring, SQPOLL", KernelInterface::kUring, 1).uring.has_sqpoll = true;
-    add("io_uring, IOPOLL", KernelInterface::kUring, 1).uring.has_iopoll = true;
+    add("io_uring, plain", KernelInterface::kUring, 1).uring = {false, false, false};
     add("native AIO", KernelInterface::kNativeAio, 1);
     add("native AIO, 2 threads", KernelInterface::kNativeAio, 2);
     return all;
