@@ -133,11 +133,11 @@ EngineStats Engine::stats() const {
     return stats;
 }
 
-Block* Engine::take_block(Worker* worker) {
+BlockPtr Engine::take_block(Worker* worker) {
     std::lock_guard<std::mutex> guard(mutex_);
     worker->is_waiting = false;
     if (!worker->granted.empty()) {
-        Block* block = worker->granted.front();
+        BlockPtr block = std::move(worker->granted.front());
         worker->granted.pop_front();
         return block;
     }
@@ -146,7 +146,7 @@ Block* Engine::take_block(Worker* worker) {
         drop_if_late(queue_.top().get());
         if (queue_.top()->is_fully_cut()) {
             queue_.pop();
-        } else if (Block* block = cut_block(worker)) {
+        } else if (BlockPtr block = cut_block(worker)) {
             return block;
         }
     }
@@ -154,31 +154,32 @@ Block* Engine::take_block(Worker* worker) {
     return nullptr;
 }
 
-// The next block of the first operation; null when it has to wait for its unit's lock.
-Block* Engine::cut_block(Worker* worker) {
-    auto* block = new Block;
+// The next block of the first operation; null when it has to wait for its granule's lock.
+BlockPtr Engine::cut_block(Worker* worker) {
+    auto block = std::make_unique<Block>();
     block->operation = queue_.top();
     if (block->operation->begun_ns == 0) block->operation->begun_ns = now_ns();
     block->piece = cut_piece(block->operation.get(), options_.block_size);
     ++block->operation->num_live;
-    if (block->piece.path != Path::kPartUnit) return block;
-    UnitKey key = unit_key(*block->operation->request.file, block->piece.offset);
-    return unit_locks_.acquire(key, {worker, block}) ? block : nullptr;
+    if (block->piece.path != Path::kPartGranule) return block;
+    GranuleKey key = granule_key(*block->operation->request.file, block->piece.offset);
+    Waiter waiter = {worker, std::move(block)};
+    return granule_locks_.acquire(key, &waiter) ? std::move(waiter.block) : nullptr;
 }
 
-void Engine::release_unit(const Block& block) {
+void Engine::release_granule(const Block& block) {
     Waiter next;
-    if (!unit_locks_.release(unit_key(*block.operation->request.file, block.piece.offset), &next)) return;
-    next.worker->granted.push_back(next.block);
+    if (!granule_locks_.release(granule_key(*block.operation->request.file, block.piece.offset), &next))
+        return;
+    next.worker->granted.push_back(std::move(next.block));
     wake(next.worker);
 }
 
-void Engine::block_finished(Block* block, int error, int64_t error_offset) {
+void Engine::block_finished(BlockPtr block, int error, int64_t error_offset) {
     std::lock_guard<std::mutex> guard(mutex_);
-    std::unique_ptr<Block> owned(block);
     const std::shared_ptr<Operation>& operation = block->operation;
     if (error != 0) operation->fail(error, error_offset);
-    if (block->piece.path == Path::kPartUnit) release_unit(*block);
+    if (block->piece.path == Path::kPartGranule) release_granule(*block);
     --operation->num_live;
     complete_if_finished(operation);
 }

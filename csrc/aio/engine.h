@@ -12,15 +12,18 @@
 #include <vector>
 
 #include "faults.h"
+#include "granule_locks.h"
 #include "kernel_queue.h"
 #include "operation.h"
 #include "registry.h"
-#include "unit_locks.h"
 
 namespace offloadzero::aio {
 
 class Worker;
 struct Block;
+// Whoever has it has the block. The kernel has a bare pointer, the transfer's tag: Worker::stage() gives it
+// away and Worker::reap() takes it back.
+using BlockPtr = std::unique_ptr<Block>;
 
 enum class KernelInterface { kUring, kNativeAio };
 
@@ -92,15 +95,15 @@ class Engine {
 
     struct Waiter {
         Worker* worker;
-        Block* block;
+        BlockPtr block;
     };
 
     explicit Engine(const EngineOptions& options);
 
-    // For workers. The next block to run, new or with a unit lock just granted; null when there is none, and
-    // the worker is then marked as waiting: whoever brings work wakes it.
-    Block* take_block(Worker* worker);
-    void block_finished(Block* block, int error, int64_t error_offset);
+    // For workers. The next block to run, new or with a granule's lock just granted; null when there is none,
+    // and the worker is then marked as waiting: whoever brings work wakes it.
+    BlockPtr take_block(Worker* worker);
+    void block_finished(BlockPtr block, int error, int64_t error_offset);
     // Queues are idle and close() was called: the worker may leave.
     bool should_exit();
     // A worker's kernel queue broke: every operation ends with `error`, and no token of one that was running
@@ -108,8 +111,8 @@ class Engine {
     void abandon(int error);
 
     // With the mutex held.
-    Block* cut_block(Worker* worker);
-    void release_unit(const Block& block);
+    BlockPtr cut_block(Worker* worker);
+    void release_granule(const Block& block);
     bool drop_if_late(Operation* operation);
     void complete(const std::shared_ptr<Operation>& operation);
     void complete_if_finished(const std::shared_ptr<Operation>& operation);
@@ -125,7 +128,7 @@ class Engine {
     std::mutex mutex_;
     std::priority_queue<std::shared_ptr<Operation>, std::vector<std::shared_ptr<Operation>>, RunsLater>
         queue_;
-    UnitLocks<Waiter> unit_locks_;
+    GranuleLocks<Waiter> granule_locks_;
     std::vector<uint64_t> finished_;
     std::unordered_map<Operation*, std::shared_ptr<Operation>> outstanding_;
     uint64_t next_sequence_ = 0;

@@ -81,7 +81,7 @@ Piece cut_piece(Operation* operation, size_t block_size) {
         piece.path = is_plain ? Path::kPlain : Path::kBounce;
     } else if (request.is_write) {
         piece.num_bytes = std::min(to_boundary, left);
-        piece.path = Path::kPartUnit;
+        piece.path = Path::kPartGranule;
     } else {
         // A read bounces up to the next boundary if from there on it can go straight, else a whole block.
         bool can_go_straight = left > to_boundary && is_multiple(piece.data + to_boundary, memory_alignment);

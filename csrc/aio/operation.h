@@ -82,9 +82,9 @@ class Operation {
 
 // How one piece of an operation reaches the file.
 enum class Path {
-    kPlain,     // straight between the caller's memory and the file
-    kBounce,    // whole alignment units through an aligned buffer
-    kPartUnit,  // part of one alignment unit of a direct file: read, modify, write under the unit's lock
+    kPlain,        // straight between the caller's memory and the file
+    kBounce,       // whole granules through an aligned buffer
+    kPartGranule,  // part of one granule of a direct file: read, modify, write under the granule's lock
 };
 
 struct Piece {

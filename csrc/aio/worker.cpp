@@ -1,10 +1,11 @@
 // [Note: the end of the file]
-// A direct write moves whole alignment units, so part of a unit is read, changed in a bounce buffer and
-// written back, under the unit's lock. Where the file ends inside that unit (or before it), writing the whole
-// unit would make the file too long, and cutting it back could cut what another operation has just appended.
-// There the bytes asked for, and no others, go through a second, buffered descriptor: the kernel grows the
-// file exactly. That is coherent because a unit is at least a page, the unit's lock keeps every other partial
-// write away from the page, and the kernel writes the page back before a later direct transfer touches it.
+// A direct write moves whole granules, so part of a granule is read, changed in a bounce buffer and
+// written back, under the granule's lock. Where the file ends inside that granule (or before it), writing the
+// whole granule would make the file too long, and cutting it back could cut what another operation has just
+// appended. There the bytes asked for, and no others, go through a second, buffered descriptor: the kernel
+// grows the file exactly. That is coherent because a granule is at least a page, the granule's lock keeps
+// every other partial write away from the page, and the kernel writes the page back before a later direct
+// transfer touches it.
 #include "worker.h"
 
 #include <pthread.h>
@@ -15,6 +16,7 @@
 #include <cstring>
 #include <iterator>
 #include <system_error>
+#include <utility>
 
 namespace offloadzero::aio {
 namespace {
@@ -22,7 +24,7 @@ namespace {
 constexpr unsigned kMaxStalls = 16;
 constexpr unsigned kMaxBusy = 64;
 constexpr unsigned kMaxBusyAtOnce = 3;  // retried without a pause
-constexpr size_t kUnitPoolNumBytes = 4096;
+constexpr size_t kGranulePoolNumBytes = 4096;
 
 int64_t round_down(int64_t value, size_t step) { return value - value % static_cast<int64_t>(step); }
 
@@ -37,7 +39,7 @@ Worker::Worker(Engine* engine, size_t index, std::unique_ptr<KernelQueue> kernel
       index_(index),
       kernel_(std::move(kernel)),
       depth_(depth),
-      unit_pool_(kUnitPoolNumBytes),
+      granule_pool_(kGranulePoolNumBytes),
       block_pool_(engine->block_size()) {}
 
 int Worker::start_thread() {
@@ -90,15 +92,15 @@ int Worker::serve() {
 
 void Worker::fill() {
     while (num_in_kernel_ < depth_) {
-        Block* block;
+        BlockPtr block;
         if (!ready_.empty()) {
-            block = ready_.front();
+            block = std::move(ready_.front());
             ready_.pop_front();
         } else {
             block = engine_.take_block(this);
             if (block == nullptr) return;
         }
-        start(block);
+        start(std::move(block));
     }
 }
 
@@ -107,7 +109,7 @@ void Worker::reap() {
     kernel_->reap(&completions_);
     num_in_kernel_ -= static_cast<unsigned>(completions_.size());
     for (const Completion& completion : completions_) {
-        on_completion(reinterpret_cast<Block*>(completion.tag), completion.result);
+        on_completion(BlockPtr(reinterpret_cast<Block*>(completion.tag)), completion.result);
     }
 }
 
@@ -115,15 +117,16 @@ void Worker::run_deferred() {
     if (deferred_.empty()) return;
     int64_t now = engine_.is_cancelling_ ? INT64_MAX : now_ns();
     std::vector<Deferred> due;
-    auto is_due = [now](const Deferred& deferred) { return deferred.due_ns <= now; };
-    std::copy_if(deferred_.begin(), deferred_.end(), std::back_inserter(due), is_due);
-    deferred_.erase(std::remove_if(deferred_.begin(), deferred_.end(), is_due), deferred_.end());
-    for (const Deferred& deferred : due) {
+    auto is_later = [now](const Deferred& deferred) { return deferred.due_ns > now; };
+    auto first_due = std::stable_partition(deferred_.begin(), deferred_.end(), is_later);
+    std::move(first_due, deferred_.end(), std::back_inserter(due));
+    deferred_.erase(first_due, deferred_.end());
+    for (Deferred& deferred : due) {
         if (deferred.is_retry) {
-            resume(deferred.block);
+            resume(std::move(deferred.block));
         } else {
             --num_in_kernel_;
-            on_result(deferred.block, deferred.result);
+            on_result(std::move(deferred.block), deferred.result);
         }
     }
 }
@@ -135,36 +138,35 @@ int64_t Worker::wait_timeout_ns() const {
     return std::max<int64_t>(first - now_ns(), 0);
 }
 
-void Worker::defer(Block* block, int64_t delay_ns, bool is_retry, int64_t result) {
-    deferred_.push_back({now_ns() + delay_ns, block, is_retry, result});
+void Worker::defer(BlockPtr block, int64_t delay_ns, bool is_retry, int64_t result) {
+    deferred_.push_back({now_ns() + delay_ns, std::move(block), is_retry, result});
     if (!is_retry) ++num_in_kernel_;
 }
 
-void Worker::start(Block* block) {
+void Worker::start(BlockPtr block) {
     if (!block->is_prepared) {
         block->is_prepared = true;
         engine_.num_blocks_.fetch_add(1, std::memory_order_relaxed);
         block->fault = engine_.faults_.next_block();
-        int error = prepare(block);
-        if (error != 0) return finish(block, error);
+        int error = prepare(block.get());
+        if (error != 0) return finish(std::move(block), error);
     }
-    if (block->operation->has_failed()) return finish(block, 0);
+    if (block->operation->has_failed()) return finish(std::move(block), 0);
     if (block->fault.error != 0) {
-        defer(block, block->fault.delay_ns, false, -block->fault.error);
-        block->fault = BlockFault();
-        return;
+        const BlockFault fault = std::exchange(block->fault, BlockFault());
+        return defer(std::move(block), fault.delay_ns, false, -fault.error);
     }
-    stage(block);
+    stage(std::move(block));
 }
 
-void Worker::stage(Block* block) {
+void Worker::stage(BlockPtr block) {
     const Block::Window& window = block->window;
     size_t num_bytes = window.num_bytes - block->num_done;
     if (block->fault.short_bytes >= 0) {
         size_t limit = static_cast<size_t>(round_up(block->fault.short_bytes, window.granularity));
         if (limit == 0) {
             block->fault.short_bytes = -1;
-            return defer(block, 0, false, 0);
+            return defer(std::move(block), 0, false, 0);
         }
         num_bytes = std::min(num_bytes, limit);
     }
@@ -177,16 +179,15 @@ void Worker::stage(Block* block) {
     transfer.num_bytes = num_bytes;
     transfer.buffer_slot = slots_.buffer_slot(transfer.data, num_bytes);
     transfer.offset = window.offset + static_cast<int64_t>(block->num_done);
-    transfer.tag = reinterpret_cast<uint64_t>(block);
     block->is_fixed = transfer.buffer_slot != kNoSlot;
     if (block->is_fixed) engine_.num_fixed_.fetch_add(1, std::memory_order_relaxed);
     ++num_in_kernel_;
+    transfer.tag = reinterpret_cast<uint64_t>(block.release());
     kernel_->stage(transfer);
 }
 
 int Worker::take_bounce(Block* block, size_t num_bytes) {
-    block->pool = num_bytes <= kUnitPoolNumBytes ? &unit_pool_ : &block_pool_;
-    block->bounce = block->pool->take();
+    block->bounce = (num_bytes <= kGranulePoolNumBytes ? granule_pool_ : block_pool_).take();
     if (block->bounce == nullptr) return ENOMEM;
     engine_.num_bounced_.fetch_add(1, std::memory_order_relaxed);
     return 0;
@@ -212,42 +213,41 @@ int Worker::prepare(Block* block) {
     window.num_needed = static_cast<size_t>(end - window.offset);
     int error = take_bounce(block, window.num_bytes);
     if (error != 0) return error;
-    window.data = block->bounce;
-    if (piece.path == Path::kPartUnit) {
-        block->phase = Block::Phase::kFetchUnit;
+    window.data = block->bounce.get();
+    if (piece.path == Path::kPartGranule) {
+        block->phase = Block::Phase::kReadGranule;
         window.is_write = false;
         window.num_needed = window.num_bytes;
     } else if (request.is_write) {
-        memcpy(block->bounce, piece.data, piece.num_bytes);
+        memcpy(block->bounce.get(), piece.data, piece.num_bytes);
     }
     return 0;
 }
 
-void Worker::on_completion(Block* block, int64_t result) {
-    BlockFault fault = block->fault;
-    block->fault = BlockFault();
+void Worker::on_completion(BlockPtr block, int64_t result) {
+    const BlockFault fault = std::exchange(block->fault, BlockFault());
     if (fault.short_bytes >= 0) result = std::min(result, fault.short_bytes);
-    if (fault.delay_ns > 0) return defer(block, fault.delay_ns, false, result);
-    on_result(block, result);
+    if (fault.delay_ns > 0) return defer(std::move(block), fault.delay_ns, false, result);
+    on_result(std::move(block), result);
 }
 
-void Worker::on_result(Block* block, int64_t result) {
-    if (result == -EINTR || result == -EAGAIN) return retry_busy(block, static_cast<int>(-result));
+void Worker::on_result(BlockPtr block, int64_t result) {
+    if (result == -EINTR || result == -EAGAIN) return retry_busy(std::move(block), static_cast<int>(-result));
     if (result == -EFAULT && block->is_fixed) {
         // The memory was unregistered between stage() and the kernel's look at the slot: again, without.
         const char* data = block->window.data + block->num_done;
         bool is_registered = slots_.buffer_slot(data, block->window.num_bytes - block->num_done) != kNoSlot;
-        if (!is_registered) return resume(block);
+        if (!is_registered) return resume(std::move(block));
     }
-    if (result < 0) return finish(block, static_cast<int>(-result));
+    if (result < 0) return finish(std::move(block), static_cast<int>(-result));
     block->num_busy = 0;
     if (block->num_done + static_cast<size_t>(result) < block->window.num_needed)
-        return on_short(block, result);
+        return on_short(std::move(block), result);
     block->num_done = block->window.num_needed;
-    end_phase(block);
+    end_phase(std::move(block));
 }
 
-void Worker::on_short(Block* block, int64_t result) {
+void Worker::on_short(BlockPtr block, int64_t result) {
     const Block::Window& window = block->window;
     size_t num_before = block->num_done;
     block->num_done += static_cast<size_t>(result);
@@ -256,52 +256,54 @@ void Worker::on_short(Block* block, int64_t result) {
     if (!window.is_write && (result == 0 || position >= end)) {
         // A direct read that ends in the file's last sector has been seen to count bytes behind its end.
         if (position > end) block->num_done = static_cast<size_t>(std::max<int64_t>(end - window.offset, 0));
-        return block->phase == Block::Phase::kFetchUnit ? append(block) : finish(block, ENODATA);
+        if (block->phase == Block::Phase::kReadGranule) return append(std::move(block));
+        return finish(std::move(block), ENODATA);
     }
     block->num_done -= block->num_done % window.granularity;
     block->num_stalls = block->num_done > num_before ? 0 : block->num_stalls + 1;
-    if (block->num_stalls > kMaxStalls) return finish(block, EIO);
+    if (block->num_stalls > kMaxStalls) return finish(std::move(block), EIO);
     engine_.num_retries_.fetch_add(1, std::memory_order_relaxed);
-    resume(block);
+    resume(std::move(block));
 }
 
-void Worker::retry_busy(Block* block, int error) {
-    if (++block->num_busy > kMaxBusy) return finish(block, error);
+void Worker::retry_busy(BlockPtr block, int error) {
+    if (++block->num_busy > kMaxBusy) return finish(std::move(block), error);
     engine_.num_retries_.fetch_add(1, std::memory_order_relaxed);
-    if (block->num_busy <= kMaxBusyAtOnce) return resume(block);
-    defer(block, 1'000'000LL << std::min(block->num_busy - kMaxBusyAtOnce, 6u), true, 0);
+    if (block->num_busy <= kMaxBusyAtOnce) return resume(std::move(block));
+    const int64_t pause_ns = 1'000'000LL << std::min(block->num_busy - kMaxBusyAtOnce, 6u);
+    defer(std::move(block), pause_ns, true, 0);
 }
 
-void Worker::end_phase(Block* block) {
+void Worker::end_phase(BlockPtr block) {
     const Piece& piece = block->piece;
     Block::Window& window = block->window;
     size_t skip = static_cast<size_t>(piece.offset - window.offset);
-    if (block->phase == Block::Phase::kFetchUnit) {
-        memcpy(block->bounce + skip, piece.data, piece.num_bytes);
-        block->phase = Block::Phase::kStoreUnit;
+    if (block->phase == Block::Phase::kReadGranule) {
+        memcpy(block->bounce.get() + skip, piece.data, piece.num_bytes);
+        block->phase = Block::Phase::kWriteGranule;
         window.is_write = true;
         block->num_done = 0;
-        return resume(block);
+        return resume(std::move(block));
     }
     if (piece.path == Path::kBounce && !window.is_write)
-        memcpy(piece.data, block->bounce + skip, piece.num_bytes);
-    finish(block, 0);
+        memcpy(piece.data, block->bounce.get() + skip, piece.num_bytes);
+    finish(std::move(block), 0);
 }
 
-void Worker::append(Block* block) {
+void Worker::append(BlockPtr block) {
     const Piece& piece = block->piece;
     block->num_done = 0;
     int fd = block->operation->request.file->buffered_fd();
-    if (fd < 0) return finish(block, -fd);
+    if (fd < 0) return finish(std::move(block), -fd);
     block->phase = Block::Phase::kAppend;
     block->window = {true, fd, piece.data, piece.offset, piece.num_bytes, piece.num_bytes, 1};
-    resume(block);
+    resume(std::move(block));
 }
 
-void Worker::finish(Block* block, int error) {
-    if (block->bounce != nullptr) block->pool->give_back(block->bounce);
+void Worker::finish(BlockPtr block, int error) {
     int64_t reached = block->window.offset + static_cast<int64_t>(block->num_done);
-    engine_.block_finished(block, error, std::max(reached, block->piece.offset));
+    reached = std::max(reached, block->piece.offset);
+    engine_.block_finished(std::move(block), error, reached);
 }
 
 }  // namespace offloadzero::aio

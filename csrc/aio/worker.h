@@ -13,14 +13,13 @@
 
 namespace offloadzero::aio {
 
-// A piece of an operation on its way. Owned by exactly one of: a worker's lists, the kernel, a unit lock's
-// queue.
+// A piece of an operation on its way.
 struct Block {
     enum class Phase {
-        kTransfer,   // the bytes asked for, direct or through the bounce buffer
-        kFetchUnit,  // part of a unit, step 1: read the unit
-        kStoreUnit,  // step 2: write it back, changed
-        kAppend,     // step 2 where the file ends inside the unit
+        kTransfer,      // the bytes asked for, direct or through the bounce buffer
+        kReadGranule,   // part of a granule, step 1: read the granule
+        kWriteGranule,  // step 2: write it back, changed
+        kAppend,        // step 2 where the file ends inside the granule
     };
 
     // What the kernel is asked to move. A transfer is complete when `num_needed` bytes are there; a short one
@@ -40,8 +39,7 @@ struct Block {
     Phase phase = Phase::kTransfer;
     Window window;
     size_t num_done = 0;  // of the window
-    BouncePool* pool = nullptr;
-    char* bounce = nullptr;
+    Bounce bounce;
     bool is_prepared = false;
     bool is_fixed = false;    // last staged to or from registered memory
     unsigned num_stalls = 0;  // short transfers in a row that got no further
@@ -62,13 +60,13 @@ class Worker {
     void wake() { kernel_->wake(); }
 
     // Guarded by the engine's mutex.
-    bool is_waiting = false;     // in the kernel with room for more: needs a wake() to see new work
-    std::deque<Block*> granted;  // blocks of this worker whose unit lock came free
+    bool is_waiting = false;       // in the kernel with room for more: needs a wake() to see new work
+    std::deque<BlockPtr> granted;  // blocks of this worker whose granule lock came free
 
   private:
     struct Deferred {
         int64_t due_ns;
-        Block* block;
+        BlockPtr block;
         bool is_retry;  // run it again; otherwise deliver `result`, and until then its place in the queue is
                         // taken
         int64_t result;
@@ -82,19 +80,19 @@ class Worker {
     int64_t wait_timeout_ns() const;
     bool is_idle() const { return num_in_kernel_ == 0 && deferred_.empty() && ready_.empty(); }
 
-    void start(Block* block);
+    void start(BlockPtr block);
     int prepare(Block* block);
     int take_bounce(Block* block, size_t num_bytes);
-    void stage(Block* block);
-    void on_completion(Block* block, int64_t result);
-    void on_result(Block* block, int64_t result);
-    void on_short(Block* block, int64_t result);
-    void retry_busy(Block* block, int error);
-    void end_phase(Block* block);
-    void append(Block* block);
-    void finish(Block* block, int error);
-    void resume(Block* block) { ready_.push_front(block); }
-    void defer(Block* block, int64_t delay_ns, bool is_retry, int64_t result);
+    void stage(BlockPtr block);
+    void on_completion(BlockPtr block, int64_t result);
+    void on_result(BlockPtr block, int64_t result);
+    void on_short(BlockPtr block, int64_t result);
+    void retry_busy(BlockPtr block, int error);
+    void end_phase(BlockPtr block);
+    void append(BlockPtr block);
+    void finish(BlockPtr block, int error);
+    void resume(BlockPtr block) { ready_.push_front(std::move(block)); }
+    void defer(BlockPtr block, int64_t delay_ns, bool is_retry, int64_t result);
 
     Engine& engine_;
     const size_t index_;
@@ -102,11 +100,12 @@ class Worker {
     std::unique_ptr<KernelQueue> kernel_;
     const unsigned depth_;
     unsigned num_in_kernel_ = 0;  // with the blocks whose injected delay makes them look so
-    std::deque<Block*> ready_;    // blocks begun, with more to transfer
-    std::vector<Deferred> deferred_;
     std::vector<Completion> completions_;
-    BouncePool unit_pool_;
+    // Before the lists of blocks, which hold buffers of theirs.
+    BouncePool granule_pool_;
     BouncePool block_pool_;
+    std::deque<BlockPtr> ready_;  // blocks begun, with more to transfer
+    std::vector<Deferred> deferred_;
     std::thread thread_;
 };
 
