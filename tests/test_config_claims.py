@@ -679,12 +679,12 @@ ABSENT: Mapping[str, tuple[str, Callable[[offloadzero.OffloadConfig], bool]]] = 
     "offloadzero.update.num_threads": ("this process may use when", lambda c: c.update.num_threads is None),
     "offloadzero.update.cores": ("any when", lambda c: c.update.cores == ()),
     "offloadzero.device": ('"cuda" if there is one when', lambda c: c.device is None),
-    "optimizer.params.lr": ("1e-3 when", lambda _: adam().lr == 1e-3),
-    "optimizer.params.betas": ("0.9, 0.999 when", lambda _: adam().betas == (0.9, 0.999)),
-    "optimizer.params.eps": ("1e-8 when", lambda _: adam().eps == 1e-8),
-    "optimizer.params.weight_decay": ("0 when", lambda _: adam().weight_decay == 0),
-    "optimizer.params.adam_w_mode": ("true when", lambda _: adam().decoupled_weight_decay),
-    "optimizer.params.bias_correction": ("true when", lambda _: adam().bias_correction),
+    "optimizer.params.lr": ("1e-3 when", lambda _: adam()["lr"] == 1e-3),
+    "optimizer.params.betas": ("0.9, 0.999 when", lambda _: adam()["betas"] == (0.9, 0.999)),
+    "optimizer.params.eps": ("1e-8 when", lambda _: adam()["eps"] == 1e-8),
+    "optimizer.params.weight_decay": ("0 when", lambda _: adam()["weight_decay"] == 0),
+    "optimizer.params.adam_w_mode": ("true when", lambda _: adam()["decoupled_weight_decay"]),
+    "optimizer.params.bias_correction": ("true when", lambda _: adam()["bias_correction"]),
     "fp16.loss_scale": ("0 (when", lambda _: scaling().static == 0),
     "fp16.initial_scale_power": ("16 when", lambda _: scaling().initial_scale_power == 16),
     "fp16.loss_scale_window": ("1000 when", lambda _: scaling().window == 1000),
@@ -712,7 +712,7 @@ def with_checkpoints() -> Any:
 
 
 def adam() -> Any:
-    return load_config({"optimizer": {"type": "Adam"}}).optimizer
+    return load_config({"optimizer": {"type": "Adam"}}).optimizer.params
 
 
 def scaling() -> Any:
