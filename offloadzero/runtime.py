@@ -160,7 +160,7 @@ class Runtime:
                 self.model,
                 cut,
                 executor=self.executor,
-                stepper=self.stepper,
+                gradients=self.collector,
                 weights=self.weights,
                 timeline=self.monitor.timeline,
                 checkpointed=checkpointed,

@@ -40,7 +40,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -59,7 +59,6 @@ from offloadzero.streaming.activations import ActivationStore, Call, KeptInput
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import SavedWeight
 from offloadzero.streaming.saved_weights import SavedWeights
-from offloadzero.streaming.stepping import Stepper
 from offloadzero.streaming.units import Site, UnitCut
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.torch_private import (
@@ -251,6 +250,13 @@ def _no_hook() -> _StateDictHook:
     return hook
 
 
+class GradientTaker(Protocol):
+    """Takes gradients out of `param.grad`."""
+
+    def add(self, index: int, number: int) -> None:
+        """Take that of a parameter, given by the numbers of its record and of its slot there."""
+
+
 class ModelHooks:
     """Everything attached to a model; `remove()` takes it off again."""
 
@@ -260,7 +266,7 @@ class ModelHooks:
         cut: UnitCut,
         *,
         executor: Executor,
-        stepper: Stepper,
+        gradients: GradientTaker,
         weights: WeightAccess,
         timeline: Timeline,
         checkpointed: Mapping[str, nn.Module],
@@ -270,7 +276,7 @@ class ModelHooks:
         self.executor = executor
         self._saved_weights = SavedWeights(executor)
         self.timeline = timeline
-        self._stepper = stepper
+        self._gradients = gradients
         self._weights = weights
         self._loaded: set[str] = set()
         self._records = cut.records
@@ -393,7 +399,7 @@ class ModelHooks:
 
     def _gradient_hook(self, record: Record, slot: ParamSlot) -> Callable[[torch.Tensor], None]:
         # Weakly: the parameter holds the hook in C++, where Python's collector does not see it.
-        collector, index = weakref.ref(self._stepper.collector), record.index
+        collector, index = weakref.ref(self._gradients), record.index
         number, timeline = slot.index, self.timeline
 
         # What autograd has put into `param.grad` is taken before an interrupt is raised.
