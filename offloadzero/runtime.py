@@ -41,14 +41,14 @@ from offloadzero.planning.memory_plan import (
 )
 from offloadzero.planning.placement import choose_placement, describe_placement
 from offloadzero.planning.probe import available_host_bytes, cores_beside_launching
+from offloadzero.step.collect import GradientCollector
+from offloadzero.step.coordinator import Hypers, Stepper, StepPolicy
 from offloadzero.streaming.activation_memory import PlannedMemory
 from offloadzero.streaming.activations import ActivationStore, make_activation_store
 from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.gradients import GradientCollector
 from offloadzero.streaming.hooks import ModelHooks
 from offloadzero.streaming.original_form import OriginalForm
 from offloadzero.streaming.spill import file_bytes, host_bytes
-from offloadzero.streaming.stepping import Hypers, Stepper, StepPolicy
 from offloadzero.streaming.units import UnitCut, checkpointed_modules, cut_units
 from offloadzero.streaming.weights import WeightAccess
 

@@ -28,8 +28,8 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Promise
 from offloadzero.native.aio import AioEngine
 from offloadzero.optim.update import UpdatePipeline
-from offloadzero.streaming.gradients import GradientCollector
-from offloadzero.streaming.stepping import Stepper
+from offloadzero.step.collect import GradientCollector
+from offloadzero.step.coordinator import Stepper
 from tests.training import Config, Outcome, run_engine
 
 MAX_DELAY_S = 0.003

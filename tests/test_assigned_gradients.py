@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import offloadzero
 from offloadzero.errors import StateError
-from offloadzero.streaming.assigned import assignment_order
-from offloadzero.streaming.param_grad import GradientAccess
+from offloadzero.step.assigned import assignment_order
+from offloadzero.step.param_grad import GradientAccess
 from tests.plain_form import plain_config
 from tests.training import worst_relative_difference
 

@@ -16,7 +16,7 @@ from offloadzero.checkpoint.hashing import HashingPool
 from offloadzero.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from offloadzero.errors import CheckpointError, ConfigError
 from offloadzero.optim.update import RecordUpdate
-from offloadzero.streaming.stepping import Stepper
+from offloadzero.step.coordinator import Stepper
 from tests.checkpoints import reseal, small_engine
 
 

@@ -25,7 +25,7 @@ from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action
 from offloadzero.errors import ConfigError, OffloadError
 from offloadzero.memory.device import CpuDevice
 from offloadzero.memory.store import Segment, TieredStore
-from offloadzero.streaming.gradients import GradientCollector
+from offloadzero.step.collect import GradientCollector
 from tests.models import SometimesStack
 from tests.test_order_of_use import config_with_room, start, train_step
 from tests.tiny import TinyModel, all_states, make_engine, settings, tokens, train

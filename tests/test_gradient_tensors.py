@@ -20,7 +20,7 @@ import offloadzero
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.store import TieredStore
-from offloadzero.streaming.param_grad import GradientAccess
+from offloadzero.step.param_grad import GradientAccess
 from offloadzero.zero import safe_get_full_grad, safe_set_full_grad
 from tests.plain_form import (
     ALL_PLACEMENTS,

@@ -35,6 +35,7 @@ FLOORS: Mapping[str, int] = {
     "ops": 5,
     "checkpoint": 5,
     "lifetime": 5,
+    "step": 5,
     "streaming": 5,
     "parameters": 4,
     "optim": 4,

@@ -15,7 +15,7 @@ import torch
 import offloadzero
 from offloadzero.errors import NonFiniteError, StateError
 from offloadzero.observe.clock import StepClock
-from offloadzero.streaming.record_gradient import RecordGradient
+from offloadzero.step.record_gradient import RecordGradient
 from tests.plain_form import engine_config, final_weights, make_model
 from tests.tiny import make_engine
 

@@ -15,11 +15,11 @@ import offloadzero
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.optim.update import UpdatePipeline
-from offloadzero.streaming import gradients
-from offloadzero.streaming.gradients import GradientCollector
-from offloadzero.streaming.param_grad import GradientAccess
-from offloadzero.streaming.record_gradient import RecordGradient
-from offloadzero.streaming.stepping import Stepper
+from offloadzero.step import collect
+from offloadzero.step.collect import GradientCollector
+from offloadzero.step.coordinator import Stepper
+from offloadzero.step.param_grad import GradientAccess
+from offloadzero.step.record_gradient import RecordGradient
 from tests.plain_form import final_weights, grads, offloaded
 from tests.tiny import tokens
 
@@ -108,7 +108,7 @@ def landing_over_a_landing(monkeypatch: pytest.MonkeyPatch) -> None:
     def first_of(tickets: Iterable[Ticket]) -> Ticket:
         return next(iter(tickets))
 
-    monkeypatch.setattr(gradients, "AllOf", first_of)
+    monkeypatch.setattr(collect, "AllOf", first_of)
 
 
 def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:

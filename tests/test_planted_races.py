@@ -25,9 +25,9 @@ from offloadzero.memory.tickets import FINISHED
 from offloadzero.memory.transfer import Fetcher
 from offloadzero.optim.staging import ChunkStager, StagedChunk
 from offloadzero.optim.update import UpdatePipeline
+from offloadzero.step.collect import GradientCollector
+from offloadzero.step.coordinator import Stepper
 from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.gradients import GradientCollector
-from offloadzero.streaming.stepping import Stepper
 from offloadzero.streaming.unit_leases import UnitLeases
 from offloadzero.streaming.weights import WeightAccess
 from tests.schedules import Schedule, disturbed, draw_schedule, reference

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from offloadzero import Engine
-from offloadzero.streaming import stepping
+from offloadzero.step import coordinator
 from tests.simulated.graph_streams import Graph
 from tests.simulated.machine import AUTOGRAD_THREAD, Machine, SimulatedStream
 from tests.simulated.memory import DeviceMemory
@@ -171,7 +171,10 @@ def _carried_over() -> Callable[[], Any]:
 
 def run_backward_on(thread: AutogradThread, patch: pytest.MonkeyPatch) -> None:
     """Graphs of its device are run there until `patch` is undone."""
-    run_backward, queue_callback = torch.autograd.graph._engine_run_backward, stepping.queue_backward_callback
+    run_backward, queue_callback = (
+        torch.autograd.graph._engine_run_backward,
+        coordinator.queue_backward_callback,
+    )
 
     def elsewhere(roots: Any, *args: Any, **kwargs: Any) -> Any:
         call = partial(run_backward, roots, *args, **kwargs)
@@ -179,7 +182,7 @@ def run_backward_on(thread: AutogradThread, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(torch.autograd.graph, "_engine_run_backward", elsewhere)
     patch.setattr(torch.autograd, "_engine_run_backward", elsewhere)
-    patch.setattr(stepping, "queue_backward_callback", partial(thread.queue_callback, queue_callback))
+    patch.setattr(coordinator, "queue_backward_callback", partial(thread.queue_callback, queue_callback))
 
 
 def call_on_another_stream(machine: Machine, patch: pytest.MonkeyPatch) -> None:

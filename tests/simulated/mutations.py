@@ -32,7 +32,7 @@ from typing import Any
 from tests.simulated.forks import Say, forked
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("memory", "streaming", "optim")
+PACKAGES = ("memory", "streaming", "step", "optim")
 # Waits for the file engine's own transfers, which the checker takes as they are; the device itself.
 # Times of events, which order nothing: tests/test_device_time.py.
 LEFT_OUT = {"memory/nvme.py", "memory/checksums.py", "memory/device.py", "memory/marks.py"}

@@ -14,7 +14,7 @@ from torch import nn
 
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.memory.lanes import LaneTicket
-from offloadzero.streaming import gradients
+from offloadzero.step import collect
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import RELEASED
 from offloadzero.zero import safe_set_full_fp32_param
@@ -323,8 +323,8 @@ def interrupt_lease_waits(engine: Any) -> list[float]:
     """A backward is interrupted where it waits for a lease; the next one takes the same."""
     losses = []
     with pytest.MonkeyPatch.context() as patch:
-        ordering = _interrupting(gradients.order_compute_after, "_take_device_lease", each=3)
-        patch.setattr(gradients, "order_compute_after", ordering)
+        ordering = _interrupting(collect.order_compute_after, "_take_device_lease", each=3)
+        patch.setattr(collect, "order_compute_after", ordering)
         for seed in range(3 * NUM_STEPS):
             try:
                 loss = engine(features(seed))

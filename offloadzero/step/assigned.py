@@ -22,8 +22,8 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from offloadzero.parameters.gradient import GradientSource, GradientTensor
-from offloadzero.streaming.param_grad import GradientAccess, GradientHandle, expect_dense
-from offloadzero.streaming.record_gradient import RecordGradient
+from offloadzero.step.param_grad import GradientAccess, GradientHandle, expect_dense
+from offloadzero.step.record_gradient import RecordGradient
 from offloadzero.torch_private import DisableTorchFunctionSubclass
 
 Place = TypeVar("Place")

@@ -38,7 +38,7 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.optim import device_math
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.parameters.gradient import GradientTensor, product_is_exact
-from offloadzero.streaming.record_gradient import RecordGradient
+from offloadzero.step.record_gradient import RecordGradient
 from offloadzero.torch_private import (
     DisableTorchFunctionSubclass,
     current_autograd_node,

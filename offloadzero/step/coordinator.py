@@ -42,9 +42,9 @@ from offloadzero.optim.spec import Hyper
 from offloadzero.optim.staging import needs_slot
 from offloadzero.optim.step_decision import LossScale, StepDecision, decide_step
 from offloadzero.optim.update import RecordUpdate, UpdatePipeline
+from offloadzero.step.collect import GradientCollector
+from offloadzero.step.record_gradient import Account, BegunUpdate, RecordGradient
 from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.gradients import GradientCollector
-from offloadzero.streaming.record_gradient import Account, BegunUpdate, RecordGradient
 from offloadzero.torch_private import NO_GRAPH_TASK, current_graph_task_id, queue_backward_callback
 
 log = logging.getLogger("offloadzero")

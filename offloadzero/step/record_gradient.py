@@ -21,7 +21,7 @@ from offloadzero.optim.spec import Hyper
 
 @dataclass(eq=False)
 class Account:
-    """What became of one step: [Note: what an interrupted step leaves] in offloadzero/streaming/stepping.py."""
+    """What became of one step: [Note: what an interrupted step leaves] in offloadzero/step/coordinator.py."""
 
     step: int
     applied: list[str] = field(default_factory=list)  # units that backward has updated, by name

@@ -43,8 +43,8 @@ from offloadzero.observe.timeline import LANDING
 from offloadzero.optim import device_math
 from offloadzero.optim.records import ParamSlot, Record, SlotViews, slot_layout, update_ranges
 from offloadzero.parameters.gradient import GradientSource, GradientTensor, in_graph_of
-from offloadzero.streaming.assigned import Change, bring_home, passed_on
-from offloadzero.streaming.param_grad import (
+from offloadzero.step.assigned import Change, bring_home, passed_on
+from offloadzero.step.param_grad import (
     KEEP_KEY,
     GradientAccess,
     GradientHandle,
@@ -52,7 +52,7 @@ from offloadzero.streaming.param_grad import (
     drop_gradients,
     expect_dense,
 )
-from offloadzero.streaming.record_gradient import RecordGradient
+from offloadzero.step.record_gradient import RecordGradient
 from offloadzero.torch_private import (
     DisableTorchFunctionSubclass,
     current_graph_task_id,
