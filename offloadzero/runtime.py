@@ -43,6 +43,7 @@ from offloadzero.planning.placement import choose_placement, describe_placement
 from offloadzero.planning.probe import available_host_bytes, cores_beside_launching
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.coordinator import Hypers, Stepper, StepPolicy
+from offloadzero.step.landing import Landing
 from offloadzero.streaming.activation_memory import PlannedMemory
 from offloadzero.streaming.activations import ActivationStore, make_activation_store
 from offloadzero.streaming.executor import Executor
@@ -229,6 +230,21 @@ class Runtime:
             index: store.device.lease(num_bytes, "gradient lease of its own")
             for index, num_bytes in plan.own_grad_bytes.items()
         }
+        self.landing = Landing(
+            store,
+            passing=self._host_pool(
+                "passing gradient",
+                plan.num_host_grads,
+                plan.host_grad_bytes,
+                for_files=plan.grads_on_files,
+            ),
+            staging=self._host_pool("gradient staging", plan.num_grad_staging, plan.grad_staging_bytes),
+            norm_scratch=self._device_lease("norm scratch", plan.norm_scratch_bytes),
+            clock=self.clock,
+            num_threads=num_threads,
+            cores=cores,
+            on_landed=self.stepper.on_landed,
+        )
         self.collector = GradientCollector(
             records,
             store,
@@ -237,14 +253,9 @@ class Runtime:
                 index: BufferPool([lease], failures=self.failures, poison=poison)
                 for index, lease in own_leases.items()
             },
-            passing=self._host_pool(
-                "passing gradient", plan.num_host_grads, plan.host_grad_bytes, for_files=plan.grads_on_files
-            ),
-            staging=self._host_pool("gradient staging", plan.num_grad_staging, plan.grad_staging_bytes),
-            norm_scratch=self._device_lease("norm scratch", plan.norm_scratch_bytes),
+            landing=self.landing,
             clock=self.clock,
             num_threads=num_threads,
-            cores=cores,
             previous_update=self.executor.update_ticket,
             keeps_after_step=policy.keeps_after_step,
             updates_in_backward=policy.update_in_backward,
@@ -252,7 +263,6 @@ class Runtime:
             on_begin=self.stepper.on_begin,
             on_complete=self.stepper.on_complete,
             on_sending=self.stepper.on_sending,
-            on_landed=self.stepper.on_landed,
         )
         self.stepper.attach(self.collector)
 

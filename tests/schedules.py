@@ -28,8 +28,8 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Promise
 from offloadzero.native.aio import AioEngine
 from offloadzero.optim.update import UpdatePipeline
-from offloadzero.step.collect import GradientCollector
 from offloadzero.step.coordinator import Stepper
+from offloadzero.step.landing import Landing
 from tests.training import Config, Outcome, run_engine
 
 MAX_DELAY_S = 0.003
@@ -89,8 +89,8 @@ class Slowness:
         for owner, method, part in (
             (UpdatePipeline, "_compute", "compute"),
             (UpdatePipeline, "_start_reads", "compute"),
-            (GradientCollector, "_merge", "land"),
-            (GradientCollector, "_measure", "land"),
+            (Landing, "_merge", "land"),
+            (Landing, "_measure", "land"),
             (Stepper, "_decide", "decide"),
             (Stepper, "_begin_backward", "train"),
             (Stepper, "step", "train"),

@@ -25,7 +25,8 @@ from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action
 from offloadzero.errors import ConfigError, OffloadError
 from offloadzero.memory.device import CpuDevice
 from offloadzero.memory.store import Segment, TieredStore
-from offloadzero.step.collect import GradientCollector
+from offloadzero.step.landing import Landing
+from offloadzero.step.record_gradient import Brought
 from tests.models import SometimesStack
 from tests.test_order_of_use import config_with_room, start, train_step
 from tests.tiny import TinyModel, all_states, make_engine, settings, tokens, train
@@ -337,14 +338,15 @@ def test_buffers_and_inputs_are_not_cast(dtype: str, tmp_path: Path) -> None:
 @claim("a gradient leaves the device as soon as it is complete", "a unit's gradients are one flat buffer")
 def test_gradients_leave_one_by_one_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    copy = GradientCollector._copy_to_host
+    copy = Landing._copy_to_host
 
-    def noted(self: GradientCollector, record: Any, flat: torch.Tensor, *rest: Any) -> Any:
-        assert flat.shape == (record.num_trainable,)
+    def noted(self: Landing, brought: Brought, *rest: Any) -> Any:
+        record = brought.gradient.record
+        assert brought.flat.shape == (record.num_trainable,)
         events.append(f"sent {record.name}")
-        return copy(self, record, flat, *rest)
+        return copy(self, brought, *rest)
 
-    monkeypatch.setattr(GradientCollector, "_copy_to_host", noted)
+    monkeypatch.setattr(Landing, "_copy_to_host", noted)
     model = TinyModel()
     engine = make_engine(settings(tmp_path), model)
     for index, block in enumerate(model.blocks):

@@ -26,15 +26,15 @@ class HeldLanding:
     def __init__(self, engine: offloadzero.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._may_land = threading.Event()
         self.num_landed = 0
-        collector = engine.optimizer.runtime.collector
-        on_landed = collector._on_landed
+        landing = engine.optimizer.runtime.landing
+        on_landed = landing._on_landed
 
         def held(state: RecordGradient) -> None:
             assert self._may_land.wait(60.0)
             on_landed(state)
             self.num_landed += 1
 
-        monkeypatch.setattr(collector, "_on_landed", held)
+        monkeypatch.setattr(landing, "_on_landed", held)
 
     def until_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let go at the next wait."""

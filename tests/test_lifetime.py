@@ -120,6 +120,7 @@ PLACES = {
     "hooks": "offloadzero.runtime.ModelHooks",
     "buffers": "offloadzero.runtime._move_buffers",
     "collector": "offloadzero.runtime.GradientCollector",
+    "landing": "offloadzero.runtime.Landing",
     "pipeline": "offloadzero.runtime.UpdatePipeline",
     "executor": "offloadzero.runtime.Executor",
 }

@@ -15,9 +15,9 @@ import offloadzero
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.optim.update import UpdatePipeline
-from offloadzero.step import collect
-from offloadzero.step.collect import GradientCollector
+from offloadzero.step import landing
 from offloadzero.step.coordinator import Stepper
+from offloadzero.step.landing import Landing
 from offloadzero.step.param_grad import GradientAccess
 from offloadzero.step.record_gradient import RecordGradient
 from tests.plain_form import final_weights, grads, offloaded
@@ -108,7 +108,7 @@ def landing_over_a_landing(monkeypatch: pytest.MonkeyPatch) -> None:
     def first_of(tickets: Iterable[Ticket]) -> Ticket:
         return next(iter(tickets))
 
-    monkeypatch.setattr(collect, "AllOf", first_of)
+    monkeypatch.setattr(landing, "AllOf", first_of)
 
 
 def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ CASES = {
     ),
     "the next one lands over one that was dropped": (
         dropped_while_it_lands,
-        slow_method(GradientCollector, "_merge", 0.05),  # slower than a backward on a busy machine
+        slow_method(Landing, "_merge", 0.05),  # slower than a backward on a busy machine
         landing_over_a_landing,
     ),
 }

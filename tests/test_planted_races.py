@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from offloadzero.optim.staging import ChunkStager, StagedChunk
 from offloadzero.optim.update import UpdatePipeline
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.coordinator import Stepper
+from offloadzero.step.landing import Landing
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.unit_leases import UnitLeases
 from offloadzero.streaming.weights import WeightAccess
@@ -139,15 +141,14 @@ def test_lease_given_to_the_next_before_its_copy_has_left_is_caught(
     expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gradient lease that is handed on before its copy to the host has run."""
-    copy_to_host = GradientCollector._copy_to_host
+    copy_to_host = Landing._copy_to_host
 
     def plant() -> None:
-        def early(
-            collector: GradientCollector, record: Any, flat: Any, lease: Any, target: Any, before: Any
-        ) -> Any:
-            collector._leases_of(record).give_back(lease)
+        def early(landing: Landing, brought: Any, place: Any, before: Any) -> Any:
+            lease = brought.lease
+            brought.leases.give_back(lease)
             lease.temporary = True  # the copy does not give it back again
-            submit = collector._d2h.submit
+            submit = landing._d2h.submit
 
             def slow_submit(task: Callable[[], None], **options: Any) -> Any:
                 def slow() -> None:
@@ -156,14 +157,14 @@ def test_lease_given_to_the_next_before_its_copy_has_left_is_caught(
 
                 return submit(slow, **options)
 
-            monkeypatch.setattr(collector._d2h, "submit", slow_submit)
+            monkeypatch.setattr(landing._d2h, "submit", slow_submit)
             try:
-                return copy_to_host(collector, record, flat, lease, target, before)
+                return copy_to_host(landing, brought, place, before)
             finally:
-                monkeypatch.setattr(collector._d2h, "submit", submit)
+                monkeypatch.setattr(landing._d2h, "submit", submit)
                 lease.temporary = False
 
-        monkeypatch.setattr(GradientCollector, "_copy_to_host", early)
+        monkeypatch.setattr(Landing, "_copy_to_host", early)
 
     expect_caught("at the step", "host", plant)
 
@@ -173,14 +174,14 @@ def test_update_that_starts_before_the_gradient_has_landed_is_caught(
     name: str, expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_lane(monkeypatch, "gradient-d2h")
-    land = GradientCollector._land
+    land = Landing._land
 
     def impatient(
-        collector: GradientCollector, state: Any, done: Any, _after: Any, merge_: Any, *, held: Any = None
+        landing: Landing, gradient: Any, done: Any, _after: Any, merge: Any, *, held: Any = None
     ) -> None:
-        land(collector, state, done, [], merge_, held=held)
+        land(landing, gradient, done, [], merge, held=held)
 
-    expect_caught(name, "host", lambda: monkeypatch.setattr(GradientCollector, "_land", impatient))
+    expect_caught(name, "host", lambda: monkeypatch.setattr(Landing, "_land", impatient))
 
 
 def test_write_that_is_not_awaited_before_the_next_read_is_caught(
@@ -358,14 +359,12 @@ def update_done_before_its_writes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gradient_copied_over_one_that_the_last_update_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_to_host = GradientCollector._copy_to_host
+    copy_to_host = Landing._copy_to_host
 
-    def impatient(
-        collector: GradientCollector, record: Any, flat: Any, lease: Any, target: Any, _before: Any
-    ) -> Any:
-        return copy_to_host(collector, record, flat, lease, target, FINISHED)
+    def impatient(landing: Landing, brought: Any, place: Any, _before: Any) -> Any:
+        return copy_to_host(landing, brought, place, FINISHED)
 
-    monkeypatch.setattr(GradientCollector, "_copy_to_host", impatient)
+    monkeypatch.setattr(Landing, "_copy_to_host", impatient)
 
 
 def gradient_on_the_device_over_one_that_the_last_update_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,34 +378,32 @@ def gradient_on_the_device_over_one_that_the_last_update_reads(monkeypatch: pyte
 
 
 def landing_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    land = GradientCollector._land
+    land = Landing._land
 
     def impatient(
-        collector: GradientCollector, state: Any, done: Any, _after: Any, merge: Any, *, held: Any = None
+        landing: Landing, gradient: Any, done: Any, _after: Any, merge: Any, *, held: Any = None
     ) -> None:
-        land(collector, state, done, [], merge, held=held)
+        land(landing, gradient, done, [], merge, held=held)
 
-    monkeypatch.setattr(GradientCollector, "_land", impatient)
+    monkeypatch.setattr(Landing, "_land", impatient)
 
 
 def gradient_lease_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_to_host = GradientCollector._copy_to_host
+    copy_to_host = Landing._copy_to_host
 
-    def early(
-        collector: GradientCollector, record: Any, flat: Any, lease: Any, target: Any, before: Any
-    ) -> Any:
+    def early(landing: Landing, brought: Any, place: Any, before: Any) -> Any:
+        lease = brought.lease
         if not lease.temporary:
-            collector._leases_of(record).give_back(lease)
-            flat = flat.clone()[:0].set_(
-                flat
-            )  # the lease is another's; what the copy reads is still that memory
+            brought.leases.give_back(lease)
+            flat = brought.flat.clone()[:0].set_(brought.flat)
+            brought = replace(brought, flat=flat)  # the lease is another's; the copy still reads that memory
         own, lease.temporary = lease.temporary, True  # the copy does not give it back again
         try:
-            return copy_to_host(collector, record, flat, lease, target, before)
+            return copy_to_host(landing, brought, place, before)
         finally:
             lease.temporary = own
 
-    monkeypatch.setattr(GradientCollector, "_copy_to_host", early)
+    monkeypatch.setattr(Landing, "_copy_to_host", early)
 
 
 def staging_buffer_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,7 +454,7 @@ def passing_gradient_before_the_update_has_read_it(monkeypatch: pytest.MonkeyPat
 
     def early(stepper: Stepper, state: Any, ticket: Any, hypers: Any, *, grad_scale: float) -> Any:
         result = update(stepper, state, ticket, hypers, grad_scale=grad_scale)
-        stepper.collector.release_passing(state)
+        state.release()
         return result
 
     monkeypatch.setattr(Stepper, "_update", early)

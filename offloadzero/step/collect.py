@@ -26,24 +26,21 @@ import functools
 import logging
 import operator
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import torch
 
 from offloadzero.config import TierName
 from offloadzero.errors import StateError
-from offloadzero.memory.arena import BufferPool, Lease, PooledBuffer
+from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
-from offloadzero.memory.tickets import AllOf, Promise, Ticket
-from offloadzero.native.cpu_adam import set_cores
+from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.observe.timeline import LANDING
-from offloadzero.optim import device_math
-from offloadzero.optim.records import ParamSlot, Record, SlotViews, slot_layout, update_ranges
+from offloadzero.optim.records import ParamSlot, Record, SlotViews, slot_layout
 from offloadzero.parameters.gradient import GradientSource, GradientTensor, in_graph_of
 from offloadzero.step.assigned import Change, bring_home, passed_on
+from offloadzero.step.landing import Landing
 from offloadzero.step.param_grad import (
     KEEP_KEY,
     GradientAccess,
@@ -52,7 +49,7 @@ from offloadzero.step.param_grad import (
     drop_gradients,
     expect_dense,
 )
-from offloadzero.step.record_gradient import RecordGradient
+from offloadzero.step.record_gradient import Brought, RecordGradient
 from offloadzero.torch_private import (
     DisableTorchFunctionSubclass,
     current_graph_task_id,
@@ -80,12 +77,9 @@ class GradientCollector:
         *,
         device_leases: BufferPool,
         own_leases: Mapping[int, BufferPool],
-        passing: BufferPool,
-        staging: BufferPool,
-        norm_scratch: Lease | None,
+        landing: Landing,
         clock: StepClock,
         num_threads: int | None,
-        cores: Collection[int],
         previous_update: Callable[[int], Ticket],
         keeps_after_step: bool,
         updates_in_backward: bool,
@@ -93,14 +87,10 @@ class GradientCollector:
         on_begin: Callable[[], None],
         on_complete: Callable[[RecordGradient], None],
         on_sending: Callable[[RecordGradient], None],
-        on_landed: Callable[[RecordGradient], None],
     ) -> None:
         """Args:
-        device_leases, passing, staging: gradient leases on the device; host buffers of gradients without a
-            home; host buffers for gradients that are added to one already there.
+        device_leases: those that units take turns in.
         own_leases: by the index of a record: the one lease that is its alone.
-        norm_scratch: device memory in which the norms of gradients there are taken, if that takes any.
-        cores: CPUs that landing keeps to; empty: any.
         previous_update: the last update of a record, which may still read its gradient's home.
         keeps_after_step: gradients stay until they are dropped, as torch's do; else the step drops them.
         updates_in_backward: a gradient is consumed as it lands.
@@ -108,27 +98,17 @@ class GradientCollector:
         on_begin: called in each backward before the first gradient is taken.
         on_complete: called in backward when a record's gradients have all arrived.
         on_sending: called after that when their landing begins; what it raises leaves them where they are.
-        on_landed: called on the landing thread when the gradient of the whole window is home.
         """
         self._store = store
         self._has_streams = store.accelerator.has_streams
         self._device_leases = device_leases
         self._own_leases = own_leases
-        self._passing = passing
-        self._staging = staging
-        self._norm_scratch = None if norm_scratch is None else norm_scratch.bytes
+        self._landing = landing
         self._clock = clock
-        self._num_threads = num_threads
         self._previous_update = previous_update
         self._on_begin = on_begin
         self._on_complete = on_complete
         self._on_sending = on_sending
-        self._on_landed = on_landed
-        self._d2h = store.accelerator.lane("gradient-d2h", store.failures)
-        # With a stream of its own: norms of gradients on the device do not queue behind the computation.
-        self._landing = store.accelerator.lane("landing", store.failures)
-        if cores:
-            self._landing.submit(lambda: set_cores(cores))
         self.gradients = {r.index: RecordGradient(r) for r in records if r.num_trainable}
         self._views = {
             index: SlotViews(state.record.trainable_slots, state.record.padding)
@@ -272,14 +252,11 @@ class GradientCollector:
                 self._complete(state)
             elif self.last_micro_batch and state.present and not state.closed:
                 # Its gradient says nothing of this micro batch, which may have read the weights all the same.
-                after = [
-                    self._store.accelerator.computed()
-                ]  # and what has landed before: one after the other
+                after = self._store.accelerator.computed()  # and what has landed before: one after the other
                 self._on_complete(state)
                 self._on_sending(state)
-                state.landed = done = Promise()
                 state.closed = True
-                self._land(state, done, after, None)
+                self._landing.measure(state, after)
 
     def _begin(self, state: RecordGradient) -> None:
         record = state.record
@@ -346,191 +323,32 @@ class GradientCollector:
 
         First come the waits. What is raised there leaves everything as it was; from then on nothing is raised.
         """
-        record, lease, flat = state.record, state.lease, state.flat
-        if flat is None:
-            raise AssertionError(f"{record.name} has no gradient lease")
-        earlier = state.present
         self._on_complete(state)
-        target = None if lease is None else self._landing_place(state, is_first=not earlier)
-        before = self._previous_update(record.index)  # the one that is about to begin replaces it
+        place = None if state.lease is None else self._landing.reserve(state)
+        before = self._previous_update(state.record.index)  # the one that is about to begin replaces it
         try:
             self._on_sending(state)
         except BaseException:
-            self._give_back(target)
+            if place is not None:
+                place.give_back()
             raise
-        if target is not None and target.in_place and target.buffer is not None:
-            state.passing = target.buffer
-        arrived, state.arrived = state.arrived, []
+        self._landing.send(self._hand_over(state), place, before=before)
+
+    def _hand_over(self, state: RecordGradient) -> Brought:
+        """What has arrived is in the window, and its lease is no longer this object's."""
+        record, flat, lease = state.record, state.flat, state.lease
+        if flat is None:
+            raise AssertionError(f"{record.name} has no gradient lease")
+        earlier, arrived, state.arrived = state.present, state.arrived, []
         state.lease, state.flat, state.targets, state.streams = None, None, (), []
         state.present = earlier.union([slot.index for slot in arrived])
-        if not state.landed.done():
-            before = AllOf([before, state.landed])  # of gradients that were dropped since
-        factors = {}
-        if state.factors and lease is not None:
-            factors = {s.index: state.factors.pop(s.index) for s in arrived if s.index in state.factors}
         state.closed = self.last_micro_batch
-        if lease is None and not state.closed:
-            # It is where it stays, and its norm is the whole window's: the next micro batch waits for nothing.
-            state.landed = self._store.accelerator.computed()
-            state.is_unmeasured = True
-            return
-        state.landed = done = Promise()
-        if lease is None or target is None:
-            self._land(state, done, [self._store.accelerator.computed()], None)
-            return
-        self._num_filling -= self._is_shared(record, lease)
-        copied = self._copy_to_host(state.record, flat, lease, target, before)
-        merge = None
-        if not target.in_place:
-            merge = functools.partial(self._merge, state, target, arrived, earlier, factors)
-        self._land(state, done, [copied], merge, held=lease)
-
-    def _give_back(self, target: _Landing | None) -> None:
-        """Nothing will land there."""
-        if target is not None and target.buffer is not None:
-            (self._passing if target.in_place else self._staging).give_back(target.buffer)
-
-    def _landing_place(self, state: RecordGradient, *, is_first: bool) -> _Landing:
-        record, home = state.record, state.home
-        same_dtype = record.grad_dtype == record.dtype
-        if is_first and same_dtype and home is not None and home.tier is TierName.HOST:
-            return _Landing(home.memory, None, in_place=True)
-        if home is None and same_dtype:
-            passing = self._take_host(self._passing)
-            return _Landing(passing.view(record.dtype, record.num_trainable), passing, in_place=True)
-        buffer = self._take_host(self._staging)
-        return _Landing(buffer.view(record.dtype, record.num_trainable), buffer, in_place=False)
-
-    def _take_host(self, pool: BufferPool) -> PooledBuffer:
-        buffer = pool.try_take()
-        if buffer is None:
-            # Updates are slower than backward: this is where backward waits for them.
-            with self._clock.waiting("gradient buffer on the host"), self._store.failures.handed_over():
-                buffer = pool.take()
-        return buffer
-
-    def _copy_to_host(
-        self,
-        record: Record,
-        flat: torch.Tensor,
-        lease: PooledBuffer,
-        target: _Landing,
-        before: Ticket,
-    ) -> Ticket:
-        accelerator, leases = self._store.accelerator, self._leases_of(record)
-
-        def copy() -> None:
-            try:
-                before.wait()  # the last update may still read the gradient's home
-                accelerator.copy(target.flat, flat)
-            finally:
-                if not lease.temporary:
-                    leases.give_back(lease, last_use=accelerator.launched())
-
-        return self._d2h.submit(copy, fence=accelerator.fence(), label=record.name)
-
-    # --- on the landing thread ---
-
-    def _land(
-        self,
-        state: RecordGradient,
-        done: Promise,
-        after: Sequence[Ticket],
-        merge: Callable[[], None] | None,
-        *,
-        held: PooledBuffer | None = None,
-    ) -> None:
-        """`held` is what the copy reads: the allocator would give it to the next kernel as soon as it was let go.
-
-        What lands is what is there now: by the time that it does, scripts may have dropped gradients that a step, with
-        a copy of `state`, is decided by.
-        """
-        closed = state.closed
-        places = None if state.is_full else sorted(state.present)
-
-        def task() -> None:
-            nonlocal held
-            try:
-                AllOf(after).wait()
-                held = None
-                if merge is not None:
-                    merge()
-                self._measure(state, places)
-                if closed:
-                    self._on_landed(state)
-                done.fulfil()
-            except BaseException as error:
-                self._store.failures.record(error)  # before anyone who waits can see it
-                done.fail(error)
-                if state.update is not None:
-                    state.update.ticket.fail(error)
-                self.release_passing(state)
-                raise
-
-        self._landing.submit(task)
-
-    def _measure(self, state: RecordGradient, places: Sequence[int] | None) -> None:
-        """Take the norms of the slots at `places` (None: all) while the gradient is in memory.
-
-        A gradient that lives on NVMe is put away.
-        """
-        grad = state.in_memory()
-        if grad is None:
-            return  # on its file, measured by an earlier micro batch
-        with self._store.timeline.span(LANDING, state.record.name, grad.nbytes):
-            parts = state.record.trainable_parts
-            if places is not None:
-                parts = tuple([parts[place] for place in places])
-            measured = device_math.sq_norms(
-                grad, parts, num_threads=self._num_threads, scratch=self._norm_scratch
-            )
-            if places is None:
-                state.sq_norms[:] = measured
-            else:
-                for place, sq_norm in zip(places, measured, strict=True):
-                    state.sq_norms[place] = sq_norm
-        state.is_unmeasured = False
-        home = state.home
-        if home is not None and home.tier is TierName.NVME:
-            self._store.write(home, grad).wait()
-            self.release_passing(state)
-
-    def _merge(
-        self,
-        state: RecordGradient,
-        landing: _Landing,
-        arrived: Sequence[ParamSlot],
-        earlier: frozenset[int],
-        factors: Mapping[int, float],
-    ) -> None:
-        """Copy what is the first of its window, add what is at the places `earlier`, which its home holds already.
-
-        `factors` are those of what the home holds, by slot.
-        """
-        record = state.record
-        home = state.home
-        on_file = home is not None and home.tier is TierName.NVME
-        if on_file or home is None:
-            state.passing = self._passing.take()
-        acc = state.in_memory()
-        if acc is None:
-            raise AssertionError(f"{record.name}: no memory for its gradient")
-        if on_file and earlier and home is not None:
-            self._store.read(home, acc).wait()
-        with self._store.timeline.span(LANDING, record.name, landing.flat.nbytes + acc.nbytes):
-            for part in update_ranges(record, [slot for slot in arrived if slot.index not in earlier]):
-                acc[part.start : part.stop].copy_(landing.flat[part.start : part.stop])
-            added = [slot for slot in arrived if slot.index in earlier]
-            for part in update_ranges(record, added, factors=factors):
-                if part.factor != 1.0:
-                    acc[part.start : part.stop].mul_(part.factor)
-                device_math.accumulate(
-                    acc[part.start : part.stop],
-                    landing.flat[part.start : part.stop],
-                    num_threads=self._num_threads,
-                )
-        if landing.buffer is not None:
-            self._staging.give_back(landing.buffer)
+        factors = {}
+        if lease is not None:
+            self._num_filling -= self._is_shared(record, lease)
+            if state.factors:
+                factors = {s.index: state.factors.pop(s.index) for s in arrived if s.index in state.factors}
+        return Brought(state, flat, lease, self._leases_of(record), arrived, earlier, factors)
 
     # --- after backward ---
 
@@ -595,12 +413,6 @@ class GradientCollector:
                 drop_gradients(handles)
             for slot in self._may_not_train:
                 slot.param.grad = None
-
-    def release_passing(self, state: RecordGradient) -> None:
-        """The update has read the gradient."""
-        if state.passing is not None:
-            buffer, state.passing = state.passing, None
-            self._passing.give_back(buffer)
 
     def _changed(self) -> Iterator[Change]:
         """The parameters, with `param.grad`, where that is not the gradient that backward has brought."""
@@ -669,21 +481,12 @@ class GradientCollector:
         window = [state for state in self.gradients.values() if state.present]
         for state in window:
             if state.is_unmeasured and not state.closed:  # a step before the last micro batch
-                after, state.landed = state.landed, (done := Promise())
-                self._land(state, done, [after], None)
+                self._landing.measure(state, state.landed)
         if self._keeps_after_step:
             return [state.as_of_now() for state in window]
         self._new_window()
         self.drop_tensors()
         return window
-
-
-class _Landing(NamedTuple):
-    """Where a gradient's bytes arrive on the host; `in_place`: that is where it stays, `buffer` included."""
-
-    flat: torch.Tensor
-    buffer: PooledBuffer | None
-    in_place: bool
 
 
 def _add(slot: ParamSlot, grad: torch.Tensor, target: torch.Tensor, *, factor: float = 1.0) -> None:

@@ -182,7 +182,7 @@ class Stepper:
         self._staged_records: dict[int, Record] = {}  # those whose states an update reads first
 
     def attach(self, collector: GradientCollector) -> None:
-        """The collector whose `on_begin`, `on_complete`, `on_sending` and `on_landed` are this object's."""
+        """The collector whose `on_begin`, `on_complete` and `on_sending` are this object's."""
         self.collector = collector
         records = [state.record for state in collector.gradients.values()]
         self._staged_records = {record.index: record for record in records if needs_slot(record)}
@@ -390,7 +390,7 @@ class Stepper:
         if account.refused is None and not state.is_finite:
             self._refuse(account, [state])
         if account.refused is not None:
-            self.collector.release_passing(state)
+            state.release()
             begun.ticket.fulfil()
             return
         account.applied.append(state.record.name)
@@ -493,7 +493,7 @@ class Stepper:
         self.counts.skipped_steps += 1
         self._tell_skip(window, scale.scale)
         for state in window.gradients:
-            self.collector.release_passing(state)
+            state.release()
             window.tickets[state.record.index].fulfil()
 
     def _tell_skip(self, window: _Window, scale: float) -> None:
@@ -528,7 +528,7 @@ class Stepper:
             hypers=hypers,
             grad=source,
             grad_scale=grad_scale,
-            on_consumed=lambda: self.collector.release_passing(state),
+            on_consumed=state.release,
             ticket=ticket,
         )
 

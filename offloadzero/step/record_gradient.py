@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from offloadzero.config import SegmentKind, TierName
 from offloadzero.errors import OffloadError
-from offloadzero.memory.arena import PooledBuffer
+from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.device import Stream
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Ticket
@@ -37,6 +37,24 @@ class BegunUpdate:
     account: Account
 
 
+class Borrowed:
+    """A buffer of a pool, until it is given back."""
+
+    __slots__ = ("_buffer", "_pool")
+
+    def __init__(self, buffer: PooledBuffer, pool: BufferPool) -> None:
+        self._buffer = buffer
+        self._pool = pool
+
+    def view(self, dtype: torch.dtype, num_elements: int) -> torch.Tensor:
+        """Its first elements: shape (num_elements,)."""
+        return self._buffer.view(dtype, num_elements)
+
+    def give_back(self) -> None:
+        """Whoever takes it next may write it at once."""
+        self._pool.give_back(self._buffer)
+
+
 @dataclass(eq=False)
 class RecordGradient:
     """The gradient of one record in one accumulation window."""
@@ -60,7 +78,7 @@ class RecordGradient:
     is_unmeasured: bool = False  # they lack what is on the device since the last micro batch
     closed: bool = False  # its last micro batch is landing; on_landed follows
     update: BegunUpdate | None = None  # set in backward when the update follows the landing
-    passing: PooledBuffer | None = None  # the host buffer of a gradient without a home
+    passing: Borrowed | None = None  # the host buffer of a gradient without a home
 
     def __post_init__(self) -> None:
         # Where it is kept until the step; None: it is consumed as it lands.
@@ -117,9 +135,28 @@ class RecordGradient:
         home = self.home
         return None if home is None or home.tier is TierName.NVME else home.memory
 
+    def release(self) -> None:
+        """It was read, or is not wanted: the buffer of one without a home is another's."""
+        buffer, self.passing = self.passing, None
+        if buffer is not None:
+            buffer.give_back()
+
     def as_of_now(self) -> RecordGradient:
         """For a step of which the gradient outlives the update: what scripts do to it from now on is not in there.
 
         The measured norms are shared: whoever changes what is at home waits for the last update first.
         """
         return replace(self, factors=dict(self.factors), zeroed=set(self.zeroed), passing=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Brought:
+    """What one backward has brought of a record's gradient, on its way home from the device."""
+
+    gradient: RecordGradient
+    flat: torch.Tensor  # on the device, shape (num_trainable,)
+    lease: PooledBuffer | None  # in which that lies; None: it is home
+    leases: BufferPool  # which the lease goes back to, unless it is temporary
+    slots: Sequence[ParamSlot]  # that have got a gradient
+    earlier: frozenset[int]  # places of those that had one
+    factors: Mapping[int, float]  # by place: of what their home holds, unless 1

@@ -20,7 +20,7 @@ import offloadzero
 from offloadzero.memory import lanes, marks
 from offloadzero.memory.tickets import Promise
 from offloadzero.observe.run_dir import STEPS_FILE
-from offloadzero.step import collect
+from offloadzero.step.landing import Landing
 from offloadzero.streaming import activations
 from tests.models import NUM_BLOCKS, PartlyUnusedBlock, SometimesStack, Stack, TiedLM, features, tokens
 from tests.simulated.checked import checked
@@ -560,7 +560,7 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
 def _land_late(patch: pytest.MonkeyPatch) -> None:
     """A gradient lands when the script's thread waits for something, or much later."""
     is_waiting, waiting = threading.Event(), Promise.wait_fulfilled
-    measure = collect.GradientCollector._measure
+    measure = Landing._measure
 
     def wait(promise: Promise) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -573,7 +573,7 @@ def _land_late(patch: pytest.MonkeyPatch) -> None:
         measure(*args)
 
     patch.setattr(Promise, "wait_fulfilled", wait)
-    patch.setattr(collect.GradientCollector, "_measure", measuring)
+    patch.setattr(Landing, "_measure", measuring)
 
 
 def _ask_early(patch: pytest.MonkeyPatch) -> None:

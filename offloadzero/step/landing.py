@@ -1,0 +1,240 @@
+"""Gradients from the device to their home, where micro batches add up (floor 5)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from offloadzero.config import TierName
+from offloadzero.memory.arena import BufferPool, Lease
+from offloadzero.memory.store import TieredStore
+from offloadzero.memory.tickets import AllOf, Promise, Ticket
+from offloadzero.native.cpu_adam import set_cores
+from offloadzero.observe.clock import StepClock
+from offloadzero.observe.timeline import LANDING
+from offloadzero.optim import device_math
+from offloadzero.optim.records import ParamSlot, update_ranges
+from offloadzero.step.record_gradient import Borrowed, Brought, RecordGradient
+
+
+class Place(NamedTuple):
+    """Where a gradient's bytes arrive on the host; `in_place`: that is where it stays, `buffer` included."""
+
+    flat: torch.Tensor
+    buffer: Borrowed | None
+    in_place: bool
+
+    def give_back(self) -> None:
+        """Nothing will land there."""
+        if self.buffer is not None:
+            self.buffer.give_back()
+
+
+class Landing:
+    """Copies gradients to the host, adds them up at home and measures them, on threads of its own."""
+
+    def __init__(
+        self,
+        store: TieredStore,
+        *,
+        passing: BufferPool,
+        staging: BufferPool,
+        norm_scratch: Lease | None,
+        clock: StepClock,
+        num_threads: int | None,
+        cores: Collection[int],
+        on_landed: Callable[[RecordGradient], None],
+    ) -> None:
+        """Args:
+        passing, staging: host buffers of gradients without a home; for gradients that are added to one already there.
+        norm_scratch: device memory in which the norms of gradients there are taken, if that takes any.
+        cores: CPUs that landing keeps to; empty: any.
+        on_landed: called on the landing thread when the gradient of the whole window is home.
+        """
+        self._store = store
+        self._passing = passing
+        self._staging = staging
+        self._norm_scratch = None if norm_scratch is None else norm_scratch.bytes
+        self._clock = clock
+        self._num_threads = num_threads
+        self._on_landed = on_landed
+        self._d2h = store.accelerator.lane("gradient-d2h", store.failures)
+        # With a stream of its own: norms of gradients on the device do not queue behind the computation.
+        self._lane = store.accelerator.lane("landing", store.failures)
+        if cores:
+            self._lane.submit(lambda: set_cores(cores))
+
+    # --- in backward ---
+
+    def reserve(self, gradient: RecordGradient) -> Place:
+        """Where what backward brings of a record will land; waits for a buffer."""
+        record, home = gradient.record, gradient.home
+        same_dtype = record.grad_dtype == record.dtype
+        if not gradient.present and same_dtype and home is not None and home.tier is TierName.HOST:
+            return Place(home.memory, None, in_place=True)
+        in_place = home is None and same_dtype
+        buffer = self._take_host(self._passing if in_place else self._staging)
+        return Place(buffer.view(record.dtype, record.num_trainable), buffer, in_place=in_place)
+
+    def _take_host(self, pool: BufferPool) -> Borrowed:
+        buffer = pool.try_take()
+        if buffer is None:
+            # Updates are slower than backward: this is where backward waits for them.
+            with self._clock.waiting("gradient buffer on the host"), self._store.failures.handed_over():
+                buffer = pool.take()
+        return Borrowed(buffer, pool)
+
+    def send(self, brought: Brought, place: Place | None, *, before: Ticket) -> None:
+        """Take what backward has brought of a record home. Waits for nothing.
+
+        `place`: None where it is where it stays. `before`: after that its home may be written.
+        """
+        gradient, lease = brought.gradient, brought.lease
+        if lease is None and not gradient.closed:
+            # Its norm is the whole window's: the next micro batch waits for nothing.
+            gradient.landed = self._store.accelerator.computed()
+            gradient.is_unmeasured = True
+            return
+        if not gradient.landed.done():
+            before = AllOf([before, gradient.landed])  # of gradients that were dropped since
+        gradient.landed = done = Promise()
+        if lease is None or place is None:
+            self._land(gradient, done, [self._store.accelerator.computed()], None)
+            return
+        merge = None
+        if place.in_place:
+            gradient.passing = place.buffer
+        else:
+            merge = functools.partial(
+                self._merge, gradient, place, brought.slots, brought.earlier, brought.factors
+            )
+        self._land(gradient, done, [self._copy_to_host(brought, place, before)], merge, held=lease)
+
+    def _copy_to_host(self, brought: Brought, place: Place, before: Ticket) -> Ticket:
+        accelerator, flat, lease, leases = (
+            self._store.accelerator,
+            brought.flat,
+            brought.lease,
+            brought.leases,
+        )
+        if lease is None:
+            raise AssertionError(f"{brought.gradient.record.name} has no gradient lease")
+
+        def copy() -> None:
+            try:
+                before.wait()  # the last update may still read the gradient's home
+                accelerator.copy(place.flat, flat)
+            finally:
+                if not lease.temporary:
+                    leases.give_back(lease, last_use=accelerator.launched())
+
+        return self._d2h.submit(copy, fence=accelerator.fence(), label=brought.gradient.record.name)
+
+    def measure(self, gradient: RecordGradient, after: Ticket) -> None:
+        """Take the norms of what is home after `after`."""
+        gradient.landed = done = Promise()
+        self._land(gradient, done, [after], None)
+
+    # --- on the landing thread ---
+
+    def _land(
+        self,
+        gradient: RecordGradient,
+        done: Promise,
+        after: Sequence[Ticket],
+        merge: Callable[[], None] | None,
+        *,
+        held: object = None,
+    ) -> None:
+        """`held` is what the copy reads: the allocator would give it to the next kernel as soon as it was let go.
+
+        What lands is what is there now: by the time that it does, scripts may have dropped gradients that a step, with
+        a copy of `gradient`, is decided by.
+        """
+        closed = gradient.closed
+        places = None if gradient.is_full else sorted(gradient.present)
+
+        def task() -> None:
+            nonlocal held
+            try:
+                AllOf(after).wait()
+                held = None
+                if merge is not None:
+                    merge()
+                self._measure(gradient, places)
+                if closed:
+                    self._on_landed(gradient)
+                done.fulfil()
+            except BaseException as error:
+                self._store.failures.record(error)  # before anyone who waits can see it
+                done.fail(error)
+                if gradient.update is not None:
+                    gradient.update.ticket.fail(error)
+                gradient.release()
+                raise
+
+        self._lane.submit(task)
+
+    def _measure(self, gradient: RecordGradient, places: Sequence[int] | None) -> None:
+        """Take the norms of the slots at `places` (None: all) while the gradient is in memory.
+
+        A gradient that lives on NVMe is put away.
+        """
+        grad = gradient.in_memory()
+        if grad is None:
+            return  # on its file, measured by an earlier micro batch
+        with self._store.timeline.span(LANDING, gradient.record.name, grad.nbytes):
+            parts = gradient.record.trainable_parts
+            if places is not None:
+                parts = tuple([parts[place] for place in places])
+            measured = device_math.sq_norms(
+                grad, parts, num_threads=self._num_threads, scratch=self._norm_scratch
+            )
+            if places is None:
+                gradient.sq_norms[:] = measured
+            else:
+                for place, sq_norm in zip(places, measured, strict=True):
+                    gradient.sq_norms[place] = sq_norm
+        gradient.is_unmeasured = False
+        home = gradient.home
+        if home is not None and home.tier is TierName.NVME:
+            self._store.write(home, grad).wait()
+            gradient.release()
+
+    def _merge(
+        self,
+        gradient: RecordGradient,
+        place: Place,
+        arrived: Sequence[ParamSlot],
+        earlier: frozenset[int],
+        factors: Mapping[int, float],
+    ) -> None:
+        """Copy what is the first of its window, add what is at the places `earlier`, which its home holds already.
+
+        `factors` are those of what the home holds, by slot.
+        """
+        record, home, brought = gradient.record, gradient.home, place.flat
+        on_file = home is not None and home.tier is TierName.NVME
+        if on_file or home is None:
+            gradient.passing = Borrowed(self._passing.take(), self._passing)
+        acc = gradient.in_memory()
+        if acc is None:
+            raise AssertionError(f"{record.name}: no memory for its gradient")
+        if on_file and earlier and home is not None:
+            self._store.read(home, acc).wait()
+        with self._store.timeline.span(LANDING, record.name, brought.nbytes + acc.nbytes):
+            for part in update_ranges(record, [slot for slot in arrived if slot.index not in earlier]):
+                acc[part.start : part.stop].copy_(brought[part.start : part.stop])
+            added = [slot for slot in arrived if slot.index in earlier]
+            for part in update_ranges(record, added, factors=factors):
+                if part.factor != 1.0:
+                    acc[part.start : part.stop].mul_(part.factor)
+                device_math.accumulate(
+                    acc[part.start : part.stop],
+                    brought[part.start : part.stop],
+                    num_threads=self._num_threads,
+                )
+        place.give_back()
