@@ -352,7 +352,7 @@ class Engine:
     def skipped_steps(self) -> int:
         """Steps skipped for non-finite gradients; waits until the last step is decided."""
         self.was_step_applied()
-        return self._stepper.counts.skipped_steps
+        return self._stepper.skipped_steps
 
     def memory_table(self) -> str:
         """Bytes per tier, the files on NVMe and the file engine in use."""

@@ -41,8 +41,10 @@ from offloadzero.planning.memory_plan import (
 )
 from offloadzero.planning.placement import choose_placement, describe_placement
 from offloadzero.planning.probe import available_host_bytes, cores_beside_launching
+from offloadzero.step.account import Accounts, Hypers
 from offloadzero.step.collect import GradientCollector
-from offloadzero.step.coordinator import Hypers, Stepper, StepPolicy
+from offloadzero.step.coordinator import Stepper, StepPolicy
+from offloadzero.step.decider import Decider
 from offloadzero.step.landing import Landing
 from offloadzero.streaming.activation_memory import PlannedMemory
 from offloadzero.streaming.activations import ActivationStore, make_activation_store
@@ -210,14 +212,23 @@ class Runtime:
             keeps_gradients=plan.grads_have_homes,
             keeps_after_step=self._keeps_after_step and not plan.update_in_backward,
             gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
+            loss_scale=config.precision.loss_scale if config.precision.param_dtype == "fp16" else None,
+        )
+        accounts = Accounts(self.failures, [record.name for record in records if record.num_trainable])
+        self.decider = Decider(
+            self.pipeline,
+            accounts,
+            failures=self.failures,
             max_norm=config.gradient_clipping or 0.0,
             skip_nonfinite=config.precision.param_dtype == "fp16" or config.update.on_nonfinite == "skip",
-            loss_scale=config.precision.loss_scale if config.precision.param_dtype == "fp16" else None,
+            loss_scale=policy.loss_scale,
         )
         self.stepper = Stepper(
             policy,
             executor=self.executor,
             pipeline=self.pipeline,
+            accounts=accounts,
+            decider=self.decider,
             failures=self.failures,
             clock=self.clock,
             current_hypers=current_hypers,
@@ -243,7 +254,7 @@ class Runtime:
             clock=self.clock,
             num_threads=num_threads,
             cores=cores,
-            on_landed=self.stepper.on_landed,
+            decider=self.decider,
         )
         self.collector = GradientCollector(
             records,

@@ -29,6 +29,7 @@ from offloadzero.memory.tickets import Promise
 from offloadzero.native.aio import AioEngine
 from offloadzero.optim.update import UpdatePipeline
 from offloadzero.step.coordinator import Stepper
+from offloadzero.step.decider import Decider
 from offloadzero.step.landing import Landing
 from tests.training import Config, Outcome, run_engine
 
@@ -91,7 +92,7 @@ class Slowness:
             (UpdatePipeline, "_start_reads", "compute"),
             (Landing, "_merge", "land"),
             (Landing, "_measure", "land"),
-            (Stepper, "_decide", "decide"),
+            (Decider, "_decide", "decide"),
             (Stepper, "_begin_backward", "train"),
             (Stepper, "step", "train"),
         ):

@@ -15,8 +15,7 @@ import offloadzero
 from offloadzero.checkpoint.hashing import HashingPool
 from offloadzero.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from offloadzero.errors import CheckpointError, ConfigError
-from offloadzero.optim.update import RecordUpdate
-from offloadzero.step.coordinator import Stepper
+from offloadzero.step.job import UpdateJob
 from tests.checkpoints import reseal, small_engine
 
 
@@ -74,13 +73,13 @@ def test_a_checkpoint_right_after_the_step_counts_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clipping: float
 ) -> None:
     """Its updates have not even begun when the checkpoint is asked for."""
-    update = Stepper._update
+    begin = UpdateJob.begin
 
-    def late(*args: Any, **kwargs: Any) -> RecordUpdate:
+    def late(*args: Any, **kwargs: Any) -> None:
         time.sleep(0.1)
-        return update(*args, **kwargs)
+        begin(*args, **kwargs)
 
-    monkeypatch.setattr(Stepper, "_update", late)
+    monkeypatch.setattr(UpdateJob, "begin", late)
     engine = make_engine(tmp_path, "host", gradient_clipping=clipping)
     train(engine, 1, first=0)
     engine.save_checkpoint(tmp_path / "saved")

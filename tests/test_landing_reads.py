@@ -15,7 +15,7 @@ import torch
 import offloadzero
 from offloadzero.errors import NonFiniteError, StateError
 from offloadzero.observe.clock import StepClock
-from offloadzero.step.record_gradient import RecordGradient
+from offloadzero.step.job import UpdateJob
 from tests.plain_form import engine_config, final_weights, make_model
 from tests.tiny import make_engine
 
@@ -26,15 +26,15 @@ class HeldLanding:
     def __init__(self, engine: offloadzero.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._may_land = threading.Event()
         self.num_landed = 0
-        landing = engine.optimizer.runtime.landing
-        on_landed = landing._on_landed
+        decider = engine.optimizer.runtime.decider
+        landed = decider.landed
 
-        def held(state: RecordGradient) -> None:
+        def held(job: UpdateJob) -> None:
             assert self._may_land.wait(60.0)
-            on_landed(state)
+            landed(job)
             self.num_landed += 1
 
-        monkeypatch.setattr(landing, "_on_landed", held)
+        monkeypatch.setattr(decider, "landed", held)
 
     def until_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let go at the next wait."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from offloadzero.step.coordinator import tells_skip
+from offloadzero.step.decider import tells_skip
 from tests.plain_form import offloaded
 from tests.tiny import tokens
 

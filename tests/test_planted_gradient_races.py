@@ -16,7 +16,7 @@ from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.optim.update import UpdatePipeline
 from offloadzero.step import landing
-from offloadzero.step.coordinator import Stepper
+from offloadzero.step.decider import Decider
 from offloadzero.step.landing import Landing
 from offloadzero.step.param_grad import GradientAccess
 from offloadzero.step.record_gradient import RecordGradient
@@ -147,7 +147,7 @@ CASES = {
     ),
     "scaled after the step": (
         editing(after_step=multiply),
-        slow_method(Stepper, "_decide"),
+        slow_method(Decider, "_decide"),
         factors_of_later,
     ),
     "the next one lands over one that was dropped": (

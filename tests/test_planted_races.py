@@ -28,6 +28,8 @@ from offloadzero.optim.staging import ChunkStager, StagedChunk
 from offloadzero.optim.update import UpdatePipeline
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.coordinator import Stepper
+from offloadzero.step.decider import Decider
+from offloadzero.step.job import UpdateJob
 from offloadzero.step.landing import Landing
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.unit_leases import UnitLeases
@@ -177,9 +179,9 @@ def test_update_that_starts_before_the_gradient_has_landed_is_caught(
     land = Landing._land
 
     def impatient(
-        landing: Landing, gradient: Any, done: Any, _after: Any, merge: Any, *, held: Any = None
+        landing: Landing, gradient: Any, done: Any, _after: Any, *rest: Any, **options: Any
     ) -> None:
-        land(landing, gradient, done, [], merge, held=held)
+        land(landing, gradient, done, [], *rest, **options)
 
     expect_caught(name, "host", lambda: monkeypatch.setattr(Landing, "_land", impatient))
 
@@ -351,9 +353,8 @@ def slot_before_its_writes(monkeypatch: pytest.MonkeyPatch) -> None:
 def update_done_before_its_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     finish = UpdatePipeline._finish
 
-    def forgetful(pipeline: UpdatePipeline, update: Any) -> None:
-        update.writes.clear()
-        finish(pipeline, update)
+    def forgetful(_pipeline: UpdatePipeline, update: Any, _writes: Any = ()) -> None:
+        finish(update)
 
     monkeypatch.setattr(UpdatePipeline, "_finish", forgetful)
 
@@ -381,9 +382,9 @@ def landing_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     land = Landing._land
 
     def impatient(
-        landing: Landing, gradient: Any, done: Any, _after: Any, merge: Any, *, held: Any = None
+        landing: Landing, gradient: Any, done: Any, _after: Any, *rest: Any, **options: Any
     ) -> None:
-        land(landing, gradient, done, [], merge, held=held)
+        land(landing, gradient, done, [], *rest, **options)
 
     monkeypatch.setattr(Landing, "_land", impatient)
 
@@ -419,14 +420,14 @@ def staging_buffer_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decision_before_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    decide = Stepper._decide
+    decide = Decider._decide
 
-    def impatient(stepper: Stepper, window: Any, order: Any) -> None:
-        for state in window.gradients:
-            state.landed = FINISHED
-        decide(stepper, window, order)
+    def impatient(decider: Decider, step: Any, order: Any) -> None:
+        for gradient in step.gradients:
+            gradient.landed = FINISHED
+        decide(decider, step, order)
 
-    monkeypatch.setattr(Stepper, "_decide", impatient)
+    monkeypatch.setattr(Decider, "_decide", impatient)
 
 
 def read_of_a_weight_before_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,14 +451,13 @@ def states_read_ahead_of_the_last_update(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def passing_gradient_before_the_update_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    update = Stepper._update
+    begin = UpdateJob.begin
 
-    def early(stepper: Stepper, state: Any, ticket: Any, hypers: Any, *, grad_scale: float) -> Any:
-        result = update(stepper, state, ticket, hypers, grad_scale=grad_scale)
-        state.release()
-        return result
+    def early(job: UpdateJob, *, grad_scale: float) -> None:
+        begin(job, grad_scale=grad_scale)
+        job.release_gradient()
 
-    monkeypatch.setattr(Stepper, "_update", early)
+    monkeypatch.setattr(UpdateJob, "begin", early)
 
 
 # Each with the part of the engine that is always slow then.

@@ -822,14 +822,14 @@ def test_optimizer_state_right_after_step_is_the_steps(
     import time
 
     engine, *_ = offloadzero.initialize(model=Stack(), config=make_config("host", tmp_path, clipping=0.5))
-    stepper = engine.optimizer.runtime.stepper
-    decide = stepper._decide
+    decider = engine.optimizer.runtime.decider
+    decide = decider._decide
 
     def slowly(*arguments: Any) -> None:
         time.sleep(0.1)
         decide(*arguments)
 
-    monkeypatch.setattr(stepper, "_decide", slowly)
+    monkeypatch.setattr(decider, "_decide", slowly)
     engine.backward(engine(features(0)))
     engine.step()
     state = engine.optimizer.state_dict()["state"]

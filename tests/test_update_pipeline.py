@@ -21,11 +21,12 @@ from offloadzero.errors import AioError, OffloadError
 from offloadzero.memory.arena import align_up
 from offloadzero.memory.device import CpuDevice
 from offloadzero.memory.lanes import Accelerator
-from offloadzero.memory.store import StoreSizes, TieredStore
+from offloadzero.memory.store import Segment, StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.native import cpu_adam
 from offloadzero.native.cpu_adam import AdamHyper
-from offloadzero.optim.records import ParamSlot, Record, make_record, update_ranges
+from offloadzero.optim.delivery import UpdateTicket
+from offloadzero.optim.records import ParamSlot, Record, UpdateRange, make_record, update_ranges
 from offloadzero.optim.specs.adam import ADAM
 from offloadzero.optim.update import RecordUpdate, UpdatePipeline
 from tests.tiny import REPOSITORY, all_states, make_engine, settings
@@ -114,6 +115,24 @@ class Plain:
             )
 
 
+@dataclass(eq=False)
+class Update:
+    """A RecordUpdate."""
+
+    record: Record
+    ranges: Sequence[UpdateRange]
+    hypers: Sequence[AdamHyper]
+    grad: torch.Tensor | Segment
+    grad_scale: float
+    on_release: Callable[[], None] | None = None
+    ticket: UpdateTicket = field(default_factory=UpdateTicket)
+
+    def release_gradient(self) -> None:
+        on_release, self.on_release = self.on_release, None
+        if on_release is not None:
+            on_release()
+
+
 @dataclass
 class Case:
     """One record in the store and its plain twin."""
@@ -124,7 +143,7 @@ class Case:
     generator: torch.Generator
     kept: list[torch.Tensor] = field(default_factory=list)
 
-    def update(self, bench: Bench, slots: Sequence[ParamSlot], grad_scale: float = 0.5) -> RecordUpdate:
+    def update(self, bench: Bench, slots: Sequence[ParamSlot], grad_scale: float = 0.5) -> Update:
         record = self.record
         grad = torch.zeros(record.num_trainable, dtype=record.grad_dtype)
         for slot in slots:
@@ -140,7 +159,7 @@ class Case:
             home = record.segments[SegmentKind.GRAD]
             bench.store.write(home, grad).wait()
             given = home.memory if home.tier is TierName.DEVICE else home  # type: ignore[assignment]
-        return RecordUpdate(
+        return Update(
             record=record, ranges=update_ranges(record, slots), hypers=HYPERS, grad=given, grad_scale=grad_scale
         )  # fmt: skip
 
@@ -343,7 +362,7 @@ def test_calls_run_between_updates_and_first_means_first(make_bench: MakeBench) 
     updates = []
     for number, case in enumerate(cases):
         update = case.update(bench, case.record.trainable_slots)
-        update.on_consumed = lambda number=number: order.append(f"update {number}")
+        update.on_release = lambda number=number: order.append(f"update {number}")
         updates.append(update)
     bench.pipeline.submit(gate.wait)  # type: ignore[arg-type]
     bench.pipeline.submit(updates[0])
@@ -364,12 +383,12 @@ def test_the_gradient_is_handed_back_when_it_was_read(make_bench: MakeBench) -> 
         update = case.update(bench, case.record.trainable_slots)
         spoiled = threading.Event()
 
-        def spoil(update: RecordUpdate = update, spoiled: threading.Event = spoiled) -> None:
+        def spoil(update: Update = update, spoiled: threading.Event = spoiled) -> None:
             if isinstance(update.grad, torch.Tensor):
                 update.grad.fill_(float("nan"))
             spoiled.set()
 
-        update.on_consumed = spoil
+        update.on_release = spoil
         bench.pipeline.submit(update)
         bench.wait([update])
         assert spoiled.is_set()
@@ -384,7 +403,7 @@ def test_a_failing_transfer_fails_its_update_and_all_that_follow(make_bench: Mak
     updates = [case.update(bench, case.record.trainable_slots) for case in cases]
     consumed: list[int] = []
     for number, update in enumerate(updates):
-        update.on_consumed = lambda number=number: consumed.append(number)
+        update.on_release = lambda number=number: consumed.append(number)
     bench.store.nvme.engine.inject("errno", nth, 5)
     for update in updates:
         bench.pipeline.submit(update)

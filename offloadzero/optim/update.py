@@ -13,8 +13,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -31,24 +32,38 @@ from offloadzero.optim.spec import Hyper, UpdateForm
 from offloadzero.optim.staging import ChunkStager, StagedChunk, chunk_bounds, needs_slot
 
 
-@dataclass(eq=False)
-class RecordUpdate:
-    """One record's update of one step.
+class RecordUpdate(Protocol):
+    """One record's update of one step: what the pipeline asks of it."""
 
-    `grad` holds record.num_trainable elements in memory, or is an NVMe segment; on the device, too, it is complete when
-    the update is submitted. `on_consumed` is called on the pipeline's thread when the gradient has been read. `ticket`
-    is done when everything is home.
-    """
+    @property
+    def record(self) -> Record:
+        """The record that is updated."""
 
-    record: Record
-    ranges: Sequence[UpdateRange]
-    hypers: Sequence[Hyper]  # by group index
-    grad: torch.Tensor | Segment
-    grad_scale: float
-    on_consumed: Callable[[], None] | None = None
-    ticket: UpdateTicket = field(default_factory=UpdateTicket)
-    delivery: Delivery | None = None  # set when the update begins
-    writes: list[Ticket] = field(default_factory=list)
+    @property
+    def ranges(self) -> Sequence[UpdateRange]:
+        """What of it has a gradient."""
+
+    @property
+    def hypers(self) -> Sequence[Hyper]:
+        """The hyperparameters, by group index."""
+
+    @property
+    def grad(self) -> torch.Tensor | Segment:
+        """The gradient: record.num_trainable elements in memory, or an NVMe segment.
+
+        On the device, too, it is complete when the update is submitted.
+        """
+
+    @property
+    def grad_scale(self) -> float:
+        """The gradient is multiplied by it."""
+
+    @property
+    def ticket(self) -> UpdateTicket:
+        """It is done when everything is home."""
+
+    def release_gradient(self) -> None:
+        """The gradient has been read, or will not be. Called on the pipeline's threads, perhaps more than once."""
 
 
 @dataclass(eq=False)
@@ -59,6 +74,8 @@ class _Chunk:
     start: int
     stop: int
     is_last: bool
+    delivery: Delivery | None
+    writes: list[Ticket]  # of all chunks of the update
     data: StagedChunk | None = None
 
 
@@ -156,10 +173,10 @@ class UpdatePipeline:
         """The next chunk to start; None when there is none now (or, blocking, ever again)."""
         while not self._chunks:
             self._take_arrived(block=block and not self._work)
-            if not self._work or (not block and not isinstance(self._work[0], RecordUpdate)):
+            if not self._work or (not block and callable(self._work[0])):
                 return None  # a call comes after the updates before it
             work = self._work.popleft()
-            if isinstance(work, RecordUpdate):
+            if not callable(work):
                 self._begin(work)
             else:
                 try:
@@ -193,13 +210,15 @@ class UpdatePipeline:
         if not bounds:  # only parameters of no elements have a gradient
             self._finish(update)
             return
-        update.delivery = update.ticket.begin()
+        delivery, writes = update.ticket.begin(), list[Ticket]()
         first, last = bounds[0][0], bounds[-1][1]
         num_elements = update.record.num_trainable
         # What is in host memory as it is needs no chunks: one call of the kernel.
         chunk_elements = self._chunk_elements if self._is_staged(update) else num_elements
         for start, stop in chunk_bounds(first, last, chunk_elements, num_elements):
-            self._chunks.append(_Chunk(update, start, stop, is_last=stop >= last))
+            self._chunks.append(
+                _Chunk(update, start, stop, is_last=stop >= last, delivery=delivery, writes=writes)
+            )
 
     @staticmethod
     def _is_staged(update: RecordUpdate) -> bool:
@@ -213,7 +232,7 @@ class UpdatePipeline:
         def task() -> None:
             with self._store.accelerator.span(DEVICE_UPDATE, update.record.name, update_bytes(buffers)):
                 self._step(update, buffers, start=0, stop=update.record.num_trainable, form=self._form)
-            self._consumed(update)
+            update.release_gradient()
 
         update.ticket.fulfil(self._device_lane.submit(task))
 
@@ -245,15 +264,15 @@ class UpdatePipeline:
             with self._store.timeline.span(UPDATE, update.record.name, update_bytes(data.buffers)):
                 self._step(update, data.buffers, start=chunk.start, stop=chunk.stop)
             readers = []
-            if update.delivery is not None:
-                readers.append(update.delivery.put(chunk.start, data.buffers[SegmentKind.PARAM]))
-            update.writes.extend(self._stager.write_back(data, readers=readers))
+            if chunk.delivery is not None:
+                readers.append(chunk.delivery.put(chunk.start, data.buffers[SegmentKind.PARAM]))
+            chunk.writes.extend(self._stager.write_back(data, readers=readers))
         except BaseException as error:
             self._failures.record(error)
             self._fail_update(update, error)
             return
         if chunk.is_last:
-            self._finish(update)
+            self._finish(update, chunk.writes)
 
     def _step(
         self,
@@ -280,18 +299,14 @@ class UpdatePipeline:
             )
 
     @staticmethod
-    def _consumed(update: RecordUpdate) -> None:
-        if update.on_consumed is not None:
-            update.on_consumed()
-            update.on_consumed = None
+    def _finish(update: RecordUpdate, writes: Iterable[Ticket] = ()) -> None:
+        update.release_gradient()
+        update.ticket.fulfil(AllOf(writes))
 
-    def _finish(self, update: RecordUpdate) -> None:
-        self._consumed(update)
-        update.ticket.fulfil(AllOf(update.writes))
-
-    def _fail_update(self, update: RecordUpdate, error: BaseException) -> None:
+    @staticmethod
+    def _fail_update(update: RecordUpdate, error: BaseException) -> None:
         update.ticket.fail(error)
-        self._consumed(update)
+        update.release_gradient()
 
     def _fail(self, chunks: Sequence[_Chunk], error: BaseException) -> None:
         for chunk in (*chunks, *self._chunks):

@@ -40,6 +40,7 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.optim.records import ParamSlot, Record, SlotViews, slot_layout
 from offloadzero.parameters.gradient import GradientSource, GradientTensor, in_graph_of
 from offloadzero.step.assigned import Change, bring_home, passed_on
+from offloadzero.step.job import UpdateJob
 from offloadzero.step.landing import Landing
 from offloadzero.step.param_grad import (
     KEEP_KEY,
@@ -86,7 +87,7 @@ class GradientCollector:
         may_not_train: Sequence[ParamSlot],
         on_begin: Callable[[], None],
         on_complete: Callable[[RecordGradient], None],
-        on_sending: Callable[[RecordGradient], None],
+        on_sending: Callable[[RecordGradient], UpdateJob | None],
     ) -> None:
         """Args:
         device_leases: those that units take turns in.
@@ -97,7 +98,7 @@ class GradientCollector:
         may_not_train: parameters of the optimizer that were frozen when the model was offloaded.
         on_begin: called in each backward before the first gradient is taken.
         on_complete: called in backward when a record's gradients have all arrived.
-        on_sending: called after that when their landing begins; what it raises leaves them where they are.
+        on_sending: called after that when their landing begins, gives what follows it; what it raises leaves them.
         """
         self._store = store
         self._has_streams = store.accelerator.has_streams
@@ -167,7 +168,7 @@ class GradientCollector:
             handle.taken_in = self._running
         slot = handle.slot
         if state.flat is None:
-            if state.update is not None:
+            if state.closed and self._updates_in_backward:
                 raise StateError(
                     f"{slot.name} gets a gradient a second time in one backward (a reentrant checkpoint around a "
                     f"shared module?), but the weights are updated in backward: set {KEEP_KEY}"
@@ -254,9 +255,9 @@ class GradientCollector:
                 # Its gradient says nothing of this micro batch, which may have read the weights all the same.
                 after = self._store.accelerator.computed()  # and what has landed before: one after the other
                 self._on_complete(state)
-                self._on_sending(state)
+                job = self._on_sending(state)
                 state.closed = True
-                self._landing.measure(state, after)
+                self._landing.measure(state, after, job=job)
 
     def _begin(self, state: RecordGradient) -> None:
         record = state.record
@@ -327,12 +328,12 @@ class GradientCollector:
         place = None if state.lease is None else self._landing.reserve(state)
         before = self._previous_update(state.record.index)  # the one that is about to begin replaces it
         try:
-            self._on_sending(state)
+            job = self._on_sending(state)
         except BaseException:
             if place is not None:
                 place.give_back()
             raise
-        self._landing.send(self._hand_over(state), place, before=before)
+        self._landing.send(self._hand_over(state), place, before=before, job=job)
 
     def _hand_over(self, state: RecordGradient) -> Brought:
         """What has arrived is in the window, and its lease is no longer this object's."""
@@ -481,7 +482,7 @@ class GradientCollector:
         window = [state for state in self.gradients.values() if state.present]
         for state in window:
             if state.is_unmeasured and not state.closed:  # a step before the last micro batch
-                self._landing.measure(state, state.landed)
+                self._landing.measure(state, state.landed, job=None)
         if self._keeps_after_step:
             return [state.as_of_now() for state in window]
         self._new_window()

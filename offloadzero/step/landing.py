@@ -17,6 +17,8 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import LANDING
 from offloadzero.optim import device_math
 from offloadzero.optim.records import ParamSlot, update_ranges
+from offloadzero.step.decider import Decider
+from offloadzero.step.job import UpdateJob
 from offloadzero.step.record_gradient import Borrowed, Brought, RecordGradient
 
 
@@ -46,13 +48,13 @@ class Landing:
         clock: StepClock,
         num_threads: int | None,
         cores: Collection[int],
-        on_landed: Callable[[RecordGradient], None],
+        decider: Decider,
     ) -> None:
         """Args:
         passing, staging: host buffers of gradients without a home; for gradients that are added to one already there.
         norm_scratch: device memory in which the norms of gradients there are taken, if that takes any.
         cores: CPUs that landing keeps to; empty: any.
-        on_landed: called on the landing thread when the gradient of the whole window is home.
+        decider: takes the jobs whose gradients are home.
         """
         self._store = store
         self._passing = passing
@@ -60,7 +62,7 @@ class Landing:
         self._norm_scratch = None if norm_scratch is None else norm_scratch.bytes
         self._clock = clock
         self._num_threads = num_threads
-        self._on_landed = on_landed
+        self._decider = decider
         self._d2h = store.accelerator.lane("gradient-d2h", store.failures)
         # With a stream of its own: norms of gradients on the device do not queue behind the computation.
         self._lane = store.accelerator.lane("landing", store.failures)
@@ -87,8 +89,8 @@ class Landing:
                 buffer = pool.take()
         return Borrowed(buffer, pool)
 
-    def send(self, brought: Brought, place: Place | None, *, before: Ticket) -> None:
-        """Take what backward has brought of a record home. Waits for nothing.
+    def send(self, brought: Brought, place: Place | None, *, before: Ticket, job: UpdateJob | None) -> None:
+        """Take what backward has brought of a record home; `job` follows it. Waits for nothing.
 
         `place`: None where it is where it stays. `before`: after that its home may be written.
         """
@@ -102,7 +104,7 @@ class Landing:
             before = AllOf([before, gradient.landed])  # of gradients that were dropped since
         gradient.landed = done = Promise()
         if lease is None or place is None:
-            self._land(gradient, done, [self._store.accelerator.computed()], None)
+            self._land(gradient, done, [self._store.accelerator.computed()], None, job)
             return
         merge = None
         if place.in_place:
@@ -111,7 +113,7 @@ class Landing:
             merge = functools.partial(
                 self._merge, gradient, place, brought.slots, brought.earlier, brought.factors
             )
-        self._land(gradient, done, [self._copy_to_host(brought, place, before)], merge, held=lease)
+        self._land(gradient, done, [self._copy_to_host(brought, place, before)], merge, job, held=lease)
 
     def _copy_to_host(self, brought: Brought, place: Place, before: Ticket) -> Ticket:
         accelerator, flat, lease, leases = (
@@ -133,10 +135,10 @@ class Landing:
 
         return self._d2h.submit(copy, fence=accelerator.fence(), label=brought.gradient.record.name)
 
-    def measure(self, gradient: RecordGradient, after: Ticket) -> None:
-        """Take the norms of what is home after `after`."""
+    def measure(self, gradient: RecordGradient, after: Ticket, *, job: UpdateJob | None) -> None:
+        """Take the norms of what is home after `after`; `job` follows that."""
         gradient.landed = done = Promise()
-        self._land(gradient, done, [after], None)
+        self._land(gradient, done, [after], None, job)
 
     # --- on the landing thread ---
 
@@ -146,6 +148,7 @@ class Landing:
         done: Promise,
         after: Sequence[Ticket],
         merge: Callable[[], None] | None,
+        job: UpdateJob | None,
         *,
         held: object = None,
     ) -> None:
@@ -154,7 +157,6 @@ class Landing:
         What lands is what is there now: by the time that it does, scripts may have dropped gradients that a step, with
         a copy of `gradient`, is decided by.
         """
-        closed = gradient.closed
         places = None if gradient.is_full else sorted(gradient.present)
 
         def task() -> None:
@@ -165,14 +167,14 @@ class Landing:
                 if merge is not None:
                     merge()
                 self._measure(gradient, places)
-                if closed:
-                    self._on_landed(gradient)
+                if job is not None:
+                    self._decider.landed(job)
                 done.fulfil()
             except BaseException as error:
                 self._store.failures.record(error)  # before anyone who waits can see it
                 done.fail(error)
-                if gradient.update is not None:
-                    gradient.update.ticket.fail(error)
+                if job is not None:
+                    job.ticket.fail(error)
                 gradient.release()
                 raise
 

@@ -9,32 +9,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from offloadzero.config import SegmentKind, TierName
-from offloadzero.errors import OffloadError
 from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.device import Stream
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Ticket
-from offloadzero.optim.delivery import UpdateTicket
 from offloadzero.optim.records import ParamSlot, Record, UpdateRange, all_ranges, update_ranges
-from offloadzero.optim.spec import Hyper
-
-
-@dataclass(eq=False)
-class Account:
-    """What became of one step: [Note: what an interrupted step leaves] in offloadzero/step/coordinator.py."""
-
-    step: int
-    applied: list[str] = field(default_factory=list)  # units that backward has updated, by name
-    refused: OffloadError | None = None  # why it updates no more
-
-
-@dataclass(frozen=True, eq=False)
-class BegunUpdate:
-    """An update that waits for its gradient to land: its ticket, and the hyperparameters by group index."""
-
-    ticket: UpdateTicket
-    hypers: Sequence[Hyper]
-    account: Account
 
 
 class Borrowed:
@@ -76,8 +55,7 @@ class RecordGradient:
     landed: Ticket = FINISHED
     sq_norms: list[float] = field(default_factory=list)  # of what has landed, by slot, without the factors
     is_unmeasured: bool = False  # they lack what is on the device since the last micro batch
-    closed: bool = False  # its last micro batch is landing; on_landed follows
-    update: BegunUpdate | None = None  # set in backward when the update follows the landing
+    closed: bool = False  # its last micro batch is landing
     passing: Borrowed | None = None  # the host buffer of a gradient without a home
 
     def __post_init__(self) -> None:

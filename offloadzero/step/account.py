@@ -1,0 +1,81 @@
+"""One step's account: what it is taken with, and what became of it (floor 5).
+
+[Note: what an interrupted step leaves]
+`step()` first does all that waits or may raise, and changes nothing by it; then it hands the gradients over, which is
+done whole. So a step was taken or it was not. Where gradients are applied at the step, a backward that did not end, or
+a gradient that is not finite, has changed no state: `zero_grad()` drops what is left and training goes on.
+
+Where they are applied in backward, an interrupt that comes after the first update has begun waits for the end of that
+backward, and `step()` closes the step. After a second one, or a gradient that is not finite, some units may have taken
+the step and others not. That is no state to train on. It can be read and saved, and the error says which units are
+which; a checkpoint that is loaded replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from offloadzero.errors import NonFiniteError, OffloadError
+from offloadzero.memory.tickets import Failures
+from offloadzero.optim.spec import Hyper
+from offloadzero.step.record_gradient import RecordGradient
+
+Hypers = Sequence[Hyper]  # by group index
+
+MAX_NAMES = 12  # of units, in a message
+
+
+def names_text(names: Sequence[str]) -> str:
+    """Units in a message."""
+    shown = ", ".join(names[:MAX_NAMES])
+    return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
+
+
+@dataclass(eq=False)
+class Account:
+    """One step: its hyperparameters, and what became of it: [Note: what an interrupted step leaves]."""
+
+    step: int
+    hypers: Hypers = ()
+    applied: list[str] = field(default_factory=list)  # units that backward has updated, by name
+    refused: OffloadError | None = None  # why it updates no more
+
+
+class Accounts:
+    """Says what of a step is in the weights, and stops the training over one that goes no further."""
+
+    def __init__(self, failures: Failures, units: Sequence[str]) -> None:
+        """`units` are the names of those that train."""
+        self._failures = failures
+        self._units = tuple(units)
+        self.stopped = Account(0)  # the one that has stopped the training, if `Failures.stop` says it is
+
+    def stop(self, account: Account, error: OffloadError) -> None:
+        """The step goes no further, and no other begins."""
+        account.refused = error
+        self.stopped = account
+        self._failures.stop_training(error)
+
+    def refuse(self, account: Account, gradients: Sequence[RecordGradient]) -> None:
+        """The step goes no further: of those gradients some are not finite."""
+        names = [gradient.record.name for gradient in gradients if not gradient.is_finite]
+        error = NonFiniteError(
+            f"step {account.step}: the gradient of {names_text(names)} holds NaN or Inf; {self.applied_text(account)}. "
+            + ("" if account.applied else "zero_grad() lets training go on without this step. ")
+            + '("offloadzero": {"update": {"on_nonfinite": "skip"}} skips such steps.)'
+        )
+        self.stop(account, error)
+
+    def applied_text(self, account: Account) -> str:
+        """Which units a step that was not applied as a whole has updated."""
+        applied = list(account.applied)
+        others = [name for name in self._units if name not in applied]
+        if not applied:
+            return "nothing of it was applied"
+        return (
+            f"the weights are updated in backward, and of step {account.step} the updates of {len(applied)} units were "
+            f"applied ({names_text(applied)}) and those of {len(others)} were not ({names_text(others)}). Training "
+            "cannot go on from there. The states can be saved as they are; load_checkpoint() of an earlier checkpoint "
+            "makes them whole"
+        )

@@ -1,0 +1,135 @@
+"""Whether what has landed is applied: finite or not, clipping, loss scaling (floor 5)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from offloadzero.config import LossScaleConfig
+from offloadzero.memory.tickets import Failures, Promise
+from offloadzero.optim.step_decision import LossScale, decide_step
+from offloadzero.optim.update import UpdatePipeline
+from offloadzero.step.account import Accounts, names_text
+from offloadzero.step.job import StepJobs, UpdateJob
+
+log = logging.getLogger("offloadzero")
+
+NUM_SKIPS_TOLD, TELL_SKIPS_EVERY = 10, 100
+
+
+def tells_skip(num_skips: int) -> bool:
+    """Whether the log tells of the skip of that number, from 1: a run that only skips does not flood it."""
+    return num_skips <= NUM_SKIPS_TOLD or num_skips % TELL_SKIPS_EVERY == 0
+
+
+class Decider:
+    """Decides over jobs whose gradients are home, and hands those that are applied to the update pipeline."""
+
+    def __init__(
+        self,
+        pipeline: UpdatePipeline,
+        accounts: Accounts,
+        *,
+        failures: Failures,
+        max_norm: float,
+        skip_nonfinite: bool,
+        loss_scale: LossScaleConfig | None,
+    ) -> None:
+        """`max_norm`: 0 = no clipping."""
+        self._pipeline = pipeline
+        self._accounts = accounts
+        self._failures = failures
+        self._max_norm = max_norm
+        self._skip_nonfinite = skip_nonfinite
+        self._is_scaled = loss_scale is not None
+        self.scale = LossScale.initial(loss_scale)
+        self.num_skipped = 0  # steps so far
+        self._num_skips = 0  # in this process
+
+    def restore(self, num_skipped: int, scale: Mapping[str, float]) -> None:
+        """Go on from a checkpoint."""
+        self.num_skipped = num_skipped
+        self.scale = replace(
+            self.scale,
+            scale=scale["scale"],
+            good_steps=int(scale["good_steps"]),
+            hysteresis_left=int(scale["hysteresis_left"]),
+        )
+
+    def count_skip(self) -> None:
+        """A step that was closed was not applied."""
+        self.num_skipped += 1
+
+    # --- one by one, as they land ---
+
+    def landed(self, job: UpdateJob) -> None:
+        """The gradient of a job that backward has begun is home (called on the landing thread)."""
+        account = job.account
+        if account.refused is None:
+            account.refused = self._failures.stop  # of the step before
+        if account.refused is None and not job.gradient.is_finite:
+            self._accounts.refuse(account, [job.gradient])
+        if account.refused is not None:
+            job.cancel()
+            return
+        account.applied.append(job.record.name)
+        job.begin(grad_scale=1.0)
+        self._pipeline.submit(job)
+
+    # --- all of a step at once ---
+
+    def decide_later(self, step: StepJobs, order: Sequence[int]) -> None:
+        """Decide on the update thread, which then updates in that order of the records; `step.decided` tells."""
+        step.decided = decided = Promise()
+
+        def decide() -> None:
+            try:
+                self._decide(step, order)
+                decided.fulfil()
+            except BaseException as error:
+                self._failures.record(error)  # before anyone who waits can see it
+                for job in step.jobs:
+                    job.ticket.fail(error)
+                decided.fail(error)
+                raise
+
+        self._pipeline.submit(decide)
+
+    def _decide(self, step: StepJobs, order: Sequence[int]) -> None:
+        """On the update thread: all gradients are known when they have landed."""
+        for job in step.jobs:
+            job.gradient.landed.wait()
+        step.reads.wait()
+        scale = self.scale
+        step.decision = decision = decide_step(
+            step.sq_norms(), loss_scale=scale.scale, max_norm=self._max_norm
+        )
+        self.scale = scale.after_step(finite=decision.apply)
+        if decision.apply:
+            jobs = {job.record.index: job for job in step.jobs}
+            for job in step.jobs:
+                job.begin(grad_scale=decision.grad_scale)
+            self._pipeline.submit_first([jobs[index] for index in order])
+            return
+        if not self._skip_nonfinite:
+            self._accounts.refuse(step.account, step.gradients)  # before anyone who waits can see it
+        self.count_skip()
+        self._tell_skip(step, scale.scale)
+        for job in step.jobs:
+            job.cancel()
+
+    def _tell_skip(self, step: StepJobs, scale: float) -> None:
+        self._num_skips += 1
+        if not tells_skip(self._num_skips):
+            return
+        names = [gradient.record.name for gradient in step.gradients if not gradient.is_finite]
+        log.warning(
+            "step %d is skipped: the gradient of %s holds NaN or Inf%s%s",
+            step.account.step,
+            names_text(names),
+            f". The loss scale was {scale:.10g} and is {self.scale.scale:.10g}" if self._is_scaled else "",
+            f". It is the skip of number {self._num_skips}: from here on each {TELL_SKIPS_EVERY}th is told"
+            if self._num_skips >= NUM_SKIPS_TOLD
+            else "",
+        )

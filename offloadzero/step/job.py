@@ -1,0 +1,95 @@
+"""One record's job in one step, handed on from stage to stage: landing, update, home (floor 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offloadzero.memory.store import Segment
+from offloadzero.memory.tickets import FINISHED, Ticket
+from offloadzero.optim.delivery import UpdateTicket
+from offloadzero.optim.records import Record, UpdateRange
+from offloadzero.optim.step_decision import StepDecision
+from offloadzero.step.account import Account, Hypers
+from offloadzero.step.record_gradient import RecordGradient
+
+
+class UpdateJob:
+    """Applies a record's gradient once it is home: a RecordUpdate.
+
+    The coordinator makes it. Whoever it is handed to ends it: `begin` hands it to the update, `cancel` and `fail` are
+    the end. Its ticket is what a fetch of the unit waits for.
+    """
+
+    def __init__(self, gradient: RecordGradient, account: Account) -> None:
+        self.gradient = gradient
+        self.account = account
+        self.ticket = UpdateTicket()
+        # Known when it begins:
+        self.ranges: Sequence[UpdateRange] = ()
+        self.grad_scale = 1.0
+        self._grad: torch.Tensor | Segment | None = None
+
+    @property
+    def record(self) -> Record:
+        """The record that is updated."""
+        return self.gradient.record
+
+    @property
+    def hypers(self) -> Hypers:
+        """The hyperparameters, by group index."""
+        return self.account.hypers
+
+    @property
+    def grad(self) -> torch.Tensor | Segment:
+        """The gradient in memory, or its segment on NVMe."""
+        if self._grad is None:
+            raise AssertionError(f"the update of {self.record.name} has not begun")
+        return self._grad
+
+    def begin(self, *, grad_scale: float) -> None:
+        """Its parameters take the step, with the gradient as it is now."""
+        for slot in self.gradient.present_slots:
+            slot.step += 1
+        in_memory = self.gradient.in_memory()
+        self._grad = in_memory if in_memory is not None else self.gradient.home
+        if self._grad is None:
+            raise AssertionError(f"{self.record.name} has no gradient")
+        self.ranges = self.gradient.ranges()
+        self.grad_scale = grad_scale
+
+    def release_gradient(self) -> None:
+        """The gradient has been read, or will not be."""
+        self.gradient.release()
+
+    def cancel(self) -> None:
+        """There will be no update: the values are those before the step."""
+        self.release_gradient()
+        self.ticket.fulfil()
+
+    def fail(self, error: BaseException) -> None:
+        """It has failed on its way."""
+        self.ticket.fail(error)
+        self.release_gradient()
+
+
+@dataclass(eq=False)
+class StepJobs:
+    """The jobs of one step, in the records' order, and what was decided over them."""
+
+    account: Account
+    jobs: Sequence[UpdateJob] = ()
+    reads: Ticket = FINISHED  # of the weights before the step
+    decided: Ticket = FINISHED
+    decision: StepDecision | None = None  # None: each was decided over by itself, as it landed
+
+    @property
+    def gradients(self) -> list[RecordGradient]:
+        """What the step was taken with."""
+        return [job.gradient for job in self.jobs]
+
+    def sq_norms(self) -> list[float]:
+        """The squared norms of all that has landed."""
+        return [sq_norm for job in self.jobs for sq_norm in job.gradient.sq_norms_by_slot()]

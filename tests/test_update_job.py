@@ -1,0 +1,77 @@
+"""A record's job in a step: however it ends, its ticket says so and its buffer comes back once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from offloadzero.memory.arena import Arena, BufferPool
+from offloadzero.memory.tickets import Failures
+from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.optim.records import Record, make_record
+from offloadzero.optim.specs.adam import ADAM
+from offloadzero.step.account import Account
+from offloadzero.step.job import UpdateJob
+from offloadzero.step.record_gradient import Borrowed, RecordGradient
+
+SIZES = (5, 3)
+HYPERS = (AdamHyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0),)
+
+
+def make_job(*, present: frozenset[int]) -> tuple[UpdateJob, BufferPool, torch.Tensor]:
+    """A job whose gradient is in the one buffer of a pool."""
+    record = make_small_record()
+    pool = BufferPool(
+        [Arena("host", torch.zeros(4096, dtype=torch.uint8)).lease(64, "one")], failures=Failures()
+    )
+    gradient = RecordGradient(record, present=present, passing=Borrowed(pool.take(), pool))
+    flat = gradient.in_memory()
+    assert flat is not None
+    return UpdateJob(gradient, Account(7, HYPERS)), pool, flat
+
+
+def make_small_record() -> Record:
+    params = [(f"p{i}", nn.Parameter(torch.zeros(size)), 0) for i, size in enumerate(SIZES)]
+    return make_record(0, "unit", torch.bfloat16, params, spec=ADAM)
+
+
+def test_a_job_that_begins_takes_the_step_of_what_has_a_gradient() -> None:
+    job, pool, flat = make_job(present=frozenset({1}))
+    job.begin(grad_scale=0.5)
+    assert [slot.step for slot in job.record.slots] == [0, 1]
+    (part,) = job.ranges
+    assert (part.start, part.step) == (job.record.slots[1].offset, 1)
+    assert part.stop >= part.start + SIZES[1]  # padding takes part, too
+    assert isinstance(job.grad, torch.Tensor)
+    assert job.grad.data_ptr() == flat.data_ptr()
+    assert (job.grad_scale, job.hypers) == (0.5, HYPERS)
+    assert pool.num_free == 0
+
+
+ENDS: dict[str, Callable[[UpdateJob], None]] = {
+    "read": UpdateJob.release_gradient,
+    "cancelled": UpdateJob.cancel,
+    "failed": lambda job: job.fail(OSError("no such drive")),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_buffer_comes_back_once(end: str) -> None:
+    job, pool, _ = make_job(present=frozenset({0, 1}))
+    ENDS[end](job)
+    job.release_gradient()
+    assert pool.num_free == 1
+    assert job.ticket.done() is (end != "read")
+    assert [slot.step for slot in job.record.slots] == [0, 0]
+    if end == "failed":
+        with pytest.raises(OSError, match="no such drive"):
+            job.ticket.wait()
+
+
+def test_a_job_that_has_not_begun_has_no_gradient_to_read() -> None:
+    job, _, _ = make_job(present=frozenset({0}))
+    with pytest.raises(AssertionError, match="the update of unit has not begun"):
+        _ = job.grad
