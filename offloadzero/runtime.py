@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import sys
@@ -45,7 +46,11 @@ from offloadzero.step.account import Accounts, Hypers
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.coordinator import Stepper, StepPolicy
 from offloadzero.step.decider import Decider
+from offloadzero.step.gradient_hook import gradient_hook
 from offloadzero.step.landing import Landing
+from offloadzero.step.param_grad import GradientAccess
+from offloadzero.step.record_gradient import WindowGradients
+from offloadzero.step.window import GradientWindow
 from offloadzero.streaming.activation_memory import PlannedMemory
 from offloadzero.streaming.activations import ActivationStore, make_activation_store
 from offloadzero.streaming.executor import Executor
@@ -163,7 +168,7 @@ class Runtime:
                 self.model,
                 cut,
                 executor=self.executor,
-                gradients=self.collector,
+                gradient_hook=functools.partial(gradient_hook, self.stepper, self.monitor.timeline),
                 weights=self.weights,
                 timeline=self.monitor.timeline,
                 checkpointed=checkpointed,
@@ -223,16 +228,6 @@ class Runtime:
             skip_nonfinite=config.precision.param_dtype == "fp16" or config.update.on_nonfinite == "skip",
             loss_scale=policy.loss_scale,
         )
-        self.stepper = Stepper(
-            policy,
-            executor=self.executor,
-            pipeline=self.pipeline,
-            accounts=accounts,
-            decider=self.decider,
-            failures=self.failures,
-            clock=self.clock,
-            current_hypers=current_hypers,
-        )
         device_leases = [
             store.device.lease(plan.device_grad_bytes, f"gradient lease {i}")
             for i in range(NUM_GRAD_LEASES if plan.device_grad_bytes else 0)
@@ -256,26 +251,47 @@ class Runtime:
             cores=cores,
             decider=self.decider,
         )
+        gradients = WindowGradients(records)
+        access = GradientAccess(
+            store,
+            clock=self.clock,
+            num_threads=num_threads,
+            gradients=gradients,
+            previous_update=self.executor.update_ticket,
+            updates_in_backward=policy.update_in_backward,
+        )
+        self.window = GradientWindow(
+            gradients,
+            access,
+            keeps_after_step=policy.keeps_after_step,
+            may_not_train=self._may_not_train,
+        )
         self.collector = GradientCollector(
-            records,
+            gradients,
+            self.window.handles,
             store,
             device_leases=BufferPool(device_leases, failures=self.failures, poison=poison),
             own_leases={
                 index: BufferPool([lease], failures=self.failures, poison=poison)
                 for index, lease in own_leases.items()
             },
-            landing=self.landing,
             clock=self.clock,
-            num_threads=num_threads,
             previous_update=self.executor.update_ticket,
-            keeps_after_step=policy.keeps_after_step,
             updates_in_backward=policy.update_in_backward,
-            may_not_train=self._may_not_train,
-            on_begin=self.stepper.on_begin,
-            on_complete=self.stepper.on_complete,
-            on_sending=self.stepper.on_sending,
         )
-        self.stepper.attach(self.collector)
+        self.stepper = Stepper(
+            policy,
+            executor=self.executor,
+            window=self.window,
+            collector=self.collector,
+            landing=self.landing,
+            decider=self.decider,
+            accounts=accounts,
+            pipeline=self.pipeline,
+            failures=self.failures,
+            clock=self.clock,
+            current_hypers=current_hypers,
+        )
 
     def _make_activation_store(self) -> ActivationStore:
         config, budgets = self.config, self.config.budgets
@@ -436,7 +452,7 @@ class Runtime:
         try:
             if self.hooks is not None:
                 self.hooks.remove_gradient_hooks()
-                self.collector.drop_tensors()
+                self.window.drop_tensors()
         finally:
             self.resources.close()
             _live.discard(self)

@@ -1,4 +1,18 @@
-"""When gradients become updates: backward, step, clipping, loss scaling (floor 5).
+"""When gradients become updates: the one that knows all stages of a step (floor 5).
+
+[Note: a gradient's way]
+A parameter's gradient is copied into its unit's gradient lease on the device the moment autograd has it (collect.py).
+When the unit's last gradient has arrived the lease goes to the host in one copy, and from there, on the landing
+thread, into its home, where micro batches add up (landing.py). What is left at the end of backward, because some
+parameters took no part, lands then; parameters without a gradient are left out of the norm and of the update, as
+torch.optim leaves out parameters whose grad is None. A gradient whose update runs on the device is accumulated in its
+home there and never leaves. `param.grad` stands for it all the way: [Note: the life of param.grad].
+
+[Note: one direction]
+A stage knows the next one and none before it: what it has done it returns, or hands on. The hook on a gradient asks the
+collector, and tells the coordinator when a backward begins and when a record's gradient is complete. The coordinator
+makes a job and hands it to the landing, that to the decider, that to the update pipeline; the job gives back what it
+holds itself.
 
 [Note: two ways to step]
 *In backward*: a record is updated as soon as its gradient has landed; `step()` only closes the account. Exact
@@ -17,12 +31,13 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from offloadzero.config import LossScaleConfig
 from offloadzero.errors import StateError
 from offloadzero.interrupts import uninterrupted, uninterrupted_from_start
 from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
-from offloadzero.optim.records import Record
 from offloadzero.optim.staging import needs_slot
 from offloadzero.optim.step_decision import decide_step
 from offloadzero.optim.update import UpdatePipeline
@@ -30,9 +45,16 @@ from offloadzero.step.account import Account, Accounts, Hypers
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.decider import Decider
 from offloadzero.step.job import StepJobs, UpdateJob
+from offloadzero.step.landing import Landing
 from offloadzero.step.record_gradient import RecordGradient
+from offloadzero.step.window import GradientWindow
 from offloadzero.streaming.executor import Executor
-from offloadzero.torch_private import NO_GRAPH_TASK, current_graph_task_id, queue_backward_callback
+from offloadzero.torch_private import (
+    NO_GRAPH_TASK,
+    DisableTorchFunctionSubclass,
+    current_graph_task_id,
+    queue_backward_callback,
+)
 
 
 @dataclass(frozen=True)
@@ -103,9 +125,12 @@ class Stepper:
         policy: StepPolicy,
         *,
         executor: Executor,
-        pipeline: UpdatePipeline,
-        accounts: Accounts,
+        window: GradientWindow,
+        collector: GradientCollector,
+        landing: Landing,
         decider: Decider,
+        accounts: Accounts,
+        pipeline: UpdatePipeline,
         failures: Failures,
         clock: StepClock,
         current_hypers: Callable[[], Hypers],
@@ -116,26 +141,26 @@ class Stepper:
         # Who counts micro batches (the engine does), and what must hold before a backward begins.
         self.boundary: Callable[[], bool] | None = None
         self.before_backward: Callable[[], None] | None = None
+        self.collector = collector
         self._executor = executor
-        self._pipeline = pipeline
-        self._accounts = accounts
+        self._window = window
+        self._gradients = window.gradients
+        self._landing = landing
         self._decider = decider
+        self._accounts = accounts
+        self._pipeline = pipeline
         self._failures = failures
         self._clock = clock
         self._current_hypers = current_hypers
         self._in_backward = False
+        self._closes_window = True  # the running backward is of the last micro batch
         self._backward: _Running | None = None  # the one that runs, unless it has failed
         self._window_micro_steps = 0
         self._jobs: dict[int, UpdateJob] = {}  # that backward has begun
         self._account = Account(0)  # of the step whose updates backward begins
         self._last = StepJobs(self._account)
-        self.collector: GradientCollector  # set by `attach`: each needs the other
-        self._staged_records: dict[int, Record] = {}  # those whose states an update reads first
-
-    def attach(self, collector: GradientCollector) -> None:
-        """The collector whose `on_begin`, `on_complete` and `on_sending` are this object's."""
-        self.collector = collector
-        records = [state.record for state in collector.gradients.values()]
+        records = [gradient.record for gradient in self._gradients.values()]
+        # Those whose states an update reads first.
         self._staged_records = {record.index: record for record in records if needs_slot(record)}
 
     # --- backward ---
@@ -168,12 +193,27 @@ class Stepper:
             return self.boundary()
         return (self._window_micro_steps + 1) % self.policy.gradient_accumulation_steps == 0
 
-    def on_begin(self) -> None:
-        """The first gradient of a backward has arrived, or one of a backward inside of it."""
-        if not self._is_running():
-            self.expect_whole()
-        if not self._in_backward:
-            self._begin_backward()
+    def begin_backward(self, index: int, number: int) -> None:
+        """The first gradient of a backward, or of one inside of it, is in its parameter's `grad`.
+
+        The parameter by numbers: of its record, and of its slot there.
+        """
+        with DisableTorchFunctionSubclass():
+            first = self._window.set_aside(index, number)
+            try:
+                if not self._is_running():
+                    self.expect_whole()
+                if not self._in_backward:
+                    self._begin_backward()
+                first.show_assigned()
+                is_nested = self.collector.is_in_backward
+                if not (is_nested or self.policy.update_in_backward or torch.is_grad_enabled()):
+                    self._window.settle_passed_on()
+            except BaseException:
+                first.drop()
+                raise
+            first.show()
+            self.collector.begin_backward()
 
     def _is_running(self) -> bool:
         return self._backward is not None and self._backward.ask(self._clock)
@@ -183,7 +223,7 @@ class Stepper:
         self._failures.check()
         if self._window_micro_steps or self._jobs:
             return
-        if self._in_backward or self.collector.has_gradients():
+        if self._in_backward or self._window.has_gradients():
             self.discard_gradients()
 
     def expect_whole(self) -> None:
@@ -191,7 +231,7 @@ class Stepper:
         if not self._in_backward:
             return
         self._expect_one_step()
-        if self._is_running() or self.collector.has_gradients():
+        if self._is_running() or self._window.has_gradients():
             raise StateError(UNFINISHED)
         self.discard_gradients()
 
@@ -234,7 +274,8 @@ class Stepper:
             self._executor.close_updates()
             self._in_backward = False
             self._window_micro_steps = 0
-            self.collector.abandon_window()
+            self.collector.abandon()
+            self._window.drop()
 
     def resolve(self, *, is_whole: bool) -> None:
         """Go on after `give_up_step`; unless `is_whole`, only from states that were all those of one step."""
@@ -243,7 +284,7 @@ class Stepper:
 
     def _begin_backward(self) -> None:
         self._failures.check()
-        self.collector.expect_frozen()
+        self._window.expect_frozen()
         if self.before_backward is not None:
             self.before_backward()
         if self._jobs:
@@ -260,7 +301,7 @@ class Stepper:
                 '"offloadzero": {"update": {"in_backward": false}}'
             )
         self._in_backward = True
-        self.collector.last_micro_batch = last_micro_batch
+        self._closes_window = last_micro_batch
         hypers = self._current_hypers() if self._updates_now else ()
         self._account = Account(self.counts.global_steps + 1, hypers)
         if last_micro_batch and not self._updates_now:
@@ -275,12 +316,12 @@ class Stepper:
 
     @property
     def _updates_now(self) -> bool:
-        return self.policy.update_in_backward and self.collector.last_micro_batch
+        return self.policy.update_in_backward and self._closes_window
 
     def _end_backward(self) -> None:
         self._backward = None  # whatever is raised now, it runs no more
         try:
-            self.collector.flush()
+            self._send_rest()
         finally:
             uninterrupted.until = None
         self._clock.timeline.lap("backward: the rest", leaves_model=True)
@@ -289,20 +330,49 @@ class Stepper:
         self._window_micro_steps += 1
         self.counts.micro_steps += 1
 
-    def on_complete(self, state: RecordGradient) -> None:
-        """All gradients of a record have arrived (called in backward)."""
-        index = state.record.index
-        if self._clock.timeline.is_on:
-            self._clock.timeline.lap(f"backward {state.record.name}", is_part=True)
-        self._executor.gradients_complete(index)
+    def complete(self, gradient: RecordGradient) -> None:
+        """All that backward brings of a record's gradient has been collected: send it home.
 
-    def on_sending(self, state: RecordGradient) -> UpdateJob | None:
-        """They begin to land (called in backward); gives what follows."""
+        First come the waits. What is raised there leaves everything as it was; from then on nothing is raised.
+        """
+        self._gradients_complete(gradient)
+        place = None if gradient.lease is None else self._landing.reserve(gradient)
+        before = self._executor.update_ticket(gradient.record.index)  # the job's replaces it
+        try:
+            job = self._begin_job(gradient)
+        except BaseException:
+            if place is not None:
+                place.give_back()
+            raise
+        brought = self.collector.hand_over(gradient, closes=self._closes_window)
+        self._landing.send(brought, place, before=before, job=job)
+
+    def _send_rest(self) -> None:
+        """Backward is over: send home what it has brought of records of which some parameter took no part.
+
+        The last micro batch closes records that only earlier ones have reached, too.
+        """
+        for gradient in self._gradients.values():
+            if gradient.arrived:
+                self.complete(gradient)
+            elif self._closes_window and gradient.present and not gradient.closed:
+                # It says nothing of this micro batch, which may have read the weights all the same.
+                self._gradients_complete(gradient)
+                self._landing.close(gradient, job=self._begin_job(gradient))
+
+    def _gradients_complete(self, gradient: RecordGradient) -> None:
+        record = gradient.record
+        if self._clock.timeline.is_on:
+            self._clock.timeline.lap(f"backward {record.name}", is_part=True)
+        self._executor.gradients_complete(record.index)
+
+    def _begin_job(self, gradient: RecordGradient) -> UpdateJob | None:
+        """What follows the landing, if the update runs in backward."""
         if not self._updates_now:
             return None
-        job = UpdateJob(state, self._account)
-        self._executor.begin_update(state.record.index, job.ticket, in_backward=True)
-        self._jobs[state.record.index] = job
+        job = UpdateJob(gradient, self._account)
+        self._executor.begin_update(gradient.record.index, job.ticket, in_backward=True)
+        self._jobs[gradient.record.index] = job
         # Half of the updates are no state to stop at.
         uninterrupted.until = None if self._backward is None else self._backward.reference
         return job
@@ -318,29 +388,31 @@ class Stepper:
         """Apply the window's gradients: [Note: two ways to step]."""
         self._failures.check()
         self.expect_whole()
-        self.collector.expect_frozen()
+        self._window.expect_frozen()
         if self._jobs and list(self._current_hypers()) != list(self._account.hypers):
             raise StateError(
                 "the optimizer's param_groups have changed since backward(), which has updated the weights with the "
                 'old ones: change them after step(), or set "offloadzero": {"update": {"in_backward": false}}'
             )
         if self.policy.update_in_backward:
-            self.collector.expect_untouched()
+            self._window.expect_untouched()
         else:
-            self.collector.settle()
+            self._window.settle()
         account = self._account
         if not self._jobs:
             account = Account(self.counts.global_steps + 1, self._current_hypers())
-            for state in self.collector.gradients.values():
-                if state.present:
-                    self._executor.wait_updatable(state.record.index)
+            for gradient in self._gradients.present():
+                self._executor.wait_updatable(gradient.record.index)
         # All that may raise has been done. From here on nothing waits.
         with self._failures.whole("step()"):
             self._take_step(account)
         self._clock.finish_step(self.counts.global_steps)
 
     def _take_step(self, account: Account) -> None:
-        gradients, jobs = self.collector.take_window(), self._jobs
+        for gradient in self._gradients.present():
+            if gradient.is_unmeasured and not gradient.closed:  # a step before the last micro batch
+                self._landing.measure(gradient, gradient.landed)
+        gradients, jobs = self._window.close(), self._jobs
         self._jobs = {}
         self._executor.close_updates()
         if jobs:
@@ -369,10 +441,11 @@ class Stepper:
             self._jobs = {}
             self._executor.close_updates()
             self._in_backward = False
+            self.collector.abandon()
             if set_to_none or self.policy.update_in_backward:
-                self.collector.abandon_window()
+                self._window.drop()
             else:
-                self.collector.zero_window()
+                self._window.zero()
             self._window_micro_steps = 0
 
     def _expect_droppable(self) -> None:

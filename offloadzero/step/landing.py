@@ -135,8 +135,14 @@ class Landing:
 
         return self._d2h.submit(copy, fence=accelerator.fence(), label=brought.gradient.record.name)
 
-    def measure(self, gradient: RecordGradient, after: Ticket, *, job: UpdateJob | None) -> None:
-        """Take the norms of what is home after `after`; `job` follows that."""
+    def close(self, gradient: RecordGradient, *, job: UpdateJob | None) -> None:
+        """No micro batch adds to what is home; `job` follows when what has been launched so far has run."""
+        gradient.closed = True
+        # What has landed before comes first: one after the other.
+        self.measure(gradient, self._store.accelerator.computed(), job=job)
+
+    def measure(self, gradient: RecordGradient, after: Ticket, *, job: UpdateJob | None = None) -> None:
+        """Take the norms of what is home after `after`."""
         gradient.landed = done = Promise()
         self._land(gradient, done, [after], None, job)
 

@@ -38,7 +38,7 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.optim import device_math
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.parameters.gradient import GradientTensor, product_is_exact
-from offloadzero.step.record_gradient import RecordGradient
+from offloadzero.step.record_gradient import RecordGradient, WindowGradients
 from offloadzero.torch_private import (
     DisableTorchFunctionSubclass,
     current_autograd_node,
@@ -200,16 +200,16 @@ class GradientAccess:
         *,
         clock: StepClock,
         num_threads: int | None,
-        current: Callable[[int], RecordGradient],
+        gradients: WindowGradients,
         previous_update: Callable[[int], Ticket],
         updates_in_backward: bool,
     ) -> None:
-        """`current` gives a record's gradient in this window, `previous_update` its last update."""
+        """`previous_update` gives a record's last update."""
         self._store = store
         self._device = store.accelerator.device
         self._clock = clock
         self._num_threads = num_threads
-        self._current = current
+        self._gradients = gradients
         self._previous_update = previous_update
         self._updates_in_backward = updates_in_backward
 
@@ -226,7 +226,7 @@ class GradientAccess:
 
     def _located(self, source: ParamGradient) -> tuple[RecordGradient, ParamSlot]:
         record_index, slot_index = source.index
-        state = self._current(record_index)
+        state = self._gradients[record_index]
         slot = state.record.trainable_slots[slot_index]
         if self._updates_in_backward and (state.closed or state.arrived or state.home is None):
             raise StateError(
@@ -315,7 +315,7 @@ class GradientAccess:
         if left is not None and left.backward == backward:
             return False
         record_index, slot_index = source.index
-        slot = self._current(record_index).record.trainable_slots[slot_index]
+        slot = self._gradients[record_index].record.trainable_slots[slot_index]
         if getattr(node, "variable", None) is not slot.param:
             return False
         # In the place of what a backward has left that did not finish.
@@ -325,7 +325,7 @@ class GradientAccess:
     def is_worn(self, source: ParamGradient, tensor: Tensor) -> bool:
         """Whether the parameter's `grad` is `tensor`."""
         record_index, slot_index = source.index
-        slot = self._current(record_index).record.trainable_slots[slot_index]
+        slot = self._gradients[record_index].record.trainable_slots[slot_index]
         with DisableTorchFunctionSubclass():
             return slot.param.grad is tensor
 

@@ -127,6 +127,22 @@ class RecordGradient:
         return replace(self, factors=dict(self.factors), zeroed=set(self.zeroed), passing=None)
 
 
+class WindowGradients(dict[int, RecordGradient]):
+    """The gradients of the present window, by the index of their record."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        super().__init__({record.index: RecordGradient(record) for record in records if record.num_trainable})
+
+    def present(self) -> list[RecordGradient]:
+        """Those of which something is home, or on its way there, in the records' order."""
+        return [gradient for gradient in self.values() if gradient.present]
+
+    def renew(self) -> None:
+        """A new window: what still lands comes before what lands next."""
+        for index, gradient in list(self.items()):
+            self[index] = RecordGradient(gradient.record, landed=gradient.landed)
+
+
 @dataclass(frozen=True, eq=False)
 class Brought:
     """What one backward has brought of a record's gradient, on its way home from the device."""

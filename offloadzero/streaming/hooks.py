@@ -37,10 +37,9 @@ import copy
 import functools
 import sys
 import types
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -250,13 +249,6 @@ def _no_hook() -> _StateDictHook:
     return hook
 
 
-class GradientTaker(Protocol):
-    """Takes gradients out of `param.grad`."""
-
-    def add(self, index: int, number: int) -> None:
-        """Take that of a parameter, given by the numbers of its record and of its slot there."""
-
-
 class ModelHooks:
     """Everything attached to a model; `remove()` takes it off again."""
 
@@ -266,17 +258,21 @@ class ModelHooks:
         cut: UnitCut,
         *,
         executor: Executor,
-        gradients: GradientTaker,
+        gradient_hook: Callable[[Record, ParamSlot], Callable[[torch.Tensor], None]],
         weights: WeightAccess,
         timeline: Timeline,
         checkpointed: Mapping[str, nn.Module],
         activations: ActivationStore | None,
     ) -> None:
-        """`checkpointed` are modules by their units' names; `activations` takes their inputs."""
+        """Args:
+        gradient_hook: makes the hook on a parameter's gradient, which must not hold the engine.
+        checkpointed: modules by their units' names.
+        activations: takes their inputs.
+        """
         self.executor = executor
         self._saved_weights = SavedWeights(executor)
         self.timeline = timeline
-        self._gradients = gradients
+        self._gradient_hook = gradient_hook
         self._weights = weights
         self._loaded: set[str] = set()
         self._records = cut.records
@@ -394,42 +390,6 @@ class ModelHooks:
         else:
             inputs = _InputHooks(Call(name), self._activations, self._saved_weights, others)
             push_saved_tensors_default_hooks(inputs.pack, inputs.unpack)
-
-    # --- gradients ---
-
-    def _gradient_hook(self, record: Record, slot: ParamSlot) -> Callable[[torch.Tensor], None]:
-        # Weakly: the parameter holds the hook in C++, where Python's collector does not see it.
-        collector, index = weakref.ref(self._gradients), record.index
-        number, timeline = slot.index, self.timeline
-
-        # What autograd has put into `param.grad` is taken before an interrupt is raised.
-
-        @uninterrupted_from_start
-        def take(_: torch.Tensor) -> None:
-            # `with uninterrupted` by hand: its two calls take as long as all that is found out here.
-            uninterrupted.depth += 1
-            try:
-                taker = collector()
-                if taker is not None:
-                    taker.add(index, number)
-            finally:
-                uninterrupted.depth -= 1
-                if uninterrupted.pending and uninterrupted.depth <= 0:
-                    uninterrupted.raise_unless_waiting()
-
-        @uninterrupted_from_start
-        def timed_take(_: torch.Tensor) -> None:
-            with uninterrupted, timeline.launching():
-                taker = collector()
-                if taker is not None:
-                    taker.add(index, number)
-
-        def leave(_: torch.Tensor) -> None:
-            """No group of the optimizer holds it: as in torch, it has a gradient and nobody uses it."""
-
-        if not slot.trainable:
-            return leave
-        return timed_take if timeline.is_on else take
 
     # --- state dict ---
 
