@@ -221,7 +221,6 @@ class Runtime:
         )
         accounts = Accounts(self.failures, [record.name for record in records if record.num_trainable])
         self.decider = Decider(
-            self.pipeline,
             accounts,
             failures=self.failures,
             max_norm=config.gradient_clipping or 0.0,
@@ -250,6 +249,7 @@ class Runtime:
             num_threads=num_threads,
             cores=cores,
             decider=self.decider,
+            pipeline=self.pipeline,
         )
         gradients = WindowGradients(records)
         access = GradientAccess(

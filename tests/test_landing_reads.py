@@ -27,14 +27,15 @@ class HeldLanding:
         self._may_land = threading.Event()
         self.num_landed = 0
         decider = engine.optimizer.runtime.decider
-        landed = decider.landed
+        decide = decider.decide_one
 
-        def held(job: UpdateJob) -> None:
+        def held(job: UpdateJob) -> bool:
             assert self._may_land.wait(60.0)
-            landed(job)
+            is_applied = decide(job)
             self.num_landed += 1
+            return is_applied
 
-        monkeypatch.setattr(decider, "landed", held)
+        monkeypatch.setattr(decider, "decide_one", held)
 
     def until_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let go at the next wait."""

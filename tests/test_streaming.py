@@ -825,9 +825,9 @@ def test_optimizer_state_right_after_step_is_the_steps(
     decider = engine.optimizer.runtime.decider
     decide = decider._decide
 
-    def slowly(*arguments: Any) -> None:
+    def slowly(*arguments: Any) -> Any:
         time.sleep(0.1)
-        decide(*arguments)
+        return decide(*arguments)
 
     monkeypatch.setattr(decider, "_decide", slowly)
     engine.backward(engine(features(0)))

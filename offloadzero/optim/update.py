@@ -79,7 +79,8 @@ class _Chunk:
     data: StagedChunk | None = None
 
 
-_Work = RecordUpdate | Callable[[], None]
+# A call runs between updates; those that it gives are next.
+_Work = RecordUpdate | Callable[[], Iterable[RecordUpdate] | None]
 
 
 def update_bytes(buffers: Mapping[SegmentKind, torch.Tensor]) -> int:
@@ -125,14 +126,13 @@ class UpdatePipeline:
         self._thread.start()
 
     def submit(self, work: _Work) -> None:
-        """Queue an update, or a call that runs on the pipeline's thread between updates."""
+        """Queue an update, or a call that runs on the pipeline's thread between updates.
+
+        The updates that a call gives come before all others.
+        """
         if self._closing:
             raise StateError("the engine of this model is closed: it updates nothing any more")
         self._arriving.put(work)
-
-    def submit_first(self, updates: Sequence[RecordUpdate]) -> None:
-        """Queue updates before all others; for calls that run on the pipeline's thread."""
-        self._work.extendleft(reversed(updates))
 
     def read_ahead(self, records: Sequence[Record]) -> None:
         """The next step updates `records` in this order: [Note: reading ahead]."""
@@ -180,7 +180,7 @@ class UpdatePipeline:
                 self._begin(work)
             else:
                 try:
-                    work()
+                    self._work.extendleft(reversed(tuple(work() or ())))
                 except BaseException as error:
                     self._failures.record(error)
             del work

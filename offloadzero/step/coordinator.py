@@ -25,10 +25,11 @@ the norm.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -418,20 +419,20 @@ class Stepper:
         if jobs:
             self._last = StepJobs(account, [jobs[index] for index in sorted(jobs)])
         else:
-            self._last = StepJobs(account, [UpdateJob(gradient, account) for gradient in gradients])
-            self._step_at_once(self._last)
+            self._last = self._step_at_once(account, [UpdateJob(gradient, account) for gradient in gradients])
         self._window_micro_steps = 0
         self.counts.global_steps += 1
         self._executor.finish_step()
 
-    def _step_at_once(self, step: StepJobs) -> None:
-        if not step.jobs:
-            return
-        step.reads = self._executor.reads()  # an evaluation since backward, say
-        for job in step.jobs:
+    def _step_at_once(self, account: Account, jobs: Sequence[UpdateJob]) -> StepJobs:
+        reads = self._executor.reads()  # an evaluation since backward, say
+        for job in jobs:
             self._executor.begin_update(job.record.index, job.ticket)
-        order = self._executor.step_order([job.record.index for job in step.jobs])
-        self._decider.decide_later(step, order)
+        order = self._executor.step_order([job.record.index for job in jobs])
+        step = StepJobs(account, jobs, reads=reads, order=order)
+        if jobs:
+            self._pipeline.submit(functools.partial(self._decider.decide, step))
+        return step
 
     def discard_gradients(self, *, set_to_none: bool = True) -> None:
         """Drop the gradients, or make them zero (`optimizer.zero_grad()`)."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from offloadzero.config import LossScaleConfig
-from offloadzero.memory.tickets import Failures, Promise
+from offloadzero.memory.tickets import Failures
 from offloadzero.optim.step_decision import LossScale, decide_step
-from offloadzero.optim.update import UpdatePipeline
 from offloadzero.step.account import Accounts, names_text
 from offloadzero.step.job import StepJobs, UpdateJob
 
@@ -24,11 +23,10 @@ def tells_skip(num_skips: int) -> bool:
 
 
 class Decider:
-    """Decides over jobs whose gradients are home, and hands those that are applied to the update pipeline."""
+    """Decides over jobs whose gradients are home, one by one or over all of a step at once."""
 
     def __init__(
         self,
-        pipeline: UpdatePipeline,
         accounts: Accounts,
         *,
         failures: Failures,
@@ -37,7 +35,6 @@ class Decider:
         loss_scale: LossScaleConfig | None,
     ) -> None:
         """`max_norm`: 0 = no clipping."""
-        self._pipeline = pipeline
         self._accounts = accounts
         self._failures = failures
         self._max_norm = max_norm
@@ -61,10 +58,8 @@ class Decider:
         """A step that was closed was not applied."""
         self.num_skipped += 1
 
-    # --- one by one, as they land ---
-
-    def landed(self, job: UpdateJob) -> None:
-        """The gradient of a job that backward has begun is home (called on the landing thread)."""
+    def decide_one(self, job: UpdateJob) -> bool:
+        """Whether a job that backward has made is applied, now that its gradient is home; it has begun or is over."""
         account = job.account
         if account.refused is None:
             account.refused = self._failures.stop  # of the step before
@@ -72,32 +67,25 @@ class Decider:
             self._accounts.refuse(account, [job.gradient])
         if account.refused is not None:
             job.cancel()
-            return
+            return False
         account.applied.append(job.record.name)
         job.begin(grad_scale=1.0)
-        self._pipeline.submit(job)
+        return True
 
-    # --- all of a step at once ---
+    def decide(self, step: StepJobs) -> list[UpdateJob]:
+        """Wait until all gradients of a step are home, and decide: the jobs that are applied, in their order."""
+        try:
+            jobs = self._decide(step)
+            step.decided.fulfil()
+            return jobs
+        except BaseException as error:
+            self._failures.record(error)  # before anyone who waits can see it
+            for job in step.jobs:
+                job.ticket.fail(error)
+            step.decided.fail(error)
+            raise
 
-    def decide_later(self, step: StepJobs, order: Sequence[int]) -> None:
-        """Decide on the update thread, which then updates in that order of the records; `step.decided` tells."""
-        step.decided = decided = Promise()
-
-        def decide() -> None:
-            try:
-                self._decide(step, order)
-                decided.fulfil()
-            except BaseException as error:
-                self._failures.record(error)  # before anyone who waits can see it
-                for job in step.jobs:
-                    job.ticket.fail(error)
-                decided.fail(error)
-                raise
-
-        self._pipeline.submit(decide)
-
-    def _decide(self, step: StepJobs, order: Sequence[int]) -> None:
-        """On the update thread: all gradients are known when they have landed."""
+    def _decide(self, step: StepJobs) -> list[UpdateJob]:
         for job in step.jobs:
             job.gradient.landed.wait()
         step.reads.wait()
@@ -107,17 +95,16 @@ class Decider:
         )
         self.scale = scale.after_step(finite=decision.apply)
         if decision.apply:
-            jobs = {job.record.index: job for job in step.jobs}
             for job in step.jobs:
                 job.begin(grad_scale=decision.grad_scale)
-            self._pipeline.submit_first([jobs[index] for index in order])
-            return
+            return step.in_order()
         if not self._skip_nonfinite:
             self._accounts.refuse(step.account, step.gradients)  # before anyone who waits can see it
         self.count_skip()
         self._tell_skip(step, scale.scale)
         for job in step.jobs:
             job.cancel()
+        return []
 
     def _tell_skip(self, step: StepJobs, scale: float) -> None:
         self._num_skips += 1

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from offloadzero.memory.store import Segment
-from offloadzero.memory.tickets import FINISHED, Ticket
+from offloadzero.memory.tickets import FINISHED, Promise, Ticket
 from offloadzero.optim.delivery import UpdateTicket
 from offloadzero.optim.records import Record, UpdateRange
 from offloadzero.optim.step_decision import StepDecision
@@ -75,15 +74,34 @@ class UpdateJob:
         self.release_gradient()
 
 
-@dataclass(eq=False)
 class StepJobs:
     """The jobs of one step, in the records' order, and what was decided over them."""
 
-    account: Account
-    jobs: Sequence[UpdateJob] = ()
-    reads: Ticket = FINISHED  # of the weights before the step
-    decided: Ticket = FINISHED
-    decision: StepDecision | None = None  # None: each was decided over by itself, as it landed
+    def __init__(
+        self,
+        account: Account,
+        jobs: Sequence[UpdateJob] = (),
+        *,
+        reads: Ticket = FINISHED,
+        order: Sequence[int] = (),
+    ) -> None:
+        """Args:
+        reads: of the weights before the step.
+        order: of the records, in which they are updated if all of them are; empty: nothing is left to decide.
+        """
+        self.account = account
+        self.jobs = tuple(jobs)
+        self.reads = reads
+        self._order = order
+        self.decided = Promise()
+        if not order:
+            self.decided.fulfil()
+        self.decision: StepDecision | None = None  # None: each was decided over by itself, as it landed
+
+    def in_order(self) -> list[UpdateJob]:
+        """The jobs, in the order in which they are updated."""
+        by_record = {job.record.index: job for job in self.jobs}
+        return [by_record[index] for index in self._order]
 
     @property
     def gradients(self) -> list[RecordGradient]:

@@ -17,6 +17,7 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import LANDING
 from offloadzero.optim import device_math
 from offloadzero.optim.records import ParamSlot, update_ranges
+from offloadzero.optim.update import UpdatePipeline
 from offloadzero.step.decider import Decider
 from offloadzero.step.job import UpdateJob
 from offloadzero.step.record_gradient import Borrowed, Brought, RecordGradient
@@ -49,12 +50,13 @@ class Landing:
         num_threads: int | None,
         cores: Collection[int],
         decider: Decider,
+        pipeline: UpdatePipeline,
     ) -> None:
         """Args:
         passing, staging: host buffers of gradients without a home; for gradients that are added to one already there.
         norm_scratch: device memory in which the norms of gradients there are taken, if that takes any.
         cores: CPUs that landing keeps to; empty: any.
-        decider: takes the jobs whose gradients are home.
+        decider, pipeline: say whether a job whose gradient is home is applied, and take it then.
         """
         self._store = store
         self._passing = passing
@@ -63,6 +65,7 @@ class Landing:
         self._clock = clock
         self._num_threads = num_threads
         self._decider = decider
+        self._pipeline = pipeline
         self._d2h = store.accelerator.lane("gradient-d2h", store.failures)
         # With a stream of its own: norms of gradients on the device do not queue behind the computation.
         self._lane = store.accelerator.lane("landing", store.failures)
@@ -173,8 +176,8 @@ class Landing:
                 if merge is not None:
                     merge()
                 self._measure(gradient, places)
-                if job is not None:
-                    self._decider.landed(job)
+                if job is not None and self._decider.decide_one(job):
+                    self._pipeline.submit(job)
                 done.fulfil()
             except BaseException as error:
                 self._store.failures.record(error)  # before anyone who waits can see it

@@ -114,7 +114,7 @@ class ParamGradient:
 
     def write(self, value: Tensor) -> None:
         """Replace the value."""
-        self._expect().write(self, value)
+        self.contribution = self._expect().write(self, value)
 
     def norm(self) -> float | None:
         """The 2-norm; None where it is not known without reading."""
@@ -126,11 +126,14 @@ class ParamGradient:
 
     def clear(self) -> None:
         """Make it zero."""
-        self._expect().clear(self)
+        self.contribution = self._expect().clear(self)
 
     def accept(self, contribution: Tensor) -> bool:
         """Whether `contribution` is what autograd adds to the gradient: then the hook takes it."""
-        return self._expect().accept(self, contribution)
+        accepted = self._expect().accepted(self, contribution)
+        if accepted is not None:
+            self.contribution = accepted
+        return accepted is not None
 
     def is_worn(self, tensor: Tensor) -> bool:
         """Whether `tensor` is the parameter's `grad`."""
@@ -258,16 +261,17 @@ class GradientAccess:
             value = self._with_earlier(state, slot, state.targets[slot.index])
         return value.to(source.dtype).view(slot.shape)
 
-    def write(self, source: ParamGradient, value: Tensor) -> None:
-        """Put the value where the gradient is."""
+    def write(self, source: ParamGradient, value: Tensor) -> Contribution | None:
+        """Put the value where the gradient is; gives the contribution that the hook takes then."""
         state, slot = self._located(source)
         if source.contribution is not None:
-            source.contribution = source.contribution._replace(grad=value, is_all=True)
-        elif slot in state.arrived:
+            return source.contribution._replace(grad=value, is_all=True)
+        if slot in state.arrived:
             state.targets[slot.index].copy_(value)
             state.forget(slot)  # what is at home
         else:
             self.store(state, slot, value)
+        return None
 
     def norm(self, source: ParamGradient) -> float | None:
         """The 2-norm as measured; None while it is in a lease, or has not been measured."""
@@ -297,30 +301,28 @@ class GradientAccess:
         state.factors[slot.index] = before * factor
         return True
 
-    def clear(self, source: ParamGradient) -> None:
-        """Zeros, which are written only if they are still there at the step."""
+    def clear(self, source: ParamGradient) -> Contribution | None:
+        """Zeros, which are written only if they are still there at the step; gives what `write` does."""
         state, slot = self._located(source)
         if source.contribution is not None or slot in state.arrived or self._updates_in_backward:
-            self.write(source, torch.zeros(slot.shape, dtype=source.dtype, device=self._device))
-        else:
-            state.factors.pop(slot.index, None)
-            state.zeroed.add(slot.index)
+            return self.write(source, torch.zeros(slot.shape, dtype=source.dtype, device=self._device))
+        state.factors.pop(slot.index, None)
+        state.zeroed.add(slot.index)
+        return None
 
-    def accept(self, source: ParamGradient, grad: Tensor) -> bool:
-        """Whether autograd adds `grad` right now, as the contribution of a backward."""
+    def accepted(self, source: ParamGradient, grad: Tensor) -> Contribution | None:
+        """The contribution of a backward, if autograd adds `grad` right now, in the place of what one has left."""
         node = current_autograd_node()
         backward, left, handle = current_graph_task_id(), source.contribution, source.handle()
         if node is None or handle is None or handle.taken_in == backward:
-            return False  # a hook's own addition
+            return None  # a hook's own addition
         if left is not None and left.backward == backward:
-            return False
+            return None
         record_index, slot_index = source.index
         slot = self._gradients[record_index].record.trainable_slots[slot_index]
         if getattr(node, "variable", None) is not slot.param:
-            return False
-        # In the place of what a backward has left that did not finish.
-        source.contribution = Contribution(grad, is_all=False, backward=backward)
-        return True
+            return None
+        return Contribution(grad, is_all=False, backward=backward)
 
     def is_worn(self, source: ParamGradient, tensor: Tensor) -> bool:
         """Whether the parameter's `grad` is `tensor`."""
