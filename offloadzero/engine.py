@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from offloadzero import deepspeed_names, launch
 from offloadzero.absent import ENGINE_NAMES, no_attribute
-from offloadzero.accumulation import Accumulation
 from offloadzero.arguments import Collate, make_loader, step_arguments
 from offloadzero.checkpoint.latest import find_checkpoint, open_found
 from offloadzero.checkpoint.loading import (
@@ -68,10 +67,7 @@ class Engine:
         self.local_rank = launch.local_rank()
         self._runtime = runtime
         self._stepper = runtime.stepper
-        self._accumulation = Accumulation(
-            runtime.config.batch, keeps_gradients=self._stepper.policy.keeps_gradients
-        )
-        self._stepper.boundary = self._accumulation.is_boundary
+        self._accumulation = runtime.accumulation
 
     # --- the loop ---
 
@@ -336,7 +332,7 @@ class Engine:
     @property
     def global_steps(self) -> int:
         """Optimizer steps so far, skipped ones included."""
-        return self._stepper.counts.global_steps
+        return self._stepper.global_steps
 
     @property
     def global_samples(self) -> int:

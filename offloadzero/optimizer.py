@@ -214,13 +214,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             spec=self.spec,
             param_groups=param_groups,
             current_hypers=self._current_hypers,
+            before_backward=self._check_scaled if config.precision.param_dtype == "fp16" else None,
             keeps_after_step=keeps_gradients,
         )
         try:
             if origin is not None:
                 origin.register_step_pre_hook(functools.partial(_refuse_step, weakref.ref(self)))
-            if self.runtime.config.precision.param_dtype == "fp16":
-                self.runtime.stepper.before_backward = self._check_scaled
         except BaseException:  # nobody has the engine
             self.runtime.undo()
             raise

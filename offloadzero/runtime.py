@@ -43,6 +43,7 @@ from offloadzero.planning.memory_plan import (
 from offloadzero.planning.placement import choose_placement, describe_placement
 from offloadzero.planning.probe import available_host_bytes, cores_beside_launching
 from offloadzero.step.account import Accounts, Hypers
+from offloadzero.step.accumulation import Accumulation
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.coordinator import Stepper, StepPolicy
 from offloadzero.step.decider import Decider
@@ -76,6 +77,7 @@ class Runtime:
         spec: AnySpec,
         param_groups: Sequence[Mapping[str, object]],
         current_hypers: Callable[[], Hypers],
+        before_backward: Callable[[], None] | None = None,
         keeps_after_step: bool = False,
     ) -> None:
         """Take the states of `model` over: its parameters are placeholders from here on.
@@ -84,7 +86,9 @@ class Runtime:
             spec: of the optimizer.
             param_groups: of a torch optimizer; parameters in none of them are frozen.
             current_hypers: reads the hyperparameters by group index.
-            keeps_after_step: gradients stay until they are dropped, unless the update runs in backward.
+            before_backward: raises what must not be so when a backward begins.
+            keeps_after_step: gradients stay until they are dropped, unless the update runs in backward: torch's loop,
+                without the engine's `step()` after each micro batch.
 
         Raises:
             ConfigError, BudgetError, AioError, StateError (the model is offloaded already). The model is then as it
@@ -144,7 +148,7 @@ class Runtime:
             with interrupts.uninterrupted:  # a file that is made is one that is closed
                 self.store = _open_store(self, config)
                 self.resources.add(self.store.close)
-            self._build(cut, checkpointed, current_hypers)
+            self._build(cut, checkpointed, current_hypers, before_backward)
             self.monitor.begin(
                 self._description(), device_is_cpu=self.accelerator.asynchronous.free_bytes() is None
             )
@@ -158,11 +162,15 @@ class Runtime:
             raise
 
     def _build(
-        self, cut: UnitCut, checkpointed: Mapping[str, nn.Module], current_hypers: Callable[[], Hypers]
+        self,
+        cut: UnitCut,
+        checkpointed: Mapping[str, nn.Module],
+        current_hypers: Callable[[], Hypers],
+        before_backward: Callable[[], None] | None,
     ) -> None:
         _create_segments(cut.records, self.plan, self.store)
         self._original.load(self.store)
-        self._build_parts(cut.records, current_hypers)
+        self._build_parts(cut.records, current_hypers, before_backward)
         with interrupts.uninterrupted:  # half of them could not be taken off again
             self.hooks = ModelHooks(
                 self.model,
@@ -177,7 +185,12 @@ class Runtime:
             self.weights.attach(self.records)
         _move_buffers(self.model, self.accelerator.device)
 
-    def _build_parts(self, records: Sequence[Record], current_hypers: Callable[[], Hypers]) -> None:
+    def _build_parts(
+        self,
+        records: Sequence[Record],
+        current_hypers: Callable[[], Hypers],
+        before_backward: Callable[[], None] | None,
+    ) -> None:
         config, plan, store = self.config, self.plan, self.store
         if config.pin_memory:
             store.pin()
@@ -216,7 +229,6 @@ class Runtime:
             update_in_backward=plan.update_in_backward,
             keeps_gradients=plan.grads_have_homes,
             keeps_after_step=self._keeps_after_step and not plan.update_in_backward,
-            gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
             loss_scale=config.precision.loss_scale if config.precision.param_dtype == "fp16" else None,
         )
         accounts = Accounts(self.failures, [record.name for record in records if record.num_trainable])
@@ -279,6 +291,9 @@ class Runtime:
             previous_update=self.executor.update_ticket,
             updates_in_backward=policy.update_in_backward,
         )
+        self.accumulation = Accumulation(
+            config.batch, keeps_gradients=policy.keeps_gradients, ends_with_step=not self._keeps_after_step
+        )
         self.stepper = Stepper(
             policy,
             executor=self.executor,
@@ -290,7 +305,9 @@ class Runtime:
             pipeline=self.pipeline,
             failures=self.failures,
             clock=self.clock,
+            accumulation=self.accumulation,
             current_hypers=current_hypers,
+            before_backward=before_backward,
         )
 
     def _make_activation_store(self) -> ActivationStore:

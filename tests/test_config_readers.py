@@ -24,10 +24,10 @@ from tests.tiny import TinyModel, make_engine, settings, tokens, train
 
 # Field -> the module that reads it. Those that hold others are not listed.
 READERS: Mapping[str, str] = {
-    "BatchConfig.train_batch_size": "accumulation",
+    "BatchConfig.train_batch_size": "step.accumulation",
     "BatchConfig.micro_batch_size": "initialization",
-    "BatchConfig.gradient_accumulation_steps": "runtime",
-    "BatchConfig.managed": "accumulation",
+    "BatchConfig.gradient_accumulation_steps": "step.accumulation",
+    "BatchConfig.managed": "step.accumulation",
     "BatchConfig.unresolved": "config.settle",
     "LossScaleConfig.static": "optim.step_decision",
     "LossScaleConfig.initial_scale_power": "optim.step_decision",

@@ -31,7 +31,6 @@ FLOORS: Mapping[str, int] = {
     "optimizer_loading": 6,
     "param_groups": 6,
     "runtime": 6,
-    "accumulation": 5,
     "ops": 5,
     "checkpoint": 5,
     "lifetime": 5,

@@ -901,7 +901,7 @@ def test_retained_graph_twice(update: str, tmp_path: Path) -> None:
         # The engine's counter would call every backward a boundary; the optimizer's own counting is used.
         def counted(engine: Any) -> list[float]:
             if not isinstance(engine, PlainEngine):
-                engine.optimizer.runtime.stepper.boundary = None
+                engine.optimizer.runtime.accumulation.ends_with_step = False
             return loop(engine)
 
         check_everywhere(Stack, counted, tmp_path, accumulation=2, **options)

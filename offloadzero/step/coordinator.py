@@ -43,6 +43,7 @@ from offloadzero.optim.staging import needs_slot
 from offloadzero.optim.step_decision import decide_step
 from offloadzero.optim.update import UpdatePipeline
 from offloadzero.step.account import Account, Accounts, Hypers
+from offloadzero.step.accumulation import Accumulation
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.decider import Decider
 from offloadzero.step.job import StepJobs, UpdateJob
@@ -65,7 +66,6 @@ class StepPolicy:
     update_in_backward: bool
     keeps_gradients: bool  # from one backward to the next
     keeps_after_step: bool  # until they are dropped
-    gradient_accumulation_steps: int
     loss_scale: LossScaleConfig | None
 
 
@@ -110,14 +110,6 @@ UNFINISHED = (
 )
 
 
-@dataclass
-class StepCounts:
-    """What has happened so far."""
-
-    micro_steps: int = 0
-    global_steps: int = 0
-
-
 class Stepper:
     """Turns gradients into updates; the autograd hooks and the optimizer call it."""
 
@@ -134,14 +126,18 @@ class Stepper:
         pipeline: UpdatePipeline,
         failures: Failures,
         clock: StepClock,
+        accumulation: Accumulation,
         current_hypers: Callable[[], Hypers],
+        before_backward: Callable[[], None] | None,
     ) -> None:
-        """`current_hypers` reads the hyperparameters by group index from the optimizer's param_groups."""
+        """Args:
+        current_hypers: reads the hyperparameters by group index from the optimizer's param_groups.
+        before_backward: raises what must not be so when a backward begins.
+        """
         self.policy = policy
-        self.counts = StepCounts()
-        # Who counts micro batches (the engine does), and what must hold before a backward begins.
-        self.boundary: Callable[[], bool] | None = None
-        self.before_backward: Callable[[], None] | None = None
+        self.global_steps = 0
+        self._accumulation = accumulation
+        self._before_backward = before_backward
         self.collector = collector
         self._executor = executor
         self._window = window
@@ -156,7 +152,6 @@ class Stepper:
         self._in_backward = False
         self._closes_window = True  # the running backward is of the last micro batch
         self._backward: _Running | None = None  # the one that runs, unless it has failed
-        self._window_micro_steps = 0
         self._jobs: dict[int, UpdateJob] = {}  # that backward has begun
         self._account = Account(0)  # of the step whose updates backward begins
         self._last = StepJobs(self._account)
@@ -185,14 +180,8 @@ class Stepper:
 
     def restore(self, global_steps: int, skipped_steps: int, loss_scale: Mapping[str, float]) -> None:
         """Go on from a checkpoint."""
-        self.counts.global_steps = global_steps
+        self.global_steps = global_steps
         self._decider.restore(skipped_steps, loss_scale)
-
-    def is_boundary(self) -> bool:
-        """Whether the next (or running) backward is the last before `step()`."""
-        if self.boundary is not None:
-            return self.boundary()
-        return (self._window_micro_steps + 1) % self.policy.gradient_accumulation_steps == 0
 
     def begin_backward(self, index: int, number: int) -> None:
         """The first gradient of a backward, or of one inside of it, is in its parameter's `grad`.
@@ -222,7 +211,7 @@ class Stepper:
     def begin_window(self) -> None:
         """Before the first micro batch of a step, where the step drops gradients: nothing of earlier ones is left."""
         self._failures.check()
-        if self._window_micro_steps or self._jobs:
+        if self._accumulation.num_backwards or self._jobs:
             return
         if self._in_backward or self._window.has_gradients():
             self.discard_gradients()
@@ -274,7 +263,7 @@ class Stepper:
             self._jobs = {}
             self._executor.close_updates()
             self._in_backward = False
-            self._window_micro_steps = 0
+            self._accumulation.drop_backwards()
             self.collector.abandon()
             self._window.drop()
 
@@ -286,15 +275,15 @@ class Stepper:
     def _begin_backward(self) -> None:
         self._failures.check()
         self._window.expect_frozen()
-        if self.before_backward is not None:
-            self.before_backward()
+        if self._before_backward is not None:
+            self._before_backward()
         if self._jobs:
             raise StateError(
                 "backward() after the last micro batch of a step and before step(): the weights are updated in "
                 "backward. Set gradient_accumulation_steps to the number of backward passes per step, or "
                 '"offloadzero": {"update": {"in_backward": false}}'
             )
-        last_micro_batch = self.is_boundary()
+        last_micro_batch = self._accumulation.is_boundary()
         if not last_micro_batch and not self.policy.keeps_gradients:
             raise StateError(
                 "backward() of a micro batch that is not the last of its step, but gradients are not kept: set "
@@ -304,7 +293,7 @@ class Stepper:
         self._in_backward = True
         self._closes_window = last_micro_batch
         hypers = self._current_hypers() if self._updates_now else ()
-        self._account = Account(self.counts.global_steps + 1, hypers)
+        self._account = Account(self.global_steps + 1, hypers)
         if last_micro_batch and not self._updates_now:
             order = self._executor.step_order(list(self._staged_records))
             # The forward has waited for the last update of each unit it used, not for those of the others: what
@@ -328,8 +317,7 @@ class Stepper:
         self._clock.timeline.lap("backward: the rest", leaves_model=True)
         self._in_backward = False
         self.collector.end_backward()
-        self._window_micro_steps += 1
-        self.counts.micro_steps += 1
+        self._accumulation.end_backward()
 
     def complete(self, gradient: RecordGradient) -> None:
         """All that backward brings of a record's gradient has been collected: send it home.
@@ -401,13 +389,13 @@ class Stepper:
             self._window.settle()
         account = self._account
         if not self._jobs:
-            account = Account(self.counts.global_steps + 1, self._current_hypers())
+            account = Account(self.global_steps + 1, self._current_hypers())
             for gradient in self._gradients.present():
                 self._executor.wait_updatable(gradient.record.index)
         # All that may raise has been done. From here on nothing waits.
         with self._failures.whole("step()"):
             self._take_step(account)
-        self._clock.finish_step(self.counts.global_steps)
+        self._clock.finish_step(self.global_steps)
 
     def _take_step(self, account: Account) -> None:
         for gradient in self._gradients.present():
@@ -420,8 +408,8 @@ class Stepper:
             self._last = StepJobs(account, [jobs[index] for index in sorted(jobs)])
         else:
             self._last = self._step_at_once(account, [UpdateJob(gradient, account) for gradient in gradients])
-        self._window_micro_steps = 0
-        self.counts.global_steps += 1
+        self._accumulation.drop_backwards()
+        self.global_steps += 1
         self._executor.finish_step()
 
     def _step_at_once(self, account: Account, jobs: Sequence[UpdateJob]) -> StepJobs:
@@ -447,7 +435,7 @@ class Stepper:
                 self._window.drop()
             else:
                 self._window.zero()
-            self._window_micro_steps = 0
+            self._accumulation.drop_backwards()
 
     def _expect_droppable(self) -> None:
         """Refuse where the weights have some of the gradients. What has stopped the training and was seen is over."""

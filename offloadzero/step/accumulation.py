@@ -1,4 +1,4 @@
-"""Which micro batch is the last of its step (floor 5)."""
+"""Counts micro batches: which one is the last of its step (floor 5)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from offloadzero.errors import ConfigError, StateError
 
 
 class Accumulation:
-    """Counts micro batches to the boundary, under a batch size that may be set anew between steps."""
+    """Counts micro batches to the boundary, under a batch size that may be set anew between steps.
 
-    def __init__(self, batch: BatchConfig, *, keeps_gradients: bool) -> None:
-        """`keeps_gradients`: from one micro batch to the next, so that there may be several to a step."""
+    A micro batch ends with its backward, or with the engine's `step()`, which DeepSpeed's loops call after each.
+    """
+
+    def __init__(self, batch: BatchConfig, *, keeps_gradients: bool, ends_with_step: bool) -> None:
+        """Args:
+        keeps_gradients: from one micro batch to the next, so that there may be several to a step.
+        ends_with_step: a micro batch ends with the engine's `step()`.
+        """
         self.batch = batch
+        self.ends_with_step = ends_with_step
+        self.num_backwards = 0  # of the present step: those that have come to their end
         self.override: bool | None = None
         self.num_micro_steps = 0
         self._keeps_gradients = keeps_gradients
@@ -36,6 +44,8 @@ class Accumulation:
 
         Where accumulation is not managed no one knows before `step()` is called: it is none.
         """
+        if not self.ends_with_step:
+            return (self.num_backwards + 1) % self.num_steps == 0
         if self.override is not None:
             return self.override
         return self.batch.managed and (self.num_taken + 1) % self.num_steps == 0
@@ -52,6 +62,14 @@ class Accumulation:
         if was_last:
             self._window_start = self.num_micro_steps
         return was_last
+
+    def end_backward(self) -> None:
+        """Count a backward that has come to its end."""
+        self.num_backwards += 1
+
+    def drop_backwards(self) -> None:
+        """The step was taken, or its gradients were dropped."""
+        self.num_backwards = 0
 
     def restart(self) -> None:
         """The gradients of the present step were dropped: its micro batches come again."""
