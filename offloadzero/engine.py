@@ -66,7 +66,7 @@ class Engine:
         self.training_dataloader = training_dataloader
         self.local_rank = launch.local_rank()
         self._runtime = runtime
-        self._stepper = runtime.stepper
+        self._coordinator = runtime.coordinator
         self._accumulation = runtime.accumulation
 
     # --- the loop ---
@@ -87,14 +87,14 @@ class Engine:
         self._advance_schedule()
         num_parts = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         scaled = loss / num_parts if num_parts > 1 else loss
-        self._stepper.begin_window()
+        self._coordinator.begin_window()
         optimizer.scale(scaled).backward(retain_graph=retain_graph)
         return scaled
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """For a backward without `backward()`: `engine.scale(loss).backward()`."""
         optimizer = self._expect_optimizer("scale")
-        self._stepper.begin_window()
+        self._coordinator.begin_window()
         return optimizer.scale(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -114,7 +114,7 @@ class Engine:
         # Who sees `global_steps` after an interrupt may rely on it: the schedule has advanced with it.
         with uninterrupted:
             self._advance_schedule()
-            self._stepper.expect_whole()
+            self._coordinator.expect_whole()
             if not self._accumulation.closes_step:
                 self._accumulation.take()
                 return
@@ -317,12 +317,12 @@ class Engine:
 
     def was_step_applied(self) -> bool:
         """False when the last step was skipped; waits until it is known."""
-        return self._stepper.was_applied()
+        return self._coordinator.was_applied()
 
     @property
     def loss_scale(self) -> LossScale:
         """The present loss scale (1.0 without fp16)."""
-        return LossScale(self._stepper.loss_scale)
+        return LossScale(self._coordinator.loss_scale)
 
     @property
     def device(self) -> torch.device:
@@ -332,7 +332,7 @@ class Engine:
     @property
     def global_steps(self) -> int:
         """Optimizer steps so far, skipped ones included."""
-        return self._stepper.global_steps
+        return self._coordinator.global_steps
 
     @property
     def global_samples(self) -> int:
@@ -348,7 +348,7 @@ class Engine:
     def skipped_steps(self) -> int:
         """Steps skipped for non-finite gradients; waits until the last step is decided."""
         self.was_step_applied()
-        return self._stepper.skipped_steps
+        return self._coordinator.skipped_steps
 
     def memory_table(self) -> str:
         """Bytes per tier, the files on NVMe and the file engine in use."""
@@ -426,7 +426,7 @@ class Engine:
         if self._half_loaded is not None:
             raise self._half_loaded
         self._advance_schedule()
-        partial_step = self._stepper.partial_step
+        partial_step = self._coordinator.partial_step
         if partial_step is not None:
             warnings.warn(f"save_checkpoint: {partial_step}", stacklevel=2)
         scheduler = schedule_name(self.lr_scheduler)
@@ -457,10 +457,10 @@ class Engine:
 
     def _dynamic_loss_scale(self) -> LossScaleState | None:
         """None without loss scaling, and when the configuration fixes the scale."""
-        config = self._stepper.policy.loss_scale
+        config = self._coordinator.policy.loss_scale
         if config is None or config.static:
             return None
-        return loss_scale_state(self._stepper.loss_scale_state())
+        return loss_scale_state(self._coordinator.loss_scale_state())
 
     def load_checkpoint(
         self,
@@ -503,7 +503,7 @@ class Engine:
                 f"{found.path} was saved in the middle of a step: {meta.partial_step}", stacklevel=2
             )
         if self.optimizer is not None:
-            self._stepper.give_up_step()
+            self._coordinator.give_up_step()
             self._accumulation.restart()
         self._schedule_due = None
         with self._loading(found.path):
@@ -514,15 +514,15 @@ class Engine:
                     group.update(saved)
             if with_schedule and meta.lr_scheduler is not None:
                 self.lr_scheduler.load_state_dict(meta.lr_scheduler)
-        self._stepper.resolve(is_whole=with_states)
+        self._coordinator.resolve(is_whole=with_states)
         return str(found.path), meta.client_state
 
     def _go_on_from(self, meta: Meta) -> None:
         """Take the counters. A step that was begun when it was saved begins anew: its gradients were not saved."""
         self._accumulation.resume(meta.micro_steps)
         saved = None if self._dynamic_loss_scale() is None else meta.loss_scale
-        scale = self._stepper.loss_scale_state() if saved is None else asdict(saved)
-        self._stepper.restore(meta.global_steps, meta.skipped_steps, scale)
+        scale = self._coordinator.loss_scale_state() if saved is None else asdict(saved)
+        self._coordinator.restore(meta.global_steps, meta.skipped_steps, scale)
 
     @contextmanager
     def _loading(self, path: Path) -> Iterator[None]:

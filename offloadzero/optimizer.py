@@ -253,7 +253,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """fp16: `optimizer.scale(loss).backward()`, as with torch.amp.GradScaler. Otherwise the loss itself."""
         self._scaled = True
-        factor = self.runtime.stepper.loss_scale
+        factor = self.runtime.coordinator.loss_scale
         return loss if factor == 1.0 else loss * factor
 
     def _check_scaled(self) -> None:
@@ -281,7 +281,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with uninterrupted:
-            self.runtime.stepper.step()
+            self.runtime.coordinator.step()
             self.has_stepped = True
             if self.origin is not None:
                 # A torch scheduler that was made on it asks it whether a step came before the scheduler's.
@@ -297,7 +297,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             StateError: a backward has updated weights, all or some, in the place of `step()`.
             NonFiniteError: of the last step, if nobody has seen it yet.
         """
-        self.runtime.stepper.discard_gradients(set_to_none=set_to_none)
+        self.runtime.coordinator.discard_gradients(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while the optimizer is being made: the units are laid out once."""
@@ -309,11 +309,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def grad_norm(self) -> float:
         """Global gradient norm of the last step before clipping; waits until it is known."""
-        return self.runtime.stepper.grad_norm()
+        return self.runtime.coordinator.grad_norm()
 
     def was_step_applied(self) -> bool:
         """False when the last step was skipped for a non-finite gradient; waits until it is known."""
-        return self.runtime.stepper.was_applied()
+        return self.runtime.coordinator.was_applied()
 
     @property
     def overflow(self) -> bool:
@@ -326,7 +326,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """The present loss scale (1.0 without fp16)."""
-        return self.runtime.stepper.loss_scale
+        return self.runtime.coordinator.loss_scale
 
     cur_scale = loss_scale  # DeepSpeed's other name for it
 

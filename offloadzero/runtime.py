@@ -45,7 +45,7 @@ from offloadzero.planning.probe import available_host_bytes, cores_beside_launch
 from offloadzero.step.account import Accounts, Hypers
 from offloadzero.step.accumulation import Accumulation
 from offloadzero.step.collect import GradientCollector
-from offloadzero.step.coordinator import Stepper, StepPolicy
+from offloadzero.step.coordinator import StepCoordinator, StepPolicy
 from offloadzero.step.decider import Decider
 from offloadzero.step.gradient_hook import gradient_hook
 from offloadzero.step.landing import Landing
@@ -176,7 +176,7 @@ class Runtime:
                 self.model,
                 cut,
                 executor=self.executor,
-                gradient_hook=functools.partial(gradient_hook, self.stepper, self.monitor.timeline),
+                gradient_hook=functools.partial(gradient_hook, self.coordinator, self.monitor.timeline),
                 weights=self.weights,
                 timeline=self.monitor.timeline,
                 checkpointed=checkpointed,
@@ -294,7 +294,7 @@ class Runtime:
         self.accumulation = Accumulation(
             config.batch, keeps_gradients=policy.keeps_gradients, ends_with_step=not self._keeps_after_step
         )
-        self.stepper = Stepper(
+        self.coordinator = StepCoordinator(
             policy,
             executor=self.executor,
             window=self.window,

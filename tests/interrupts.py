@@ -103,7 +103,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        return self.optimizer.runtime.stepper.global_steps
+        return self.optimizer.runtime.coordinator.global_steps
 
     def step(self, number: int) -> None:
         """All micro batches of step `number`, and the step."""

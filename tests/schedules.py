@@ -28,7 +28,7 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Promise
 from offloadzero.native.aio import AioEngine
 from offloadzero.optim.update import UpdatePipeline
-from offloadzero.step.coordinator import Stepper
+from offloadzero.step.coordinator import StepCoordinator
 from offloadzero.step.decider import Decider
 from offloadzero.step.landing import Landing
 from tests.training import Config, Outcome, run_engine
@@ -93,8 +93,8 @@ class Slowness:
             (Landing, "_merge", "land"),
             (Landing, "_measure", "land"),
             (Decider, "_decide", "decide"),
-            (Stepper, "_begin_backward", "train"),
-            (Stepper, "step", "train"),
+            (StepCoordinator, "_begin_backward", "train"),
+            (StepCoordinator, "step", "train"),
         ):
             monkeypatch.setattr(owner, method, self.around(getattr(owner, method), part))
 

@@ -162,7 +162,7 @@ def test_the_most_steps_are_the_newest_whatever_the_clock_says(
     engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for tag, steps, saved_unix_ns in (("a", 1, 50), ("b", 10, 20), ("c", 9, 90), ("d", 10, 10), ("e", 2, 99)):
-        monkeypatch.setattr(engine._stepper, "global_steps", steps)
+        monkeypatch.setattr(engine._coordinator, "global_steps", steps)
         monkeypatch.setattr("offloadzero.checkpoint.states.time.time_ns", lambda at=saved_unix_ns: at)
         engine.save_checkpoint(tmp_path, tag=tag)
     (tmp_path / "latest").write_text("nonsense")

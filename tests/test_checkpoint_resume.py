@@ -281,7 +281,7 @@ def test_the_loss_scale_is_the_configs_unless_both_are_dynamic(
     """A bf16 run that took over the scale of fp16 would multiply its loss by it, for good."""
     engine = small_engine(tmp_path, **PRECISIONS[written])
     if written == "dynamic":
-        engine._stepper.restore(0, 0, {"scale": 16.0, "good_steps": 7, "hysteresis_left": 1})
+        engine._coordinator.restore(0, 0, {"scale": 16.0, "good_steps": 7, "hysteresis_left": 1})
     engine.save_checkpoint(tmp_path / "saved")
     engine.close()
     engine = small_engine(tmp_path, **PRECISIONS[read])
@@ -290,7 +290,7 @@ def test_the_loss_scale_is_the_configs_unless_both_are_dynamic(
     both = (written, read) == ("dynamic", "dynamic")
     assert engine.loss_scale == (16.0 if both else before)
     if both:
-        assert engine._stepper.loss_scale_state()["good_steps"] == 7
+        assert engine._coordinator.loss_scale_state()["good_steps"] == 7
     engine.close()
 
 

@@ -27,7 +27,7 @@ from offloadzero.memory.transfer import Fetcher
 from offloadzero.optim.staging import ChunkStager, StagedChunk
 from offloadzero.optim.update import UpdatePipeline
 from offloadzero.step.collect import GradientCollector
-from offloadzero.step.coordinator import Stepper
+from offloadzero.step.coordinator import StepCoordinator
 from offloadzero.step.decider import Decider
 from offloadzero.step.job import UpdateJob
 from offloadzero.step.landing import Landing
@@ -441,13 +441,13 @@ def read_of_a_weight_before_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def states_read_ahead_of_the_last_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = Stepper._begin_backward
+    begin = StepCoordinator._begin_backward
 
-    def impatient(stepper: Stepper) -> None:
-        with swapped(stepper._executor, "update_ticket", lambda _: FINISHED):
-            begin(stepper)
+    def impatient(coordinator: StepCoordinator) -> None:
+        with swapped(coordinator._executor, "update_ticket", lambda _: FINISHED):
+            begin(coordinator)
 
-    monkeypatch.setattr(Stepper, "_begin_backward", impatient)
+    monkeypatch.setattr(StepCoordinator, "_begin_backward", impatient)
 
 
 def passing_gradient_before_the_update_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadzero.step.coordinator import Stepper
+from offloadzero.step.coordinator import StepCoordinator
 from offloadzero.step.decider import Decider
 from tests.plain_form import clip, engine_config, make_model, offloaded
 from tests.test_import_floors import find_circle
@@ -203,8 +203,8 @@ def test_a_step_flows_one_way(name: str, tmp_path: Path) -> None:
     # The stages, so that the trace has seen them.
     for edge in (
         ("gradient_hook.py", "GradientCollector"),
-        ("gradient_hook.py", "Stepper"),
-        ("Stepper", "Landing"),
+        ("gradient_hook.py", "StepCoordinator"),
+        ("StepCoordinator", "Landing"),
         ("UpdatePipeline", "UpdateJob"),
         ("UpdateJob", "RecordGradient"),
     ):
@@ -214,34 +214,34 @@ def test_a_step_flows_one_way(name: str, tmp_path: Path) -> None:
 # --- what the test would see
 
 
-def calls_back(stepper: Stepper) -> None:
-    assert stepper.loss_scale == 1.0
+def calls_back(coordinator: StepCoordinator) -> None:
+    assert coordinator.loss_scale == 1.0
 
 
-def writes_back(stepper: Stepper) -> None:
-    stepper.policy = stepper.policy
+def writes_back(coordinator: StepCoordinator) -> None:
+    coordinator.policy = coordinator.policy
 
 
 @pytest.mark.parametrize("reports", [calls_back, writes_back])
 def test_a_report_to_who_has_handed_on_is_a_circle(
-    reports: Callable[[Stepper], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reports: Callable[[StepCoordinator], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As soon as a gradient has landed the coordinator hears of it, which has sent it."""
     decide_one = Decider.decide_one
-    begin_window = Stepper.begin_window
-    steppers: list[Stepper] = []
+    begin_window = StepCoordinator.begin_window
+    coordinators: list[StepCoordinator] = []
 
-    def known(stepper: Stepper) -> None:
-        steppers.append(stepper)
-        begin_window(stepper)
+    def known(coordinator: StepCoordinator) -> None:
+        coordinators.append(coordinator)
+        begin_window(coordinator)
 
     def reporting(decider: Decider, job: Any) -> bool:
-        reports(steppers[0])
+        reports(coordinators[0])
         return decide_one(decider, job)
 
-    monkeypatch.setattr(Stepper, "begin_window", known)
+    monkeypatch.setattr(StepCoordinator, "begin_window", known)
     monkeypatch.setattr(Decider, "decide_one", reporting)
-    assert set(traced("host, in backward", tmp_path).circle) == {"Stepper", "Landing"}
+    assert set(traced("host, in backward", tmp_path).circle) == {"StepCoordinator", "Landing"}
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ UNFINISHED = (
 )
 
 
-class Stepper:
+class StepCoordinator:
     """Turns gradients into updates; the autograd hooks and the optimizer call it."""
 
     def __init__(

@@ -10,16 +10,18 @@ import torch
 from offloadzero.interrupts import uninterrupted, uninterrupted_from_start
 from offloadzero.observe.timeline import Timeline
 from offloadzero.optim.records import ParamSlot, Record
-from offloadzero.step.coordinator import Stepper
+from offloadzero.step.coordinator import StepCoordinator
 from offloadzero.torch_private import current_graph_task_id
 
 GradientHook = Callable[[torch.Tensor], None]
 
 
-def gradient_hook(stepper: Stepper, timeline: Timeline, record: Record, slot: ParamSlot) -> GradientHook:
+def gradient_hook(
+    coordinator: StepCoordinator, timeline: Timeline, record: Record, slot: ParamSlot
+) -> GradientHook:
     """The hook of one parameter, for autograd to call when its gradient is in `param.grad`."""
     # Weakly: the parameter holds the hook in C++, where Python's collector does not see it.
-    reference = weakref.ref(stepper)
+    reference = weakref.ref(coordinator)
     index, number = record.index, slot.index
 
     # What autograd has put into `param.grad` is taken before an interrupt is raised.
