@@ -22,7 +22,7 @@ COMPILE_ARGS = [
 
 def native_module(name: str, folder: str) -> Extension:
     return Extension(
-        f"offloadzero.native.{name}",
+        f"offloadzero.{name}",
         sources=sorted(glob(f"csrc/{folder}/*.cpp")),
         depends=sorted([*glob(f"csrc/{folder}/*.h"), *glob("csrc/common/*.h")]),
         define_macros=[("Py_LIMITED_API", "0x030A0000")],
@@ -35,9 +35,9 @@ def native_module(name: str, folder: str) -> Extension:
 
 setup(
     ext_modules=[
-        native_module("_aio", "aio"),
-        native_module("_cpu_adam", "cpu_adam"),
-        native_module("_termination", "termination"),
+        native_module("io._aio", "aio"),
+        native_module("native._cpu_adam", "cpu_adam"),
+        native_module("native._termination", "termination"),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

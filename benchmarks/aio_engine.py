@@ -39,7 +39,7 @@ import numpy as np
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from offloadzero.native.aio import AioEngine, AioFile, AioTicket  # noqa: E402
+from offloadzero.io.engine import AioEngine, AioFile, AioTicket  # noqa: E402
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 KINDS = ("read", "write", "mixed")

@@ -114,7 +114,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     sys.path.insert(0, str(ROOT))
-    from offloadzero.native import _aio, _cpu_adam, _termination  # noqa: F401 (they load)
+    from offloadzero.io import _aio  # noqa: F401 (it loads)
+    from offloadzero.native import _cpu_adam, _termination  # noqa: F401 (they load)
 
     return 0
 

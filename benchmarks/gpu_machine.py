@@ -223,7 +223,7 @@ def drive_gbps(directory: Path, *, num_bytes: int = GIB) -> tuple[float, float]:
     """Reading and writing one file of `num_bytes` once, past the page cache where the filesystem can."""
     import torch
 
-    from offloadzero.native.aio import AioEngine
+    from offloadzero.io.engine import AioEngine
 
     data = torch.zeros(64 << 20, dtype=torch.uint8)
     data.random_()

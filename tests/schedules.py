@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from offloadzero.config import TierName
+from offloadzero.io.engine import AioEngine
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Promise
-from offloadzero.native.aio import AioEngine
 from offloadzero.optim.update import UpdatePipeline
 from offloadzero.step.coordinator import StepCoordinator
 from offloadzero.step.decider import Decider

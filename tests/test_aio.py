@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offloadzero.errors import AioError, ConfigError, StateError
-from offloadzero.native.aio import AioBackend, AioEngine, AioFile
+from offloadzero.io.engine import AioBackend, AioEngine, AioFile
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BACKENDS = ["io_uring", "native_aio", "aiofiles"]
@@ -577,7 +577,7 @@ class TestLifecycle:
         script = """
             import os, sys
             from offloadzero.errors import StateError
-            from offloadzero.native.aio import AioEngine
+            from offloadzero.io.engine import AioEngine
             engine = AioEngine(backend=sys.argv[1])
             file = engine.open(sys.argv[2], create=True)
             engine.inject("delay", 1, 500)
@@ -617,7 +617,7 @@ class TestLifecycle:
         make_engine(name).close()
         script = f"""
             import sys
-            from offloadzero.native.aio import AioEngine
+            from offloadzero.io.engine import AioEngine
             def main():
                 engine = AioEngine(backend=sys.argv[1], block_size=65536, queue_depth=4)
                 file = engine.open(sys.argv[2], create=True)
@@ -663,7 +663,7 @@ class TestChoosingABackend:
                 records.append(record)
         logging.getLogger("offloadzero.aio").addHandler(Keep())
         from offloadzero.errors import ConfigError
-        from offloadzero.native.aio import AioEngine
+        from offloadzero.io.engine import AioEngine
     """
 
     @pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="system call numbers")
@@ -703,7 +703,7 @@ class TestChoosingABackend:
         script = """
             import resource, sys
             resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-            from offloadzero.native.aio import AioEngine
+            from offloadzero.io.engine import AioEngine
             with AioEngine(backend=sys.argv[1], queue_depth=256) as engine:
                 file = engine.open(sys.argv[2], create=True)
                 data = bytes(range(256)) * 40_000
@@ -730,8 +730,8 @@ class TestChoosingABackend:
     def test_importing_loads_neither_torch_nor_a_backend(self) -> None:
         script = """
             import sys
-            import offloadzero.native.aio
-            unwanted = {"torch", "numpy", "aiofiles", "asyncio", "offloadzero.native._aio"}
+            import offloadzero.io.engine
+            unwanted = {"torch", "numpy", "aiofiles", "asyncio", "offloadzero.io._aio"}
             print(sorted(unwanted & set(sys.modules)))
         """
         assert run_script(script).stdout == "[]\n"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from offloadzero.errors import AioError, ConfigError
-from offloadzero.native.aio import AioEngine, AioFile
+from offloadzero.io.engine import AioEngine, AioFile
 
 BLOCK = 16384
 WAIT_S = 30.0

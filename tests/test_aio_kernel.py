@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from offloadzero.errors import AioError, ConfigError, StateError
-from offloadzero.native.aio import AioEngine, AioTimeoutError
+from offloadzero.io.engine import AioEngine, AioTimeoutError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BACKENDS = ["io_uring", "native_aio", "aiofiles"]
@@ -288,7 +288,7 @@ class TestLockedMemory:
     SCRIPT = """
         import ctypes, random, resource, struct, sys
         import numpy as np
-        from offloadzero.native.aio import AioEngine
+        from offloadzero.io.engine import AioEngine
 
         # Even for root the limit holds: out with CAP_IPC_LOCK.
         libc = ctypes.CDLL(None, use_errno=True)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from offloadzero.errors import AioError, ConfigError
-from offloadzero.native.aio import AioEngine, AioFile, AioTicket
+from offloadzero.io.engine import AioEngine, AioFile, AioTicket
 
 BACKENDS = ["io_uring", "native_aio", "aiofiles"]
 WAIT_S = 60.0

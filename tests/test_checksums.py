@@ -18,12 +18,12 @@ import torch
 
 from offloadzero.config import AioConfig, SegmentKind, TierName
 from offloadzero.errors import AioError
+from offloadzero.io import _aio
 from offloadzero.memory.checksums import BLOCK_BYTES, checksum_bytes
 from offloadzero.memory.nvme import STRIPE_BYTES, NvmeTier
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.memory.tickets import Promise, Ticket
 from offloadzero.memory.tiers import Extent, Home
-from offloadzero.native import _aio
 from tests.homes import file_home
 from tests.tiny import TinyModel, make_engine, settings, tokens, train
 

@@ -45,7 +45,7 @@ from offloadzero.cli.nvme_sweep import (
 from offloadzero.cli.units import duration_text, read_seconds, size_text
 from offloadzero.config import load_config
 from offloadzero.errors import AioError, ConfigError
-from offloadzero.native.aio import AioEngine
+from offloadzero.io.engine import AioEngine
 
 ROOT = Path(__file__).parents[1]
 SHM = Path("/dev/shm")

@@ -17,7 +17,7 @@ from offloadzero.cli import nvme_traffic
 from offloadzero.cli.main import main
 from offloadzero.cli.nvme_sweep import MIB, Point, Traffic
 from offloadzero.config import load_config
-from offloadzero.native.aio import AioEngine
+from offloadzero.io.engine import AioEngine
 from tests.test_cli_bench import BACKENDS
 
 pytestmark = pytest.mark.alone

@@ -23,11 +23,11 @@ from typing import Any
 import pytest
 
 from offloadzero.errors import StateError
+from offloadzero.io.engine import AioEngine, AioTimeoutError
 from offloadzero.memory import swap_file
 from offloadzero.memory.arena import BufferPool
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import Failures, Latch
-from offloadzero.native.aio import AioEngine, AioTimeoutError
 from tests.tiny import all_states, make_engine, run_script, settings, start_script, train
 
 PATIENCE_S = 30.0

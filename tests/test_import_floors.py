@@ -43,6 +43,7 @@ FLOORS: Mapping[str, int] = {
     "sharding": 3,
     "memory": 3,
     "native": 2,
+    "io": 2,
     "config": 1,
     "launch": 1,
     "observe": 1,
@@ -53,7 +54,7 @@ FLOORS: Mapping[str, int] = {
 }
 
 # Built from csrc/: no Python file shows them.
-COMPILED = ("native._aio", "native._cpu_adam", "native._termination")
+COMPILED = ("io._aio", "native._cpu_adam", "native._termination")
 
 # What `import offloadzero` must not load: optional dependencies, the async file fallback, compiled modules.
 FORBIDDEN_AT_IMPORT = (
@@ -63,7 +64,7 @@ FORBIDDEN_AT_IMPORT = (
     "deepspeed",
     "aiofiles",
     "triton",
-    "offloadzero.native._aio",
+    "offloadzero.io._aio",
     "offloadzero.native._cpu_adam",
     "offloadzero.native._termination",
 )
@@ -206,8 +207,8 @@ CLEAN = {
     "errors.py": "import os\n",
     "config/load.py": "from offloadzero.errors import X\nfrom . import schema\n",
     "config/schema.py": "from ..errors import X\n",
-    "engine.py": "from offloadzero.config import load\nimport offloadzero.native._aio\n",
-    "native/aio.py": "from offloadzero.native import _aio\nfrom ..errors import X\n",
+    "engine.py": "from offloadzero.config import load\nimport offloadzero.io._aio\n",
+    "io/engine.py": "from offloadzero.io import _aio\nfrom ..errors import X\n",
 }
 
 

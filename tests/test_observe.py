@@ -20,10 +20,10 @@ import torch
 
 from offloadzero.config import ObserveConfig
 from offloadzero.errors import ConfigError
+from offloadzero.io.engine import AioEngine, AioTicket
 from offloadzero.memory.arena import BufferPool
 from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.tickets import Promise
-from offloadzero.native.aio import AioEngine, AioTicket
 from offloadzero.observe import bound
 from offloadzero.observe.bound import BestRates, LaneUse
 from offloadzero.observe.clock import StepClock

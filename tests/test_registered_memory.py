@@ -19,12 +19,12 @@ import torch
 import offloadzero
 from offloadzero.config import AioConfig
 from offloadzero.errors import ConfigError
+from offloadzero.io.engine import AioEngine
 from offloadzero.lifetime import wait_for_collected
 from offloadzero.memory.arena import Arena, allocate_host
 from offloadzero.memory.device import CpuDevice
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.store import _joined
-from offloadzero.native.aio import AioEngine
 from tests.homes import file_home
 from tests.tiny import make_engine, run_script, settings, tokens, train
 
@@ -94,7 +94,7 @@ def test_close_unpins_even_while_a_forked_child_lives(num_threads: int) -> None:
 LIMITED = """
     import ctypes, os, resource, struct, sys
     import numpy as np, offloadzero, torch
-    from offloadzero.native.aio import AioEngine
+    from offloadzero.io.engine import AioEngine
     from tests.tiny import TinyModel, make_engine, settings, train
 
     directory, limit = sys.argv[1], int(sys.argv[2])

@@ -47,7 +47,6 @@ int Engine::submit(OperationRequest request, std::shared_ptr<Operation>* operati
     if (is_closing_) return -ESHUTDOWN;
     if (abandoned_ != 0) return -abandoned_;
     *operation = submitted;
-    submitted->engine = this;
     submitted->sequence = next_sequence_++;
     if (options_.operation_timeout_ns > 0) submitted->deadline_ns = now_ns() + options_.operation_timeout_ns;
     outstanding_.emplace(submitted.get(), submitted);

@@ -42,8 +42,7 @@ class Operation {
     // Fixed but for the file, which the engine lets go of when the operation is complete: a caller who keeps
     // the result does not keep the file open.
     OperationRequest request;
-    const void* engine = nullptr;  // whose it is; for comparing only
-    int64_t deadline_ns = 0;       // on now_ns()'s clock; 0: none
+    int64_t deadline_ns = 0;  // on now_ns()'s clock; 0: none
 
     // Set when the result is known...
     Event done;

@@ -1,5 +1,5 @@
-// What the bindings check of their arguments: everything that numbers can tell. The typed faces in
-// offloadzero/native check the tensors; a mistake there, or a caller who goes around them, must end in an
+// What the bindings check of their arguments: everything that numbers can tell. The typed faces
+// in Python check the tensors; a mistake there, or a caller who goes around them, must end in an
 // exception and not in a signal.
 #pragma once
 
@@ -109,10 +109,10 @@ inline bool check_arrays(std::initializer_list<Array> arrays) {
 }
 
 // No C++ exception may cross into Python.
-template <PyObject* (*function)(PyObject*, PyObject*)>
-PyObject* guarded(PyObject* self, PyObject* argument) {
+template <auto function, class... Arguments>
+PyObject* guarded(Arguments... arguments) {
     try {
-        return function(self, argument);
+        return function(arguments...);
     } catch (const std::bad_alloc&) {
         return PyErr_NoMemory();
     } catch (const std::exception& error) {

@@ -45,7 +45,7 @@ from offloadzero.cli.scratch import (
 from offloadzero.cli.units import read_seconds, size_text
 from offloadzero.config.parse import read_num_bytes
 from offloadzero.errors import AioError, ConfigError
-from offloadzero.native.aio import AioBackend, AioEngine
+from offloadzero.io.engine import AioBackend, AioEngine
 
 MIN_SIZE = 16 * MIB
 MIN_TIME_S = 1.0

@@ -32,7 +32,7 @@ from offloadzero.cli.nvme_sweep import (
 )
 from offloadzero.cli.scratch import ScratchFile
 from offloadzero.errors import ConfigError
-from offloadzero.native.aio import AioBackend, AioEngine, AioFile, AioTicket
+from offloadzero.io.engine import AioBackend, AioEngine, AioFile, AioTicket
 
 _WAIT_SLICE_S = 0.2  # so that a signal is seen while a drive hangs
 

@@ -36,9 +36,9 @@ import numpy as np
 import torch
 
 from offloadzero.errors import AioError
+from offloadzero.io import _aio
 from offloadzero.memory.arena import align_up
 from offloadzero.memory.tickets import Ticket
-from offloadzero.native import _aio
 
 BLOCK_BYTES = 4096
 _UNKNOWN = 0xFFFF  # covered: of a block whose content is anything

@@ -28,13 +28,13 @@ import torch
 
 from offloadzero.config import AioConfig, TierName
 from offloadzero.errors import AioError, BudgetError
+from offloadzero.io import _aio
+from offloadzero.io.engine import AioEngine, AioFile
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.memory.checksums import Checksums, Transfers
 from offloadzero.memory.swap_file import MARK_BYTES, SwapFile, remove_stale_files
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.memory.tiers import UPDATE_PRIORITY, Extent, Home
-from offloadzero.native import _aio
-from offloadzero.native.aio import AioEngine, AioFile
 from offloadzero.native.termination import DoomedFile
 from offloadzero.observe.timeline import NVME_READ, NVME_WRITE, OFF, Timeline
 

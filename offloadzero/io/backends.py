@@ -1,4 +1,4 @@
-"""What a backend of AioEngine is: its name, its options, what it must provide (floor 2)."""
+"""The backends of AioEngine: their names, their options, their methods (floor 2)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AioBackend(str, Enum):
 
 
 class DirectMode(str, Enum):
-    """Whether a file bypasses the page cache (O_DIRECT)."""
+    """Whether a file bypasses the page cache (O_DIRECT). In the order of the compiled module's."""
 
     OFF = "off"
     """Never."""
@@ -34,7 +34,7 @@ class DirectMode(str, Enum):
 
 
 class FaultKind(str, Enum):
-    """What `AioEngine.inject` does to a block."""
+    """Faults of `AioEngine.inject`. In the order of the compiled module's."""
 
     ERRNO = "errno"
     """It fails with errno `value` before any transfer (EINTR and EAGAIN are retried, as real ones are)."""
@@ -52,18 +52,22 @@ class EngineOptions:
     block_size: int
     queue_depth: int
     num_threads: int
-    transfer_timeout_s: float  # negative: none
+    transfer_timeout_s: float  # negative: no limit
 
 
 class FileCore(Protocol):
-    """An open file of one backend. The methods raise OSError."""
+    """An open file of one backend; the methods raise OSError."""
 
     @property
-    def direct_reason(self) -> str: ...
+    def alignment(self) -> int:
+        """Bytes; 1 where the file is not direct."""
+
     @property
-    def alignment(self) -> int: ...
+    def direct_refusal(self) -> int:
+        """The errno that direct I/O was refused with; 0: it was not, or was not asked for."""
+
     def num_bytes(self) -> int: ...
-    def preallocate(self, start: int, num_bytes: int) -> None: ...
+    def preallocate(self, start: int, num_bytes: int, /) -> None: ...
     def sync(self) -> None: ...
     def close(self) -> None: ...
 
@@ -76,35 +80,36 @@ class OperationCore(Protocol):
     """
 
     def done(self) -> bool: ...
-    def wait(self, timeout_s: float) -> tuple[int, int] | None: ...
+    def wait(self, timeout_s: float, /) -> tuple[int, int] | None: ...
     def times(self) -> tuple[float, float] | None: ...
 
 
 class EngineCore(Protocol):
-    """What a backend provides; open() and register_buffer() raise OSError.
+    """A backend; the methods raise OSError.
 
-    `token` names the operation in collect_finished(), once its memory is not touched any more.
+    `token` names the operation in collect_finished(), once its memory is not touched any more. `direct` and `kind` are
+    places in DirectMode and FaultKind.
     """
 
-    def open(self, path: str, *, create: bool, readonly: bool, direct: str) -> FileCore: ...
+    def open(self, path: bytes, can_create: bool, is_readonly: bool, direct: int, /) -> FileCore: ...
     def submit(
         self,
         file: Any,
-        *,
         is_write: bool,
         address: int,
         num_bytes: int,
         offset: int,
         priority: int,
         token: int,
+        /,
     ) -> OperationCore: ...
     def register_buffer(self, address: int, num_bytes: int, /) -> None: ...
     def unregister_buffer(self, address: int, /) -> None: ...
     def collect_finished(self) -> list[int]: ...
-    def inject(self, kind: str, nth: int, value: int) -> None: ...
+    def inject(self, kind: int, nth: int, value: int, /) -> None: ...
     def clear_faults(self) -> None: ...
     def stats(self) -> dict[str, int]: ...
-    def close(self, *, cancel: bool) -> None: ...
+    def close(self, should_cancel: bool, /) -> None: ...
 
 
 def errno_name(code: int) -> str:

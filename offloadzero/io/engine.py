@@ -11,8 +11,8 @@ An operation moves one contiguous buffer to or from a range of a file. The engin
 Operations start in the order of (priority, submission), the lowest priority number first, and may finish in
 any order: wait for a write before reading what it wrote. Offsets, sizes and buffer addresses are free. Only
 transfers whose offset and size are multiples of `AioFile.alignment` travel without a copy; the others pass
-through an aligned bounce buffer, and writes of part of an alignment unit read and rewrite that unit. Such
-writes to one unit are serialised within an engine, not between engines or processes.
+through an aligned bounce buffer, and writes of part of a granule (`alignment` bytes) read and rewrite it. Such
+writes to one granule are serialised within an engine, not between engines or processes.
 
 Buffers that are used over and over, arenas above all, are worth registering: under io_uring the kernel then
 pins their pages once (`register_buffer`).
@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any
 
 from offloadzero.errors import AioError, ConfigError, StateError
-from offloadzero.native.aio_backends import (
+from offloadzero.io.backends import (
     AioBackend,
     DirectMode,
     EngineOptions,
@@ -38,9 +38,9 @@ from offloadzero.native.aio_backends import (
     OperationCore,
     errno_name,
 )
-from offloadzero.native.aio_buffers import memory_of
-from offloadzero.native.aio_choice import choose_backend
-from offloadzero.native.aio_registration import Registration
+from offloadzero.io.buffers import memory_of
+from offloadzero.io.choice import choose_backend
+from offloadzero.io.registration import Registration
 
 __all__ = [
     "AioBackend",
@@ -76,14 +76,14 @@ class AioFile:
     alignment: int
     """Bytes. Transfers whose offset and size are multiples of it need no copy; 1 when not direct."""
 
-    def __init__(self, core: FileCore, path: str, engine: AioEngine) -> None:
+    def __init__(self, core: FileCore, path: str, engine: AioEngine, *, direct_reason: str) -> None:
         self._core = core
         self._engine = engine
         self._is_open = True
         self.path = path
         self.alignment = core.alignment
         self.direct = core.alignment > 1
-        self.direct_reason = core.direct_reason
+        self.direct_reason = direct_reason
 
     @property
     def num_bytes(self) -> int:
@@ -328,14 +328,21 @@ class AioEngine:
         if create and readonly:
             raise ConfigError("create", create, "not together with readonly")
         try:
-            core = self._core.open(plain, create=create, readonly=readonly, direct=mode.value)
+            core = self._core.open(os.fsencode(plain), create, readonly, _place(mode))
         except OSError as error:
             code = error.errno or errno_codes.EIO
             if mode is DirectMode.ON and code in (errno_codes.EINVAL, errno_codes.EOPNOTSUPP):
                 refusal = f"{name} has no direct I/O here ({self.backend.value}: {errno_name(code)})"
                 raise ConfigError("direct", direct, refusal) from error
             raise AioError(operation="open", path=name, offset=0, num_bytes=0, errno=code) from error
-        return AioFile(core, name, self)
+        return AioFile(core, name, self, direct_reason=self._direct_reason(mode, core.direct_refusal))
+
+    def _direct_reason(self, mode: DirectMode, refusal: int) -> str:
+        if self.backend is AioBackend.AIOFILES:
+            return "aiofiles: buffered only"
+        if mode is DirectMode.OFF:
+            return "asked for"
+        return f"O_DIRECT: {errno_name(refusal)}" if refusal else "O_DIRECT"
 
     def register_buffer(self, buffer: Any) -> bool:
         """Lets the kernel pin the buffer's pages now, once, instead of at every transfer to or from it.
@@ -428,7 +435,7 @@ class AioEngine:
             raise ConfigError("nth", nth, "must be at least 1")
         if value < 0:
             raise ConfigError("value", value, "must not be negative")
-        self._core.inject(fault.value, nth, value)
+        self._core.inject(_place(fault), nth, value)
 
     def clear_faults(self) -> None:
         """Forgets injected faults that have hit no block yet."""
@@ -444,7 +451,7 @@ class AioEngine:
         if self._is_closed or os.getpid() != self._pid:
             return
         self._is_closed = True
-        self._core.close(cancel=cancel)
+        self._core.close(cancel)
         self._release_finished()
         self._registration.clear()
 
@@ -482,13 +489,7 @@ class AioEngine:
         self._release_finished()
         try:
             core = self._core.submit(
-                core_file,
-                is_write=is_write,
-                address=memory.address,
-                num_bytes=memory.num_bytes,
-                offset=offset,
-                priority=priority,
-                token=token,
+                core_file, is_write, memory.address, memory.num_bytes, offset, priority, token
             )
         except OSError as error:
             del self._held[token]
@@ -520,6 +521,10 @@ class AioEngine:
 
 
 _live_engines: weakref.WeakSet[AioEngine] = weakref.WeakSet()
+
+
+def _place(member: DirectMode | FaultKind) -> int:
+    return list(type(member)).index(member)
 
 
 def _parse(enum: Any, key: str, value: str) -> Any:

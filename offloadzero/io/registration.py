@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from offloadzero.native.aio_backends import AioBackend, EngineCore, errno_name
-from offloadzero.native.aio_buffers import Memory
+from offloadzero.io.backends import AioBackend, EngineCore, errno_name
+from offloadzero.io.buffers import Memory
 
 MAX_PART_BYTES = 1 << 30  # what the kernel takes as one
 MIN_PART_BYTES = 2 << 20  # a huge page: it is counted whole

@@ -6,7 +6,7 @@ import logging
 from typing import NamedTuple
 
 from offloadzero.errors import ConfigError
-from offloadzero.native.aio_backends import AioBackend, EngineCore, EngineOptions, errno_name
+from offloadzero.io.backends import AioBackend, EngineCore, EngineOptions, errno_name
 
 logger = logging.getLogger("offloadzero.aio")
 
@@ -28,22 +28,22 @@ _is_choice_logged = False
 
 
 def _make_core(backend: AioBackend, options: EngineOptions) -> EngineCore:
-    if backend is not AioBackend.AIOFILES:
-        return _make_kernel_core(backend, options)
     try:
-        from offloadzero.native.aiofiles_backend import AiofilesEngine
-    except ImportError as error:
-        raise _BackendRefused(f"aiofiles: {error}") from error
-    return AiofilesEngine(options)
+        if backend is AioBackend.AIOFILES:
+            from offloadzero.io.aiofiles_backend import AiofilesEngine
 
+            return AiofilesEngine(options)
+        from offloadzero.io._aio import Engine
 
-def _make_kernel_core(backend: AioBackend, options: EngineOptions) -> EngineCore:
-    try:
-        from offloadzero.native.aio_kernel import KernelEngine
+        return Engine(
+            backend is AioBackend.IO_URING,
+            options.block_size,
+            options.queue_depth,
+            options.num_threads,
+            options.transfer_timeout_s,
+        )
     except ImportError as error:
         raise _BackendRefused(f"{backend.value}: {error}") from error
-    try:
-        return KernelEngine(backend.value, options)
     except OSError as error:
         raise _BackendRefused(f"{backend.value}: {errno_name(error.errno or 0)}") from error
 

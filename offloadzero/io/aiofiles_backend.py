@@ -21,7 +21,7 @@ from typing import Any
 
 import aiofiles
 
-from offloadzero.native.aio_backends import EngineOptions
+from offloadzero.io.backends import DirectMode, EngineOptions, FaultKind
 
 _MAX_NUM_THREADS = 8
 _MAX_STALLS = 16
@@ -61,8 +61,8 @@ class _Faults:
 class AiofilesFile:
     """One file: a buffered descriptor and the lock of its position."""
 
-    direct_reason = "aiofiles: buffered only"
     alignment = 1
+    direct_refusal = errno.EOPNOTSUPP
 
     def __init__(self, handle: Any, engine: AiofilesEngine) -> None:
         self._engine = engine
@@ -74,7 +74,7 @@ class AiofilesFile:
     def num_bytes(self) -> int:
         return os.fstat(self.handle.fileno()).st_size
 
-    def preallocate(self, start: int, num_bytes: int) -> None:
+    def preallocate(self, start: int, num_bytes: int, /) -> None:
         if num_bytes == start:
             return
         descriptor = self.handle.fileno()
@@ -123,7 +123,7 @@ class AiofilesOperation:
                 self.finished.set()
         return self.finished.is_set()
 
-    def wait(self, timeout_s: float) -> tuple[int, int] | None:
+    def wait(self, timeout_s: float, /) -> tuple[int, int] | None:
         limit = _limit(timeout_s)
         if self.deadline is not None:
             limit = min(limit, max(self.deadline - time.monotonic(), 0.0))
@@ -166,7 +166,7 @@ class _Block:
 
 
 class AiofilesEngine:
-    """The engine core behind AioEngine(backend="aiofiles"); offloadzero.native.aio describes the methods."""
+    """The engine core behind AioEngine(backend="aiofiles"); EngineCore describes the methods."""
 
     def __init__(self, options: EngineOptions) -> None:
         self._block_size = options.block_size
@@ -205,22 +205,22 @@ class AiofilesEngine:
 
     # Called from any thread.
 
-    def open(self, path: str, *, create: bool, readonly: bool, direct: str) -> AiofilesFile:
-        if direct == "on":
+    def open(self, path: bytes, can_create: bool, is_readonly: bool, direct: int, /) -> AiofilesFile:
+        if list(DirectMode)[direct] is DirectMode.ON:
             raise OSError(errno.EOPNOTSUPP, "aiofiles is buffered only")
-        opened = self._open(path, create=create, readonly=readonly)
+        opened = self._open(os.fsdecode(path), create=can_create, readonly=is_readonly)
         return asyncio.run_coroutine_threadsafe(opened, self._loop).result()
 
     def submit(
         self,
         file: AiofilesFile,
-        *,
         is_write: bool,
         address: int,
         num_bytes: int,
         offset: int,
         priority: int,
         token: int,
+        /,
     ) -> AiofilesOperation:
         memory = (ctypes.c_char * num_bytes).from_address(address) if num_bytes else bytearray()
         view = memoryview(memory).cast("B")
@@ -242,8 +242,8 @@ class AiofilesEngine:
     def unregister_buffer(self, _address: int, /) -> None:
         raise AssertionError("nothing can have been registered")
 
-    def inject(self, kind: str, nth: int, value: int) -> None:
-        self._faults.inject(kind, nth, value)
+    def inject(self, kind: int, nth: int, value: int, /) -> None:
+        self._faults.inject(list(FaultKind)[kind].value, nth, value)
 
     def clear_faults(self) -> None:
         self._faults.clear()
@@ -255,8 +255,8 @@ class AiofilesEngine:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._release_file, file)
 
-    def close(self, *, cancel: bool) -> None:
-        self._loop.call_soon_threadsafe(self._begin_close, cancel)
+    def close(self, should_cancel: bool, /) -> None:
+        self._loop.call_soon_threadsafe(self._begin_close, should_cancel)
         self._thread.join()
 
     # In the loop's thread from here on.
