@@ -303,6 +303,7 @@ class TestManyOperations:
                 thread.join()
         assert failures == []
 
+    @pytest.mark.parametrize("backend", KERNEL_BACKENDS)
     def test_a_lower_priority_number_overtakes(self, backend: str, folder: Path) -> None:
         # Submitting takes microseconds, each write about a millisecond: most are still queued at the read.
         size = 4 * MIB

@@ -1,8 +1,9 @@
 """The portable backend of AioEngine: the `aiofiles` package on a private event loop (floor 2).
 
-The loop runs in a daemon thread; blocking calls run in a small thread pool. Files are buffered, and each has
-one descriptor with one position: transfers of one file take turns, those of different files overlap. Loaded
-only when this backend is chosen.
+The loop runs in a daemon thread; blocking calls run in a small thread pool. An operation is one coroutine, which moves
+its blocks one after the other; operations begin in the order of their submission, whatever their priority. Files are
+buffered, and each has one descriptor with one position: transfers of one file take turns, those of different files
+overlap. Loaded only when this backend is chosen.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import io
 import os
 import threading
 import time
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +27,16 @@ from offloadzero.io.backends import DirectMode, EngineOptions, FaultKind
 
 _MAX_NUM_THREADS = 8
 _MAX_STALLS = 16
+_STAT_NAMES = (
+    "bytes_read",
+    "bytes_written",
+    "operations",
+    "blocks",
+    "retries",
+    "bounced",
+    "fixed",
+    "registered_bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -105,10 +117,8 @@ class AiofilesOperation:
     is_write: bool
     view: memoryview
     offset: int
-    priority: int
     deadline: float | None  # on time.monotonic()
     token: int
-    num_left: int = 0
     error: tuple[int, int] = (0, 0)
     begun_s: float = 0.0
     ended_s: float = 0.0
@@ -124,7 +134,7 @@ class AiofilesOperation:
         return self.finished.is_set()
 
     def wait(self, timeout_s: float, /) -> tuple[int, int] | None:
-        limit = _limit(timeout_s)
+        limit = threading.TIMEOUT_MAX if timeout_s < 0 else min(timeout_s, threading.TIMEOUT_MAX)
         if self.deadline is not None:
             limit = min(limit, max(self.deadline - time.monotonic(), 0.0))
         is_done = self.finished.wait(limit) or self.done()
@@ -142,64 +152,31 @@ class AiofilesOperation:
         """Whether a block may run: False once the operation has failed or is late."""
         if self._is_late():
             self.fail(errno.ETIMEDOUT, offset)
-        with self.lock:
-            self.begun_s = self.begun_s or time.monotonic()
-            return not self.error[0]
+        self.begun_s = self.begun_s or time.monotonic()
+        return not self.error[0]
 
     def _is_late(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
 
-def _limit(timeout_s: float) -> float:
-    return threading.TIMEOUT_MAX if timeout_s < 0 else min(timeout_s, threading.TIMEOUT_MAX)
-
-
-@dataclass(order=True)
-class _Block:
-    """A block in the queue; compares by what it is served by."""
-
-    priority: int
-    sequence: int
-    offset: int
-    operation: AiofilesOperation = field(compare=False)
-    view: memoryview = field(compare=False)
-
-
 class AiofilesEngine:
-    """The engine core behind AioEngine(backend="aiofiles"); EngineCore describes the methods."""
+    """The engine behind AioEngine(backend="aiofiles"); EngineCore describes the methods."""
 
     def __init__(self, options: EngineOptions) -> None:
         self._block_size = options.block_size
-        self._transfer_timeout_s = options.transfer_timeout_s
-        self._num_consumers = min(options.queue_depth, _MAX_NUM_THREADS)
-        self._executor = ThreadPoolExecutor(self._num_consumers, thread_name_prefix="offloadzero-aiofiles")
+        self._timeout_s = options.transfer_timeout_s
+        num_threads = min(options.queue_depth, _MAX_NUM_THREADS)
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="offloadzero-aiofiles")
         self._faults = _Faults()
-        self._stats = dict.fromkeys(
-            (
-                "bytes_read",
-                "bytes_written",
-                "operations",
-                "blocks",
-                "retries",
-                "bounced",
-                "fixed",
-                "registered_bytes",
-            ),
-            0,
-        )
+        self._stats = dict.fromkeys(_STAT_NAMES, 0)
         self._finished_tokens: list[int] = []
         self._finished_lock = threading.Lock()
-        self._num_outstanding = 0
-        self._sequence = 0
         self._files: set[AiofilesFile] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_cancelling = False
         self._loop = asyncio.new_event_loop()
-        self._blocks: asyncio.PriorityQueue[_Block] = asyncio.PriorityQueue()
+        self._places = asyncio.Semaphore(num_threads)  # for operations that have begun
         self._close_asked = asyncio.Event()
         self._cancel_asked = asyncio.Event()
-        self._is_drained = asyncio.Event()
-        self._is_drained.set()
         self._thread = threading.Thread(target=self._run_loop, name="offloadzero-aiofiles", daemon=True)
         self._thread.start()
 
@@ -218,17 +195,15 @@ class AiofilesEngine:
         address: int,
         num_bytes: int,
         offset: int,
-        priority: int,
+        _priority: int,
         token: int,
         /,
     ) -> AiofilesOperation:
         memory = (ctypes.c_char * num_bytes).from_address(address) if num_bytes else bytearray()
         view = memoryview(memory).cast("B")
-        timeout_s = self._transfer_timeout_s
-        deadline = None if timeout_s < 0 else time.monotonic() + timeout_s
-        operation = AiofilesOperation(file, is_write, view, offset, priority, deadline, token)
-        operation.num_left = len(range(0, num_bytes, self._block_size))
-        self._loop.call_soon_threadsafe(self._enqueue, operation)
+        deadline = None if self._timeout_s < 0 else time.monotonic() + self._timeout_s
+        operation = AiofilesOperation(file, is_write, view, offset, deadline, token)
+        self._loop.call_soon_threadsafe(self._start, operation)
         return operation
 
     def collect_finished(self) -> list[int]:
@@ -268,20 +243,21 @@ class AiofilesEngine:
         self._executor.shutdown(wait=False)
 
     async def _serve(self) -> None:
-        consumers = [asyncio.ensure_future(self._consume()) for _ in range(self._num_consumers)]
         await self._close_asked.wait()
-        await self._is_drained.wait()
-        for consumer in consumers:
-            consumer.cancel()
-        await asyncio.gather(*consumers, *self._tasks, return_exceptions=True)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
         for file in list(self._files):
             await self._close_file(file)
 
-    def _begin_close(self, cancel: bool) -> None:
+    def _begin_close(self, should_cancel: bool) -> None:
         self._close_asked.set()
-        if cancel:
-            self._is_cancelling = True
+        if should_cancel:
             self._cancel_asked.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _open(self, path: str, *, create: bool, readonly: bool) -> AiofilesFile:
         def opener(name: str, flags: int) -> int:
@@ -302,9 +278,7 @@ class AiofilesEngine:
     def _release_file(self, file: AiofilesFile) -> None:
         file.num_users -= 1
         if file.num_users == 0 and file in self._files:
-            task = asyncio.ensure_future(self._close_file(file))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._spawn(self._close_file(file))
 
     async def _close_file(self, file: AiofilesFile) -> None:
         self._files.discard(file)
@@ -312,92 +286,78 @@ class AiofilesEngine:
         with contextlib.suppress(RuntimeError):
             await file.handle.close()
 
-    def _enqueue(self, operation: AiofilesOperation) -> None:
-        self._num_outstanding += 1
-        self._is_drained.clear()
+    def _start(self, operation: AiofilesOperation) -> None:
         operation.file.num_users += 1
-        self._sequence += 1
-        if not operation.num_left:
+        self._spawn(self._run(operation))
+
+    async def _run(self, operation: AiofilesOperation) -> None:
+        try:
+            async with self._places:
+                for start in range(0, len(operation.view), self._block_size):
+                    if self._cancel_asked.is_set():
+                        operation.fail(errno.ECANCELED, operation.offset + start)
+                    if not operation.begin_block(operation.offset + start):
+                        break
+                    await self._move_block(operation, start)
+        except BaseException:
+            operation.fail(errno.EIO, operation.offset)
+            raise
+        finally:
             self._complete(operation)
-        for start in range(0, len(operation.view), self._block_size):
-            view = operation.view[start : start + self._block_size]
-            offset = operation.offset + start
-            self._blocks.put_nowait(_Block(operation.priority, self._sequence, offset, operation, view))
 
-    async def _consume(self) -> None:
-        while True:
-            block = await self._blocks.get()
-            fault = self._begin_block(block)
-            if fault is not None:
-                code, reached = await self._transfer(block, fault)
-                if fault.delay_s:
-                    await self._delay(fault.delay_s)
-                self._finish_block(block, code, reached)
-
-    def _begin_block(self, block: _Block) -> _Fault | None:
-        """None: the block's operation has failed or is cancelled, and the block is finished."""
-        if self._is_cancelling:
-            block.operation.fail(errno.ECANCELED, block.offset)
-        if not block.operation.begin_block(block.offset):
-            self._finish_block(block, 0, block.offset)
-            return None
+    async def _move_block(self, operation: AiofilesOperation, start: int) -> None:
         self._stats["blocks"] += 1
-        return self._faults.next_block()
+        fault = self._faults.next_block()
+        view = operation.view[start : start + self._block_size]
+        code, num_done = await self._transfer(operation, view, operation.offset + start, fault)
+        if fault.delay_s:
+            with contextlib.suppress(asyncio.TimeoutError):  # the usual end of the delay
+                await asyncio.wait_for(self._cancel_asked.wait(), fault.delay_s)
+        if code:
+            operation.fail(code, operation.offset + start + num_done)
 
-    async def _delay(self, delay_s: float) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):  # the usual end of the delay
-            await asyncio.wait_for(self._cancel_asked.wait(), delay_s)
-
-    async def _transfer(self, block: _Block, fault: _Fault) -> tuple[int, int]:
-        """Moves a whole block. (errno or 0, file offset reached)."""
-        num_done = 0
-        num_stalls = 0
+    async def _transfer(
+        self, operation: AiofilesOperation, view: memoryview, offset: int, fault: _Fault
+    ) -> tuple[int, int]:
+        """Moves a whole block. (errno or 0, bytes moved)."""
+        num_done = num_stalls = 0
         error, short_bytes = fault.error, fault.short_bytes
-        while num_done < len(block.view):
-            left = block.view[num_done:]
+        while num_done < len(view):
+            left = view[num_done:]
             try:
                 if error:
                     injected, error = error, 0
                     raise OSError(injected, os.strerror(injected))
-                num_moved = await self._move(
-                    block, num_done, left if short_bytes is None else left[:short_bytes]
-                )
+                part = left if short_bytes is None else left[:short_bytes]
+                num_moved = await self._move(operation, part, offset + num_done)
             except io.UnsupportedOperation:
                 # A write to a file opened for reading: the number the kernel would give.
-                return errno.EBADF, block.offset + num_done
+                return errno.EBADF, num_done
             except OSError as failure:
                 if failure.errno not in (errno.EINTR, errno.EAGAIN):
-                    return failure.errno or errno.EIO, block.offset + num_done
+                    return failure.errno or errno.EIO, num_done
                 num_moved = None
             except RuntimeError:
                 # The interpreter is on its way out: the thread pool takes no more work.
-                return errno.ECANCELED, block.offset + num_done
+                return errno.ECANCELED, num_done
             short_bytes = None
-            if num_moved == 0 and not block.operation.is_write:
-                return errno.ENODATA, block.offset + num_done
+            if num_moved == 0 and not operation.is_write:
+                return errno.ENODATA, num_done
             num_done += num_moved or 0
             num_stalls = 0 if num_moved else num_stalls + 1
             if num_stalls > _MAX_STALLS:
-                return errno.EIO, block.offset + num_done
-            self._stats["retries"] += num_done < len(block.view)
-        return 0, block.offset + num_done
+                return errno.EIO, num_done
+            self._stats["retries"] += num_done < len(view)
+        return 0, num_done
 
-    async def _move(self, block: _Block, num_done: int, view: memoryview) -> int | None:
+    async def _move(self, operation: AiofilesOperation, view: memoryview, offset: int) -> int | None:
         """One seek and one transfer. None: it would have blocked."""
-        file = block.operation.file
+        file = operation.file
         async with file.position_lock:
-            await file.handle.seek(block.offset + num_done)
-            call = file.handle.write if block.operation.is_write else file.handle.readinto
+            await file.handle.seek(offset)
+            call = file.handle.write if operation.is_write else file.handle.readinto
             num_moved: int | None = await call(view)
         return num_moved
-
-    def _finish_block(self, block: _Block, code: int, reached: int) -> None:
-        operation = block.operation
-        if code:
-            operation.fail(code, reached)
-        operation.num_left -= 1
-        if operation.num_left == 0:
-            self._complete(operation)
 
     def _complete(self, operation: AiofilesOperation) -> None:
         self._stats["operations"] += 1
@@ -411,6 +371,3 @@ class AiofilesEngine:
         operation.released.set()
         with operation.lock:
             operation.finished.set()
-        self._num_outstanding -= 1
-        if self._num_outstanding == 0:
-            self._is_drained.set()

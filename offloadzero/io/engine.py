@@ -8,11 +8,11 @@ An operation moves one contiguous buffer to or from a range of a file. The engin
     ticket = engine.write(file, tensor, offset=0, label="layers.0")
     ticket.wait()
 
-Operations start in the order of (priority, submission), the lowest priority number first, and may finish in
-any order: wait for a write before reading what it wrote. Offsets, sizes and buffer addresses are free. Only
-transfers whose offset and size are multiples of `AioFile.alignment` travel without a copy; the others pass
-through an aligned bounce buffer, and writes of part of a granule (`alignment` bytes) read and rewrite it. Such
-writes to one granule are serialised within an engine, not between engines or processes.
+Operations start in the order of (priority, submission), the lowest priority number first (under aiofiles in that of
+submission), and may finish in any order: wait for a write before reading what it wrote. Offsets, sizes and buffer
+addresses are free. Only transfers whose offset and size are multiples of `AioFile.alignment` travel without a copy; the
+others pass through an aligned bounce buffer, and writes of part of a granule (`alignment` bytes) read and rewrite it.
+Such writes to one granule are serialised within an engine, not between engines or processes.
 
 Buffers that are used over and over, arenas above all, are worth registering: under io_uring the kernel then
 pins their pages once (`register_buffer`).
