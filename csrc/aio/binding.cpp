@@ -19,9 +19,9 @@ using namespace offloadzero;
 using namespace offloadzero::aio;
 
 // As in offloadzero/io/engine.py.
-constexpr uint64_t kMinBlockSize = 4096, kMaxBlockSize = uint64_t{1} << 30;
-constexpr uint64_t kMaxThreadDepth = 4096, kMaxNumThreads = 256;
-constexpr long long kMaxDelayMs = 1'000'000'000;
+constexpr uint64_t MIN_BLOCK_SIZE = 4096, MAX_BLOCK_SIZE = uint64_t{1} << 30;
+constexpr uint64_t MAX_THREAD_DEPTH = 4096, MAX_NUM_THREADS = 256;
+constexpr long long MAX_DELAY_MS = 1'000'000'000;
 
 // Lets other Python threads run for its lifetime, whichever way the scope is left.
 class GilRelease {
@@ -122,13 +122,13 @@ bool read_options(PyObject* args, EngineOptions* options) {
     if (!PyArg_ParseTuple(args, "pO&O&O&d", &is_uring, read_unsigned, &block_size, read_unsigned,
                           &queue_depth, read_unsigned, &num_threads, &timeout_s) ||
         !is_seconds("transfer_timeout_s", timeout_s) ||
-        !check_range("block_size", block_size, kMinBlockSize, kMaxBlockSize) ||
-        !check_range("block_size % 4096", block_size % kMinBlockSize, uint64_t{0}, uint64_t{0}) ||
-        !check_range("num_threads", num_threads, uint64_t{1}, kMaxNumThreads) ||
-        !check_range("queue_depth", queue_depth, uint64_t{1}, kMaxThreadDepth * num_threads)) {
+        !check_range("block_size", block_size, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE) ||
+        !check_range("block_size % 4096", block_size % MIN_BLOCK_SIZE, uint64_t{0}, uint64_t{0}) ||
+        !check_range("num_threads", num_threads, uint64_t{1}, MAX_NUM_THREADS) ||
+        !check_range("queue_depth", queue_depth, uint64_t{1}, MAX_THREAD_DEPTH * num_threads)) {
         return false;
     }
-    options->kernel = is_uring ? KernelInterface::kUring : KernelInterface::kNativeAio;
+    options->kernel = is_uring ? KernelInterface::URING : KernelInterface::NATIVE_AIO;
     options->block_size = block_size;
     options->queue_depth = static_cast<unsigned>(queue_depth);
     options->num_threads = static_cast<unsigned>(num_threads);
@@ -210,7 +210,7 @@ PyObject* engine_inject(PyObject* self, PyObject* args) {
     Engine* engine = engine_of(self);
     if (engine == nullptr || !PyArg_ParseTuple(args, "iO&L", &kind, read_unsigned, &nth, &value) ||
         !check_range("kind", kind, 0LL, 2LL) || !check_range("nth", nth, uint64_t{1}, UINT64_MAX) ||
-        !check_range("value", value, 0LL, kMaxDelayMs)) {
+        !check_range("value", value, 0LL, MAX_DELAY_MS)) {
         return nullptr;
     }
     engine->faults().inject(static_cast<FaultKind>(kind), nth, value);
@@ -310,7 +310,7 @@ PyObject* engine_collect_finished(PyObject* self, PyObject*) {
     return list;
 }
 
-PyMethodDef kEngineMethods[] = {
+PyMethodDef ENGINE_METHODS[] = {
     {"open", guarded<engine_open>, METH_VARARGS, nullptr},
     {"submit", guarded<engine_submit>, METH_VARARGS, nullptr},
     {"collect_finished", guarded<engine_collect_finished>, METH_NOARGS, nullptr},
@@ -374,7 +374,7 @@ PyObject* file_direct_refusal(PyObject* self, void*) {
     return file == nullptr ? nullptr : PyLong_FromLong(-file->direct_refusal());
 }
 
-PyMethodDef kFileMethods[] = {
+PyMethodDef FILE_METHODS[] = {
     {"num_bytes", guarded<file_num_bytes>, METH_NOARGS, nullptr},
     {"preallocate", guarded<file_preallocate>, METH_VARARGS, nullptr},
     {"sync", guarded<file_sync>, METH_NOARGS, nullptr},
@@ -382,7 +382,7 @@ PyMethodDef kFileMethods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyGetSetDef kFileProperties[] = {
+PyGetSetDef FILE_PROPERTIES[] = {
     {"alignment", guarded<file_alignment>, nullptr, nullptr, nullptr},
     {"direct_refusal", guarded<file_direct_refusal>, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
@@ -443,7 +443,7 @@ PyObject* operation_times(PyObject* self, PyObject*) {
                          static_cast<double>(operation->ended_ns) * 1e-9);
 }
 
-PyMethodDef kOperationMethods[] = {
+PyMethodDef OPERATION_METHODS[] = {
     {"done", guarded<operation_done>, METH_NOARGS, nullptr},
     {"wait", guarded<operation_wait>, METH_VARARGS, nullptr},
     {"times", guarded<operation_times>, METH_NOARGS, nullptr},
@@ -503,7 +503,7 @@ PyObject* py_crc32c_implementation(PyObject*, PyObject*) {
     return PyUnicode_FromString(crc32c_implementation());
 }
 
-PyMethodDef kMethods[] = {
+PyMethodDef METHODS[] = {
     {"crc32c_blocks", guarded<py_crc32c_blocks>, METH_VARARGS, nullptr},
     {"crc32c_find_mismatch", guarded<py_crc32c_find_mismatch>, METH_VARARGS, nullptr},
     {"crc32c_implementation", guarded<py_crc32c_implementation>, METH_NOARGS, nullptr},
@@ -533,28 +533,28 @@ PyTypeObject* add_type(PyObject* module, const char* name, size_t num_bytes, new
 
 bool add_types(PyObject* module) {
     file_type = add_type(module, "offloadzero.io._aio.File", sizeof(FileObject), refuse_new, file_dealloc,
-                         kFileMethods, kFileProperties);
+                         FILE_METHODS, FILE_PROPERTIES);
     operation_type = add_type(module, "offloadzero.io._aio.Operation", sizeof(OperationObject), refuse_new,
-                              operation_dealloc, kOperationMethods, nullptr);
+                              operation_dealloc, OPERATION_METHODS, nullptr);
     return file_type != nullptr && operation_type != nullptr &&
            add_type(module, "offloadzero.io._aio.Engine", sizeof(EngineObject), guarded<engine_new>,
-                    engine_dealloc, kEngineMethods, nullptr) != nullptr;
+                    engine_dealloc, ENGINE_METHODS, nullptr) != nullptr;
 }
 
-PyModuleDef kModule = {PyModuleDef_HEAD_INIT,
-                       "_aio",
-                       "The asynchronous file engine (see offloadzero.io.engine).",
-                       -1,
-                       kMethods,
-                       nullptr,
-                       nullptr,
-                       nullptr,
-                       nullptr};
+PyModuleDef MODULE = {PyModuleDef_HEAD_INIT,
+                      "_aio",
+                      "The asynchronous file engine (see offloadzero.io.engine).",
+                      -1,
+                      METHODS,
+                      nullptr,
+                      nullptr,
+                      nullptr,
+                      nullptr};
 
 }  // namespace
 
 PyMODINIT_FUNC PyInit__aio() {
-    PyObject* module = PyModule_Create(&kModule);
+    PyObject* module = PyModule_Create(&MODULE);
     if (module == nullptr || add_types(module)) return module;
     Py_DecRef(module);
     return nullptr;

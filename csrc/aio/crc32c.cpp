@@ -14,9 +14,9 @@
 namespace offloadzero::aio {
 namespace {
 
-constexpr uint32_t kPolynomial = 0x82F63B78;  // reflected
-constexpr size_t kLanes = 3;
-constexpr size_t kLine = 64;
+constexpr uint32_t POLYNOMIAL = 0x82F63B78;  // reflected
+constexpr size_t LANES = 3;
+constexpr size_t LINE = 64;
 
 using Tables = std::array<std::array<uint32_t, 256>, 8>;
 
@@ -25,7 +25,7 @@ constexpr Tables make_tables() {
     Tables tables{};
     for (uint32_t byte = 0; byte < 256; ++byte) {
         uint32_t sum = byte;
-        for (int bit = 0; bit < 8; ++bit) sum = sum >> 1 ^ (sum & 1 ? kPolynomial : 0);
+        for (int bit = 0; bit < 8; ++bit) sum = sum >> 1 ^ (sum & 1 ? POLYNOMIAL : 0);
         tables[0][byte] = sum;
     }
     for (size_t k = 1; k < 8; ++k) {
@@ -37,7 +37,7 @@ constexpr Tables make_tables() {
     return tables;
 }
 
-constexpr Tables kTables = make_tables();
+constexpr Tables TABLES = make_tables();
 
 uint32_t sum_with_tables(const char* data, size_t num_bytes) {
     uint32_t sum = ~0u;
@@ -46,14 +46,14 @@ uint32_t sum_with_tables(const char* data, size_t num_bytes) {
         memcpy(bytes, data, 8);
         for (size_t i = 0; i < 4; ++i) bytes[i] ^= static_cast<unsigned char>(sum >> 8 * i);
         sum = 0;
-        for (size_t i = 0; i < 8; ++i) sum ^= kTables[7 - i][bytes[i]];
+        for (size_t i = 0; i < 8; ++i) sum ^= TABLES[7 - i][bytes[i]];
     }
     for (; num_bytes > 0; --num_bytes, ++data)
-        sum = sum >> 8 ^ kTables[0][(sum ^ static_cast<unsigned char>(*data)) & 0xFF];
+        sum = sum >> 8 ^ TABLES[0][(sum ^ static_cast<unsigned char>(*data)) & 0xFF];
     return ~sum;
 }
 
-// Up to kLanes blocks of one size: `sums` gets theirs.
+// Up to LANES blocks of one size: `sums` gets theirs.
 using Kernel = void (*)(const char* data, size_t block_size, size_t num_blocks, uint32_t* sums);
 
 void sum_blocks_with_tables(const char* data, size_t block_size, size_t num_blocks, uint32_t* sums) {
@@ -77,17 +77,17 @@ __attribute__((target("sse4.2"))) uint32_t sum_rest(uint64_t sum, const char* da
 
 __attribute__((target("sse4.2"))) void sum_blocks_with_sse42(const char* data, size_t block_size,
                                                              size_t num_blocks, uint32_t* sums) {
-    constexpr uint64_t kStart = 0xFFFFFFFF;
-    if (num_blocks < kLanes) {
-        for (size_t i = 0; i < num_blocks; ++i) sums[i] = sum_rest(kStart, data + i * block_size, block_size);
+    constexpr uint64_t START = 0xFFFFFFFF;
+    if (num_blocks < LANES) {
+        for (size_t i = 0; i < num_blocks; ++i) sums[i] = sum_rest(START, data + i * block_size, block_size);
         return;
     }
-    uint64_t a = kStart, b = kStart, c = kStart;
+    uint64_t a = START, b = START, c = START;
     const size_t num_whole = block_size / 8 * 8;
     for (size_t at = 0; at < num_whole; at += 8) {
-        if (at % kLine == 0) {
-            const uintptr_t next = reinterpret_cast<uintptr_t>(data) + kLanes * block_size + at;
-            for (size_t lane = 0; lane < kLanes; ++lane)
+        if (at % LINE == 0) {
+            const uintptr_t next = reinterpret_cast<uintptr_t>(data) + LANES * block_size + at;
+            for (size_t lane = 0; lane < LANES; ++lane)
                 __builtin_prefetch(reinterpret_cast<const void*>(next + lane * block_size));
         }
         a = _mm_crc32_u64(a, load(data + at));
@@ -108,13 +108,13 @@ constexpr Kernel sum_blocks_with_sse42 = sum_blocks_with_tables;
 
 Kernel kernel() { return has_sse42() ? sum_blocks_with_sse42 : sum_blocks_with_tables; }
 
-// visit(index of the first, number, sums) for all blocks, up to kLanes at a time, until it gives false.
+// visit(index of the first, number, sums) for all blocks, up to LANES at a time, until it gives false.
 template <class Visit>
 void for_sums(Kernel sum_blocks, const char* data, size_t num_bytes, size_t block_size, const Visit& visit) {
     const size_t num_whole = num_bytes / block_size;
-    uint32_t sums[kLanes];
-    for (size_t i = 0; i < num_whole; i += kLanes) {
-        const size_t count = std::min(kLanes, num_whole - i);
+    uint32_t sums[LANES];
+    for (size_t i = 0; i < num_whole; i += LANES) {
+        const size_t count = std::min(LANES, num_whole - i);
         sum_blocks(data + i * block_size, block_size, count, sums);
         if (!visit(i, count, sums)) return;
     }

@@ -16,7 +16,7 @@ int Engine::create(const EngineOptions& options, std::unique_ptr<Engine>* engine
     std::vector<std::unique_ptr<Worker>> workers;
     for (unsigned i = 0; i < options.num_threads; ++i) {
         std::unique_ptr<KernelQueue> kernel;
-        bool is_uring = options.kernel == KernelInterface::kUring;
+        bool is_uring = options.kernel == KernelInterface::URING;
         int status = is_uring ? make_uring_queue(depth, options.uring, &kernel)
                               : make_native_aio_queue(depth, &kernel);
         if (status < 0) return status;
@@ -160,7 +160,7 @@ BlockPtr Engine::cut_block(Worker* worker) {
     if (block->operation->begun_ns == 0) block->operation->begun_ns = now_ns();
     block->piece = cut_piece(block->operation.get(), options_.block_size);
     ++block->operation->num_live;
-    if (block->piece.path != Path::kPartGranule) return block;
+    if (block->piece.path != Path::PART_GRANULE) return block;
     GranuleKey key = granule_key(*block->operation->request.file, block->piece.offset);
     Waiter waiter = {worker, std::move(block)};
     return granule_locks_.acquire(key, &waiter) ? std::move(waiter.block) : nullptr;
@@ -178,7 +178,7 @@ void Engine::block_finished(BlockPtr block, int error, int64_t error_offset) {
     std::lock_guard<std::mutex> guard(mutex_);
     const std::shared_ptr<Operation>& operation = block->operation;
     if (error != 0) operation->fail(error, error_offset);
-    if (block->piece.path == Path::kPartGranule) release_granule(*block);
+    if (block->piece.path == Path::PART_GRANULE) release_granule(*block);
     --operation->num_live;
     complete_if_finished(operation);
 }

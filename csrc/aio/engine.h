@@ -25,10 +25,10 @@ struct Block;
 // away and Worker::reap() takes it back.
 using BlockPtr = std::unique_ptr<Block>;
 
-enum class KernelInterface { kUring, kNativeAio };
+enum class KernelInterface { URING, NATIVE_AIO };
 
 struct EngineOptions {
-    KernelInterface kernel = KernelInterface::kUring;
+    KernelInterface kernel = KernelInterface::URING;
     size_t block_size = 1 << 20;       // a multiple of 4096
     unsigned queue_depth = 32;         // transfers in the kernel at once, over all workers
     unsigned num_threads = 1;          // workers; each has its own kernel queue and its share of the depth

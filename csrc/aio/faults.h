@@ -8,7 +8,7 @@
 
 namespace offloadzero::aio {
 
-enum class FaultKind { kErrno, kShort, kDelay };
+enum class FaultKind { ERRNO, SHORT, DELAY };
 
 // What the faults that hit one block add up to.
 struct BlockFault {
@@ -40,9 +40,9 @@ class Faults {
         for (Armed& armed : armed_) {
             if (--armed.countdown > 0) {
                 still_armed.push_back(armed);
-            } else if (armed.kind == FaultKind::kErrno) {
+            } else if (armed.kind == FaultKind::ERRNO) {
                 fault.error = static_cast<int>(armed.value);
-            } else if (armed.kind == FaultKind::kShort) {
+            } else if (armed.kind == FaultKind::SHORT) {
                 fault.short_bytes = armed.value;
             } else {
                 fault.delay_ns = armed.value * 1'000'000;

@@ -17,7 +17,7 @@
 namespace offloadzero::aio {
 namespace {
 
-constexpr size_t kDefaultAlignment = 4096;
+constexpr size_t DEFAULT_ALIGNMENT = 4096;
 
 std::atomic<uint64_t> next_file_id{1};
 
@@ -37,17 +37,17 @@ struct DirectAlignment {
 
 // STATX_DIOALIGN (Linux 6.1), by number: the headers the package is built with may be older.
 DirectAlignment query_direct_alignment(int fd) {
-    constexpr unsigned kStatxDioAlign = 0x2000;
-    constexpr size_t kMaskAt = 0, kMemoryAlignAt = 0x98, kOffsetAlignAt = 0x9c;
+    constexpr unsigned STATX_DIO_ALIGN = 0x2000;
+    constexpr size_t MASK_AT = 0, MEMORY_ALIGN_AT = 0x98, OFFSET_ALIGN_AT = 0x9c;
     char statx_memory[256] = {};
     DirectAlignment found;
-    if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, kStatxDioAlign, statx_memory) < 0) return found;
+    if (syscall(SYS_statx, fd, "", AT_EMPTY_PATH, STATX_DIO_ALIGN, statx_memory) < 0) return found;
     uint32_t mask;
-    memcpy(&mask, statx_memory + kMaskAt, sizeof mask);
-    if (!(mask & kStatxDioAlign)) return found;
+    memcpy(&mask, statx_memory + MASK_AT, sizeof mask);
+    if (!(mask & STATX_DIO_ALIGN)) return found;
     found.is_known = true;
-    memcpy(&found.memory, statx_memory + kMemoryAlignAt, sizeof found.memory);
-    memcpy(&found.offset, statx_memory + kOffsetAlignAt, sizeof found.offset);
+    memcpy(&found.memory, statx_memory + MEMORY_ALIGN_AT, sizeof found.memory);
+    memcpy(&found.offset, statx_memory + OFFSET_ALIGN_AT, sizeof found.offset);
     return found;
 }
 
@@ -58,7 +58,7 @@ int File::open(const std::string& path, const OpenOptions& options, std::shared_
     std::shared_ptr<File> opened(new File());
     opened->path_ = path;
     opened->is_readonly_ = options.is_readonly;
-    if (options.direct != DirectMode::kOff) {
+    if (options.direct != DirectMode::OFF) {
         int fd = open_retrying(path, flags | O_DIRECT);
         if (fd >= 0) {
             opened->fd_ = fd;
@@ -69,7 +69,7 @@ int File::open(const std::string& path, const OpenOptions& options, std::shared_
         } else {
             return fd;
         }
-        if (!opened->is_direct_ && options.direct == DirectMode::kOn) return opened->direct_refusal_;
+        if (!opened->is_direct_ && options.direct == DirectMode::ON) return opened->direct_refusal_;
     }
     if (!opened->is_direct_) {
         if (opened->fd_ >= 0) ::close(opened->fd_);
@@ -101,7 +101,7 @@ void File::join(std::shared_ptr<Registry> registry) {
 
 File::~File() {
     // In this order: a queue that has the file in its slot would keep it open.
-    if (slot_ != kNoSlot) registry_->remove_file(slot_);
+    if (slot_ != NO_SLOT) registry_->remove_file(slot_);
     if (fd_ >= 0) ::close(fd_);
     if (buffered_fd_ >= 0) ::close(buffered_fd_);
 }
@@ -110,7 +110,7 @@ int File::query_alignment(size_t block_size) {
     DirectAlignment demand = query_direct_alignment(fd_);
     if (demand.is_known && demand.offset == 0) return -EOPNOTSUPP;
     size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    alignment_ = std::max({kDefaultAlignment, page, static_cast<size_t>(demand.offset)});
+    alignment_ = std::max({DEFAULT_ALIGNMENT, page, static_cast<size_t>(demand.offset)});
     read_alignment_ = demand.is_known ? demand.offset : alignment_;
     memory_alignment_ = demand.is_known ? std::max<size_t>(demand.memory, 1) : alignment_;
     if (block_size % alignment_ == 0) return 0;

@@ -9,13 +9,13 @@
 
 namespace offloadzero::aio {
 
-constexpr int kNoSlot = -1;
+constexpr int NO_SLOT = -1;
 
 struct Transfer {
     bool is_write;
     int fd;
-    int file_slot;    // set_file() put `fd` there, or kNoSlot
-    int buffer_slot;  // all of `data` lies in what set_buffer() put there, or kNoSlot
+    int file_slot;    // set_file() put `fd` there, or NO_SLOT
+    int buffer_slot;  // all of `data` lies in what set_buffer() put there, or NO_SLOT
     char* data;
     size_t num_bytes;
     int64_t offset;
@@ -27,7 +27,7 @@ struct Completion {
     int64_t result;  // bytes transferred, or -errno
 };
 
-constexpr int64_t kWaitForever = -1;
+constexpr int64_t WAIT_FOREVER = -1;
 
 // All methods but wake() belong to the one thread that called begin().
 class KernelQueue {
@@ -65,9 +65,9 @@ struct UringOptions {
 };
 
 // Slots of one queue.
-constexpr int kNumFileSlots = 256;
-constexpr int kNumBufferSlots = 1024;
-constexpr size_t kMaxBufferNumBytes = 1 << 30;  // of one slot, the kernel's limit
+constexpr int NUM_FILE_SLOTS = 256;
+constexpr int NUM_BUFFER_SLOTS = 1024;
+constexpr size_t MAX_BUFFER_NUM_BYTES = 1 << 30;  // of one slot, the kernel's limit
 
 // 0, or -errno when the kernel refuses (EPERM: a seccomp filter; ENOSYS: not built in; ...).
 int make_uring_queue(unsigned depth, const UringOptions& options, std::unique_ptr<KernelQueue>* queue);

@@ -30,16 +30,16 @@ int Event::wait(int64_t timeout_ns) {
             left = {left_ns / 1'000'000'000, left_ns % 1'000'000'000};
         }
         const timespec* limit = deadline >= 0 ? &left : nullptr;
-        uint32_t clear = kClear;
-        if (!state_.compare_exchange_strong(clear, kClearWithWaiters) && clear == kSet) return 0;
-        long status = syscall(SYS_futex, &state_, FUTEX_WAIT_PRIVATE, kClearWithWaiters, limit, nullptr, 0);
+        uint32_t clear = CLEAR;
+        if (!state_.compare_exchange_strong(clear, CLEAR_WITH_WAITERS) && clear == SET) return 0;
+        long status = syscall(SYS_futex, &state_, FUTEX_WAIT_PRIVATE, CLEAR_WITH_WAITERS, limit, nullptr, 0);
         if (status < 0 && errno == EINTR && !is_set()) return -EINTR;
     }
     return 0;
 }
 
 void Event::set() {
-    if (state_.exchange(kSet, std::memory_order_acq_rel) != kClearWithWaiters) return;
+    if (state_.exchange(SET, std::memory_order_acq_rel) != CLEAR_WITH_WAITERS) return;
     syscall(SYS_futex, &state_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
@@ -78,15 +78,15 @@ Piece cut_piece(Operation* operation, size_t block_size) {
         const size_t num_whole = left - left % alignment;
         const size_t limit = is_plain ? block_size + 8 * num_spared : block_size;
         piece.num_bytes = num_whole <= limit ? num_whole : file.block_size();
-        piece.path = is_plain ? Path::kPlain : Path::kBounce;
+        piece.path = is_plain ? Path::PLAIN : Path::BOUNCE;
     } else if (request.is_write) {
         piece.num_bytes = std::min(to_boundary, left);
-        piece.path = Path::kPartGranule;
+        piece.path = Path::PART_GRANULE;
     } else {
         // A read bounces up to the next boundary if from there on it can go straight, else a whole block.
         bool can_go_straight = left > to_boundary && is_multiple(piece.data + to_boundary, memory_alignment);
         piece.num_bytes = std::min(can_go_straight ? to_boundary : block_size - misalignment, left);
-        piece.path = Path::kBounce;
+        piece.path = Path::BOUNCE;
     }
     operation->num_cut += piece.num_bytes;
     return piece;

@@ -24,15 +24,15 @@ struct OperationRequest {
 // signals, and Ctrl-C reaches the caller.
 class Event {
   public:
-    bool is_set() const { return state_.load(std::memory_order_acquire) == kSet; }
+    bool is_set() const { return state_.load(std::memory_order_acquire) == SET; }
     void set();
     // 0 when set, -ETIMEDOUT, or -EINTR when a signal came first. Negative: no limit.
     int wait(int64_t timeout_ns);
 
   private:
-    enum State : uint32_t { kClear, kClearWithWaiters, kSet };
+    enum State : uint32_t { CLEAR, CLEAR_WITH_WAITERS, SET };
 
-    std::atomic<uint32_t> state_{kClear};
+    std::atomic<uint32_t> state_{CLEAR};
 };
 
 class Operation {
@@ -81,13 +81,13 @@ class Operation {
 
 // How one piece of an operation reaches the file.
 enum class Path {
-    kPlain,        // straight between the caller's memory and the file
-    kBounce,       // whole granules through an aligned buffer
-    kPartGranule,  // part of one granule of a direct file: read, modify, write under the granule's lock
+    PLAIN,         // straight between the caller's memory and the file
+    BOUNCE,        // whole granules through an aligned buffer
+    PART_GRANULE,  // part of one granule of a direct file: read, modify, write under the granule's lock
 };
 
 struct Piece {
-    Path path = Path::kPlain;
+    Path path = Path::PLAIN;
     int64_t offset = 0;  // of the bytes asked for
     size_t num_bytes = 0;
     char* data = nullptr;

@@ -33,9 +33,9 @@ int QueueSlots::buffer_slot(const char* data, size_t num_bytes) const {
     auto after =
         std::upper_bound(ranges_.begin(), ranges_.end(), begin,
                          [](uintptr_t address, const Range& range) { return address < range.begin; });
-    if (after == ranges_.begin()) return kNoSlot;
+    if (after == ranges_.begin()) return NO_SLOT;
     const Range& range = *std::prev(after);
-    return begin + num_bytes <= range.end ? range.slot : kNoSlot;
+    return begin + num_bytes <= range.end ? range.slot : NO_SLOT;
 }
 
 void QueueSlots::clear_buffers(KernelQueue* queue) {
@@ -44,13 +44,13 @@ void QueueSlots::clear_buffers(KernelQueue* queue) {
 }
 
 Registry::Registry(size_t num_workers) : pid_(getpid()), queues_(num_workers) {
-    for (int slot = kNumFileSlots; slot-- > 0;) free_file_slots_.push_back(slot);
-    for (int slot = kNumBufferSlots; slot-- > 0;) free_buffer_slots_.push_back(slot);
+    for (int slot = NUM_FILE_SLOTS; slot-- > 0;) free_file_slots_.push_back(slot);
+    for (int slot = NUM_BUFFER_SLOTS; slot-- > 0;) free_buffer_slots_.push_back(slot);
 }
 
 int Registry::add_file(uint64_t file_id, int fd) {
     std::lock_guard<std::mutex> guard(mutex_);
-    if (free_file_slots_.empty()) return kNoSlot;
+    if (free_file_slots_.empty()) return NO_SLOT;
     SlotUpdate update;
     update.slot = free_file_slots_.back();
     update.file_id = file_id;
@@ -105,15 +105,15 @@ void Registry::forget_buffers() {
 }
 
 int Registry::take_buffer_slots(char* data, size_t num_bytes, Buffer* buffer) {
-    size_t num_slots = (num_bytes + kMaxBufferNumBytes - 1) / kMaxBufferNumBytes;
+    size_t num_slots = (num_bytes + MAX_BUFFER_NUM_BYTES - 1) / MAX_BUFFER_NUM_BYTES;
     if (num_slots > free_buffer_slots_.size()) return -ENOSPC;
     *buffer = {data, num_bytes, {}};
-    for (size_t begin = 0; begin < num_bytes; begin += kMaxBufferNumBytes) {
+    for (size_t begin = 0; begin < num_bytes; begin += MAX_BUFFER_NUM_BYTES) {
         SlotUpdate update;
         update.is_buffer = true;
         update.slot = free_buffer_slots_.back();
         update.data = data + begin;
-        update.num_bytes = std::min(kMaxBufferNumBytes, num_bytes - begin);
+        update.num_bytes = std::min(MAX_BUFFER_NUM_BYTES, num_bytes - begin);
         free_buffer_slots_.pop_back();
         buffer->slots.push_back(update.slot);
         ask(update);

@@ -29,12 +29,12 @@ class QueueSlots {
     // 0 or -errno of the queue.
     int apply(KernelQueue* queue, const SlotUpdate& update);
 
-    // Where the queue has this very file, not one that had its slot before; or kNoSlot.
+    // Where the queue has this very file, not one that had its slot before; or NO_SLOT.
     int file_slot(int slot, uint64_t file_id) const {
-        bool is_there = slot != kNoSlot && file_ids_[static_cast<size_t>(slot)] == file_id;
-        return is_there ? slot : kNoSlot;
+        bool is_there = slot != NO_SLOT && file_ids_[static_cast<size_t>(slot)] == file_id;
+        return is_there ? slot : NO_SLOT;
     }
-    // The slot of the memory that holds all of the range, or kNoSlot.
+    // The slot of the memory that holds all of the range, or NO_SLOT.
     int buffer_slot(const char* data, size_t num_bytes) const;
     // Unpins all memory.
     void clear_buffers(KernelQueue* queue);
@@ -46,7 +46,7 @@ class QueueSlots {
         int slot;
     };
 
-    std::vector<uint64_t> file_ids_ = std::vector<uint64_t>(kNumFileSlots, 0);
+    std::vector<uint64_t> file_ids_ = std::vector<uint64_t>(NUM_FILE_SLOTS, 0);
     std::vector<Range> ranges_;  // by address
 };
 
@@ -54,7 +54,7 @@ class Registry {
   public:
     explicit Registry(size_t num_workers);
 
-    // A free slot, in every queue sooner or later, or kNoSlot. The descriptor stays the caller's.
+    // A free slot, in every queue sooner or later, or NO_SLOT. The descriptor stays the caller's.
     int add_file(uint64_t file_id, int fd);
     // The file's last transfer is over.
     void remove_file(int slot);

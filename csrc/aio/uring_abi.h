@@ -7,38 +7,38 @@
 namespace offloadzero::aio::uring {
 
 // The same on every architecture but alpha.
-constexpr long kSysSetup = 425, kSysEnter = 426, kSysRegister = 427;
+constexpr long SYS_SETUP = 425, SYS_ENTER = 426, SYS_REGISTER = 427;
 
 enum SetupFlag : uint32_t {
-    kSetupDisabled = 1u << 6,       // 5.10
-    kSetupCoopTaskrun = 1u << 8,    // 5.19
-    kSetupSingleIssuer = 1u << 12,  // 6.0
-    kSetupDeferTaskrun = 1u << 13,  // 6.1
+    SETUP_DISABLED = 1u << 6,        // 5.10
+    SETUP_COOP_TASKRUN = 1u << 8,    // 5.19
+    SETUP_SINGLE_ISSUER = 1u << 12,  // 6.0
+    SETUP_DEFER_TASKRUN = 1u << 13,  // 6.1
 };
 
 enum Feature : uint32_t {
-    kFeatureSingleMmap = 1u << 0,
-    kFeatureExtArg = 1u << 8,
+    FEATURE_SINGLE_MMAP = 1u << 0,
+    FEATURE_EXT_ARG = 1u << 8,
 };
 
-enum EnterFlag : uint32_t { kEnterGetEvents = 1u << 0, kEnterExtArg = 1u << 3 };
+enum EnterFlag : uint32_t { ENTER_GET_EVENTS = 1u << 0, ENTER_EXT_ARG = 1u << 3 };
 
-enum Opcode : uint8_t { kOpReadFixed = 4, kOpWriteFixed = 5, kOpRead = 22, kOpWrite = 23 };
+enum Opcode : uint8_t { OP_READ_FIXED = 4, OP_WRITE_FIXED = 5, OP_READ = 22, OP_WRITE = 23 };
 
-enum SqeFlag : uint8_t { kSqeFixedFile = 1u << 0 };
+enum SqeFlag : uint8_t { SQE_FIXED_FILE = 1u << 0 };
 
 enum RegisterOp : unsigned {
-    kRegisterFiles = 2,
-    kRegisterFilesUpdate = 6,
-    kRegisterProbe = 8,
-    kRegisterEnableRings = 12,
-    kRegisterBuffers2 = 15,
-    kRegisterBuffersUpdate = 16,
+    REGISTER_FILES = 2,
+    REGISTER_FILES_UPDATE = 6,
+    REGISTER_PROBE = 8,
+    REGISTER_ENABLE_RINGS = 12,
+    REGISTER_BUFFERS2 = 15,
+    REGISTER_BUFFERS_UPDATE = 16,
 };
 
-constexpr uint32_t kRegisterSparse = 1u << 0;
+constexpr uint32_t REGISTER_SPARSE = 1u << 0;
 
-constexpr uint64_t kOffsetRings = 0, kOffsetSqes = 0x10000000;
+constexpr uint64_t OFFSET_RINGS = 0, OFFSET_SQES = 0x10000000;
 
 struct SqOffsets {
     uint32_t head, tail, ring_mask, ring_entries, flags, dropped, array, reserved;
@@ -60,7 +60,7 @@ struct Sqe {
     uint8_t opcode;
     uint8_t flags;
     uint16_t ioprio;
-    int32_t fd;  // a slot with kSqeFixedFile
+    int32_t fd;  // a slot with SQE_FIXED_FILE
     uint64_t offset;
     uint64_t address;
     uint32_t num_bytes;

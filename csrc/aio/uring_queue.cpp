@@ -17,8 +17,8 @@ namespace {
 
 using namespace uring;
 
-constexpr uint64_t kWakeTag = 0;
-constexpr int64_t kBackOffNs = 1'000'000;
+constexpr uint64_t WAKE_TAG = 0;
+constexpr int64_t BACK_OFF_NS = 1'000'000;
 
 class UringQueue final : public KernelQueue {
   public:
@@ -62,11 +62,11 @@ int UringQueue::init(unsigned depth, const UringOptions& options) {
 }
 
 int UringQueue::init_ring(unsigned num_entries, const UringOptions& options) {
-    constexpr uint32_t kDeferred = kSetupSingleIssuer | kSetupDeferTaskrun | kSetupDisabled;
+    constexpr uint32_t DEFERRED = SETUP_SINGLE_ISSUER | SETUP_DEFER_TASKRUN | SETUP_DISABLED;
     if (options.has_defer_taskrun) {
-        int status = ring_.init(num_entries, kDeferred);
+        int status = ring_.init(num_entries, DEFERRED);
         if (status != -EINVAL) return status;
-        status = ring_.init(num_entries, kSetupCoopTaskrun);
+        status = ring_.init(num_entries, SETUP_COOP_TASKRUN);
         if (status != -EINVAL) return status;
     }
     return ring_.init(num_entries, 0);
@@ -76,15 +76,15 @@ int UringQueue::init_ring(unsigned num_entries, const UringOptions& options) {
 void UringQueue::register_tables(const UringOptions& options) {
     rlimit limit;
     if (options.has_fixed_files && getrlimit(RLIMIT_NOFILE, &limit) == 0) {
-        int num = static_cast<int>(std::min<rlim_t>(kNumFileSlots, limit.rlim_cur));
+        int num = static_cast<int>(std::min<rlim_t>(NUM_FILE_SLOTS, limit.rlim_cur));
         std::vector<int> empty(static_cast<size_t>(num), -1);
-        int status = ring_.register_resource(kRegisterFiles, empty.data(), static_cast<unsigned>(num));
+        int status = ring_.register_resource(REGISTER_FILES, empty.data(), static_cast<unsigned>(num));
         num_file_slots_ = status == 0 ? num : 0;
     }
     if (options.has_fixed_buffers) {
-        ResourceRegister sparse = {kNumBufferSlots, kRegisterSparse, 0, 0, 0};
-        int status = ring_.register_resource(kRegisterBuffers2, &sparse, sizeof sparse);
-        num_buffer_slots_ = status == 0 ? kNumBufferSlots : 0;
+        ResourceRegister sparse = {NUM_BUFFER_SLOTS, REGISTER_SPARSE, 0, 0, 0};
+        int status = ring_.register_resource(REGISTER_BUFFERS2, &sparse, sizeof sparse);
+        num_buffer_slots_ = status == 0 ? NUM_BUFFER_SLOTS : 0;
     }
 }
 
@@ -99,43 +99,43 @@ void UringQueue::end() {
     is_ending_ = true;
     wake();
     std::vector<Completion> none;
-    while (is_waking_ && submit_and_wait(kWaitForever) == 0) reap(&none);
+    while (is_waking_ && submit_and_wait(WAIT_FOREVER) == 0) reap(&none);
 }
 
 int UringQueue::set_file(int slot, int fd) {
     if (slot >= num_file_slots_) return -EOPNOTSUPP;
     FilesUpdate update = {static_cast<uint32_t>(slot), 0, reinterpret_cast<uint64_t>(&fd)};
-    return ring_.register_resource(kRegisterFilesUpdate, &update, 1);
+    return ring_.register_resource(REGISTER_FILES_UPDATE, &update, 1);
 }
 
 int UringQueue::set_buffer(int slot, char* data, size_t num_bytes) {
     if (slot >= num_buffer_slots_) return -EOPNOTSUPP;
     iovec memory = {data, num_bytes};
     ResourceUpdate update = {static_cast<uint32_t>(slot), 0, reinterpret_cast<uint64_t>(&memory), 0, 1, 0};
-    return ring_.register_resource(kRegisterBuffersUpdate, &update, sizeof update);
+    return ring_.register_resource(REGISTER_BUFFERS_UPDATE, &update, sizeof update);
 }
 
 void UringQueue::stage_wake_read() {
     Sqe* sqe = ring_.next_sqe();
-    sqe->opcode = kOpRead;
+    sqe->opcode = OP_READ;
     sqe->fd = wake_fd_;
     sqe->address = reinterpret_cast<uint64_t>(&wake_value_);
     sqe->num_bytes = sizeof wake_value_;
-    sqe->user_data = kWakeTag;
+    sqe->user_data = WAKE_TAG;
     is_waking_ = true;
 }
 
 void UringQueue::stage(const Transfer& transfer) {
     Sqe* sqe = ring_.next_sqe();
-    bool is_fixed = transfer.buffer_slot != kNoSlot;
+    bool is_fixed = transfer.buffer_slot != NO_SLOT;
     if (transfer.is_write) {
-        sqe->opcode = is_fixed ? kOpWriteFixed : kOpWrite;
+        sqe->opcode = is_fixed ? OP_WRITE_FIXED : OP_WRITE;
     } else {
-        sqe->opcode = is_fixed ? kOpReadFixed : kOpRead;
+        sqe->opcode = is_fixed ? OP_READ_FIXED : OP_READ;
     }
     if (is_fixed) sqe->buffer_slot = static_cast<uint16_t>(transfer.buffer_slot);
-    bool has_slot = transfer.file_slot != kNoSlot;
-    sqe->flags = has_slot ? kSqeFixedFile : 0;
+    bool has_slot = transfer.file_slot != NO_SLOT;
+    sqe->flags = has_slot ? SQE_FIXED_FILE : 0;
     sqe->fd = has_slot ? transfer.file_slot : transfer.fd;
     sqe->address = reinterpret_cast<uint64_t>(transfer.data);
     sqe->num_bytes = static_cast<uint32_t>(transfer.num_bytes);
@@ -148,7 +148,7 @@ int UringQueue::submit_and_wait(int64_t timeout_ns) {
     if (status != -EAGAIN && status != -EBUSY) return status;
     // The kernel lacks memory for more requests: what it has must complete first. With nothing to complete,
     // the millisecond is the back-off; either way the entries stay staged.
-    timespec pause = {0, kBackOffNs};
+    timespec pause = {0, BACK_OFF_NS};
     nanosleep(&pause, nullptr);
     return 0;
 }
@@ -156,7 +156,7 @@ int UringQueue::submit_and_wait(int64_t timeout_ns) {
 void UringQueue::reap(std::vector<Completion>* completions) {
     bool is_woken = false;
     ring_.reap([&](const Cqe& cqe) {
-        if (cqe.user_data == kWakeTag) {
+        if (cqe.user_data == WAKE_TAG) {
             is_woken = true;
         } else {
             completions->push_back({cqe.user_data, cqe.result});

@@ -23,7 +23,7 @@ int Ring::init(unsigned num_entries, uint32_t setup_flags) {
     memset(&params, 0, sizeof params);
     params.flags = setup_flags;
     // The CQ has twice the entries: it cannot overflow.
-    long fd = syscall(kSysSetup, num_entries, &params);
+    long fd = syscall(SYS_SETUP, num_entries, &params);
     if (fd < 0) return -errno;
     fd_ = static_cast<int>(fd);
     setup_flags_ = setup_flags;
@@ -33,32 +33,32 @@ int Ring::init(unsigned num_entries, uint32_t setup_flags) {
 }
 
 int Ring::enable() {
-    return setup_flags_ & kSetupDisabled ? register_resource(kRegisterEnableRings, nullptr, 0) : 0;
+    return setup_flags_ & SETUP_DISABLED ? register_resource(REGISTER_ENABLE_RINGS, nullptr, 0) : 0;
 }
 
 // IORING_OP_READ and WRITE came with 5.6, as did the probe itself.
 int Ring::check_opcodes() const {
     Probe probe;
     memset(&probe, 0, sizeof probe);
-    int status = register_resource(kRegisterProbe, &probe, sizeof probe.ops / sizeof probe.ops[0]);
+    int status = register_resource(REGISTER_PROBE, &probe, sizeof probe.ops / sizeof probe.ops[0]);
     if (status < 0) return status == -EINVAL ? -EOPNOTSUPP : status;
-    for (unsigned op : {unsigned(kOpRead), unsigned(kOpWrite)}) {
+    for (unsigned op : {unsigned(OP_READ), unsigned(OP_WRITE)}) {
         if (op > probe.last_op || !(probe.ops[op].flags & 1)) return -EOPNOTSUPP;
     }
     return 0;
 }
 
 int Ring::map(const Params& params) {
-    if (!(params.features & kFeatureSingleMmap)) return -EOPNOTSUPP;
+    if (!(params.features & FEATURE_SINGLE_MMAP)) return -EOPNOTSUPP;
     size_t sq_num_bytes = params.sq_off.array + params.sq_entries * sizeof(unsigned);
     size_t cq_num_bytes = params.cq_off.cqes + params.cq_entries * sizeof(Cqe);
     rings_num_bytes_ = std::max(sq_num_bytes, cq_num_bytes);
     sqes_num_bytes_ = params.sq_entries * sizeof(Sqe);
-    constexpr int kProtection = PROT_READ | PROT_WRITE, kSharing = MAP_SHARED | MAP_POPULATE;
-    void* rings = mmap(nullptr, rings_num_bytes_, kProtection, kSharing, fd_, kOffsetRings);
+    constexpr int PROTECTION = PROT_READ | PROT_WRITE, SHARING = MAP_SHARED | MAP_POPULATE;
+    void* rings = mmap(nullptr, rings_num_bytes_, PROTECTION, SHARING, fd_, OFFSET_RINGS);
     if (rings == MAP_FAILED) return -errno;
     rings_ = rings;
-    void* sqes = mmap(nullptr, sqes_num_bytes_, kProtection, kSharing, fd_, kOffsetSqes);
+    void* sqes = mmap(nullptr, sqes_num_bytes_, PROTECTION, SHARING, fd_, OFFSET_SQES);
     if (sqes == MAP_FAILED) return -errno;
     sqes_ = sqes;
     // A forked child must not be able to touch the parent's ring.
@@ -96,9 +96,9 @@ int Ring::enter(int64_t timeout_ns) {
     unsigned num_staged = announce_staged();
     if (has_completion()) timeout_ns = 0;
     // Where completions are delivered inside this call, nobody else brings them in.
-    bool must_enter = setup_flags_ & kSetupDeferTaskrun || num_staged > 0;
+    bool must_enter = setup_flags_ & SETUP_DEFER_TASKRUN || num_staged > 0;
     if (!must_enter && timeout_ns == 0) return 0;
-    bool can_wait_inside = timeout_ns <= 0 || features_ & kFeatureExtArg;
+    bool can_wait_inside = timeout_ns <= 0 || features_ & FEATURE_EXT_ARG;
     int status = enter_kernel(num_staged, can_wait_inside ? timeout_ns : 0);
     if (status == -EINTR || status == -ETIME) status = 0;
     if (status < 0 || can_wait_inside) return status;
@@ -109,9 +109,9 @@ int Ring::enter_kernel(unsigned num_submit, int64_t timeout_ns) const {
     KernelTimespec limit = {timeout_ns / 1'000'000'000, timeout_ns % 1'000'000'000};
     GetEventsArg wait = {0, 0, 0, reinterpret_cast<uint64_t>(&limit)};
     uint32_t flags = 0;
-    if (timeout_ns != 0 || setup_flags_ & kSetupDeferTaskrun) flags |= kEnterGetEvents;
-    if (timeout_ns > 0) flags |= kEnterExtArg;
-    long status = syscall(kSysEnter, fd_, num_submit, timeout_ns != 0 ? 1 : 0, flags,
+    if (timeout_ns != 0 || setup_flags_ & SETUP_DEFER_TASKRUN) flags |= ENTER_GET_EVENTS;
+    if (timeout_ns > 0) flags |= ENTER_EXT_ARG;
+    long status = syscall(SYS_ENTER, fd_, num_submit, timeout_ns != 0 ? 1 : 0, flags,
                           timeout_ns > 0 ? &wait : nullptr, timeout_ns > 0 ? sizeof wait : 0);
     return status < 0 ? -errno : 0;
 }
@@ -127,7 +127,7 @@ int Ring::poll_completion(int64_t timeout_ns) const {
 int Ring::register_resource(unsigned op, void* argument, unsigned num) const {
     long status;
     do {
-        status = syscall(kSysRegister, fd_, op, argument, num);
+        status = syscall(SYS_REGISTER, fd_, op, argument, num);
     } while (status < 0 && errno == EINTR);
     return status < 0 ? -errno : 0;
 }

@@ -27,7 +27,7 @@ class Ring {
     Ring& operator=(const Ring&) = delete;
 
     // 0 or -errno (EINVAL: the kernel does not know one of the flags). Made by any thread; a ring with
-    // kSetupDisabled belongs to the thread that calls enable().
+    // SETUP_DISABLED belongs to the thread that calls enable().
     int init(unsigned num_entries, uint32_t setup_flags);
     int enable();
 

@@ -21,10 +21,10 @@
 namespace offloadzero::aio {
 namespace {
 
-constexpr unsigned kMaxStalls = 16;
-constexpr unsigned kMaxBusy = 64;
-constexpr unsigned kMaxBusyAtOnce = 3;  // retried without a pause
-constexpr size_t kGranulePoolNumBytes = 4096;
+constexpr unsigned MAX_STALLS = 16;
+constexpr unsigned MAX_BUSY = 64;
+constexpr unsigned MAX_BUSY_AT_ONCE = 3;  // retried without a pause
+constexpr size_t GRANULE_POOL_NUM_BYTES = 4096;
 
 int64_t round_down(int64_t value, size_t step) { return value - value % static_cast<int64_t>(step); }
 
@@ -39,7 +39,7 @@ Worker::Worker(Engine* engine, size_t index, std::unique_ptr<KernelQueue> kernel
       index_(index),
       kernel_(std::move(kernel)),
       depth_(depth),
-      granule_pool_(kGranulePoolNumBytes),
+      granule_pool_(GRANULE_POOL_NUM_BYTES),
       block_pool_(engine->block_size()) {}
 
 int Worker::start_thread() {
@@ -132,7 +132,7 @@ void Worker::run_deferred() {
 }
 
 int64_t Worker::wait_timeout_ns() const {
-    if (deferred_.empty()) return kWaitForever;
+    if (deferred_.empty()) return WAIT_FOREVER;
     int64_t first = INT64_MAX;
     for (const Deferred& deferred : deferred_) first = std::min(first, deferred.due_ns);
     return std::max<int64_t>(first - now_ns(), 0);
@@ -174,12 +174,12 @@ void Worker::stage(BlockPtr block) {
     Transfer transfer;
     transfer.is_write = window.is_write;
     transfer.fd = window.fd;
-    transfer.file_slot = window.fd == file.fd() ? slots_.file_slot(file.slot(), file.id()) : kNoSlot;
+    transfer.file_slot = window.fd == file.fd() ? slots_.file_slot(file.slot(), file.id()) : NO_SLOT;
     transfer.data = window.data + block->num_done;
     transfer.num_bytes = num_bytes;
     transfer.buffer_slot = slots_.buffer_slot(transfer.data, num_bytes);
     transfer.offset = window.offset + static_cast<int64_t>(block->num_done);
-    block->is_fixed = transfer.buffer_slot != kNoSlot;
+    block->is_fixed = transfer.buffer_slot != NO_SLOT;
     if (block->is_fixed) engine_.num_fixed_.fetch_add(1, std::memory_order_relaxed);
     ++num_in_kernel_;
     transfer.tag = reinterpret_cast<uint64_t>(block.release());
@@ -187,7 +187,7 @@ void Worker::stage(BlockPtr block) {
 }
 
 int Worker::take_bounce(Block* block, size_t num_bytes) {
-    block->bounce = (num_bytes <= kGranulePoolNumBytes ? granule_pool_ : block_pool_).take();
+    block->bounce = (num_bytes <= GRANULE_POOL_NUM_BYTES ? granule_pool_ : block_pool_).take();
     if (block->bounce == nullptr) return ENOMEM;
     engine_.num_bounced_.fetch_add(1, std::memory_order_relaxed);
     return 0;
@@ -205,7 +205,7 @@ int Worker::prepare(Block* block) {
     window.offset = piece.offset;
     window.num_bytes = window.num_needed = piece.num_bytes;
     window.granularity = request.is_write ? file.alignment() : file.read_alignment();
-    if (piece.path == Path::kPlain) return 0;
+    if (piece.path == Path::PLAIN) return 0;
 
     int64_t end = piece.offset + static_cast<int64_t>(piece.num_bytes);
     window.offset = round_down(piece.offset, window.granularity);
@@ -214,8 +214,8 @@ int Worker::prepare(Block* block) {
     int error = take_bounce(block, window.num_bytes);
     if (error != 0) return error;
     window.data = block->bounce.get();
-    if (piece.path == Path::kPartGranule) {
-        block->phase = Block::Phase::kReadGranule;
+    if (piece.path == Path::PART_GRANULE) {
+        block->phase = Block::Phase::READ_GRANULE;
         window.is_write = false;
         window.num_needed = window.num_bytes;
     } else if (request.is_write) {
@@ -236,7 +236,7 @@ void Worker::on_result(BlockPtr block, int64_t result) {
     if (result == -EFAULT && block->is_fixed) {
         // The memory was unregistered between stage() and the kernel's look at the slot: again, without.
         const char* data = block->window.data + block->num_done;
-        bool is_registered = slots_.buffer_slot(data, block->window.num_bytes - block->num_done) != kNoSlot;
+        bool is_registered = slots_.buffer_slot(data, block->window.num_bytes - block->num_done) != NO_SLOT;
         if (!is_registered) return resume(std::move(block));
     }
     if (result < 0) return finish(std::move(block), static_cast<int>(-result));
@@ -256,21 +256,21 @@ void Worker::on_short(BlockPtr block, int64_t result) {
     if (!window.is_write && (result == 0 || position >= end)) {
         // A direct read that ends in the file's last sector has been seen to count bytes behind its end.
         if (position > end) block->num_done = static_cast<size_t>(std::max<int64_t>(end - window.offset, 0));
-        if (block->phase == Block::Phase::kReadGranule) return append(std::move(block));
+        if (block->phase == Block::Phase::READ_GRANULE) return append(std::move(block));
         return finish(std::move(block), ENODATA);
     }
     block->num_done -= block->num_done % window.granularity;
     block->num_stalls = block->num_done > num_before ? 0 : block->num_stalls + 1;
-    if (block->num_stalls > kMaxStalls) return finish(std::move(block), EIO);
+    if (block->num_stalls > MAX_STALLS) return finish(std::move(block), EIO);
     engine_.num_retries_.fetch_add(1, std::memory_order_relaxed);
     resume(std::move(block));
 }
 
 void Worker::retry_busy(BlockPtr block, int error) {
-    if (++block->num_busy > kMaxBusy) return finish(std::move(block), error);
+    if (++block->num_busy > MAX_BUSY) return finish(std::move(block), error);
     engine_.num_retries_.fetch_add(1, std::memory_order_relaxed);
-    if (block->num_busy <= kMaxBusyAtOnce) return resume(std::move(block));
-    const int64_t pause_ns = 1'000'000LL << std::min(block->num_busy - kMaxBusyAtOnce, 6u);
+    if (block->num_busy <= MAX_BUSY_AT_ONCE) return resume(std::move(block));
+    const int64_t pause_ns = 1'000'000LL << std::min(block->num_busy - MAX_BUSY_AT_ONCE, 6u);
     defer(std::move(block), pause_ns, true, 0);
 }
 
@@ -278,14 +278,14 @@ void Worker::end_phase(BlockPtr block) {
     const Piece& piece = block->piece;
     Block::Window& window = block->window;
     size_t skip = static_cast<size_t>(piece.offset - window.offset);
-    if (block->phase == Block::Phase::kReadGranule) {
+    if (block->phase == Block::Phase::READ_GRANULE) {
         memcpy(block->bounce.get() + skip, piece.data, piece.num_bytes);
-        block->phase = Block::Phase::kWriteGranule;
+        block->phase = Block::Phase::WRITE_GRANULE;
         window.is_write = true;
         block->num_done = 0;
         return resume(std::move(block));
     }
-    if (piece.path == Path::kBounce && !window.is_write)
+    if (piece.path == Path::BOUNCE && !window.is_write)
         memcpy(piece.data, block->bounce.get() + skip, piece.num_bytes);
     finish(std::move(block), 0);
 }
@@ -295,7 +295,7 @@ void Worker::append(BlockPtr block) {
     block->num_done = 0;
     int fd = block->operation->request.file->buffered_fd();
     if (fd < 0) return finish(std::move(block), -fd);
-    block->phase = Block::Phase::kAppend;
+    block->phase = Block::Phase::APPEND;
     block->window = {true, fd, piece.data, piece.offset, piece.num_bytes, piece.num_bytes, 1};
     resume(std::move(block));
 }

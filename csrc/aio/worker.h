@@ -16,10 +16,10 @@ namespace offloadzero::aio {
 // A piece of an operation on its way.
 struct Block {
     enum class Phase {
-        kTransfer,      // the bytes asked for, direct or through the bounce buffer
-        kReadGranule,   // part of a granule, step 1: read the granule
-        kWriteGranule,  // step 2: write it back, changed
-        kAppend,        // step 2 where the file ends inside the granule
+        TRANSFER,       // the bytes asked for, direct or through the bounce buffer
+        READ_GRANULE,   // part of a granule, step 1: read the granule
+        WRITE_GRANULE,  // step 2: write it back, changed
+        APPEND,         // step 2 where the file ends inside the granule
     };
 
     // What the kernel is asked to move. A transfer is complete when `num_needed` bytes are there; a short one
@@ -36,7 +36,7 @@ struct Block {
 
     std::shared_ptr<Operation> operation;
     Piece piece;
-    Phase phase = Phase::kTransfer;
+    Phase phase = Phase::TRANSFER;
     Window window;
     size_t num_done = 0;  // of the window
     Bounce bounce;

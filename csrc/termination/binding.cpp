@@ -21,16 +21,16 @@
 
 namespace {
 
-constexpr int kSignals[] = {SIGTERM, SIGHUP};
-constexpr int kNumPlaces = 256;
-constexpr size_t kMaxPathBytes = 4096;
+constexpr int SIGNALS[] = {SIGTERM, SIGHUP};
+constexpr int NUM_PLACES = 256;
+constexpr size_t MAX_PATH_BYTES = 4096;
 
 // Places are never freed, so that the handler may run at any time. Untouched ones take no memory.
 struct Place {
     std::atomic<bool> is_used{false};
-    char path[kMaxPathBytes];
+    char path[MAX_PATH_BYTES];
 };
-Place g_places[kNumPlaces];
+Place g_places[NUM_PLACES];
 std::atomic<pid_t> g_owner{0};
 int g_num_used = 0;  // under the interpreter's lock
 
@@ -60,7 +60,7 @@ void replace_handler(void (*before)(int), void (*handler)(int)) {
     action.sa_handler = handler;
     action.sa_flags = SA_ONSTACK;
     sigemptyset(&action.sa_mask);
-    for (int signal_number : kSignals) {
+    for (int signal_number : SIGNALS) {
         if (is_in_force(signal_number, before)) sigaction(signal_number, &action, nullptr);
     }
 }
@@ -75,7 +75,7 @@ PyObject* add(PyObject*, PyObject* argument) {
         g_num_used = 0;
         g_owner.store(getpid());
     }
-    for (int index = 0; index < kNumPlaces && static_cast<size_t>(size) < kMaxPathBytes; ++index) {
+    for (int index = 0; index < NUM_PLACES && static_cast<size_t>(size) < MAX_PATH_BYTES; ++index) {
         Place& place = g_places[index];
         if (place.is_used.load()) continue;
         std::memcpy(place.path, path, static_cast<size_t>(size) + 1);
@@ -91,7 +91,7 @@ PyObject* add(PyObject*, PyObject* argument) {
 PyObject* discard(PyObject*, PyObject* argument) {
     long index = PyLong_AsLong(argument);
     if (index == -1 && PyErr_Occurred()) return nullptr;
-    if (index >= 0 && index < kNumPlaces && g_owner.load() == getpid() && g_places[index].is_used.load()) {
+    if (index >= 0 && index < NUM_PLACES && g_owner.load() == getpid() && g_places[index].is_used.load()) {
         g_places[index].is_used.store(false);
         if (--g_num_used == 0) replace_handler(remove_files_and_end, SIG_DFL);
     }
@@ -103,23 +103,23 @@ PyObject* is_installed(PyObject*, PyObject*) {
     return PyBool_FromLong(is_in_force(SIGTERM, remove_files_and_end));
 }
 
-PyMethodDef kMethods[] = {
+PyMethodDef METHODS[] = {
     {"add", add, METH_O, nullptr},
     {"discard", discard, METH_O, nullptr},
     {"is_installed", is_installed, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef kModule = {PyModuleDef_HEAD_INIT,
-                       "_termination",
-                       "Files that go with the process (see offloadzero.native.termination).",
-                       -1,
-                       kMethods,
-                       nullptr,
-                       nullptr,
-                       nullptr,
-                       nullptr};
+PyModuleDef MODULE = {PyModuleDef_HEAD_INIT,
+                      "_termination",
+                      "Files that go with the process (see offloadzero.native.termination).",
+                      -1,
+                      METHODS,
+                      nullptr,
+                      nullptr,
+                      nullptr,
+                      nullptr};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__termination() { return PyModule_Create(&kModule); }
+PyMODINIT_FUNC PyInit__termination() { return PyModule_Create(&MODULE); }

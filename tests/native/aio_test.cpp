@@ -21,10 +21,10 @@ namespace {
 
 using namespace offloadzero::aio;
 
-constexpr size_t kBlock = 16384;
-constexpr int64_t kWaitNs = 60'000'000'000;
-constexpr int64_t kMs = 1'000'000;
-constexpr int64_t kLongMs = 3'600'000;
+constexpr size_t BLOCK = 16384;
+constexpr int64_t WAIT_NS = 60'000'000'000;
+constexpr int64_t MS = 1'000'000;
+constexpr int64_t LONG_MS = 3'600'000;
 using Bytes = std::vector<char>;
 using Ticket = std::shared_ptr<Operation>;
 
@@ -86,7 +86,7 @@ int num_open_descriptors() {
 class Fixture {
   public:
     explicit Fixture(EngineOptions options, const Bytes& content = {}) : path(folder.path("data")) {
-        options.block_size = kBlock;
+        options.block_size = BLOCK;
         CHECK_EQUAL(Engine::create(options, &engine), 0);
         put(path, content);
         file = open_file();
@@ -111,7 +111,7 @@ class Fixture {
     }
 
     int finish(const Ticket& ticket) {
-        CHECK_EQUAL(engine->wait(ticket.get(), kWaitNs), 0);
+        CHECK_EQUAL(engine->wait(ticket.get(), WAIT_NS), 0);
         return ticket->error();
     }
 
@@ -122,9 +122,9 @@ class Fixture {
 };
 
 void test_odd_sizes_and_offsets(const EngineOptions& options) {
-    Bytes old = random_bytes(8 * kBlock + 77, 1);
-    for (size_t size : {size_t(0), size_t(1), size_t(511), size_t(4096), size_t(4097), 3 * kBlock - 1,
-                        3 * kBlock, 3 * kBlock + 1}) {
+    Bytes old = random_bytes(8 * BLOCK + 77, 1);
+    for (size_t size : {size_t(0), size_t(1), size_t(511), size_t(4096), size_t(4097), 3 * BLOCK - 1,
+                        3 * BLOCK, 3 * BLOCK + 1}) {
         for (int64_t offset : {0, 1, 199, 4095, 4096, 65536 + 512}) {
             Fixture fixture(options, old);
             Bytes data = random_bytes(size, 2);
@@ -141,51 +141,51 @@ void test_odd_sizes_and_offsets(const EngineOptions& options) {
 
 // Ranges next to each other, from several threads: most share an alignment unit with a neighbour.
 void test_threads_write_side_by_side(const EngineOptions& options) {
-    constexpr size_t kThreads = 4, kPieces = 120, kPiece = 1001;
-    Bytes data = random_bytes(kThreads * kPieces * kPiece, 3);
+    constexpr size_t THREADS = 4, PIECES = 120, PIECE = 1001;
+    Bytes data = random_bytes(THREADS * PIECES * PIECE, 3);
     Fixture fixture(options, Bytes(data.size()));
     std::vector<std::thread> threads;
-    for (size_t thread = 0; thread < kThreads; ++thread) {
+    for (size_t thread = 0; thread < THREADS; ++thread) {
         threads.emplace_back([&, thread] {
             std::vector<Ticket> tickets;
-            for (size_t piece = 0; piece < kPieces; ++piece) {
-                size_t at = (piece * kThreads + thread) * kPiece;
-                tickets.push_back(fixture.submit(true, &data[at], kPiece, static_cast<int64_t>(at)));
+            for (size_t piece = 0; piece < PIECES; ++piece) {
+                size_t at = (piece * THREADS + thread) * PIECE;
+                tickets.push_back(fixture.submit(true, &data[at], PIECE, static_cast<int64_t>(at)));
             }
             for (const Ticket& ticket : tickets) CHECK_EQUAL(fixture.finish(ticket), 0);
         });
     }
     for (std::thread& thread : threads) thread.join();
     CHECK(get(fixture.path) == data);
-    CHECK_EQUAL(fixture.engine->collect_finished().size(), kThreads * kPieces);
+    CHECK_EQUAL(fixture.engine->collect_finished().size(), THREADS * PIECES);
 }
 
 void test_short_transfers_continue(const EngineOptions& options) {
     for (int64_t num_short : {1, 512, 4096, 5000}) {
-        Bytes data = random_bytes(5 * kBlock + 1001, 4);
-        Fixture fixture(options, Bytes(8 * kBlock));
+        Bytes data = random_bytes(5 * BLOCK + 1001, 4);
+        Fixture fixture(options, Bytes(8 * BLOCK));
         for (uint64_t nth = 1; nth <= 4; ++nth)
-            fixture.engine->faults().inject(FaultKind::kShort, nth, num_short);
-        CHECK_EQUAL(fixture.finish(fixture.submit(true, data.data(), data.size(), kBlock - 7)), 0);
+            fixture.engine->faults().inject(FaultKind::SHORT, nth, num_short);
+        CHECK_EQUAL(fixture.finish(fixture.submit(true, data.data(), data.size(), BLOCK - 7)), 0);
         for (uint64_t nth = 1; nth <= 4; ++nth)
-            fixture.engine->faults().inject(FaultKind::kShort, nth, num_short);
+            fixture.engine->faults().inject(FaultKind::SHORT, nth, num_short);
         Bytes back(data.size());
-        CHECK_EQUAL(fixture.finish(fixture.submit(false, back.data(), back.size(), kBlock - 7)), 0);
+        CHECK_EQUAL(fixture.finish(fixture.submit(false, back.data(), back.size(), BLOCK - 7)), 0);
         CHECK(back == data);
         CHECK(fixture.engine->stats().retries > 0);
     }
 }
 
 void test_faults_end_their_operation_only(const EngineOptions& options) {
-    Bytes content = random_bytes(64 * kBlock, 5);
+    Bytes content = random_bytes(64 * BLOCK, 5);
     Fixture fixture(options, content);
     std::mt19937 random(6);
     for (int turn = 0; turn < 150; ++turn) {
         int error = turn % 3 == 0 ? EINTR : turn % 3 == 1 ? EIO : ENOSPC;
-        fixture.engine->faults().inject(FaultKind::kErrno, 1 + random() % 6, error);
-        fixture.engine->faults().inject(FaultKind::kDelay, 1 + random() % 6, random() % 3);
+        fixture.engine->faults().inject(FaultKind::ERRNO, 1 + random() % 6, error);
+        fixture.engine->faults().inject(FaultKind::DELAY, 1 + random() % 6, random() % 3);
         std::vector<Ticket> tickets;
-        std::vector<Bytes> backs(4, Bytes(3 * kBlock + 5));
+        std::vector<Bytes> backs(4, Bytes(3 * BLOCK + 5));
         for (size_t i = 0; i < backs.size(); ++i) {
             tickets.push_back(fixture.submit(false, backs[i].data(), backs[i].size(), 1000 * int64_t(i)));
         }
@@ -202,16 +202,16 @@ void test_faults_end_their_operation_only(const EngineOptions& options) {
 }
 
 void test_close_cancels_what_has_not_started(const EngineOptions& options) {
-    Fixture fixture(options, Bytes(kBlock));
+    Fixture fixture(options, Bytes(BLOCK));
     // All places of all threads' queues are taken by late blocks: whatever comes after them stays queued.
     const size_t num_places =
         (options.queue_depth + options.num_threads - 1) / options.num_threads * options.num_threads;
-    Bytes data(num_places * kBlock, 'd');
+    Bytes data(num_places * BLOCK, 'd');
     for (uint64_t nth = 1; nth <= num_places; ++nth)
-        fixture.engine->faults().inject(FaultKind::kDelay, nth, kLongMs);
+        fixture.engine->faults().inject(FaultKind::DELAY, nth, LONG_MS);
     Ticket first = fixture.submit(true, data.data(), data.size(), 0);
     while (fixture.engine->stats().blocks < num_places) std::this_thread::yield();
-    Bytes dropped(100 * kBlock, 'x');
+    Bytes dropped(100 * BLOCK, 'x');
     std::vector<Ticket> late;
     for (int i = 0; i < 20; ++i)
         late.push_back(fixture.submit(true, dropped.data(), dropped.size(), 1 << 20));
@@ -228,14 +228,14 @@ void test_close_cancels_what_has_not_started(const EngineOptions& options) {
 
 void test_timeout(const EngineOptions& given) {
     EngineOptions options = given;
-    options.operation_timeout_ns = 500 * kMs;  // a busy machine begins two blocks in less
-    Fixture fixture(options, Bytes(4 * kBlock));
-    Bytes memory(4 * kBlock);
-    fixture.engine->faults().inject(FaultKind::kDelay, 2, kLongMs);
+    options.operation_timeout_ns = 500 * MS;  // a busy machine begins two blocks in less
+    Fixture fixture(options, Bytes(4 * BLOCK));
+    Bytes memory(4 * BLOCK);
+    fixture.engine->faults().inject(FaultKind::DELAY, 2, LONG_MS);
     int64_t begin = now_ns();
     Ticket ticket = fixture.submit(false, memory.data(), memory.size(), 0);
     CHECK_EQUAL(fixture.finish(ticket), ETIMEDOUT);
-    CHECK(now_ns() - begin >= 500 * kMs);
+    CHECK(now_ns() - begin >= 500 * MS);
     // The caller learns of it at once; its memory is busy until the late block is there.
     CHECK(!ticket->released.is_set());
     CHECK(fixture.engine->collect_finished().empty());
@@ -247,19 +247,19 @@ void test_timeout(const EngineOptions& given) {
 
 void test_in_time(const EngineOptions& given) {
     EngineOptions options = given;
-    options.operation_timeout_ns = kWaitNs;
-    Fixture fixture(options, Bytes(4 * kBlock));
-    Bytes data(kBlock);
-    CHECK_EQUAL(fixture.finish(fixture.submit(false, data.data(), kBlock, 0)), 0);
+    options.operation_timeout_ns = WAIT_NS;
+    Fixture fixture(options, Bytes(4 * BLOCK));
+    Bytes data(BLOCK);
+    CHECK_EQUAL(fixture.finish(fixture.submit(false, data.data(), BLOCK, 0)), 0);
 }
 
 void test_close_with_work_in_flight(const EngineOptions& options) {
     for (bool should_cancel : {false, true}) {
         for (int turn = 0; turn < 10; ++turn) {
-            Fixture fixture(options, Bytes(kBlock));
-            fixture.engine->faults().inject(FaultKind::kDelay, 1, turn % 3);
-            if (turn % 2) fixture.engine->faults().inject(FaultKind::kErrno, 3, EIO);
-            Bytes data(4 * kBlock + 9, 'w');
+            Fixture fixture(options, Bytes(BLOCK));
+            fixture.engine->faults().inject(FaultKind::DELAY, 1, turn % 3);
+            if (turn % 2) fixture.engine->faults().inject(FaultKind::ERRNO, 3, EIO);
+            Bytes data(4 * BLOCK + 9, 'w');
             std::atomic<bool> is_over{false};
             std::vector<Ticket> tickets;
             std::thread submitter([&] {
@@ -292,29 +292,29 @@ void test_close_with_work_in_flight(const EngineOptions& options) {
 }
 
 void test_registered_memory(const EngineOptions& options) {
-    Bytes content = random_bytes(32 * kBlock, 7);
+    Bytes content = random_bytes(32 * BLOCK, 7);
     Fixture fixture(options, content);
-    constexpr size_t kNumBytes = 64 * kBlock;
-    char* memory = static_cast<char*>(aligned_alloc(4096, kNumBytes));
+    constexpr size_t NUM_BYTES = 64 * BLOCK;
+    char* memory = static_cast<char*>(aligned_alloc(4096, NUM_BYTES));
     CHECK(memory != nullptr);
     for (int turn = 0; turn < 5; ++turn) {
-        int status = fixture.engine->register_buffer(memory, kNumBytes);
+        int status = fixture.engine->register_buffer(memory, NUM_BYTES);
         bool is_refused = status == -EOPNOTSUPP || status == -ENOMEM || status == -EINVAL;
         CHECK(status == 0 || is_refused);
-        CHECK_EQUAL(fixture.engine->stats().registered_bytes, status == 0 ? kNumBytes : 0);
+        CHECK_EQUAL(fixture.engine->stats().registered_bytes, status == 0 ? NUM_BYTES : 0);
         std::vector<Ticket> tickets;
         for (size_t i = 0; i < 2; ++i) {
-            tickets.push_back(fixture.submit(false, memory + i * 32 * kBlock, 32 * kBlock, 0));
+            tickets.push_back(fixture.submit(false, memory + i * 32 * BLOCK, 32 * BLOCK, 0));
         }
         // Taken back while the transfers are in flight: the kernel keeps what they need.
         std::thread other([&] { CHECK_EQUAL(fixture.engine->unregister_buffer(memory), status == 0); });
         for (const Ticket& ticket : tickets) CHECK_EQUAL(fixture.finish(ticket), 0);
         other.join();
         for (size_t i = 0; i < 2; ++i) {
-            CHECK(memcmp(memory + i * 32 * kBlock, content.data(), content.size()) == 0);
+            CHECK(memcmp(memory + i * 32 * BLOCK, content.data(), content.size()) == 0);
         }
     }
-    fixture.engine->register_buffer(memory, kNumBytes);
+    fixture.engine->register_buffer(memory, NUM_BYTES);
     fixture.engine->close(false);
     CHECK_EQUAL(fixture.engine->stats().registered_bytes, size_t{0});
     free(memory);
@@ -322,19 +322,19 @@ void test_registered_memory(const EngineOptions& options) {
 
 // More files than slots, opened and closed while others are read: a slot never shows the file it held before.
 void test_files_come_and_go(const EngineOptions& options) {
-    constexpr int kFiles = kNumFileSlots + 20;
+    constexpr int FILES = NUM_FILE_SLOTS + 20;
     Fixture fixture(options);
     int num_before = num_open_descriptors();
     {
         std::vector<std::shared_ptr<File>> files;
-        for (int i = 0; i < kFiles; ++i) {
+        for (int i = 0; i < FILES; ++i) {
             fixture.path = fixture.folder.path("file" + std::to_string(i));
             put(fixture.path, Bytes(4096, static_cast<char>(i)));
             files.push_back(fixture.open_file());
             if (i % 3 == 2) files[static_cast<size_t>(i - 1)].reset();
         }
         for (int turn = 0; turn < 2; ++turn) {
-            for (int i = 0; i < kFiles; ++i) {
+            for (int i = 0; i < FILES; ++i) {
                 if (files[static_cast<size_t>(i)] == nullptr) continue;
                 char back[4096];
                 fixture.file = files[static_cast<size_t>(i)];
@@ -353,7 +353,7 @@ struct Test {
     void (*function)(const EngineOptions&);
 };
 
-constexpr Test kTests[] = {
+constexpr Test TESTS[] = {
     {"odd sizes and offsets", test_odd_sizes_and_offsets},
     {"threads write side by side", test_threads_write_side_by_side},
     {"short transfers continue", test_short_transfers_continue},
@@ -381,25 +381,25 @@ std::vector<Setup> setups() {
         all.push_back(setup);
         return all.back().options;
     };
-    add("io_uring", KernelInterface::kUring, 1);
-    add("io_uring, 3 threads", KernelInterface::kUring, 3);
-    add("io_uring, plain", KernelInterface::kUring, 1).uring = {false, false, false};
-    add("native AIO", KernelInterface::kNativeAio, 1);
-    add("native AIO, 2 threads", KernelInterface::kNativeAio, 2);
+    add("io_uring", KernelInterface::URING, 1);
+    add("io_uring, 3 threads", KernelInterface::URING, 3);
+    add("io_uring, plain", KernelInterface::URING, 1).uring = {false, false, false};
+    add("native AIO", KernelInterface::NATIVE_AIO, 1);
+    add("native AIO, 2 threads", KernelInterface::NATIVE_AIO, 2);
     return all;
 }
 
 }  // namespace
 
 void blocks_fit_whole_requests() {
-    constexpr size_t kKib = 1024, kMib = 1024 * kKib;
-    CHECK_EQUAL(fit_requests(kMib, 1016 * kKib), 1016 * kKib);
-    CHECK_EQUAL(fit_requests(4 * kMib, 1016 * kKib), 4064 * kKib);
-    CHECK_EQUAL(fit_requests(kMib, 508 * kKib), 1016 * kKib);
-    CHECK_EQUAL(fit_requests(kMib, kMib), kMib);
-    CHECK_EQUAL(fit_requests(kMib, 2 * kMib), kMib);            // fits into one as it is
-    CHECK_EQUAL(fit_requests(1536 * kKib, kMib), 1536 * kKib);  // the rest is no small one
-    CHECK_EQUAL(fit_requests(kMib, 0), kMib);
+    constexpr size_t KIB = 1024, MIB = 1024 * KIB;
+    CHECK_EQUAL(fit_requests(MIB, 1016 * KIB), 1016 * KIB);
+    CHECK_EQUAL(fit_requests(4 * MIB, 1016 * KIB), 4064 * KIB);
+    CHECK_EQUAL(fit_requests(MIB, 508 * KIB), 1016 * KIB);
+    CHECK_EQUAL(fit_requests(MIB, MIB), MIB);
+    CHECK_EQUAL(fit_requests(MIB, 2 * MIB), MIB);            // fits into one as it is
+    CHECK_EQUAL(fit_requests(1536 * KIB, MIB), 1536 * KIB);  // the rest is no small one
+    CHECK_EQUAL(fit_requests(MIB, 0), MIB);
 }
 
 int main() {
@@ -413,7 +413,7 @@ int main() {
             std::printf("%-22s not available: %s\n", setup.name, strerror(-status));
             continue;
         }
-        for (const Test& test : kTests) {
+        for (const Test& test : TESTS) {
             int64_t begin = now_ns();
             test.function(setup.options);
             std::printf("%-22s %-36s %6.0f ms\n", setup.name, test.name, double(now_ns() - begin) / 1e6);
