@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from offloadzero.cli import nvme_compare, nvme_report
+from offloadzero.cli import nvme_report
 from offloadzero.cli.fio import fio_version, run_fio
 from offloadzero.cli.machine import MEMORY_FILESYSTEMS, describe_machine, describe_path, describe_versions
 from offloadzero.cli.nvme_sweep import (
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:
         if args.paths:
             raise ConfigError("PATH", args.paths[0], "--compare measures nothing: leave PATH out")
-        print_lines(nvme_compare.compare_files(*args.compare))
+        print_lines(nvme_report.compare_files(*args.compare))
         return 0
     if not args.paths:
         raise ConfigError("PATH", None, "name a directory of the drive to measure")

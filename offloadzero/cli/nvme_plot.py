@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from offloadzero.cli.nvme_report import saved_medians
+from offloadzero.cli.nvme_sweep import Point
 from offloadzero.cli.units import size_text
 from offloadzero.errors import AioError, ConfigError
 
 _TRAFFIC = (("read", "Sequential read"), ("write", "Sequential write"), ("mixed", "Optimizer step (10 : 12)"))
-_PHASES = ("coarse", "refine", "confirm")
 _COLORS = {"io_uring": "#1f77b4", "native_aio": "#d95f02", "aiofiles": "#7f7f7f"}
 _GREY = "#555555"
 
@@ -33,9 +33,9 @@ def plot(result: Mapping[str, Any], path: str) -> None:
     figure = Figure(figsize=(11.0, 7.0), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 3, height_ratios=(1.15, 1.0))
-    groups = {traffic: _medians(result, traffic) for traffic, _ in _TRAFFIC}
+    groups = {traffic: saved_medians(result, traffic) for traffic, _ in _TRAFFIC}
     largest = max((rate for rates in groups.values() for rate in rates.values()), default=1.0)
-    sizes = sorted({key[-1] for rates in groups.values() for key in rates})
+    sizes = sorted({point.block_size for rates in groups.values() for point in rates})
     for column, (traffic, title) in enumerate(_TRAFFIC):
         axes = figure.add_subplot(grid[0, column])
         axes.set_title(title, fontsize=10)
@@ -65,20 +65,6 @@ def _title(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-_Key = tuple[str, int, int, int]  # backend, threads, depth, block size
-
-
-def _medians(result: Mapping[str, Any], traffic: str) -> dict[_Key, float]:
-    """GB/s of each point."""
-    groups: dict[_Key, list[float]] = {}
-    for sample in result["samples"]:
-        point = sample["point"]
-        if sample["traffic"] == traffic and sample["phase"] in _PHASES:
-            key = (point["backend"], point["num_threads"], point["queue_depth"], point["block_size"])
-            groups.setdefault(key, []).append(sample["gb_per_s"])
-    return {key: statistics.median(rates) for key, rates in sorted(groups.items())}
-
-
 def _set_sizes(axes: Any, sizes: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [size_text(size).replace(" ", "\n") for size in sizes])
@@ -89,12 +75,13 @@ def _set_sizes(axes: Any, sizes: Sequence[int]) -> None:
     _plain(axes)
 
 
-def _plot_traffic(axes: Any, result: Mapping[str, Any], traffic: str, rates: Mapping[_Key, float]) -> None:
+def _plot_traffic(axes: Any, result: Mapping[str, Any], traffic: str, rates: Mapping[Point, float]) -> None:
     """One line per depth over block size (one thread, AUTO's backend); other settings as marks."""
     first = next(name for name, word in result["backends"].items() if word == "available")
     lines: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
-    for (backend, num_threads, depth, block_size), rate in rates.items():
-        lines.setdefault((backend, num_threads, depth), []).append((block_size, rate))
+    for point, rate in rates.items():
+        key = (point.backend, point.num_threads, point.queue_depth)
+        lines.setdefault(key, []).append((point.block_size, rate))
     for (backend, num_threads, depth), places in lines.items():
         if backend == first and num_threads == 1:
             _draw_depth(axes, places, depth)

@@ -1,10 +1,10 @@
-"""What the samples of `bench nvme` say: medians, the config block, the sentence, the table (floor 7)."""
+"""The samples of `bench nvme` as medians, a config block, a sentence and a table; two results compared (floor 7)."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from offloadzero.cli.machine import MEMORY_FILESYSTEMS
@@ -20,8 +20,9 @@ from offloadzero.cli.nvme_sweep import (
     step_seconds,
 )
 from offloadzero.cli.nvme_traffic import Sample
-from offloadzero.cli.output import text_table
+from offloadzero.cli.output import load_json, text_table
 from offloadzero.cli.units import duration_text, size_text
+from offloadzero.errors import ConfigError
 
 FORMAT = "offloadzero.bench.nvme"
 FORMAT_VERSION = 1
@@ -44,6 +45,16 @@ def deciding_samples(samples: Sequence[Sample], traffic: Traffic) -> list[Sample
 def medians(samples: Sequence[Sample], traffic: Traffic) -> dict[Point, float]:
     """Bytes per second of each point that was confirmed."""
     return medians_by_point([(s.point, s.bytes_per_s) for s in deciding_samples(samples, traffic)])
+
+
+def saved_medians(result: Mapping[str, Any], traffic: str) -> dict[Point, float]:
+    """GB/s of each point that the sweep of a saved result has measured, in the order of points."""
+    rates = [
+        (Point.from_json(sample["point"]), sample["gb_per_s"])
+        for sample in result["samples"]
+        if sample["traffic"] == traffic and sample["phase"] in SWEEP_PHASES
+    ]
+    return dict(sorted(medians_by_point(rates).items()))
 
 
 def chosen_point(samples: Sequence[Sample], backends: Sequence[str]) -> Point:
@@ -368,3 +379,71 @@ def _meaning_lines(meaning: Row | None) -> list[str]:
         f"{meaning['text'][0].upper()}{meaning['text'][1:]}.",
         f"(Files alone, per step: {times}; the free space holds {capacity:.3g} billion.)",
     ]
+
+
+# --- Two results side by side ---
+
+_Line = tuple[str, float, float]
+
+
+def compare_files(first: str, second: str) -> list[str]:
+    """Raises ConfigError when one of them is not a result of `bench nvme --json`."""
+    results = [
+        load_json("--compare", path, format_name=FORMAT, format_version=FORMAT_VERSION)
+        for path in (first, second)
+    ]
+    names = ("A", "B")
+    try:
+        lines = [
+            f"{name}: {path}, {_describe(result)}"
+            for name, path, result in zip(names, (first, second), results, strict=True)
+        ]
+        rows = [*_headline(*results), *_same_points(*results)]
+        body = [[what, f"{a:.3g}", f"{b:.3g}", f"{b / a:.3f}" if a else ""] for what, a, b in rows]
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # Whatever the damage was, it shows as one of these where a value is used.
+        raise ConfigError("--compare", f"{first}, {second}", f"not whole: {error!r:.200}") from error
+    return [*lines, "", *text_table(("", *names, "B/A"), body)]
+
+
+def _describe(result: Mapping[str, Any]) -> str:
+    paths = ", ".join(result["arguments"]["paths"])
+    machine = result["machine"]
+    return f"{paths} on {machine['cpu']}, {machine['kernel']}, {result['started_at']}"
+
+
+def _headline(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[_Line]:
+    for traffic in ("read", "write", "mixed"):
+        rows = [_row(result, traffic) for result in (a, b)]
+        if rows[0] and rows[1]:
+            for key, unit, scale in (
+                ("gb_per_s", "GB/s", 1.0),
+                ("latency_p50_s", "p50 ms", 1e3),
+                ("latency_p99_s", "p99 ms", 1e3),
+                ("cpu_s_per_gb", "CPU s/GB", 1.0),
+            ):
+                yield f"{traffic} at its best: {unit}", rows[0][key] * scale, rows[1][key] * scale
+    for key in ("first_write", "sustained_write"):
+        values = [result["results"][key] for result in (a, b)]
+        if values[0] and values[1]:
+            words = key.replace("_", " ")
+            yield f"{words}: GB/s", values[0]["sustained_gb_per_s"], values[1]["sustained_gb_per_s"]
+    if a["meaning"] and b["meaning"]:
+        what = f"billion parameters at {a['meaning']['step_s']:g} s per step"
+        yield what, a["meaning"]["num_params"] / 1e9, b["meaning"]["num_params"] / 1e9
+
+
+def _row(result: Mapping[str, Any], traffic: str) -> Mapping[str, Any] | None:
+    rows = [row for row in result["results"]["traffic"] if row["traffic"] == traffic]
+    return max(rows, key=lambda row: row["gb_per_s"], default=None)
+
+
+def _same_points(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[_Line]:
+    """GB/s at the points that both have measured."""
+    for traffic in Traffic:
+        first, second = (saved_medians(result, traffic.value) for result in (a, b))
+        for point, rate in first.items():
+            if point in second:
+                setting = f"{point.backend} {size_text(point.block_size)} x {point.queue_depth}"
+                what = f"{traffic.value} {setting}, threads {point.num_threads}: GB/s"
+                yield what, rate, second[point]

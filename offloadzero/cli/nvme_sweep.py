@@ -53,6 +53,12 @@ class Point:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    @staticmethod
+    def from_json(fields: Mapping[str, Any]) -> Point:
+        return Point(
+            **{name: fields[name] for name in ("backend", "block_size", "queue_depth", "num_threads")}
+        )
+
 
 @dataclass(frozen=True)
 class SweepLimits:
