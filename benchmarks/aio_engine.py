@@ -159,7 +159,7 @@ class Engine:
         self._memory, self._num_bytes = memory[: num_operations * OPERATION_SIZE], num_bytes
         self.engine = AioEngine(backend=backend, block_size=point.block_size, queue_depth=point.depth)
         self._file: AioFile = self.engine.open(path)
-        if is_registered and not self.engine.register_buffer(self._memory):
+        if is_registered and self.engine.register_parts(self._memory) < self._memory.nbytes:
             print(f"unregistered memory: {self.engine.buffers_reason}", file=sys.stderr)
 
     def __call__(self, kind: str) -> Sample:
@@ -406,7 +406,7 @@ class EngineTask:
     def __init__(self, path: Path, tensors: list[Any], queue_depth: int, block_size: int) -> None:
         self.engine = AioEngine(backend="io_uring", queue_depth=queue_depth, block_size=block_size)
         self.file, self.tensors = self.engine.open(path), tensors
-        is_registered = [self.engine.register_buffer(tensor) for tensor in tensors]
+        is_registered = [self.engine.register_parts(tensor) == tensor.nbytes for tensor in tensors]
         if not all(is_registered):
             print(f"unregistered memory: {self.engine.buffers_reason}", file=sys.stderr)
 

@@ -179,7 +179,7 @@ class TestRegisteredBuffers:
         with make_engine("io_uring", block_size=BLOCK) as engine, engine.open(path) as file:
             arena = aligned(64 * BLOCK)
             assert engine.buffers_reason == "none registered"
-            if not engine.register_buffer(arena):
+            if not engine.register_parts(arena):
                 pytest.skip(engine.buffers_reason)
             assert engine.buffers_reason == "registered"
             assert engine.stats()["registered_bytes"] == arena.nbytes
@@ -202,7 +202,7 @@ class TestRegisteredBuffers:
     def test_are_kept_alive_until_they_are_given_back(self, path: Path) -> None:
         with make_engine("io_uring", num_threads=2) as engine, engine.open(path) as file:
             tensor = torch.zeros(MIB, dtype=torch.uint8)
-            if not engine.register_buffer(tensor):
+            if not engine.register_parts(tensor):
                 pytest.skip(engine.buffers_reason)
             is_alive = weakref.ref(tensor)
             engine.read(file, tensor[: 16 * BLOCK], offset=0).wait(WAIT_S)
@@ -217,7 +217,7 @@ class TestRegisteredBuffers:
         for name in BACKENDS[1:]:
             with make_engine(name) as engine, engine.open(path) as file:
                 arena = aligned(16 * BLOCK)
-                assert not engine.register_buffer(arena)
+                assert not engine.register_parts(arena)
                 assert engine.buffers_reason == f"{name} has none"
                 engine.read(file, arena, offset=0).wait(WAIT_S)
                 assert arena.tobytes() == path.read_bytes()
@@ -225,32 +225,32 @@ class TestRegisteredBuffers:
     def test_mistakes(self) -> None:
         engine = make_engine("io_uring")
         arena = aligned(4 * BLOCK)
-        if not engine.register_buffer(arena):
+        if not engine.register_parts(arena):
             pytest.skip(engine.buffers_reason)
         for overlapping in (arena, arena[:1], arena[BLOCK:]):
             with pytest.raises(ConfigError, match="overlap"):
-                engine.register_buffer(overlapping)
+                engine.register_parts(overlapping)
         for unknown in (aligned(BLOCK), arena[BLOCK:]):
             with pytest.raises(ConfigError, match="registered"):
                 engine.unregister_buffer(unknown)
         with pytest.raises(ConfigError, match="writable"):
-            engine.register_buffer(b"constant")
-        assert engine.register_buffer(bytearray())
+            engine.register_parts(b"constant")
+        assert engine.register_parts(bytearray()) == 0
         engine.close()
         with pytest.raises(StateError):
-            engine.register_buffer(aligned(BLOCK))
+            engine.register_parts(aligned(BLOCK))
 
     def test_slots_run_out(self) -> None:
         with make_engine("io_uring") as engine:
             arena = aligned(1100 * 4096)
             pieces = [arena[k * 4096 : (k + 1) * 4096] for k in range(1100)]
-            if not engine.register_buffer(pieces[0]):
+            if not engine.register_parts(pieces[0]):
                 pytest.skip(engine.buffers_reason)
-            taken = [engine.register_buffer(piece) for piece in pieces[1:]]
+            taken = [engine.register_parts(piece) == piece.nbytes for piece in pieces[1:]]
             assert taken == [True] * 1023 + [False] * 76
             assert engine.buffers_reason == "io_uring: ENOSPC"
             engine.unregister_buffer(pieces[5])
-            assert engine.register_buffer(pieces[-1])
+            assert engine.register_parts(pieces[-1])
 
 
 class TestDescriptors:
@@ -304,9 +304,9 @@ class TestLockedMemory:
         with AioEngine(backend=name, queue_depth=32) as engine, engine.open(path, create=True) as file:
             memory = np.zeros(32 << 20, np.uint8)
             small, large = memory[: 16 << 10], memory[64 << 10 :]
-            can_register = engine.register_buffer(small)
+            can_register = engine.register_parts(small) == small.nbytes
             print(can_register, engine.buffers_reason, sep="; ")
-            print(engine.register_buffer(large), engine.buffers_reason, sep="; ")
+            print(engine.register_parts(large) == large.nbytes, engine.buffers_reason, sep="; ")
             model = bytearray(20_000_000)
             tickets = [engine.write(file, model, offset=0)]
             for _ in range(50):

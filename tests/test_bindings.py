@@ -410,7 +410,7 @@ def test_buffers_that_are_none_are_named(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="buffer"):
                 engine.read(file, buffer, offset=0)
             with pytest.raises(ConfigError, match="buffer"):
-                engine.register_buffer(buffer)
+                engine.register_parts(buffer)
 
 
 def test_tensors_that_do_not_lie_right_are_named() -> None:

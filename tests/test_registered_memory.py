@@ -50,7 +50,7 @@ def uring_engine(**options: Any) -> AioEngine:
         engine = AioEngine(backend="io_uring", **options)
     except ConfigError as error:
         pytest.skip(str(error))
-    if not engine.register_buffer(bytearray(4096)):
+    if not engine.register_parts(bytearray(4096)):
         engine.close()
         pytest.skip(engine.buffers_reason)
     engine.close()
@@ -82,7 +82,7 @@ def test_close_unpins_even_while_a_forked_child_lives(num_threads: int) -> None:
     before = pinned_bytes()
     engine = uring_engine(num_threads=num_threads)
     memory = np.zeros(8 * MIB, np.uint8)
-    assert engine.register_buffer(memory)
+    assert engine.register_parts(memory) == memory.nbytes
     assert pinned_bytes() >= before + num_threads * memory.nbytes
     with forked_child():
         engine.close()

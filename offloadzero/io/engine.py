@@ -15,7 +15,7 @@ others pass through an aligned bounce buffer, and writes of part of a granule (`
 Such writes to one granule are serialised within an engine, not between engines or processes.
 
 Buffers that are used over and over, arenas above all, are worth registering: under io_uring the kernel then
-pins their pages once (`register_buffer`).
+pins their pages once (`register_parts`).
 """
 
 from __future__ import annotations
@@ -344,29 +344,20 @@ class AioEngine:
             return "asked for"
         return f"O_DIRECT: {errno_name(refusal)}" if refusal else "O_DIRECT"
 
-    def register_buffer(self, buffer: Any) -> bool:
+    def register_parts(self, buffer: Any) -> int:
         """Lets the kernel pin the buffer's pages now, once, instead of at every transfer to or from it.
 
         buffer: as in read(), writable; any part of it may then be transferred. It stays pinned, and referenced,
-        until unregister_buffer() or close(). Each of `num_threads` counts it against RLIMIT_MEMLOCK.
-        False: the backend or the kernel refuses. `buffers_reason` says why, and transfers pin as they go, as
-        without this call. Raises ConfigError (it overlaps a registered one), StateError.
-        """
-        self._check_usable()
-        memory = memory_of(buffer, must_be_writable=True)
-        try:
-            return memory.num_bytes == 0 or self._registration.add(memory)
-        except ValueError as error:
-            raise ConfigError("buffer", type(buffer).__name__, str(error)) from None
+        until unregister_buffer() or close(). Each of `num_threads` counts it against RLIMIT_MEMLOCK. What the kernel
+        does not take whole is pinned as far as it does: gives the number of bytes that are. `buffers_reason` says why
+        not all, and transfers of the rest pin as they go.
 
-    def register_parts(self, buffer: Any) -> int:
-        """Like register_buffer(), but what the kernel does not take whole is pinned as far as it does: the number
-        of bytes that are. `buffers_reason` says why not all.
+        Raises ConfigError (it overlaps a registered one), StateError.
         """
         self._check_usable()
         memory = memory_of(buffer, must_be_writable=True)
         try:
-            return self._registration.add_in_parts(memory) if memory.num_bytes else 0
+            return self._registration.add(memory) if memory.num_bytes else 0
         except ValueError as error:
             raise ConfigError("buffer", type(buffer).__name__, str(error)) from None
 

@@ -37,16 +37,11 @@ class Registration:
         self._lock = threading.Lock()
         self._entries: dict[int, _Entry] = {}  # by address
 
-    def add(self, memory: Memory) -> bool:
-        """All of it, or nothing. Raises ValueError: it overlaps what is there."""
-        with self._adding(memory):
-            if self._register(memory.address, memory.num_bytes):
-                return False
-            self._entries[memory.address] = _Entry(memory, [memory.address])
-        return True
+    def add(self, memory: Memory) -> int:
+        """As many of its bytes as the kernel takes: [Note: registered in parts].
 
-    def add_in_parts(self, memory: Memory) -> int:
-        """As many of its bytes as the kernel takes: [Note: registered in parts]. Raises like `add`."""
+        Raises ValueError: it overlaps what is there.
+        """
         parts: list[int] = []
         done, size, refusal = 0, MAX_PART_BYTES, ""
         with self._adding(memory):
