@@ -1,4 +1,4 @@
-"""`offloadzero bench copy`: how fast memory and the link to the device are (floor 7)."""
+"""`offloadzero bench copy`: how fast memory and the link to the device are."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What one row measures. `num_bytes` is what a call reads, writes or copies (a copy counts once)."""
+    """One row of the results. `num_bytes` is what a call reads, writes or copies (a copy counts once)."""
 
     kind: str
     memory: str  # "dram" | "pinned" | "pageable"
@@ -249,7 +249,7 @@ def measure(
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """What a person reads."""
+    """The result as text."""
     machine = result["machine"]
     dram = [row for row in result["results"] if row["memory"] == "dram"]
     lines = [

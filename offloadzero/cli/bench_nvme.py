@@ -1,4 +1,4 @@
-"""`offloadzero bench nvme`: the phases of a run, in the time it was given (floor 7)."""
+"""`offloadzero bench nvme`: the phases of a run, in the time it was given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plot of `bench nvme`: needs matplotlib, the extra `plot` (floor 7)."""
+"""The plot of `bench nvme`: needs matplotlib, the extra `plot`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The samples of `bench nvme` as medians, a config block, a sentence and a table; two results compared (floor 7)."""
+"""The samples of `bench nvme` as medians, a config block, a sentence and a table; two results compared."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 def deciding_samples(samples: Sequence[Sample], traffic: Traffic) -> list[Sample]:
-    """Those of the confirmation, so that a lucky sample of the sweep does not count; without any, the sweep's."""
+    """The samples of the confirmation, so that a lucky sample of the sweep does not count; without any, the sweep's."""
     ours = [s for s in samples if s.traffic == traffic.value and s.tool == "offloadzero"]
     confirmed = [sample for sample in ours if sample.phase == "confirm"]
     return confirmed or [sample for sample in ours if sample.phase in SWEEP_PHASES]
@@ -90,7 +90,7 @@ def conclude(result: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, 
 
 
 def config_block(point: Point, backends: Sequence[str]) -> dict[str, Any]:
-    """What `offloadzero.initialize` takes; the backend only where it is not the one AUTO takes anyway."""
+    """The keys that `offloadzero.initialize` takes; the backend only where it is not the one AUTO takes anyway."""
     block: dict[str, Any] = {
         "aio": {
             "block_size": point.block_size,
@@ -230,7 +230,7 @@ def _meaning(
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
-    """What a person reads."""
+    """The result as text."""
     results = result["results"]
     lines = [*_heading(result), "", *_traffic_table(results["traffic"])]
     lines += ["", *_write_lines(results)]

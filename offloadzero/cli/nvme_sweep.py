@@ -1,4 +1,4 @@
-"""What `bench nvme` measures next, and what it concludes: pure decisions, no file and no clock (floor 7).
+"""The decisions of `bench nvme`, where to measure next and what follows from it: no file and no clock.
 
 [Note: step traffic]
 One optimizer step over P parameters in the `fp32` layout (bf16 parameter, 16-bit master remainder, two fp32
@@ -29,7 +29,7 @@ TOLERANCE = 0.03
 
 
 class Traffic(str, Enum):
-    """What moves; MIXED is the update of one layer after the other, see [Note: step traffic]."""
+    """The kind of traffic; MIXED is the update of one layer after the other, see [Note: step traffic]."""
 
     READ = "read"
     WRITE = "write"
@@ -82,7 +82,7 @@ class SweepLimits:
 
 
 def reference_point(backend: str) -> Point:
-    """What the engine uses when the configuration says nothing; measured on every drive, to compare them."""
+    """The setting of the engine when the configuration says nothing; measured on every drive, to compare them."""
     return Point(backend, block_size=MIB, queue_depth=32, num_threads=1)
 
 
@@ -233,7 +233,7 @@ class Record:
             offset += element_bytes * self.num_elements
 
     def read(self) -> Iterator[tuple[int, int]]:
-        """Those the update reads: the parameter is in memory already."""
+        """The segments that the update reads: the parameter is in memory already."""
         yield from list(self.written())[1:]
 
 

@@ -1,4 +1,4 @@
-"""One sample of file traffic: a point of the engine, a kind of traffic, rates, latencies, CPU time (floor 7).
+"""One sample of file traffic: a point of the engine, a kind of traffic, rates, latencies, CPU time.
 
 [Note: what a sample counts]
 On files without a page cache (O_DIRECT, or a filesystem in memory) the clock starts at a completion, after
@@ -100,7 +100,7 @@ class WriteAllowance:
         return True
 
     def give_back(self, num_bytes: int) -> None:
-        """Of what was reserved, this was not written."""
+        """Takes back what was reserved and not written."""
         self.used_bytes -= num_bytes
 
 
@@ -248,7 +248,7 @@ class _Batch:
 
 
 class Count:
-    """What completed while the clock ran."""
+    """The transfers that completed while the clock ran."""
 
     def __init__(self, *, num_warmup_batches: int) -> None:
         self.bytes_read = 0
@@ -387,7 +387,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure: `paths` are indices of the run's files."""
+    """One measurement to take: `paths` are indices of the run's files."""
 
     phase: str
     traffic: Traffic

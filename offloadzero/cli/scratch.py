@@ -1,4 +1,4 @@
-"""Files of a benchmark: made exclusively, removed on every exit, never anybody else's (floor 7)."""
+"""Files of a benchmark: made exclusively, removed on every exit, never anybody else's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ScratchFile:
 
     @property
     def allocated_bytes(self) -> int:
-        """What the filesystem keeps for it: less than its size where there are holes or compression."""
+        """The bytes that the filesystem keeps for it: less than its size where there are holes or compression."""
         return os.fstat(self._fd).st_blocks * 512
 
     def check(self) -> None:

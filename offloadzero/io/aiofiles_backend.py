@@ -1,4 +1,4 @@
-"""The portable backend of AioEngine: the `aiofiles` package on a private event loop (floor 2).
+"""The portable backend of AioEngine: the `aiofiles` package on a private event loop.
 
 The loop runs in a daemon thread; blocking calls run in a small thread pool. An operation is one coroutine, which moves
 its blocks one after the other; operations begin in the order of their submission, whatever their priority. Files are
@@ -41,7 +41,7 @@ _STAT_NAMES = (
 
 @dataclass(frozen=True)
 class _Fault:
-    """What the injected faults that hit one block add up to."""
+    """The sum of the injected faults that hit one block."""
 
     error: int = 0
     short_bytes: int | None = None

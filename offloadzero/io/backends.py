@@ -1,4 +1,4 @@
-"""The backends of AioEngine: their names, their options, their methods (floor 2)."""
+"""The backends of AioEngine: their names, their options, their methods."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class AioBackend(str, Enum):
-    """What moves the blocks."""
+    """The interface that moves the blocks."""
 
     AUTO = "auto"
     """The first of io_uring, native_aio, aiofiles that this machine allows; logged once with the reason."""
@@ -23,7 +23,7 @@ class AioBackend(str, Enum):
 
 
 class DirectMode(str, Enum):
-    """Whether a file bypasses the page cache (O_DIRECT). In the order of the compiled module's."""
+    """When a file bypasses the page cache (O_DIRECT), in the order of the compiled module's enum."""
 
     OFF = "off"
     """Never."""
@@ -34,7 +34,7 @@ class DirectMode(str, Enum):
 
 
 class FaultKind(str, Enum):
-    """Faults of `AioEngine.inject`. In the order of the compiled module's."""
+    """Faults of `AioEngine.inject`, in the order of the compiled module's enum."""
 
     ERRNO = "errno"
     """It fails with errno `value` before any transfer (EINTR and EAGAIN are retried, as real ones are)."""
@@ -47,7 +47,7 @@ class FaultKind(str, Enum):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What `AioEngine` was asked for."""
+    """The checked arguments of an `AioEngine`."""
 
     block_size: int
     queue_depth: int

@@ -1,4 +1,4 @@
-"""Where the caller's buffers lie in memory (floor 2)."""
+"""Where the caller's buffers lie in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(buffer: Any, *, must_be_writable: bool) -> Memory:
-    """Of a contiguous CPU tensor, numpy array or object with the buffer protocol. Raises ConfigError."""
+    """The memory of a contiguous CPU tensor, numpy array or object with the buffer protocol. Raises ConfigError."""
     if hasattr(buffer, "data_ptr"):
         return _memory_of_tensor(buffer)
     import numpy as np

@@ -1,4 +1,4 @@
-"""Which backend of AioEngine this machine allows, and why that one (floor 2)."""
+"""Which backend of AioEngine this machine allows, and why that one."""
 
 from __future__ import annotations
 

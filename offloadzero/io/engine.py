@@ -1,4 +1,4 @@
-"""Asynchronous file input and output: one engine, any number of files, tickets (floor 2).
+"""Asynchronous file input and output: one engine, any number of files, tickets.
 
 An operation moves one contiguous buffer to or from a range of a file. The engine cuts it into blocks of
 `block_size` and keeps up to `queue_depth` blocks, of any operations and files, in the kernel at once:
@@ -363,7 +363,7 @@ class AioEngine:
 
     @property
     def buffers_reason(self) -> str:
-        """What became of the last buffer: "none registered", "registered", or why it, or a part of it, is not:
+        """The fate of the last buffer: "none registered", "registered", or why it, or a part of it, is not:
         "io_uring: ENOMEM (RLIMIT_MEMLOCK is 65536 bytes)", "native_aio has none".
         """
         return self._registration.reason

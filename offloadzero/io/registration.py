@@ -1,4 +1,4 @@
-"""Memory that an engine's kernel queues know: pinned once instead of at every transfer (floor 2).
+"""Memory that an engine's kernel queues know: pinned once instead of at every transfer.
 
 [Note: registered in parts]
 io_uring counts what it has registered against RLIMIT_MEMLOCK (8 MiB for ordinary users), once for each thread of the
@@ -28,7 +28,7 @@ class _Entry(NamedTuple):
 
 
 class Registration:
-    """What one engine has registered. Any thread may call."""
+    """The memory that one engine has registered. Any thread may call."""
 
     def __init__(self, core: EngineCore, backend: AioBackend) -> None:
         self.reason = "none registered"
