@@ -135,6 +135,21 @@ def start(place: Path) -> subprocess.Popen[str]:
     return process
 
 
+def test_a_signal_while_the_file_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = os.open
+
+    def interrupted(*arguments: Any) -> int:
+        descriptor = made(*arguments)
+        signal.raise_signal(signal.SIGINT)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt), scratch.scratch_files([str(tmp_path)]):
+        raise AssertionError("it came too late")
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )

@@ -108,7 +108,8 @@ def scratch_files(directories: Sequence[str]) -> Iterator[list[ScratchFile]]:
     files: list[ScratchFile] = []
     try:
         for directory in directories:
-            files.append(ScratchFile(directory))
+            with _signals_held():  # else one could come when the file is there and nobody knows of it yet
+                files.append(ScratchFile(directory))
         yield files
     finally:
         with _signals_ignored():
@@ -135,6 +136,19 @@ def ending_signals_raise() -> Iterator[None]:
     """SIGTERM and SIGHUP unwind the stack like Ctrl-C does, so that files are removed."""
     with _handlers(dict.fromkeys(_ENDING_SIGNALS, _raise_terminated)):
         yield
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """A signal that comes meanwhile is handled at the end."""
+    held: list[int] = []
+    try:
+        hold = dict.fromkeys((signal.SIGINT, *_ENDING_SIGNALS), lambda number, _frame: held.append(number))
+        with _handlers(hold):
+            yield
+    finally:
+        if held:
+            signal.raise_signal(held[0])
 
 
 @contextlib.contextmanager
