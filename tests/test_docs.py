@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +97,65 @@ def test_the_parity_table_is_written_between_its_marks(
     assert copy.read_text() == text
     parity.write_document("another table")
     assert copy.read_text() == text.replace(table, "another table")
+
+
+def constant_parts(node: ast.AST) -> list[str]:
+    """The first line of a string in the code, without what is filled in."""
+    if isinstance(node, ast.JoinedStr):
+        parts = [part.value for part in node.values if isinstance(part, ast.Constant)]
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        parts = re.split(r"%[-+.\d]*[sdrfg]", node.value)
+    else:
+        return []
+    for index, part in enumerate(parts):
+        if "\n" in part:
+            return [*parts[:index], part.partition("\n")[0]]
+    return parts
+
+
+@functools.cache
+def messages_of_the_package() -> set[tuple[str, ...]]:
+    """The fixed parts of its strings, those with fewer than eight characters aside."""
+    strings = {
+        tuple(part for part in constant_parts(node) if part)
+        for file in (ROOT / "offloadzero").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+    }
+    return {parts for parts in strings if sum(map(len, parts)) >= 8}
+
+
+def fixed_places(message: str) -> Iterator[int]:
+    """The characters of `message` that stand so, and in this order, in a string of the package."""
+    for parts in messages_of_the_package():
+        starts, end = [], 0
+        for part in parts:
+            start = message.find(part, end)
+            if start < 0:
+                break
+            starts.append(start)
+            end = start + len(part)
+        else:
+            for start, part in zip(starts, parts, strict=True):
+                yield from range(start, start + len(part))
+
+
+# Units and tensors, paths, units of bytes, and the reasons that the system gives.
+FILLED_IN = (
+    "blocks exp_avg KiB GiB GB bytes host nvme nvme_path mnt train offloadzero bin pread pwrite Input output error No "
+    "space left on device Connection timed out of memory EPERM ENOMEM io_uring native_aio aiofiles torch _C _autograd "
+    "_top_saved_tensors_default_hooks"
+)
+TROUBLES = code_blocks((ROOT / "docs" / "troubleshooting.md").read_text(), "text")
+
+
+@pytest.mark.parametrize("message", TROUBLES, ids=lambda message: message[:40].strip())
+def test_the_messages_in_troubleshooting_are_those_of_the_code(message: str) -> None:
+    places = set(fixed_places(message.strip()))
+    found = re.finditer(r"[A-Za-z_]{2,}", message.strip())
+    invented = {word[0] for word in found if not places & set(range(*word.span()))} - set(FILLED_IN.split())
+    assert invented == set()
+
+
+def test_a_message_that_nobody_writes_is_found() -> None:
+    message = "host: 31.20 GiB are needed, 22.87 GiB are present"
+    assert max(fixed_places(message)) < message.index("present")
