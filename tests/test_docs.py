@@ -16,6 +16,7 @@ from torch import Tensor
 
 from offloadzero.config import load_config
 from tests import parity
+from tests.test_import_floors import FLOORS
 from tests.tiny import TinyModel, tokens
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -159,3 +160,81 @@ def test_the_messages_in_troubleshooting_are_those_of_the_code(message: str) -> 
 def test_a_message_that_nobody_writes_is_found() -> None:
     message = "host: 31.20 GiB are needed, 22.87 GiB are present"
     assert max(fixed_places(message)) < message.index("present")
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+IN_CODE = re.compile(r"`([^`]+)`")
+
+
+def place_of(name: str) -> Path:
+    """A path of docs/architecture.md in the tree."""
+    return (
+        ROOT / name
+        if name.startswith(("csrc/", "tests/", "docs/", "benchmarks/"))
+        else ROOT / "offloadzero" / name
+    )
+
+
+def names_in(file: Path) -> set[str]:
+    """`function`, `Class` and `Class.method` of a Python file."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found.update(f"{node.name}.{one.name}" for one in node.body if isinstance(one, ast.FunctionDef))
+    return found
+
+
+def table_cells(text: str) -> Iterator[list[str]]:
+    """The rows of all tables, cell by cell."""
+    for line in text.splitlines():
+        if line.startswith("| ") and not line.startswith("| ---"):
+            yield [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+def test_architecture_names_files_that_are_there() -> None:
+    paths = {name for name in IN_CODE.findall(ARCHITECTURE) if re.fullmatch(r"[\w/*]+/[\w*]*(\.\w+)?", name)}
+    assert len(paths) > 30
+    assert [
+        name for name in sorted(paths) if not list(ROOT.glob(str(place_of(name).relative_to(ROOT))))
+    ] == []
+
+
+def test_architecture_names_functions_that_are_there() -> None:
+    """In a table a name in code stands beside the file that has it."""
+    checked, missing = 0, []
+    for cells in table_cells(ARCHITECTURE):
+        files = [
+            name
+            for cell in cells[:2]
+            for name in IN_CODE.findall(cell)
+            if name.endswith(".py") and "/" in name
+        ]
+        if len(files) != 1:
+            continue
+        names = [
+            n for cell in (cells[0], *cells[2:3]) for n in IN_CODE.findall(cell) if re.fullmatch(r"[\w.]+", n)
+        ]
+        there = names_in(place_of(files[0]))
+        for name in names:
+            if name[0].isupper() or name.startswith("_") or "_" in name:
+                checked += 1
+                missing += [] if name in there else [f"{files[0]}: {name}"]
+    assert missing == []
+    assert checked > 30
+
+
+def test_architecture_cites_notes_that_are_there() -> None:
+    notes = re.findall(r"\[Note: ([^\]]+)\]", " ".join(ARCHITECTURE.split()))
+    files = [*(ROOT / "offloadzero").rglob("*.py"), *(ROOT / "csrc").rglob("*.h")]
+    code = "\n".join(file.read_text() for file in files)
+    written = set(re.findall(r"^(?:// )?\[Note: ([^\]]+)\]$", code, re.MULTILINE))
+    assert len(notes) > 10
+    assert [note for note in notes if note != "title" and note not in written] == []
+
+
+def test_architecture_has_the_house_of_the_import_test() -> None:
+    rows = [cells for cells in table_cells(ARCHITECTURE) if cells[0].isdigit()]
+    house = {name: int(floor) for floor, rooms in rows for name in IN_CODE.findall(rooms)}
+    assert house == {name: floor for name, floor in FLOORS.items() if name}
