@@ -223,6 +223,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         except BaseException:  # nobody has the engine
             self.runtime.undo()
             raise
+        if origin is not None:
+            origin.state.clear()  # some make their states before the first step: they are here now
 
     @property  # type: ignore[override]
     def state(self) -> States:

@@ -148,7 +148,7 @@ class Runtime:
             with interrupts.uninterrupted:  # a file that is made is one that is closed
                 self.store = _open_store(self, config)
                 self.resources.add(self.store.close)
-            self._build(cut, checkpointed, current_hypers, before_backward)
+            self._build(cut, checkpointed, param_groups, current_hypers, before_backward)
             self.monitor.begin(
                 self._description(), device_is_cpu=self.accelerator.asynchronous.free_bytes() is None
             )
@@ -165,11 +165,14 @@ class Runtime:
         self,
         cut: UnitCut,
         checkpointed: Mapping[str, nn.Module],
+        param_groups: Sequence[Mapping[str, object]],
         current_hypers: Callable[[], Hypers],
         before_backward: Callable[[], None] | None,
     ) -> None:
         _create_segments(cut.records, self.plan, self.store)
         self._original.load(self.store)
+        for record in cut.records:
+            WeightAccess.begin_states(record, param_groups, self.store)
         self._build_parts(cut.records, current_hypers, before_backward)
         with interrupts.uninterrupted:  # half of them could not be taken off again
             self.hooks = ModelHooks(

@@ -31,6 +31,7 @@ from offloadzero.config import (
 )
 from offloadzero.config.batch import resolve_batch
 from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action, KeySpec, Kind
+from offloadzero.config.optimizer import OPTIMIZERS
 from offloadzero.config.parse import read_num_bytes
 from offloadzero.errors import ConfigError
 
@@ -57,8 +58,15 @@ def nested(path: str, key: str, value: object, **beside: object) -> dict[str, An
     for depth in reversed(range(len(parts))):
         name = parts[depth].removesuffix("[]")
         above = NEEDED.get(".".join(parts[:depth]), {})
+        if path == "optimizer.params" and depth == 1:
+            above = type_that_takes(key)
         inner = {**above, name: [inner] if parts[depth].endswith("[]") else inner}
     return dict(inner)
+
+
+def type_that_takes(argument: str) -> dict[str, str]:
+    types = ("AdamW", *OPTIMIZERS)
+    return {"type": next((name for name in types if argument in OPTIMIZERS[name]), "AdamW")}
 
 
 NEEDED = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
@@ -202,6 +210,8 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("optimizer.params", "betas"): ([0.5, 0.6], {}),
     ("optimizer.params", "eps"): (1e-6, {}),
     ("optimizer.params", "weight_decay"): (0.1, {}),
+    ("optimizer.params", "lr_decay"): (0.1, {}),
+    ("optimizer.params", "initial_accumulator_value"): (0.1, {}),
     ("optimizer.params", "adam_w_mode"): (True, {}),
     ("optimizer.params", "bias_correction"): (False, {}),
     ("scheduler", "type"): ("WarmupLR", {}),
@@ -244,7 +254,7 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     **{
         (f"offloadzero.placement{form}", segment): ("host", {})
         for form in ("", "[]")
-        for segment in ("param", "master", "states", "exp_avg", "exp_avg_sq", "scales", "grad")
+        for segment in OWN_KEYS["offloadzero.placement"]
     },
     ("offloadzero.placement[]", "units"): ("layers.*", {"param": "host"}),
     ("offloadzero", "activation_checkpoints"): ({}, {}),
@@ -403,7 +413,8 @@ def test_auto_and_null_are_absent(path: str, key: str, spec: KeySpec, absent: ob
         inner: Any = {**NEEDED.get(path, {}), **beside}
         inner.pop(key, None)
         last_name = last.removesuffix("[]")
-        without = load_config(nested(head, last_name, [inner] if last.endswith("[]") else inner))
+        outer = type_that_takes(key) if path == "optimizer.params" else {}
+        without = load_config(nested(head, last_name, [inner] if last.endswith("[]") else inner, **outer))
     else:
         without = load_config({})
     assert replace(with_key, notices=()) == replace(without, notices=())
@@ -697,7 +708,11 @@ def test_optimizers(block: dict[str, Any], expected: OptimizerConfig) -> None:
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"type": "Adagrad"}, "type = 'Adagrad': known, not built yet: available are Adam, AdamW, Lion"),
+        (
+            {"type": "Adamax"},
+            "type = 'Adamax': known, not built yet: available are Adam, AdamW, Lion, Adagrad",
+        ),
+        ({"type": "Adagrad", "params": {"lr_decay": -1}}, r"optimizer\.params\.lr_decay"),
         (
             {"type": "Lion", "params": {"eps": 1e-6}},
             r"params\.eps = 1e-06: Lion takes lr, betas, weight_decay$",
@@ -705,11 +720,14 @@ def test_optimizers(block: dict[str, Any], expected: OptimizerConfig) -> None:
         ({"type": "Lion", "params": {"adam_w_mode": True}}, r"params\.adam_w_mode = True: Lion takes"),
         ({"type": "SGD"}, "known, not built yet"),
         ({"type": "OneBitAdam"}, "known, not built yet"),
-        ({"type": "Adma"}, r"unknown optimizer: available are Adam, AdamW, Lion \(did you mean 'Adam"),
+        (
+            {"type": "Adma"},
+            r"unknown optimizer: available are Adam, AdamW, Lion, Adagrad \(did you mean 'Adam",
+        ),
         ({"type": 3}, r"optimizer\.type = 3"),
         (
             {"params": {}},
-            r"optimizer\.type = None: the name of an optimizer: available are Adam, AdamW, Lion",
+            r"optimizer\.type = None: the name of an optimizer: available are Adam, AdamW, Lion, Adagrad",
         ),
         (
             {"type": "Adam", "params": {"learning_rate": 1}},

@@ -21,6 +21,7 @@ Loop = Callable[[Any], list[float]]  # drives an Engine (or a PlainEngine) and g
 REFERENCES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": functools.partial(torch.optim.AdamW, foreach=True),
     "Lion": ExactLion,
+    "Adagrad": functools.partial(torch.optim.Adagrad, foreach=True),
 }
 
 # Where segments live: a tier for all, or rules by unit and segment.

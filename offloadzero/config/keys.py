@@ -158,16 +158,18 @@ _TOP: dict[str, KeySpec] = {
 }
 
 _OPTIMIZER: dict[str, KeySpec] = {
-    "type": _use("Adam, AdamW or Lion, in any case", auto_is_absent=False),
+    "type": _use("Adam, AdamW, Lion or Adagrad, in any case", auto_is_absent=False),
     "params": _use("the optimizer's arguments"),
     "legacy_fusion": _accept("there is one fused update", _BOOL, False),
 }
 
 _OPTIMIZER_PARAMS: dict[str, KeySpec] = {
-    "lr": _use("learning rate, at least 0; 1e-3 when absent", auto_is_absent=False),
-    "betas": _use("two numbers in [0, 1); 0.9, 0.999 when absent"),
-    "eps": _use("Adam: at least 0; 1e-8 when absent"),
+    "lr": _use("learning rate, at least 0; 1e-3 (Adagrad: 1e-2) when absent", auto_is_absent=False),
+    "betas": _use("Adam, Lion: two numbers in [0, 1); 0.9, 0.999 when absent"),
+    "eps": _use("Adam, Adagrad: at least 0; 1e-8 (Adagrad: 1e-10) when absent"),
     "weight_decay": _use("at least 0; 0 when absent"),
+    "lr_decay": _use("Adagrad: the rate of step k is lr / (1 + (k - 1) * lr_decay); 0 when absent"),
+    "initial_accumulator_value": _use("Adagrad: its sums before the first step; 0 when absent"),
     "adam_w_mode": _use('true when absent: "Adam" then means AdamW (decoupled weight decay)'),
     "bias_correction": _use("Adam: true when absent"),
     "torch_adam": _accept(
@@ -406,6 +408,7 @@ _SEGMENTS: dict[str, KeySpec] = {
     "states": _use("home of all that the optimizer keeps, the master among it; a segment's own name wins"),
     "exp_avg": _use("home of the first moment (Adam, Lion)"),
     "exp_avg_sq": _use("home of the second moment (Adam)"),
+    "sum": _use("home of the sum of squared gradients (Adagrad)"),
     "scales": _use("home of the scales of state_layout compact; that of exp_avg when absent"),
     "grad": _use("home of the gradients between backward and update; the planner decides when absent"),
 }

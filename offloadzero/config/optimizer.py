@@ -31,6 +31,13 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Adam": _ADAM,
         "AdamW": _ADAM,
         "Lion": {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
+        "Adagrad": {
+            "lr": 1e-2,
+            "lr_decay": 0.0,
+            "eps": 1e-10,
+            "weight_decay": 0.0,
+            "initial_accumulator_value": 0.0,
+        },
     }
 )
 # Arguments that torch's param groups have under another name.
@@ -38,7 +45,6 @@ _GROUP_NAMES = {"adam_w_mode": "decoupled_weight_decay"}
 # DeepSpeed's own and torch.optim's (2.13): names a script may carry over.
 KNOWN_OPTIMIZERS = (
     *(
-        "Adagrad",
         "Lamb",
         "Muon",
         "OneBitAdam",
@@ -123,6 +129,8 @@ _READERS: Mapping[str, Callable[[str, object], Any]] = MappingProxyType(
         "betas": _read_betas,
         "eps": _read_magnitude,
         "weight_decay": _read_magnitude,
+        "lr_decay": _read_magnitude,
+        "initial_accumulator_value": _read_magnitude,
         "adam_w_mode": read_bool,
         "bias_correction": read_bool,
     }

@@ -9,7 +9,7 @@ in its waits too. What ends it nevertheless, a second interrupt say, makes the e
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.autograd.graph import increment_version
@@ -59,6 +59,17 @@ class WeightAccess:
         if master is not None and bool(torch.count_nonzero(master)):
             writes.append(store.write(record.segments[SegmentKind.MASTER], master))
         AllOf(writes).wait()
+
+    @staticmethod
+    def begin_states(record: Record, groups: Sequence[Mapping[str, object]], store: TieredStore) -> None:
+        """Write the states of a first step into their homes, which hold zeros."""
+        for slot in record.trainable_slots:
+            for kind in record.spec.states:
+                value = record.spec.initial_value(kind, groups[slot.group_index or 0])
+                if value:
+                    store.write(
+                        record.segments[kind], torch.full((slot.num_elements,), value), start=slot.offset
+                    ).wait()
 
     # --- parameters ---
 

@@ -6,10 +6,11 @@ import torch
 
 from offloadzero.errors import ConfigError
 from offloadzero.optim.spec import AnySpec
+from offloadzero.optim.specs.adagrad import ADAGRAD
 from offloadzero.optim.specs.adam import ADAM
 from offloadzero.optim.specs.lion import LION
 
-SPECS: tuple[AnySpec, ...] = (ADAM, LION)
+SPECS: tuple[AnySpec, ...] = (ADAM, LION, ADAGRAD)
 
 KNOWN_CLASSES = tuple(cls for spec in SPECS for cls in spec.classes)
 
