@@ -632,7 +632,7 @@ def _create_segments(records: Sequence[Record], plan: MemoryPlan, store: TieredS
             tier = plan.placement[record.index, SegmentKind.GRAD]
             if plan.grads_have_homes or tier is TierName.DEVICE:
                 record.segments[SegmentKind.GRAD] = store.create(
-                    record.name, SegmentKind.GRAD, record.grad_dtype, record.num_trainable, tier
+                    record.name, SegmentKind.GRAD, record.grad_dtype, record.state.kept_trainable, tier
                 )
 
 

@@ -15,6 +15,7 @@ from offloadzero.config import SegmentKind, UnitConfig
 from offloadzero.errors import ConfigError
 from offloadzero.optim.records import Record, all_ranges, make_record, update_ranges
 from offloadzero.optim.specs.adam import ADAM
+from offloadzero.sharding.shard_spec import ShardSpec
 from offloadzero.streaming.units import UnitCut, cut_units
 from tests.tiny import Block, TinyModel
 
@@ -274,3 +275,27 @@ def test_bytes_per_parameter(dtype: torch.dtype, master: torch.dtype | None, num
     layout = record_of([((4096,), 0)], dtype).layout()
     assert layout.get(SegmentKind.MASTER, (None, 0))[0] == master
     assert sum(kind_dtype.itemsize * count for kind_dtype, count in layout.values()) == num_bytes * 4096
+
+
+# --- what a rank keeps ---
+
+
+@given(world_size=st.integers(1, 9), kept=st.integers(0, 1000))
+def test_the_shards_of_all_ranks_are_the_whole(world_size: int, kept: int) -> None:
+    shards = [ShardSpec(rank, world_size) for rank in range(world_size)]
+    ranges = [shard.kept_range(kept * world_size) for shard in shards]
+    assert [stop - start for start, stop in ranges] == [kept] * world_size
+    assert [0, *(stop for _, stop in ranges)] == [*(start for start, _ in ranges), kept * world_size]
+    with pytest.raises(AssertionError, match=f"no whole number of {world_size + 1} shards"):
+        ShardSpec(0, world_size + 1).kept_elements(kept * (world_size + 1) + 1)
+    with pytest.raises(AssertionError, match=f"rank {world_size} of {world_size}"):
+        ShardSpec(world_size, world_size)
+
+
+def test_a_shard_has_segments_of_its_own_part_under_the_layout_of_the_whole() -> None:
+    params = [("w", nn.Parameter(torch.zeros(10_000)), 0), ("frozen", nn.Parameter(torch.zeros(300)), None)]
+    whole = make_record(0, "unit", torch.bfloat16, params, spec=ADAM)
+    half = make_record(0, "unit", torch.bfloat16, params, spec=ADAM, shard=ShardSpec(1, 2))
+    assert (half.num_elements, half.num_trainable) == (whole.num_elements, whole.num_trainable)
+    assert half.state.kept_trainable * 2 == whole.state.kept_trainable == whole.num_trainable
+    assert {kind: (dtype, 2 * count) for kind, (dtype, count) in half.layout().items()} == whole.layout()

@@ -314,7 +314,7 @@ def _plan(
     passing = [
         r for r in leaving if not grads_have_homes or placement[r.index, SegmentKind.GRAD] is TierName.NVME
     ]
-    host_grad_bytes = _largest(r.num_trainable * r.grad_dtype.itemsize for r in passing)
+    host_grad_bytes = _largest(r.state.kept_trainable * r.grad_dtype.itemsize for r in passing)
     num_host_grads = NUM_GRAD_LEASES if host_grad_bytes else 0
     sheet.add(TierName.HOST, "gradients in passing", num_host_grads * host_grad_bytes)
     grad_staging_bytes = _largest(grad_bytes.values()) if grads_have_homes else 0
@@ -388,7 +388,7 @@ def _add_homes(
         if record.num_trainable:
             tier = placement[record.index, SegmentKind.GRAD]
             if grads_have_homes or tier is TierName.DEVICE:
-                add(tier, SegmentKind.GRAD, record.num_trainable * record.grad_dtype.itemsize)
+                add(tier, SegmentKind.GRAD, record.state.kept_trainable * record.grad_dtype.itemsize)
     for kind in dict.fromkeys(kind for record in records for kind in record.spec.kinds):
         for tier in TierName:
             sheet.add(tier, f"home: {kind.value}", totals.get((tier, kind), 0))
@@ -428,7 +428,7 @@ def _unit_lease_bytes(
 
 def _update_scratch_bytes(records: Sequence[Record], placement: Placement, form: UpdateForm) -> int:
     on_device = [r for r in records if r.num_trainable and _updates_on_device(r, placement)]
-    return _largest(r.spec.scratch_bytes(form, r.num_trainable, compact=r.compact) for r in on_device)
+    return _largest(r.spec.scratch_bytes(form, r.state.kept_trainable, compact=r.compact) for r in on_device)
 
 
 def _norm_scratch_bytes(records: Sequence[Record], placement: Placement, form: UpdateForm) -> int:
@@ -459,7 +459,7 @@ def _slot_bytes(records: Sequence[Record], config: OffloadConfig, placement: Pla
             staged[SegmentKind.GRAD] = record.grad_dtype
         needed = 0
         for kind, dtype in staged.items():  # the first chunk is the largest
-            part = record.chunk_slice(kind, 0, min(config.update.chunk_elements, record.num_trainable))
+            part = record.chunk_slice(kind, 0, min(config.update.chunk_elements, record.state.kept_trainable))
             needed += staggered((part.stop - part.start) * dtype.itemsize)
         largest = max(largest, needed)
     return largest

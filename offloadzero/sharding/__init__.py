@@ -1,0 +1,1 @@
+"""Which part of the model's states each rank keeps (floor 3)."""

@@ -1,0 +1,35 @@
+"""The part of a unit's flat elements that one rank keeps (floor 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """One rank of a group that divides flat elements evenly; in a group of one it keeps all of them.
+
+    Sizes of what is divided are called full, those of the rank's own part kept.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise AssertionError(f"rank {self.rank} of {self.world_size}")
+
+    def kept_elements(self, full_elements: int) -> int:
+        """Elements of this rank's part of so many."""
+        kept, rest = divmod(full_elements, self.world_size)
+        if rest:
+            raise AssertionError(f"{full_elements} elements are no whole number of {self.world_size} shards")
+        return kept
+
+    def kept_range(self, full_elements: int) -> tuple[int, int]:
+        """This rank's part [start, stop) of so many elements."""
+        kept = self.kept_elements(full_elements)
+        return self.rank * kept, (self.rank + 1) * kept
+
+
+WHOLE = ShardSpec()  # of the only rank
