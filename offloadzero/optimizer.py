@@ -196,6 +196,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.spec, defaults = _spec_and_defaults(origin, config)
         self.spec.expect_layout(config.state_layout)
         expect_rates(param_groups)
+        self.spec.hypers(param_groups, "optimizer")  # what the first step would refuse
         check_parameters(model, param_groups)
         super().__init__(param_groups, dict(defaults))
         self.param_groups = param_groups  # the caller's own dicts: schedulers made on them stay connected

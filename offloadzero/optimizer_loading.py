@@ -90,7 +90,8 @@ def plan_optimizer_load(
     keys = list(chain.from_iterable(saved["params"] for saved in state_dict["param_groups"]))
     states: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
     loads = [
-        _planned(record, slot, states.get(keys[number]) or {})  # torch takes an empty one for none
+        # torch takes an empty one for none, and has some whose tensors are None
+        _planned(record, slot, states.get(keys[number]) or {})
         for number, record, slot in numbered
     ]
     return OptimizerLoad(loads, options)
@@ -114,8 +115,8 @@ def _options(
 
 
 def _planned(record: Record, slot: ParamSlot, values: Mapping[str, Any]) -> _SlotLoad:
-    if not values:
-        return _SlotLoad(record, slot, values, step=0)
+    if all(value is None for value in values.values()):
+        return _SlotLoad(record, slot, {}, step=0)
     for kind in record.spec.states:
         _expect_tensor(record, slot, kind, values)
     if "master" in values:

@@ -492,6 +492,14 @@ def test_torch_optimizers_that_are_refused(kind: Kind, tmp_path: Path) -> None:
         offloadzero.offload(model, torch.optim.NAdam(model.parameters()), config)
 
 
+def test_options_that_the_first_step_would_refuse_are_refused_at_the_start() -> None:
+    model = TinyModel()
+    groups = [{"params": list(model.parameters()), "betas": (0.9,)}]
+    with pytest.raises(ConfigError, match=r"optimizer\.param_groups\[0\]\.betas = \(0\.9,\): two numbers"):
+        make_engine(settings(placement="host"), model, model_parameters=groups)
+    make_engine(settings(placement="host"), model).close()  # it was not taken over
+
+
 def test_states_that_torch_makes_before_the_first_step(tmp_path: Path) -> None:
     """As they were made they are begun in their homes, and their memory is free; changed ones are refused."""
     config = settings(tmp_path)

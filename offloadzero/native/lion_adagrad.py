@@ -35,7 +35,7 @@ class LionHyper:
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay"):
-            _check_at_least_0(name, getattr(self, name))
+            check_at_least_0(name, getattr(self, name))
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             if not 0.0 <= value < 1.0:
@@ -67,7 +67,7 @@ class AdagradHyper:
 
     def __post_init__(self) -> None:
         for name in ("lr", "lr_decay", "eps", "weight_decay"):
-            _check_at_least_0(name, getattr(self, name))
+            check_at_least_0(name, getattr(self, name))
 
     def scalars(self, *, step: int, grad_scale: float = 1.0) -> AdamScalars:
         """The fp32 scalars of step number `step`, from 1."""
@@ -78,7 +78,8 @@ class AdagradHyper:
         return round_scalars(exact, decoupled=False, given=(self, grad_scale))
 
 
-def _check_at_least_0(name: str, value: float) -> None:
+def check_at_least_0(name: str, value: float) -> None:
+    """Raise ConfigError for a hyperparameter that is negative or not finite."""
     if not (value >= 0.0 and math.isfinite(value)):
         raise ConfigError(name, value, "allowed finite numbers >= 0")
 
@@ -97,7 +98,7 @@ def lion_step(
 ) -> float | None:
     """One Lion step in place, in one pass over memory; dtypes and result as of `cpu_adam.adam_step`."""
     scalars = hyper.scalars(grad_scale=grad_scale)
-    arguments = _arguments(param, grad, ("exp_avg", exp_avg), master, scalars, num_threads, isa)
+    arguments = moment_arguments(param, grad, ("exp_avg", exp_avg), master, scalars, num_threads, isa)
     return checked_step(
         lambda with_sq_norm: _cpu_adam.lion_step(*arguments, with_sq_norm),
         grad,
@@ -125,7 +126,7 @@ def adagrad_step(
     `square_sum` (fp32) is the sum of the squared gradients; `step` counts from 1.
     """
     scalars = hyper.scalars(step=step, grad_scale=grad_scale)
-    arguments = _arguments(param, grad, ("square_sum", square_sum), master, scalars, num_threads, isa)
+    arguments = moment_arguments(param, grad, ("square_sum", square_sum), master, scalars, num_threads, isa)
     return checked_step(
         lambda with_sq_norm: _cpu_adam.adagrad_step(*arguments, with_sq_norm),
         grad,
@@ -135,7 +136,7 @@ def adagrad_step(
     )
 
 
-def _arguments(
+def moment_arguments(
     param: Tensor,
     grad: Tensor,
     moment: tuple[str, Tensor],
@@ -144,6 +145,7 @@ def _arguments(
     num_threads: int | None,
     isa: Isa | None,
 ) -> _Arguments:
+    """What the kernels of optimizers with one fp32 moment take; `moment` is its name, for errors, and it."""
     num_elements = param.numel()
     return (
         layout_code(param, master),
