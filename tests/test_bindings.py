@@ -100,6 +100,7 @@ ADAM = """
         "set_cores": [b"\\x01"],
         "adam_step": [0, 0, *addresses(0, 1, 2, 3, 4), N, 0, 2, SCALARS, True],
         "lion_step": [1, 2, *addresses(0, 1, 2, 3), N, 0, 2, SCALARS, True],
+        "sgd_step": [2, 1, *addresses(0, 1, 2, 3), N, 0, 2, SCALARS, False],
         "adagrad_step": [2, 1, *addresses(0, 1, 2, 3), N, 0, 2, SCALARS, False],
         "compact_adam_step": [0, COMPACT, place(8), N, 0, 2, SCALARS, 7, True],
         "compact_encode": [STATE, COMPACT, N, 0, 2],

@@ -212,6 +212,9 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("optimizer.params", "weight_decay"): (0.1, {}),
     ("optimizer.params", "lr_decay"): (0.1, {}),
     ("optimizer.params", "initial_accumulator_value"): (0.1, {}),
+    ("optimizer.params", "momentum"): (0.1, {}),
+    ("optimizer.params", "dampening"): (0.1, {}),
+    ("optimizer.params", "nesterov"): (True, {}),
     ("optimizer.params", "adam_w_mode"): (True, {}),
     ("optimizer.params", "bias_correction"): (False, {}),
     ("scheduler", "type"): ("WarmupLR", {}),
@@ -710,7 +713,7 @@ def test_optimizers(block: dict[str, Any], expected: OptimizerConfig) -> None:
     [
         (
             {"type": "Adamax"},
-            "type = 'Adamax': known, not built yet: available are Adam, AdamW, Lion, Adagrad",
+            "type = 'Adamax': known, not built yet: available are Adam, AdamW, Lion, Adagrad, SGD",
         ),
         ({"type": "Adagrad", "params": {"lr_decay": -1}}, r"optimizer\.params\.lr_decay"),
         (
@@ -718,16 +721,19 @@ def test_optimizers(block: dict[str, Any], expected: OptimizerConfig) -> None:
             r"params\.eps = 1e-06: Lion takes lr, betas, weight_decay$",
         ),
         ({"type": "Lion", "params": {"adam_w_mode": True}}, r"params\.adam_w_mode = True: Lion takes"),
-        ({"type": "SGD"}, "known, not built yet"),
+        (
+            {"type": "SGD", "params": {"betas": [0.9, 0.9]}},
+            r"params\.betas = .*: SGD takes lr, momentum, dampening",
+        ),
         ({"type": "OneBitAdam"}, "known, not built yet"),
         (
             {"type": "Adma"},
-            r"unknown optimizer: available are Adam, AdamW, Lion, Adagrad \(did you mean 'Adam",
+            r"unknown optimizer: available are Adam, AdamW, Lion, Adagrad, SGD \(did you mean 'Adam",
         ),
         ({"type": 3}, r"optimizer\.type = 3"),
         (
             {"params": {}},
-            r"optimizer\.type = None: the name of an optimizer: available are Adam, AdamW, Lion, Adagrad",
+            r"optimizer\.type = None: the name of an optimizer: available are Adam, AdamW, Lion, Adagrad, SGD",
         ),
         (
             {"type": "Adam", "params": {"learning_rate": 1}},

@@ -1,4 +1,4 @@
-"""The Lion and Adagrad kernels: the same bits everywhere, and the right ones (fp64 in numpy)."""
+"""The kernels of Lion, Adagrad and SGD: the same bits everywhere, and the right ones (fp64 in numpy)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from offloadzero.errors import ConfigError
 from offloadzero.native import cpu_adam
 from offloadzero.native.cpu_adam import AdamHyper, GradCheck, Isa
 from offloadzero.native.lion_adagrad import AdagradHyper, LionHyper, adagrad_step, lion_step
+from offloadzero.native.sgd import SgdHyper, sgd_step
 
 ISAS = [isa for isa in Isa if cpu_adam.isa_supported(isa)]
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
@@ -28,6 +29,9 @@ LAYOUTS = {
 LION = LionHyper(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.1)
 ADAGRAD = AdagradHyper(lr=1e-2, lr_decay=0.1, eps=1e-10, weight_decay=0.01)
 NO_L2 = replace(ADAGRAD, weight_decay=0.0)
+SGD = SgdHyper(lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.01)
+NESTEROV = SgdHyper(lr=1e-2, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=True)
+NO_MOMENTUM = SgdHyper(lr=1e-2, momentum=0.0, dampening=0.5, weight_decay=0.01)
 SIZES = [1, 15, 16, 17, 4097, 100_003]
 
 
@@ -100,16 +104,33 @@ def step_adagrad_without_decay(state: State, grad: Tensor, **kwargs: object) -> 
     return step_adagrad(state, grad, hyper=NO_L2, **kwargs)
 
 
+def step_sgd(state: State, grad: Tensor, **kwargs: object) -> float | None:
+    return sgd_step(
+        state.param, grad, state.moment, master=state.master, **{"hyper": SGD, "step": 3, **kwargs}
+    )
+
+
+def step_nesterov(state: State, grad: Tensor, **kwargs: object) -> float | None:
+    return step_sgd(state, grad, hyper=NESTEROV, **kwargs)
+
+
+def step_without_momentum(state: State, grad: Tensor, **kwargs: object) -> float | None:
+    return step_sgd(state, grad, hyper=NO_MOMENTUM, **kwargs)
+
+
 Step = Callable[..., "float | None"]
 STEPS: dict[str, Step] = {
     "lion": step_lion,
     "adagrad": step_adagrad,
     "adagrad_no_decay": step_adagrad_without_decay,
+    "sgd": step_sgd,
+    "sgd_nesterov": step_nesterov,
+    "sgd_no_momentum": step_without_momentum,
 }
 
 
 def is_positive(name: str) -> bool:
-    return name != "lion"
+    return name.startswith("adagrad")
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -122,7 +143,8 @@ def test_step_same_bits_for_every_isa_thread_count_and_alignment(
     start, grad = make_state(layout, n, positive=is_positive(name)), make_grad(n, grad_dtype)
     expected = start.copy()
     STEPS[name](expected, grad, grad_scale=0.37, isa=Isa.SCALAR, num_threads=1)
-    assert not torch.equal(expected.moment, start.moment)
+    assert torch.equal(expected.moment, start.moment) == (name == "sgd_no_momentum")
+    assert not np.array_equal(expected.weights(), start.weights())
     for (isa, offset), num_threads in zip(itertools.product(ISAS, (0, 1, 7)), itertools.cycle((1, 2, 3))):
         actual = start.copy(offset=offset)
         STEPS[name](actual, place(grad, offset), grad_scale=0.37, isa=isa, num_threads=num_threads)
@@ -199,6 +221,32 @@ def test_adagrad_against_fp64(layout: str, grad_dtype: torch.dtype, hyper: Adagr
         assert (error <= (1e-6 * v * (1 + cancelled) + 1e-44)[fits]).all()
 
 
+@pytest.mark.parametrize("hyper", [SGD, NESTEROV, NO_MOMENTUM], ids=["momentum", "nesterov", "none"])
+@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sgd_against_torch_in_fp64(layout: str, grad_dtype: torch.dtype, hyper: SgdHyper) -> None:
+    n, grad_scale = 9_973, 0.125
+    state = make_state(layout, n, positive=False)
+    state.moment.zero_()
+    exact = torch.nn.Parameter(torch.from_numpy(state.weights()).double())
+    options = {"momentum": hyper.momentum, "dampening": hyper.dampening, "nesterov": hyper.nesterov}
+    torchs = torch.optim.SGD([exact], lr=hyper.lr, weight_decay=hyper.weight_decay, **options)
+    largest = torch.zeros(n, dtype=torch.float64)  # gradient so far, to which rounding is relative
+    for step in range(1, 7):
+        grad = make_grad(n, grad_dtype, seed=step)
+        exact.grad = grad.double() * grad_scale
+        torchs.step()
+        step_sgd(state, grad, hyper=hyper, step=step, grad_scale=grad_scale)
+        torch.maximum(largest, exact.grad.abs() + hyper.weight_decay * exact.detach().abs(), out=largest)
+        bound = 1e-6 * (exact.detach().abs() + 10 * hyper.lr * largest) + 1e-44
+        assert bool(((torch.from_numpy(state.weights()).double() - exact.detach()).abs() <= bound).all()), (
+            step
+        )
+        if hyper.momentum:
+            buffer = torchs.state[exact]["momentum_buffer"]
+            assert bool(((state.moment.double() - buffer).abs() <= 1e-5 * largest + 1e-44).all())
+
+
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradient_checks(layout: str, name: str) -> None:
@@ -253,6 +301,12 @@ def test_mistakes_are_named() -> None:
         lion_step(torch.zeros(n).half(), grad, torch.zeros(n), hyper=LION)
     with pytest.raises(ConfigError, match=r"^beta2 "):
         replace(LION, beta2=1.0)
+    with pytest.raises(ConfigError, match=r"^momentum_buffer "):
+        sgd_step(state.param, grad, torch.zeros(7), hyper=SGD, step=1)
+    with pytest.raises(ConfigError, match=r"^nesterov = True: needs a momentum above 0 and a dampening of 0"):
+        replace(NESTEROV, momentum=0.0)
+    with pytest.raises(ConfigError, match=r"^dampening "):
+        replace(SGD, dampening=math.nan)
     with pytest.raises(ConfigError, match=r"^lr_decay "):
         replace(ADAGRAD, lr_decay=-0.1)
     with pytest.raises(ConfigError, match=r"^hyper "):

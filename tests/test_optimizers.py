@@ -88,6 +88,13 @@ KINDS = {
             torch.optim.Adagrad,
             ("betas", [0.9, 0.99]),
         ),
+        Kind(
+            "SGD",
+            {"lr": 0.02, "momentum": 0.9, "dampening": 0.1},
+            ("momentum_buffer",),
+            torch.optim.SGD,
+            ("eps", 1e-8),
+        ),
     )
 }
 OTHERS = {
@@ -223,9 +230,18 @@ def buffers_of(
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_torch_operations_give_the_kernels_bits(kind: Kind, dtypes: Any, grad_dtype: torch.dtype) -> None:
     """In pieces, in scratch that is full of NaN; but for the sign and the payload of a NaN."""
+    compare_forms(kind, {}, dtypes, grad_dtype)
+
+
+@pytest.mark.parametrize("options", [{"nesterov": True, "dampening": 0.0}, {"momentum": 0.0}], ids=str)
+def test_torch_operations_of_other_momenta(options: dict[str, Any]) -> None:
+    compare_forms(KINDS["SGD"], options, LAYOUTS[0], torch.bfloat16)
+
+
+def compare_forms(kind: Kind, options: dict[str, Any], dtypes: Any, grad_dtype: torch.dtype) -> None:
     config = load_config(kind.block).optimizer
     assert config is not None
-    hyper = kind.spec.hyper(config.params, "group")
+    hyper = kind.spec.hyper({**config.params, **options}, "group")
     native = buffers_of(kind, *dtypes, grad_dtype)
     ours = {name: value.clone() for name, value in native.items()}
     scratch = torch.full((5 * 128 * FP32_SCRATCH_BYTES + 100,), 0xFF, dtype=torch.uint8)
@@ -414,6 +430,30 @@ def take_steps(model: nn.Module, optimizer: Any, seeds: range) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def test_sgd_without_momentum_takes_what_torch_saves_of_it(tmp_path: Path) -> None:
+    """No state, or one without a tensor; training goes on as torch's does, also when a script sets a momentum."""
+    torch.manual_seed(1)
+    model, plain = TinyModel(), TinyModel()
+    plain.load_state_dict(model.state_dict())
+    its = torch.optim.SGD(plain.parameters(), lr=0.05)
+    config = settings(tmp_path, placement="nvme", bf16=None)
+    ours, optimizer = offloadzero.offload(model, torch.optim.SGD(model.parameters(), lr=0.05), config)
+    losses = [take_steps(plain, its, range(2)), take_steps(ours, optimizer, range(2))]
+    saved = its.state_dict()
+    assert not any(saved["state"].values())
+    optimizer.load_state_dict(saved)
+    without_tensors = {number: {"momentum_buffer": None} for number in saved["param_groups"][0]["params"]}
+    optimizer.load_state_dict({**saved, "state": without_tensors})  # as older versions of torch have it
+    for stepped in (its, optimizer):
+        stepped.param_groups[0].update(momentum=0.9, nesterov=True)
+    losses = [
+        losses[0] + take_steps(plain, its, range(2, 5)),
+        losses[1] + take_steps(ours, optimizer, range(2, 5)),
+    ]
+    optimizer.close()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @other_kind

@@ -22,6 +22,7 @@ REFERENCES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": functools.partial(torch.optim.AdamW, foreach=True),
     "Lion": ExactLion,
     "Adagrad": functools.partial(torch.optim.Adagrad, foreach=True),
+    "SGD": functools.partial(torch.optim.SGD, foreach=True),
 }
 
 # Where segments live: a tier for all, or rules by unit and segment.

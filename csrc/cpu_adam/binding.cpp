@@ -139,6 +139,7 @@ PyObject* moment_step(MomentStep step, PyObject* args) {
 
 PyObject* py_lion_step(PyObject*, PyObject* args) { return moment_step(lion_step, args); }
 PyObject* py_adagrad_step(PyObject*, PyObject* args) { return moment_step(adagrad_step, args); }
+PyObject* py_sgd_step(PyObject*, PyObject* args) { return moment_step(sgd_step, args); }
 
 // The addresses of a compact state, in the order of the tuple.
 struct CompactAddresses {
@@ -472,6 +473,9 @@ PyMethodDef methods[] = {
     {"adagrad_step", guarded<py_adagrad_step>, METH_VARARGS,
      "adagrad_step(layout, grad_dtype, param, master, sum, grad, num_elements, isa, num_threads, scalars, "
      "with_sq_norm) -> None or the squared norm"},
+    {"sgd_step", guarded<py_sgd_step>, METH_VARARGS,
+     "sgd_step(layout, grad_dtype, param, master, momentum_buffer, grad, num_elements, isa, num_threads, "
+     "scalars, with_sq_norm) -> None or the squared norm"},
     {"compact_adam_step", guarded<py_compact_adam_step>, METH_VARARGS,
      "compact_adam_step(grad_dtype, compact, grad, num_elements, isa, num_threads, scalars, step, "
      "with_sq_norm) -> None or the squared norm; compact = (param, remainder, exp_avg, exp_avg_sq, scales)"},

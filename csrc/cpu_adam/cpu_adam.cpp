@@ -226,6 +226,16 @@ int adagrad_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, 
                          [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
 }
 
+int sgd_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const AdamScalars& scalars,
+             size_t num_elements, Isa isa, int num_threads, double* sq_norm) {
+    const KernelTable* kernels = kernels_for(isa);
+    if (kernels == nullptr) return -ENOTSUP;
+    const MomentKernel kernel =
+        kernels->sgd[static_cast<int>(layout)][static_cast<int>(grad_dtype)][has_l2(scalars)];
+    return update_ranges(*kernels, buffers.grad, grad_dtype, num_elements, num_threads, sq_norm,
+                         [&](size_t begin, size_t end) { kernel(buffers, scalars, begin, end); });
+}
+
 int sq_norm(const void* grad, DType dtype, size_t num_elements, Isa isa, int num_threads, double* result) {
     const KernelTable* kernels = kernels_for(isa);
     if (kernels == nullptr) return -ENOTSUP;

@@ -142,6 +142,14 @@
 //     Adagrad (Duchi et al. 2011), L2 only
 //     v = v + (g * g)
 //     p = p - ((step_size * g) / (sqrt(v) + eps))
+//
+// [Note: SGD arithmetic]
+// Likewise, L2 only, with momentum in beta1. Without it m is neither read nor written; with Nesterov's it is
+// in beta2, too. one_minus_beta1 is 1 - dampening, and 1 in the first step.
+//
+//     m = (beta1 * m) + (one_minus_beta1 * g)
+//     g = g + (beta1 * m) with Nesterov's momentum, else m
+//     p = p - (step_size * g)
 #pragma once
 
 #include <cstddef>
@@ -190,7 +198,7 @@ struct AdamBuffers {
     const void* grad;
 };
 
-// The same for the optimizers with one moment: Lion's first, Adagrad's sum of squares.
+// The same for the optimizers with one moment: Lion's first, Adagrad's sum of squares, SGD's momentum.
 struct MomentBuffers {
     void* param;
     void* master;
@@ -262,6 +270,8 @@ int lion_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, con
               size_t num_elements, Isa isa, int num_threads, double* sq_norm);
 int adagrad_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const AdamScalars& scalars,
                  size_t num_elements, Isa isa, int num_threads, double* sq_norm);
+int sgd_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const AdamScalars& scalars,
+             size_t num_elements, Isa isa, int num_threads, double* sq_norm);
 
 // What memory gives at best: reads every array and writes `num_written` of them in place, all at the same
 // pace, as the optimizers do and without their arithmetic. The arrays that are written come first;

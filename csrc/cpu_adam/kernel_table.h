@@ -50,6 +50,7 @@ struct KernelTable {
     JoinKernel join;
     MomentKernel lion[NUM_LAYOUTS][NUM_DTYPES];
     MomentKernel adagrad[NUM_LAYOUTS][NUM_DTYPES][2];  // last as for adam
+    MomentKernel sgd[NUM_LAYOUTS][NUM_DTYPES][2];      // likewise
     CompactKernel compact[NUM_DTYPES][2];              // last as for adam
     size_t (*compact_element)(size_t slot);            // of a block, by its place in a block's vectors
     EncodeKernel compact_encode;

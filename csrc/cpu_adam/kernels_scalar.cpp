@@ -13,6 +13,7 @@ namespace scalar {
 #include "kernel_body.h"
 #include "kernel_compact.h"
 #include "kernel_lion_adagrad.h"
+#include "kernel_sgd.h"
 #include "kernel_stream.h"
 #include "make_kernel_table.h"
 // clang-format on

@@ -42,6 +42,7 @@ constexpr KernelTable make_kernel_table() {
         join_range<V>,
         OFFLOADZERO_BY_WEIGHT(lion_range, V),
         OFFLOADZERO_BY_WEIGHT_AND_L2(adagrad_range, V),
+        OFFLOADZERO_BY_WEIGHT_AND_L2(sgd_range, V),
         OFFLOADZERO_COMPACT_GRADS(V),
         compact_element<V>,
         compact_encode_range<V>,

@@ -158,7 +158,7 @@ _TOP: dict[str, KeySpec] = {
 }
 
 _OPTIMIZER: dict[str, KeySpec] = {
-    "type": _use("Adam, AdamW, Lion or Adagrad, in any case", auto_is_absent=False),
+    "type": _use("Adam, AdamW, Lion, Adagrad or SGD, in any case", auto_is_absent=False),
     "params": _use("the optimizer's arguments"),
     "legacy_fusion": _accept("there is one fused update", _BOOL, False),
 }
@@ -170,6 +170,9 @@ _OPTIMIZER_PARAMS: dict[str, KeySpec] = {
     "weight_decay": _use("at least 0; 0 when absent"),
     "lr_decay": _use("Adagrad: the rate of step k is lr / (1 + (k - 1) * lr_decay); 0 when absent"),
     "initial_accumulator_value": _use("Adagrad: its sums before the first step; 0 when absent"),
+    "momentum": _use("SGD: the share of its buffer that a step keeps; 0 when absent"),
+    "dampening": _use("SGD: a gradient's share in its buffer is 1 - dampening; 0 when absent"),
+    "nesterov": _use("SGD: Nesterov's momentum; false when absent"),
     "adam_w_mode": _use('true when absent: "Adam" then means AdamW (decoupled weight decay)'),
     "bias_correction": _use("Adam: true when absent"),
     "torch_adam": _accept(
@@ -409,6 +412,7 @@ _SEGMENTS: dict[str, KeySpec] = {
     "exp_avg": _use("home of the first moment (Adam, Lion)"),
     "exp_avg_sq": _use("home of the second moment (Adam)"),
     "sum": _use("home of the sum of squared gradients (Adagrad)"),
+    "momentum_buffer": _use("home of the momentum (SGD)"),
     "scales": _use("home of the scales of state_layout compact; that of exp_avg when absent"),
     "grad": _use("home of the gradients between backward and update; the planner decides when absent"),
 }

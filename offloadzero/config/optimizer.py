@@ -38,6 +38,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "weight_decay": 0.0,
             "initial_accumulator_value": 0.0,
         },
+        "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
     }
 )
 # Arguments that torch's param groups have under another name.
@@ -54,7 +55,7 @@ KNOWN_OPTIMIZERS = (
         "MuAdamW",
         "MuSGD",
     ),
-    *("ASGD", "Adadelta", "Adafactor", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+    *("ASGD", "Adadelta", "Adafactor", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop"),
     "SparseAdam",
 )
 
@@ -131,6 +132,9 @@ _READERS: Mapping[str, Callable[[str, object], Any]] = MappingProxyType(
         "weight_decay": _read_magnitude,
         "lr_decay": _read_magnitude,
         "initial_accumulator_value": _read_magnitude,
+        "momentum": _read_magnitude,
+        "dampening": _read_magnitude,
+        "nesterov": read_bool,
         "adam_w_mode": read_bool,
         "bias_correction": read_bool,
     }

@@ -49,6 +49,20 @@ def adagrad_step(
     with_sq_norm: bool,
     /,
 ) -> float | None: ...
+def sgd_step(
+    layout: int,
+    grad_dtype: int,
+    param: int,
+    master: int,
+    momentum_buffer: int,
+    grad: int,
+    num_elements: int,
+    isa: int,
+    num_threads: int,
+    scalars: _Scalars,
+    with_sq_norm: bool,
+    /,
+) -> float | None: ...
 def compact_adam_step(
     grad_dtype: int,
     compact: _Compact,

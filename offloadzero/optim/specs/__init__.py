@@ -9,8 +9,9 @@ from offloadzero.optim.spec import AnySpec
 from offloadzero.optim.specs.adagrad import ADAGRAD
 from offloadzero.optim.specs.adam import ADAM
 from offloadzero.optim.specs.lion import LION
+from offloadzero.optim.specs.sgd import SGD
 
-SPECS: tuple[AnySpec, ...] = (ADAM, LION, ADAGRAD)
+SPECS: tuple[AnySpec, ...] = (ADAM, LION, ADAGRAD, SGD)
 
 KNOWN_CLASSES = tuple(cls for spec in SPECS for cls in spec.classes)
 

@@ -187,7 +187,7 @@ Fp32Record split_record(size_t n, Isa isa) {
     return record;
 }
 
-// Adam, Lion and Adagrad on bf16 with its remainder and on fp32, for every gradient dtype.
+// Adam, Lion, Adagrad and SGD on bf16 with its remainder and on fp32, for every gradient dtype.
 void fp32_layouts_are_the_same_for_every_isa(size_t n, DType dtype) {
     const std::vector<uint8_t> grad = grad_bytes(values(n, 1e-2f, 4, true), dtype);
     AdamScalars l2 = ADAMW;
@@ -205,6 +205,7 @@ void fp32_layouts_are_the_same_for_every_isa(size_t n, DType dtype) {
             CHECK_EQUAL(lion_step(lion, Layout::BF16_SPLIT, dtype, s, n, isa, THREADS, nullptr), 0);
             const MomentBuffers adagrad{plain.data(), nullptr, r.v.data(), grad.data()};
             CHECK_EQUAL(adagrad_step(adagrad, Layout::FP32, dtype, s, n, isa, THREADS, nullptr), 0);
+            CHECK_EQUAL(sgd_step(adagrad, Layout::FP32, dtype, s, n, isa, THREADS, nullptr), 0);
         }
         if (isa == Isa::SCALAR) expected = r, expected_plain = plain;
         CHECK(r.param == expected.param && r.remainder == expected.remainder);

@@ -1,0 +1,70 @@
+"""SGD with momentum as torch.optim.SGD does it (floor 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from offloadzero.config import SegmentKind
+from offloadzero.native.cpu_adam import AdamScalars
+from offloadzero.native.sgd import SgdHyper, sgd_step
+from offloadzero.optim.fp32_spec import Fp32Spec
+from offloadzero.optim.spec import Buffers, number
+from offloadzero.optim.torch_pieces import Fp32Piece
+
+MOMENTUM_BUFFER = SegmentKind("momentum_buffer")
+
+
+class SgdSpec(Fp32Spec[SgdHyper]):
+    """The momentum buffer, which is there without momentum, too: schedulers may change it between steps."""
+
+    name = "SGD"
+    types = ("SGD",)
+    classes = (torch.optim.SGD,)
+    states = (MOMENTUM_BUFFER,)
+    counts_steps = False
+
+    def hyper(self, group: Mapping[str, Any], name: str) -> SgdHyper:
+        """The hyperparameters of a group."""
+        return SgdHyper(
+            lr=number(group, "lr", name),
+            momentum=number(group, "momentum", name),
+            dampening=number(group, "dampening", name),
+            weight_decay=number(group, "weight_decay", name),
+            nesterov=bool(group["nesterov"]),
+        )
+
+    def scalars(self, hyper: SgdHyper, *, step: int, grad_scale: float) -> AdamScalars:
+        """The fp32 scalars of a step, which counts from 1."""
+        return hyper.scalars(step=step, grad_scale=grad_scale)
+
+    def native_step(
+        self, buffers: Buffers, *, hyper: SgdHyper, step: int, grad_scale: float, num_threads: int | None
+    ) -> None:
+        """One step in place by the kernel."""
+        sgd_step(
+            buffers[SegmentKind.PARAM],
+            buffers[SegmentKind.GRAD],
+            buffers[MOMENTUM_BUFFER],
+            hyper=hyper,
+            step=step,
+            grad_scale=grad_scale,
+            master=buffers.get(SegmentKind.MASTER),
+            num_threads=num_threads,
+        )
+
+    def torch_step(self, piece: Fp32Piece, scalars: AdamScalars) -> None:
+        """[Note: SGD arithmetic] in csrc/cpu_adam/cpu_adam.h."""
+        weights, t, (m,) = piece.weights, piece.spare, piece.states
+        g = piece.scaled_grad(scalars.grad_scale)
+        if scalars.with_l2:
+            g.add_(torch.mul(weights, scalars.weight_decay, out=t))
+        if scalars.beta1:
+            m.mul_(scalars.beta1).add_(torch.mul(g, scalars.one_minus_beta1, out=t))
+            g = g.add_(torch.mul(m, scalars.beta1, out=t)) if scalars.beta2 else g.copy_(m)
+        weights.sub_(g.mul_(scalars.step_size))
+
+
+SGD = SgdSpec()
