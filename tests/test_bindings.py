@@ -162,7 +162,7 @@ AIO = """
         return handles.get("engine") or engine()
 
     def file():
-        return same_engine().open(path, True, False, 2)
+        return same_engine().open(path, True, False, True)
 
     def written():
         opened = file()
@@ -180,7 +180,7 @@ AIO = """
         "Engine.unregister_buffer": [engine, ADDRESS],
         "Engine.inject": [engine, 0, 1, 5],
         "Engine.clear_faults": [engine],
-        "Engine.open": [engine, path, True, False, 2],
+        "Engine.open": [engine, path, True, False, True],
         "Engine.submit": [same_engine, file, True, ADDRESS, 8192, 0, 0, 1],
         "Engine.collect_finished": [engine],
         "File.num_bytes": [file],

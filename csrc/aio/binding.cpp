@@ -224,19 +224,19 @@ PyObject* engine_clear_faults(PyObject* self, PyObject*) {
     Py_RETURN_NONE;
 }
 
-// open(path, can_create, is_readonly, direct) -> File; direct: 0 off, 1 on, 2 auto
+// open(path, can_create, is_readonly, can_be_direct) -> File
 PyObject* engine_open(PyObject* self, PyObject* args) {
     const char* path;
     OpenOptions options;
-    int can_create, is_readonly, direct;
+    int can_create, is_readonly, can_be_direct;
     Engine* engine = engine_of(self);
-    if (engine == nullptr || !PyArg_ParseTuple(args, "yppi", &path, &can_create, &is_readonly, &direct) ||
-        !check_range("direct", direct, 0LL, 2LL)) {
+    if (engine == nullptr ||
+        !PyArg_ParseTuple(args, "yppp", &path, &can_create, &is_readonly, &can_be_direct)) {
         return nullptr;
     }
     options.can_create = can_create != 0;
     options.is_readonly = is_readonly != 0;
-    options.direct = static_cast<DirectMode>(direct);
+    options.can_be_direct = can_be_direct != 0;
     auto file = std::make_unique<std::shared_ptr<File>>();
     int status = without_gil([&] { return engine->open(path, options, file.get()); });
     if (status < 0) return raise_errno(status);

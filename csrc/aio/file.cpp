@@ -58,7 +58,7 @@ int File::open(const std::string& path, const OpenOptions& options, std::shared_
     std::shared_ptr<File> opened(new File());
     opened->path_ = path;
     opened->is_readonly_ = options.is_readonly;
-    if (options.direct != DirectMode::OFF) {
+    if (options.can_be_direct) {
         int fd = open_retrying(path, flags | O_DIRECT);
         if (fd >= 0) {
             opened->fd_ = fd;
@@ -69,7 +69,6 @@ int File::open(const std::string& path, const OpenOptions& options, std::shared_
         } else {
             return fd;
         }
-        if (!opened->is_direct_ && options.direct == DirectMode::ON) return opened->direct_refusal_;
     }
     if (!opened->is_direct_) {
         if (opened->fd_ >= 0) ::close(opened->fd_);

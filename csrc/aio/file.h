@@ -13,18 +13,16 @@ namespace offloadzero::aio {
 
 class Registry;
 
-enum class DirectMode { OFF, ON, AUTO };
-
 struct OpenOptions {
     bool can_create = false;  // mode 0600; an existing file is kept as it is
     bool is_readonly = false;
-    DirectMode direct = DirectMode::AUTO;
-    size_t block_size = 0;  // at most; an alignment that does not divide it counts as "no direct I/O"
+    bool can_be_direct = true;  // where the filesystem has direct I/O
+    size_t block_size = 0;      // at most; an alignment that does not divide it counts as "no direct I/O"
 };
 
 class File {
   public:
-    // 0 or -errno. EINVAL under ON: the filesystem has no direct I/O.
+    // 0 or -errno.
     static int open(const std::string& path, const OpenOptions& options, std::shared_ptr<File>* file);
     ~File();
     File(const File&) = delete;

@@ -440,7 +440,7 @@ class Bench:
 
     def _open(self, engine: AioEngine, index: int) -> AioFile:
         self.files[index].check()
-        file = engine.open(self.files[index].path, direct="auto")
+        file = engine.open(self.files[index].path)
         if engine.backend is not AioBackend.AIOFILES:  # which never is
             self.direct_reasons.setdefault(index, file.direct_reason)
         return file

@@ -23,7 +23,7 @@ from typing import Any
 
 import aiofiles
 
-from offloadzero.io.backends import DirectMode, EngineOptions, FaultKind
+from offloadzero.io.backends import EngineOptions, FaultKind
 
 _MAX_NUM_THREADS = 8
 _MAX_STALLS = 16
@@ -182,9 +182,7 @@ class AiofilesEngine:
 
     # Called from any thread.
 
-    def open(self, path: bytes, can_create: bool, is_readonly: bool, direct: int, /) -> AiofilesFile:
-        if list(DirectMode)[direct] is DirectMode.ON:
-            raise OSError(errno.EOPNOTSUPP, "aiofiles is buffered only")
+    def open(self, path: bytes, can_create: bool, is_readonly: bool, _direct: bool, /) -> AiofilesFile:
         opened = self._open(os.fsdecode(path), create=can_create, readonly=is_readonly)
         return asyncio.run_coroutine_threadsafe(opened, self._loop).result()
 

@@ -22,17 +22,6 @@ class AioBackend(str, Enum):
     """The `aiofiles` package on Python threads: portable, buffered, one transfer per file at a time."""
 
 
-class DirectMode(str, Enum):
-    """When a file bypasses the page cache (O_DIRECT), in the order of the compiled module's enum."""
-
-    OFF = "off"
-    """Never."""
-    ON = "on"
-    """Always; a filesystem without it is a ConfigError."""
-    AUTO = "auto"
-    """Where the filesystem has it; `AioFile.direct_reason` says why not."""
-
-
 class FaultKind(str, Enum):
     """Faults of `AioEngine.inject`, in the order of the compiled module's enum."""
 
@@ -87,11 +76,11 @@ class OperationCore(Protocol):
 class EngineCore(Protocol):
     """A backend; the methods raise OSError.
 
-    `token` names the operation in collect_finished(), once its memory is not touched any more. `direct` and `kind` are
-    places in DirectMode and FaultKind.
+    `token` names the operation in collect_finished(), once its memory is not touched any more. `kind` is a
+    place in FaultKind.
     """
 
-    def open(self, path: bytes, can_create: bool, is_readonly: bool, direct: int, /) -> FileCore: ...
+    def open(self, path: bytes, can_create: bool, is_readonly: bool, direct: bool, /) -> FileCore: ...
     def submit(
         self,
         file: Any,

@@ -31,7 +31,6 @@ from typing import Any
 from offloadzero.errors import AioError, ConfigError, StateError
 from offloadzero.io.backends import (
     AioBackend,
-    DirectMode,
     EngineOptions,
     FaultKind,
     FileCore,
@@ -48,7 +47,6 @@ __all__ = [
     "AioFile",
     "AioTicket",
     "AioTimeoutError",
-    "DirectMode",
     "FaultKind",
 ]
 
@@ -310,37 +308,32 @@ class AioEngine:
         *,
         create: bool = False,
         readonly: bool = False,
-        direct: str = "auto",
+        direct: bool = True,
         name: str | None = None,
     ) -> AioFile:
         """Opens a file for reading and, unless `readonly`, writing.
 
         create: make it, with mode 0600, if it is missing; an existing one keeps its bytes.
-        direct: a DirectMode value.
+        direct: past the page cache (O_DIRECT) where filesystem and backend can; `AioFile.direct_reason` says why not.
         name: what errors call the file, where the path does not tell.
-        Raises AioError when the file cannot be opened, ConfigError when direct="on" and the filesystem or the
-        backend has no direct I/O.
+        Raises AioError when the file cannot be opened.
         """
         self._check_usable()
-        mode = _parse(DirectMode, "direct", direct)
         plain = os.fspath(path)
         name = plain if name is None else name
         if create and readonly:
             raise ConfigError("create", create, "not together with readonly")
         try:
-            core = self._core.open(os.fsencode(plain), create, readonly, _place(mode))
+            core = self._core.open(os.fsencode(plain), create, readonly, direct)
         except OSError as error:
             code = error.errno or errno_codes.EIO
-            if mode is DirectMode.ON and code in (errno_codes.EINVAL, errno_codes.EOPNOTSUPP):
-                refusal = f"{name} has no direct I/O here ({self.backend.value}: {errno_name(code)})"
-                raise ConfigError("direct", direct, refusal) from error
             raise AioError(operation="open", path=name, offset=0, num_bytes=0, errno=code) from error
-        return AioFile(core, name, self, direct_reason=self._direct_reason(mode, core.direct_refusal))
+        return AioFile(core, name, self, direct_reason=self._direct_reason(direct, core.direct_refusal))
 
-    def _direct_reason(self, mode: DirectMode, refusal: int) -> str:
+    def _direct_reason(self, direct: bool, refusal: int) -> str:
         if self.backend is AioBackend.AIOFILES:
             return "aiofiles: buffered only"
-        if mode is DirectMode.OFF:
+        if not direct:
             return "asked for"
         return f"O_DIRECT: {errno_name(refusal)}" if refusal else "O_DIRECT"
 
@@ -426,7 +419,7 @@ class AioEngine:
             raise ConfigError("nth", nth, "must be at least 1")
         if value < 0:
             raise ConfigError("value", value, "must not be negative")
-        self._core.inject(_place(fault), nth, value)
+        self._core.inject(list(FaultKind).index(fault), nth, value)
 
     def clear_faults(self) -> None:
         """Forgets injected faults that have hit no block yet."""
@@ -512,10 +505,6 @@ class AioEngine:
 
 
 _live_engines: weakref.WeakSet[AioEngine] = weakref.WeakSet()
-
-
-def _place(member: DirectMode | FaultKind) -> int:
-    return list(type(member)).index(member)
 
 
 def _parse(enum: Any, key: str, value: str) -> Any:
