@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from offloadzero.memory.lanes import LaneTicket
 from offloadzero.step import collect
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import RELEASED
+from offloadzero.streaming.unit_leases import UnitLeases
 from offloadzero.zero import safe_set_full_fp32_param
 from tests.models import NUM_BLOCKS, Block, PartlyUnusedBlock, Stack, features
 from tests.simulated.order import Order
@@ -304,13 +306,15 @@ class LateStack(Stack):
 # --- interrupts ---
 
 
-def _interrupting(method: Callable[..., Any], function: str, *, each: int) -> Callable[..., Any]:
+def _interrupting(
+    method: Callable[..., Any], function: Callable[..., Any], *, each: int
+) -> Callable[..., Any]:
     """`method`, which an interrupt meets at every so many calls from `function`."""
-    num_calls = 0
+    num_calls, code = 0, inspect.unwrap(function).__code__
 
     def interrupted(*args: Any) -> Any:
         nonlocal num_calls
-        if sys._getframe(1).f_code.co_name == function:
+        if sys._getframe(1).f_code is code:
             num_calls += 1
             if num_calls % each == 0:
                 raise KeyboardInterrupt
@@ -323,7 +327,9 @@ def interrupt_lease_waits(engine: Any) -> list[float]:
     """A backward is interrupted where it waits for a lease; the next one takes the same."""
     losses = []
     with pytest.MonkeyPatch.context() as patch:
-        ordering = _interrupting(collect.order_compute_after, "_take_device_lease", each=3)
+        ordering = _interrupting(
+            collect.order_compute_after, collect.GradientCollector._take_device_lease, each=3
+        )
         patch.setattr(collect, "order_compute_after", ordering)
         for seed in range(3 * NUM_STEPS):
             try:
@@ -341,7 +347,7 @@ def interrupt_steps(engine: Any) -> list[float]:
     """A step that is interrupted where it waits for a fetch was not taken, and can be."""
     losses, num_interrupts, every = [], 0, tuple(range(NUM_BLOCKS))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LaneTicket, "wait", _interrupting(LaneTicket.wait, "_wait_arrived", each=2))
+        patch.setattr(LaneTicket, "wait", _interrupting(LaneTicket.wait, UnitLeases.wait_arrived, each=2))
         for seed in range(2 * NUM_STEPS):
             loss = engine(features(seed), use=every)
             engine.backward(loss)
