@@ -21,7 +21,7 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.optim.records import Record, slot_layout
-from offloadzero.streaming.leased_unit import FETCHING, HOME, READY, RELEASED, LeasedUnit, Looks
+from offloadzero.streaming.leased_unit import FETCHING, HOME, READY, RELEASED, LayoutViews, LeasedUnit
 from offloadzero.streaming.residency import ResidencyPolicy, running_node
 from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.streaming.unit_leases import UnitLeases
@@ -384,17 +384,17 @@ class Executor:
 
 def leased_units(records: Sequence[Record], store: TieredStore) -> list[LeasedUnit]:
     """A unit for each record: on the device if its parameters live there, else released."""
-    looks: dict[Hashable, Looks] = {}
+    by_layout: dict[Hashable, LayoutViews] = {}
     units: list[LeasedUnit] = []
     for record in records:
         home = record.segments[SegmentKind.PARAM]
         layout = (record.dtype, record.num_trainable, slot_layout(record.slots))
         stays = home.is_on_device
-        shared = looks.get(layout) if not stays else None
+        shared = by_layout.get(layout) if not stays else None
         unit = LeasedUnit(
             record,
             HOME if stays else RELEASED,
-            shared or Looks(record, store.accelerator.device),
+            shared or LayoutViews(record, store.accelerator.device),
             params=tuple(slot.param for slot in record.slots),
             home=home,
             num_bytes=record.param_bytes,
@@ -404,7 +404,7 @@ def leased_units(records: Sequence[Record], store: TieredStore) -> list[LeasedUn
         if stays:
             unit.put_at(home.memory)
         else:
-            looks[layout] = unit.looks
+            by_layout[layout] = unit.layout_views
         units.append(unit)
         unit.show()
     return units

@@ -64,8 +64,8 @@ class Residency(Enum):
 RELEASED, FETCHING, READY, HOME = Residency
 
 
-class Looks:
-    """The ways to look at units of one layout: [Note: views are kept]."""
+class LayoutViews:
+    """The views of units of one layout, at the addresses of their leases: [Note: views are kept]."""
 
     def __init__(self, record: Record, device: torch.device) -> None:
         fill = float("nan") if record.dtype.is_floating_point else 0
@@ -133,7 +133,7 @@ class LeasedUnit:
 
     record: Record
     residency: Residency
-    looks: Looks  # shared by the streamed units of one layout
+    layout_views: LayoutViews  # shared by the streamed units of one layout
     params: tuple[torch.nn.Parameter, ...]  # by slot
     home: Segment
     num_bytes: int
@@ -170,7 +170,7 @@ class LeasedUnit:
         """The parameters are on the device, or no more."""
         self.flat = flat
         self.address = 0 if flat is None else flat.data_ptr()
-        self.views = None if flat is None else self.looks.at(self.address, flat)
+        self.views = None if flat is None else self.layout_views.at(self.address, flat)
         self.is_kept = False
 
     # --- the parameters themselves ---
@@ -186,7 +186,7 @@ class LeasedUnit:
                 self._show_gathered(place)
 
     def _point(self) -> None:
-        views = self.looks.placeholders if self.views is None else self.views.params
+        views = self.layout_views.placeholders if self.views is None else self.views.params
         with DisableTorchFunctionSubclass():
             for param, view in zip(self.params, views, strict=True):
                 set_data(param, view)
@@ -294,7 +294,7 @@ class LeasedUnit:
     def save(self, tensor: torch.Tensor, address: int) -> SavedWeight:
         """A handle for a tensor at `address`, where weights of this unit are."""
         key = (address - self.address, tensor.dtype, tensor.size(), tensor.stride())
-        view = self.looks.weights.get(key) or self.looks.new_weight(self, key)
+        view = self.layout_views.weights.get(key) or self.layout_views.new_weight(self, key)
         version = self._clocks[view.place]._version
         # An update leaves the frozen ones as they are.
         generation = self.edits if view.is_frozen else self.generation
