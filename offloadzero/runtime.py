@@ -1,4 +1,4 @@
-"""Builds the parts of one offloaded model and wires them (floor 6)."""
+"""One offloaded model from its start to its end (floor 6)."""
 
 from __future__ import annotations
 
@@ -15,25 +15,21 @@ import torch
 from torch import nn
 
 from offloadzero import interrupts
+from offloadzero.build import Ground, Loop, build_parts
 from offloadzero.checkpoint.safetensors_file import is_known_dtype
 from offloadzero.config import OffloadConfig, SegmentKind, TierName, create_nvme_directories
 from offloadzero.errors import BudgetError, ConfigError, StateError
 from offloadzero.lifetime import EngineState, Resources, wait_for_collected
-from offloadzero.memory.arena import Arena, BufferPool, Lease
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.device import Device, find_device
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.store import StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
-from offloadzero.native.cpu_adam import set_cores
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.monitor import StepMonitor
 from offloadzero.optim.records import Record
 from offloadzero.optim.spec import AnySpec, device_form
-from offloadzero.optim.update import UpdatePipeline
 from offloadzero.planning.memory_plan import (
-    NUM_GRAD_LEASES,
-    NUM_STAGING_LEASES,
     MemoryPlan,
     advice,
     format_bytes,
@@ -41,20 +37,9 @@ from offloadzero.planning.memory_plan import (
     plan_memory,
 )
 from offloadzero.planning.placement import choose_placement, describe_placement
-from offloadzero.planning.probe import available_host_bytes, cores_beside_launching
-from offloadzero.step.account import Accounts, Hypers
-from offloadzero.step.accumulation import Accumulation
-from offloadzero.step.collect import GradientCollector
-from offloadzero.step.coordinator import StepCoordinator, StepPolicy
-from offloadzero.step.decider import Decider
+from offloadzero.planning.probe import available_host_bytes
+from offloadzero.step.account import Hypers
 from offloadzero.step.gradient_hook import gradient_hook
-from offloadzero.step.landing import Landing
-from offloadzero.step.param_grad import GradientAccess
-from offloadzero.step.record_gradient import WindowGradients
-from offloadzero.step.window import GradientWindow
-from offloadzero.streaming.activation_memory import PlannedMemory
-from offloadzero.streaming.activations import ActivationStore, make_activation_store
-from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.hooks import ModelHooks
 from offloadzero.streaming.original_form import OriginalForm
 from offloadzero.streaming.spill import file_bytes, host_bytes
@@ -123,8 +108,7 @@ class Runtime:
         _expect_storable(cut.records)
         self.records = cut.records
         self.slots = {id(slot.param): (record, slot) for record in self.records for slot in record.slots}
-        self._keeps_after_step = keeps_after_step
-        self._may_not_train = [
+        may_not_train = [
             slot for _, slot in self.slots.values() if id(slot.param) in group_of and not slot.trainable
         ]
         self._original = OriginalForm(self.records)
@@ -148,7 +132,18 @@ class Runtime:
             with interrupts.uninterrupted:  # a file that is made is one that is closed
                 self.store = _open_store(self, config)
                 self.resources.add(self.store.close)
-            self._build(cut, checkpointed, param_groups, current_hypers, before_backward)
+            self._build(
+                cut,
+                checkpointed,
+                param_groups,
+                Loop(
+                    spec,
+                    current_hypers=current_hypers,
+                    before_backward=before_backward,
+                    keeps_after_step=keeps_after_step,
+                    may_not_train=may_not_train,
+                ),
+            )
             self.monitor.begin(
                 self._description(), device_is_cpu=self.accelerator.asynchronous.free_bytes() is None
             )
@@ -166,202 +161,35 @@ class Runtime:
         cut: UnitCut,
         checkpointed: Mapping[str, nn.Module],
         param_groups: Sequence[Mapping[str, object]],
-        current_hypers: Callable[[], Hypers],
-        before_backward: Callable[[], None] | None,
+        loop: Loop,
     ) -> None:
         _create_segments(cut.records, self.plan, self.store)
         self._original.load(self.store)
         for record in cut.records:
             WeightAccess.begin_states(record, param_groups, self.store)
-        self._build_parts(cut.records, current_hypers, before_backward)
+        ground = Ground(self.config, self.plan, self.store, self.clock)
+        parts = build_parts(cut.records, ground, loop, self.resources)
+        self.executor, self.weights, self.activations = parts.executor, parts.weights, parts.activations
+        self.accumulation, self.coordinator = parts.accumulation, parts.coordinator
+        self.parts = parts
         with interrupts.uninterrupted:  # half of them could not be taken off again
             self.hooks = ModelHooks(
                 self.model,
                 cut,
-                executor=self.executor,
-                gradient_hook=functools.partial(gradient_hook, self.coordinator, self.monitor.timeline),
-                weights=self.weights,
+                executor=parts.executor,
+                gradient_hook=functools.partial(gradient_hook, parts.coordinator, self.monitor.timeline),
+                weights=parts.weights,
                 timeline=self.monitor.timeline,
                 checkpointed=checkpointed,
-                activations=self.activations,
+                activations=parts.activations,
             )
             self.weights.attach(self.records)
         _move_buffers(self.model, self.accelerator.device)
-
-    def _build_parts(
-        self,
-        records: Sequence[Record],
-        current_hypers: Callable[[], Hypers],
-        before_backward: Callable[[], None] | None,
-    ) -> None:
-        config, plan, store = self.config, self.plan, self.store
-        if config.pin_memory:
-            store.pin()
-        poison = config.poison_released_leases
-        self.executor = Executor(
-            records,
-            store,
-            unit_arena=self._unit_arena(plan.unit_lease_bytes),
-            staging=self._host_pool(
-                "parameter staging", NUM_STAGING_LEASES, plan.param_staging_bytes, for_files=True
-            ),
-            clock=self.clock,
-        )
-        self.weights = WeightAccess(store, self.executor, clock=self.clock)
-        cores = config.update.cores
-        if not cores and config.update.num_threads is None and self.accelerator.has_streams:
-            cores = cores_beside_launching(sorted(os.sched_getaffinity(0)))
-        num_threads = config.update.num_threads or len(cores) or None
-        slots = [store.host.lease(plan.slot_bytes, f"update slot {i}") for i in range(plan.num_slots)]
-        store.register(slots, may_pin=config.pin_memory)
-        self.pipeline = UpdatePipeline(
-            store,
-            slot_leases=slots,
-            chunk_elements=config.update.chunk_elements,
-            num_threads=num_threads,
-            form=device_form(self.spec, self.accelerator.device),
-            scratch=self._device_lease("update scratch", plan.update_scratch_bytes),
-        )
-        if cores:
-            self.pipeline.submit(lambda: set_cores(cores))
-        with interrupts.uninterrupted:  # a file that is made is one that is closed
-            self.activations = self._make_activation_store() if config.activation_checkpoints else None
-            if self.activations is not None:
-                self.resources.add(self.activations.close)
-        policy = StepPolicy(
-            update_in_backward=plan.update_in_backward,
-            keeps_gradients=plan.grads_have_homes,
-            keeps_after_step=self._keeps_after_step and not plan.update_in_backward,
-            loss_scale=config.precision.loss_scale if config.precision.param_dtype == "fp16" else None,
-        )
-        accounts = Accounts(self.failures, [record.name for record in records if record.num_trainable])
-        self.decider = Decider(
-            accounts,
-            failures=self.failures,
-            max_norm=config.gradient_clipping or 0.0,
-            skip_nonfinite=config.precision.param_dtype == "fp16" or config.update.on_nonfinite == "skip",
-            loss_scale=policy.loss_scale,
-        )
-        device_leases = [
-            store.device.lease(plan.device_grad_bytes, f"gradient lease {i}")
-            for i in range(NUM_GRAD_LEASES if plan.device_grad_bytes else 0)
-        ]
-        own_leases = {
-            index: store.device.lease(num_bytes, "gradient lease of its own")
-            for index, num_bytes in plan.own_grad_bytes.items()
-        }
-        self.landing = Landing(
-            store,
-            passing=self._host_pool(
-                "passing gradient",
-                plan.num_host_grads,
-                plan.host_grad_bytes,
-                for_files=plan.grads_on_files,
-            ),
-            staging=self._host_pool("gradient staging", plan.num_grad_staging, plan.grad_staging_bytes),
-            norm_scratch=self._device_lease("norm scratch", plan.norm_scratch_bytes),
-            clock=self.clock,
-            num_threads=num_threads,
-            cores=cores,
-            decider=self.decider,
-            pipeline=self.pipeline,
-        )
-        gradients = WindowGradients(records)
-        access = GradientAccess(
-            store,
-            clock=self.clock,
-            num_threads=num_threads,
-            gradients=gradients,
-            previous_update=self.executor.update_ticket,
-            updates_in_backward=policy.update_in_backward,
-        )
-        self.window = GradientWindow(
-            gradients,
-            access,
-            keeps_after_step=policy.keeps_after_step,
-            may_not_train=self._may_not_train,
-        )
-        self.collector = GradientCollector(
-            gradients,
-            self.window.handles,
-            store,
-            device_leases=BufferPool(device_leases, failures=self.failures, poison=poison),
-            own_leases={
-                index: BufferPool([lease], failures=self.failures, poison=poison)
-                for index, lease in own_leases.items()
-            },
-            clock=self.clock,
-            previous_update=self.executor.update_ticket,
-            updates_in_backward=policy.update_in_backward,
-        )
-        self.accumulation = Accumulation(
-            config.batch, keeps_gradients=policy.keeps_gradients, ends_with_step=not self._keeps_after_step
-        )
-        self.coordinator = StepCoordinator(
-            policy,
-            executor=self.executor,
-            window=self.window,
-            collector=self.collector,
-            landing=self.landing,
-            decider=self.decider,
-            accounts=accounts,
-            pipeline=self.pipeline,
-            failures=self.failures,
-            clock=self.clock,
-            accumulation=self.accumulation,
-            current_hypers=current_hypers,
-            before_backward=before_backward,
-        )
-
-    def _make_activation_store(self) -> ActivationStore:
-        config, budgets = self.config, self.config.budgets
-        if config.activation_checkpoints is None:
-            raise AssertionError("no activation checkpoints are configured")
-        return make_activation_store(
-            config.activation_checkpoints.tier,
-            store=self.store,
-            clock=self.clock,
-            budgets={TierName.HOST: budgets.host, TierName.NVME: budgets.nvme},
-            planned_bytes={tier: self.plan.tier_bytes(tier) for tier in TierName},
-            planned=self._planned_inputs(),
-            pin_memory=config.pin_memory,
-            nvme_paths=config.nvme_paths,
-            aio=config.aio,
-        )
-
-    def _planned_inputs(self) -> PlannedMemory | None:
-        inputs, store = self.plan.inputs, self.store
-        if inputs is None:
-            return None
-        label = "activation checkpoint"
-        return PlannedMemory(
-            inputs.input_bytes,
-            # Not of the store's arena: a tensor that autograd saves and that lies there is a weight.
-            device=store.accelerator.allocate(inputs.device),
-            host=Arena(label, store.host.lease(inputs.host, label).bytes),
-            nvme_bytes=inputs.nvme,
-        )
 
     def reserved_bytes(self, tier: TierName) -> int:
         """Of the plan, and of the activation checkpoints so far."""
         beside = self.activations.reserved() if self.activations is not None else {}
         return self.plan.tier_bytes(tier) + beside.get(tier, 0)
-
-    def _device_lease(self, label: str, num_bytes: int) -> Lease | None:
-        return self.store.device.lease(num_bytes, label) if num_bytes else None
-
-    def _host_pool(self, label: str, count: int, num_bytes: int, *, for_files: bool = False) -> BufferPool:
-        leases: list[Lease] = []
-        if num_bytes:
-            leases = [self.store.host.lease(num_bytes, f"{label} {i}") for i in range(count)]
-        if for_files:
-            self.store.register(leases, may_pin=self.config.pin_memory)
-        return BufferPool(leases, failures=self.failures, poison=self.config.poison_released_leases)
-
-    def _unit_arena(self, num_bytes: int) -> Arena:
-        """The part of the device arena from which units are leased."""
-        buffer = self.store.device.lease(num_bytes, "unit leases").bytes if num_bytes else torch.empty(0)
-        return Arena("unit lease", buffer, poison=self.config.poison_released_leases)
 
     def memory_table(self) -> str:
         """Bytes per tier, the backing files and the file engine in use."""
@@ -472,7 +300,7 @@ class Runtime:
         try:
             if self.hooks is not None:
                 self.hooks.remove_gradient_hooks()
-                self.window.drop_tensors()
+                self.parts.window.drop_tensors()
         finally:
             self.resources.close()
             _live.discard(self)

@@ -115,7 +115,7 @@ def test_clipping_and_unscaling_a_model_move_no_gradient(
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         scaler.scale(model(tokens(0))).backward()
         optimizer.synchronize()
-        for state in optimizer.runtime.window.gradients.values():
+        for state in optimizer.runtime.parts.window.gradients.values():
             state.landed.wait()
         moved = Moved(monkeypatch)
         scaler.unscale_(optimizer)

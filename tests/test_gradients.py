@@ -197,7 +197,7 @@ def test_a_step_is_clipped_by_the_norms_of_gradients_that_are_dropped_after_it(
     expected = train(plain, plain_optimizer, lambda: torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
     model, made = make()
     _, optimizer = offloadzero.offload(model, made, plain_config(placement, tmp_path, gradient_clipping=0.1))
-    landing = optimizer.runtime.landing._lane
+    landing = optimizer.runtime.parts.landing._lane
     torch.testing.assert_close(train(model, optimizer, lambda: None, landing), expected)
     optimizer.close()
 

@@ -31,6 +31,7 @@ FLOORS: Mapping[str, int] = {
     "optimizer_loading": 6,
     "param_groups": 6,
     "runtime": 6,
+    "build": 6,
     "ops": 5,
     "checkpoint": 5,
     "lifetime": 5,

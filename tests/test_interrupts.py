@@ -224,7 +224,7 @@ def test_a_wait_can_be_interrupted_at_each_place_and_the_others_still_end() -> N
 
 def test_the_pipeline_takes_work_wherever_a_submission_is_interrupted(tmp_path: Path) -> None:
     engine = make_engine(settings(tmp_path))
-    pipeline = engine.optimizer.runtime.pipeline
+    pipeline = engine.optimizer.runtime.parts.pipeline
     for _ in at_each_place(lambda: pipeline.submit(lambda: None)):
         done = Latch()
         pipeline.submit(done.set)

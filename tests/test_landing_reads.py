@@ -26,7 +26,7 @@ class HeldLanding:
     def __init__(self, engine: offloadzero.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._may_land = threading.Event()
         self.num_landed = 0
-        decider = engine.optimizer.runtime.decider
+        decider = engine.optimizer.runtime.parts.decider
         decide = decider.decide_one
 
         def held(job: UpdateJob) -> bool:

@@ -119,10 +119,10 @@ def test_a_late_failure_leaves_the_model_as_it_was(tmp_path: Path, what: str) ->
 PLACES = {
     "hooks": "offloadzero.runtime.ModelHooks",
     "buffers": "offloadzero.runtime._move_buffers",
-    "collector": "offloadzero.runtime.GradientCollector",
-    "landing": "offloadzero.runtime.Landing",
-    "pipeline": "offloadzero.runtime.UpdatePipeline",
-    "executor": "offloadzero.runtime.Executor",
+    "collector": "offloadzero.build.GradientCollector",
+    "landing": "offloadzero.build.Landing",
+    "pipeline": "offloadzero.build.UpdatePipeline",
+    "executor": "offloadzero.build.Executor",
 }
 
 

@@ -171,5 +171,5 @@ def test_a_wait_left_out_is_caught(name: str, tmp_path: Path, monkeypatch: pytes
 def test_the_model_has_units_whose_gradients_leave(tmp_path: Path) -> None:
     """Else nothing above could differ."""
     with offloaded("host", tmp_path) as (_, optimizer):
-        states = optimizer.runtime.window.gradients.values()
+        states = optimizer.runtime.parts.window.gradients.values()
         assert sum(state.home is not None and state.home.tier.value == "host" for state in states) >= 4

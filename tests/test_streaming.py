@@ -822,7 +822,7 @@ def test_optimizer_state_right_after_step_is_the_steps(
     import time
 
     engine, *_ = offloadzero.initialize(model=Stack(), config=make_config("host", tmp_path, clipping=0.5))
-    decider = engine.optimizer.runtime.decider
+    decider = engine.optimizer.runtime.parts.decider
     decide = decider._decide
 
     def slowly(*arguments: Any) -> Any:

@@ -65,7 +65,6 @@ class StepPolicy:
 
     update_in_backward: bool
     keeps_gradients: bool  # from one backward to the next
-    keeps_after_step: bool  # until they are dropped
     loss_scale: LossScaleConfig | None
 
 

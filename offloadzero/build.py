@@ -1,0 +1,291 @@
+"""Builds the parts of one engine in one order: each is finished when it is made (floor 6)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offloadzero.config import OffloadConfig, TierName
+from offloadzero.interrupts import uninterrupted
+from offloadzero.lifetime import Resources
+from offloadzero.memory.arena import Arena, BufferPool, Lease
+from offloadzero.memory.store import TieredStore
+from offloadzero.native.cpu_adam import set_cores
+from offloadzero.observe.clock import StepClock
+from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.optim.spec import AnySpec, device_form
+from offloadzero.optim.update import UpdatePipeline
+from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
+from offloadzero.planning.probe import cores_beside_launching
+from offloadzero.step.account import Accounts, Hypers
+from offloadzero.step.accumulation import Accumulation
+from offloadzero.step.collect import GradientCollector
+from offloadzero.step.coordinator import StepCoordinator, StepPolicy
+from offloadzero.step.decider import Decider
+from offloadzero.step.landing import Landing
+from offloadzero.step.param_grad import GradientAccess
+from offloadzero.step.record_gradient import WindowGradients
+from offloadzero.step.window import GradientWindow
+from offloadzero.streaming.activation_memory import PlannedMemory
+from offloadzero.streaming.activations import ActivationStore, make_activation_store
+from offloadzero.streaming.executor import Executor
+from offloadzero.streaming.weights import WeightAccess
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How the script trains."""
+
+    spec: AnySpec  # of its optimizer
+    current_hypers: Callable[[], Hypers]  # reads the hyperparameters by group index
+    before_backward: Callable[[], None] | None  # raises what must not be so when a backward begins
+    # Gradients stay until they are dropped, unless the update runs in backward: torch's loop, without the engine's
+    # `step()` after each micro batch.
+    keeps_after_step: bool
+    may_not_train: Sequence[ParamSlot]  # of the optimizer, frozen when the model was offloaded
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What all parts stand on, and the memory that they get of it."""
+
+    config: OffloadConfig
+    plan: MemoryPlan
+    store: TieredStore
+    clock: StepClock
+
+    def device_lease(self, label: str, num_bytes: int) -> Lease | None:
+        """Memory of the device; None where nothing is planned."""
+        return self.store.device.lease(num_bytes, label) if num_bytes else None
+
+    def device_pool(self, leases: Sequence[Lease]) -> BufferPool:
+        """Leases whose takers take turns."""
+        poison = self.config.poison_released_leases
+        return BufferPool(leases, failures=self.store.failures, poison=poison)
+
+    def host_pool(self, label: str, count: int, num_bytes: int, *, for_files: bool = False) -> BufferPool:
+        """Buffers of host memory; `for_files`: the file engine reads and writes them."""
+        leases: list[Lease] = []
+        if num_bytes:
+            leases = [self.store.host.lease(num_bytes, f"{label} {i}") for i in range(count)]
+        if for_files:
+            self.store.register(leases, may_pin=self.config.pin_memory)
+        poison = self.config.poison_released_leases
+        return BufferPool(leases, failures=self.store.failures, poison=poison)
+
+    def unit_arena(self) -> Arena:
+        """The part of the device arena from which units are leased."""
+        lease = self.device_lease("unit leases", self.plan.unit_lease_bytes)
+        memory = lease.bytes if lease is not None else torch.empty(0)
+        return Arena("unit lease", memory, poison=self.config.poison_released_leases)
+
+    def update_threads(self) -> tuple[Sequence[int], int | None]:
+        """The cores that updates keep to (empty: any), and the number of their threads (None: that of the cores)."""
+        update = self.config.update
+        cores = update.cores
+        if not cores and update.num_threads is None and self.store.accelerator.has_streams:
+            cores = cores_beside_launching(sorted(os.sched_getaffinity(0)))
+        return cores, update.num_threads or len(cores) or None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of an engine, all of them whole."""
+
+    executor: Executor
+    weights: WeightAccess
+    pipeline: UpdatePipeline
+    activations: ActivationStore | None
+    decider: Decider
+    landing: Landing
+    window: GradientWindow
+    collector: GradientCollector
+    accumulation: Accumulation
+    coordinator: StepCoordinator
+
+
+def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources: Resources) -> Parts:
+    """Build them; what must be closed is among `resources` then. A later one knows earlier ones."""
+    config, plan, store, clock = ground.config, ground.plan, ground.store, ground.clock
+    if config.pin_memory:
+        store.pin()
+    executor = Executor(
+        records,
+        store,
+        unit_arena=ground.unit_arena(),
+        staging=ground.host_pool(
+            "parameter staging", NUM_STAGING_LEASES, plan.param_staging_bytes, for_files=True
+        ),
+        clock=clock,
+    )
+    cores, num_threads = ground.update_threads()
+    pipeline = _build_pipeline(ground, loop.spec, cores, num_threads)
+    with uninterrupted:  # a file that is made is one that is closed
+        activations = _build_activation_store(ground) if config.activation_checkpoints else None
+        if activations is not None:
+            resources.add(activations.close)
+    policy = StepPolicy(
+        update_in_backward=plan.update_in_backward,
+        keeps_gradients=plan.grads_have_homes,
+        loss_scale=config.precision.loss_scale if config.precision.param_dtype == "fp16" else None,
+    )
+    accounts = Accounts(store.failures, [record.name for record in records if record.num_trainable])
+    decider = Decider(
+        accounts,
+        failures=store.failures,
+        max_norm=config.gradient_clipping or 0.0,
+        skip_nonfinite=config.precision.param_dtype == "fp16" or config.update.on_nonfinite == "skip",
+        loss_scale=policy.loss_scale,
+    )
+    window = _build_window(records, ground, loop, executor, num_threads)
+    collector = _build_collector(ground, window, executor)
+    landing = _build_landing(ground, decider, pipeline, cores, num_threads)
+    accumulation = Accumulation(
+        config.batch, keeps_gradients=policy.keeps_gradients, ends_with_step=not loop.keeps_after_step
+    )
+    coordinator = StepCoordinator(
+        policy,
+        executor=executor,
+        window=window,
+        collector=collector,
+        landing=landing,
+        decider=decider,
+        accounts=accounts,
+        pipeline=pipeline,
+        failures=store.failures,
+        clock=clock,
+        accumulation=accumulation,
+        current_hypers=loop.current_hypers,
+        before_backward=loop.before_backward,
+    )
+    return Parts(
+        executor=executor,
+        weights=WeightAccess(store, executor, clock=clock),
+        pipeline=pipeline,
+        activations=activations,
+        decider=decider,
+        landing=landing,
+        window=window,
+        collector=collector,
+        accumulation=accumulation,
+        coordinator=coordinator,
+    )
+
+
+def _build_pipeline(
+    ground: Ground, spec: AnySpec, cores: Sequence[int], num_threads: int | None
+) -> UpdatePipeline:
+    config, plan, store = ground.config, ground.plan, ground.store
+    slots = [store.host.lease(plan.slot_bytes, f"update slot {i}") for i in range(plan.num_slots)]
+    store.register(slots, may_pin=config.pin_memory)
+    pipeline = UpdatePipeline(
+        store,
+        slot_leases=slots,
+        chunk_elements=config.update.chunk_elements,
+        num_threads=num_threads,
+        form=device_form(spec, store.accelerator.device),
+        scratch=ground.device_lease("update scratch", plan.update_scratch_bytes),
+    )
+    if cores:
+        pipeline.submit(lambda: set_cores(cores))
+    return pipeline
+
+
+def _build_window(
+    records: Sequence[Record], ground: Ground, loop: Loop, executor: Executor, num_threads: int | None
+) -> GradientWindow:
+    in_backward = ground.plan.update_in_backward
+    gradients = WindowGradients(records)
+    access = GradientAccess(
+        ground.store,
+        clock=ground.clock,
+        num_threads=num_threads,
+        gradients=gradients,
+        previous_update=executor.update_ticket,
+        updates_in_backward=in_backward,
+    )
+    return GradientWindow(
+        gradients,
+        access,
+        keeps_after_step=loop.keeps_after_step and not in_backward,
+        may_not_train=loop.may_not_train,
+    )
+
+
+def _build_collector(ground: Ground, window: GradientWindow, executor: Executor) -> GradientCollector:
+    plan, device = ground.plan, ground.store.device
+    shared = [
+        device.lease(plan.device_grad_bytes, f"gradient lease {i}")
+        for i in range(NUM_GRAD_LEASES if plan.device_grad_bytes else 0)
+    ]
+    own = {
+        index: device.lease(num_bytes, "gradient lease of its own")
+        for index, num_bytes in plan.own_grad_bytes.items()
+    }
+    return GradientCollector(
+        window.gradients,
+        window.handles,
+        ground.store,
+        device_leases=ground.device_pool(shared),
+        own_leases={index: ground.device_pool([lease]) for index, lease in own.items()},
+        clock=ground.clock,
+        previous_update=executor.update_ticket,
+        updates_in_backward=plan.update_in_backward,
+    )
+
+
+def _build_landing(
+    ground: Ground,
+    decider: Decider,
+    pipeline: UpdatePipeline,
+    cores: Sequence[int],
+    num_threads: int | None,
+) -> Landing:
+    plan = ground.plan
+    return Landing(
+        ground.store,
+        passing=ground.host_pool(
+            "passing gradient", plan.num_host_grads, plan.host_grad_bytes, for_files=plan.grads_on_files
+        ),
+        staging=ground.host_pool("gradient staging", plan.num_grad_staging, plan.grad_staging_bytes),
+        norm_scratch=ground.device_lease("norm scratch", plan.norm_scratch_bytes),
+        clock=ground.clock,
+        num_threads=num_threads,
+        cores=cores,
+        decider=decider,
+        pipeline=pipeline,
+    )
+
+
+def _build_activation_store(ground: Ground) -> ActivationStore:
+    config, budgets = ground.config, ground.config.budgets
+    if config.activation_checkpoints is None:
+        raise AssertionError("no activation checkpoints are configured")
+    return make_activation_store(
+        config.activation_checkpoints.tier,
+        store=ground.store,
+        clock=ground.clock,
+        budgets={TierName.HOST: budgets.host, TierName.NVME: budgets.nvme},
+        planned_bytes={tier: ground.plan.tier_bytes(tier) for tier in TierName},
+        planned=_planned_inputs(ground),
+        pin_memory=config.pin_memory,
+        nvme_paths=config.nvme_paths,
+        aio=config.aio,
+    )
+
+
+def _planned_inputs(ground: Ground) -> PlannedMemory | None:
+    inputs, store = ground.plan.inputs, ground.store
+    if inputs is None:
+        return None
+    label = "activation checkpoint"
+    return PlannedMemory(
+        inputs.input_bytes,
+        # Not of the store's arena: a tensor that autograd saves and that lies there is a weight.
+        device=store.accelerator.allocate(inputs.device),
+        host=Arena(label, store.host.lease(inputs.host, label).bytes),
+        nvme_bytes=inputs.nvme,
+    )
