@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -397,7 +396,7 @@ def gradient_lease_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         if not lease.temporary:
             brought.leases.give_back(lease)
             flat = brought.flat.clone()[:0].set_(brought.flat)
-            brought = replace(brought, flat=flat)  # the lease is another's; the copy still reads that memory
+            brought = brought._replace(flat=flat)  # the lease is another's; the copy still reads that memory
         own, lease.temporary = lease.temporary, True  # the copy does not give it back again
         try:
             return copy_to_host(landing, brought, place, before)

@@ -9,7 +9,7 @@ import torch
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Promise, Ticket
 from offloadzero.optim.delivery import UpdateTicket
-from offloadzero.optim.records import Record, UpdateRange
+from offloadzero.optim.records import UpdateRange
 from offloadzero.optim.step_decision import StepDecision
 from offloadzero.step.account import Account, Hypers
 from offloadzero.step.record_gradient import RecordGradient
@@ -24,17 +24,13 @@ class UpdateJob:
 
     def __init__(self, gradient: RecordGradient, account: Account) -> None:
         self.gradient = gradient
+        self.record = gradient.record
         self.account = account
         self.ticket = UpdateTicket()
         # Known when it begins:
         self.ranges: Sequence[UpdateRange] = ()
         self.grad_scale = 1.0
         self._grad: torch.Tensor | Segment | None = None
-
-    @property
-    def record(self) -> Record:
-        """The record that is updated."""
-        return self.gradient.record
 
     @property
     def hypers(self) -> Hypers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -143,8 +144,7 @@ class WindowGradients(dict[int, RecordGradient]):
             self[index] = RecordGradient(gradient.record, landed=gradient.landed)
 
 
-@dataclass(frozen=True, eq=False)
-class Brought:
+class Brought(NamedTuple):
     """What one backward has brought of a record's gradient, on its way home from the device."""
 
     gradient: RecordGradient
