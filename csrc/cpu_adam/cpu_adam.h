@@ -144,12 +144,16 @@
 //     p = p - ((step_size * g) / (sqrt(v) + eps))
 //
 // [Note: SGD arithmetic]
-// Likewise, L2 only, with momentum in beta1. Without it m is neither read nor written; with Nesterov's it is
-// in beta2, too. one_minus_beta1 is 1 - dampening, and 1 in the first step.
+// Likewise, L2 only. One sequence for every momentum; the scalars say which:
 //
 //     m = (beta1 * m) + (one_minus_beta1 * g)
-//     g = g + (beta1 * m) with Nesterov's momentum, else m
-//     p = p - (step_size * g)
+//     u = (beta2 * m) + (one_minus_beta2 * g)
+//     p = p - (step_size * u)
+//
+//                 beta1      one_minus_beta1                            beta2      one_minus_beta2
+//     none        1          0                                          0          1
+//     plain       momentum   1 - dampening, in the first step 1         1          0
+//     Nesterov's  momentum   1                                          momentum   1
 #pragma once
 
 #include <cstddef>

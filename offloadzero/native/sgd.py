@@ -32,13 +32,20 @@ class SgdHyper:
         """The fp32 scalars of step number `step`, from 1: the first gradient is not dampened."""
         if step < 1:
             raise ConfigError("step", step, "allowed integers >= 1")
-        share = 1.0 if step == 1 else 1.0 - self.dampening
-        of_nesterov = self.momentum if self.nesterov else 0.0
         exact = (
-            *(grad_scale, self.momentum, share, of_nesterov, 0.0),
+            grad_scale,
+            *self._factors(step),
             *(0.0, self.lr, 0.0, 1.0, self.weight_decay, 0.0, 0.0),
         )
         return round_scalars(exact, decoupled=False, given=(self, grad_scale))
+
+    def _factors(self, step: int) -> tuple[float, float, float, float]:
+        """Of the buffer and of the gradient: first in the new buffer, then in the update."""
+        if self.momentum == 0.0:
+            return 1.0, 0.0, 0.0, 1.0
+        if self.nesterov:
+            return self.momentum, 1.0, self.momentum, 1.0
+        return self.momentum, 1.0 if step == 1 else 1.0 - self.dampening, 1.0, 0.0
 
 
 def sgd_step(
@@ -56,7 +63,7 @@ def sgd_step(
 ) -> float | None:
     """One step of SGD in place, in one pass over memory; dtypes and result as of `cpu_adam.adam_step`.
 
-    Without momentum `momentum_buffer` (fp32) is neither read nor written; `step` counts from 1.
+    Without momentum `momentum_buffer` (fp32) stays what it is; `step` counts from 1.
     """
     scalars = hyper.scalars(step=step, grad_scale=grad_scale)
     moment = ("momentum_buffer", momentum_buffer)

@@ -61,10 +61,9 @@ class SgdSpec(Fp32Spec[SgdHyper]):
         g = piece.scaled_grad(scalars.grad_scale)
         if scalars.with_l2:
             g.add_(torch.mul(weights, scalars.weight_decay, out=t))
-        if scalars.beta1:
-            m.mul_(scalars.beta1).add_(torch.mul(g, scalars.one_minus_beta1, out=t))
-            g = g.add_(torch.mul(m, scalars.beta1, out=t)) if scalars.beta2 else g.copy_(m)
-        weights.sub_(g.mul_(scalars.step_size))
+        m.mul_(scalars.beta1).add_(torch.mul(g, scalars.one_minus_beta1, out=t))
+        u = torch.mul(m, scalars.beta2, out=t).add_(g.mul_(scalars.one_minus_beta2))
+        weights.sub_(u.mul_(scalars.step_size))
 
 
 SGD = SgdSpec()
