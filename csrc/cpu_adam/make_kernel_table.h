@@ -17,10 +17,9 @@
         {KERNEL<V, WEIGHT, Fp32, false>, KERNEL<V, WEIGHT, Fp32, true>}, \
     }
 
-#define OFFLOADZERO_BY_WEIGHT_AND_L2(KERNEL, V)                        \
-    {OFFLOADZERO_BY_GRAD_AND_L2(KERNEL, V, SplitWeight),               \
-     OFFLOADZERO_BY_GRAD_AND_L2(KERNEL, V, PlainWeight),               \
-     OFFLOADZERO_BY_GRAD_AND_L2(KERNEL, V, MasterWeight<Fp16>),        \
+#define OFFLOADZERO_BY_WEIGHT_AND_L2(KERNEL, V)                                                              \
+    {OFFLOADZERO_BY_GRAD_AND_L2(KERNEL, V, SplitWeight), OFFLOADZERO_BY_GRAD_AND_L2(KERNEL, V, PlainWeight), \
+     OFFLOADZERO_BY_GRAD_AND_L2(KERNEL, V, MasterWeight<Fp16>),                                              \
      OFFLOADZERO_BY_GRAD_AND_L2(KERNEL, V, MasterWeight<Bf16>)}
 
 #define OFFLOADZERO_COMPACT_GRADS(V)                                             \
