@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offloadzero.config import SegmentKind, TierName
+from offloadzero.config import SegmentKind
 from offloadzero.memory.arena import align_up
 from offloadzero.memory.store import Segment
 from offloadzero.native.compact import COMPACT_BLOCK, num_scales
@@ -86,4 +86,4 @@ class RecordState:
     @property
     def updates_on_device(self) -> bool:
         """Whether every segment of the update lives on the device."""
-        return all(segment.tier is TierName.DEVICE for segment in self.segments.values())
+        return all(segment.is_on_device for segment in self.segments.values())

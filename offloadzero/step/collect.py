@@ -22,7 +22,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
 
-from offloadzero.config import TierName
 from offloadzero.errors import StateError
 from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.lanes import order_compute_after
@@ -185,7 +184,7 @@ class GradientCollector:
     def _begin(self, state: RecordGradient) -> None:
         record = state.record
         home = state.home
-        if home is not None and home.tier is TierName.DEVICE:
+        if home is not None and home.is_on_device:
             # An update of the last step may still read it, or who measures what earlier micro batches brought.
             state.free = AllOf([self._previous_update(record.index), state.landed])
             with self._clock.waiting("update"), self._store.failures.handed_over():
@@ -280,7 +279,7 @@ def _slot_views(gradients: Iterable[RecordGradient]) -> dict[int, SlotViews]:
     for gradient in gradients:
         record = gradient.record
         own = SlotViews(record.trainable_slots, record.padding)
-        if gradient.home is None or gradient.home.tier is not TierName.DEVICE:
+        if gradient.home is None or not gradient.home.is_on_device:
             layout = (record.dtype, record.padding, slot_layout(record.trainable_slots))
             own = shared.setdefault(layout, own)
         views[record.index] = own

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from offloadzero.config import TierName
 from offloadzero.memory.arena import BufferPool, Lease
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Promise, Ticket
@@ -78,7 +77,7 @@ class Landing:
         """Where what backward brings of a record will land; waits for a buffer."""
         record, home = gradient.record, gradient.home
         same_dtype = record.grad_dtype == record.dtype
-        if not gradient.present and same_dtype and home is not None and home.tier is TierName.HOST:
+        if not gradient.present and same_dtype and home is not None and home.is_in_host_memory:
             return Place(home.memory, None, in_place=True)
         in_place = home is None and same_dtype
         buffer = self._take_host(self._passing if in_place else self._staging)
@@ -211,7 +210,7 @@ class Landing:
                     gradient.sq_norms[place] = sq_norm
         gradient.is_unmeasured = False
         home = gradient.home
-        if home is not None and home.tier is TierName.NVME:
+        if home is not None and not home.is_in_memory:
             self._store.write(home, grad).wait()
             gradient.release()
 
@@ -228,7 +227,7 @@ class Landing:
         `factors` are those of what the home holds, by slot.
         """
         record, home, brought = gradient.record, gradient.home, place.flat
-        on_file = home is not None and home.tier is TierName.NVME
+        on_file = home is not None and not home.is_in_memory
         if on_file or home is None:
             gradient.passing = Borrowed(self._passing.take(), self._passing)
         acc = gradient.in_memory()

@@ -30,7 +30,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offloadzero.config import TierName
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Ticket
@@ -342,7 +341,7 @@ class GradientAccess:
         with self._clock.waiting("update"), self._store.failures.handed_over():
             self._previous_update(state.record.index).wait()  # may still read the home
         flat = value.detach().reshape(-1)
-        if home.tier is TierName.NVME:
+        if not home.is_in_memory:
             target = flat.to("cpu", home.dtype).contiguous()
             with self._clock.waiting("gradient access"), self._store.failures.handed_over():
                 self._store.write(home, target, start=slot.offset).wait()
@@ -362,7 +361,7 @@ class GradientAccess:
         if slot.index in state.zeroed:
             return torch.zeros(slot.num_elements, dtype=home.dtype, device=self._device)
         self._wait_landed(state)
-        if home.tier is TierName.NVME:
+        if not home.is_in_memory:
             flat = torch.empty(slot.num_elements, dtype=home.dtype)
             with self._clock.waiting("gradient access"), self._store.failures.handed_over():
                 self._store.read(home, flat, start=slot.offset).wait()

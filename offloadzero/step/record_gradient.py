@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from offloadzero.config import SegmentKind, TierName
+from offloadzero.config import SegmentKind
 from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.device import Stream
 from offloadzero.memory.store import Segment
@@ -112,7 +112,7 @@ class RecordGradient:
         if self.passing is not None:
             return self.passing.view(self.record.grad_dtype, self.record.num_trainable)
         home = self.home
-        return None if home is None or home.tier is TierName.NVME else home.memory
+        return None if home is None or not home.is_in_memory else home.memory
 
     def release(self) -> None:
         """It was read, or is not wanted: the buffer of one without a home is another's."""
