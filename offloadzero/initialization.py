@@ -91,20 +91,17 @@ def initialize(
             raise ConfigError("lr_scheduler", type(lr_scheduler).__name__, "None: there is no optimizer")
         # No state of an optimizer: nothing to lay out compactly, and no difference which one has none.
         evaluation = replace(settings, state_layout="fp32")
+        scheduler = None
         runtime = Runtime(model, evaluation, spec=ADAM, param_groups=(), current_hypers=tuple)
-        return _make_engine(runtime, None, None, loader), None, loader, None
-    (scheduler,) = schedulers
-    return _make_engine(offloaded.runtime, offloaded, scheduler, loader), offloaded, loader, scheduler
-
-
-def _make_engine(
-    runtime: Runtime, optimizer: OffloadedOptimizer | None, scheduler: Any, loader: Any
-) -> Engine:
-    try:
-        return Engine(runtime, optimizer, scheduler, loader)
-    except BaseException:  # an interrupt: nobody has the engine
+    else:
+        (scheduler,) = schedulers
+        runtime = offloaded.runtime
+    try:  # right here: nobody else has the runtime, and an interrupt may come with any call
+        engine = Engine(runtime, offloaded, scheduler, loader)
+    except BaseException:
         runtime.undo()
         raise
+    return engine, offloaded, loader, scheduler
 
 
 def _make_optimizer(
