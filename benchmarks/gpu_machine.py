@@ -54,10 +54,10 @@ def missing_to_test() -> list[Missing]:
 
 def missing_native_modules() -> list[Missing]:
     """They are built here first."""
-    folder = ROOT / "offloadzero" / "native"
-    names = ("_aio", "_cpu_adam", "_termination")
-    absent = [name for name in names if not any(folder.glob(f"{name}.*so"))]
-    return [Missing(f"offloadzero.native.{name}", "run the part build first") for name in absent]
+    package = ROOT / "offloadzero"
+    names = ("io._aio", "native._cpu_adam", "native._termination")
+    absent = [name for name in names if not any(package.glob(f"{name.replace('.', '/')}.*so"))]
+    return [Missing(f"offloadzero.{name}", "run the part build first") for name in absent]
 
 
 def missing_to_run() -> list[Missing]:

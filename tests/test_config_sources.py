@@ -114,7 +114,7 @@ def test_any_mapping_is_read_and_none_is_changed() -> None:
     inner = MappingProxyType({"type": "Adam", "params": MappingProxyType({"betas": (0.5, 0.6)})})
     optimizer = load_config(MappingProxyType({"optimizer": inner})).optimizer
     assert optimizer is not None
-    assert optimizer.betas == (0.5, 0.6)
+    assert optimizer.params["betas"] == (0.5, 0.6)
 
 
 def test_a_schedule_may_get_what_is_no_json() -> None:

@@ -23,6 +23,7 @@ from offloadzero.config import TierName
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
 HAS_CUDA = torch.cuda.is_available()
+NATIVE_MODULES = ["offloadzero.io._aio", "offloadzero.native._cpu_adam", "offloadzero.native._termination"]
 
 
 @pytest.fixture(autouse=True)
@@ -138,9 +139,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(torch, "__version__", "2.7.1+cu128")
     assert str(machine.missing_to_run()[1]) == f"torch 2.8 or later: {sys.executable} has 2.7.1+cu128"
     monkeypatch.setattr(machine, "ROOT", tmp_path)
-    assert [found.name for found in machine.missing_native_modules()] == [
-        f"offloadzero.native.{name}" for name in ("_aio", "_cpu_adam", "_termination")
-    ]
+    assert [found.name for found in machine.missing_native_modules()] == NATIVE_MODULES
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="there is a CUDA device")
@@ -256,7 +255,7 @@ def test_a_model_that_does_not_fit_is_no_traceback(tmp_path: Path) -> None:
 def test_a_compiler_is_enough_to_build(tmp_path: Path) -> None:
     builder = module("gpu_build")
     names = sorted(extension.name for extension in builder.extensions())
-    assert names == [f"offloadzero.native.{name}" for name in ("_aio", "_cpu_adam", "_termination")]
+    assert names == NATIVE_MODULES
     compiler = module("gpu_machine").compiler()
     commands: list[list[str]] = []
     builder.build(compiler, target=tmp_path / "all", run=lambda command: record(commands, command))

@@ -238,7 +238,8 @@ def test_every_host_kernel_is_recorded() -> None:
         for name, function in inspect.getmembers(module, inspect.isfunction):
             takes = [str(p.annotation) for p in inspect.signature(function).parameters.values()]
             is_kernel = function.__module__ == module.__name__ and any("Tensor" in kind for kind in takes)
-            unused = name.startswith("_") or name in ("checked_step", "compact_encode", "compact_decode")
+            unused = name in ("checked_step", "compact_encode", "compact_decode", "moment_arguments")
+            unused = unused or name.startswith("_")
             assert not is_kernel or unused or name in kernels, name
 
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from offloadzero.memory import arena, checksums, lanes, nvme, tickets
 from offloadzero.memory.device import CpuDevice
-from offloadzero.native import compact, cpu_adam, lion_adagrad
+from offloadzero.native import compact, cpu_adam, lion_adagrad, sgd
 from offloadzero.optim import delivery, edits
 from offloadzero.streaming import activation_homes, activations, executor
 from tests.simulated.dispatch import _has_own_dispatch, _is_view, _written
@@ -47,6 +47,7 @@ KERNELS: dict[Any, dict[str, tuple[str, ...]]] = {
     },
     compact: {"compact_adam_step": ("grad",)},
     lion_adagrad: {"lion_step": ("grad",), "adagrad_step": ("grad",)},
+    sgd: {"sgd_step": ("grad",)},
 }
 _FILES_START = 1 << 60  # no memory has such addresses
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from offloadzero.config import SegmentKind
+from offloadzero.native import lion_adagrad
 from offloadzero.native.cpu_adam import AdamScalars
-from offloadzero.native.lion_adagrad import AdagradHyper, adagrad_step
+from offloadzero.native.lion_adagrad import AdagradHyper
 from offloadzero.optim.compact_math import sqrt_
 from offloadzero.optim.cpu_adagrad import CPUAdagrad
 from offloadzero.optim.fp32_spec import Fp32Spec
@@ -54,7 +55,7 @@ class AdagradSpec(Fp32Spec[AdagradHyper]):
         self, buffers: Buffers, *, hyper: AdagradHyper, step: int, grad_scale: float, num_threads: int | None
     ) -> None:
         """One step in place by the kernel."""
-        adagrad_step(
+        lion_adagrad.adagrad_step(
             buffers[SegmentKind.PARAM],
             buffers[SegmentKind.GRAD],
             buffers[SUM],

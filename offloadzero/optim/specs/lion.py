@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from offloadzero.config import SegmentKind
+from offloadzero.native import lion_adagrad
 from offloadzero.native.cpu_adam import AdamScalars
-from offloadzero.native.lion_adagrad import LionHyper, lion_step
+from offloadzero.native.lion_adagrad import LionHyper
 from offloadzero.optim.cpu_lion import CPULion
 from offloadzero.optim.fp32_spec import Fp32Spec
 from offloadzero.optim.spec import Buffers, betas, number
@@ -53,7 +54,7 @@ class LionSpec(Fp32Spec[LionHyper]):
         num_threads: int | None,
     ) -> None:
         """One step in place by the kernel."""
-        lion_step(
+        lion_adagrad.lion_step(
             buffers[SegmentKind.PARAM],
             buffers[SegmentKind.GRAD],
             buffers[EXP_AVG],
