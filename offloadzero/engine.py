@@ -301,9 +301,9 @@ class Engine:
         """The learning rate of each param group."""
         return [float(group["lr"]) for group in self._param_groups]
 
-    def get_mom(self) -> list[tuple[float, float]]:
-        """The betas of each param group."""
-        return [group["betas"] for group in self._param_groups]
+    def get_mom(self) -> list[Any]:
+        """The betas of each param group; of SGD its momentum, and 0.0 where there is none."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._param_groups]
 
     def get_type(self) -> list[Any]:
         """What each param group holds as "type", else 0.0, as in DeepSpeed."""

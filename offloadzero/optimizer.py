@@ -384,7 +384,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         weights = self.runtime.weights
-        state = {number: read_states(weights, record, slot) for number, record, slot in self._numbered()}
+        state: dict[int, Any] = {}
+        for number, record, slot in self._numbered():
+            state[number] = read_states(weights, record, slot)  # waits for the update, which counts the step
+            if self.spec.begins_without and not slot.step:
+                for kind in self.spec.states:
+                    del state[number][kind]
         groups: list[dict[str, Any]] = []
         first = 0
         for group in self.param_groups:

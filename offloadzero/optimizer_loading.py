@@ -37,7 +37,7 @@ class _SlotLoad:
 
     def write(self, weights: WeightAccess, group: Mapping[str, Any]) -> None:
         record, slot, values = self.record, self.slot, self.values
-        if not values:
+        if not values.keys() - {"master"}:
             weights.reset_states(record, slot, group)
         elif record.codes is not None and "scales" in values and are_codes_of(slot, record.codes, values):
             weights.write_codes(record, slot, record.codes, values)
@@ -115,8 +115,11 @@ def _options(
 
 
 def _planned(record: Record, slot: ParamSlot, values: Mapping[str, Any]) -> _SlotLoad:
-    if all(value is None for value in values.values()):
-        return _SlotLoad(record, slot, {}, step=0)
+    if all(value is None for key, value in values.items() if key != "master"):
+        master = {key: value for key, value in values.items() if key == "master" and value is not None}
+        if master:
+            _expect_tensor(record, slot, "master", values)
+        return _SlotLoad(record, slot, master, step=0)
     for kind in record.spec.states:
         _expect_tensor(record, slot, kind, values)
     if "master" in values:

@@ -477,10 +477,11 @@ def test_states_are_read_written_and_begun_anew(kind: Kind, tmp_path: Path) -> N
     assert_same_states(
         {
             "state": {
-                n: {k: s[k] for k in kind.states} for n, s in engine.optimizer.state_dict()["state"].items()
+                n: {k: s[k] for k in kind.states if k in s}
+                for n, s in engine.optimizer.state_dict()["state"].items()
             }
         },
-        {"state": {n: {k: s[k] for k in kind.states} for n, s in fresh["state"].items()}},
+        {"state": {n: {k: s[k] for k in kind.states if k in s} for n, s in fresh["state"].items()}},
     )
     engine.close()
 

@@ -144,14 +144,13 @@
 //     p = p - ((step_size * g) / (sqrt(v) + eps))
 //
 // [Note: SGD arithmetic]
-// Likewise, L2 only. One sequence for every momentum; the scalars say which:
+// Likewise, L2 only. Without momentum (beta2 is 0) u = g, and m is not looked at; else the scalars say which:
 //
 //     m = (beta1 * m) + (one_minus_beta1 * g)
 //     u = (beta2 * m) + (one_minus_beta2 * g)
 //     p = p - (step_size * u)
 //
 //                 beta1      one_minus_beta1                            beta2      one_minus_beta2
-//     none        1          0                                          0          1
 //     plain       momentum   1 - dampening, in the first step 1         1          0
 //     Nesterov's  momentum   1                                          momentum   1
 #pragma once

@@ -124,6 +124,9 @@ class OptimizerSpec(ABC, Generic[H]):
     classes: ClassVar[tuple[type[torch.optim.Optimizer], ...]]  # whose param groups and states it continues
     states: ClassVar[tuple[SegmentKind, ...]]
     counts_steps: ClassVar[bool] = True  # whether torch's states have "step"
+    begins_without: ClassVar[bool] = (
+        False  # torch has no state before the first step, and a step asks for that
+    )
     codes: ClassVar[StateCodes | None] = None  # the compact layout, where there is one
     # Options of param groups that change the numbers and are not built, and what they may be.
     refused_options: ClassVar[Mapping[str, object]] = MappingProxyType(
@@ -162,6 +165,10 @@ class OptimizerSpec(ABC, Generic[H]):
     def fixed_options(self, origin: torch.optim.Optimizer | None) -> dict[str, Any]:  # noqa: ARG002
         """Options that a loaded group does not change."""
         return {}
+
+    def counts_update(self, hyper: H) -> bool:  # noqa: ARG002
+        """Whether an update under `hyper` is one that a parameter's step count has."""
+        return True
 
     # --- states ---
 

@@ -46,8 +46,9 @@ class UpdateJob:
 
     def begin(self, *, grad_scale: float) -> None:
         """Its parameters take the step, with the gradient as it is now."""
+        counts = [self.record.spec.counts_update(hyper) for hyper in self.hypers]
         for slot in self.gradient.present_slots:
-            slot.step += 1
+            slot.step += counts[slot.group_index or 0]
         in_memory = self.gradient.in_memory()
         self._grad = in_memory if in_memory is not None else self.gradient.home
         if self._grad is None:

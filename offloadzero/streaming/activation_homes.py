@@ -65,11 +65,8 @@ class InputCopy:
         return self.sent.copied
 
     def fetch(self, target: torch.Tensor, fence: Fence) -> LaneTicket:
-        """Fill `target`, device, shape (n,), which may be written behind `fence`.
-
-        A copy in host memory is complete by then: what is fetched was given up behind it, and the fence is behind that.
-        """
-        after = [self.sent.written]
+        """Fill `target`, device, shape (n,), which may be written behind `fence`."""
+        after = [self.sent.copied, self.sent.written]
         return self.homes.fetcher.submit(self.home, target, after=after, fence=fence, label=self.label)
 
     def release(self) -> None:

@@ -68,7 +68,9 @@ class WeightAccess:
                 value = record.spec.initial_value(kind, groups[slot.group_index or 0])
                 if value:
                     store.write(
-                        record.segments[kind], torch.full((slot.num_elements,), value), start=slot.offset
+                        record.segments[kind],
+                        torch.full((slot.num_elements,), value, dtype=torch.float32, device="cpu"),
+                        start=slot.offset,
                     ).wait()
 
     # --- parameters ---

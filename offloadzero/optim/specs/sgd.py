@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from offloadzero.config import SegmentKind
+from offloadzero.native import sgd
 from offloadzero.native.cpu_adam import AdamScalars
-from offloadzero.native.sgd import SgdHyper, sgd_step
+from offloadzero.native.sgd import SgdHyper
 from offloadzero.optim.fp32_spec import Fp32Spec
 from offloadzero.optim.spec import Buffers, number
 from offloadzero.optim.torch_pieces import Fp32Piece
@@ -25,6 +26,7 @@ class SgdSpec(Fp32Spec[SgdHyper]):
     classes = (torch.optim.SGD,)
     states = (MOMENTUM_BUFFER,)
     counts_steps = False
+    begins_without = True
 
     def hyper(self, group: Mapping[str, Any], name: str) -> SgdHyper:
         """The hyperparameters of a group."""
@@ -36,20 +38,24 @@ class SgdSpec(Fp32Spec[SgdHyper]):
             nesterov=bool(group["nesterov"]),
         )
 
+    def counts_update(self, hyper: SgdHyper) -> bool:
+        """Torch makes the buffer in the first step with momentum, and dampens only what comes after that."""
+        return hyper.momentum != 0.0
+
     def scalars(self, hyper: SgdHyper, *, step: int, grad_scale: float) -> AdamScalars:
-        """The fp32 scalars of a step, which counts from 1."""
-        return hyper.scalars(step=step, grad_scale=grad_scale)
+        """The fp32 scalars of a step, which counts from 1; 0: none had momentum."""
+        return hyper.scalars(step=max(step, 1), grad_scale=grad_scale)
 
     def native_step(
         self, buffers: Buffers, *, hyper: SgdHyper, step: int, grad_scale: float, num_threads: int | None
     ) -> None:
         """One step in place by the kernel."""
-        sgd_step(
+        sgd.sgd_step(
             buffers[SegmentKind.PARAM],
             buffers[SegmentKind.GRAD],
             buffers[MOMENTUM_BUFFER],
             hyper=hyper,
-            step=step,
+            step=max(step, 1),
             grad_scale=grad_scale,
             master=buffers.get(SegmentKind.MASTER),
             num_threads=num_threads,
@@ -61,9 +67,10 @@ class SgdSpec(Fp32Spec[SgdHyper]):
         g = piece.scaled_grad(scalars.grad_scale)
         if scalars.with_l2:
             g.add_(torch.mul(weights, scalars.weight_decay, out=t))
-        m.mul_(scalars.beta1).add_(torch.mul(g, scalars.one_minus_beta1, out=t))
-        u = torch.mul(m, scalars.beta2, out=t).add_(g.mul_(scalars.one_minus_beta2))
-        weights.sub_(u.mul_(scalars.step_size))
+        if scalars.beta2:
+            m.mul_(scalars.beta1).add_(torch.mul(g, scalars.one_minus_beta1, out=t))
+            g = torch.mul(m, scalars.beta2, out=t).add_(g.mul_(scalars.one_minus_beta2))
+        weights.sub_(g.mul_(scalars.step_size))
 
 
 SGD = SgdSpec()
