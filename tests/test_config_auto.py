@@ -88,6 +88,21 @@ def test_the_plain_form_clips_if_the_configuration_says_so(
     torch.testing.assert_close(moments(optimizer), clipped_moments(max_norm), rtol=1e-5, atol=1e-7)
 
 
+def test_the_plain_form_says_what_it_does_not_use(
+    opened: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "offloadzero")
+    model = linear()
+    blocks = {
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1.0}},
+    }
+    _, optimizer = offloadzero.offload(model, adamw(model), on_cpu(**blocks))
+    opened.append(optimizer)
+    for key in blocks:
+        assert f"{key}: not used: offload() trains with the optimizer that it is given" in caplog.text
+
+
 @pytest.mark.parametrize(("key", "max_norm"), [({}, 1.0), ({"gradient_clipping": 0}, None)])
 def test_initialize_clips_as_deepspeed_does_and_says_so(
     key: dict[str, Any], max_norm: float | None, opened: list[Any]

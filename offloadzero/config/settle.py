@@ -31,5 +31,16 @@ def settle_for_initialize(config: OffloadConfig) -> OffloadConfig:
 
 
 def settle_for_offload(config: OffloadConfig) -> OffloadConfig:
-    """As in torch: what the configuration does not ask for is not done to the gradients."""
-    return config if config.gradient_clipping is not None else replace(config, gradient_clipping=0.0)
+    """As in torch: what the configuration does not ask for is not done to the gradients. The script has the rest."""
+    given = (("optimizer", config.optimizer), ("scheduler", config.scheduler))
+    unused = [
+        f"{key}: not used: offload() trains with the optimizer that it is given"
+        for key, block in given
+        if block
+    ]
+    clipping = config.gradient_clipping
+    return replace(
+        config,
+        gradient_clipping=0.0 if clipping is None else clipping,
+        notices=(*config.notices, *unused),
+    )
