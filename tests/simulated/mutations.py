@@ -84,8 +84,8 @@ class Mutation:
 REDUNDANT: dict[str, str] = {
     "optim/staging.py read_ahead: as if self._free[0].users.done()": "memory() waits for the slot's users: without the "
     "look the update's thread would do so in backward, where other work may come",
-    "streaming/activations.py __del__: AllOf without copy.sent.written": "one lane writes all inputs, one after another: "
-    "who gets the place writes after the one that had it",
+    "streaming/activations.py __del__: AllOf without copy.sent.written": "one lane writes all inputs, in their "
+    "order: who gets the place writes after the one that had it",
     "streaming/activation_homes.py fetch: after without self.sent.copied": "needed only by a backward on a stream on "
     "which nothing was computed for two steps, of a graph from before them: the fence of a fetch covers all others",
 }

@@ -415,6 +415,15 @@ RUNS: dict[str, Run] = {
         {"accumulation": 4, **checkpoints("host")},
     ),
     "activations, asked early": (Stack, train, "host", {**checkpoints("host"), **EARLY}),
+    "states that begin at a value": (
+        Stack,
+        train,
+        "nvme",
+        {
+            "json": {"optimizer": {"type": "Adagrad", "params": {"initial_accumulator_value": 0.1}}},
+            **LATE_FILES,
+        },
+    ),
     "one state on nvme": (Stack, train_unseen, ONE_STATE_ON_NVME, {"clipping": 0.5, **LATE_FILES}),
     "old graphs, no room": (
         stack_of_frozen_weights,
