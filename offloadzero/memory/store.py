@@ -68,19 +68,19 @@ class TieredStore:
             if sizes.nvme
             else None
         )
-        host_bytes = sizes.host - (checksum_bytes(sizes.nvme) if aio.checksums else 0)
+        to_close: list[NvmeTier | DeviceTier] = [] if self.nvme is None else [self.nvme]
         try:
+            host_bytes = sizes.host - (checksum_bytes(sizes.nvme) if aio.checksums else 0)
             self.host = Arena("host", allocate_host(align_up(host_bytes)), poison=poison)
             self.device = Arena("device", accelerator.allocate(align_up(sizes.device)), poison=poison)
             self.on_device = DeviceTier(self.device, accelerator, failures)
+            to_close.append(self.on_device)
+            tiers: list[Tier] = [*to_close, HostTier(self.host)]
+            self.tiers = {tier.name: tier for tier in tiers}
         except BaseException:  # a device may have less than it said
-            if self.nvme is not None:
-                self.nvme.close()
+            for made in to_close:
+                made.close()
             raise
-        tiers: list[Tier] = [self.on_device, HostTier(self.host)]
-        if self.nvme is not None:
-            tiers.append(self.nvme)
-        self.tiers = {tier.name: tier for tier in tiers}
 
     @property
     def h2d(self) -> Lane:
