@@ -406,9 +406,8 @@ def refusal_of(engine: Any, directory: Path, what: str, **keys: Any) -> str | No
     return None
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*was saved in the middle of a step"
-)  # of any text: half a character, too
+# Its text may be anything, half a character too, which pytest's workers cannot pass on.
+@pytest.mark.filterwarnings("ignore:.*was saved in the middle of a step")
 def test_no_content_ends_in_another_error(engine: Any, pristine: Path, tmp_path: Path) -> None:
     """meta.json and headers with other values at random places, agreed to by the manifest: refused, or whole."""
     num_refused = 0
