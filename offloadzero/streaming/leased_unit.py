@@ -206,9 +206,8 @@ class LeasedUnit:
             self._point()
         for param, present in zip(self.params, self._present, strict=True):
             param.__class__ = present
-        if (
-            not self.is_kept
-        ):  # else what was written through a kept view is committed with this forward's writes
+        # Else what was written through a kept view is committed with this forward's writes.
+        if not self.is_kept:
             self.versions = tuple([clock._version for clock in self._clocks])
 
     def leave_forward(self) -> None:

@@ -137,7 +137,7 @@ def _expect_movable(model: nn.Module) -> None:
             )
             raise ConfigError(name or "model", module.original_name, allowed)
     for name, param in model.named_parameters():
-        has_no_shape: bool = is_lazy(param)
+        has_no_shape: bool = is_lazy(param)  # asked for by itself: it would narrow the type to none
         if has_no_shape:
             allowed = (
                 "parameters with a shape: run a forward, which gives it one, before offload() or initialize()"
