@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import os
 import sys
@@ -39,7 +38,7 @@ from offloadzero.planning.memory_plan import (
 from offloadzero.planning.placement import choose_placement, describe_placement
 from offloadzero.planning.probe import available_host_bytes
 from offloadzero.step.account import Hypers
-from offloadzero.step.gradient_hook import gradient_hook
+from offloadzero.step.gradient_hook import GradientHooks
 from offloadzero.streaming.hooks import ModelHooks
 from offloadzero.streaming.original_form import OriginalForm
 from offloadzero.streaming.spill import file_bytes, host_bytes
@@ -177,7 +176,7 @@ class Runtime:
                 self.model,
                 cut,
                 executor=parts.executor,
-                gradient_hook=functools.partial(gradient_hook, parts.coordinator, self.monitor.timeline),
+                gradient_hook=GradientHooks(parts.coordinator, self.monitor.timeline).of,
                 weights=parts.weights,
                 timeline=self.monitor.timeline,
                 checkpointed=checkpointed,

@@ -115,29 +115,28 @@ class GradientCollector:
                 in_graph, grad = in_graph_of(grad, handle.source), grad.detach()
             param.grad = handle.tensor if in_graph is None else in_graph
             handle.taken_in = self.backward
-        slot = handle.slot
         if state.flat is None:
             if state.closed and self._updates_in_backward:
                 raise StateError(
-                    f"{slot.name} gets a gradient a second time in one backward (a reentrant checkpoint around a "
-                    f"shared module?), but the weights are updated in backward: set {KEEP_KEY}"
+                    f"{handle.slot.name} gets a gradient a second time in one backward (a reentrant checkpoint around "
+                    f"a shared module?), but the weights are updated in backward: set {KEEP_KEY}"
                 )
             self._begin(state)
         if self._has_streams:
             self._order_stream(state)
         arrived, targets = state.arrived, state.targets
-        if self._is_nested and slot in arrived:
-            _add(slot, grad, targets[number])
+        if self._is_nested and number in arrived:
+            _add(handle.slot, grad, targets[number])
             return None
         if state.lease is None and number in state.present:
-            _add(slot, grad, targets[number], factor=state.factors.pop(number, 1.0))
+            _add(handle.slot, grad, targets[number], factor=state.factors.pop(number, 1.0))
         else:
             try:
                 targets[number].copy_(grad)
             except RuntimeError:
-                expect_dense(slot, grad)
+                expect_dense(handle.slot, grad)
                 raise
-        arrived.append(slot)
+        arrived.append(number)
         return state if len(arrived) == len(targets) else None
 
     def begin_backward(self) -> None:
@@ -253,13 +252,13 @@ class GradientCollector:
             raise AssertionError(f"{record.name} has no gradient lease")
         earlier, arrived, state.arrived = state.present, state.arrived, []
         state.lease, state.flat, state.targets, state.streams = None, None, (), []
-        state.present = earlier.union([slot.index for slot in arrived])
+        state.present = earlier.union(arrived)
         state.closed = closes
         factors = {}
         if lease is not None:
             self._num_filling -= self._is_shared(record, lease)
             if state.factors:
-                factors = {s.index: state.factors.pop(s.index) for s in arrived if s.index in state.factors}
+                factors = {place: state.factors.pop(place) for place in arrived if place in state.factors}
         return Brought(state, flat, lease, self._leases_of(record), arrived, earlier, factors)
 
     def abandon(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 
@@ -16,18 +17,30 @@ from offloadzero.torch_private import current_graph_task_id
 GradientHook = Callable[[torch.Tensor], None]
 
 
-def gradient_hook(
-    coordinator: StepCoordinator, timeline: Timeline, record: Record, slot: ParamSlot
-) -> GradientHook:
-    """The hook of one parameter, for autograd to call when its gradient is in `param.grad`."""
+class GradientHooks:
+    """Makes the hooks of parameters. It holds the coordinator, which none of them does."""
+
+    def __init__(self, coordinator: StepCoordinator, timeline: Timeline) -> None:
+        self._coordinator = coordinator
+        take = _taking(coordinator)
+        self._take = _timed(take, timeline) if timeline.is_on else take
+
+    def of(self, record: Record, slot: ParamSlot) -> GradientHook:
+        """For autograd to call when the parameter's gradient is in `param.grad`."""
+        return functools.partial(self._take, record.index, slot.index) if slot.trainable else _leave
+
+
+def _taking(coordinator: StepCoordinator) -> Callable[[int, int, torch.Tensor], None]:
     # Weakly: the parameter holds the hook in C++, where Python's collector does not see it.
     reference = weakref.ref(coordinator)
-    index, number = record.index, slot.index
+
+    # One function for all parameters, which finds theirs by numbers: by the time that one of their own is called
+    # again, it has left the processor's caches.
 
     # What autograd has put into `param.grad` is taken before an interrupt is raised.
 
     @uninterrupted_from_start
-    def take(_: torch.Tensor) -> None:
+    def take(index: int, number: int, _: torch.Tensor) -> None:
         # `with uninterrupted` by hand: its two calls take as long as all that is found out here.
         uninterrupted.depth += 1
         try:
@@ -44,14 +57,19 @@ def gradient_hook(
             if uninterrupted.pending and uninterrupted.depth <= 0:
                 uninterrupted.raise_unless_waiting()
 
+    return take
+
+
+def _timed(
+    take: Callable[[int, int, torch.Tensor], None], timeline: Timeline
+) -> Callable[[int, int, torch.Tensor], None]:
     @uninterrupted_from_start
-    def timed_take(gradient: torch.Tensor) -> None:
+    def timed_take(index: int, number: int, gradient: torch.Tensor) -> None:
         with uninterrupted, timeline.launching():
-            take(gradient)
+            take(index, number, gradient)
 
-    def leave(_: torch.Tensor) -> None:
-        """No group of the optimizer holds it: as in torch, it has a gradient and nobody uses it."""
+    return timed_take
 
-    if not slot.trainable:
-        return leave
-    return timed_take if timeline.is_on else take
+
+def _leave(_: torch.Tensor) -> None:
+    """No group of the optimizer holds it: as in torch, it has a gradient and nobody uses it."""

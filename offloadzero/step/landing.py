@@ -15,7 +15,7 @@ from offloadzero.native.cpu_adam import set_cores
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import LANDING
 from offloadzero.optim import device_math
-from offloadzero.optim.records import ParamSlot, update_ranges
+from offloadzero.optim.records import update_ranges
 from offloadzero.optim.update import UpdatePipeline
 from offloadzero.step.decider import Decider
 from offloadzero.step.job import UpdateJob
@@ -113,7 +113,7 @@ class Landing:
             gradient.passing = place.buffer
         else:
             merge = functools.partial(
-                self._merge, gradient, place, brought.slots, brought.earlier, brought.factors
+                self._merge, gradient, place, brought.places, brought.earlier, brought.factors
             )
         self._land(gradient, done, [self._copy_to_host(brought, place, before)], merge, job, held=lease)
 
@@ -218,7 +218,7 @@ class Landing:
         self,
         gradient: RecordGradient,
         place: Place,
-        arrived: Sequence[ParamSlot],
+        arrived: Sequence[int],
         earlier: frozenset[int],
         factors: Mapping[int, float],
     ) -> None:
@@ -236,9 +236,10 @@ class Landing:
         if on_file and earlier and home is not None:
             self._store.read(home, acc).wait()
         with self._store.timeline.span(LANDING, record.name, brought.nbytes + acc.nbytes):
-            for part in update_ranges(record, [slot for slot in arrived if slot.index not in earlier]):
+            slots = record.trainable_slots
+            for part in update_ranges(record, [slots[each] for each in arrived if each not in earlier]):
                 acc[part.start : part.stop].copy_(brought[part.start : part.stop])
-            added = [slot for slot in arrived if slot.index in earlier]
+            added = [slots[each] for each in arrived if each in earlier]
             for part in update_ranges(record, added, factors=factors):
                 if part.factor != 1.0:
                     acc[part.start : part.stop].mul_(part.factor)

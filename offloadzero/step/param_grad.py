@@ -235,7 +235,9 @@ class GradientAccess:
                 f"{source.name}: the weights are updated in backward, and the gradient is gone by now: set {KEEP_KEY} "
                 "to keep gradients until they are dropped"
             )
-        if not (slot.index in state.present or slot in state.arrived or source.contribution is not None):
+        if not (
+            slot.index in state.present or slot.index in state.arrived or source.contribution is not None
+        ):
             raise StateError(
                 f"{source.name}: this gradient was dropped or lost with a backward that did not finish: call "
                 "optimizer.zero_grad()"
@@ -252,7 +254,7 @@ class GradientAccess:
             return contribution.grad
         if contribution is not None:
             return self._with_earlier(state, slot, contribution.grad)
-        if slot not in state.arrived:
+        if slot.index not in state.arrived:
             value = self._at_home(state, slot)
         elif state.lease is None:
             value = state.targets[slot.index]  # which is the home
@@ -265,7 +267,7 @@ class GradientAccess:
         state, slot = self._located(source)
         if source.contribution is not None:
             return source.contribution._replace(grad=value, is_all=True)
-        if slot in state.arrived:
+        if slot.index in state.arrived:
             state.targets[slot.index].copy_(value)
             state.forget(slot)  # what is at home
         else:
@@ -275,7 +277,7 @@ class GradientAccess:
     def norm(self, source: ParamGradient) -> float | None:
         """The 2-norm as measured; None while it is in a lease, or has not been measured."""
         state, slot = self._located(source)
-        if source.contribution is not None or slot in state.arrived or state.is_unmeasured:
+        if source.contribution is not None or slot.index in state.arrived or state.is_unmeasured:
             return None
         self._wait_landed(state)
         return math.sqrt(state.sq_norm_of(slot))
@@ -284,7 +286,7 @@ class GradientAccess:
         """Keep a factor where the update gives the same numbers with it: [Note: gradients as tensors]."""
         state, slot = self._located(source)
         before = state.factors.get(slot.index, 1.0)
-        if source.contribution is not None or slot in state.arrived or not math.isfinite(factor):
+        if source.contribution is not None or slot.index in state.arrived or not math.isfinite(factor):
             return False
         if not product_is_exact(before, factor):
             return False
@@ -303,7 +305,7 @@ class GradientAccess:
     def clear(self, source: ParamGradient) -> Contribution | None:
         """Zeros, which are written only if they are still there at the step; gives what `write` does."""
         state, slot = self._located(source)
-        if source.contribution is not None or slot in state.arrived or self._updates_in_backward:
+        if source.contribution is not None or slot.index in state.arrived or self._updates_in_backward:
             return self.write(source, torch.zeros(slot.shape, dtype=source.dtype, device=self._device))
         state.factors.pop(slot.index, None)
         state.zeroed.add(slot.index)

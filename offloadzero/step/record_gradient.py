@@ -44,7 +44,7 @@ class RecordGradient:
     lease: PooledBuffer | None = None
     flat: torch.Tensor | None = None  # on the device, shape (num_trainable,)
     targets: Sequence[torch.Tensor] = ()  # views of `flat` by slot
-    arrived: list[ParamSlot] = field(default_factory=list)
+    arrived: list[int] = field(default_factory=list)  # indices of the slots whose gradient is there
     free: Ticket = FINISHED  # what used the memory before; each stream that writes it comes after that
     streams: list[Stream | None] = field(default_factory=list)  # those that have waited for it
     # In the window:
@@ -151,6 +151,6 @@ class Brought(NamedTuple):
     flat: torch.Tensor  # on the device, shape (num_trainable,)
     lease: PooledBuffer | None  # in which that lies; None: it is home
     leases: BufferPool  # which the lease goes back to, unless it is temporary
-    slots: Sequence[ParamSlot]  # that have got a gradient
+    places: Sequence[int]  # that have got a gradient
     earlier: frozenset[int]  # places of those that had one
     factors: Mapping[int, float]  # by place: of what their home holds, unless 1

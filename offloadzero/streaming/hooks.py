@@ -265,7 +265,8 @@ class ModelHooks:
         activations: ActivationStore | None,
     ) -> None:
         """Args:
-        gradient_hook: makes the hook on a parameter's gradient, which must not hold the engine.
+        gradient_hook: makes the hook on a parameter's gradient, which must not hold the engine; itself it does: while
+            the model is there, its engine is.
         checkpointed: modules by their units' names.
         activations: takes their inputs.
         """
