@@ -11,10 +11,13 @@ from typing import Any
 import torch
 
 from offloadzero.errors import ConfigError
+from offloadzero.optim.device_math import join_master
 from offloadzero.optim.records import ParamSlot, Record
 from offloadzero.optim.spec import AnySpec
 from offloadzero.optimizer_states import step_count
 from offloadzero.streaming.weights import WeightAccess, are_codes_of, expect_codes
+
+_REMAINDER = "master_remainder"  # in a state of CPUAdam's and its like: what bf16 lacks of the master weight
 
 Numbered = Iterable[tuple[int, Record, ParamSlot]]  # by a parameter's number among those of all groups
 
@@ -46,6 +49,8 @@ class _SlotLoad:
                 weights.write_state(record, slot, kind, values[kind])
         if "master" in values:
             weights.write(record, slot, values["master"])
+        elif _REMAINDER in values:
+            weights.write(record, slot, join_master(weights.read(record, slot), values[_REMAINDER].cpu()))
         slot.step = self.step
 
 
@@ -122,6 +127,12 @@ def _planned(record: Record, slot: ParamSlot, values: Mapping[str, Any]) -> _Slo
         return _SlotLoad(record, slot, master, step=0)
     for kind in record.spec.states:
         _expect_tensor(record, slot, kind, values)
+    _expect_no_others(record, slot, values)
+    if _REMAINDER in values:
+        _expect_tensor(record, slot, _REMAINDER, values)
+        if (record.dtype, values[_REMAINDER].dtype) != (torch.bfloat16, torch.int16):
+            message = f"int16, of a parameter in bf16; this one is in {record.dtype}"
+            raise ConfigError(f"{slot.name}.{_REMAINDER}", values[_REMAINDER].dtype, message)
     if "master" in values:
         _expect_tensor(record, slot, "master", values)
     if record.codes is not None and "scales" in values:
@@ -129,6 +140,22 @@ def _planned(record: Record, slot: ParamSlot, values: Mapping[str, Any]) -> _Slo
             _expect_tensor(record, slot, name, values, shape)
         expect_codes(slot, record.codes, values)
     return _SlotLoad(record, slot, values, _step(record, slot, values))
+
+
+def _expect_no_others(record: Record, slot: ParamSlot, values: Mapping[str, Any]) -> None:
+    """Refuse a state that would be dropped: another optimizer has made it."""
+    spec = record.spec
+    codes = spec.codes
+    known = {"step", "master", _REMAINDER, *spec.state_keys}
+    if codes is not None:
+        known.update(name for name, *_ in codes.specs(slot.shape))
+    for key, value in values.items():
+        if key not in known and isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"{slot.name}.{key}",
+                tuple(value.shape),
+                f"a state of {spec.name} has {', '.join(spec.state_keys)}: this is another optimizer's",
+            )
 
 
 def _step(record: Record, slot: ParamSlot, values: Mapping[str, Any]) -> int:

@@ -125,6 +125,20 @@ def test_training_continues_bitwise_after_saving_and_loading(
     assert_same_bits(resumed, straight)
 
 
+def test_a_state_of_another_optimizer_is_refused_and_changes_nothing() -> None:
+    params, others = make_params(), make_params()
+    lion, adamw = CPULion(params), torch.optim.AdamW(others)
+    train(lion, params, range(2))
+    train(adamw, others, range(2))
+    before = copy.deepcopy(lion.state_dict())
+    foreign = adamw.state_dict()
+    foreign["param_groups"] = before["param_groups"]
+    with pytest.raises(ConfigError, match="a state of CPULion has exp_avg: this is another optimizer's"):
+        lion.load_state_dict(foreign)
+    for key, state in lion.state_dict()["state"].items():
+        assert torch.equal(state["exp_avg"], before["state"][key]["exp_avg"])
+
+
 def test_torch_adagrad_state_continues_in_cpu_adagrad_and_back() -> None:
     params = make_params()
     exact_params = clones(params, torch.float64)

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import offloadzero
 from offloadzero.errors import ConfigError
-from tests.plain_form import final_weights, make_model, make_optimizer, offloaded
+from offloadzero.optim import CPUAdam
+from tests.plain_form import final_weights, make_model, make_optimizer, offloaded, plain_config
 from tests.tiny import make_engine, settings, tokens, train
 
 Values = dict[str, Any]
@@ -204,3 +206,67 @@ def test_another_number_of_groups(tmp_path: Path) -> None:
                 optimizer.load_state_dict({"state": {}, "param_groups": groups})
         with pytest.raises(ConfigError, match=r"state_dict = \['state'\]: the keys state and param_groups"):
             optimizer.load_state_dict({"state": {}})
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_a_state_of_another_optimizer_is_refused_as_a_whole(placement: str, tmp_path: Path) -> None:
+    lion = {"type": "Lion", "params": {"lr": 1e-3}}
+    engine = make_engine(settings(tmp_path, placement=placement, optimizer=lion))
+    train(engine, num_steps=2)
+    before = copy.deepcopy(engine.optimizer.state_dict())
+    adamw = copy.deepcopy(before)
+    for state in adamw["state"].values():
+        state["exp_avg"], state["exp_avg_sq"] = state["exp_avg"] + 1, state["exp_avg"].clone()
+    with pytest.raises(
+        ConfigError, match=r"exp_avg_sq.*a state of Lion has exp_avg: this is another optimizer's"
+    ):
+        engine.optimizer.load_state_dict(adamw)
+    after = engine.optimizer.state_dict()
+    for key, state in before["state"].items():
+        assert torch.equal(after["state"][key]["exp_avg"], state["exp_avg"])
+    engine.close()
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_a_cpu_adam_in_bf16_goes_on_offloaded_with_all_bits_of_its_master(
+    placement: str, tmp_path: Path
+) -> None:
+    plain = make_model().to(torch.bfloat16)
+    steady = CPUAdam(plain.parameters(), lr=1e-2)
+    take_steps(plain, steady, range(3))
+    model = make_model().to(torch.bfloat16)
+    model.load_state_dict(plain.state_dict())
+    _, optimizer = offloadzero.offload(
+        model, CPUAdam(model.parameters(), lr=1e-2), plain_config(placement, tmp_path)
+    )
+    optimizer.load_state_dict(copy.deepcopy(steady.state_dict()))
+    losses = [take_steps(model, optimizer, range(3, 9)), take_steps(plain, steady, range(3, 9))]
+    assert losses[0] == losses[1]
+    expected = final_weights(plain)
+    for name, weight in final_weights(model).items():
+        assert torch.equal(weight, expected[name]), name
+    optimizer.close()
+
+
+@pytest.mark.parametrize("layout", ["fp32", "compact"])
+def test_an_offloaded_adam_in_bf16_goes_on_as_a_cpu_adam_with_all_bits_of_its_master(
+    layout: str, tmp_path: Path
+) -> None:
+    model = make_model().to(torch.bfloat16)
+    config = plain_config("host", tmp_path, state_layout=layout)
+    _, optimizer = offloadzero.offload(model, CPUAdam(model.parameters(), lr=1e-2), config)
+    take_steps(model, optimizer, range(3))
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    plain = make_model().to(torch.bfloat16)
+    steady = CPUAdam(plain.parameters(), lr=1.0, state_layout=layout)
+    with pytest.raises(ConfigError, match=r"master.*load those of the model before the optimizer's state"):
+        steady.load_state_dict(copy.deepcopy(state))
+    assert not steady.state
+    plain.load_state_dict(weights)
+    steady.load_state_dict(state)
+    losses = [take_steps(model, optimizer, range(3, 9)), take_steps(plain, steady, range(3, 9))]
+    assert losses[0] == losses[1]
+    expected = final_weights(plain)
+    for name, weight in final_weights(model).items():
+        assert torch.equal(weight, expected[name]), name
+    optimizer.close()

@@ -17,7 +17,7 @@ from offloadzero.native import cpu_adam
 from offloadzero.native.compact import compact_adam_step
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim import compact_tensors
-from offloadzero.optim.cpu_optimizer import CPUOptimizer
+from offloadzero.optim.cpu_optimizer import CPUOptimizer, remainder_of
 
 # Keys of a torch.optim.AdamW parameter group that CPUAdam carries along, so that a state_dict of either loads
 # into the other: [Note: CPU optimizer state_dict].
@@ -139,6 +139,8 @@ class CPUAdam(CPUOptimizer):
                 return exact
             step = exact.pop("step", torch.tensor(0.0, dtype=torch.float32))
             return {"step": step, **compact_tensors.encoded(param, exact)}
+        if "master" in saved and "master_remainder" not in saved:  # an offloaded optimizer has saved it
+            saved = {**saved, "master_remainder": remainder_of(name, param, saved["master"], torch.int8)}
         copies = compact_tensors.checked(name, param, saved)
         step = torch.tensor(float(saved.get("step", 0.0)), dtype=torch.float32)
         if is_compact:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offloadzero.errors import ConfigError
+from offloadzero.optim.device_math import split_master
 
 _MASTER_KEY = {torch.bfloat16: "master_remainder", torch.float16: "master", torch.float32: None}
 _MASTER_DTYPES = {"master_remainder": torch.int16, "master": torch.float32}
@@ -169,8 +170,18 @@ class CPUOptimizer(Optimizer, ABC):
         """Copies of the saved tensors in the parameter's shape and memory order, in the state's dtypes."""
         restored: dict[str, Tensor] = {}
         dtypes = {**dict.fromkeys(self.MOMENTS, torch.float32), **_MASTER_DTYPES}
+        for key, value in saved.items():
+            if key not in dtypes and key != "step" and isinstance(value, Tensor):
+                has = ", ".join((*self.MOMENTS, *(["step"] if self.COUNTS_STEPS else [])))
+                raise ConfigError(
+                    f"{name}.{key}",
+                    tuple(value.shape),
+                    f"a state of {type(self).__name__} has {has}: this is another optimizer's",
+                )
+        if param.dtype == torch.bfloat16 and "master" in saved and "master_remainder" not in saved:
+            saved = {**saved, "master_remainder": remainder_of(name, param, saved["master"], torch.int16)}
         for key, dtype in dtypes.items():
-            if key not in saved:
+            if key not in saved or (key == "master" and param.dtype == torch.bfloat16):
                 continue
             value = saved[key]
             if value.shape != param.shape:
@@ -204,6 +215,19 @@ class CPUOptimizer(Optimizer, ABC):
         if grad.stride() == param.stride():
             return grad
         return torch.empty_like(param, dtype=grad.dtype, memory_format=torch.preserve_format).copy_(grad)
+
+
+def remainder_of(name: str, param: Tensor, master: Tensor, dtype: torch.dtype) -> Tensor:
+    """The part (int16, or int8 of the compact layout) of saved fp32 master weights that a bf16 parameter lacks."""
+    if master.shape != param.shape:
+        raise ConfigError(f"{name}.master", tuple(master.shape), f"must have shape {tuple(param.shape)}")
+    rounded = torch.empty(param.shape, dtype=param.dtype)
+    remainder = torch.empty(param.shape, dtype=dtype)
+    split_master(master.to("cpu", torch.float32).contiguous(), rounded, remainder)
+    if not torch.equal(rounded.view(torch.int16), param.detach().contiguous().view(torch.int16)):
+        message = "the parameter has other weights: load those of the model before the optimizer's state"
+        raise ConfigError(f"{name}.master", "master weights", message)
+    return remainder
 
 
 def _is_placeholder(tensor: Tensor) -> bool:
