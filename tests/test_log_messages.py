@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from offloadzero.errors import NonFiniteError
 from offloadzero.step.decider import tells_skip
 from tests.plain_form import offloaded
 from tests.tiny import tokens
@@ -67,6 +68,19 @@ def test_a_run_that_only_skips_does_not_flood_the_log(
     said = messages(caplog, "skip")
     assert [re.findall(r"^step (\d+)", text) for text in said] == [[str(step)] for step in range(1, 11)]
     assert said[-1].endswith("It is the skip of number 10: from here on each 100th is told")
+
+
+def test_a_step_that_stops_the_training_is_not_called_a_skip(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with offloaded("host", tmp_path) as (model, optimizer):
+        train(model, optimizer, factors=[1.0])
+        with pytest.raises(NonFiniteError):
+            train(model, optimizer, factors=[math.nan, 1.0])
+        optimizer.zero_grad()
+    assert messages(caplog, "skip") == []
+    (said,) = messages(caplog, "NaN or Inf")
+    assert said.startswith("step 2 is not applied, and stops the training: the gradient of ")
 
 
 # --- gradients of many units at once ---

@@ -112,8 +112,9 @@ class Decider:
             return
         names = [gradient.record.name for gradient in step.gradients if not gradient.is_finite]
         log.warning(
-            "step %d is skipped: the gradient of %s holds NaN or Inf%s%s",
+            "step %d is %s: the gradient of %s holds NaN or Inf%s%s",
             step.account.step,
+            "skipped" if self._skip_nonfinite else "not applied, and stops the training",
             names_text(names),
             f". The loss scale was {scale:.10g} and is {self.scale.scale:.10g}" if self._is_scaled else "",
             f". It is the skip of number {self._num_skips}: from here on each {TELL_SKIPS_EVERY}th is told"
