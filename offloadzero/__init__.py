@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from offloadzero.engine import Engine as DeepSpeedEngine
     from offloadzero.errors import (
         AioError,
+        AioTimeoutError,
         BudgetError,
         CheckpointError,
         ConfigError,
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AioError": "errors",
+    "AioTimeoutError": "errors",
     "BudgetError": "errors",
     "CheckpointError": "errors",
     "ConfigError": "errors",
@@ -50,6 +52,7 @@ _ALIASES = {"DeepSpeedEngine": "Engine"}  # scripts ask isinstance(model, deepsp
 
 __all__ = [
     "AioError",
+    "AioTimeoutError",
     "BudgetError",
     "CheckpointError",
     "ConfigError",

@@ -45,7 +45,9 @@ class Loop:
     # Gradients stay until they are dropped, unless the update runs in backward: torch's loop, without the engine's
     # `step()` after each micro batch.
     keeps_after_step: bool
-    may_not_train: Sequence[ParamSlot]  # of the optimizer, frozen when the model was offloaded
+    may_not_train: Sequence[
+        ParamSlot
+    ]  # frozen when the model was offloaded, and its to train when they are not
 
 
 @dataclass(frozen=True)

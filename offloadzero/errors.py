@@ -107,6 +107,13 @@ class AioError(OffloadError, OSError):
         return self.text
 
 
+class AioTimeoutError(AioError, TimeoutError):
+    """An operation was not complete within the configuration's `transfer_timeout_s` (errno ETIMEDOUT).
+
+    Blocks that were in the kernel then may still move bytes: the file engine keeps the buffer until they are over.
+    """
+
+
 class CheckpointError(OffloadError, ValueError):
     """A checkpoint that is not there, not whole or not ours, or does not fit the model: names file and reason."""
 

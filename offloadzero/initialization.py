@@ -113,12 +113,18 @@ def _make_optimizer(
     before_take_over: Callable[[OffloadedOptimizer], None],
 ) -> OffloadedOptimizer | None:
     trainable = [param for param in model.parameters() if param.requires_grad]
+    is_of_all = model_parameters is None and not isinstance(optimizer, torch.optim.Optimizer)
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(model_parameters if model_parameters is not None else trainable)
         check_optimizer(optimizer, config)
         return OffloadedOptimizer(
-            model, optimizer.param_groups, config, origin=optimizer, before_take_over=before_take_over
+            model,
+            optimizer.param_groups,
+            config,
+            origin=optimizer,
+            before_take_over=before_take_over,
+            is_of_all_trainable=is_of_all,
         )
     if config.optimizer is None:
         return None
@@ -126,7 +132,9 @@ def _make_optimizer(
     given: list[Any] = list(model_parameters) if model_parameters is not None else list(trainable)
     groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
     groups = [{**defaults, **group, "params": list(group["params"])} for group in groups]
-    return OffloadedOptimizer(model, groups, config, before_take_over=before_take_over)
+    return OffloadedOptimizer(
+        model, groups, config, before_take_over=before_take_over, is_of_all_trainable=is_of_all
+    )
 
 
 def _make_scheduler(source: SchedulerSource, config: OffloadConfig, optimizer: OffloadedOptimizer) -> Any:

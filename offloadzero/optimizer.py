@@ -187,11 +187,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         origin: torch.optim.Optimizer | None = None,
         before_take_over: Callable[[OffloadedOptimizer], None] | None = None,
         keeps_gradients: bool = False,
+        is_of_all_trainable: bool = False,
     ) -> None:
         """Args:
         origin: the optimizer whose groups these are; without one they are the config's.
         before_take_over: may still fail: the model is as it was.
         keeps_gradients: until they are dropped, as torch does; else the step drops them, as DeepSpeed does.
+        is_of_all_trainable: no script has chosen the parameters: one that is frozen now has no states, and is an error
+            when it requires gradients later.
         """
         self.spec, defaults = _spec_and_defaults(origin, config)
         self.spec.expect_layout(config.state_layout)
@@ -217,6 +220,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             current_hypers=self._current_hypers,
             before_backward=self._check_scaled if config.precision.param_dtype == "fp16" else None,
             keeps_after_step=keeps_gradients,
+            is_of_all_trainable=is_of_all_trainable,
         )
         try:
             if origin is not None:

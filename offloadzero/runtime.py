@@ -63,6 +63,7 @@ class Runtime:
         current_hypers: Callable[[], Hypers],
         before_backward: Callable[[], None] | None = None,
         keeps_after_step: bool = False,
+        is_of_all_trainable: bool = False,
     ) -> None:
         """Take the states of `model` over: its parameters are placeholders from here on.
 
@@ -73,6 +74,7 @@ class Runtime:
             before_backward: raises what must not be so when a backward begins.
             keeps_after_step: gradients stay until they are dropped, unless the update runs in backward: torch's loop,
                 without the engine's `step()` after each micro batch.
+            is_of_all_trainable: a parameter that is in no group may not be unfrozen.
 
         Raises:
             ConfigError, BudgetError, AioError, StateError (the model is offloaded already). The model is then as it
@@ -108,7 +110,9 @@ class Runtime:
         self.records = cut.records
         self.slots = {id(slot.param): (record, slot) for record in self.records for slot in record.slots}
         may_not_train = [
-            slot for _, slot in self.slots.values() if id(slot.param) in group_of and not slot.trainable
+            slot
+            for _, slot in self.slots.values()
+            if not slot.trainable and (is_of_all_trainable or id(slot.param) in group_of)
         ]
         self._original = OriginalForm(self.records)
         self._is_restored = False

@@ -403,5 +403,6 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the gradient."""
     if value.numel() != param.numel():
-        raise ConfigError("value", tuple(value.shape), f"{param.numel()} elements")
+        _, _, slot = _located(param)
+        raise ConfigError(f"{slot.name}.grad", tuple(value.shape), f"{param.numel()} elements")
     safe_set_full_grad(param, value.reshape(param.shape))

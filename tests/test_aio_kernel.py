@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from offloadzero.errors import AioError, ConfigError, StateError
-from offloadzero.io.engine import AioEngine, AioTimeoutError
+from offloadzero.errors import AioError, AioTimeoutError, ConfigError, StateError
+from offloadzero.io.engine import AioEngine
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BACKENDS = ["io_uring", "native_aio", "aiofiles"]

@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from offloadzero.errors import StateError
-from offloadzero.io.engine import AioEngine, AioTimeoutError
+from offloadzero.errors import AioTimeoutError, StateError
+from offloadzero.io.engine import AioEngine
 from offloadzero.memory import swap_file
 from offloadzero.memory.arena import BufferPool
 from offloadzero.memory.lanes import Lane

@@ -20,7 +20,7 @@ from tests.plain_form import (
     named_grads,
     plain_config,
 )
-from tests.tiny import tokens
+from tests.tiny import settings, tokens
 from tests.training import worst_relative_difference
 
 # --- parameters that the optimizer does not train ---
@@ -86,6 +86,42 @@ def test_a_parameter_in_no_group_has_torchs_gradient_and_no_update(tmp_path: Pat
         if p.grad is not None and grad is not None:
             torch.testing.assert_close(grad, p.grad, rtol=1e-4, atol=1e-7)
     optimizer.close()
+
+
+@pytest.mark.parametrize("is_callable", [False, True], ids=["of the config", "callable"])
+def test_a_parameter_unfrozen_after_initialize_is_refused_where_no_script_has_left_it_out(
+    is_callable: bool, tmp_path: Path
+) -> None:
+    model = make_model()
+    model.blocks[2].requires_grad_(False)
+    config = settings(tmp_path, placement="host")
+    made: Any = (lambda params: torch.optim.AdamW(params, lr=1e-2)) if is_callable else None
+    engine, *_ = offloadzero.initialize(model=model, config=config, optimizer=made)
+    engine.backward(engine(tokens(0)))
+    engine.step()
+    model.blocks[2].requires_grad_(True)
+    with pytest.raises(StateError, match=r"blocks\.2\.norm\.weight: was frozen when the model was offloaded"):
+        engine.backward(engine(tokens(1)))
+    model.blocks[2].requires_grad_(False)
+    engine.optimizer.zero_grad()
+    engine.backward(engine(tokens(1)))
+    engine.step()
+    engine.close()
+
+
+def test_a_parameter_that_a_script_has_left_out_of_the_optimizer_may_be_unfrozen_as_in_torch(
+    tmp_path: Path,
+) -> None:
+    model = make_model()
+    model.blocks[2].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    engine, *_ = offloadzero.initialize(
+        model=model, config=settings(tmp_path, placement="host", optimizer=None), optimizer=optimizer
+    )
+    model.blocks[2].requires_grad_(True)
+    engine.backward(engine(tokens(1)))
+    engine.step()
+    engine.close()
 
 
 @pytest.mark.parametrize("when", ["at once", "after a step"])

@@ -28,7 +28,7 @@ import weakref
 from types import TracebackType
 from typing import Any
 
-from offloadzero.errors import AioError, ConfigError, StateError
+from offloadzero.errors import AioError, AioTimeoutError, ConfigError, StateError
 from offloadzero.io.backends import (
     AioBackend,
     EngineOptions,
@@ -46,7 +46,6 @@ __all__ = [
     "AioEngine",
     "AioFile",
     "AioTicket",
-    "AioTimeoutError",
     "FaultKind",
 ]
 
@@ -54,13 +53,6 @@ MIN_BLOCK_SIZE = 4096
 MAX_BLOCK_SIZE = 1 << 30
 MAX_THREAD_DEPTH = 4096  # blocks in the kernel at once, of one thread
 MAX_NUM_THREADS = 256
-
-
-class AioTimeoutError(AioError, TimeoutError):
-    """An operation was not complete within the engine's `transfer_timeout_s` (errno ETIMEDOUT).
-
-    Blocks that were in the kernel then may still move bytes: the engine keeps the buffer until they are over.
-    """
 
 
 class AioFile:

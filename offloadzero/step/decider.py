@@ -22,6 +22,10 @@ def tells_skip(num_skips: int) -> bool:
     return num_skips <= NUM_SKIPS_TOLD or num_skips % TELL_SKIPS_EVERY == 0
 
 
+_SKIPPED = "step %d is skipped: the gradient of %s holds NaN or Inf%s%s"
+_STOPPED = "step %d is not applied, and stops the training: the gradient of %s holds NaN or Inf%s%s"
+
+
 class Decider:
     """Decides over jobs whose gradients are home, one by one or over all of a step at once."""
 
@@ -112,9 +116,8 @@ class Decider:
             return
         names = [gradient.record.name for gradient in step.gradients if not gradient.is_finite]
         log.warning(
-            "step %d is %s: the gradient of %s holds NaN or Inf%s%s",
+            _SKIPPED if self._skip_nonfinite else _STOPPED,
             step.account.step,
-            "skipped" if self._skip_nonfinite else "not applied, and stops the training",
             names_text(names),
             f". The loss scale was {scale:.10g} and is {self.scale.scale:.10g}" if self._is_scaled else "",
             f". It is the skip of number {self._num_skips}: from here on each {TELL_SKIPS_EVERY}th is told"

@@ -34,7 +34,7 @@ class GradientWindow:
     ) -> None:
         """Args:
         keeps_after_step: gradients stay until they are dropped, as torch's do; else the step drops them.
-        may_not_train: parameters of the optimizer that were frozen when the model was offloaded.
+        may_not_train: parameters that the optimizer would train, had they not been frozen when the model was offloaded.
         """
         self.gradients = gradients
         self.handles = {index: access.handles(gradient.record) for index, gradient in gradients.items()}

@@ -311,7 +311,7 @@ class LeasedUnit:
         view = saved.view
         if (self.edits if view.is_frozen else self.generation) != saved.generation:
             raise StateError(
-                f"{self.record.name}: its weights were updated between this forward and its backward "
+                f"{self.record.slots[view.place].name}: its unit was updated between this forward and its backward "
                 "(a backward pass through a graph from before the last step? Or written in backward, by an optimizer "
                 "that steps in gradient hooks, say? Then write them after backward())"
             )
