@@ -130,6 +130,13 @@ GRADIENTS = """
         sample()
         torch.testing.assert_close(float(total), sum(x * x for x in before) ** 0.5, rtol=1e-4, atol=0.0)
         check("clipped", values(lambda p: p.grad.norm().item()), [0.5 * x for x in before])
+        mean = values(lambda p: p.grad.double().mean().item())
+        values(lambda p: p.grad.add_(torch.ones_like(p.grad), alpha=0.5))
+        check("noise", values(lambda p: p.grad.double().mean().item()), [0.5 + x for x in mean])
+        with torch.no_grad():  # there and back, as in sharpness-aware minimisation
+            values(lambda p: p.add_(p.grad.sign(), alpha=0.25))
+            check("perturbed", values(first), [x + 0.25 for x in expected])
+            values(lambda p: p.sub_(p.grad.sign(), alpha=0.25))
         values(lambda p: p.grad.sign_())
         check("sign", values(lambda p: p.grad[7, 9].item()), [1.0] * NUM_LAYERS)
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.25)

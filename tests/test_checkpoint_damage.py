@@ -217,6 +217,26 @@ def test_every_damage_is_found_and_changes_nothing(
         shutil.rmtree(root)
 
 
+@pytest.mark.parametrize("step", STEPS[:-1])
+def test_each_file_of_another_step_is_found(engine: Any, pristine: Path, tmp_path: Path, step: str) -> None:
+    """Each is whole in itself, has the right size and lies in its place."""
+    before = whole_state(engine)
+    last = pristine / "saved" / STEPS[-1]
+    files = sorted(path.name for path in last.iterdir() if path.name != IS_LATEST)
+    # One holds frozen weights alone.
+    files = [file for file in files if (last / file).read_bytes() != (last.parent / step / file).read_bytes()]
+    assert "meta.json" in files
+    assert len(files) > 3
+    for file in files:
+        root = tmp_path / file
+        shutil.copytree(pristine / "saved", root)
+        shutil.copy(root / step / file, root / STEPS[-1] / file)
+        with pytest.raises(CheckpointError, match="is intact: pass tag='global_step") as caught:
+            engine.load_checkpoint(root)
+        assert file in str(caught.value) or file == "manifest.json", str(caught.value)
+        assert whole_state(engine) == before, file
+
+
 def test_after_all_of_it_an_intact_one_loads(either_engine: Any, pristine: Path, tmp_path: Path) -> None:
     """Bitwise: what a refused load left behind would show in the losses."""
     resident = small_engine(tmp_path, seed=9)

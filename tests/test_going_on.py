@@ -4,6 +4,7 @@ of the step was applied; states can be saved in any case.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -101,6 +102,38 @@ def test_a_step_that_was_refused_as_a_whole_is_left_out(placement: str, tmp_path
     train(other, num_steps=2, first_seed=3)
     assert same_states(all_states(other), after)
     other.close()
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_a_plain_loop_saves_and_goes_on_after_a_gradient_that_is_not_finite(
+    placement: str, tmp_path: Path
+) -> None:
+    def steps(model: Any, optimizer: Any, seeds: range) -> list[float]:
+        losses = []
+        for seed in seeds:
+            loss = model(tokens(seed))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    with offloaded(placement, tmp_path) as (model, optimizer):
+        steps(model, optimizer, range(2))
+        (model(tokens(2)) * math.nan).backward()
+        with pytest.raises(NonFiniteError, match=r"step 3.*nothing of it was applied"):  # noqa: PT012 (as above)
+            optimizer.step()
+            optimizer.synchronize()
+        weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        optimizer.zero_grad()
+        losses = steps(model, optimizer, range(3, 6))
+    with offloaded(placement, tmp_path) as (model, optimizer):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        assert steps(model, optimizer, range(3, 6)) == losses
+    with offloaded(placement, tmp_path) as (model, optimizer):
+        steps(model, optimizer, range(2))
+        assert steps(model, optimizer, range(3, 6)) == losses
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])

@@ -21,7 +21,12 @@ from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.store import TieredStore
 from offloadzero.step.param_grad import GradientAccess
-from offloadzero.zero import safe_get_full_grad, safe_set_full_grad
+from offloadzero.zero import (
+    safe_get_full_grad,
+    safe_get_local_grad,
+    safe_set_full_grad,
+    safe_set_local_grad,
+)
 from tests.plain_form import (
     ALL_PLACEMENTS,
     TOLERANCE,
@@ -489,6 +494,23 @@ def test_full_gradients_by_deepspeeds_names(tmp_path: Path) -> None:
         assert changed == ["blocks.0.up.weight"]
         with pytest.raises(ConfigError, match=r"blocks\.0\.up\.weight\.grad = \(1,\): shape"):
             safe_set_full_grad(p, torch.ones(1))
+
+
+def test_local_gradients_by_deepspeeds_names(tmp_path: Path) -> None:
+    """A rank's own part, as a vector: on one rank all of it."""
+    with offloaded("host", tmp_path, bf16={"enabled": True}) as (model, optimizer):
+        p = model.blocks[0].up.weight
+        assert safe_get_local_grad(p) is None
+        model(tokens(0)).backward()
+        grad = safe_get_local_grad(p)
+        assert grad is not None
+        assert (grad.dtype, grad.shape) == (torch.float32, (p.numel(),))
+        assert torch.equal(grad.view(p.shape).bfloat16(), p.grad.clone())
+        safe_set_local_grad(p, torch.full((p.numel(),), 0.25))
+        assert torch.equal(p.grad.clone(), torch.full(p.shape, 0.25, dtype=torch.bfloat16))
+        optimizer.step()
+        with pytest.raises(ConfigError, match=rf"blocks\.0\.up\.weight\.grad = \(1,\): {p.numel()} elements"):
+            safe_set_local_grad(p, torch.ones(1))
 
 
 # --- between micro batches ---
