@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 
 import offloadzero
 from offloadzero.memory.device import CudaDevice
+from offloadzero.memory.lanes import Lane
+from offloadzero.memory.tickets import Failures
 from tests.models import CheckpointedStack, TiedLM, features, tokens
 from tests.simulated.backward import Backward
 from tests.simulated.checked import checked
@@ -98,18 +101,44 @@ def test_what_belongs_to_the_other_device_is_an_error(monkeypatch: pytest.Monkey
                 wrong()
 
 
+@dataclass
+class FakeStream:
+    """A stream of torch's as far as its device goes."""
+
+    device: torch.device
+
+    def synchronize(self) -> None:
+        """Nothing is outstanding."""
+
+
+class FakeEvent:
+    """An event of torch's: it is recorded on the device of its stream."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def record(self, stream: FakeStream) -> None:
+        self._cuda.used.append(("record", stream.device.index))
+
+    def synchronize(self) -> None:
+        """It is reached."""
+
+
 class FakeCuda:
     """torch.cuda as far as the device interface calls it: notes on which device each call acts."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.current = 0
         self.used: list[tuple[str, int]] = []
+        self.events: list[dict[str, Any]] = []  # by what each was made with
         for name in ("get_device_name", "mem_get_info", "Stream", "current_stream", "synchronize"):
             patch.setattr(torch.cuda, name, self._explicit(name))
         patch.setattr(torch.accelerator, "synchronize", self._explicit("synchronize"))
         patch.setattr(torch.accelerator, "get_memory_info", self._explicit("get_memory_info"))
         patch.setattr(torch.cuda, "is_current_stream_capturing", self._implicit("capturing", False))
         patch.setattr(torch.cuda, "device", self._device)
+        patch.setattr(torch.cuda, "stream", self._stream)
+        patch.setattr(torch.cuda, "Event", self._event)
         patch.setattr(torch.cuda, "cudart", lambda: self)
         patch.setattr(torch, "empty", self._empty)
         self.cudaHostRegister = self._implicit("cudaHostRegister", 0)
@@ -131,6 +160,16 @@ class FakeCuda:
 
     def _empty(self, *_: Any, device: Any = None, **__: Any) -> None:
         self.used.append(("empty", torch.device(device).index))
+
+    @contextmanager
+    def _stream(self, stream: FakeStream | None) -> Iterator[None]:
+        """As torch's: with None nothing happens."""
+        with nullcontext() if stream is None else self._device(stream.device):
+            yield
+
+    def _event(self, **how: Any) -> FakeEvent:
+        self.events.append(how)
+        return FakeEvent(self)
 
     @contextmanager
     def _device(self, device: torch.device) -> Iterator[None]:
@@ -160,3 +199,36 @@ def test_cuda_is_told_the_engines_device(monkeypatch: pytest.MonkeyPatch) -> Non
             call()
             assert [index for _, index in cuda.used[num_before:]] == [1], cuda.used[num_before:]
         assert cuda.current == 0
+
+
+def test_what_a_lane_launches_goes_to_its_streams_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's current device is the first one, whichever an engine has."""
+    device = CudaDevice(torch.device("cuda", 1))
+    stream: Any = FakeStream(torch.device("cuda", 1))
+    with monkeypatch.context() as patch:
+        cuda = FakeCuda(patch)
+        patch.setattr(device, "new_stream", lambda _name: stream)
+        launched_on: list[int] = []
+        lane = Lane("copies", Failures(), device)
+        lane.submit(lambda: launched_on.append(cuda.current)).wait()
+        lane.close()
+        assert launched_on == [1]
+        assert cuda.used == [("record", 1)]
+        assert cuda.current == 0
+
+
+def test_who_waits_for_an_event_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads in the background that spin would take the cores from the one that launches."""
+    device = CudaDevice(torch.device("cuda", 1))
+    stream: Any = FakeStream(torch.device("cuda", 1))
+    with monkeypatch.context() as patch:
+        cuda = FakeCuda(patch)
+        first = device.record(stream)
+        timed = device.record(stream, timed=True)
+        assert cuda.events == [
+            {"enable_timing": False, "blocking": True},
+            {"enable_timing": True, "blocking": True},
+        ]
+        assert device.record(stream, timed=True, again=timed) is timed is not first
+        assert len(cuda.events) == 2
+        assert cuda.used == [("record", 1)] * 3
