@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from offloadzero import build
 from offloadzero.config import AioConfig, SegmentKind, TierName
 from offloadzero.errors import AioError, OffloadError
 from offloadzero.memory.arena import align_up
@@ -29,6 +31,8 @@ from offloadzero.optim.delivery import UpdateTicket
 from offloadzero.optim.records import ParamSlot, Record, UpdateRange, make_record, update_ranges
 from offloadzero.optim.specs.adam import ADAM
 from offloadzero.optim.update import RecordUpdate, UpdatePipeline
+from offloadzero.step import landing
+from tests.simulated.device import simulated
 from tests.tiny import REPOSITORY, all_states, make_engine, settings
 from tests.training import make_config, run_engine
 
@@ -506,6 +510,37 @@ engine.close()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("update", "cores"),
+    [({}, range(2, 8)), ({"num_threads": 3}, ()), ({"cores": [1, 2, 5]}, (1, 2, 5))],
+    ids=["by default", "so many threads", "configured"],
+)
+def test_beside_a_device_the_launching_thread_has_cores_of_its_own(
+    update: dict[str, Any], cores: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device waits when the thread that launches does: of eight cores the first two are left to it."""
+    kept_to: dict[str, tuple[int, ...]] = {}
+    num_threads: list[int | None] = []
+
+    def set_cores(given: Sequence[int]) -> None:
+        kept_to[threading.current_thread().name] = tuple(given)
+
+    def made(pipeline: UpdatePipeline, *args: Any, **kwargs: Any) -> None:
+        num_threads.append(kwargs["num_threads"])
+        init(pipeline, *args, **kwargs)
+
+    init = UpdatePipeline.__init__
+    monkeypatch.setattr(UpdatePipeline, "__init__", made)
+    monkeypatch.setattr(build, "set_cores", set_cores)
+    monkeypatch.setattr(landing, "set_cores", set_cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(8)))
+    with simulated(monkeypatch):
+        make_engine(settings(placement="host", update=update)).close()
+    expected = ("offloadzero-update", "offloadzero-landing") if cores else ()
+    assert kept_to == dict.fromkeys(expected, tuple(cores))
+    assert num_threads == [len(cores) or update["num_threads"]]
 
 
 @pytest.mark.parametrize(("placement", "one_each"), [("host", True), ("nvme", False)])
