@@ -273,6 +273,71 @@ def test_the_checker_wants_a_floor_for_every_file(tmp_path: Path) -> None:
     ]
 
 
+# What torch has for what runs on a device: offloadzero/memory/device.py alone asks it.
+THE_DEVICES_FILE = "memory/device.py"
+OF_DEVICES = ("accelerator", "cuda", "get_device_module", "Event", "mps", "mtia", "npu", "Stream", "xpu")
+NAMED_ELSEWHERE = {
+    (
+        "optim/device_adam.py",
+        "get_device_module",
+    ): "Triton launches on the current device; a device guard of any kind",
+    ("launch.py", "accelerator"): "whether there is one, before an engine has a device: nothing is launched",
+}
+
+
+def names_of_devices(text: str) -> set[str]:
+    """Which of OF_DEVICES a file takes from torch, by an attribute or an import."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute):
+            found |= {node.attr} if isinstance(node.value, ast.Name) and node.value.id == "torch" else set()
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("torch.")}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            first, _, rest = node.module.partition(".")
+            if first == "torch":
+                found |= {rest.split(".")[0]} if rest else {alias.name for alias in node.names}
+    return found & set(OF_DEVICES)
+
+
+def test_one_file_names_torch_cuda() -> None:
+    """In words, too: what is said of it elsewhere is said of the device."""
+    files = [path for path in PACKAGE.rglob("*.py") if "torch.cuda" in path.read_text()]
+    assert [str(path.relative_to(PACKAGE)) for path in files] == [THE_DEVICES_FILE]
+
+
+def test_one_file_asks_torch_for_what_runs_on_a_device() -> None:
+    found = {
+        (str(path.relative_to(PACKAGE)), name)
+        for path in PACKAGE.rglob("*.py")
+        for name in names_of_devices(path.read_text())
+    }
+    elsewhere = {(file, name) for file, name in found if file != THE_DEVICES_FILE}
+    assert elsewhere == set(NAMED_ELSEWHERE)
+    assert {name for file, name in found if file == THE_DEVICES_FILE} >= {
+        "cuda",
+        "accelerator",
+        "Stream",
+        "Event",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("import torch\ntorch.cuda.synchronize()\n", "cuda"),
+        ("import torch.cuda\n", "cuda"),
+        ("from torch import cuda as device\n", "cuda"),
+        ("from torch.cuda import Stream as Queue\n", "cuda"),
+        ("import torch\nwith torch.get_device_module('xpu').device(0): pass\n", "get_device_module"),
+        ("def late():\n    from torch.accelerator import synchronize\n", "accelerator"),
+        ("import torch\ntorch.Event()\n", "Event"),
+    ],
+)
+def test_what_runs_on_a_device_is_seen(text: str, name: str) -> None:
+    assert names_of_devices(text) == {name}
+
+
 def run_python(code: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code],
