@@ -1,4 +1,11 @@
-"""Where each segment lives and what each tier must hold: decided before the first step (floor 4)."""
+"""Where each segment lives and what each tier must hold: decided before the first step (floor 4).
+
+[Note: gradients in passing]
+Without clipping a gradient passes through a host buffer on its way to its update, and backward waits for one where
+updates are slower. More than two buffers would end backward earlier, and no step: updates run one after the other in
+the order of backward, and the next forward begins with the unit whose update is the last. One lands while another is
+read by its update: two.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +22,7 @@ from offloadzero.optim.records import Record
 from offloadzero.optim.spec import UpdateForm
 
 NUM_GRAD_LEASES = 2  # one being filled by backward, one on its way
+NUM_PASSING_GRADS = 2  # [Note: gradients in passing]
 NUM_GRAD_STAGING = 3  # one being copied to, one being added, one that backward takes without a wait
 NUM_STAGING_LEASES = 2  # one being read from a file, one being copied to the device
 NUM_INPUT_STAGING = 2  # buffers in each direction between device and file, for inputs of checkpointed units
@@ -315,7 +323,7 @@ def _plan(
         r for r in leaving if not grads_have_homes or placement[r.index, SegmentKind.GRAD] is TierName.NVME
     ]
     host_grad_bytes = _largest(r.state.kept_trainable * r.grad_dtype.itemsize for r in passing)
-    num_host_grads = NUM_GRAD_LEASES if host_grad_bytes else 0
+    num_host_grads = NUM_PASSING_GRADS if host_grad_bytes else 0
     sheet.add(TierName.HOST, "gradients in passing", num_host_grads * host_grad_bytes)
     grad_staging_bytes = _largest(grad_bytes.values()) if grads_have_homes else 0
     num_grad_staging = NUM_GRAD_STAGING if config.batch.gradient_accumulation_steps > 1 else 1
