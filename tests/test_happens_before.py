@@ -24,6 +24,7 @@ from offloadzero.memory.lanes import Accelerator, Lane
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.tickets import Failures, Promise
 from offloadzero.native import cpu_adam
+from offloadzero.optim import device_math
 from tests.homes import file_home
 from tests.models import Stack, features
 from tests.simulated import edges, mutations, small_runs
@@ -31,7 +32,7 @@ from tests.simulated.checked import checked
 from tests.simulated.device import SimulatedDevice, simulated
 from tests.simulated.order import Order, RaceError
 from tests.test_streaming import MODELS, take_inputs
-from tests.training import make_config, merge, run_engine
+from tests.training import assert_same, make_config, merge, run_engine
 
 BASE = 1 << 20  # an address
 ALL = os.environ.get("OFFLOADZERO_TEST_MUTATIONS") == "all"  # runs and mutants
@@ -371,12 +372,49 @@ def test_a_gradient_without_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         run_engine(make_model, take_inputs(make_input), make_config("host", tmp_path, **over))
 
 
-def test_norms_of_a_window_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norm of a gradient on the device is taken on another stream before the next micro batch adds to it."""
+def test_norms_of_a_window_that_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a gradient on the device are taken on another stream, after all micro batches have added to it."""
     config = make_config("resident", tmp_path, clipping=0.5, accumulation=2)
     with checked(), simulated(monkeypatch) as device:
         monkeypatch.setattr(small_runs.Running, "machine", device.machine)
         run_engine(Stack, small_runs.train_on_its_own_stream, config)
+
+
+def drop_gradients(engine: Any) -> list[float]:
+    """Each other one is dropped while its norms are taken, and the next backward writes to its place."""
+    losses = []
+    for seed in range(4):
+        engine.backward(loss := engine(features(seed)))
+        if seed % 2:
+            engine.step()
+        else:
+            engine.optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [float(loss) for loss in losses]
+
+
+def test_norms_of_gradients_that_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next backward writes to where they are after the norms have been taken, on another stream."""
+    config = make_config("resident", tmp_path, clipping=0.5)
+    expected = run_engine(Stack, drop_gradients, config)
+    with checked(), simulated(monkeypatch, slow=["landing"]):
+        assert_same(run_engine(Stack, drop_gradients, config), expected)
+
+
+def test_norms_do_not_queue_behind_the_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are launched on a stream that is not one of those which compute."""
+    taken_on: list[str] = []
+    sq_norms = device_math.sq_norms
+    with simulated(monkeypatch) as device:
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            taken_on.append(device.machine.current_stream.name)
+            return sq_norms(*args, **kwargs)
+
+        monkeypatch.setattr(device_math, "sq_norms", noted)
+        run_engine(Stack, take_inputs(features), make_config("resident", tmp_path, clipping=0.5))
+    assert len(taken_on) > 10
+    assert set(taken_on) == {"landing"}
 
 
 @pytest.mark.parametrize("poison", [True, False])
