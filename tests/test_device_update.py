@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offloadzero import runtime
+from offloadzero import build, runtime
 from offloadzero.config import TierName
 from offloadzero.native.compact import COMPACT_BLOCK
 from offloadzero.optim import device_math, spec, torch_adam
@@ -172,7 +172,8 @@ def test_an_engine_whose_records_are_updated_in_torch_operations(
 
     losses, states, table = run()
     assert "update scratch" not in table
-    monkeypatch.setattr(runtime, "device_form", lambda *_: UpdateForm.TORCH)
+    for module in (runtime, build):  # of the plan, and of the updates
+        monkeypatch.setattr(module, "device_form", lambda *_: UpdateForm.TORCH)
     monkeypatch.setattr(spec, "SCRATCH_ELEMENTS", 4096)
     other_losses, other_states, other_table = run()
     assert "update scratch" in other_table

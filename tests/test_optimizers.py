@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
-from offloadzero import runtime, zero
+from offloadzero import build, runtime, zero
 from offloadzero.checkpoint import states
 from offloadzero.checkpoint.meta import Meta
 from offloadzero.config import SegmentKind, load_config
@@ -273,7 +273,8 @@ def test_records_on_a_device_are_updated_in_the_planned_scratch(
 
     losses, resident, table = trained()
     assert "update scratch" not in table
-    monkeypatch.setattr(runtime, "device_form", lambda *_: UpdateForm.TORCH)
+    for module in (runtime, build):  # of the plan, and of the updates
+        monkeypatch.setattr(module, "device_form", lambda *_: UpdateForm.TORCH)
     monkeypatch.setattr(optimizer_spec, "SCRATCH_ELEMENTS", 4096)
     other_losses, other_states, other_table = trained()
     assert re.search(r"update scratch +48\.00 KiB", other_table)

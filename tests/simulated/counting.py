@@ -6,8 +6,9 @@ for it: the innermost Python function on the stack that is neither torch's nor t
 and what it runs on behalf of the script (a module's forward, torch's backward) there are torch's own functions for
 that, `torch/nn` and `torch/autograd`.
 
-Memory is what `allocate` gives and what operations on device memory return. A factory (`torch.empty(..., device=)`)
-gives host memory on the simulated device and is not seen; in a step the package calls none.
+Memory is what `allocate` gives, what operations on device memory return, and what factories make where they are given
+the device (`torch.empty(..., device=grad.device)`). Those give host memory on the simulated device, which is the CPU to
+torch; so the device and what is in its memory name it by an object of its own while it is counted.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 import offloadzero
 from offloadzero.memory import tickets
@@ -32,6 +34,20 @@ PACKAGE = offloadzero.__path__[0] + "/"
 # A root in fp64: what is the CPU to torch needs one for correct rounding, other devices take their own in place.
 ONLY_ON_THE_CPU = "optim/compact_math.py sqrt_"
 GIVEN_TO_THE_SCRIPT = "engine.py backward"  # the quotient that it returns
+NAMED = torch.device("cpu")  # the simulated device: this object; others are the host
+FACTORIES = (
+    "arange",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randn",
+    "tensor",
+    "zeros",
+)
 
 # The launching thread waits for the device; asked of events, reached or not: that does not hang on who is faster.
 DEVICE_WAITS = "waits for the device"
@@ -69,6 +85,8 @@ def counting() -> Iterator[Counts]:
     with pytest.MonkeyPatch.context() as patch:
         _count_waits(counts, patch)
         _count_launches(counts, patch)
+        _name_the_device(patch)
+        _count_factories(counts, patch)
         yield counts
 
 
@@ -120,6 +138,43 @@ def _count_launches(counts: Counts, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Machine, "launch", launching)
     patch.setattr(SimulatedDevice, "copy", copying)
     patch.setattr(DeviceMemory, "take", taking)
+
+
+def _name_the_device(patch: pytest.MonkeyPatch) -> None:
+    """It and the tensors in its memory say so."""
+    init, device_of = SimulatedDevice.__init__, torch.Tensor.device.__get__  # type: ignore[attr-defined]
+    memories: list[DeviceMemory] = []
+
+    def made(device: SimulatedDevice, *args: Any, **kwargs: Any) -> None:
+        init(device, *args, **kwargs)
+        device.torch_device = NAMED
+        memories.append(device.memory)
+
+    def device(tensor: torch.Tensor) -> torch.device:
+        found: torch.device = device_of(tensor)
+        if found.type != "cpu" or tensor.layout is not torch.strided:
+            return found
+        return NAMED if any(memory.holds(tensor) for memory in memories) else found
+
+    patch.setattr(SimulatedDevice, "__init__", made)
+    patch.setattr(torch.Tensor, "device", property(device))
+
+
+def _count_factories(counts: Counts, patch: pytest.MonkeyPatch) -> None:
+    """Those that are given the device."""
+
+    def counted(make: Any) -> Any:
+        def making(*args: Any, **kwargs: Any) -> torch.Tensor:
+            made: torch.Tensor = make(*args, **kwargs)
+            place = _asked_by() if kwargs.get("device") is NAMED else None
+            if place:
+                counts.add(TEMPORARY_BYTES, place, made.nbytes)
+            return made
+
+        return making
+
+    for name in FACTORIES:
+        patch.setattr(torch, name, counted(getattr(torch, name)))
 
 
 def _is_launching() -> bool:

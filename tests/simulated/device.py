@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadzero import runtime
+from offloadzero import build, runtime
 from offloadzero.errors import StateError
 from offloadzero.memory import device as devices
 from offloadzero.memory.tickets import Failures
@@ -149,7 +149,8 @@ def _install(device: SimulatedDevice, patch: pytest.MonkeyPatch, name: str | Non
         device.dispatching().__enter__()  # for the thread's life
 
     patch.setattr(runtime, "find_device", find)
-    patch.setattr(runtime, "device_form", lambda *_: UpdateForm.TORCH)
+    for module in (runtime, build):  # the plan is made in one, the updates begin in the other
+        patch.setattr(module, "device_form", lambda *_: UpdateForm.TORCH)
     patch.setattr(
         devices, "is_host_memory", lambda tensor: is_host_memory(tensor) and not device.memory.holds(tensor)
     )
