@@ -478,6 +478,28 @@ def test_every_mutant_has_a_place_of_its_own() -> None:
     keys = {mutation.key for mutation in found}
     assert len(keys) == len(found)
     assert not set(mutations.REDUNDANT) - keys
+    assert not set(mutations.NUMBERS_ALONE) - keys
+    assert not set(mutations.NUMBERS_ALONE) & set(mutations.REDUNDANT)
+
+
+def test_a_mutant_that_only_the_numbers_show_is_listed_with_the_reason() -> None:
+    """Or the table says so in capitals, which fails the run."""
+    key = next(iter(mutations.NUMBERS_ALONE))
+    found = {mutation.key: mutation for mutation in mutations.mutations()}
+    unlisted = next(
+        m for m in found.values() if m.key not in {*mutations.NUMBERS_ALONE, *mutations.REDUNDANT}
+    )
+
+    def said(mutation: mutations.Mutation, **caught: Any) -> str:
+        verdict = mutations.Verdict(mutation, [], {})
+        for name, value in caught.items():
+            setattr(verdict, name, value)
+        return mutations.outcome(verdict, is_reached=True)
+
+    assert said(found[key], differing=["mixed"]) == f"no: {mutations.NUMBERS_ALONE[key]}"
+    assert said(unlisted, differing=["mixed"]).startswith("NOT SEEN BY THE CHECKER")
+    assert said(unlisted, differing=["mixed"], races={"mixed": ["a race"]}) == "mixed (1)"
+    assert said(found[key]) == said(unlisted) == "NOT CAUGHT"
 
 
 @pytest.mark.slow
