@@ -15,7 +15,8 @@ from offloadzero.memory.arena import Arena, BufferPool, Lease
 from offloadzero.memory.store import TieredStore
 from offloadzero.native.cpu_adam import set_cores
 from offloadzero.observe.clock import StepClock
-from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.optim.flat_layout import ParamSlot
+from offloadzero.optim.records import Record
 from offloadzero.optim.spec import AnySpec, device_form
 from offloadzero.optim.update import UpdatePipeline
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan

@@ -25,8 +25,9 @@ from offloadzero.config import (
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import uninterrupted
 from offloadzero.observe.step_report import StepReport
+from offloadzero.optim.flat_layout import ParamSlot
 from offloadzero.optim.overrides import overrides_text
-from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.optim.records import Record
 from offloadzero.optim.spec import AnySpec, Hyper
 from offloadzero.optim.specs import known_classes_text, spec_of, spec_of_type
 from offloadzero.optimizer_loading import plan_optimizer_load

@@ -12,7 +12,8 @@ import torch
 
 from offloadzero.errors import ConfigError
 from offloadzero.optim.device_math import join_master
-from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.optim.flat_layout import ParamSlot
+from offloadzero.optim.records import Record
 from offloadzero.optim.spec import AnySpec
 from offloadzero.optimizer_states import step_count
 from offloadzero.streaming.weights import WeightAccess, are_codes_of, expect_codes

@@ -16,7 +16,8 @@ import torch
 
 from offloadzero.config import SegmentKind
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.optim.flat_layout import ParamSlot
+from offloadzero.optim.records import Record
 from offloadzero.parameters.state import state_tensor
 from offloadzero.streaming.weights import WeightAccess
 

@@ -18,7 +18,8 @@ from offloadzero.config import OffloadConfig, SegmentKind, TierName, create_nvme
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import UninterruptedThroughout, uninterrupted_from_start
 from offloadzero.memory.heap import FreedMemory
-from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.optim.flat_layout import ParamSlot
+from offloadzero.optim.records import Record
 from offloadzero.optimizer import ConfigSource
 from offloadzero.runtime import DTYPES, Runtime, runtime_of
 from offloadzero.streaming.spill import is_spilled, restore, spill

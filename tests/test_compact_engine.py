@@ -19,7 +19,8 @@ from offloadzero.config import OffloadConfig, SegmentKind, TierName
 from offloadzero.config.schema import PlacementConfig, PlacementRule
 from offloadzero.native.compact import COMPACT_BLOCK, compact_adam_step, compact_encode, num_scales
 from offloadzero.native.cpu_adam import AdamHyper
-from offloadzero.optim.records import Record, make_record, segment_slice
+from offloadzero.optim.record_state import segment_slice
+from offloadzero.optim.records import Record, make_record
 from offloadzero.optim.specs.adam import ADAM
 from offloadzero.planning.memory_plan import place, plan_memory
 from tests.checkpoints import reseal

@@ -28,7 +28,8 @@ from offloadzero.memory.tickets import Failures
 from offloadzero.native import cpu_adam
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim.delivery import UpdateTicket
-from offloadzero.optim.records import ParamSlot, Record, UpdateRange, make_record, update_ranges
+from offloadzero.optim.flat_layout import ParamSlot
+from offloadzero.optim.records import Record, UpdateRange, make_record, update_ranges
 from offloadzero.optim.specs.adam import ADAM
 from offloadzero.optim.update import RecordUpdate, UpdatePipeline
 from offloadzero.step import landing

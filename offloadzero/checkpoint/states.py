@@ -57,7 +57,8 @@ from offloadzero.checkpoint.partial import (
 )
 from offloadzero.checkpoint.safetensors_file import SafetensorsWriter, TensorSpec, expect_known_dtypes
 from offloadzero.errors import CheckpointError, ConfigError, OffloadError
-from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.optim.flat_layout import ParamSlot
+from offloadzero.optim.records import Record
 from offloadzero.streaming.weights import WeightAccess
 
 

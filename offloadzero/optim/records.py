@@ -12,22 +12,10 @@ import torch
 from offloadzero.config import SegmentKind
 from offloadzero.memory.store import Segment
 from offloadzero.optim.edits import Edits
-from offloadzero.optim.flat_layout import FlatLayout, ParamSlot, SlotViews, make_flat_layout, slot_layout
-from offloadzero.optim.record_state import RecordState, segment_slice
+from offloadzero.optim.flat_layout import FlatLayout, ParamSlot, make_flat_layout
+from offloadzero.optim.record_state import RecordState
 from offloadzero.optim.spec import AnySpec, StateCodes
 from offloadzero.sharding.shard_spec import WHOLE, ShardSpec
-
-__all__ = [
-    "ParamSlot",
-    "Record",
-    "SlotViews",
-    "UpdateRange",
-    "all_ranges",
-    "make_record",
-    "segment_slice",
-    "slot_layout",
-    "update_ranges",
-]
 
 
 @dataclass(frozen=True)

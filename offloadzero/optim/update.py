@@ -27,7 +27,8 @@ from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.observe.timeline import DEVICE_UPDATE, UPDATE
 from offloadzero.optim.delivery import Delivery, UpdateTicket
-from offloadzero.optim.records import Record, UpdateRange, segment_slice
+from offloadzero.optim.record_state import segment_slice
+from offloadzero.optim.records import Record, UpdateRange
 from offloadzero.optim.spec import Hyper, UpdateForm
 from offloadzero.optim.staging import ChunkStager, StagedChunk, chunk_bounds, needs_slot
 

@@ -35,7 +35,8 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.optim import device_math
-from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.optim.flat_layout import ParamSlot
+from offloadzero.optim.records import Record
 from offloadzero.parameters.gradient import GradientTensor, product_is_exact
 from offloadzero.step.record_gradient import RecordGradient, WindowGradients
 from offloadzero.torch_private import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from offloadzero.errors import StateError
-from offloadzero.optim.records import ParamSlot
+from offloadzero.optim.flat_layout import ParamSlot
 from offloadzero.parameters.gradient import GradientSource, GradientTensor
 from offloadzero.step.assigned import Change, bring_home, passed_on
 from offloadzero.step.param_grad import (

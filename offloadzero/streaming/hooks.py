@@ -50,7 +50,8 @@ from torch.utils.hooks import RemovableHandle
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import held, raise_held, uninterrupted, uninterrupted_from_start
 from offloadzero.observe.timeline import Timeline
-from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.optim.flat_layout import ParamSlot
+from offloadzero.optim.records import Record
 from offloadzero.parameters.remote import RemoteTensor
 from offloadzero.parameters.state import WrittenWeight, is_copy_of, state_tensor
 from offloadzero.parameters.weight import AwayParameter, PresentParameter, recorded, weight_of

@@ -37,7 +37,8 @@ from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Ticket
-from offloadzero.optim.records import ParamSlot, Record
+from offloadzero.optim.flat_layout import ParamSlot
+from offloadzero.optim.records import Record
 from offloadzero.parameters.kept_view import keep_view, show_frozen, tensors_over
 from offloadzero.parameters.weight import classes_of
 from offloadzero.torch_private import (

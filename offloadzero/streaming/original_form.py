@@ -17,7 +17,9 @@ from offloadzero.config import SegmentKind
 from offloadzero.memory.heap import FreedMemory
 from offloadzero.memory.store import TieredStore
 from offloadzero.optim import device_math
-from offloadzero.optim.records import ParamSlot, Record, segment_slice
+from offloadzero.optim.flat_layout import ParamSlot
+from offloadzero.optim.record_state import segment_slice
+from offloadzero.optim.records import Record
 from offloadzero.parameters.weight import restore_parameter
 from offloadzero.streaming.spill import file_bytes, original_dtype, restore
 from offloadzero.streaming.weights import WeightAccess

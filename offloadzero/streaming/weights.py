@@ -21,7 +21,9 @@ from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.optim import device_math
-from offloadzero.optim.records import ParamSlot, Record, segment_slice
+from offloadzero.optim.flat_layout import ParamSlot
+from offloadzero.optim.record_state import segment_slice
+from offloadzero.optim.records import Record
 from offloadzero.optim.spec import StateCodes
 from offloadzero.parameters.remote import RemoteTensor
 from offloadzero.parameters.weight import Alias, offload_parameter
