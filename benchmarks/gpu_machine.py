@@ -160,12 +160,12 @@ def planned_bytes(settings: dict[str, Any], num_parameters: int) -> dict[str, in
     from llama_model import Llama, size_with
 
     from offloadzero.config import TierName, load_config, settle_for_initialize
-    from offloadzero.optim.spec import UpdateForm
-    from offloadzero.optim.specs import spec_of_type
-    from offloadzero.optim.specs.adam import ADAM
     from offloadzero.planning.memory_plan import keeps_gradients, plan_memory
     from offloadzero.runtime import DTYPES
     from offloadzero.streaming.units import cut_units
+    from offloadzero.update.spec import UpdateForm
+    from offloadzero.update.specs import spec_of_type
+    from offloadzero.update.specs.adam import ADAM
 
     config = settle_for_initialize(load_config(settings))
     with torch.device("meta"):

@@ -15,10 +15,6 @@ from offloadzero.memory.arena import Arena, BufferPool, Lease
 from offloadzero.memory.store import TieredStore
 from offloadzero.native.cpu_adam import set_cores
 from offloadzero.observe.clock import StepClock
-from offloadzero.optim.flat_layout import ParamSlot
-from offloadzero.optim.records import Record
-from offloadzero.optim.spec import AnySpec, device_form
-from offloadzero.optim.update import UpdatePipeline
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
 from offloadzero.planning.probe import cores_beside_launching
 from offloadzero.step.account import Accounts, Hypers
@@ -34,6 +30,10 @@ from offloadzero.streaming.activation_memory import PlannedMemory
 from offloadzero.streaming.activations import ActivationStore, make_activation_store
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.weights import WeightAccess
+from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.pipeline import UpdatePipeline
+from offloadzero.update.records import Record
+from offloadzero.update.spec import AnySpec, device_form
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from offloadzero.config import OffloadConfig, load_config, settle_for_initialize
 from offloadzero.engine import Engine
 from offloadzero.errors import ConfigError
 from offloadzero.optim.lr_schedules import build_lr_scheduler
-from offloadzero.optim.specs.adam import ADAM
 from offloadzero.optimizer import ConfigSource, OffloadedOptimizer, check_optimizer
 from offloadzero.param_groups import group_defaults
 from offloadzero.runtime import Runtime
+from offloadzero.update.specs.adam import ADAM
 
 OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
 SchedulerSource = Any  # a torch scheduler, or a callable that makes one from the optimizer
@@ -45,7 +45,7 @@ def initialize(
 
     Args:
         args: an object whose `deepspeed_config` names the JSON, when `config` is None.
-        optimizer: of a class in `optim.specs.KNOWN_CLASSES`, or a callable that makes one from the parameters; None
+        optimizer: of a class in `update.specs.KNOWN_CLASSES`, or a callable that makes one from the parameters; None
             takes the config's optimizer block. Without either the engine only evaluates.
         model_parameters: parameters or param groups for the config's optimizer; None takes all trainable ones.
         training_data: a dataset for the returned DataLoader, at the micro batch size, shuffled as in DeepSpeed.

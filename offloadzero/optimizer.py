@@ -25,16 +25,16 @@ from offloadzero.config import (
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import uninterrupted
 from offloadzero.observe.step_report import StepReport
-from offloadzero.optim.flat_layout import ParamSlot
-from offloadzero.optim.overrides import overrides_text
-from offloadzero.optim.records import Record
-from offloadzero.optim.spec import AnySpec, Hyper
-from offloadzero.optim.specs import known_classes_text, spec_of, spec_of_type
 from offloadzero.optimizer_loading import plan_optimizer_load
 from offloadzero.optimizer_states import StateDict, States, read_states, refuse_states
 from offloadzero.param_groups import expect_rates, group_defaults
 from offloadzero.planning.memory_plan import format_bytes, updates_in_backward
 from offloadzero.runtime import Runtime
+from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.overrides import overrides_text
+from offloadzero.update.records import Record
+from offloadzero.update.spec import AnySpec, Hyper
+from offloadzero.update.specs import known_classes_text, spec_of, spec_of_type
 
 log = logging.getLogger("offloadzero")
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from offloadzero.arithmetic.device_math import join_master
 from offloadzero.errors import ConfigError
-from offloadzero.optim.device_math import join_master
-from offloadzero.optim.flat_layout import ParamSlot
-from offloadzero.optim.records import Record
-from offloadzero.optim.spec import AnySpec
 from offloadzero.optimizer_states import step_count
 from offloadzero.streaming.weights import WeightAccess, are_codes_of, expect_codes
+from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.records import Record
+from offloadzero.update.spec import AnySpec
 
 _REMAINDER = "master_remainder"  # in a state of CPUAdam's and its like: what bf16 lacks of the master weight
 

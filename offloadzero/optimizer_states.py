@@ -16,10 +16,10 @@ import torch
 
 from offloadzero.config import SegmentKind
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.optim.flat_layout import ParamSlot
-from offloadzero.optim.records import Record
 from offloadzero.parameters.state import state_tensor
 from offloadzero.streaming.weights import WeightAccess
+from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.records import Record
 
 
 class _State:

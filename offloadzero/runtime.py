@@ -26,8 +26,6 @@ from offloadzero.memory.store import StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.monitor import StepMonitor
-from offloadzero.optim.records import Record
-from offloadzero.optim.spec import AnySpec, device_form
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
     advice,
@@ -44,6 +42,8 @@ from offloadzero.streaming.original_form import OriginalForm
 from offloadzero.streaming.spill import file_bytes, host_bytes
 from offloadzero.streaming.units import UnitCut, checkpointed_modules, cut_units
 from offloadzero.streaming.weights import WeightAccess
+from offloadzero.update.records import Record
+from offloadzero.update.spec import AnySpec, device_form
 
 log = logging.getLogger("offloadzero")
 

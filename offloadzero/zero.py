@@ -18,11 +18,11 @@ from offloadzero.config import OffloadConfig, SegmentKind, TierName, create_nvme
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import UninterruptedThroughout, uninterrupted_from_start
 from offloadzero.memory.heap import FreedMemory
-from offloadzero.optim.flat_layout import ParamSlot
-from offloadzero.optim.records import Record
 from offloadzero.optimizer import ConfigSource
 from offloadzero.runtime import DTYPES, Runtime, runtime_of
 from offloadzero.streaming.spill import is_spilled, restore, spill
+from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.records import Record
 
 # Smaller parameters stay in memory until the model is offloaded: a file each would cost more than it saves.
 MIN_SPILL_ELEMENTS = 4096

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offloadzero.arithmetic import device_math
 from offloadzero.native.compact import compact_encode, num_scales
 from offloadzero.native.cpu_adam import AdamHyper
-from offloadzero.optim import device_adam, device_math
-from offloadzero.optim.spec import UpdateForm
+from offloadzero.update import device_adam
+from offloadzero.update.spec import UpdateForm
 from tests.test_compact_kernels import make_grad, make_state
 
 INF, NAN = math.inf, math.nan

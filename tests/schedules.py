@@ -27,10 +27,10 @@ from offloadzero.io.engine import AioEngine
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Promise
-from offloadzero.optim.update import UpdatePipeline
 from offloadzero.step.coordinator import StepCoordinator
 from offloadzero.step.decider import Decider
 from offloadzero.step.landing import Landing
+from offloadzero.update.pipeline import UpdatePipeline
 from tests.training import Config, Outcome, run_engine
 
 MAX_DELAY_S = 0.003

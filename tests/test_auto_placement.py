@@ -26,12 +26,12 @@ from offloadzero.config.schema import (
     UpdateConfig,
 )
 from offloadzero.errors import BudgetError, ConfigError
-from offloadzero.optim.records import Record, make_record
-from offloadzero.optim.specs.adam import ADAM
 from offloadzero.planning.memory_plan import MemoryPlan, Placement, format_bytes, plan_memory
 from offloadzero.planning.placement import choose_placement, describe_placement
 from offloadzero.planning.probe import cores_beside_launching
 from offloadzero.streaming import activations
+from offloadzero.update.records import Record, make_record
+from offloadzero.update.specs.adam import ADAM
 from tests.models import Stack, features
 from tests.test_memory_plan import records
 from tests.tiny import TinyModel

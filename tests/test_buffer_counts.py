@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadzero.optim import device_math
+from offloadzero.arithmetic import device_math
 from offloadzero.planning import memory_plan
 from tests.test_device_time import MS, NUM_BLOCKS, WIDTH, Case, timed_engine, train_step
 

@@ -19,10 +19,10 @@ from offloadzero.config import OffloadConfig, SegmentKind, TierName
 from offloadzero.config.schema import PlacementConfig, PlacementRule
 from offloadzero.native.compact import COMPACT_BLOCK, compact_adam_step, compact_encode, num_scales
 from offloadzero.native.cpu_adam import AdamHyper
-from offloadzero.optim.record_state import segment_slice
-from offloadzero.optim.records import Record, make_record
-from offloadzero.optim.specs.adam import ADAM
 from offloadzero.planning.memory_plan import place, plan_memory
+from offloadzero.update.record_state import segment_slice
+from offloadzero.update.records import Record, make_record
+from offloadzero.update.specs.adam import ADAM
 from tests.checkpoints import reseal
 from tests.tiny import all_states
 from tests.training import Outcome, assert_same, make_config, snapshot

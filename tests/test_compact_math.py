@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from offloadzero.arithmetic import compact_math
 from offloadzero.native.compact import (
     COMPACT_BLOCK,
     compact_adam_step,
@@ -17,8 +18,8 @@ from offloadzero.native.compact import (
     num_scales,
 )
 from offloadzero.native.cpu_adam import AdamHyper
-from offloadzero.optim import compact_math, device_adam
-from offloadzero.optim.spec import UpdateForm
+from offloadzero.update import device_adam
+from offloadzero.update.spec import UpdateForm
 from tests.test_compact_dither import dither
 from tests.test_compact_kernels import make_grad, make_state
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from offloadzero.arithmetic import compact_math
 from offloadzero.errors import ConfigError
 from offloadzero.native.compact import COMPACT_BLOCK
 from offloadzero.native.cpu_adam import AdamHyper
-from offloadzero.optim import compact_math, device_adam
 from offloadzero.optim.cpu_adam import CPUAdam
-from offloadzero.optim.spec import UpdateForm
+from offloadzero.update import device_adam
+from offloadzero.update.spec import UpdateForm
 
 SHAPES = [(1,), (257, 33), (1000,), (4097,)]
 CODES = ("master_remainder", "exp_avg_e2m5", "exp_avg_sq_e1m7", "scales")

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from offloadzero.native.compact import COMPACT_BLOCK, num_scales
-from offloadzero.optim import device_adam
-from offloadzero.optim.spec import UpdateForm
+from offloadzero.update import device_adam
+from offloadzero.update.spec import UpdateForm
 from tests.device_states import ADAMW, CASES, HYPERS, LAYOUTS, assert_same, compare, extremes, make, take_step
 from tests.test_compact_kernels import make_grad
 from tests.triton_process import HAS_TRITON, TritonProcess
@@ -52,7 +52,7 @@ def test_any_number_of_elements(interpreter: TritonProcess, layout: str, num_ele
 
 
 def compare_in_large_programs(layout: str) -> None:
-    from offloadzero.optim import triton_adam
+    from offloadzero.arithmetic import triton_adam
 
     small = triton_adam.ADAM_BLOCK, triton_adam.COMPACT_ROWS
     triton_adam.ADAM_BLOCK = 1 << 17  # the interpreter takes its time per program, not per element
@@ -166,7 +166,7 @@ def compiled(layout: str, grad: torch.dtype, capability: int, with_l2: bool, fus
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from offloadzero.optim import triton_adam
+    from offloadzero.arithmetic import triton_adam
 
     pointers = {"grad": GPU_TYPES[grad], "exp_avg": "*fp32", "exp_avg_sq": "*fp32"}
     constants: dict[str, Any] = {"WITH_L2": with_l2}
@@ -289,7 +289,7 @@ def first_try_without_triton() -> str | None:
     import sys
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.delitem(sys.modules, "offloadzero.optim.triton_adam", raising=False)
+        patch.delitem(sys.modules, "offloadzero.arithmetic.triton_adam", raising=False)
         patch.setitem(sys.modules, "triton", None)
         return first_try()
 

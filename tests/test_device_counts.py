@@ -53,7 +53,7 @@ def test_a_step_asks_for_no_more(placement: str, variant: str, device_counts: An
     assert counts[TEMPORARY_BYTES] == 0
     assert 0 < counts[LAUNCHES] <= launches, found["places"]
     if placement == "device states":  # updated in torch's operations, or nothing would be counted of them
-        assert any("optim/torch_adam.py" in place for place in found["places"]), found["places"]
+        assert any("arithmetic/torch_adam.py" in place for place in found["places"]), found["places"]
     assert counts[COPIES] <= copies, found["places"]
     assert bool(counts[COPIES]) == bool(copies)
     num_micro_batches = 3 if variant == "accumulation 3" else 1
@@ -65,8 +65,8 @@ def test_a_step_asks_for_no_more(placement: str, variant: str, device_counts: An
 
 def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the package: its own, not what it runs for a script."""
+    from offloadzero.arithmetic import device_math
     from offloadzero.memory.lanes import Accelerator
-    from offloadzero.optim import device_math
 
     with counting() as counts, simulated(monkeypatch) as device:
         accelerator = Accelerator(device)
@@ -81,7 +81,7 @@ def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         counts.clear()
         assert device_math.sq_norms(grad, parts, scratch=scratch) == [0.0, 0.0]
         assert counts.of == {DEVICE_WAITS: 1, LAUNCHES: 4}
-        assert {place for _, place in counts.places} == {"optim/device_math.py sq_norms_in_pieces"}
+        assert {place for _, place in counts.places} == {"arithmetic/device_math.py sq_norms_in_pieces"}
         counts.clear()
         device_math.sq_norms(grad, parts)
         assert (

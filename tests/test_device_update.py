@@ -12,15 +12,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offloadzero import build, runtime
+from offloadzero.arithmetic import device_math, torch_adam
+from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES
+from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
 from offloadzero.config import TierName
 from offloadzero.native.compact import COMPACT_BLOCK
-from offloadzero.optim import device_math, spec, torch_adam
-from offloadzero.optim.device_adam import choose_form
-from offloadzero.optim.spec import FormChoice, UpdateForm, device_form
-from offloadzero.optim.specs.adam import ADAM
-from offloadzero.optim.torch_adam import COMPACT_SCRATCH_BYTES
-from offloadzero.optim.torch_pieces import FP32_SCRATCH_BYTES
 from offloadzero.planning.memory_plan import plan_memory
+from offloadzero.update import spec
+from offloadzero.update.device_adam import choose_form
+from offloadzero.update.spec import FormChoice, UpdateForm, device_form
+from offloadzero.update.specs.adam import ADAM
 from tests.device_states import ADAMW, CASES, HYPERS, LAYOUTS, assert_same, extremes, make, take_step
 from tests.test_compact_kernels import make_grad
 from tests.test_memory_plan import config, everything, records

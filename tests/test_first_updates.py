@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import offloadzero
 from offloadzero.config import SegmentKind
 from offloadzero.native.sgd import SgdHyper
-from offloadzero.optim.spec import UpdateForm
-from offloadzero.optim.specs.sgd import MOMENTUM_BUFFER, SGD
+from offloadzero.update.spec import UpdateForm
+from offloadzero.update.specs.sgd import MOMENTUM_BUFFER, SGD
 from tests.tiny import make_engine, settings
 
 DAMPENED = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}

@@ -21,6 +21,7 @@ from torch import nn
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from offloadzero import NonFiniteError, zero
+from offloadzero.arithmetic import device_math
 from offloadzero.config import SegmentKind, TierName
 from offloadzero.memory.arena import allocate_host
 from offloadzero.memory.device import find_device
@@ -31,9 +32,9 @@ from offloadzero.native.compact import compact_encode, num_scales
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import Timeline
-from offloadzero.optim import device_adam, device_math
-from offloadzero.optim.device_adam import triton_problem
-from offloadzero.optim.spec import UpdateForm
+from offloadzero.update import device_adam
+from offloadzero.update.device_adam import triton_problem
+from offloadzero.update.spec import UpdateForm
 from tests.tiny import TinyModel, all_states, make_engine, settings, tokens
 
 pytestmark = [

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import offloadzero
+from offloadzero.arithmetic import device_math
 from offloadzero.config import AioConfig
 from offloadzero.memory.arena import BufferPool, PooledBuffer, allocate_host
 from offloadzero.memory.lanes import Accelerator, Lane
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.tickets import Failures, Promise
 from offloadzero.native import cpu_adam
-from offloadzero.optim import device_math
 from tests.homes import file_home
 from tests.models import Stack, features
 from tests.simulated import edges, mutations, small_runs

@@ -39,10 +39,12 @@ FLOORS: Mapping[str, int] = {
     "streaming": 5,
     "parameters": 4,
     "optim": 4,
+    "update": 4,
     "planning": 4,
     "schedule": 3,
     "sharding": 3,
     "memory": 3,
+    "arithmetic": 3,
     "native": 2,
     "io": 2,
     "config": 1,
@@ -278,7 +280,7 @@ THE_DEVICES_FILE = "memory/device.py"
 OF_DEVICES = ("accelerator", "cuda", "get_device_module", "Event", "mps", "mtia", "npu", "Stream", "xpu")
 NAMED_ELSEWHERE = {
     (
-        "optim/device_adam.py",
+        "update/device_adam.py",
         "get_device_module",
     ): "Triton launches on the current device; a device guard of any kind",
     ("launch.py", "accelerator"): "whether there is one, before an engine has a device: nothing is launched",

@@ -19,9 +19,9 @@ from offloadzero.config import OffloadConfig, SegmentKind, TierName, load_config
 from offloadzero.config.schema import BudgetConfig, PlacementConfig, PlacementRule, UpdateConfig
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.swap_file import MARK_BYTES
-from offloadzero.optim.records import Record, make_record
-from offloadzero.optim.specs.adam import ADAM
 from offloadzero.planning.memory_plan import MemoryPlan, format_bytes, place, plan_memory, updates_in_backward
+from offloadzero.update.records import Record, make_record
+from offloadzero.update.specs.adam import ADAM
 from tests.tiny import TinyModel, make_engine, settings, train
 
 PARAM, MASTER, M1, M2, _, GRAD = ADAM.kinds

@@ -31,7 +31,7 @@ from offloadzero.observe.monitor import StepMonitor, step_line
 from offloadzero.observe.run_dir import tracks
 from offloadzero.observe.step_report import StepReport
 from offloadzero.observe.timeline import COMPUTE, LANES, WAIT, Span, Timeline
-from offloadzero.optim.specs.adam import ADAM
+from offloadzero.update.specs.adam import ADAM
 from tests.plain_form import engine_config, make_model, offloaded
 from tests.tiny import make_engine, settings, tokens, train
 

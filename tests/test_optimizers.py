@@ -22,17 +22,18 @@ from torch import Tensor, nn
 
 import offloadzero
 from offloadzero import build, runtime, zero
+from offloadzero.arithmetic import device_math
+from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
 from offloadzero.checkpoint import states
 from offloadzero.checkpoint.meta import Meta
 from offloadzero.config import SegmentKind, load_config
 from offloadzero.config.keys import OWN_KEYS
 from offloadzero.config.optimizer import OPTIMIZERS
 from offloadzero.errors import CheckpointError, ConfigError
-from offloadzero.optim import CPULion, device_math
-from offloadzero.optim import spec as optimizer_spec
-from offloadzero.optim.spec import AnySpec, UpdateForm
-from offloadzero.optim.specs import SPECS, spec_of_type
-from offloadzero.optim.torch_pieces import FP32_SCRATCH_BYTES
+from offloadzero.optim import CPULion
+from offloadzero.update import spec as optimizer_spec
+from offloadzero.update.spec import AnySpec, UpdateForm
+from offloadzero.update.specs import SPECS, spec_of_type
 from tests.parity import Case, case_config, make_model, run_case, train
 from tests.tiny import TinyModel, all_states, make_engine, settings, tokens
 from tests.tiny import train as train_tiny

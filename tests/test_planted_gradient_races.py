@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import offloadzero
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import FINISHED, Ticket
-from offloadzero.optim.update import UpdatePipeline
 from offloadzero.step import landing
 from offloadzero.step.decider import Decider
 from offloadzero.step.landing import Landing
 from offloadzero.step.param_grad import GradientAccess
 from offloadzero.step.record_gradient import RecordGradient
+from offloadzero.update.pipeline import UpdatePipeline
 from tests.plain_form import final_weights, grads, offloaded
 from tests.tiny import tokens
 

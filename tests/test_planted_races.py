@@ -23,8 +23,6 @@ from offloadzero.memory.lanes import Lane, LaneTicket
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED
 from offloadzero.memory.transfer import Fetcher
-from offloadzero.optim.staging import ChunkStager, StagedChunk
-from offloadzero.optim.update import UpdatePipeline
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.coordinator import StepCoordinator
 from offloadzero.step.decider import Decider
@@ -33,6 +31,8 @@ from offloadzero.step.landing import Landing
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.unit_leases import UnitLeases
 from offloadzero.streaming.weights import WeightAccess
+from offloadzero.update.pipeline import UpdatePipeline
+from offloadzero.update.staging import ChunkStager, StagedChunk
 from tests.schedules import Schedule, disturbed, draw_schedule, reference
 from tests.test_races import SCENARIOS, make_reference, scenario_config
 from tests.training import Outcome, differences, run_engine

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offloadzero.config import LossScaleConfig
-from offloadzero.optim.step_decision import LossScale, decide_step
+from offloadzero.step.step_decision import LossScale, decide_step
 
 
 def squared_norms(gradients: list[torch.Tensor]) -> list[float]:

@@ -35,7 +35,7 @@ from tests.plain_form import clip, engine_config, make_model, offloaded
 from tests.test_import_floors import find_circle
 from tests.tiny import make_engine, tokens
 
-ROOMS = ("step", "streaming", "optim")
+ROOMS = ("step", "streaming", "update", "arithmetic")
 MAKING = {"__init__", "__post_init__"}
 
 

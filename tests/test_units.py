@@ -13,10 +13,10 @@ from torch import nn
 
 from offloadzero.config import SegmentKind, UnitConfig
 from offloadzero.errors import ConfigError
-from offloadzero.optim.records import Record, all_ranges, make_record, update_ranges
-from offloadzero.optim.specs.adam import ADAM
 from offloadzero.sharding.shard_spec import ShardSpec
 from offloadzero.streaming.units import UnitCut, cut_units
+from offloadzero.update.records import Record, all_ranges, make_record, update_ranges
+from offloadzero.update.specs.adam import ADAM
 from tests.tiny import Block, TinyModel
 
 REST = "(rest)"

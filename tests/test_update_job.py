@@ -11,11 +11,11 @@ from torch import nn
 from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.tickets import Failures
 from offloadzero.native.cpu_adam import AdamHyper
-from offloadzero.optim.records import Record, make_record
-from offloadzero.optim.specs.adam import ADAM
 from offloadzero.step.account import Account
 from offloadzero.step.job import UpdateJob
 from offloadzero.step.record_gradient import Borrowed, RecordGradient
+from offloadzero.update.records import Record, make_record
+from offloadzero.update.specs.adam import ADAM
 
 SIZES = (5, 3)
 HYPERS = (AdamHyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0),)

@@ -27,12 +27,12 @@ from offloadzero.memory.store import Segment, StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.native import cpu_adam
 from offloadzero.native.cpu_adam import AdamHyper
-from offloadzero.optim.delivery import UpdateTicket
-from offloadzero.optim.flat_layout import ParamSlot
-from offloadzero.optim.records import Record, UpdateRange, make_record, update_ranges
-from offloadzero.optim.specs.adam import ADAM
-from offloadzero.optim.update import RecordUpdate, UpdatePipeline
 from offloadzero.step import landing
+from offloadzero.update.delivery import UpdateTicket
+from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.pipeline import RecordUpdate, UpdatePipeline
+from offloadzero.update.records import Record, UpdateRange, make_record, update_ranges
+from offloadzero.update.specs.adam import ADAM
 from tests.simulated.device import simulated
 from tests.tiny import REPOSITORY, all_states, make_engine, settings
 from tests.training import make_config, run_engine
@@ -485,7 +485,7 @@ def test_threads_keep_to_the_cores_they_are_given() -> None:
 import os, threading, time, torch
 from pathlib import Path
 from offloadzero.native import cpu_adam
-from offloadzero.optim.specs.adam import ADAM
+from offloadzero.update.specs.adam import ADAM
 from tests.tiny import make_engine, settings
 
 everywhere = os.sched_getaffinity(0)

@@ -47,7 +47,7 @@ def interpret_exactly() -> None:
     np.seterr(all="ignore")
 
     def create_fma(_: object, x: Any, y: Any, z: Any) -> Any:
-        from offloadzero.optim.compact_math import Workspace
+        from offloadzero.arithmetic.compact_math import Workspace
 
         a, b, c = (torch.from_numpy(v.copy()) for v in np.broadcast_arrays(x.data, y.data, z.data))
         spare = Workspace(*(torch.empty(a.shape, dtype=torch.float64) for _ in range(9)))

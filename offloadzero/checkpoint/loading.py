@@ -27,8 +27,8 @@ from offloadzero.checkpoint.states import States, expect_same_parameters
 from offloadzero.checkpoint.verify import Checkpoint, StoredTensor
 from offloadzero.config import SegmentKind
 from offloadzero.errors import CheckpointError
-from offloadzero.optim.flat_layout import ParamSlot
-from offloadzero.optim.records import Record
+from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.records import Record
 
 log = logging.getLogger("offloadzero.checkpoint")
 

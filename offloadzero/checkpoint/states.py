@@ -57,9 +57,9 @@ from offloadzero.checkpoint.partial import (
 )
 from offloadzero.checkpoint.safetensors_file import SafetensorsWriter, TensorSpec, expect_known_dtypes
 from offloadzero.errors import CheckpointError, ConfigError, OffloadError
-from offloadzero.optim.flat_layout import ParamSlot
-from offloadzero.optim.records import Record
 from offloadzero.streaming.weights import WeightAccess
+from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.records import Record
 
 
 @dataclass(frozen=True)

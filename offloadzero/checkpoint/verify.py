@@ -42,8 +42,8 @@ from offloadzero.checkpoint.names import (
 from offloadzero.checkpoint.safetensors_file import SafetensorsReader, TensorEntry
 from offloadzero.config import SegmentKind
 from offloadzero.errors import CheckpointError
-from offloadzero.optim.spec import AnySpec
-from offloadzero.optim.specs import SPECS
+from offloadzero.update.spec import AnySpec
+from offloadzero.update.specs import SPECS
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ _ADAM: Mapping[str, Any] = MappingProxyType(
         "bias_correction": True,
     }
 )
-# By type, the arguments it takes and their defaults; its update: offloadzero.optim.specs.
+# By type, the arguments it takes and their defaults; its update: offloadzero.update.specs.
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "Adam": _ADAM,

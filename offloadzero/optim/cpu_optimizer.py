@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offloadzero.arithmetic.device_math import split_master
 from offloadzero.errors import ConfigError
-from offloadzero.optim.device_math import split_master
 
 _MASTER_KEY = {torch.bfloat16: "master_remainder", torch.float16: "master", torch.float32: None}
 _MASTER_DTYPES = {"master_remainder": torch.int16, "master": torch.float32}

@@ -13,13 +13,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from offloadzero.arithmetic.device_math import norm_scratch_bytes
 from offloadzero.config import OffloadConfig, PlacementRule, SegmentKind, TierName
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.arena import ALIGN_BYTES, align_up, room_for, staggered
 from offloadzero.memory.checksums import checksum_bytes
-from offloadzero.optim.device_math import norm_scratch_bytes
-from offloadzero.optim.records import Record
-from offloadzero.optim.spec import UpdateForm
+from offloadzero.update.records import Record
+from offloadzero.update.spec import UpdateForm
 
 NUM_GRAD_LEASES = 2  # one being filled by backward, one on its way
 NUM_PASSING_GRADS = 2  # [Note: gradients in passing]

@@ -35,9 +35,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offloadzero.config import BudgetConfig, OffloadConfig, SegmentKind, TierName
-from offloadzero.optim.records import Record
-from offloadzero.optim.spec import UpdateForm
 from offloadzero.planning.memory_plan import Placement, keeps_gradients, plan_memory
+from offloadzero.update.records import Record
+from offloadzero.update.spec import UpdateForm
 
 # Of what is free on a device without a budget, states get 1/2: how much activations need is not known before the first
 # step, and too little for them ends the run, while too little for states costs time. Who knows better sets the budget.

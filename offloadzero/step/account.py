@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from offloadzero.errors import NonFiniteError, OffloadError
 from offloadzero.memory.tickets import Failures
-from offloadzero.optim.spec import Hyper
 from offloadzero.step.record_gradient import RecordGradient
+from offloadzero.update.spec import Hyper
 
 Hypers = Sequence[Hyper]  # by group index
 

@@ -28,8 +28,6 @@ from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.optim.flat_layout import ParamSlot, SlotViews, slot_layout
-from offloadzero.optim.records import Record
 from offloadzero.parameters.gradient import GradientTensor, in_graph_of
 from offloadzero.step.param_grad import (
     KEEP_KEY,
@@ -43,6 +41,8 @@ from offloadzero.torch_private import (
     foreach_zero,
     storage_use_count,
 )
+from offloadzero.update.flat_layout import ParamSlot, SlotViews, slot_layout
+from offloadzero.update.records import Record
 
 log = logging.getLogger("offloadzero.gradients")
 

@@ -39,9 +39,6 @@ from offloadzero.errors import StateError
 from offloadzero.interrupts import uninterrupted, uninterrupted_from_start
 from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
-from offloadzero.optim.staging import needs_slot
-from offloadzero.optim.step_decision import decide_step
-from offloadzero.optim.update import UpdatePipeline
 from offloadzero.step.account import Account, Accounts, Hypers
 from offloadzero.step.accumulation import Accumulation
 from offloadzero.step.collect import GradientCollector
@@ -49,6 +46,7 @@ from offloadzero.step.decider import Decider
 from offloadzero.step.job import StepJobs, UpdateJob
 from offloadzero.step.landing import Landing
 from offloadzero.step.record_gradient import RecordGradient
+from offloadzero.step.step_decision import decide_step
 from offloadzero.step.window import GradientWindow
 from offloadzero.streaming.executor import Executor
 from offloadzero.torch_private import (
@@ -57,6 +55,8 @@ from offloadzero.torch_private import (
     current_graph_task_id,
     queue_backward_callback,
 )
+from offloadzero.update.pipeline import UpdatePipeline
+from offloadzero.update.staging import needs_slot
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from offloadzero.config import LossScaleConfig
 from offloadzero.memory.tickets import Failures
-from offloadzero.optim.step_decision import LossScale, decide_step
 from offloadzero.step.account import Accounts, names_text
 from offloadzero.step.job import StepJobs, UpdateJob
+from offloadzero.step.step_decision import LossScale, decide_step
 
 log = logging.getLogger("offloadzero")
 

@@ -10,10 +10,10 @@ import torch
 
 from offloadzero.interrupts import uninterrupted, uninterrupted_from_start
 from offloadzero.observe.timeline import Timeline
-from offloadzero.optim.flat_layout import ParamSlot
-from offloadzero.optim.records import Record
 from offloadzero.step.coordinator import StepCoordinator
 from offloadzero.torch_private import current_graph_task_id
+from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.records import Record
 
 GradientHook = Callable[[torch.Tensor], None]
 

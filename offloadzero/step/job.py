@@ -8,11 +8,11 @@ import torch
 
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Promise, Ticket
-from offloadzero.optim.delivery import UpdateTicket
-from offloadzero.optim.records import UpdateRange
-from offloadzero.optim.step_decision import StepDecision
 from offloadzero.step.account import Account, Hypers
 from offloadzero.step.record_gradient import RecordGradient
+from offloadzero.step.step_decision import StepDecision
+from offloadzero.update.delivery import UpdateTicket
+from offloadzero.update.records import UpdateRange
 
 
 class UpdateJob:

@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 import torch
 
+from offloadzero.arithmetic import device_math
 from offloadzero.memory.arena import BufferPool, Lease
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Promise, Ticket
 from offloadzero.native.cpu_adam import set_cores
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import LANDING
-from offloadzero.optim import device_math
-from offloadzero.optim.records import update_ranges
-from offloadzero.optim.update import UpdatePipeline
 from offloadzero.step.decider import Decider
 from offloadzero.step.job import UpdateJob
 from offloadzero.step.record_gradient import Borrowed, Brought, RecordGradient
+from offloadzero.update.pipeline import UpdatePipeline
+from offloadzero.update.records import update_ranges
 
 
 class Place(NamedTuple):

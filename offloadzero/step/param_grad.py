@@ -30,13 +30,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offloadzero.arithmetic import device_math
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.optim import device_math
-from offloadzero.optim.flat_layout import ParamSlot
-from offloadzero.optim.records import Record
 from offloadzero.parameters.gradient import GradientTensor, product_is_exact
 from offloadzero.step.record_gradient import RecordGradient, WindowGradients
 from offloadzero.torch_private import (
@@ -44,6 +42,8 @@ from offloadzero.torch_private import (
     current_autograd_node,
     current_graph_task_id,
 )
+from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.records import Record
 
 KEEP_KEY = '"offloadzero": {"update": {"in_backward": false}}'
 

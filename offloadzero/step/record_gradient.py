@@ -14,8 +14,8 @@ from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.device import Stream
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Ticket
-from offloadzero.optim.flat_layout import ParamSlot
-from offloadzero.optim.records import Record, UpdateRange, all_ranges, update_ranges
+from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.records import Record, UpdateRange, all_ranges, update_ranges
 
 
 class Borrowed:

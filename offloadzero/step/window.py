@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from offloadzero.errors import StateError
-from offloadzero.optim.flat_layout import ParamSlot
 from offloadzero.parameters.gradient import GradientSource, GradientTensor
 from offloadzero.step.assigned import Change, bring_home, passed_on
 from offloadzero.step.param_grad import (
@@ -19,6 +18,7 @@ from offloadzero.step.param_grad import (
 )
 from offloadzero.step.record_gradient import RecordGradient, WindowGradients
 from offloadzero.torch_private import DisableTorchFunctionSubclass
+from offloadzero.update.flat_layout import ParamSlot
 
 
 class GradientWindow:

@@ -20,13 +20,13 @@ from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.optim.flat_layout import slot_layout
-from offloadzero.optim.records import Record
 from offloadzero.streaming.leased_unit import FETCHING, HOME, READY, RELEASED, LayoutViews, LeasedUnit
 from offloadzero.streaming.residency import ResidencyPolicy, running_node
 from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.streaming.unit_leases import UnitLeases
 from offloadzero.torch_private import current_autograd_node
+from offloadzero.update.flat_layout import slot_layout
+from offloadzero.update.records import Record
 
 
 class Executor:

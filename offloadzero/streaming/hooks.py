@@ -50,8 +50,6 @@ from torch.utils.hooks import RemovableHandle
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import held, raise_held, uninterrupted, uninterrupted_from_start
 from offloadzero.observe.timeline import Timeline
-from offloadzero.optim.flat_layout import ParamSlot
-from offloadzero.optim.records import Record
 from offloadzero.parameters.remote import RemoteTensor
 from offloadzero.parameters.state import WrittenWeight, is_copy_of, state_tensor
 from offloadzero.parameters.weight import AwayParameter, PresentParameter, recorded, weight_of
@@ -69,6 +67,8 @@ from offloadzero.torch_private import (
     skip_frame,
     top_saved_tensors_default_hooks,
 )
+from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.records import Record
 
 _EXPORTERS = ("torch.jit", "torch._jit_internal", "torch.export", "torch._export")
 _item = dict.__getitem__  # `super()` takes as long as the look-up

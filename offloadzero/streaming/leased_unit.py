@@ -37,8 +37,6 @@ from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Ticket
-from offloadzero.optim.flat_layout import ParamSlot
-from offloadzero.optim.records import Record
 from offloadzero.parameters.kept_view import keep_view, show_frozen, tensors_over
 from offloadzero.parameters.weight import classes_of
 from offloadzero.torch_private import (
@@ -47,6 +45,8 @@ from offloadzero.torch_private import (
     storage_use_count,
     with_own_storage,
 )
+from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.records import Record
 
 MAX_WEIGHT_VIEWS = 256  # kept of a layout
 MAX_ADDRESSES = 256  # of leases

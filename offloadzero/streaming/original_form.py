@@ -13,16 +13,16 @@ from collections.abc import Sequence
 
 import torch
 
+from offloadzero.arithmetic import device_math
 from offloadzero.config import SegmentKind
 from offloadzero.memory.heap import FreedMemory
 from offloadzero.memory.store import TieredStore
-from offloadzero.optim import device_math
-from offloadzero.optim.flat_layout import ParamSlot
-from offloadzero.optim.record_state import segment_slice
-from offloadzero.optim.records import Record
 from offloadzero.parameters.weight import restore_parameter
 from offloadzero.streaming.spill import file_bytes, original_dtype, restore
 from offloadzero.streaming.weights import WeightAccess
+from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.record_state import segment_slice
+from offloadzero.update.records import Record
 
 
 class OriginalForm:

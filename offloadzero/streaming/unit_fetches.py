@@ -13,8 +13,8 @@ from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.memory.tiers import FETCH_PRIORITY
 from offloadzero.memory.transfer import Fetcher, PoolStaging
 from offloadzero.observe.clock import StepClock
-from offloadzero.optim.delivery import Delivery, UpdateTicket
 from offloadzero.streaming.leased_unit import LeasedUnit
+from offloadzero.update.delivery import Delivery, UpdateTicket
 
 
 class UnitFetches:

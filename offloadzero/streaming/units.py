@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from offloadzero.config import UnitConfig
 from offloadzero.errors import ConfigError
-from offloadzero.optim.records import Record, make_record
-from offloadzero.optim.spec import MASTER_DTYPES, AnySpec
 from offloadzero.streaming.shared_memory import expect_memory_of_its_own
+from offloadzero.update.records import Record, make_record
+from offloadzero.update.spec import MASTER_DTYPES, AnySpec
 
 REST = "(rest)"  # no module can have this name
 

@@ -14,22 +14,22 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch.autograd.graph import increment_version
 
+from offloadzero.arithmetic import device_math
 from offloadzero.config import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.optim import device_math
-from offloadzero.optim.flat_layout import ParamSlot
-from offloadzero.optim.record_state import segment_slice
-from offloadzero.optim.records import Record
-from offloadzero.optim.spec import StateCodes
 from offloadzero.parameters.remote import RemoteTensor
 from offloadzero.parameters.weight import Alias, offload_parameter
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.spill import take_spilled
 from offloadzero.torch_private import DisableTorchFunctionSubclass
+from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.record_state import segment_slice
+from offloadzero.update.records import Record
+from offloadzero.update.spec import StateCodes
 
 
 class WeightAccess:

@@ -15,7 +15,7 @@ from offloadzero.errors import StateError
 from offloadzero.memory import device as devices
 from offloadzero.memory.tickets import Failures
 from offloadzero.native import cpu_adam
-from offloadzero.optim.spec import UpdateForm
+from offloadzero.update.spec import UpdateForm
 from tests.simulated.backward import AutogradThread, Backward, call_on_another_stream, run_backward_on
 from tests.simulated.dispatch import Dispatch
 from tests.simulated.graph_streams import NotedStreams

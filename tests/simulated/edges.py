@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 from offloadzero.memory import arena, checksums, lanes, nvme, tickets
 from offloadzero.memory.device import CpuDevice
 from offloadzero.native import compact, cpu_adam, lion_adagrad, sgd
-from offloadzero.optim import delivery, edits
 from offloadzero.streaming import activation_homes, activations, executor
+from offloadzero.update import delivery, edits
 from tests.simulated.dispatch import _has_own_dispatch, _is_view, _written
 from tests.simulated.memory import is_own_work
 from tests.simulated.order import DEVICE_THREAD, Clock, Holder, Order

@@ -32,7 +32,7 @@ from typing import Any
 from tests.simulated.forks import Say, forked
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("memory", "streaming", "step", "optim")
+PACKAGES = ("memory", "streaming", "step", "update", "arithmetic")
 # Waits for the file engine's own transfers, which the checker takes as they are; the device itself.
 # Times of events, which order nothing: tests/test_device_time.py.
 LEFT_OUT = {"memory/nvme.py", "memory/checksums.py", "memory/device.py", "memory/marks.py"}
@@ -82,8 +82,8 @@ class Mutation:
 
 # What nothing would be wrong without, by key: why.
 REDUNDANT: dict[str, str] = {
-    "optim/staging.py read_ahead: as if self._free[0].users.done()": "memory() waits for the slot's users: without the "
-    "look the update's thread would do so in backward, where other work may come",
+    "update/staging.py read_ahead: as if self._free[0].users.done()": "memory() waits for the slot's users: without "
+    "the look the update's thread would do so in backward, where other work may come",
     "streaming/activations.py __del__: AllOf without copy.sent.written": "one lane writes all inputs, in their "
     "order: who gets the place writes after the one that had it",
     "streaming/activation_homes.py fetch: after without self.sent.copied": "needed only by a backward on a stream on "

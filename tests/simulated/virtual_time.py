@@ -28,7 +28,7 @@ from offloadzero.memory import arena, nvme, tickets
 from offloadzero.memory import device as devices
 from offloadzero.native import cpu_adam
 from offloadzero.observe.timeline import NVME_READ, NVME_WRITE, OFF
-from offloadzero.optim import device_adam
+from offloadzero.update import device_adam
 
 MEMORY_BYTES = 4 << 30
 _TIMED_MODULES = ("memory.marks", "observe.clock", "observe.stream_clock", "observe.timeline")

@@ -11,11 +11,11 @@ import torch
 
 from offloadzero.config import SegmentKind
 from offloadzero.memory.store import Segment
-from offloadzero.optim.edits import Edits
-from offloadzero.optim.flat_layout import FlatLayout, ParamSlot, make_flat_layout
-from offloadzero.optim.record_state import RecordState
-from offloadzero.optim.spec import AnySpec, StateCodes
 from offloadzero.sharding.shard_spec import WHOLE, ShardSpec
+from offloadzero.update.edits import Edits
+from offloadzero.update.flat_layout import FlatLayout, ParamSlot, make_flat_layout
+from offloadzero.update.record_state import RecordState
+from offloadzero.update.spec import AnySpec, StateCodes
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The compact state in torch operations, on any device: encode, decode, and what a step needs (floor 4).
+"""The compact state in torch operations, on any device: encode, decode, and what a step needs (floor 3).
 
 The format and the sequence of operations are those of [Note: compact state], [Note: compact arithmetic] and
 [Note: dithered codes] in csrc/cpu_adam/cpu_adam.h, one torch operation for each of theirs, so the results are the

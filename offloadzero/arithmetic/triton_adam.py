@@ -1,4 +1,4 @@
-"""Adam on a device as one fused Triton kernel per state layout (floor 4). The only file that imports Triton.
+"""Adam on a device as one fused Triton kernel per state layout (floor 3). The only file that imports Triton.
 
 [Note: the kernel's bits in Triton]
 The operations are those of [Note: Adam arithmetic] and [Note: compact arithmetic] in csrc/cpu_adam/cpu_adam.h, in their
@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from offloadzero.arithmetic.compact_math import compact_factors, dither_phases
 from offloadzero.native.compact import COMPACT_BLOCK
 from offloadzero.native.cpu_adam import AdamScalars
-from offloadzero.optim.compact_math import compact_factors, dither_phases
 
 # Elements of one program; with 4 warps 8 of a thread, which are 16 bytes of bf16.
 ADAM_BLOCK = 1024

@@ -9,23 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offloadzero.arithmetic import compact_math
+from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES
+from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
 from offloadzero.config import SegmentKind
 from offloadzero.errors import ConfigError
 from offloadzero.native.compact import num_scales
 from offloadzero.native.cpu_adam import AdamHyper
-from offloadzero.optim import compact_math, device_adam
 from offloadzero.optim.cpu_adam import CPUAdam
-from offloadzero.optim.spec import (
-    Buffers,
-    FormChoice,
-    OptimizerSpec,
-    StateCodes,
-    UpdateForm,
-    betas,
-    number,
-)
-from offloadzero.optim.torch_adam import COMPACT_SCRATCH_BYTES
-from offloadzero.optim.torch_pieces import FP32_SCRATCH_BYTES
+from offloadzero.update import device_adam
+from offloadzero.update.spec import Buffers, FormChoice, OptimizerSpec, StateCodes, UpdateForm, betas, number
 
 EXP_AVG = SegmentKind("exp_avg")
 EXP_AVG_SQ = SegmentKind("exp_avg_sq")

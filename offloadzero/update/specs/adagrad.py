@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offloadzero.arithmetic.compact_math import sqrt_
+from offloadzero.arithmetic.torch_pieces import Fp32Piece
 from offloadzero.config import SegmentKind
 from offloadzero.native import lion_adagrad
 from offloadzero.native.cpu_adam import AdamScalars
 from offloadzero.native.lion_adagrad import AdagradHyper
-from offloadzero.optim.compact_math import sqrt_
 from offloadzero.optim.cpu_adagrad import CPUAdagrad
-from offloadzero.optim.fp32_spec import Fp32Spec
-from offloadzero.optim.spec import Buffers, number
-from offloadzero.optim.torch_pieces import Fp32Piece
+from offloadzero.update.fp32_spec import Fp32Spec
+from offloadzero.update.spec import Buffers, number
 
 SUM = SegmentKind("sum")
 

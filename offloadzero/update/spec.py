@@ -8,7 +8,7 @@ entry in `specs.SPECS`, and what the configuration says of it: its arguments in 
 its states as keys of `offloadzero.placement`.
 
 A step is arithmetic per element with scalars of the param group, so it may be cut anywhere and gives the same bits on
-the host and on a device: [Note: one arithmetic] in optim/device_math.py.
+the host and on a device: [Note: one arithmetic] in arithmetic/device_math.py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The arithmetic of gradients and updates where the memory is: native kernels on the host, others on a device (4).
+"""The arithmetic of gradients and updates where the memory is: native kernels on the host, others on a device (3).
 
 [Note: one arithmetic]
 An update on a device repeats the native kernel's operations one by one (see [Note: Adam arithmetic] in
 csrc/cpu_adam), so it and one on the host give the same bits as far as the chip's fp32 multiply, add, divide and square
-root are correctly rounded, which CUDA's are. Its forms: [Note: forms of the update] in optim/device_adam.py.
+root are correctly rounded, which CUDA's are. Its forms: [Note: forms of the update] in update/device_adam.py.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from offloadzero.arithmetic import compact_math
 from offloadzero.memory import device as devices
 from offloadzero.native import cpu_adam
-from offloadzero.optim import compact_math
 
 NORM_ELEMENTS = 1 << 20  # of a gradient on a device at once: 8 MiB of fp64
 

@@ -21,9 +21,9 @@ from offloadzero.config import SegmentKind
 from offloadzero.memory.arena import align_up
 from offloadzero.memory.store import Segment
 from offloadzero.native.compact import COMPACT_BLOCK, num_scales
-from offloadzero.optim.flat_layout import FlatLayout
-from offloadzero.optim.spec import AnySpec, StateCodes
 from offloadzero.sharding.shard_spec import ShardSpec
+from offloadzero.update.flat_layout import FlatLayout
+from offloadzero.update.spec import AnySpec, StateCodes
 
 
 def segment_slice(kind: SegmentKind, start: int, stop: int) -> slice:

@@ -1,4 +1,4 @@
-"""Adam in torch operations on any device, in pieces, in scratch that the caller gives (floor 4).
+"""Adam in torch operations on any device, in pieces, in scratch that the caller gives (floor 3).
 
 The sequences of operations are those of [Note: Adam arithmetic] and [Note: compact arithmetic] in
 csrc/cpu_adam/cpu_adam.h, one torch operation for each of theirs, written into arrays of the scratch. Beside the scratch
@@ -13,9 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offloadzero.native.compact import COMPACT_BLOCK, num_scales
-from offloadzero.native.cpu_adam import AdamScalars
-from offloadzero.optim.compact_math import (
+from offloadzero.arithmetic.compact_math import (
     BITS_OF_2,
     INFINITY_BITS,
     MAGNITUDE,
@@ -29,7 +27,9 @@ from offloadzero.optim.compact_math import (
     load,
     sqrt_,
 )
-from offloadzero.optim.torch_pieces import cut, fp32_pieces, mask_in, pieces, set_where_nan
+from offloadzero.arithmetic.torch_pieces import cut, fp32_pieces, mask_in, pieces, set_where_nan
+from offloadzero.native.compact import COMPACT_BLOCK, num_scales
+from offloadzero.native.cpu_adam import AdamScalars
 
 COMPACT_SCRATCH_BYTES = 5 * 4 + 4 * 8  # per element of a piece
 

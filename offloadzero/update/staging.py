@@ -22,7 +22,7 @@ from offloadzero.config import SegmentKind
 from offloadzero.memory.arena import Lease, staggered
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
-from offloadzero.optim.records import Record
+from offloadzero.update.records import Record
 
 
 class _Slot:

@@ -17,11 +17,11 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES, torch_step
+from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
 from offloadzero.native import compact, cpu_adam
 from offloadzero.native.cpu_adam import AdamHyper, AdamScalars, adam_scalars
-from offloadzero.optim.spec import FormChoice, UpdateForm, piece_scratch_bytes
-from offloadzero.optim.torch_adam import COMPACT_SCRATCH_BYTES, torch_step
-from offloadzero.optim.torch_pieces import FP32_SCRATCH_BYTES
+from offloadzero.update.spec import FormChoice, UpdateForm, piece_scratch_bytes
 
 
 def choose_form(device_type: str, *, triton_problem: Callable[[], str | None]) -> FormChoice:
@@ -40,7 +40,7 @@ def choose_form(device_type: str, *, triton_problem: Callable[[], str | None]) -
 def triton_problem(device: torch.device) -> str | None:
     """Why Triton cannot update records on `device`; None if it can and gives the host kernel's bits."""
     try:
-        import offloadzero.optim.triton_adam  # noqa: F401
+        import offloadzero.arithmetic.triton_adam  # noqa: F401
     except ImportError as error:
         return f"Triton cannot be imported: {error}"
     try:
@@ -69,7 +69,7 @@ def triton_step(
     scales: Tensor | None,
 ) -> None:
     """`native.cpu_adam.adam_step`, or with `scales` `native.compact.compact_adam_step`, as one kernel on the device."""
-    from offloadzero.optim import triton_adam
+    from offloadzero.arithmetic import triton_adam
 
     if scales is None:
         triton_adam.adam_step(param, grad, exp_avg, exp_avg_sq, scalars=scalars, master=master)

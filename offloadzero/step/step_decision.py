@@ -1,4 +1,4 @@
-"""Whether a step is applied and with which factor: pure functions (floor 4)."""
+"""Whether a step is applied and with which factor: pure functions (floor 5)."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""The optimizers that the engine trains with, one file each: [Note: an optimizer spec] in optim/spec.py (floor 4)."""
+"""The optimizers that the engine trains with, one file each: [Note: an optimizer spec] in update/spec.py (floor 4)."""
 
 from __future__ import annotations
 
 import torch
 
 from offloadzero.errors import ConfigError
-from offloadzero.optim.spec import AnySpec
-from offloadzero.optim.specs.adagrad import ADAGRAD
-from offloadzero.optim.specs.adam import ADAM
-from offloadzero.optim.specs.lion import LION
-from offloadzero.optim.specs.sgd import SGD
+from offloadzero.update.spec import AnySpec
+from offloadzero.update.specs.adagrad import ADAGRAD
+from offloadzero.update.specs.adam import ADAM
+from offloadzero.update.specs.lion import LION
+from offloadzero.update.specs.sgd import SGD
 
 SPECS: tuple[AnySpec, ...] = (ADAM, LION, ADAGRAD, SGD)
 

@@ -7,10 +7,10 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES, Fp32Piece, fp32_pieces
 from offloadzero.config import SegmentKind
 from offloadzero.native.cpu_adam import AdamScalars
-from offloadzero.optim.spec import Buffers, H, OptimizerSpec, UpdateForm, piece_scratch_bytes
-from offloadzero.optim.torch_pieces import FP32_SCRATCH_BYTES, Fp32Piece, fp32_pieces
+from offloadzero.update.spec import Buffers, H, OptimizerSpec, UpdateForm, piece_scratch_bytes
 
 
 class Fp32Spec(OptimizerSpec[H]):

@@ -5,7 +5,7 @@ One thread takes record updates in order and cuts each into chunks. Segments in 
 place; those on NVMe or on the device are staged through slots of pinned memory. With three slots, the reads of
 chunk k+1, the step on chunk k and the write-back of chunk k-1 run at once, across the borders of records. A chunk's
 slot is used again only when its writes are complete. A record whose update lives wholly on the device is
-updated there, on a lane of its own: [Note: forms of the update] in optim/device_adam.py.
+updated there, on a lane of its own: [Note: forms of the update] in update/device_adam.py.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from offloadzero.memory.arena import Lease
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.observe.timeline import DEVICE_UPDATE, UPDATE
-from offloadzero.optim.delivery import Delivery, UpdateTicket
-from offloadzero.optim.record_state import segment_slice
-from offloadzero.optim.records import Record, UpdateRange
-from offloadzero.optim.spec import Hyper, UpdateForm
-from offloadzero.optim.staging import ChunkStager, StagedChunk, chunk_bounds, needs_slot
+from offloadzero.update.delivery import Delivery, UpdateTicket
+from offloadzero.update.record_state import segment_slice
+from offloadzero.update.records import Record, UpdateRange
+from offloadzero.update.spec import Hyper, UpdateForm
+from offloadzero.update.staging import ChunkStager, StagedChunk, chunk_bounds, needs_slot
 
 
 class RecordUpdate(Protocol):

@@ -1,4 +1,4 @@
-"""Updates in torch operations go through a record in pieces, in scratch that the caller gives (floor 4)."""
+"""Updates in torch operations go through a record in pieces, in scratch that the caller gives (floor 3)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from offloadzero.optim.specs import KNOWN_CLASSES
+from offloadzero.update.specs import KNOWN_CLASSES
 
 # What a class may have of its own without computing anything else.
 _HARMLESS = (

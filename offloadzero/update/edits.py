@@ -10,7 +10,7 @@ from offloadzero.memory.tickets import AllOf, Ticket
 
 
 class Edits:
-    """Keeps the two apart: [Note: reading ahead] in offloadzero/optim/staging.py."""
+    """Keeps the two apart: [Note: reading ahead] in offloadzero/update/staging.py."""
 
     def __init__(self) -> None:
         self.num_begun = 0  # writes other than updates
