@@ -16,7 +16,7 @@ from offloadzero.arguments import Collate, config_source, make_loader
 from offloadzero.config import OffloadConfig, load_config, settle_for_initialize
 from offloadzero.engine import Engine
 from offloadzero.errors import ConfigError
-from offloadzero.optim.lr_schedules import build_lr_scheduler
+from offloadzero.lr_schedules import build_lr_scheduler
 from offloadzero.optimizer import ConfigSource, OffloadedOptimizer, check_optimizer
 from offloadzero.param_groups import group_defaults
 from offloadzero.runtime import Runtime

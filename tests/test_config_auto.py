@@ -16,7 +16,7 @@ from torch import nn
 import offloadzero
 from offloadzero.config import BatchConfig, OffloadConfig, PlacementConfig, load_config
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.optim.lr_schedules import WarmupDecayLR, WarmupLR
+from offloadzero.lr_schedules import WarmupDecayLR, WarmupLR
 from tests.tiny import TinyModel, settings, tokens
 
 NOBODY = '"auto" is for the Hugging Face Trainer to resolve, and nobody has'

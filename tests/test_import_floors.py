@@ -43,6 +43,7 @@ FLOORS: Mapping[str, int] = {
     "planning": 4,
     "schedule": 3,
     "sharding": 3,
+    "lr_schedules": 3,
     "memory": 3,
     "arithmetic": 3,
     "native": 2,

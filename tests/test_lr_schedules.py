@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from offloadzero.config import SchedulerConfig
 from offloadzero.errors import ConfigError
-from offloadzero.optim.lr_schedules import (
+from offloadzero.lr_schedules import (
     DEEPSPEED_SCHEDULES,
     LRRangeTest,
     OneCycle,

@@ -1,4 +1,4 @@
-"""A schedule from a configuration is tried on a stand-in before the optimizer gets it (floor 4).
+"""A schedule from a configuration is tried on a stand-in before the optimizer gets it (floor 3).
 
 torch's schedules check few of their parameters: StepLR with a step size of 0 divides by it, and MultiStepLR looks
 at its milestones, at a step that comes after the weights have changed. Here that is a ConfigError at the start.

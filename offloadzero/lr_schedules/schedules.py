@@ -1,4 +1,4 @@
-"""DeepSpeed's learning-rate schedules as torch schedulers, and the builder of any schedule by name (floor 4).
+"""DeepSpeed's learning-rate schedules as torch schedulers, and the builder of any schedule by name (floor 3).
 
 Source of the formulas: deepspeed/runtime/lr_schedules.py (0.19) and, behind OneCycle and LRRangeTest, Smith,
 "A disciplined approach to neural network hyper-parameters: Part 1", arXiv 1803.09820.
@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from offloadzero.config.optimizer import resolve_scheduler
 from offloadzero.config.schema import SchedulerConfig
 from offloadzero.errors import ConfigError
-from offloadzero.optim.lr_rehearsal import rehearse
+from offloadzero.lr_schedules.rehearsal import rehearse
 
 _TYPE_KEY = "scheduler.type"
 _PARAMS_KEY = "scheduler.params"
