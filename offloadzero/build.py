@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offloadzero.config import OffloadConfig, TierName
+from offloadzero.config import OffloadConfig
 from offloadzero.interrupts import uninterrupted
 from offloadzero.lifetime import Resources
 from offloadzero.memory.arena import Arena, BufferPool, Lease
@@ -17,6 +17,7 @@ from offloadzero.native.cpu_adam import set_cores
 from offloadzero.observe.clock import StepClock
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
 from offloadzero.planning.probe import cores_beside_launching
+from offloadzero.segments import TierName
 from offloadzero.step.account import Accounts, Hypers
 from offloadzero.step.accumulation import Accumulation
 from offloadzero.step.collect import GradientCollector

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from offloadzero.config import OffloadConfig, SegmentKind, TierName
+from offloadzero.config import OffloadConfig
 from offloadzero.config.schema import LossScaleConfig
 from offloadzero.errors import StateError
 from offloadzero.runtime import DTYPES, Runtime
+from offloadzero.segments import SegmentKind, TierName
 
 
 @dataclass(frozen=True)

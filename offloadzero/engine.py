@@ -27,13 +27,13 @@ from offloadzero.checkpoint.loading import (
 from offloadzero.checkpoint.meta import LossScaleState, Meta, client_dict
 from offloadzero.checkpoint.names import directory_of, tag_text
 from offloadzero.checkpoint.states import States, save_states, save_weights
-from offloadzero.config import TierName
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import uninterrupted
 from offloadzero.lifetime import EngineState
 from offloadzero.observe.step_report import StepReport
 from offloadzero.optimizer import OffloadedOptimizer
 from offloadzero.runtime import Runtime
+from offloadzero.segments import TierName
 
 
 class LossScale(float):

@@ -16,12 +16,7 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import nn
 
-from offloadzero.config import (
-    OffloadConfig,
-    TierName,
-    load_config,
-    settle_for_offload,
-)
+from offloadzero.config import OffloadConfig, load_config, settle_for_offload
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import uninterrupted
 from offloadzero.observe.step_report import StepReport
@@ -30,6 +25,7 @@ from offloadzero.optimizer_states import StateDict, States, read_states, refuse_
 from offloadzero.param_groups import expect_rates, group_defaults
 from offloadzero.planning.memory_plan import format_bytes, updates_in_backward
 from offloadzero.runtime import Runtime
+from offloadzero.segments import TierName
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.overrides import overrides_text
 from offloadzero.update.records import Record

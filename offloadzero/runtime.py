@@ -16,7 +16,7 @@ from torch import nn
 from offloadzero import interrupts
 from offloadzero.build import Ground, Loop, build_parts
 from offloadzero.checkpoint.safetensors_file import is_known_dtype
-from offloadzero.config import OffloadConfig, SegmentKind, TierName, create_nvme_directories
+from offloadzero.config import OffloadConfig, create_nvme_directories
 from offloadzero.errors import BudgetError, ConfigError, StateError
 from offloadzero.lifetime import EngineState, Resources, wait_for_collected
 from offloadzero.memory.checksums import checksum_bytes
@@ -35,6 +35,7 @@ from offloadzero.planning.memory_plan import (
 )
 from offloadzero.planning.placement import choose_placement, describe_placement
 from offloadzero.planning.probe import available_host_bytes
+from offloadzero.segments import SegmentKind, TierName
 from offloadzero.step.account import Hypers
 from offloadzero.step.gradient_hook import GradientHooks
 from offloadzero.streaming.hooks import ModelHooks

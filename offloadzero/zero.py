@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from offloadzero.config import OffloadConfig, SegmentKind, TierName, create_nvme_directories, load_config
+from offloadzero.config import OffloadConfig, create_nvme_directories, load_config
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import UninterruptedThroughout, uninterrupted_from_start
 from offloadzero.memory.heap import FreedMemory
 from offloadzero.optimizer import ConfigSource
 from offloadzero.runtime import DTYPES, Runtime, runtime_of
+from offloadzero.segments import SegmentKind, TierName
 from offloadzero.streaming.spill import is_spilled, restore, spill
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offloadzero
-from offloadzero.config import TierName
 from offloadzero.errors import AioError, BudgetError, ConfigError, StateError
 from offloadzero.memory.lanes import Lane, LaneTicket
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning import memory_plan
+from offloadzero.segments import TierName
 from offloadzero.streaming import activation_homes, activations
 from tests import models
 from tests.models import WIDTH, CheckpointedStack, Stack

@@ -16,7 +16,7 @@ from torch import nn
 
 import offloadzero
 from offloadzero import zero
-from offloadzero.config import OffloadConfig, SegmentKind, TierName, load_config
+from offloadzero.config import OffloadConfig, load_config
 from offloadzero.config.schema import (
     ActivationConfig,
     BatchConfig,
@@ -29,6 +29,7 @@ from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.planning.memory_plan import MemoryPlan, Placement, format_bytes, plan_memory
 from offloadzero.planning.placement import choose_placement, describe_placement
 from offloadzero.planning.probe import cores_beside_launching
+from offloadzero.segments import SegmentKind, TierName
 from offloadzero.streaming import activations
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.specs.adam import ADAM

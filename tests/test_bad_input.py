@@ -19,6 +19,7 @@ import offloadzero
 from offloadzero import BudgetError, ConfigError, NonFiniteError, StateError
 from offloadzero.ops.adam import DeepSpeedCPUAdam
 from offloadzero.optim import CPUAdam
+from offloadzero.segments import TierName
 from tests.tiny import TinyModel, all_states, make_engine, settings, small_disk, tokens, train
 
 HOST = {"param": "host", "master": "host", "exp_avg": "host", "exp_avg_sq": "host"}
@@ -167,7 +168,7 @@ def test_the_number_a_budget_error_asks_for_is_enough(tmp_path: Path) -> None:
     engine = make_engine(settings(tmp_path))
     plan = engine.optimizer.runtime.plan
     engine.close()
-    sizes = {tier.value: plan.tier_bytes(tier) for tier in offloadzero.config.TierName}
+    sizes = {tier.value: plan.tier_bytes(tier) for tier in TierName}
     for tier in ("host", "nvme"):
         with pytest.raises(BudgetError):
             make_engine(settings(tmp_path, budgets={tier: sizes[tier] - 1}, gradient_clipping=0.0))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from offloadzero.config import AioConfig, SegmentKind, TierName
+from offloadzero.config import AioConfig
 from offloadzero.errors import AioError
 from offloadzero.io import _aio
 from offloadzero.memory.checksums import BLOCK_BYTES, checksum_bytes
@@ -24,6 +24,7 @@ from offloadzero.memory.nvme import STRIPE_BYTES, NvmeTier
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.memory.tickets import Promise, Ticket
 from offloadzero.memory.tiers import Extent, Home
+from offloadzero.segments import SegmentKind, TierName
 from tests.homes import file_home
 from tests.tiny import TinyModel, make_engine, settings, tokens, train
 

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 import offloadzero
 from offloadzero import CheckpointError, ConfigError, zero
-from offloadzero.config import OffloadConfig, SegmentKind, TierName
+from offloadzero.config import OffloadConfig
 from offloadzero.config.schema import PlacementConfig, PlacementRule
 from offloadzero.native.compact import COMPACT_BLOCK, compact_adam_step, compact_encode, num_scales
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.planning.memory_plan import place, plan_memory
+from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.record_state import segment_slice
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.specs.adam import ADAM

@@ -24,8 +24,6 @@ from offloadzero.config import (
     OffloadConfig,
     OptimizerConfig,
     PlacementConfig,
-    SegmentKind,
-    TierName,
     UpdateConfig,
     load_config,
 )
@@ -34,6 +32,7 @@ from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action, KeySpec, K
 from offloadzero.config.optimizer import OPTIMIZERS
 from offloadzero.config.parse import read_num_bytes
 from offloadzero.errors import ConfigError
+from offloadzero.segments import SegmentKind, TierName
 
 REPOSITORY = Path(__file__).parents[1]
 DOC = REPOSITORY / "docs" / "config.md"

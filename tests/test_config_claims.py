@@ -20,11 +20,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offloadzero
-from offloadzero.config import SegmentKind, TierName, load_config
+from offloadzero.config import load_config
 from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action
 from offloadzero.errors import ConfigError, OffloadError
 from offloadzero.memory.device import CpuDevice
 from offloadzero.memory.store import Segment, TieredStore
+from offloadzero.segments import SegmentKind, TierName
 from offloadzero.step.landing import Landing
 from offloadzero.step.record_gradient import Brought
 from tests.models import SometimesStack

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
-from offloadzero.config import SegmentKind
 from offloadzero.native.sgd import SgdHyper
+from offloadzero.segments import SegmentKind
 from offloadzero.update.spec import UpdateForm
 from offloadzero.update.specs.sgd import MOMENTUM_BUFFER, SGD
 from tests.tiny import make_engine, settings

@@ -22,7 +22,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from offloadzero import NonFiniteError, zero
 from offloadzero.arithmetic import device_math
-from offloadzero.config import SegmentKind, TierName
 from offloadzero.memory.arena import allocate_host
 from offloadzero.memory.device import find_device
 from offloadzero.memory.lanes import Accelerator, LaneTicket
@@ -32,6 +31,7 @@ from offloadzero.native.compact import compact_encode, num_scales
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import Timeline
+from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update import device_adam
 from offloadzero.update.device_adam import triton_problem
 from offloadzero.update.spec import UpdateForm

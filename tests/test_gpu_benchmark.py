@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import offloadzero
-from offloadzero.config import TierName
+from offloadzero.segments import TierName
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "benchmarks" / "gpu.py"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
-from offloadzero.config import SegmentKind
+from offloadzero.segments import SegmentKind
 from offloadzero.step.collect import GradientCollector
 from tests.plain_form import plain_config
 from tests.training import assert_same, make_config, run_engine, run_plain, worst_relative_difference

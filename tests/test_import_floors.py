@@ -53,6 +53,7 @@ FLOORS: Mapping[str, int] = {
     "observe": 1,
     "absent": 0,
     "errors": 0,
+    "segments": 0,
     "torch_private": 0,
     "interrupts": 0,
 }

@@ -15,11 +15,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import nn
 
-from offloadzero.config import OffloadConfig, SegmentKind, TierName, load_config
+from offloadzero.config import OffloadConfig, load_config
 from offloadzero.config.schema import BudgetConfig, PlacementConfig, PlacementRule, UpdateConfig
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning.memory_plan import MemoryPlan, format_bytes, place, plan_memory, updates_in_backward
+from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.specs.adam import ADAM
 from tests.tiny import TinyModel, make_engine, settings, train

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from offloadzero import BudgetError, zero
-from offloadzero.config import TierName
 from offloadzero.io.engine import AioFile
 from offloadzero.memory.nvme import STRIPE_BYTES, bytes_before, file_bytes, stripe_pieces
 from offloadzero.memory.store import TieredStore
+from offloadzero.segments import TierName
 from offloadzero.streaming.weights import WeightAccess
 from tests.tiny import TinyModel, all_states, make_engine, settings, small_disk, train
 

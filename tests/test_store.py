@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offloadzero.config import AioConfig, SegmentKind, TierName
+from offloadzero.config import AioConfig
 from offloadzero.errors import AioError, BudgetError, OffloadError, StateError
 from offloadzero.memory.arena import Arena, BufferPool, PooledBuffer, allocate_host
 from offloadzero.memory.device import CpuDevice, CudaDevice
@@ -28,6 +28,7 @@ from offloadzero.memory.pages import populate
 from offloadzero.memory.store import Segment, StoreSizes, TieredStore
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.memory.tickets import FINISHED, AllOf, Failures, Promise
+from offloadzero.segments import SegmentKind, TierName
 from tests.tiny import small_disk
 
 PAGE = 4096

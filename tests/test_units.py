@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from offloadzero.config import SegmentKind, UnitConfig
+from offloadzero.config import UnitConfig
 from offloadzero.errors import ConfigError
+from offloadzero.segments import SegmentKind
 from offloadzero.sharding.shard_spec import ShardSpec
 from offloadzero.streaming.units import UnitCut, cut_units
 from offloadzero.update.records import Record, all_ranges, make_record, update_ranges

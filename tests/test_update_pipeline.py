@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from offloadzero import build
-from offloadzero.config import AioConfig, SegmentKind, TierName
+from offloadzero.config import AioConfig
 from offloadzero.errors import AioError, OffloadError
 from offloadzero.memory.arena import align_up
 from offloadzero.memory.device import CpuDevice
@@ -27,6 +27,7 @@ from offloadzero.memory.store import Segment, StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.native import cpu_adam
 from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.segments import SegmentKind, TierName
 from offloadzero.step import landing
 from offloadzero.update.delivery import UpdateTicket
 from offloadzero.update.flat_layout import ParamSlot

@@ -25,8 +25,8 @@ from offloadzero.checkpoint.meta import LossScaleState, Meta
 from offloadzero.checkpoint.safetensors_file import SafetensorsReader
 from offloadzero.checkpoint.states import States, expect_same_parameters
 from offloadzero.checkpoint.verify import Checkpoint, StoredTensor
-from offloadzero.config import SegmentKind
 from offloadzero.errors import CheckpointError
+from offloadzero.segments import SegmentKind
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 

@@ -40,8 +40,8 @@ from offloadzero.checkpoint.names import (
     is_unit_file,
 )
 from offloadzero.checkpoint.safetensors_file import SafetensorsReader, TensorEntry
-from offloadzero.config import SegmentKind
 from offloadzero.errors import CheckpointError
+from offloadzero.segments import SegmentKind
 from offloadzero.update.spec import AnySpec
 from offloadzero.update.specs import SPECS
 

@@ -19,8 +19,6 @@ from offloadzero.config.schema import (
     PlacementRule,
     PrecisionConfig,
     SchedulerConfig,
-    SegmentKind,
-    TierName,
     UnitConfig,
     UpdateConfig,
 )
@@ -40,8 +38,6 @@ __all__ = [
     "PlacementRule",
     "PrecisionConfig",
     "SchedulerConfig",
-    "SegmentKind",
-    "TierName",
     "UnitConfig",
     "UpdateConfig",
     "create_nvme_directories",

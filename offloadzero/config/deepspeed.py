@@ -19,12 +19,11 @@ from offloadzero.config.schema import (
     PlacementConfig,
     PlacementRule,
     PrecisionConfig,
-    SegmentKind,
-    TierName,
     UnitConfig,
     UpdateConfig,
 )
 from offloadzero.errors import ConfigError
+from offloadzero.segments import SegmentKind, TierName
 
 DEFAULT_GRADIENT_CLIPPING = 1.0
 MIN_SUB_GROUP_ELEMENTS = 65_536

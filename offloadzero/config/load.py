@@ -14,8 +14,9 @@ from offloadzero.config.nvme_paths import unite_nvme_paths
 from offloadzero.config.own_block import read_own_block
 from offloadzero.config.parse import MAX_COUNT, read_int, read_path
 from offloadzero.config.plain import plain_values
-from offloadzero.config.schema import OffloadConfig, TierName
+from offloadzero.config.schema import OffloadConfig
 from offloadzero.errors import ConfigError
+from offloadzero.segments import TierName
 
 MAX_FILE_BYTES = 2**20
 

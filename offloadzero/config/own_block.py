@@ -30,12 +30,11 @@ from offloadzero.config.schema import (
     OffloadConfig,
     PlacementConfig,
     PlacementRule,
-    SegmentKind,
-    TierName,
     UnitConfig,
     UpdateConfig,
 )
 from offloadzero.errors import ConfigError
+from offloadzero.segments import SegmentKind, TierName
 
 BACKENDS = ("auto", "io_uring", "native_aio", "aiofiles")
 STATE_LAYOUTS = ("fp32", "compact")

@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 import torch
 
-from offloadzero.config import AioConfig, TierName
+from offloadzero.config import AioConfig
 from offloadzero.errors import AioError, BudgetError
 from offloadzero.io import _aio
 from offloadzero.io.engine import AioEngine, AioFile
@@ -37,6 +37,7 @@ from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.memory.tiers import UPDATE_PRIORITY, Extent, Home
 from offloadzero.native.termination import DoomedFile
 from offloadzero.observe.timeline import NVME_READ, NVME_WRITE, OFF, Timeline
+from offloadzero.segments import TierName
 
 log = logging.getLogger("offloadzero.nvme")
 

@@ -15,10 +15,10 @@ from typing import Protocol
 
 import torch
 
-from offloadzero.config import TierName
 from offloadzero.memory.arena import Arena, staggered
 from offloadzero.memory.lanes import NO_FENCE, Accelerator, Fence, LaneTicket
 from offloadzero.memory.tickets import FINISHED, Failures, Ticket
+from offloadzero.segments import TierName
 
 # What the computation waits for overtakes what only has to be home in time.
 FETCH_PRIORITY = 0

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from offloadzero.arithmetic.device_math import norm_scratch_bytes
-from offloadzero.config import OffloadConfig, PlacementRule, SegmentKind, TierName
+from offloadzero.config import OffloadConfig, PlacementRule
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.arena import ALIGN_BYTES, align_up, room_for, staggered
 from offloadzero.memory.checksums import checksum_bytes
+from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm
 

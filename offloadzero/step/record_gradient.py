@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from offloadzero.config import SegmentKind
 from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.device import Stream
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Ticket
+from offloadzero.segments import SegmentKind
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record, UpdateRange, all_ranges, update_ranges
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from offloadzero.config import AioConfig, TierName
+from offloadzero.config import AioConfig
 from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import BufferPool, Holes, PooledBuffer, align_up
 from offloadzero.memory.checksums import checksum_bytes
@@ -26,6 +26,7 @@ from offloadzero.memory.tiers import Extent, Home
 from offloadzero.memory.transfer import Fetcher, Sender, Sent
 from offloadzero.observe.clock import StepClock
 from offloadzero.planning.memory_plan import INPUTS_AHEAD, NUM_INPUT_STAGING
+from offloadzero.segments import TierName
 from offloadzero.streaming.activation_memory import HostMemory, Reserve, beyond_plan
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from offloadzero.config import AioConfig, TierName
+from offloadzero.config import AioConfig
 from offloadzero.errors import StateError
 from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import order_compute_after
@@ -35,6 +35,7 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.planning.probe import available_host_bytes
+from offloadzero.segments import TierName
 from offloadzero.streaming.activation_homes import (
     EndedCell,
     EndedCells,

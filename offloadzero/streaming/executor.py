@@ -11,7 +11,6 @@ from collections.abc import Collection, Hashable, Sequence
 
 import torch
 
-from offloadzero.config import SegmentKind
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.interrupts import uninterrupted
 from offloadzero.memory.arena import Arena, BufferPool
@@ -20,6 +19,7 @@ from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.observe.clock import StepClock
+from offloadzero.segments import SegmentKind
 from offloadzero.streaming.leased_unit import FETCHING, HOME, READY, RELEASED, LayoutViews, LeasedUnit
 from offloadzero.streaming.residency import ResidencyPolicy, running_node
 from offloadzero.streaming.unit_fetches import UnitFetches

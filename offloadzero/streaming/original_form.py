@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 
 from offloadzero.arithmetic import device_math
-from offloadzero.config import SegmentKind
 from offloadzero.memory.heap import FreedMemory
 from offloadzero.memory.store import TieredStore
 from offloadzero.parameters.weight import restore_parameter
+from offloadzero.segments import SegmentKind
 from offloadzero.streaming.spill import file_bytes, original_dtype, restore
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot

@@ -15,7 +15,6 @@ import torch
 from torch.autograd.graph import increment_version
 
 from offloadzero.arithmetic import device_math
-from offloadzero.config import SegmentKind
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.store import Segment, TieredStore
@@ -23,6 +22,7 @@ from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.parameters.remote import RemoteTensor
 from offloadzero.parameters.weight import Alias, offload_parameter
+from offloadzero.segments import SegmentKind
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.spill import take_spilled
 from offloadzero.torch_private import DisableTorchFunctionSubclass

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES, Fp32Piece, fp32_pieces
-from offloadzero.config import SegmentKind
 from offloadzero.native.cpu_adam import AdamScalars
+from offloadzero.segments import SegmentKind
 from offloadzero.update.spec import Buffers, H, OptimizerSpec, UpdateForm, piece_scratch_bytes
 
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offloadzero.config import SegmentKind
 from offloadzero.memory.arena import align_up
 from offloadzero.memory.store import Segment
 from offloadzero.native.compact import COMPACT_BLOCK, num_scales
+from offloadzero.segments import SegmentKind
 from offloadzero.sharding.shard_spec import ShardSpec
 from offloadzero.update.flat_layout import FlatLayout
 from offloadzero.update.spec import AnySpec, StateCodes

@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 import torch
 
-from offloadzero.config import SegmentKind
 from offloadzero.memory.store import Segment
+from offloadzero.segments import SegmentKind
 from offloadzero.sharding.shard_spec import WHOLE, ShardSpec
 from offloadzero.update.edits import Edits
 from offloadzero.update.flat_layout import FlatLayout, ParamSlot, make_flat_layout

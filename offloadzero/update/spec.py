@@ -25,9 +25,9 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from offloadzero.config import SegmentKind
 from offloadzero.errors import ConfigError
 from offloadzero.native.compact import COMPACT_BLOCK
+from offloadzero.segments import SegmentKind
 
 log = logging.getLogger("offloadzero.update")
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from offloadzero.arithmetic import compact_math
 from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES
 from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
-from offloadzero.config import SegmentKind
 from offloadzero.errors import ConfigError
 from offloadzero.native.compact import num_scales
 from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim.cpu_adam import CPUAdam
+from offloadzero.segments import SegmentKind
 from offloadzero.update import device_adam
 from offloadzero.update.spec import Buffers, FormChoice, OptimizerSpec, StateCodes, UpdateForm, betas, number
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from offloadzero.arithmetic.torch_pieces import Fp32Piece
-from offloadzero.config import SegmentKind
 from offloadzero.native import lion_adagrad
 from offloadzero.native.cpu_adam import AdamScalars
 from offloadzero.native.lion_adagrad import LionHyper
 from offloadzero.optim.cpu_lion import CPULion
+from offloadzero.segments import SegmentKind
 from offloadzero.update.fp32_spec import Fp32Spec
 from offloadzero.update.spec import Buffers, betas, number
 
