@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic import device_math
-from offloadzero.native.compact import compact_encode, num_scales
-from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.kernel_arguments.adam import AdamHyper
+from offloadzero.kernel_arguments.compact import num_scales
+from offloadzero.native.compact import compact_encode
 from offloadzero.update import device_adam
 from offloadzero.update.spec import UpdateForm
 from tests.test_compact_kernels import make_grad, make_state

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offloadzero.native.compact import COMPACT_BLOCK
+from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
 from offloadzero.native.cpu_adam import Isa
 from tests.test_compact_kernels import ADAMW, ISAS, Record, X, Y, oracle_step, step_of_m, step_of_s
 

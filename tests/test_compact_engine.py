@@ -17,8 +17,9 @@ import offloadzero
 from offloadzero import CheckpointError, ConfigError, zero
 from offloadzero.config import OffloadConfig
 from offloadzero.config.schema import PlacementConfig, PlacementRule
-from offloadzero.native.compact import COMPACT_BLOCK, compact_adam_step, compact_encode, num_scales
-from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.kernel_arguments.adam import AdamHyper
+from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
+from offloadzero.native.compact import compact_adam_step, compact_encode
 from offloadzero.planning.memory_plan import place, plan_memory
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.record_state import segment_slice

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import ConfigError
+from offloadzero.kernel_arguments.adam import AdamHyper
+from offloadzero.kernel_arguments.compact import BYTES_PER_PARAM, COMPACT_BLOCK, num_scales, scale_range
 from offloadzero.native import compact, cpu_adam
-from offloadzero.native.compact import COMPACT_BLOCK, num_scales, scale_range
-from offloadzero.native.cpu_adam import AdamHyper, GradCheck, Isa
+from offloadzero.native.cpu_adam import GradCheck, Isa
 
 ISAS = [isa for isa in Isa if cpu_adam.isa_supported(isa)]
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
@@ -325,8 +326,8 @@ def test_ranges_that_cut_a_block_are_refused() -> None:
 def test_bytes_per_parameter() -> None:
     n = 1 << 20
     num_bytes = sum(t.numel() * t.element_size() for t in Record.empty(n).tensors())
-    assert num_bytes == n * compact.BYTES_PER_PARAM
-    assert compact.BYTES_PER_PARAM <= 5.3
+    assert num_bytes == n * BYTES_PER_PARAM
+    assert BYTES_PER_PARAM <= 5.3
 
 
 # --- the right numbers ---

@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic import compact_math
-from offloadzero.native.compact import (
-    COMPACT_BLOCK,
-    compact_adam_step,
-    compact_decode,
-    compact_encode,
-    num_scales,
-)
-from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.kernel_arguments.adam import AdamHyper
+from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
+from offloadzero.native.compact import compact_adam_step, compact_decode, compact_encode
 from offloadzero.update import device_adam
 from offloadzero.update.spec import UpdateForm
 from tests.test_compact_dither import dither

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from offloadzero.arithmetic import compact_math
 from offloadzero.errors import ConfigError
-from offloadzero.native.compact import COMPACT_BLOCK
-from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.kernel_arguments.adam import AdamHyper
+from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
 from offloadzero.optim.cpu_adam import CPUAdam
 from offloadzero.update import device_adam
 from offloadzero.update.spec import UpdateForm

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import ConfigError
+from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
+from offloadzero.kernel_arguments.scalars import AdamScalars
 from offloadzero.native import _cpu_adam, cpu_adam
-from offloadzero.native.cpu_adam import AdamHyper, Isa
+from offloadzero.native.cpu_adam import Isa
 
 ISAS = [isa for isa in Isa if cpu_adam.isa_supported(isa)]
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
@@ -177,7 +179,7 @@ def test_step_ignores_the_callers_flush_to_zero_mode(isa: Isa) -> None:
     flushed.assert_same_bits(expected)
 
 
-def torch_step(state: State, grad: Tensor, scalars: cpu_adam.AdamScalars) -> list[Tensor]:
+def torch_step(state: State, grad: Tensor, scalars: AdamScalars) -> list[Tensor]:
     """[Note: Adam arithmetic] as separate torch operations: (weights, exp_avg, exp_avg_sq) in fp32."""
     p = torch.from_numpy(state.weights()).to(grad.device)
     m, v = state.exp_avg.to(grad.device), state.exp_avg_sq.to(grad.device)
@@ -205,7 +207,7 @@ def test_separate_torch_operations_give_the_same_bits(device: str, layout: str, 
         pytest.skip("needs a CUDA device")
     n = 20_011
     state, grad = make_state(layout, n), make_grad(n, torch.bfloat16)
-    scalars = cpu_adam.adam_scalars(hyper, step=5, grad_scale=1 / 3)
+    scalars = adam_scalars(hyper, step=5, grad_scale=1 / 3)
     weights, exp_avg, exp_avg_sq = torch_step(state, grad.to(device), scalars)
     state.step(grad, hyper=hyper, step=5, grad_scale=1 / 3)
     assert torch.equal(to_bits(torch.from_numpy(state.weights())), to_bits(weights))

@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import ConfigError
+from offloadzero.kernel_arguments.adagrad import AdagradHyper
+from offloadzero.kernel_arguments.adam import AdamHyper
+from offloadzero.kernel_arguments.lion import LionHyper
+from offloadzero.kernel_arguments.sgd import SgdHyper
 from offloadzero.native import cpu_adam
-from offloadzero.native.cpu_adam import AdamHyper, GradCheck, Isa
-from offloadzero.native.lion_adagrad import AdagradHyper, LionHyper, adagrad_step, lion_step
-from offloadzero.native.sgd import SgdHyper, sgd_step
+from offloadzero.native.cpu_adam import GradCheck, Isa
+from offloadzero.native.lion_adagrad import adagrad_step, lion_step
+from offloadzero.native.sgd import sgd_step
 
 ISAS = [isa for isa in Isa if cpu_adam.isa_supported(isa)]
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]

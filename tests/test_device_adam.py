@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadzero.native.compact import COMPACT_BLOCK, num_scales
+from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
 from offloadzero.update import device_adam
 from offloadzero.update.spec import UpdateForm
 from tests.device_states import ADAMW, CASES, HYPERS, LAYOUTS, assert_same, compare, extremes, make, take_step

@@ -15,7 +15,7 @@ from offloadzero import build, runtime
 from offloadzero.arithmetic import device_math, torch_adam
 from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES
 from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
-from offloadzero.native.compact import COMPACT_BLOCK
+from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
 from offloadzero.planning.memory_plan import plan_memory
 from offloadzero.segments import TierName
 from offloadzero.update import spec

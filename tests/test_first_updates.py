@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
-from offloadzero.native.sgd import SgdHyper
+from offloadzero.kernel_arguments.sgd import SgdHyper
 from offloadzero.segments import SegmentKind
 from offloadzero.update.spec import UpdateForm
 from offloadzero.update.specs.sgd import MOMENTUM_BUFFER, SGD

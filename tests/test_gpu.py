@@ -22,13 +22,14 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from offloadzero import NonFiniteError, zero
 from offloadzero.arithmetic import device_math
+from offloadzero.kernel_arguments.adam import AdamHyper
+from offloadzero.kernel_arguments.compact import num_scales
 from offloadzero.memory.arena import allocate_host
 from offloadzero.memory.device import find_device
 from offloadzero.memory.lanes import Accelerator, LaneTicket
 from offloadzero.memory.tickets import Failures, Promise
 from offloadzero.native import cpu_adam
-from offloadzero.native.compact import compact_encode, num_scales
-from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.native.compact import compact_encode
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import Timeline
 from offloadzero.segments import SegmentKind, TierName

@@ -49,6 +49,7 @@ FLOORS: Mapping[str, int] = {
     "native": 2,
     "io": 2,
     "config": 1,
+    "kernel_arguments": 1,
     "launch": 1,
     "observe": 1,
     "absent": 0,

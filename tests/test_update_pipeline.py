@@ -20,13 +20,13 @@ from torch import nn
 from offloadzero import build
 from offloadzero.config import AioConfig
 from offloadzero.errors import AioError, OffloadError
+from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.memory.arena import align_up
 from offloadzero.memory.device import CpuDevice
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.store import Segment, StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.native import cpu_adam
-from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.step import landing
 from offloadzero.update.delivery import UpdateTicket

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offloadzero.native.compact import COMPACT_BLOCK
-from offloadzero.native.cpu_adam import AdamScalars
+from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
+from offloadzero.kernel_arguments.scalars import AdamScalars
 
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 SMALLEST_SCALED = 2.0**-100  # as largest magnitude of a block, and as step size

@@ -28,8 +28,8 @@ from offloadzero.arithmetic.compact_math import (
     sqrt_,
 )
 from offloadzero.arithmetic.torch_pieces import cut, fp32_pieces, mask_in, pieces, set_where_nan
-from offloadzero.native.compact import COMPACT_BLOCK, num_scales
-from offloadzero.native.cpu_adam import AdamScalars
+from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
+from offloadzero.kernel_arguments.scalars import AdamScalars
 
 COMPACT_SCRATCH_BYTES = 5 * 4 + 4 * 8  # per element of a piece
 

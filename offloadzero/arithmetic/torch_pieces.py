@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offloadzero.native.compact import COMPACT_BLOCK
+from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
 
 FP32_SCRATCH_BYTES = 3 * 4  # per element of a piece with fp32 states: weights, gradient, one spare
 

@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from offloadzero.arithmetic.compact_math import compact_factors, dither_phases
-from offloadzero.native.compact import COMPACT_BLOCK
-from offloadzero.native.cpu_adam import AdamScalars
+from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
+from offloadzero.kernel_arguments.scalars import AdamScalars
 
 # Elements of one program; with 4 warps 8 of a thread, which are 16 bytes of bf16.
 ADAM_BLOCK = 1024

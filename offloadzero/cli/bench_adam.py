@@ -147,9 +147,11 @@ class Records:
     def __init__(self, num_params: int) -> None:
         import torch
 
+        from offloadzero.kernel_arguments.adam import AdamHyper
+        from offloadzero.kernel_arguments.compact import num_scales
         from offloadzero.memory.arena import Arena, allocate_host, staggered
-        from offloadzero.native.compact import compact_encode, num_scales
-        from offloadzero.native.cpu_adam import AdamHyper, split_master
+        from offloadzero.native.compact import compact_encode
+        from offloadzero.native.cpu_adam import split_master
 
         self.num_params = num_params
         self.hyper = AdamHyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
@@ -174,7 +176,8 @@ class Records:
 
     def adam(self, layout: str, isa: Any, num_threads: int, *, what: str = "ours") -> tuple[Case, Sample]:
         """One step of a layout. What stays in the cache is timed over many calls."""
-        from offloadzero.native.compact import BYTES_PER_PARAM, compact_adam_step
+        from offloadzero.kernel_arguments.compact import BYTES_PER_PARAM
+        from offloadzero.native.compact import compact_adam_step
         from offloadzero.native.cpu_adam import adam_step
 
         options: dict[str, Any] = {"hyper": self.hyper, "step": 10, "isa": isa, "num_threads": num_threads}

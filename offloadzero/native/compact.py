@@ -4,8 +4,8 @@ A record of n parameters is five flat CPU tensors: `param` (bf16), `remainder_i8
 `exp_avg_sq_u8` (uint8), each of n elements, and `scales` (fp32) of `num_scales(n)`. [Note: compact state] in
 csrc/cpu_adam/cpu_adam.h says what they mean and how far they are from fp32. Blocks of COMPACT_BLOCK elements
 share a pair of scales, so a range that is updated by itself begins at a block's border and ends at one or at the
-end of the record; `scale_range` gives its scales. Under that condition the results are the same bits for every
-cut, instruction set and number of threads.
+end of the record; `kernel_arguments.compact.scale_range` gives its scales. Under that condition the results are the
+same bits for every cut, instruction set and number of threads.
 """
 
 from __future__ import annotations
@@ -14,37 +14,11 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import ConfigError
+from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
+from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
+from offloadzero.kernel_arguments.tensors import address, describe, float_code, typed_address
 from offloadzero.native import _cpu_adam
-from offloadzero.native.arguments import address, describe, float_code, typed_address
-from offloadzero.native.cpu_adam import (
-    AdamHyper,
-    GradCheck,
-    Isa,
-    adam_scalars,
-    check_num_threads,
-    checked_step,
-    isa_code,
-)
-
-COMPACT_BLOCK = 128  # elements; the constant of csrc/cpu_adam/cpu_adam.h
-BYTES_PER_PARAM = 5.0 + 2 * 4 / COMPACT_BLOCK
-
-
-def num_scales(num_elements: int) -> int:
-    """Elements of the scales of that many parameters: (exp_avg, exp_avg_sq) per block."""
-    return -(-num_elements // COMPACT_BLOCK) * 2
-
-
-def scale_range(start: int, stop: int, *, num_elements: int) -> slice:
-    """The scales of parameters [start, stop) of a record of `num_elements`.
-
-    Raises AssertionError if the range cuts a block: its scales would belong to two updates.
-    """
-    if start % COMPACT_BLOCK or not (stop % COMPACT_BLOCK == 0 or stop == num_elements):
-        raise AssertionError(
-            f"elements [{start}, {stop}) of {num_elements} cut a block of {COMPACT_BLOCK} elements"
-        )
-    return slice(num_scales(start), num_scales(stop))
+from offloadzero.native.cpu_adam import GradCheck, Isa, check_num_threads, checked_step, isa_code
 
 
 def compact_adam_step(

@@ -11,18 +11,16 @@ from __future__ import annotations
 import functools
 import math
 import os
-import struct
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from enum import Enum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from offloadzero.errors import ConfigError
+from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
+from offloadzero.kernel_arguments.tensors import address, describe, float_code, layout_code, typed_address
 from offloadzero.native import _cpu_adam
-from offloadzero.native.arguments import address, describe, float_code, layout_code, typed_address
 
 ISA_ENV = "OFFLOADZERO_ISA"
 
@@ -118,94 +116,6 @@ def check_num_threads(num_threads: int | None) -> int:
 def isa_code(isa: Isa | None) -> int:
     """The kernels' number of an instruction set; None is the active one."""
     return _ISA_CODE[_choose_isa()[0] if isa is None else isa]
-
-
-@dataclass(frozen=True)
-class AdamHyper:
-    """Hyperparameters of one Adam step (Kingma & Ba 2015; `decoupled`: AdamW, Loshchilov & Hutter 2019)."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool = True
-    bias_correction: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            value = getattr(self, name)
-            if not (value >= 0.0 and math.isfinite(value)):
-                raise ConfigError(name, value, "allowed finite numbers >= 0")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            if not 0.0 <= value < 1.0:
-                raise ConfigError(name, value, "allowed numbers in [0, 1)")
-
-
-class AdamScalars(NamedTuple):
-    """The scalars of one step, each computed in double and rounded to fp32 once.
-
-    The fields are those of the struct in csrc/cpu_adam/cpu_adam.h, in its order; the notes on arithmetic there
-    say how they are used. Lion and Adagrad leave those they have no use for at 0.
-    """
-
-    grad_scale: float
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    eps: float
-    step_size: float
-    inv_sqrt_bias_correction2: float
-    decay: float
-    weight_decay: float
-    sqrt_beta2: float
-    sqrt_one_minus_beta2: float
-    decoupled: bool
-
-    @property
-    def with_l2(self) -> bool:
-        """Whether the weights are added to the gradient."""
-        return not self.decoupled and self.weight_decay != 0.0
-
-
-_FLOATS = struct.Struct("<12f")  # the standard sizes: native "f" does not report overflow
-
-
-def adam_scalars(hyper: AdamHyper, *, step: int, grad_scale: float = 1.0) -> AdamScalars:
-    """The fp32 scalars of step number `step` (the first is 1), for any device that repeats the arithmetic.
-
-    `decay` is 1 - lr * weight_decay when decoupled and 1 otherwise.
-    """
-    if step < 1:
-        raise ConfigError("step", step, "allowed integers >= 1")
-    bias_correction1 = 1.0 - hyper.beta1**step if hyper.bias_correction else 1.0
-    bias_correction2 = 1.0 - hyper.beta2**step if hyper.bias_correction else 1.0
-    exact = (
-        grad_scale,
-        hyper.beta1,
-        1.0 - hyper.beta1,
-        hyper.beta2,
-        1.0 - hyper.beta2,
-        hyper.eps,
-        hyper.lr / bias_correction1,
-        1.0 / math.sqrt(bias_correction2),
-        1.0 - hyper.lr * hyper.weight_decay if hyper.decoupled else 1.0,
-        hyper.weight_decay,
-        math.sqrt(hyper.beta2),
-        math.sqrt(1.0 - hyper.beta2),
-    )
-    return round_scalars(exact, decoupled=hyper.decoupled, given=(hyper, grad_scale))
-
-
-def round_scalars(exact: Sequence[float], *, decoupled: bool, given: object) -> AdamScalars:
-    """The fields of AdamScalars but the last, rounded to fp32; raises ConfigError naming `given` if one overflows."""
-    try:
-        rounded = _FLOATS.unpack(_FLOATS.pack(*exact))
-    except OverflowError:
-        raise ConfigError("hyper", given, "every number must fit fp32") from None
-    return AdamScalars._make((*rounded, decoupled))
 
 
 class GradCheck(str, Enum):

@@ -2,86 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from offloadzero.errors import ConfigError
+from offloadzero.kernel_arguments.adagrad import AdagradHyper
+from offloadzero.kernel_arguments.lion import LionHyper
+from offloadzero.kernel_arguments.scalars import AdamScalars
+from offloadzero.kernel_arguments.tensors import address, float_code, layout_code, typed_address
 from offloadzero.native import _cpu_adam
-from offloadzero.native.arguments import address, float_code, layout_code, typed_address
-from offloadzero.native.cpu_adam import (
-    AdamScalars,
-    GradCheck,
-    Isa,
-    check_num_threads,
-    checked_step,
-    isa_code,
-    round_scalars,
-)
+from offloadzero.native.cpu_adam import GradCheck, Isa, check_num_threads, checked_step, isa_code
 
 _Arguments = tuple[int, int, int, int, int, int, int, int, int, AdamScalars]
-
-
-@dataclass(frozen=True)
-class LionHyper:
-    """Hyperparameters of one Lion step (Chen et al. 2023, arXiv 2302.06675); weight decay is decoupled."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    weight_decay: float
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay"):
-            check_at_least_0(name, getattr(self, name))
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            if not 0.0 <= value < 1.0:
-                raise ConfigError(name, value, "allowed numbers in [0, 1)")
-
-    def scalars(self, *, grad_scale: float = 1.0) -> AdamScalars:
-        """The fp32 scalars of a step."""
-        decay = 1.0 - self.lr * self.weight_decay
-        exact = (
-            grad_scale,
-            *(self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2),
-            *(0.0, self.lr, 0.0, decay, self.weight_decay, 0.0, 0.0),
-        )
-        return round_scalars(exact, decoupled=True, given=(self, grad_scale))
-
-
-@dataclass(frozen=True)
-class AdagradHyper:
-    """Hyperparameters of one Adagrad step as torch.optim.Adagrad does it (Duchi et al. 2011).
-
-    The learning rate of step k (from 1) is lr / (1 + (k - 1) * lr_decay); `weight_decay` is added to the
-    gradient (L2).
-    """
-
-    lr: float
-    lr_decay: float
-    eps: float
-    weight_decay: float
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "lr_decay", "eps", "weight_decay"):
-            check_at_least_0(name, getattr(self, name))
-
-    def scalars(self, *, step: int, grad_scale: float = 1.0) -> AdamScalars:
-        """The fp32 scalars of step number `step`, from 1."""
-        if step < 1:
-            raise ConfigError("step", step, "allowed integers >= 1")
-        lr = self.lr / (1.0 + (step - 1) * self.lr_decay)
-        exact = (grad_scale, 0.0, 0.0, 0.0, 0.0, self.eps, lr, 0.0, 1.0, self.weight_decay, 0.0, 0.0)
-        return round_scalars(exact, decoupled=False, given=(self, grad_scale))
-
-
-def check_at_least_0(name: str, value: float) -> None:
-    """Raise ConfigError for a hyperparameter that is negative or not finite."""
-    if not (value >= 0.0 and math.isfinite(value)):
-        raise ConfigError(name, value, "allowed finite numbers >= 0")
 
 
 def lion_step(

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import ConfigError
-from offloadzero.native.compact import compact_decode, compact_encode, num_scales
+from offloadzero.kernel_arguments.compact import num_scales
+from offloadzero.native.compact import compact_decode, compact_encode
 
 CODE_DTYPES = {"master_remainder": torch.int8, "exp_avg_e2m5": torch.int8, "exp_avg_sq_e1m7": torch.uint8}
 _SCALES = "scales"

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import ConfigError
+from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.native import cpu_adam
 from offloadzero.native.compact import compact_adam_step
-from offloadzero.native.cpu_adam import AdamHyper
 from offloadzero.optim import compact_tensors
 from offloadzero.optim.cpu_optimizer import CPUOptimizer, remainder_of
 

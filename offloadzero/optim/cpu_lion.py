@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from offloadzero.native.lion_adagrad import LionHyper, lion_step
+from offloadzero.kernel_arguments.lion import LionHyper
+from offloadzero.native.lion_adagrad import lion_step
 from offloadzero.optim.cpu_optimizer import CPUOptimizer
 
 

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES, torch_step
 from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
+from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
+from offloadzero.kernel_arguments.compact import num_scales
+from offloadzero.kernel_arguments.scalars import AdamScalars
 from offloadzero.native import compact, cpu_adam
-from offloadzero.native.cpu_adam import AdamHyper, AdamScalars, adam_scalars
 from offloadzero.update.spec import FormChoice, UpdateForm, piece_scratch_bytes
 
 
@@ -230,7 +232,7 @@ def _trial_state(*, is_compact: bool) -> dict[str, Tensor]:
         "master": torch.empty(count, dtype=torch.int8),
         "exp_avg": torch.empty(count, dtype=torch.int8),
         "exp_avg_sq": torch.empty(count, dtype=torch.uint8),
-        "scales": torch.empty(compact.num_scales(count)),
+        "scales": torch.empty(num_scales(count)),
     }
     compact.compact_encode(weights, exp_avg, exp_avg_sq, *state.values())
     return state

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
-from offloadzero.native.compact import COMPACT_BLOCK
 
 PARAM_ALIGN_BYTES = 64  # what torch's CPU allocator gives: kernels see the alignment they see without us
 

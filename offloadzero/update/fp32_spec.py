@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES, Fp32Piece, fp32_pieces
-from offloadzero.native.cpu_adam import AdamScalars
+from offloadzero.kernel_arguments.scalars import AdamScalars
 from offloadzero.segments import SegmentKind
 from offloadzero.update.spec import Buffers, H, OptimizerSpec, UpdateForm, piece_scratch_bytes
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
 from offloadzero.memory.arena import align_up
 from offloadzero.memory.store import Segment
-from offloadzero.native.compact import COMPACT_BLOCK, num_scales
 from offloadzero.segments import SegmentKind
 from offloadzero.sharding.shard_spec import ShardSpec
 from offloadzero.update.flat_layout import FlatLayout

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import ConfigError
-from offloadzero.native.compact import COMPACT_BLOCK
+from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
 from offloadzero.segments import SegmentKind
 
 log = logging.getLogger("offloadzero.update")

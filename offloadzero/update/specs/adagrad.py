@@ -10,9 +10,9 @@ from torch import Tensor
 
 from offloadzero.arithmetic.compact_math import sqrt_
 from offloadzero.arithmetic.torch_pieces import Fp32Piece
+from offloadzero.kernel_arguments.adagrad import AdagradHyper
+from offloadzero.kernel_arguments.scalars import AdamScalars
 from offloadzero.native import lion_adagrad
-from offloadzero.native.cpu_adam import AdamScalars
-from offloadzero.native.lion_adagrad import AdagradHyper
 from offloadzero.optim.cpu_adagrad import CPUAdagrad
 from offloadzero.segments import SegmentKind
 from offloadzero.update.fp32_spec import Fp32Spec

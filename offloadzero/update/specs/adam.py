@@ -13,8 +13,8 @@ from offloadzero.arithmetic import compact_math
 from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES
 from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
 from offloadzero.errors import ConfigError
-from offloadzero.native.compact import num_scales
-from offloadzero.native.cpu_adam import AdamHyper
+from offloadzero.kernel_arguments.adam import AdamHyper
+from offloadzero.kernel_arguments.compact import num_scales
 from offloadzero.optim.cpu_adam import CPUAdam
 from offloadzero.segments import SegmentKind
 from offloadzero.update import device_adam

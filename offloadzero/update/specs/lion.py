@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from offloadzero.arithmetic.torch_pieces import Fp32Piece
+from offloadzero.kernel_arguments.lion import LionHyper
+from offloadzero.kernel_arguments.scalars import AdamScalars
 from offloadzero.native import lion_adagrad
-from offloadzero.native.cpu_adam import AdamScalars
-from offloadzero.native.lion_adagrad import LionHyper
 from offloadzero.optim.cpu_lion import CPULion
 from offloadzero.segments import SegmentKind
 from offloadzero.update.fp32_spec import Fp32Spec

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from offloadzero.arithmetic.torch_pieces import Fp32Piece
+from offloadzero.kernel_arguments.scalars import AdamScalars
+from offloadzero.kernel_arguments.sgd import SgdHyper
 from offloadzero.native import sgd
-from offloadzero.native.cpu_adam import AdamScalars
-from offloadzero.native.sgd import SgdHyper
 from offloadzero.segments import SegmentKind
 from offloadzero.update.fp32_spec import Fp32Spec
 from offloadzero.update.spec import Buffers, number

@@ -1,4 +1,4 @@
-"""Tensors as arguments of compiled code: checked, then an address and a number (floor 2)."""
+"""Tensors as arguments of compiled code: checked, then an address and a number (floor 1)."""
 
 from __future__ import annotations
 
