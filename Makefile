@@ -39,12 +39,13 @@ test: $(STAMPS)/native $(STAMPS)/dev
 	if [ $$alone != 0 ]; then echo "Of the tests that run one by one ($$one_by_one) some failed: see above."; fi; \
 	[ $$alone = 0 ] && [ $$together = 0 ]
 
-# The random and the long tests in full, some hours: `make campaign CAMPAIGN=tests/test_scripts.py` for one of them.
-CAMPAIGN ?= tests/test_scripts.py tests/test_script_gradients.py tests/test_script_weights.py \
-	tests/test_access_table.py tests/test_config_mutations.py tests/test_checkpoint_damage.py \
-	tests/test_checkpoint_kills.py tests/test_checkpoint_names.py tests/test_swap_file.py tests/test_checksums.py \
-	tests/test_report.py tests/test_interrupts.py tests/test_races.py tests/test_happens_before.py \
-	tests/test_simulated_device.py tests/test_simulated_scripts.py
+# The random and the long tests in full, some hours. One of them: `make campaign CAMPAIGN=tests/scripts/test_scripts.py`.
+CAMPAIGN ?= tests/scripts/test_scripts.py tests/scripts/test_script_gradients.py tests/scripts/test_script_weights.py \
+	tests/parameters/test_access_table.py tests/config/test_config_mutations.py \
+	tests/checkpoint/test_checkpoint_damage.py tests/checkpoint/test_checkpoint_kills.py \
+	tests/checkpoint/test_checkpoint_names.py tests/memory/test_swap_file.py tests/memory/test_checksums.py \
+	tests/cli/test_report.py tests/engine/test_interrupts.py tests/races/test_races.py \
+	tests/races/test_happens_before.py tests/races/test_simulated_device.py tests/races/test_simulated_scripts.py
 
 campaign: export OFFLOADZERO_TEST_STEPS = 50
 campaign: export OFFLOADZERO_TEST_SCHEDULES = 500

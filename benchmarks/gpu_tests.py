@@ -43,7 +43,7 @@ class FileResult:
 
 def cpu_test_files() -> list[str]:
     """All of them, those with the most text first: they tend to take longest."""
-    files = sorted((ROOT / "tests").glob("test_*.py"), key=lambda path: -path.stat().st_size)
+    files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda path: -path.stat().st_size)
     return [str(path.relative_to(ROOT)) for path in files]
 
 

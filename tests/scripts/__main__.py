@@ -22,7 +22,7 @@ from tests.scripts.common import (
     run,
     worst_relative_difference,
 )
-from tests.test_scripts import SCRIPTS
+from tests.scripts.test_scripts import SCRIPTS
 
 
 def largest_difference(ours: Result, plain: Result) -> float:

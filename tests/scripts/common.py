@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import offloadzero
-from tests.training import Config, merge
+from tests.support.training import Config, merge
 
 NUM_STEPS = int(os.environ.get("OFFLOADZERO_TEST_STEPS", "8"))
 MAX_NORM = 0.1  # bites in every step of every script here

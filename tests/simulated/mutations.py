@@ -34,7 +34,7 @@ from tests.simulated.forks import Say, forked
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("memory", "streaming", "step", "update", "arithmetic")
 # Waits for the file engine's own transfers, which the checker takes as they are; the device itself.
-# Times of events, which order nothing: tests/test_device_time.py.
+# Times of events, which order nothing: tests/observe/test_device_time.py.
 LEFT_OUT = {"memory/nvme.py", "memory/checksums.py", "memory/device.py", "memory/marks.py"}
 WAITS = {
     "join_streams",
@@ -505,10 +505,10 @@ def warm_up() -> None:
     import pytest  # noqa: F401
     import torch
 
-    from tests.models import Stack, features
     from tests.simulated.dispatch import Dispatch
     from tests.simulated.machine import Machine
     from tests.simulated.memory import DeviceMemory
+    from tests.support.models import Stack, features
 
     torch.set_num_threads(1)
     machine = Machine()

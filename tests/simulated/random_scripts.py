@@ -1,8 +1,8 @@
 """Scripts drawn from a number: what a script may do between, before and after the calls that train.
 
-The model and its placement are those of tests/schedules.py. The plain form, `offload()`, keeps gradients until they are
-dropped, so anything may come between a backward and the step: an evaluation, gradients that are dropped or clipped or
-looked at, a backward that ends in an error, a second loss.
+The model and its placement are those of tests/support/schedules.py. The plain form, `offload()`, keeps gradients until
+they are dropped, so anything may come between a backward and the step: an evaluation, gradients that are dropped or
+clipped or looked at, a backward that ends in an error, a second loss.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
-from tests.schedules import BlockForm, RandomModel, _draw_block, _draw_placement, token_ids
-from tests.training import Config, Outcome
+from tests.support.schedules import BlockForm, RandomModel, _draw_block, _draw_placement, token_ids
+from tests.support.training import Config, Outcome
 
 NUM_STEPS = 3
 

@@ -20,8 +20,8 @@ from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import RELEASED
 from offloadzero.streaming.unit_leases import UnitLeases
 from offloadzero.zero import safe_set_full_fp32_param
-from tests.models import NUM_BLOCKS, Block, PartlyUnusedBlock, Stack, features
 from tests.simulated.order import Order
+from tests.support.models import NUM_BLOCKS, Block, PartlyUnusedBlock, Stack, features
 
 NUM_STEPS = 2
 

@@ -22,7 +22,6 @@ from offloadzero.memory.tickets import Promise
 from offloadzero.observe.run_dir import STEPS_FILE
 from offloadzero.step.landing import Landing
 from offloadzero.streaming import activations
-from tests.models import NUM_BLOCKS, PartlyUnusedBlock, SometimesStack, Stack, TiedLM, features, tokens
 from tests.simulated.checked import checked
 from tests.simulated.device import simulated
 from tests.simulated.edges import Transfer
@@ -55,7 +54,16 @@ from tests.simulated.rare_scripts import (
     use_old_graphs_without_room,
     write_from_the_host,
 )
-from tests.training import Outcome, make_config, merge, run_engine
+from tests.support.models import (
+    NUM_BLOCKS,
+    PartlyUnusedBlock,
+    SometimesStack,
+    Stack,
+    TiedLM,
+    features,
+    tokens,
+)
+from tests.support.training import Outcome, make_config, merge, run_engine
 
 NUM_STEPS = 2
 

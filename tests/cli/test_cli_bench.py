@@ -1,0 +1,557 @@
+"""`offloadzero bench`: what it measures, what it refuses, what it leaves behind (nothing)."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offloadzero.cli import bench_copy, bench_nvme, fio, nvme_traffic, scratch
+from offloadzero.cli.main import main
+from offloadzero.cli.nvme_report import config_block
+from offloadzero.cli.nvme_sweep import (
+    MIB,
+    Point,
+    Record,
+    SweepLimits,
+    Traffic,
+    best,
+    chunk_elements,
+    coarse_points,
+    max_in_flight_bytes,
+    neighbours,
+    next_refinement,
+    params_in,
+    plan_schedule,
+    recommend,
+    reference_point,
+    step_seconds,
+)
+from offloadzero.cli.units import duration_text, read_seconds, size_text
+from offloadzero.config import load_config
+from offloadzero.errors import AioError, ConfigError
+from offloadzero.io.engine import AioEngine
+
+ROOT = Path(__file__).parents[2]
+SHM = Path("/dev/shm")
+BACKENDS = ("io_uring", "native_aio", "aiofiles")
+
+
+def leftovers(directory: Path) -> list[str]:
+    return [name for name in os.listdir(directory) if name.startswith(scratch.NAME_PREFIX)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_config_block_loads_as_its_point(backend: str) -> None:
+    """A point's depth is of all threads, the key's of each."""
+    point = Point(backend, block_size=256 * 1024, queue_depth=7, num_threads=3)
+    aio = load_config(config_block(point, BACKENDS)).aio
+    assert (aio.block_size, aio.queue_depth, aio.num_threads) == (256 * 1024, 3, 3)
+    assert aio.backend == ("auto" if backend == "io_uring" else backend)
+
+
+# --- Other filesystems, several paths, the outputs ---
+
+
+@pytest.mark.skipif(not SHM.is_dir(), reason="no /dev/shm")
+def test_memory_is_called_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "nvme", str(SHM), "--size", "16MiB", "--time", "1.5s"]) == 0
+    out, err = capsys.readouterr()
+    assert "in memory: no drive is measured" in out
+    assert '"queue_depth"' in out
+    assert "Writes at most 512 MiB" in err
+    assert not [name for name in leftovers(SHM) if f"-{os.getpid()}-" in name]  # another test may run there
+
+
+@pytest.fixture
+def shm_path() -> Iterator[Path]:
+    """A directory in memory: what a run gets done in its time does not hang on a busy drive."""
+    with tempfile.TemporaryDirectory(dir=SHM) as path:
+        yield Path(path)
+
+
+def test_two_paths_alone_and_together(
+    tmp_path: Path, shm_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [shm_path / "a", shm_path / "b"]
+    for path in paths:
+        path.mkdir()
+    file, image = tmp_path / "result.json", tmp_path / "plot.png"
+    arguments = [*map(str, paths), "--size", "16MiB", "--time", "15s", "--json", str(file)]
+    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+    if has_matplotlib:
+        arguments += ["--plot", str(image)]
+    assert main(["bench", "nvme", *arguments]) == 0
+    rows = json.loads(file.read_text())["results"]["striping"]
+    assert {tuple(row["paths"]) for row in rows} == {(0,), (1,), (0, 1)}
+    assert "all together" in capsys.readouterr().out
+    if has_matplotlib:
+        assert image.read_bytes().startswith(b"\x89PNG\r\n")
+    assert leftovers(paths[0]) == leftovers(paths[1]) == []
+
+
+def test_no_plot_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    assert main(["bench", "nvme", str(tmp_path), "--plot", str(tmp_path / "x.png")]) == 2
+    assert "offloadzero[plot]" in capsys.readouterr().err
+
+
+# --- Every exit removes the files ---
+
+
+def start(place: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "offloadzero", "bench", "nvme", str(place)]
+    process = subprocess.Popen(
+        [*command, "--size", "16MiB", "--time", "60s"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background job, such as this test run may be, ignores Ctrl-C, and so do its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    deadline_s = time.monotonic() + 20.0
+    while not leftovers(place):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    return process
+
+
+def test_a_signal_while_the_file_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = os.open
+
+    def interrupted(*arguments: Any) -> int:
+        descriptor = made(*arguments)
+        signal.raise_signal(signal.SIGINT)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt), scratch.scratch_files([str(tmp_path)]):
+        raise AssertionError("it came too late")
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+@pytest.mark.parametrize("delay_s", [0.0, 1.5])
+def test_signals_leave_no_file(tmp_path: Path, number: signal.Signals, status: int, delay_s: float) -> None:
+    process = start(tmp_path)
+    time.sleep(delay_s)
+    name = leftovers(tmp_path)[0]
+    assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == status
+    assert leftovers(tmp_path) == []
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("nth", [1, 20, 200])
+def test_a_full_disk_is_one_line_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nth: int
+) -> None:
+    begun = [0]
+
+    class FullDisk(AioEngine):
+        def write(self, *args: Any, **options: Any) -> Any:
+            begun[0] += 1
+            if begun[0] == nth:
+                self.inject("errno", 1, errno.ENOSPC)
+            return super().write(*args, **options)
+
+    monkeypatch.setattr(nvme_traffic, "AioEngine", FullDisk)
+    assert main(["bench", "nvme", str(tmp_path), "--size", "16MiB", "--time", "4s"]) == 1
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith(("offloadzero: pwrite ", "offloadzero: pread "))
+    assert "No space left on device" in err
+    assert leftovers(tmp_path) == []
+
+
+def test_a_file_that_took_the_name_stays(tmp_path: Path) -> None:
+    with scratch.scratch_files([str(tmp_path)]) as (file,):
+        file.check()
+        os.rename(file.path, tmp_path / "moved")
+        Path(file.path).write_text("somebody else's")
+        with pytest.raises(AioError, match="replaced"):
+            file.check()
+    assert Path(file.path).read_text() == "somebody else's"
+
+
+def test_an_exception_and_the_interpreters_exit_remove_files(tmp_path: Path) -> None:
+    def fail() -> None:
+        with scratch.scratch_files([str(tmp_path)] * 2):
+            assert len(leftovers(tmp_path)) == 2
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert leftovers(tmp_path) == []
+    code = f"from offloadzero.cli.scratch import ScratchFile; ScratchFile({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    assert leftovers(tmp_path) == []
+
+
+# --- What is refused ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "name a directory"),
+        (["HERE/missing"], "does not exist"),
+        (["HERE/file"], "no directory"),
+        (["HERE", "HERE/."], "the same directory"),
+        (["HERE", "--size", "1MiB"], "at least"),
+        (["HERE", "--size", "4G"], "--size = '4G'"),
+        (["HERE", "--size", "4096TiB"], "are free"),
+        (["HERE", "--time", "soon"], "a time such as"),
+        (["HERE", "--time", "0.5s"], "at least 1 s"),
+        (["HERE", "--write-limit", "1MiB"], "--write-limit"),
+        (["HERE", "--json", "HERE/none/x.json"], "not a file that can be written"),
+        (["HERE", "--plot", "HERE/x.pdf"], ".png"),
+        (["HERE", "--compare", "HERE/a", "HERE/b"], "leave PATH out"),
+        (["--compare", "HERE/file", "HERE/file"], "not JSON"),
+        (["--compare", "HERE/list.json", "HERE/list.json"], "not a result of this command"),
+        (["--compare", "HERE/missing", "HERE/missing"], "cannot be read"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    (tmp_path / "file").write_text("not json")
+    (tmp_path / "list.json").write_text("[]")
+    before = sorted(os.listdir(tmp_path))
+    assert main(["bench", "nvme", *(part.replace("HERE", str(tmp_path)) for part in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert err.startswith("offloadzero: ")
+    assert words in err
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    ("paths", "words"),
+    [
+        ([".", "."], "is the same directory as '.'"),
+        (["a", "./a"], "is the same directory as 'a'"),
+        (["a", "link"], "is the same directory as 'a'"),
+        (["a", "b"], "is on the same drive as 'a', which would count as two: name one"),
+    ],
+)
+def test_one_drive_is_not_counted_as_two(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    paths: list[str],
+    words: str,
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("a")
+    monkeypatch.chdir(tmp_path)
+    drive = {"filesystem": "ext4", "device": {"name": "nvme0n1"}}
+    monkeypatch.setattr(scratch, "describe_path", lambda path: {**drive, "path": path})
+    assert main(["bench", "nvme", *map(str, paths)]) == 2
+    assert f"PATH = {paths[1]!r}: {words}" in capsys.readouterr().err
+    monkeypatch.setattr(scratch, "describe_path", lambda _: {"filesystem": "nfs", "device": None})
+    assert main(["bench", "nvme", *map(str, paths)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_directory_that_is_not_writable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if os.geteuid() == 0:  # to whom everything is
+        monkeypatch.setattr(os, "access", lambda *_: False)
+    else:
+        tmp_path.chmod(0o500)
+    assert main(["bench", "nvme", str(tmp_path)]) == 2
+    assert "not writable" in capsys.readouterr().err
+
+
+def test_paths_on_one_filesystem_need_room_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = os.statvfs(tmp_path)
+    free = 100 * MIB // space.f_frsize
+    fields = list(space)
+    fields[2], fields[4] = 200 * MIB // space.f_frsize, free  # blocks, available
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(fields))
+    (tmp_path / "b").mkdir()
+    scratch.check_space([str(tmp_path)], 90 * MIB)  # and 10 MiB, 5 %, stay free
+    with pytest.raises(ConfigError, match="are needed"):
+        scratch.check_space([str(tmp_path)], 91 * MIB)
+    with pytest.raises(ConfigError, match="are needed"):
+        scratch.check_space([str(tmp_path), str(tmp_path / "b")], 50 * MIB)
+
+
+def test_the_write_limit_holds(tmp_path: Path, shm_path: Path) -> None:
+    file = tmp_path / "result.json"
+    arguments = ["--size", "16MiB", "--write-limit", "40MiB", "--time", "8s", "--json", str(file)]
+    assert main(["bench", "nvme", str(shm_path), *arguments]) == 0
+    result = json.loads(file.read_text())
+    assert 16 * MIB <= result["bytes_written"] <= 40 * MIB
+    assert any("--write-limit" in note for note in result["notes"])
+
+
+# --- fio, comparison ---
+
+
+def test_fio_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["bench", "nvme", str(tmp_path), "--verify-with-fio"]) == 2
+    assert "fio is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+def test_fio_measures_the_same_points(tmp_path: Path) -> None:
+    place = tmp_path / "with:colon"
+    place.mkdir()
+    file = tmp_path / "result.json"
+    arguments = ["--size", "32MiB", "--time", "12s", "--verify-with-fio", "--json", str(file)]
+    assert main(["bench", "nvme", str(place), *arguments]) == 0
+    result = json.loads(file.read_text())
+    samples = [sample for sample in result["samples"] if sample["phase"] == "verify"]
+    by_tool = {tool: [s["point"] for s in samples if s["tool"] == tool] for tool in ("offloadzero", "fio")}
+    assert by_tool["fio"]
+    assert by_tool["fio"] == by_tool["offloadzero"]
+    assert all(row["ratio"] > 0 for row in result["results"]["fio"])
+    assert result["bytes_written"] <= result["arguments"]["write_limit_bytes"]
+    assert os.listdir(place) == []
+
+
+def test_fio_output_that_makes_no_sense() -> None:
+    for text in ("", "fio: failed", '{"jobs": []}', '{"jobs": [{"read": {}}]}'):
+        with pytest.raises(fio.FioError, match="not understood"):
+            fio.parse_fio(text, reference_point("io_uring"), Traffic.READ, paths=(0,), started_s=0.0)
+
+
+def test_fio_goes_on_where_the_last_sample_ended(tmp_path: Path) -> None:
+    with scratch.scratch_files([str(tmp_path)] * 2) as files:
+        for file in files:
+            file.num_bytes, file.cursor = 64 * MIB, 20 * MIB
+        assert fio.next_window(files, 32 * MIB, alignment=8 * MIB) == (16 * MIB, 16 * MIB)
+        assert fio.next_window(files, 120 * MIB, alignment=8 * MIB) == (0, 64 * MIB)
+        assert fio.next_window(files, 1 << 40, alignment=MIB) == (0, 64 * MIB)
+
+
+# --- Decisions ---
+
+limits = st.builds(
+    SweepLimits,
+    backends=st.sampled_from([BACKENDS, BACKENDS[1:], BACKENDS[:1]]),
+    max_in_flight_bytes=st.integers(8 * MIB, 256 * MIB),
+    max_num_threads=st.integers(1, 8),
+)
+
+
+@given(limits)
+def test_coarse_points_are_allowed_and_differ(allowed: SweepLimits) -> None:
+    points = coarse_points(allowed)
+    assert points[0] == reference_point(allowed.backends[0])
+    assert len(set(points)) == len(points)
+    assert all(allowed.allows(point) for point in points[1:])
+    assert {point.backend for point in points} <= set(allowed.backends)
+
+
+@settings(max_examples=50)
+@given(limits, st.randoms(use_true_random=False))
+def test_refinement_ends_on_a_summit(allowed: SweepLimits, random: Any) -> None:
+    scores = {point: random.random() for point in coarse_points(allowed) if allowed.allows(point)}
+    scores = scores or {neighbours(reference_point(allowed.backends[0]), allowed)[0]: 0.5}
+    for _ in range(10_000):
+        point = next_refinement(scores, allowed)
+        if point is None:
+            break
+        assert allowed.allows(point)
+        assert point not in scores
+        scores[point] = random.random()
+    summit = best(scores)
+    assert scores[summit] == max(scores.values())
+    assert all(scores[point] <= scores[summit] for point in neighbours(summit, allowed))
+
+
+def test_refinement_finds_the_top_of_a_hill() -> None:
+    allowed = SweepLimits(BACKENDS, max_in_flight_bytes=256 * MIB, max_num_threads=4)
+    top = Point("native_aio", 512 * 1024, 128, 2)
+
+    def height(point: Point) -> float:
+        steps = abs(point.block_size.bit_length() - top.block_size.bit_length())
+        steps += abs(point.queue_depth.bit_length() - top.queue_depth.bit_length())
+        return 10.0 - steps - (point.backend != top.backend) - abs(point.num_threads - top.num_threads) / 2
+
+    scores = {point: height(point) for point in coarse_points(allowed)}
+    while (point := next_refinement(scores, allowed)) is not None:
+        scores[point] = height(point)
+    assert best(scores) == top
+
+
+points = st.builds(
+    Point,
+    backend=st.sampled_from(BACKENDS),
+    block_size=st.sampled_from([65536, MIB, 16 * MIB]),
+    queue_depth=st.sampled_from([1, 8, 64]),
+    num_threads=st.integers(1, 4),
+)
+
+
+@given(st.dictionaries(points, st.floats(0.1, 10.0), min_size=1))
+def test_the_recommendation_is_nearly_the_best_and_no_dearer(medians: dict[Point, float]) -> None:
+    chosen = recommend(medians, BACKENDS)
+    top = best(medians)
+    assert medians[chosen] >= 0.97 * medians[top] * (1 - 1e-12)
+    assert chosen.num_threads <= top.num_threads
+
+
+@given(st.floats(1.0, 3600.0), st.integers(1, 8), st.booleans())
+def test_the_schedule_fills_the_time(time_s: float, num_paths: int, with_fio: bool) -> None:
+    schedule = plan_schedule(time_s, num_paths=num_paths, with_fio=with_fio)
+    ends = list(vars(schedule).values())
+    assert ends == sorted(ends)
+    assert ends[-1] == pytest.approx(time_s)
+    assert (schedule.fio_s > schedule.scaling_s) is with_fio
+
+
+@given(st.floats(1e6, 2e11), st.integers(8 * MIB, 1 << 40))
+def test_sizes_fit_the_file_and_the_memory(rate_bps: float, file_bytes: int) -> None:
+    in_flight = max_in_flight_bytes(rate_bps, file_bytes)
+    assert in_flight <= min(256 * MIB, file_bytes // 4)
+    record = Record(chunk_elements(in_flight, file_bytes))
+    assert 4 * record.num_bytes <= max(in_flight, 4 * 12 * 4096)
+    assert all(offset % 4096 == 0 and size % 4096 == 0 for offset, size in record.written())
+    read, written = (sum(size for _, size in part) for part in (record.read(), record.written()))
+    assert (read * 12, written) == (written * 10, record.num_bytes)
+
+
+def test_a_step_takes_the_slower_of_mixed_and_sustained() -> None:
+    assert step_seconds(1e9, mixed_bps=2.2e9, sustained_write_bps=None) == pytest.approx(10.0)
+    assert step_seconds(1e9, mixed_bps=2.2e9, sustained_write_bps=0.6e9) == pytest.approx(20.0)
+    assert params_in(10.0, mixed_bps=2.2e9, sustained_write_bps=6e9) == pytest.approx(1e9)
+
+
+def test_the_warm_up_does_not_count() -> None:
+    class Ticket:
+        operation, num_bytes = "pread", 7
+
+    batch = nvme_traffic._Batch(0, 0.0, [Ticket()], [0.5])  # type: ignore[list-item]
+    count = nvme_traffic.Count(num_warmup_batches=2)
+    count.complete([batch], 1.0)
+    assert not count.is_running
+    count.complete([batch, batch], 2.0)  # the clock starts here, with none of these
+    assert (count.bytes_read, count.seconds) == (0, 0.0)
+    count.complete([batch], 4.0)
+    assert (count.bytes_read, count.seconds, count.latencies_s) == (7, 2.0, [0.5])
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(0, 100)), min_size=1, max_size=300))
+def test_buckets_keep_every_byte(steps: list[tuple[float, int]]) -> None:
+    timeline, now_s = [], 0.0
+    for step_s, num_bytes in steps:
+        now_s += step_s
+        timeline.append((now_s, num_bytes))
+    buckets = nvme_traffic.buckets(timeline)
+    assert sum(num_bytes for _, num_bytes in buckets) == sum(num_bytes for _, num_bytes in steps)
+    assert len(buckets) <= 121
+    assert buckets[-1][0] == now_s
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("60s", 60), ("2min", 120), ("1.5 min", 90), ("90", 90), ("1h", 3600)]
+)
+def test_times(text: str, seconds: float) -> None:
+    assert read_seconds("--time", text, minimum=1.0) == seconds
+
+
+def test_words_for_sizes_and_durations() -> None:
+    assert [size_text(n) for n in (512, 4096, 1536 * 1024, 4 << 30)] == [
+        "512 B",
+        "4 KiB",
+        "1.5 MiB",
+        "4 GiB",
+    ]
+    assert [duration_text(s) for s in (2.5, 0.00125, 430e-6)] == ["2.5 s", "1.25 ms", "430 us"]
+
+
+# --- bench copy ---
+
+
+def test_copy_measures_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "copy.json"
+    assert main(["bench", "copy", "--size", "2MiB", "--time", "0.5s", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    result = json.loads(file.read_text())
+    rows = [row for row in result["results"] if row["memory"] == "dram"]
+    assert {row["kind"] for row in rows} == {"read", "write", "copy (libc)", "copy (native)"}
+    assert all(len(row["seconds"]) == row["num_samples"] and row["gb_per_s"] > 0 for row in rows)
+    assert "copy (native)" in out
+    assert (result["device"] is None) == ("Host and device" not in out)
+
+
+def test_the_transfers_do_what_they_say() -> None:
+    import torch
+
+    source = torch.arange(3 * 4096 + 17, dtype=torch.int32).to(torch.uint8) % 251
+    for name in ("copy (libc)", "copy (native)"):
+        for num_threads in (1, 3):
+            target = torch.full_like(source, 99)
+            bench_copy._dram_transfers(target, source, num_threads)[name]()
+            assert torch.equal(target, source)
+    target = torch.full_like(source, 99)
+    transfers = bench_copy._dram_transfers(target, source, 2)
+    transfers["write"]()
+    assert not target.any()
+    transfers["read"]()
+    source[-1] = 0xFF  # the byte that ends a search
+    with pytest.raises(AssertionError, match="must not hold"):
+        transfers["read"]()
+
+
+@pytest.mark.gpu
+def test_copy_measures_the_link(tmp_path: Path) -> None:
+    if bench_copy.device_name() is None:
+        pytest.skip("no CUDA device")
+    file = tmp_path / "copy.json"
+    assert main(["bench", "copy", "--size", "2MiB", "--time", "2s", "--json", str(file)]) == 0
+    rows = [row for row in json.loads(file.read_text())["results"] if row["memory"] == "pinned"]
+    assert {row["kind"] for row in rows} == {"h2d", "d2h", "both"}
+
+
+def test_a_size_that_no_memory_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "copy", "--size", "4096TiB"]) == 2
+    assert "more than half" in capsys.readouterr().err
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--version"], ["bench", "--help"], ["bench", "nvme", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+    assert "--verify-with-fio" in capsys.readouterr().out
+
+
+def test_the_nvme_tool_does_not_load_torch() -> None:
+    code = "import sys, offloadzero.cli.main; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+    assert bench_nvme.MIN_SIZE == 16 * MIB

@@ -1,0 +1,778 @@
+"""What scripts written for DeepSpeed call: initialize() in its full form, and the engine under DeepSpeed's names."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offloadzero
+from offloadzero import ConfigError, StateError, deepspeed_names, zero
+from offloadzero.absent import ENGINE_NAMES, PACKAGE_NAMES
+from offloadzero.ops.adagrad import DeepSpeedCPUAdagrad
+from offloadzero.ops.adam import DeepSpeedCPUAdam
+from offloadzero.ops.lion import DeepSpeedCPULion
+from offloadzero.optim import CPUAdam
+from tests.support.tiny import TinyModel, make_engine, run_script, settings, tokens, train
+
+DOC = Path(__file__).parents[2] / "docs" / "engine.md"
+
+# DeepSpeed's, in its order.
+SIGNATURE = (
+    *("args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler", "distributed_port"),
+    *("mpu", "dist_init_required", "collate_fn", "config", "mesh_param", "config_params"),
+)
+
+
+def make_model(seed: int = 1) -> TinyModel:
+    torch.manual_seed(seed)
+    return TinyModel(width=16, num_blocks=2)
+
+
+def config(directory: Path | None = None, **keys: Any) -> dict[str, Any]:
+    return settings(directory, **{"placement": "host", **keys})
+
+
+def losses_of(engine: offloadzero.Engine, num_steps: int = 4) -> list[float]:
+    losses = train(engine, num_steps=num_steps)
+    engine.close()
+    return losses
+
+
+# --- initialize() ---
+
+
+def test_the_full_positional_form() -> None:
+    assert tuple(inspect.signature(offloadzero.initialize).parameters) == SIGNATURE
+    data = torch.utils.data.TensorDataset(torch.arange(6))
+    model = make_model()
+    groups = [{"params": list(model.parameters()), "lr": 0.5}]
+
+    def collate(items: list[Any]) -> int:
+        return len(items)
+
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    given = (None, model, None, groups, data, schedule, 29500, None, None, collate, config(), None, None)
+    engine, optimizer, loader, scheduler = offloadzero.initialize(*given)
+    assert loader is not None
+    assert list(loader) == [2, 2, 2]
+    assert engine.training_dataloader is loader
+    assert engine.get_lr() == [0.5]
+    losses_of(engine, 2)
+    assert scheduler.get_last_lr() == [0.125]
+    assert optimizer is engine.optimizer
+
+
+@pytest.mark.parametrize("name", ["mpu", "mesh_param"])
+def test_parallelism_is_refused(name: str) -> None:
+    keys: dict[str, Any] = {name: (1, 2)}
+    with pytest.raises(
+        ConfigError, match=rf"{name} = \(1, 2\): None: model and sequence parallelism are not built"
+    ):
+        offloadzero.initialize(model=make_model(), config=config(), **keys)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_one_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Each rank would train a model of its own, on its part of the data."""
+    monkeypatch.setenv(name, "2")
+    for call in (
+        lambda: offloadzero.initialize(model=make_model(), config=config()),
+        offloadzero.init_distributed,
+    ):
+        with pytest.raises(ConfigError, match=f"{name} = 2: 1: one process trains one model"):
+            call()
+    monkeypatch.setenv(name, "two")
+    with pytest.raises(ConfigError, match=f"{name} = 'two': a whole number"):
+        offloadzero.init_distributed()
+    monkeypatch.setenv(name, "1")
+    losses_of(make_engine(config(), make_model()), 1)
+
+
+def test_two_configurations_are_one_too_many(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config()))
+    args = argparse.Namespace(deepspeed_config=str(path))
+    with pytest.raises(ConfigError, match=r"args\.deepspeed_config = .*: config is given too: give one"):
+        offloadzero.initialize(args, make_model(), config=config())
+    with pytest.raises(ConfigError, match="config_params"):
+        offloadzero.initialize(model=make_model(), config=config(), config_params={"train_batch_size": 3})
+    with pytest.raises(ConfigError, match="config = None"):
+        offloadzero.initialize(argparse.Namespace(), make_model())
+    engine, *_ = offloadzero.initialize(args, make_model(), config=str(path))
+    losses_of(engine, 1)
+
+
+def test_the_arguments_of_a_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config()))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    assert offloadzero.add_config_arguments(parser) is parser
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
+    assert args.deepspeed is True
+    engine, *_ = offloadzero.initialize(args=args, model=make_model(), model_parameters=None)
+    plain = make_engine(config(), make_model())
+    assert losses_of(engine) == losses_of(plain)
+    empty = parser.parse_args([])
+    assert (empty.deepspeed, empty.deepspeed_config, empty.deepscale_config) == (False, None, None)
+
+
+# --- torch.distributed ---
+
+GROUP = """
+    import os, torch, torch.distributed as dist, offloadzero
+    from tests.support.tiny import make_engine, settings
+
+    def group(make):
+        make()
+        if not dist.is_initialized():
+            return None
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        assert x.tolist() == [1, 1, 1]
+        found = dist.get_backend(), dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        return found
+
+    def engine(required):
+        make_engine(settings(placement="host"), dist_init_required=required).close()
+
+    def init(*given, **keys):
+        assert offloadzero.init_distributed(*given, **keys) is None
+
+    one = ("gloo", 0, 1)
+    assert group(lambda: init()) is None
+    assert group(lambda: init(dist_backend="gloo")) is None
+    assert group(lambda: engine(None)) is None
+    assert group(lambda: engine(False)) is None
+    assert group(lambda: engine(True)) == one
+    assert group(lambda: init(dist_init_required=True)) == one
+    if not torch.cuda.is_available():
+        assert group(lambda: init("nccl", dist_init_required=True)) == one
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    assert group(lambda: init(dist_init_required=False)) is None
+    assert group(lambda: (init("gloo"), init("gloo"))) == one
+    init("gloo")
+    print("up at the end:", dist.is_initialized())
+"""
+
+
+def test_a_process_group_only_where_it_is_asked_for() -> None:
+    """By an argument or a launcher's environment; it needs no port, and does not disturb the end of the process."""
+    done = run_script(GROUP, timeout_s=60)
+    assert (done.returncode, done.stdout) == (0, "up at the end: True\n"), done.stderr
+
+
+# --- without an optimizer ---
+
+
+@pytest.mark.parametrize("placement", ["nvme", "host", "device"])
+def test_an_engine_that_only_evaluates(tmp_path: Path, placement: str) -> None:
+    plain = make_model()
+    expected = [plain(tokens(seed)).item() for seed in range(3)]
+    engine, optimizer, loader, scheduler = offloadzero.initialize(
+        model=make_model(), config=config(tmp_path, placement=placement, optimizer=None, bf16=None)
+    )
+    assert (optimizer, loader, scheduler, engine.optimizer) == (None, None, None, None)
+    engine.eval()
+    with torch.no_grad():
+        assert [engine(tokens(seed)).item() for seed in range(3)] == expected
+    assert "exp_avg" not in engine.memory_table(), "no room for optimizer states"
+    assert "grad" not in engine.memory_table()
+    loss = engine(tokens(0))
+    for call in (lambda: engine.backward(loss), engine.step, lambda: engine.scale(loss)):
+        with pytest.raises(StateError, match="has no optimizer and only evaluates: give initialize"):
+            call()
+    engine.zero_grad()
+    assert engine.get_lr() == []
+    assert engine.get_global_grad_norm() is None
+    assert (engine.global_steps, engine.skipped_steps, engine.was_step_applied()) == (0, 0, False)
+    engine.close()
+
+
+def test_an_evaluation_takes_weights_of_a_training(tmp_path: Path) -> None:
+    """Also of the compact layout, whose states it leaves alone."""
+    keys = {"state_layout": "compact"}
+    trained = make_engine(config(**keys), make_model())
+    train(trained, num_steps=3)
+    trained.save_checkpoint(tmp_path, client_state={"epoch": 2})
+    with torch.no_grad():
+        expected = trained(tokens(9)).item()
+    trained.close()
+    engine, *_ = offloadzero.initialize(model=make_model(7), config=config(optimizer=None, **keys))
+    path, state = engine.load_checkpoint(tmp_path)
+    assert path is not None
+    assert state == {"epoch": 2}
+    with torch.no_grad():
+        assert engine(tokens(9)).item() == expected
+    engine.close()
+
+
+def test_a_scheduler_without_an_optimizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lr_scheduler = 'function': None: there is no optimizer"):
+        offloadzero.initialize(
+            model=make_model(), config=config(optimizer=None), lr_scheduler=lambda optimizer: optimizer
+        )
+
+
+# --- our own and DeepSpeed's optimizers as the client's ---
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "lr": 4e-3, "weight_decay": 0.2},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "betas": (0.8, 0.95), "eps": 1e-6},
+    ]
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("form", ["offload", "initialize", "callable"])
+def test_cpu_adam_is_adam(decoupled: bool, form: str) -> None:
+    """Its groups' rates, betas, decays and mode are the engine's: the losses are those of torch's class, to the bit."""
+    torch_class: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
+    options: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
+
+    def run(make: Any) -> list[float]:
+        model = make_model()
+        if form == "offload":
+            offloaded, optimizer = offloadzero.offload(model, make(two_groups(model)), config())
+            losses = []
+            for seed in range(4):
+                loss = offloaded(tokens(seed))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            optimizer.close()
+            return losses
+        given = make(two_groups(model)) if form == "initialize" else lambda _: make(two_groups(model))
+        return losses_of(offloadzero.initialize(model=model, optimizer=given, config=config())[0])
+
+    expected = run(lambda groups: torch_class(groups, **options))
+    assert run(lambda groups: CPUAdam(groups, adamw_mode=decoupled, **options)) == expected
+    assert run(lambda groups: DeepSpeedCPUAdam(groups, adamw_mode=decoupled, **options)) == expected
+    other: Any = torch.optim.Adam if decoupled else torch.optim.AdamW
+    assert run(lambda groups: other(groups, **options)) != expected
+
+
+def test_cpu_adam_without_bias_correction_is_the_configs() -> None:
+    params = {"lr": 1e-3, "bias_correction": False}
+    expected = losses_of(make_engine(config(optimizer={"type": "AdamW", "params": params}), make_model()))
+    model = make_model()
+    given = DeepSpeedCPUAdam(model.parameters(), 1e-3, False)
+    assert losses_of(make_engine(config(optimizer=None), model, optimizer=given)) == expected
+    assert expected != losses_of(
+        make_engine(config(optimizer={"type": "AdamW", "params": {"lr": 1e-3}}), make_model())
+    )
+
+
+def test_cpu_adam_on_a_model_that_was_built_in_pieces(tmp_path: Path) -> None:
+    """zero.Init has taken the values away; the optimizer may be made, and not stepped by itself."""
+    with zero.Init(config_dict_or_path=config(tmp_path, placement="nvme")):
+        torch.manual_seed(1)
+        model = TinyModel(width=80)
+    given = CPUAdam(model.parameters(), lr=1e-2, weight_decay=0.1)
+    model.emb.weight.grad = torch.ones_like(model.emb.weight)
+    with pytest.raises(ConfigError, match=r"params\[0\] = \(96, 80\): its value has left memory"):
+        given.step()
+    given.zero_grad()
+    engine = make_engine(config(tmp_path, placement="nvme"), model, optimizer=given)
+    torch.manual_seed(1)
+    plain = make_engine(config(tmp_path, placement="nvme"), TinyModel(width=80))
+    assert losses_of(engine) == losses_of(plain)
+
+
+def test_optimizers_that_the_engine_does_not_compute() -> None:
+    model = make_model()
+    with pytest.raises(ConfigError, match=r"optimizer = 'NAdam': allowed: .*CPUAdam"):
+        make_engine(config(), model, optimizer=torch.optim.NAdam(model.parameters()))
+    with pytest.raises(ConfigError, match=r"optimizer\.state_layout = 'compact': needs"):
+        make_engine(config(), model, optimizer=CPUAdam(model.parameters(), state_layout="compact"))
+    model = make_model()
+    given = CPUAdam(model.parameters(), lr=1e-2, weight_decay=0.1, state_layout="compact")
+    compact = make_engine(config(state_layout="compact"), model, optimizer=given)
+    assert losses_of(compact) == losses_of(make_engine(config(state_layout="compact"), make_model()))
+    given = CPUAdam(model.parameters(), lr=1e-2)
+    given.param_groups[0]["maximize"] = True
+    with pytest.raises(ConfigError, match="maximize"):
+        make_engine(config(), make_model(), optimizer=given)
+
+
+def test_deepspeeds_optimizers_by_themselves() -> None:
+    """DeepSpeed's arguments by position and its defaults; what is not computed is refused."""
+    param = nn.Parameter(torch.ones(5))
+    adam = DeepSpeedCPUAdam([param], 1e-2, True, (0.8, 0.9), 1e-7, 0.25, False, False)
+    group = adam.param_groups[0]
+    assert [group[key] for key in ("lr", "bias_correction", "betas", "eps", "weight_decay")] == [
+        *(1e-2, True, (0.8, 0.9), 1e-7, 0.25)
+    ]
+    assert group["decoupled_weight_decay"] is False
+    lion, adagrad = DeepSpeedCPULion([param]), DeepSpeedCPUAdagrad([param], 0.5, 1e-6, 0.1)
+    assert [lion.param_groups[0][key] for key in ("lr", "betas")] == [1e-3, (0.9, 0.999)]
+    assert [adagrad.param_groups[0][key] for key in ("lr", "eps", "weight_decay")] == [0.5, 1e-6, 0.1]
+    for cls in (DeepSpeedCPUAdam, DeepSpeedCPUAdagrad):
+        with pytest.raises(ConfigError, match="amsgrad = True: allowed: False"):
+            cls([param], amsgrad=True)
+    for any_class in (DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion):
+        with pytest.raises(ConfigError, match="fp32_optimizer_states = False: allowed: True"):
+            any_class([param], fp32_optimizer_states=False)
+    plain = nn.Parameter(torch.ones(5))
+    reference = torch.optim.Adam([plain], 1e-2, (0.8, 0.9), 1e-7, 0.25)
+    for step in range(3):
+        param.grad = plain.grad = torch.arange(5.0) - step
+        adam.step()
+        reference.step()
+    torch.testing.assert_close(param, plain)
+
+
+# --- the engine ---
+
+
+@pytest.fixture(scope="module")
+def asked() -> Any:
+    """An engine that is only asked."""
+    made = make_engine(config(gradient_accumulation_steps=2, optimizer=None, bf16=None), **client())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def engine() -> Any:
+    made = make_engine(config(gradient_accumulation_steps=2, optimizer=None, bf16=None), **client())
+    yield made
+    made.close()
+
+
+def client() -> dict[str, Any]:
+    model = make_model()
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.9))}
+
+
+EXPECTED: dict[str, Any] = {
+    "bfloat16_enabled": False,
+    "fp16_enabled": False,
+    "get_data_types": (torch.float32, torch.float32),
+    "dynamic_loss_scale": True,
+    "initial_dynamic_scale": 65536.0,
+    "zero_optimization": True,
+    "zero_optimization_stage": 3,
+    "zero_optimization_partition_gradients": True,
+    "zero_optimization_partition_weights": True,
+    "zero_cpu_offload": True,
+    "zero_use_cpu_optimizer": True,
+    "zero_nvme_offload_optimizer": False,
+    "zero_gather_16bit_weights_on_model_save": False,
+    "gradient_clipping": 0.0,
+    "gradient_accumulation_steps": 2,
+    "train_batch_size": 4,
+    "train_micro_batch_size_per_gpu": 2,
+    "get_batch_info": (4, 2, 2),
+    "get_lr": [1e-2],
+    "get_mom": [(0.8, 0.9)],
+    "get_type": [0.0],
+    "optimizer_name": "AdamW",
+    "optimizer_params": None,
+    "scheduler_name": None,
+    "scheduler_params": None,
+    "steps_per_print": None,
+    "get_data_parallel_rank": 0,
+    "get_global_grad_norm": None,
+    "get_pld_theta": None,
+    "get_wall_clock_timers": {},
+    "empty_partition_cache": None,
+    "allreduce_gradients": None,
+    "wall_clock_breakdown": False,
+    "flops_profiler_enabled": False,
+    "pld_enabled": False,
+    "loss_scale": 1.0,
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_answer(asked: offloadzero.Engine, name: str) -> None:
+    assert getattr(asked, name)() == EXPECTED[name]
+
+
+def test_values(asked: offloadzero.Engine) -> None:
+    assert (asked.local_rank, asked.global_rank, asked.world_size) == (0, 0, 1)
+    assert (asked.dp_world_size, asked.mp_world_size, asked.mpu) == (1, 1, None)
+    assert asked.communication_data_type is torch.float32
+    assert asked.loss_scale == 1.0
+    assert asked.is_compiled is False
+    assert isinstance(asked, offloadzero.DeepSpeedEngine)
+
+
+def test_every_row_of_the_tables_answers(asked: offloadzero.Engine) -> None:
+    for name in (*deepspeed_names.ANSWERS, *deepspeed_names.OFF):
+        getattr(asked, name)()
+        assert name in dir(asked)
+    for name in deepspeed_names.VALUES:
+        assert hasattr(asked, name)
+    answers = (*deepspeed_names.ANSWERS, *deepspeed_names.OFF, *deepspeed_names.VALUES)
+    rows = (*answers, *deepspeed_names.MOVES, *ENGINE_NAMES)
+    assert len(rows) == len(set(rows))
+    assert not {name for name in rows if name in vars(offloadzero.Engine)}, (
+        "the engine has it: the row is dead"
+    )
+
+
+def test_the_page_names_every_row() -> None:
+    text = DOC.read_text()
+    names = (*deepspeed_names.NAMES, *deepspeed_names.MOVES, *ENGINE_NAMES, *PACKAGE_NAMES)
+    assert [name for name in names if f"`{name}`" not in text and f"`{name}()`" not in text] == []
+
+
+def test_a_local_rank_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    engine = make_engine(config(), make_model())
+    assert engine.local_rank == 3
+    engine.close()
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
+def test_where_things_live(tmp_path: Path, placement: str) -> None:
+    mixed = [
+        {
+            "exp_avg": placement,
+            "exp_avg_sq": placement,
+            "master": placement,
+            "param": "device",
+            "grad": "device",
+        }
+    ]
+    engine = make_engine(config(tmp_path, placement=mixed), make_model())
+    found = engine.zero_offload_optimizer()
+    assert engine.zero_offload_param() is None
+    assert engine.zero_nvme_offload_optimizer() is (placement == "nvme")
+    assert engine.zero_cpu_offload() is (placement == "host")
+    if placement == "device":
+        assert found is None
+    else:
+        assert (found.device, found.ratio) == ("nvme" if placement == "nvme" else "cpu", 1.0)
+        assert found.nvme_path == (tmp_path if placement == "nvme" else None)
+    engine.close()
+
+
+def test_precision_answers() -> None:
+    fp16 = {"enabled": True, "loss_scale": 32.0}
+    engine = make_engine(config(bf16=None, fp16=fp16, data_types={"grad_accum_dtype": "fp32"}), make_model())
+    assert engine.fp16_enabled() is True
+    assert engine.dynamic_loss_scale() is False
+    assert engine.get_data_types() == (torch.float16, torch.float32)
+    assert engine.loss_scale == engine.loss_scale() == 32.0
+    assert engine.optimizer.loss_scale == engine.optimizer.cur_scale == 32.0
+    assert engine.optimizer.overflow is False
+    loss = engine(tokens(0))
+    engine.backward(loss * float("inf"))
+    engine.step()
+    assert engine.optimizer.overflow is True
+    assert engine.skipped_steps == 1
+    train(engine, num_steps=1)
+    assert engine.optimizer.overflow is False
+    engine.close()
+
+
+def test_after_loading_there_is_no_last_step(tmp_path: Path) -> None:
+    engine = make_engine(config(), make_model())
+    train(engine, num_steps=2)
+    assert engine.get_global_grad_norm() > 0
+    engine.save_checkpoint(tmp_path)
+    engine.close()
+    engine = make_engine(config(), make_model())
+    engine.load_checkpoint(tmp_path)
+    assert engine.global_steps == 2
+    assert engine.get_global_grad_norm() is None
+    assert engine.optimizer.overflow is False
+    train(engine, num_steps=1)
+    assert engine.get_global_grad_norm() > 0
+    engine.close()
+
+
+def test_an_unknown_attribute_names_the_engine_and_its_module(asked: offloadzero.Engine) -> None:
+    with pytest.raises(AttributeError) as caught:
+        asked.save_chekpoint  # noqa: B018
+    assert str(caught.value) == (
+        "Engine has no attribute 'save_chekpoint', and neither has its module, a TinyModel "
+        "(did you mean 'save_checkpoint'?)"
+    )
+    with pytest.raises(
+        AttributeError, match=r"'zero_optimization_stages'.*did you mean 'zero_optimization_stage'"
+    ):
+        asked.zero_optimization_stages  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'blocs'.* a TinyModel \(did you mean 'blocks'\?\)"):
+        asked.blocs  # noqa: B018
+    for name, reason in ENGINE_NAMES.items():
+        assert not hasattr(asked, name)
+        with pytest.raises(AttributeError) as caught:
+            getattr(asked, name)
+        assert reason in str(caught.value)
+    assert asked.blocks is asked.module.blocks
+
+
+def test_the_modules_own_property_that_fails_is_the_cause() -> None:
+    class Broken(TinyModel):
+        @property
+        def size(self) -> int:
+            return self.sizes  # type: ignore[return-value]
+
+    engine = make_engine(config(), Broken(width=16, num_blocks=1))
+    with pytest.raises(AttributeError, match="'size'") as caught:
+        engine.size  # noqa: B018
+    assert "sizes" in str(caught.value.__cause__) or "size" in str(caught.value.__cause__)
+    engine.close()
+
+
+def test_an_unknown_name_of_the_package() -> None:
+    with pytest.raises(
+        AttributeError, match=r"module 'offloadzero' has no attribute 'initialise' \(did you mean"
+    ):
+        offloadzero.initialise  # type: ignore[attr-defined]  # noqa: B018
+    for name, reason in PACKAGE_NAMES.items():
+        with pytest.raises(AttributeError) as caught:
+            getattr(offloadzero, name)
+        assert reason in str(caught.value)
+    assert offloadzero.ops.adam.DeepSpeedCPUAdam is DeepSpeedCPUAdam
+
+
+def test_forward_is_the_engines(tmp_path: Path) -> None:
+    """`engine.forward(...)` runs the hooks of the model itself, which `module.forward` would leave out."""
+    engine = make_engine(config(tmp_path, placement="nvme"), make_model())
+    seen: list[str] = []
+    engine.module.register_forward_pre_hook(lambda *_: seen.append("root"))
+    assert engine.forward(tokens(0)).item() == engine(tokens(0)).item()
+    assert seen == ["root", "root"]
+    engine.close()
+
+
+def test_moving_and_casting(asked: offloadzero.Engine) -> None:
+    """What it is already gives the engine back, not the module; anything else says what to set."""
+    for same in (
+        *(asked.to("cpu"), asked.to(torch.device("cpu")), asked.cpu(), asked.to(dtype=torch.float32)),
+        *(
+            asked.float(),
+            asked.to("cpu", torch.float32, True),
+            asked.to(torch.zeros(1)),
+            asked.type(torch.float32),
+        ),
+        *(asked.to(device="cpu", non_blocking=True), asked.to(None), asked.train(), asked.eval()),
+    ):
+        assert same is asked
+    for move in (asked.cuda, lambda: asked.cuda(0), lambda: asked.to("cuda:0"), lambda: asked.to("meta")):
+        with pytest.raises(StateError, match=r"the engine computes on cpu and moves the weights by itself"):
+            move()
+    for cast in (
+        asked.half,
+        asked.bfloat16,
+        asked.double,
+        lambda: asked.to(torch.zeros(1, dtype=torch.half)),
+    ):
+        with pytest.raises(StateError, match=r"the parameters are torch\.float32: the config's bf16 or fp16"):
+            cast()
+
+
+def test_destroy(tmp_path: Path) -> None:
+    engine = make_engine(config(tmp_path, placement="nvme"), make_model())
+    train(engine, num_steps=1)
+    engine.destroy()
+    engine.destroy()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_in_and_out(engine: offloadzero.Engine) -> None:
+    engine.module.blocks[0].requires_grad_(False)
+    weights = engine.module_state_dict()
+    assert weights.keys() == make_model().state_dict().keys()
+    assert all(torch.equal(value, weights[name]) for name, value in make_model().state_dict().items())
+    trainable = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    assert trainable.keys() == {name for name in weights if not name.startswith("blocks.0.")}
+    others = make_model(5).state_dict()
+    for checkpoint in (others, {"module": others}):
+        engine.load_module_state_dict(weights)
+        engine.load_module_state_dict(checkpoint)
+        assert all(torch.equal(value, others[name]) for name, value in engine.module_state_dict().items())
+    with pytest.raises(RuntimeError, match="nothing"):
+        engine.load_module_state_dict({"nothing": torch.ones(1)})
+    engine.load_module_state_dict({"nothing": torch.ones(1)}, strict=False)
+    seen: list[Any] = []
+    engine.load_module_state_dict(
+        {"module": weights}, custom_load_fn=lambda src, dst: seen.append((len(src), dst))
+    )
+    assert seen == [(len(weights), engine.module)]
+
+
+def test_the_old_name_of_saving(tmp_path: Path, engine: offloadzero.Engine) -> None:
+    assert engine.save_fp16_model(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_compile_passes_the_keywords_on(engine: offloadzero.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **keys: seen.append((module, keys)))
+    engine.compile(backend="eager", compile_kwargs={"dynamic": True})
+    assert seen == [(engine.module, {"backend": "eager", "dynamic": True})]
+    with pytest.raises(ConfigError, match="schedule"):
+        engine.compile(schedule=[(0, [])])
+
+
+def test_the_order_of_the_data_is_deepspeeds(engine: offloadzero.Engine) -> None:
+    """For training a permutation of seed 0, every epoch the same; for evaluation as it lies."""
+    data = list(range(11))
+    order = torch.randperm(11, generator=torch.Generator().manual_seed(0)).tolist()
+    loader = engine.deepspeed_io(data)  # type: ignore[arg-type]
+    for _ in range(2):
+        assert torch.cat(list(loader)).tolist() == order
+    assert [len(batch) for batch in loader] == [2, 2, 2, 2, 2, 1]
+    assert torch.cat(list(engine.deepspeed_io(data, 4, route="eval"))).tolist() == data  # type: ignore[arg-type]
+
+
+def test_data_needs_a_batch_size() -> None:
+    """And it is said before the model is touched."""
+    model = make_model()
+    before = model.emb.weight.untyped_storage().nbytes()
+    with pytest.raises(ConfigError, match=r"train_micro_batch_size_per_gpu = None: a number"):
+        offloadzero.initialize(
+            model=model, config=config(train_micro_batch_size_per_gpu=None), training_data=torch.zeros(4, 3)
+        )
+    assert model.emb.weight.untyped_storage().nbytes() == before
+
+
+# --- the batch size ---
+
+
+def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: list[int]) -> list[float]:
+    """Plain torch: steps of so many micro batches."""
+    losses, seed = [], 0
+    for size in sizes:
+        for _ in range(size):
+            loss = model(tokens(seed))
+            (loss / size).backward()
+            losses.append(loss.item())
+            seed += 1
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_setting_the_train_batch_size() -> None:
+    """Windows of 2, then 3, then 1 micro batches: the losses of plain torch with the same windows."""
+    model = make_model()
+    expected = accumulate(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.9)), [2, 2, 3, 3, 1, 1]
+    )
+    engine = make_engine(config(gradient_accumulation_steps=2, optimizer=None, bf16=None), **client())
+    losses = train(engine, num_steps=4)
+    assert (engine.global_steps, engine.global_samples) == (2, 8)
+    engine.set_train_batch_size(6)
+    assert engine.get_batch_info() == (6, 2, 3)
+    losses += train(engine, num_steps=6, first_seed=4)
+    assert (engine.global_steps, engine.global_samples) == (4, 20)
+    engine.set_train_batch_size(2)
+    losses += train(engine, num_steps=2, first_seed=10)
+    assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (6, 24, 12)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    engine.set_train_micro_batch_size(5)
+    assert engine.get_batch_info() == (5, 5, 1)
+    engine.close()
+
+
+def test_batch_sizes_that_cannot_be_set() -> None:
+    engine = make_engine(config(gradient_accumulation_steps=2), make_model())
+    with pytest.raises(ConfigError, match="not a multiple of 2"):
+        engine.set_train_batch_size(5)
+    train(engine, num_steps=1)
+    with pytest.raises(StateError, match="changes between steps: 1 of 2 micro batches"):
+        engine.set_train_batch_size(8)
+    with pytest.raises(StateError, match="changes between steps"):
+        engine.set_train_micro_batch_size(8)
+    train(engine, num_steps=1, first_seed=1)
+    engine.set_train_batch_size(8)
+    assert engine.gradient_accumulation_steps() == 4
+    engine.close()
+    engine = make_engine(config(train_micro_batch_size_per_gpu=None), make_model())
+    with pytest.raises(
+        ConfigError, match=r"train_micro_batch_size_per_gpu = None: set_train_batch_size\(\) needs it"
+    ):
+        engine.set_train_batch_size(8)
+    engine.close()
+
+
+def test_accumulation_needs_gradients_that_are_kept() -> None:
+    """With one micro batch per step the update may run in backward, and then there is nothing to add to."""
+    engine = make_engine(config(update={"in_backward": True}), make_model())
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps = 4: 1: gradients are not kept"):
+        engine.set_train_batch_size(8)
+    assert engine.get_batch_info() == (2, 2, 1)
+    train(engine, num_steps=2)
+    engine.close()
+
+
+# --- the loop ---
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
+def test_backward_twice_through_one_graph(tmp_path: Path, placement: str) -> None:
+    """`retain_graph`: the two gradients add up as in torch."""
+    plain = make_model()
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.8, 0.9))
+    engine = make_engine(
+        config(tmp_path, placement=placement, gradient_accumulation_steps=2, optimizer=None, bf16=None),
+        **client(),
+    )
+    losses, expected = [], []
+    for seed in range(3):
+        loss, plain_loss = engine(tokens(seed)), plain(tokens(seed))
+        engine.backward(loss, retain_graph=True)
+        engine.step()
+        engine.backward(loss)
+        engine.step()
+        (plain_loss / 2).backward(retain_graph=True)
+        (plain_loss / 2).backward()
+        reference.step()
+        reference.zero_grad()
+        losses.append(loss.item())
+        expected.append(plain_loss.item())
+    assert losses == pytest.approx(expected, rel=1e-5)
+    engine.close()
+
+
+def test_backward_without_the_scale_of_accumulation() -> None:
+    """DeepSpeed's `scale_wrt_gas=False`, and `scale()` for a backward of the caller's own."""
+    runs: list[list[float]] = []
+    for form in ("backward", "scale", "plain"):
+        engine = make_engine(config(gradient_accumulation_steps=2, optimizer=None, bf16=None), **client())
+        losses = []
+        for seed in range(6):
+            loss = engine(tokens(seed))
+            if form == "backward":
+                assert engine.backward(loss, scale_wrt_gas=False) is loss
+            elif form == "scale":
+                engine.scale(loss).backward()
+            else:
+                loss.backward()
+            engine.step()
+            losses.append(loss.item())
+        runs.append(losses)
+        engine.close()
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_arguments_for_the_schedule() -> None:
+    """`step(lr_kwargs)` hands them to the schedule's step."""
+    scheduler = {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 1.0, "warmup_num_steps": 10, "warmup_type": "linear"},
+    }
+    engine = make_engine({**config(), "scheduler": scheduler}, make_model())
+    engine.backward(engine(tokens(0)))
+    engine.step({"last_batch_iteration": 4})
+    assert engine.get_lr() == [pytest.approx(0.4)]
+    engine.close()

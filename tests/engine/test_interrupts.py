@@ -1,0 +1,340 @@
+"""Ctrl-C at any place: waits can be left, submissions are whole, what is closed twice is closed, runs go on or refuse.
+
+The campaign plays whole runs with one interrupt each (tests/engine/interrupts.py). Its size comes from the environment:
+OFFLOADZERO_TEST_INJECTED and OFFLOADZERO_TEST_INTERRUPTS, the seed from OFFLOADZERO_TEST_INTERRUPT_SEED.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offloadzero
+from offloadzero import interrupts
+from offloadzero.errors import OffloadError, StateError
+from offloadzero.interrupts import uninterrupted
+from offloadzero.lifetime import EngineState
+from offloadzero.memory.arena import Arena, BufferPool
+from offloadzero.memory.lanes import Lane
+from offloadzero.memory.tickets import Failures, Latch, Promise
+from tests.engine.interrupts import FINE, Injected, InjectedError, InjectedFault, summary
+from tests.engine.test_lifetime import assert_as_before, collect, forms, fresh_model, threads_of_ours
+from tests.support.tiny import REPOSITORY, make_engine, script_environment, settings, train
+
+SOON_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    """Ours, which holds interrupts back where the code says so."""
+    interrupts.install()
+    yield
+    uninterrupted.pending = False
+    interrupts.uninstall()
+
+
+def interrupt_after(delay_s: float) -> None:
+    """Ctrl-C while the main thread waits."""
+    threading.Timer(delay_s, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+
+
+# --- sections that are not interrupted ---
+
+
+def test_a_section_is_interrupted_at_its_end() -> None:
+    done = []
+
+    def section() -> None:
+        with uninterrupted:
+            with uninterrupted:
+                signal.raise_signal(signal.SIGINT)
+                done.append("inner")
+            done.append("outer")
+        done.append("behind")
+
+    with pytest.raises(KeyboardInterrupt):
+        section()
+    assert done == ["inner", "outer"]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)  # outside at once
+
+
+def test_a_wait_in_a_section_can_be_left() -> None:
+    started_s = time.monotonic()
+    interrupt_after(0.05)
+    with pytest.raises(KeyboardInterrupt), uninterrupted:
+        Latch().wait()
+
+    def interrupted_before() -> None:
+        with uninterrupted:
+            signal.raise_signal(signal.SIGINT)
+            Latch().wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_before()
+    interrupt_after(0.05)
+    with pytest.raises(KeyboardInterrupt), uninterrupted:
+        BufferPool((), failures=Failures()).take()
+    assert time.monotonic() - started_s < SOON_S
+
+
+def test_a_handler_of_the_users_is_left_alone() -> None:
+    came = []
+    interrupts.uninstall()
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(1))
+    try:
+        interrupts.install()
+        with uninterrupted:
+            signal.raise_signal(signal.SIGINT)
+            assert came == [1]
+        interrupts.uninstall()
+        signal.raise_signal(signal.SIGINT)
+        assert came == [1, 1]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_what_must_be_whole_and_was_not_makes_the_engine_unusable() -> None:
+    failures = Failures()
+    with pytest.raises(TimeoutError), failures.whole("the handing over of a gradient"):
+        raise TimeoutError("a handler of SIGALRM, say")
+    with pytest.raises(StateError, match=r"handing over of a gradient was interrupted half-way"):
+        failures.check()
+    assert isinstance(failures.first.__cause__, TimeoutError)  # type: ignore[union-attr]
+
+
+# --- waits for what never comes ---
+
+
+def test_a_wait_for_a_ticket_that_nobody_fulfils_ends_with_the_engines_failure() -> None:
+    failures = Failures()
+    threading.Timer(0.05, failures.record, [OSError("the drive is gone")]).start()
+    with pytest.raises(OSError, match="the drive is gone"), failures.handed_over():
+        Promise().wait()
+
+
+def test_a_thread_that_waits_for_what_never_comes_ends_with_its_engine() -> None:
+    failures = Failures()
+    lane = Lane("stage", failures)
+    lane.submit(lambda: None, after=[Promise()])
+    ticket = lane.submit(lambda: None)
+    failures.given_up = True
+    lane.close()
+    ticket.wait()
+    with pytest.raises(StateError, match="given up"):
+        failures.check()
+
+
+@pytest.mark.alone
+def test_buffers_that_are_given_back_at_once_reach_all_who_wait() -> None:
+    failures = Failures()
+    arena = Arena("host", torch.zeros(3 * 4096, dtype=torch.uint8))
+    pool = BufferPool([arena.lease(4096, str(i)) for i in range(3)], failures=failures)
+    taken = [pool.take() for _ in range(3)]
+    arrived_s: list[float] = []
+
+    def wait() -> None:
+        pool.take()
+        arrived_s.append(time.monotonic())
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    interrupt_after(0.05)
+    with pytest.raises(KeyboardInterrupt):
+        pool.take()  # a wait that is interrupted takes nobody's buffer
+    given_s = time.monotonic()
+    for buffer in taken:
+        pool.give_back(buffer)
+    for thread in threads:
+        thread.join()
+    assert max(arrived_s) - given_s < 0.4  # nobody had to look up
+
+
+# --- an interrupt at each place ---
+
+
+def at_each_place(
+    use: Callable[[], None], *, every: int = 1, first: int = 1, kind: type[Injected] = Injected
+) -> Iterator[Injected]:
+    """`use()` with an interrupt at its first place inside the package, then at the next, up to its last."""
+    for countdown in range(first, 100_000, every):
+        interrupt = kind(countdown)
+        interrupt.arm()
+        try:
+            use()
+        except (KeyboardInterrupt, InjectedError):
+            interrupt.came = True
+        finally:
+            interrupt.disarm()
+        yield interrupt
+        if interrupt.num_places < countdown:
+            return
+
+
+def test_a_submission_to_a_lane_is_whole_wherever_it_is_interrupted() -> None:
+    failures = Failures()
+    lane = Lane("stage", failures)
+    done: list[int] = []
+    num_places = sum(1 for _ in at_each_place(lambda: lane.submit(lambda: done.append(1)).wait()))
+    assert num_places > 5
+    lane.submit(lambda: done.append(1)).wait()
+    lane.close()
+    assert failures.first is None
+    assert len(done) >= 2
+
+
+def test_a_wait_can_be_interrupted_at_each_place_and_the_others_still_end() -> None:
+    number = 0
+    while number < 50:
+        number += 1
+        latch = Latch()
+        others = [threading.Thread(target=latch.wait) for _ in range(2)]
+        for other in others:
+            other.start()
+        threading.Timer(0.01, latch.set).start()
+        interrupt = Injected(number)
+        interrupt.arm()
+        try:
+            latch.wait()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            interrupt.disarm()
+        for other in others:
+            other.join(SOON_S)
+            assert not other.is_alive(), interrupt.place
+        latch.wait()
+        if interrupt.num_places < number:
+            break
+    assert number > 4
+
+
+def test_the_pipeline_takes_work_wherever_a_submission_is_interrupted(tmp_path: Path) -> None:
+    engine = make_engine(settings(tmp_path))
+    pipeline = engine.optimizer.runtime.parts.pipeline
+    for _ in at_each_place(lambda: pipeline.submit(lambda: None)):
+        done = Latch()
+        pipeline.submit(done.set)
+        done.wait()
+    for _ in at_each_place(lambda: pipeline.read_ahead(engine.optimizer.runtime.records)):
+        done = Latch()
+        pipeline.submit(done.set)
+        done.wait()
+    engine.close()
+
+
+def close_and_note_nothing(engine: offloadzero.Engine) -> None:
+    with contextlib.suppress(OffloadError):  # what was interrupted, said once more
+        engine.close()
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_a_close_that_is_interrupted_is_done_by_the_next(tmp_path: Path, clipping: float) -> None:
+    engines: list[offloadzero.Engine] = []
+
+    def use() -> None:
+        engines[-1].close()
+
+    def open_one() -> None:
+        engines.append(make_engine(settings(tmp_path, gradient_clipping=clipping)))
+        train(engines[-1], num_steps=1)
+
+    collect()  # what other tests have dropped
+    threads = threads_of_ours()
+    open_one()
+    for interrupt in at_each_place(use, every=int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_CLOSE", "9"))):
+        close_and_note_nothing(engines[-1])
+        assert engines[-1].state is EngineState.CLOSED, interrupt.place
+        assert (threads_of_ours(), os.listdir(tmp_path)) == (threads, []), interrupt.place
+        open_one()
+    close_and_note_nothing(engines[-1])
+    assert len(engines) > 5
+
+
+EVERY_NTH_START = int(os.environ.get("OFFLOADZERO_TEST_EVERY_NTH_START", "500"))
+
+
+def test_an_initialize_that_is_interrupted_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    before = forms(fresh_model())
+    made: list[Any] = []
+
+    def use() -> None:
+        made.append(fresh_model())
+        made.append(make_engine(settings(tmp_path), made[-1]))
+
+    num_places = 0
+    for interrupt in at_each_place(use, every=EVERY_NTH_START):
+        num_places += 1
+        if interrupt.came:
+            assert os.listdir(tmp_path) == [], interrupt.place
+            assert_as_before(made[-1], before)
+        else:
+            made[-1].close()
+    assert num_places >= 3
+
+
+@pytest.mark.parametrize("call", ["initialize", "offload"])
+def test_an_error_at_any_place_of_the_start_leaves_the_model_as_it_was(tmp_path: Path, call: str) -> None:
+    """Interrupts are held back here and there, an error is not."""
+    before, threads = forms(fresh_model()), threads_of_ours()
+    made: list[Any] = []
+
+    def use() -> None:
+        model = fresh_model()
+        made.append(model)
+        if call == "initialize":
+            made.append(make_engine(settings(tmp_path), model))
+        else:
+            plain = torch.optim.AdamW(model.parameters())
+            made.append(offloadzero.offload(model, plain, settings(tmp_path))[1])
+
+    num_came = 0
+    for fault in at_each_place(use, every=EVERY_NTH_START, kind=InjectedFault):
+        num_came += fault.came
+        if fault.came:
+            assert (os.listdir(tmp_path), threads_of_ours()) == ([], threads), fault.place
+            assert_as_before(made[-1], before)
+        else:
+            made[-1].close()
+    assert num_came >= 3
+
+
+# --- whole runs ---
+
+NUM_INJECTED = int(os.environ.get("OFFLOADZERO_TEST_INJECTED", "10"))
+NUM_REAL = int(os.environ.get("OFFLOADZERO_TEST_INTERRUPTS", "4"))
+SEED = int(os.environ.get("OFFLOADZERO_TEST_INTERRUPT_SEED", "1"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "number"), [("injected", NUM_INJECTED), ("real", NUM_REAL)])
+def test_runs_go_on_with_the_same_bits_or_refuse_or_end(tmp_path: Path, kind: str, number: int) -> None:
+    reports_file = tmp_path / "reports.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.interrupts", kind, str(number), str(SEED), str(reports_file)],
+        cwd=REPOSITORY,
+        env=script_environment(),
+        capture_output=True,
+        text=True,
+        timeout=600 + 40 * number,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(line) for line in reports_file.read_text().splitlines()]
+    assert len(reports) == number
+    assert all(report["verdict"] in FINE for report in reports), summary(reports)
+    # Else it would say nothing: most interrupts must hit.
+    assert sum(report["verdict"] != "never came" for report in reports) >= number // 2

@@ -1,0 +1,184 @@
+"""Where the states live, and how they are moved, does not change a bit: DESIGN's first invariant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offloadzero
+from tests.support import parity
+from tests.support.parity import CASES, Case, batches, case_config, make_model, run_case, run_row, train
+from tests.support.training import (
+    PLACEMENTS,
+    Outcome,
+    assert_same,
+    merge,
+    run_engine,
+    run_plain,
+    worst_relative_difference,
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matrix(case: Case, tmp_path: Path) -> None:
+    row = run_row(case, tmp_path)
+    assert row.differences == {placement: [] for placement in PLACEMENTS}
+    assert row.worst_plain <= parity.PLAIN_TOLERANCE
+
+
+def test_the_model_of_the_matrix_learns_and_uses_every_tier(tmp_path: Path) -> None:
+    """Equal numbers mean little if nothing is learnt, or if nothing is moved."""
+    case = Case(accumulation=1, clipping=1.0, checkpointing=False)
+    engine, *_ = offloadzero.initialize(model=make_model(case), config=case_config(case, "mixed", tmp_path))
+    losses = train(engine, case, parity.NUM_STEPS)
+    table = engine.memory_table()
+    engine.close()
+    assert losses[-1] < losses[0] - 0.3
+    for kind in ("param", "master", "exp_avg", "exp_avg_sq"):
+        assert table.count(f"home: {kind} ") == 3, table
+    assert "home: grad" in table.split("nvme")[1], table
+
+
+def own(**block: Any) -> dict[str, Any]:
+    return {"offloadzero": block}
+
+
+MANY_LIVE = {"zero_optimization": {"stage3_max_live_parameters": 10**9}}
+VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "two units prefetched": (
+        "nvme",
+        {"zero_optimization": {"stage3_max_live_parameters": 30_000}},
+    ),
+    "a device budget in bytes": ("mixed", own(budgets={"device": "384KiB"})),
+    "all units on the device": ("nvme", MANY_LIVE),
+    "all units on the device, from host": ("host", MANY_LIVE),
+    "io_uring": ("nvme", own(aio={"backend": "io_uring"})),
+    "native_aio": ("nvme", own(aio={"backend": "native_aio"})),
+    "aiofiles": ("nvme", own(aio={"backend": "aiofiles"})),
+    "file blocks of 4096 bytes": ("mixed", {"aio": {"block_size": 4096, "queue_depth": 2}}),
+    "two file threads": ("mixed", {"aio": {"block_size": 8192, "intra_op_parallelism": 2}}),
+    "one update thread": ("mixed", own(update={"num_threads": 1})),
+    "two update threads": ("mixed", own(update={"num_threads": 2})),
+    "smallest chunks": ("mixed", own(update={"chunk_elements": 4096})),
+    "smallest chunks, one in flight": (
+        "nvme",
+        own(update={"chunk_elements": 4096, "num_chunks_in_flight": 1}),
+    ),
+    "many chunks in flight": ("nvme", own(update={"chunk_elements": 4096, "num_chunks_in_flight": 7})),
+    "part of the update on the device": (
+        "host",
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+    ),
+    "gradients on files": (
+        "nvme",
+        own(
+            placement=dict.fromkeys(("param", "master", "exp_avg", "exp_avg_sq", "grad"), "nvme"),
+            update={"in_backward": False},
+        ),
+    ),
+    "update after backward": ("mixed", own(update={"in_backward": False})),
+}
+
+
+@pytest.fixture(scope="module")
+def resident(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
+    """The run with everything on the device, once for each kind of step."""
+    directory = tmp_path_factory.mktemp("resident")
+    cases = (Case(1, 0.0, False), Case(3, 0.0, False), Case(3, 1.0, False))
+    return {case: run_case(case, "resident", directory, num_steps=4) for case in cases}
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_how_states_are_moved_changes_nothing(
+    name: str, resident: dict[Case, Outcome], tmp_path: Path
+) -> None:
+    placement, over = VARIATIONS[name]
+    for case, reference in resident.items():
+        assert_same(run_case(case, placement, tmp_path, num_steps=4, **over), reference)
+
+
+def test_striping_over_two_directories_changes_nothing(resident: dict[Case, Outcome], tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    for case, reference in resident.items():
+        over = own(nvme_path=[str(path) for path in paths])
+        assert_same(run_case(case, "nvme", tmp_path, num_steps=4, **over), reference)
+
+
+@pytest.mark.parametrize(
+    "units",
+    [
+        {"min_leaf_elements": 0},
+        {"min_leaf_elements": 10**9},
+        {"patterns": ["blocks.*.up", "blocks.*.down", "tokens"]},
+        {"patterns": ["blocks"]},
+    ],
+    ids=str,
+)
+def test_how_units_are_cut_changes_nothing_without_clipping(
+    units: dict[str, Any], resident: dict[Case, Outcome], tmp_path: Path
+) -> None:
+    """With clipping the norm is a sum over units, whose rounding depends on the cut."""
+    case = Case(3, 0.0, False)
+    outcome = run_case(case, "nvme", tmp_path, num_steps=4, **own(units=units))
+    outcome.norm = resident[case].norm
+    assert_same(outcome, resident[case])
+
+
+DYNAMIC = {"loss_scale": 0, "initial_scale_power": 7, "loss_scale_window": 4, "hysteresis": 1}
+DTYPES: dict[str, tuple[str | None, dict[str, Any], float]] = {
+    "fp32": (None, {}, 5e-5),
+    "fp16, fixed scale": ("fp16", {}, 1e-3),
+    "fp16, dynamic scale": ("fp16", {"fp16": DYNAMIC}, 1e-3),
+}
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("case", [Case(1, 0.0, False), Case(3, 1.0, True)], ids=str)
+def test_dtypes(name: str, case: Case, tmp_path: Path) -> None:
+    dtype, over, tolerance = DTYPES[name]
+    num_steps = 10
+
+    def run(placement: str) -> Outcome:
+        return run_case(case, placement, tmp_path, num_steps=num_steps, dtype=dtype, **over)
+
+    reference = run("resident")
+    for placement in ("host", "nvme", "mixed"):
+        assert_same(run(placement), reference)
+    plain = run_plain(
+        lambda: make_model(case),
+        lambda engine: train(engine, case, num_steps),
+        merge(case_config(case, "resident", tmp_path, dtype=dtype), {}),
+    )
+    assert worst_relative_difference(reference.losses, plain.losses) < tolerance
+
+
+def test_the_dynamic_scale_moved_in_the_test_above(tmp_path: Path) -> None:
+    case = Case(1, 0.0, False)
+    config = case_config(case, "nvme", tmp_path, dtype="fp16", fp16=DYNAMIC)
+    scales: list[float] = []
+
+    def loop(engine: Any) -> list[float]:
+        losses = []
+        for tokens, targets in batches(10):
+            loss = engine(tokens, targets)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            scales.append(engine.loss_scale)
+        return losses
+
+    run_engine(lambda: make_model(case), loop, config)
+    assert scales == [128.0] * 3 + [256.0] * 4 + [512.0] * 3
+
+
+def test_gradients_accumulated_in_fp32(tmp_path: Path) -> None:
+    """`data_types.grad_accum_dtype`: the same bits everywhere, and nearer to plain fp32 accumulation."""
+    case = Case(3, 1.0, False)
+    over = {"data_types": {"grad_accum_dtype": "fp32"}}
+    reference = run_case(case, "resident", tmp_path, num_steps=4, **over)
+    for placement in ("host", "nvme", "mixed"):
+        assert_same(run_case(case, placement, tmp_path, num_steps=4, **over), reference)

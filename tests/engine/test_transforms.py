@@ -1,0 +1,125 @@
+"""What looks at a model from outside: transforms of torch.func, exporters, copies of the optimizer."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vmap
+
+from offloadzero.errors import StateError
+from tests.support.plain_form import ALL_PLACEMENTS, final_weights, make_model, offloaded
+from tests.support.tiny import tokens
+
+TOKENS = tokens(0)
+ROW = torch.ones(1, 16)
+
+
+@pytest.fixture(params=ALL_PLACEMENTS)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
+    """The model offloaded, and without us."""
+    with offloaded(request.param, tmp_path) as (model, _):
+        yield model, make_model()
+
+
+def weight(model: Any) -> nn.Parameter:
+    found: nn.Parameter = model.blocks[0].up.weight
+    return found
+
+
+def named(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+RIGHT: dict[str, Callable[[Any], Tensor]] = {
+    "functional_call": lambda model: functional_call(model, dict(model.named_parameters()), (TOKENS,)),
+    "functional_call, detached": lambda model: functional_call(model, named(model), (TOKENS,)),
+    "vmap": lambda model: vmap(lambda row: row.sum())(weight(model).detach()),
+    "vmap of a closure": lambda model: vmap(lambda x: weight(model).detach() @ x)(torch.ones(2, 16)),
+    "grad": lambda model: grad(lambda w: (w**2).sum())(weight(model).detach()),
+    "grad of a closure": lambda model: grad(lambda x: (x @ weight(model).detach().t()).sum())(ROW),
+    "stacked": lambda model: torch.func.stack_module_state([model.blocks[0], model.blocks[1]])[0][
+        "up.weight"
+    ],
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_transforms_of_values_are_right(name: str, pair: tuple[Any, Any]) -> None:
+    model, plain = pair
+    torch.testing.assert_close(RIGHT[name](model), RIGHT[name](plain))
+
+
+REFUSED: dict[str, Callable[[Any], object]] = {
+    "vmap": lambda model: vmap(lambda row: row.sum())(weight(model)),
+    "vmap of a closure": lambda model: vmap(lambda x: weight(model) @ x)(torch.ones(2, 16)),
+    "grad of a closure": lambda model: grad(lambda x: (x @ weight(model).t()).sum())(ROW),
+    "jvp": lambda model: jvp(lambda w: w * 2, (weight(model),), (torch.ones(49, 16),)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_transforms_of_parameters_are_refused_by_name(name: str, pair: tuple[Any, Any]) -> None:
+    with pytest.raises(StateError, match=r"blocks\.0\.up\.weight: torch\.func.*p\.detach\(\)"):
+        REFUSED[name](pair[0])
+
+
+EXPORTS: dict[str, Callable[[Any], Any]] = {
+    "trace": lambda model: torch.jit.trace(model, (TOKENS,)),
+    "script": torch.jit.script,
+    "export": lambda model: torch.export.export(model, (TOKENS,)),
+    "trace a block": lambda model: torch.jit.trace(model.blocks[0], (ROW,)),
+    "export a block": lambda model: torch.export.export(model.blocks[0], (ROW,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", EXPORTS)
+def test_exports_say_what_to_export(name: str, tmp_path: Path) -> None:
+    with offloaded("host", tmp_path) as (model, optimizer):
+        with pytest.raises(StateError, match=r"copy\.deepcopy\(model\), or call restore_model\(\)"):
+            EXPORTS[name](model)
+        exported = EXPORTS[name](copy.deepcopy(model))
+        exported = exported.module() if hasattr(exported, "module") else exported
+        given, module = (ROW, model.blocks[0]) if "block" in name else (TOKENS, model)
+        torch.testing.assert_close(exported(given), module(given))
+        model(TOKENS).backward()
+        optimizer.step()
+        after = final_weights(model)
+    with offloaded("host", tmp_path) as (model, optimizer):
+        model(TOKENS).backward()
+        optimizer.step()
+        for key, value in final_weights(model).items():
+            assert torch.equal(value, after[key]), key
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_strict_export_says_so_too(tmp_path: Path) -> None:
+    with (
+        offloaded("host", tmp_path) as (model, _),
+        pytest.raises(Exception, match=r"torch\.export takes an ordinary copy, copy\.deepcopy\(model\)"),
+    ):
+        torch.export.export(model, (TOKENS,), strict=True)
+
+
+def test_copies_of_the_optimizer_are_refused(tmp_path: Path) -> None:
+    with offloaded("host", tmp_path) as (model, optimizer):
+        copies: list[Callable[[Any], object]] = [
+            copy.deepcopy,
+            copy.copy,
+            pickle.dumps,
+            lambda one: torch.save(one, io.BytesIO()),
+        ]
+        for make_copy in copies:
+            with pytest.raises(StateError, match=r"cannot be copied or pickled.*optimizer\.state_dict\(\)"):
+                make_copy(optimizer)
+        copy.deepcopy(optimizer.state_dict())
+        model(TOKENS).backward()
+        optimizer.step()

@@ -1,0 +1,626 @@
+"""`zero.Init`, `GatheredParameters` and the full-state accessors."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offloadzero
+from offloadzero import ConfigError, StateError, zero
+from offloadzero.streaming import spill
+from offloadzero.streaming.spill import Spilled
+from tests.support.tiny import TinyModel, all_states, make_engine, run_script, settings, tokens, train
+
+PLACEMENTS: dict[str, Any] = {
+    "device": "device",
+    "host": "host",
+    "nvme": "nvme",
+    "mixed": {"param": "nvme", "master": "host", "exp_avg": "device", "exp_avg_sq": "nvme"},
+    "device homes": {"param": "device", "master": "nvme", "exp_avg": "host", "exp_avg_sq": "host"},
+}
+
+
+@pytest.fixture(params=list(PLACEMENTS))
+def placement(request: pytest.FixtureRequest) -> Any:
+    return PLACEMENTS[request.param]
+
+
+@pytest.fixture
+def engine(placement: Any, tmp_path: Path) -> Iterator[offloadzero.Engine]:
+    made = make_engine(settings(tmp_path, placement=placement, gradient_clipping=1.0))
+    train(made, num_steps=2)
+    yield made
+    made.close()
+
+
+def build(seed: int = 1) -> TinyModel:
+    torch.manual_seed(seed)
+    return TinyModel(width=80)
+
+
+def masters(engine: offloadzero.Engine) -> dict[str, torch.Tensor]:
+    return {name: zero.safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
+
+
+def reference_split(weights: torch.Tensor) -> torch.Tensor:
+    """bf16 of fp32, to nearest with ties away from zero, by integers: DESIGN, 16-bit remainder."""
+    return (((weights.view(torch.int32) + 0x8000) >> 16) << 16).view(torch.float32).bfloat16()
+
+
+# --- Init ---
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_init_gives_the_values_of_an_ordinary_construction(tmp_path: Path, tier: str) -> None:
+    config = settings(tmp_path, placement=tier, gradient_clipping=1.0)
+    ordinary = build()
+    values = {name: value.clone() for name, value in ordinary.state_dict().items()}
+    plain = make_engine(config, ordinary)
+    with zero.Init(config_dict_or_path=config):
+        model = build()
+    assert not list(tmp_path.glob("*spill*")), "spilled values have no name in the directory"
+    built = make_engine(config, model)
+    for name, master in masters(built).items():
+        assert torch.equal(master, values[name]), name
+    for name, value in built.module.state_dict().items():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(value, reference_split(values[name])), name
+    assert train(built, num_steps=3) == train(plain, num_steps=3)
+    one, other = all_states(built), all_states(plain)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    built.close()
+    plain.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_init_takes_the_weights_out_of_memory(tmp_path: Path) -> None:
+    with zero.Init(config_dict_or_path=settings(tmp_path)):
+        model = build()
+        stored = sum(param.untyped_storage().nbytes() for param in model.parameters())
+    assert stored < 0.05 * 4 * sum(param.numel() for param in model.parameters())
+    assert model.blocks[0].up.weight.shape == (241, 80)
+
+
+def test_a_model_larger_than_memory_can_be_built(tmp_path: Path) -> None:
+    script = """
+        import sys
+        import torch._dynamo  # the first optimizer imports it: not the model's memory
+        from torch import nn
+        import offloadzero
+        from offloadzero import zero
+        from tests.support.tiny import settings
+
+        def peak_mib():
+            line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM:"))
+            return int(line.split()[1]) / 1024
+
+        config = settings(sys.argv[1], poison_released_leases=False, update={"chunk_elements": 1 << 20})
+        with zero.Init(config_dict_or_path=config):
+            nn.Linear(1024, 1024)  # what the first use of torch's kernels takes is not the model's
+        open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+        base = peak_mib()
+        with zero.Init(config_dict_or_path=config):
+            model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(100)))
+        model_mib = 4 * sum(param.numel() for param in model.parameters()) / 2**20
+        print(model_mib, peak_mib() - base)
+        engine, *_ = offloadzero.initialize(model=model, config=config)
+        print(engine.memory_table())
+        print(model_mib, peak_mib() - base)
+        engine.close()
+    """
+    done = run_script(script, tmp_path, timeout_s=100)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    model_mib, built_mib = map(float, lines[0].split())
+    assert model_mib == 400
+    assert built_mib < 170, done.stdout  # what is freed goes back to the machine every 128 MiB
+    _, offloaded_mib = map(float, lines[-1].split())
+    assert offloaded_mib < 270, done.stdout  # its states take 1200
+
+
+def test_apply_inside_init(tmp_path: Path) -> None:
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            if getattr(module, "bias", None) is not None:
+                nn.init.constant_(module.bias, 0.5)
+
+    torch.manual_seed(3)
+    ordinary = TinyModel(width=80)
+    ordinary.apply(fill)
+    config = settings(tmp_path)
+    with zero.Init(config_dict_or_path=config):
+        torch.manual_seed(3)
+        model = TinyModel(width=80)
+        model.apply(fill)
+        stored = sum(param.untyped_storage().nbytes() for param in model.parameters())
+    assert stored < 30_000, "apply() left the weights in memory"
+    engine = make_engine(config, model)
+    for name, master in masters(engine).items():
+        assert torch.equal(master, ordinary.state_dict()[name]), name
+    engine.close()
+
+
+def test_apply_that_returns_the_module(tmp_path: Path) -> None:
+    with zero.Init(config_dict_or_path=settings(tmp_path)):
+        model = build()
+        assert model.apply(lambda _: None) is model
+
+
+def test_init_disabled(tmp_path: Path) -> None:
+    original = nn.Linear.__init__
+    with zero.Init(config_dict_or_path=settings(tmp_path), enabled=False):
+        assert nn.Linear.__init__ is original
+        model = build()
+    ordinary = build()
+    for (name, param), other in zip(model.named_parameters(), ordinary.parameters(), strict=True):
+        assert torch.equal(param, other), name
+
+
+def test_init_leaves_no_trace(tmp_path: Path) -> None:
+    before = (nn.Linear.__init__, nn.Module.apply, nn.Module.__init_subclass__.__func__
+              if hasattr(nn.Module.__init_subclass__, "__func__") else None)  # fmt: skip
+
+    def fails() -> None:
+        with zero.Init(config_dict_or_path=settings(tmp_path)):
+            raise ValueError("a model that cannot be built")
+
+    with pytest.raises(ValueError, match="cannot be built"):
+        fails()
+    with zero.Init(config_dict_or_path=settings(tmp_path)):
+        pass
+    assert nn.Linear.__init__ is before[0]
+    assert nn.Module.apply is before[1]
+    assert "__init_subclass__" not in nn.Module.__dict__
+    assert nn.Linear(100, 100).weight.untyped_storage().nbytes() == 40_000
+
+    class Later(nn.Linear):
+        pass
+
+    assert Later(100, 100).weight.untyped_storage().nbytes() == 40_000
+
+
+def test_init_inside_init_does_nothing_more(tmp_path: Path) -> None:
+    """As in DeepSpeed, the outermost block decides, and is still in force when an inner one has ended."""
+    before = nn.Linear.__init__
+    with zero.Init(config_dict_or_path=settings(tmp_path, placement="host")):
+        wrapped = nn.Linear.__init__
+        with zero.Init(config_dict_or_path=settings(tmp_path), dtype=torch.float16) as inner:
+            assert isinstance(inner, zero.Init)
+            assert nn.Linear.__init__ is wrapped
+            model = build()
+        with zero.Init(enabled=False), pytest.raises(RuntimeError, match="from inside"):
+            raise RuntimeError("from inside")
+        late = nn.Linear(100, 100)
+    assert model.emb.weight.dtype == torch.bfloat16
+    assert torch.float16 not in {param.dtype for param in model.parameters()}
+    assert late.weight.untyped_storage().nbytes() < 10
+    assert os.listdir(tmp_path) == []
+    assert nn.Linear.__init__ is before
+    assert nn.Linear(100, 100).weight.untyped_storage().nbytes() == 40_000
+    plain = build()
+    engine = make_engine(settings(tmp_path), model)
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in masters(engine).items())
+    train(engine, num_steps=1)
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_dtype_asked_for(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Every parameter has it, large or small, so that a model offloaded without a precision block works."""
+    with zero.Init(config_dict_or_path=settings(tmp_path, bf16=None), dtype=dtype):
+        model = build()
+    assert {param.dtype for param in model.parameters()} == {dtype}
+    engine = make_engine(settings(tmp_path, bf16=None), model)
+    assert {value.dtype for value in engine.module.state_dict().values()} == {dtype}
+    assert engine(tokens(0)).isfinite()
+    engine.close()
+
+
+def test_init_on_an_existing_module(tmp_path: Path) -> None:
+    model = build()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    zero.Init(module=model, config_dict_or_path=settings(tmp_path))
+    assert sum(param.untyped_storage().nbytes() for param in model.parameters()) < 30_000
+    engine = make_engine(settings(tmp_path), model)
+    assert all(torch.equal(master, values[name]) for name, master in masters(engine).items())
+    engine.close()
+
+
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_module_that_cannot_be_released_whole_keeps_its_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    model = build()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    write, count = spill._write_unnamed, [0]
+
+    def failing(*args: Any) -> int:
+        count[0] += 1
+        if count[0] == nth:
+            raise OSError(28, "No space left on device")
+        return write(*args)
+
+    monkeypatch.setattr(spill, "_write_unnamed", failing)
+    with pytest.raises(OSError, match="No space left"):
+        zero.Init(module=model, config_dict_or_path=settings(tmp_path))
+    for name, param in model.named_parameters():
+        assert not spill.is_spilled(param), name
+        assert torch.equal(param, values[name]), name
+
+
+def test_classes_that_are_defined_inside_the_block(tmp_path: Path) -> None:
+    registered: list[bool] = []
+    with zero.Init(config_dict_or_path=settings(tmp_path)):
+
+        class WithConstructor(nn.Linear):
+            def __init__(self) -> None:
+                super().__init__(100, 100)
+                self.extra = nn.Parameter(torch.full((80, 80), 2.0))
+                assert self.extra[0, 0] == 2.0, "released before its constructor was through"
+
+        class Without(WithConstructor):
+            pass
+
+        class Registering(Without):
+            def __init_subclass__(cls, flag: bool = False, **keys: Any) -> None:
+                super().__init_subclass__(**keys)
+                registered.append(flag)
+
+        class Odd(Registering, flag=True):
+            def __init__(self) -> None:
+                super().__init__()
+                self.more = nn.Parameter(torch.ones(80, 80))
+
+        modules = [WithConstructor(), Without(), Odd()]
+    assert registered == [True]
+    for module in modules:
+        for name, param in module.named_parameters():
+            if param.numel() >= 4096:
+                assert param.untyped_storage().nbytes() < 10, f"{type(module).__name__}.{name} is in memory"
+
+
+def test_a_class_without_a_constructor_of_its_own(tmp_path: Path) -> None:
+    class Renamed(nn.Linear):
+        pass
+
+    with zero.Init(config_dict_or_path=settings(tmp_path)):
+        module = Renamed(100, 100)
+    assert module.weight.untyped_storage().nbytes() < 10
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    with zero.Init(config_dict_or_path=settings(tmp_path)):
+        model = build()
+    assert model.head.weight is model.emb.weight
+    engine = make_engine(settings(tmp_path), model)
+    train(engine, num_steps=2)
+    weights = engine.module.state_dict()
+    assert torch.equal(weights["head.weight"], weights["emb.weight"])
+    engine.close()
+
+
+def test_a_model_that_was_built_and_dropped_leaves_nothing(tmp_path: Path) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    with zero.Init(config_dict_or_path=settings(tmp_path)):
+        model = build()
+        assert len(os.listdir("/proc/self/fd")) > before
+    del model
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert os.listdir(tmp_path) == []
+
+
+def test_errors_of_init(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nvme_path"):
+        zero.Init(remote_device="nvme")
+    with pytest.raises(ConfigError, match="data_parallel_group"):
+        zero.Init(data_parallel_group=object())
+    with pytest.raises(ConfigError, match="placment"):
+        zero.Init(config_dict_or_path={"offloadzero": {"placment": "host"}})
+    with pytest.raises(ConfigError, match=str(tmp_path / "nowhere" / "train")):
+        zero.Init(config_dict_or_path=settings(tmp_path / "nowhere" / "train"))
+
+
+# --- GatheredParameters ---
+
+
+def test_reading(engine: offloadzero.Engine) -> None:
+    weights = engine.module.state_dict()
+    names = {id(param): name for name, param in engine.module.named_parameters()}
+    for part in (engine.module.emb, engine.module.norm, *engine.module.blocks):
+        with zero.GatheredParameters(list(part.parameters())):
+            for param in part.parameters():
+                name = names[id(param)]
+                assert torch.equal(param.detach(), weights[name]), name
+                assert param.device == engine.device
+    before = all_states(engine)
+    with zero.GatheredParameters(engine.module.blocks[1].up.weight) as nothing:
+        assert nothing is None
+        assert torch.equal(engine.module.blocks[1].up.weight.detach(), weights["blocks.1.up.weight"])
+    after = all_states(engine)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_edit_is_committed_and_survives_training(
+    engine: offloadzero.Engine, placement: Any, tmp_path: Path
+) -> None:
+    weight = engine.module.blocks[1].up.weight
+    before = masters(engine)
+    assert any(bool((value != reference_split(value).float()).any()) for value in before.values())
+    with zero.GatheredParameters([weight, engine.module.emb.weight], modifier_rank=0), torch.no_grad():
+        weight[0, :5] = 3.0
+        weight[2].mul_(2.0)
+        weight[7, 7] += 0.0  # written, unchanged
+    after = masters(engine)
+    expected = before["blocks.1.up.weight"].clone()
+    expected[0, :5] = 3.0
+    expected[2] = 2.0 * reference_split(before["blocks.1.up.weight"][2].contiguous()).float()
+    unchanged = reference_split(expected.contiguous()) == reference_split(before["blocks.1.up.weight"])
+    expected = torch.where(unchanged, before["blocks.1.up.weight"], expected)
+    assert torch.equal(after["blocks.1.up.weight"], expected)
+    for name, value in before.items():
+        if name != "blocks.1.up.weight":
+            assert torch.equal(after[name], value), f"{name} was not edited"
+
+    # An engine whose masters are set to the same values goes on in the same way.
+    directory = tmp_path / "twin"
+    directory.mkdir()
+    twin = make_engine(settings(directory, placement=placement, gradient_clipping=1.0))
+    train(twin, num_steps=2)
+    zero.safe_set_full_fp32_param(twin.module.blocks[1].up.weight, expected)
+    assert train(engine, num_steps=2, first_seed=5) == train(twin, num_steps=2, first_seed=5)
+    one, other = all_states(engine), all_states(twin)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not torch.equal(masters(engine)["blocks.1.up.weight"], expected), "training went on"
+    twin.close()
+
+
+def test_a_change_without_a_modifier_raises_and_is_undone(engine: offloadzero.Engine) -> None:
+    before = all_states(engine)
+    weights = engine.module.state_dict()
+
+    def edit() -> None:
+        with zero.GatheredParameters(engine.module.blocks[2].parameters()), torch.no_grad():
+            engine.module.blocks[2].down.bias.zero_()
+
+    with pytest.raises(
+        StateError, match=r"blocks\.2\.down\.bias.* pass modifier_rank=0 to keep it"
+    ) as caught:
+        edit()
+    assert "blocks.2.up" not in str(caught.value)
+    after = all_states(engine)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with zero.GatheredParameters(engine.module.blocks[2].down.bias):
+        assert torch.equal(engine.module.blocks[2].down.bias.detach(), weights["blocks.2.down.bias"])
+    train(engine, num_steps=1)
+
+
+def test_negative_zero_and_nan_are_changes(engine: offloadzero.Engine) -> None:
+    bias = engine.module.blocks[0].up.bias
+    with zero.GatheredParameters(bias, modifier_rank=0), torch.no_grad():
+        bias[0] = 0.0
+    with zero.GatheredParameters(bias, modifier_rank=0), torch.no_grad():
+        bias[0] = -0.0
+    assert str(zero.safe_get_full_fp32_param(bias)[0].item()) == "-0.0"
+
+
+def test_forward_inside(engine: offloadzero.Engine) -> None:
+    with torch.no_grad():
+        expected = engine(tokens(9))
+        with zero.GatheredParameters([engine.module.emb.weight, engine.module.blocks[0].up.weight]):
+            assert torch.equal(engine(tokens(9)), expected)
+            assert torch.equal(
+                engine.module.blocks[0].up.weight.sum(), engine.module.blocks[0].up.weight.sum()
+            )
+        assert torch.equal(engine(tokens(9)), expected)
+    with zero.GatheredParameters(engine.module.blocks[0].up.weight, modifier_rank=0):
+        with torch.no_grad():
+            engine.module.blocks[0].up.weight.zero_()
+            inside = engine(tokens(9))
+        assert not torch.equal(inside, expected)
+    with torch.no_grad():
+        assert torch.equal(engine(tokens(9)), inside)
+
+
+def test_disabled(engine: offloadzero.Engine) -> None:
+    with zero.GatheredParameters(list(engine.module.parameters()), enabled=False):
+        pass
+    train(engine, num_steps=1)
+
+
+def test_an_exception_inside_is_the_one_that_is_raised(engine: offloadzero.Engine) -> None:
+    def fails() -> None:
+        with zero.GatheredParameters(engine.module.blocks[0].up.weight), torch.no_grad():
+            engine.module.blocks[0].up.weight.zero_()
+            raise KeyError("the user's own")
+
+    before = masters(engine)["blocks.0.up.weight"]
+    with pytest.raises(KeyError, match="the user's own"):
+        fails()
+    assert torch.equal(masters(engine)["blocks.0.up.weight"], before)
+    train(engine, num_steps=1)
+
+
+def test_more_is_gathered_than_the_leases_hold(tmp_path: Path) -> None:
+    """Read, trained inside, edited: as the same model with room for all."""
+    small = settings(
+        tmp_path, placement="host", zero_optimization={"stage": 3, "stage3_max_live_parameters": 1}
+    )
+    outcomes = []
+    for config in (small, settings(tmp_path, placement="device")):
+        engine = make_engine(config)
+        losses = train(engine, num_steps=1)
+        params = dict(engine.module.named_parameters())
+        with zero.GatheredParameters(params.values(), modifier_rank=0), torch.no_grad():
+            seen = {name: param.clone() for name, param in params.items()}
+            for param in params.values():
+                param.mul_(0.5)
+            inside = engine(tokens(7)).item()  # computes with the edits
+            params["blocks.1.norm.bias"].fill_(0.25)
+        losses += [inside, *train(engine, num_steps=2, first_seed=1)]
+        outcomes.append((losses, seen, all_states(engine)))
+        engine.close()
+    assert outcomes[0][0] == outcomes[1][0]
+    for ours, theirs in zip(outcomes[0][1:], outcomes[1][1:], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_gathering_a_model_that_is_not_offloaded_yet(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    with zero.Init(config_dict_or_path=config):
+        model = build()
+    ordinary = build()
+    with zero.GatheredParameters(model.parameters(), modifier_rank=0), torch.no_grad():
+        assert torch.equal(model.emb.weight, ordinary.emb.weight)
+        model.emb.weight[3] = 1.25
+    assert model.emb.weight.untyped_storage().nbytes() < 10
+    with pytest.raises(StateError, match=r"changed under .* pass modifier_rank=0 to keep it"):
+        change(model.emb.weight)
+    engine = make_engine(config, model)
+    with torch.no_grad():
+        ordinary.emb.weight[3] = 1.25
+    for name, master in masters(engine).items():
+        assert torch.equal(master, ordinary.state_dict()[name]), name
+    engine.close()
+
+
+def change(param: nn.Parameter) -> None:
+    with zero.GatheredParameters(param), torch.no_grad():
+        param.zero_()
+
+
+# --- accessors ---
+
+
+def test_masters_are_the_exact_fp32_weights(engine: offloadzero.Engine) -> None:
+    param = engine.module.blocks[3].down.weight
+    value = torch.randn(param.shape) * 1e-3
+    zero.safe_set_full_fp32_param(param, value)
+    assert torch.equal(zero.safe_get_full_fp32_param(param), value)
+    assert torch.equal(engine.module.state_dict()["blocks.3.down.weight"], reference_split(value))
+    with zero.GatheredParameters(param):
+        assert torch.equal(param.detach().cpu(), reference_split(value))
+    neighbour = engine.module.blocks[3].down.bias
+    assert zero.safe_get_full_fp32_param(neighbour).shape == neighbour.shape
+
+
+def test_moments(engine: offloadzero.Engine) -> None:
+    param = engine.module.blocks[3].down.weight
+    state = engine.optimizer.state_dict()["state"]
+    number = [id(p) for p in engine.optimizer.param_groups[0]["params"]].index(id(param))
+    for key in ("exp_avg", "exp_avg_sq"):
+        found = zero.safe_get_full_optimizer_state(param, key)
+        assert found.dtype == torch.float32
+        assert found.shape == param.shape
+        assert bool(found.any())
+        assert torch.equal(found, state[number][key])
+        value = torch.rand(param.shape)
+        before = all_states(engine)
+        zero.safe_set_full_optimizer_state(param, value, key)
+        assert torch.equal(zero.safe_get_full_optimizer_state(param, key), value)
+        after = all_states(engine)
+        changed = [name for name in before if not torch.equal(before[name], after[name])]
+        assert changed == [f"blocks.3.{key}"]
+    train(engine, num_steps=1)
+
+
+def test_local_forms_are_all_of_a_parameter_as_a_vector(engine: offloadzero.Engine) -> None:
+    param = engine.module.blocks[3].down.weight
+    full = zero.safe_get_full_fp32_param(param)
+    local = zero.safe_get_local_fp32_param(param)
+    assert local.shape == (param.numel(),)
+    assert torch.equal(local.view(param.shape), full)
+    value = torch.randn(param.numel())
+    zero.safe_set_local_fp32_param(param, value)
+    assert torch.equal(zero.safe_get_full_fp32_param(param), value.view(param.shape))
+    for key in ("exp_avg", "exp_avg_sq"):
+        full_state = zero.safe_get_full_optimizer_state(param, key)
+        local_state = zero.safe_get_local_optimizer_state(param, key)
+        assert full_state is not None
+        assert local_state is not None
+        assert local_state.shape == (param.numel(),)
+        assert torch.equal(local_state.view(param.shape), full_state)
+        assert bool(local_state.any())
+        zero.safe_set_local_optimizer_state(param, value.abs(), key)
+        assert torch.equal(zero.safe_get_full_optimizer_state(param, key), value.abs().view(param.shape))
+    train(engine, num_steps=1)
+
+
+def test_accessors_wait_for_the_update_in_flight(engine: offloadzero.Engine) -> None:
+    param = engine.module.blocks[0].up.weight
+    engine.backward(engine(tokens(4)))
+    engine.step()
+    early = zero.safe_get_full_fp32_param(param)
+    engine.synchronize()
+    assert torch.equal(zero.safe_get_full_fp32_param(param), early)
+
+
+def test_errors_of_the_accessors(engine: offloadzero.Engine) -> None:
+    param = engine.module.blocks[0].up.weight
+    with pytest.raises(ConfigError, match="exp_avg") as caught:
+        zero.safe_get_full_optimizer_state(param, "exp_avgs")
+    assert caught.value.nearest in ("exp_avg", "exp_avg_sq")
+    with pytest.raises(ConfigError, match="offloaded"):
+        zero.safe_get_full_fp32_param(nn.Parameter(torch.ones(3)))
+    with pytest.raises(ConfigError, match="shape"):
+        zero.safe_set_full_optimizer_state(param, torch.ones(3), "exp_avg")
+    with pytest.raises(ConfigError, match="shape"):
+        zero.safe_set_full_fp32_param(param, torch.ones(3))
+    assert param.shape[0] != param.shape[1]
+    with pytest.raises(ConfigError, match=r"blocks\.0\.up\.weight.*shape"):
+        zero.safe_set_full_fp32_param(param, torch.ones(param.shape).T)
+    train(engine, num_steps=1)
+
+
+def test_frozen_parameters(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = TinyModel()
+    model.blocks[0].requires_grad_(False)
+    value = model.blocks[0].up.weight.detach().clone()
+    engine = make_engine(settings(tmp_path), model)
+    param = engine.module.blocks[0].up.weight
+    assert torch.equal(zero.safe_get_full_fp32_param(param), value.bfloat16().float())
+    assert torch.equal(zero.safe_get_local_fp32_param(param), value.bfloat16().float().reshape(-1))
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert zero.safe_get_full_optimizer_state(param, key) is None
+        assert zero.safe_get_local_optimizer_state(param, key) is None
+        with pytest.raises(ConfigError, match="frozen"):
+            zero.safe_set_full_optimizer_state(param, torch.zeros(param.shape), key)
+        with pytest.raises(ConfigError, match="frozen"):
+            zero.safe_set_local_optimizer_state(param, torch.zeros(param.numel()), key)
+    with pytest.raises(ConfigError, match="exp_avg"):
+        zero.safe_get_full_optimizer_state(param, "momentum")
+    with zero.GatheredParameters(param, modifier_rank=0), torch.no_grad():
+        param.fill_(0.5)
+    train(engine, num_steps=1)
+    assert bool((zero.safe_get_full_fp32_param(param) == 0.5).all())
+    engine.close()
+
+
+def test_register_external_parameter_is_accepted(engine: offloadzero.Engine) -> None:
+    zero.register_external_parameter(engine.module, engine.module.emb.weight)
+    train(engine, num_steps=1)
+
+
+def test_a_full_disk_gets_the_space_of_a_spilled_parameter_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="No space left"):
+        Spilled(torch.ones(1000), tmp_path)
+    assert os.listdir("/proc/self/fd") == before

@@ -1,0 +1,734 @@
+"""The file engine against os.pread and os.pwrite: every backend, odd sizes, many operations, lifecycle."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from offloadzero.errors import AioError, ConfigError, StateError
+from offloadzero.io.engine import AioBackend, AioEngine, AioFile
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BACKENDS = ["io_uring", "native_aio", "aiofiles"]
+KERNEL_BACKENDS = ["io_uring", "native_aio"]
+FILESYSTEMS = ["disk", "tmpfs"]
+MIB = 1 << 20
+SIZES = [0, 1, 511, 4096, 4097, MIB - 1, MIB, MIB + 1]
+OFFSETS = [0, 1, 199, 4095, 4096, 8191, 65536 + 512]
+WAIT_S = 30.0
+
+
+def make_engine(backend: str, **options: int) -> AioEngine:
+    try:
+        return AioEngine(backend=backend, **options)
+    except ConfigError as refusal:
+        if "not available here" in str(refusal):
+            pytest.skip(str(refusal))
+        raise
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def engine(backend: str) -> Iterator[AioEngine]:
+    with make_engine(backend, block_size=128 << 10, queue_depth=16) as made:
+        yield made
+
+
+@pytest.fixture(params=FILESYSTEMS)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    if request.param == "disk":
+        yield tmp_path
+        return
+    if not os.path.isdir("/dev/shm"):
+        pytest.skip("no tmpfs at /dev/shm")
+    with TemporaryDirectory(dir="/dev/shm") as name:
+        yield Path(name)
+
+
+def max_segments(path: Path) -> int:
+    """Of the disk under a path; 0 where there is none that says it."""
+    device = os.stat(path).st_dev
+    queue = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue")
+    return int((queue / "max_segments").read_text()) if queue.is_dir() else 0
+
+
+def random_bytes(num_bytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(num_bytes)
+
+
+def plain_read(path: Path, num_bytes: int, offset: int) -> bytes:
+    """The oracle: os.pread on a descriptor of its own, until all is there."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        parts: list[bytes] = []
+        while num_bytes and (part := os.pread(descriptor, num_bytes, offset)):
+            parts.append(part)
+            num_bytes -= len(part)
+            offset += len(part)
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)
+
+
+def run_script(script: str, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+
+
+class TestBytes:
+    @pytest.mark.parametrize("size", SIZES)
+    def test_write_matches_pwrite(self, engine: AioEngine, folder: Path, size: int) -> None:
+        old = random_bytes(2 * MIB + 77, seed=1)
+        new = random_bytes(size, seed=2)
+        for offset in OFFSETS:
+            ours, theirs = folder / "ours", folder / "theirs"
+            ours.write_bytes(old)
+            theirs.write_bytes(old)
+            with engine.open(ours) as file:
+                engine.write(file, new, offset=offset).wait(WAIT_S)
+            descriptor = os.open(theirs, os.O_WRONLY)
+            assert os.pwrite(descriptor, new, offset) == size
+            os.close(descriptor)
+            assert ours.read_bytes() == theirs.read_bytes()
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_read_matches_pread(self, engine: AioEngine, folder: Path, size: int) -> None:
+        path = folder / "data"
+        path.write_bytes(random_bytes(2 * MIB + 77))
+        with engine.open(path) as file:
+            for offset in OFFSETS:
+                # A margin on each side shows a write outside the buffer; odd starts make it unaligned.
+                for start in (64, 1, 4096):
+                    memory = np.full(size + 8192, 0xA5, dtype=np.uint8)
+                    engine.read(file, memory[start : start + size], offset=offset).wait(WAIT_S)
+                    assert memory[start : start + size].tobytes() == plain_read(path, size, offset)
+                    assert (memory[:start] == 0xA5).all()
+                    assert (memory[start + size :] == 0xA5).all()
+
+    @pytest.mark.parametrize("size", [0, 1, 511, 4096, 4097, 300_001])
+    @pytest.mark.parametrize("old_size", [0, 1, 4096, 5000])
+    def test_growing_writes_leave_the_exact_size(
+        self, engine: AioEngine, folder: Path, size: int, old_size: int
+    ) -> None:
+        old, new = random_bytes(old_size, seed=3), random_bytes(size, seed=4)
+        for offset in (0, 199, 4096, 12345):
+            path = folder / "grown"
+            path.write_bytes(old)
+            with engine.open(path) as file:
+                engine.write(file, new, offset=offset).wait(WAIT_S)
+                expected = bytearray(old)
+                if size:
+                    expected.extend(bytes(max(0, offset + size - len(expected))))
+                    expected[offset : offset + size] = new
+                assert file.num_bytes == len(expected)
+            assert path.read_bytes() == expected
+
+    def test_ends_with_the_last_partial_unit_of_the_file(self, engine: AioEngine, folder: Path) -> None:
+        path = folder / "data"
+        data = random_bytes(3 * 4096 + 1234)
+        path.write_bytes(data)
+        memory = bytearray(len(data) - 4096)
+        with engine.open(path) as file:
+            engine.read(file, memory, offset=4096).wait(WAIT_S)
+        assert memory == data[4096:]
+
+    def test_aligned_transfers_are_not_copied(self, tmp_path: Path) -> None:
+        for backend in KERNEL_BACKENDS:
+            with make_engine(backend) as engine, engine.open(tmp_path / backend, create=True) as file:
+                if not file.direct:
+                    pytest.skip(f"no direct I/O here: {file.direct_reason}")
+                memory = np.frombuffer(memoryview(np.zeros(2 * MIB + 4096, np.uint8)), np.uint8)
+                start = -memory.ctypes.data % 4096
+                engine.write(file, memory[start : start + 2 * MIB], offset=4096).wait(WAIT_S)
+                engine.read(file, memory[start : start + 2 * MIB], offset=4096).wait(WAIT_S)
+                assert engine.stats()["bounced"] == 0
+                assert engine.stats()["blocks"] == 4
+
+    @pytest.mark.parametrize(("num_mib", "num_blocks"), [(1, 1), (2, 2), (16, 17)])
+    def test_blocks_are_whole_requests_of_the_disk(
+        self, tmp_path: Path, num_mib: int, num_blocks: int
+    ) -> None:
+        """A disk of 254 segments takes 1016 KiB of scattered pages at once; the kernel would cut 8 KiB off 1 MiB."""
+        with make_engine("io_uring") as engine, engine.open(tmp_path / "data", create=True) as file:
+            if not file.direct or max_segments(tmp_path) != 254:
+                pytest.skip("no direct I/O, or another disk")
+            memory = np.frombuffer(random_bytes(num_mib * MIB + 4096), np.uint8).copy()
+            start = -memory.ctypes.data % 4096
+            data = memory[start : start + num_mib * MIB]
+            engine.write(file, data, offset=0).wait(WAIT_S)
+            assert engine.stats()["blocks"] == num_blocks
+        assert plain_read(tmp_path / "data", num_mib * MIB, 0) == data.tobytes()
+
+    def test_tensors_memoryviews_and_arrays(self, engine: AioEngine, tmp_path: Path) -> None:
+        with engine.open(tmp_path / "data", create=True) as file:
+            tensor = torch.randn(3, 333, dtype=torch.float32).to(torch.bfloat16)
+            engine.write(file, tensor, offset=10).wait(WAIT_S)
+            same = torch.empty_like(tensor)
+            engine.read(file, same, offset=10).wait(WAIT_S)
+            assert torch.equal(same.view(torch.int16), tensor.view(torch.int16))
+            array = np.arange(1000, dtype=np.int64).reshape(10, 100)
+            engine.write(file, array, offset=10_000).wait(WAIT_S)
+            view = memoryview(bytearray(8000))
+            engine.read(file, view, offset=10_000).wait(WAIT_S)
+            assert np.array_equal(np.frombuffer(view, np.int64).reshape(10, 100), array)
+
+
+class TestManyOperations:
+    @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(data=st.data())
+    def test_random_disjoint_operations(self, backend: str, folder: Path, data: st.DataObject) -> None:
+        seed = data.draw(st.integers(0, 2**32 - 1))
+        rng = random.Random(seed)
+        options = {
+            "block_size": data.draw(st.sampled_from([4096, 12288, 65536])),
+            "queue_depth": data.draw(st.sampled_from([1, 3, 32])),
+            "num_threads": data.draw(st.sampled_from([1, 2])),
+        }
+        num_operations = data.draw(st.sampled_from([10, 300, 1000]))
+        with make_engine(backend, **options) as engine:
+            files = [engine.open(folder / f"data.{i}", create=True) for i in range(3)]
+            pieces = self._cut(rng, num_operations, len(files))
+            models = [bytearray(random_bytes(end, seed + i)) for i, end in enumerate(self._ends(pieces, 3))]
+            for file, model in zip(files, models, strict=True):
+                Path(file.path).write_bytes(bytes(len(model)) if rng.random() < 0.5 else b"")
+            buffers = [bytes(models[i][begin:end]) for i, begin, end in pieces]
+            order = list(range(len(pieces)))
+            rng.shuffle(order)
+            writes = [engine.write(files[pieces[k][0]], buffers[k], offset=pieces[k][1]) for k in order]
+            for ticket in writes:
+                ticket.wait(WAIT_S)
+            for file, model in zip(files, models, strict=True):
+                assert Path(file.path).read_bytes() == model
+            reads = []
+            for k in order:
+                i, begin, end = pieces[k]
+                memory = bytearray(end - begin)
+                reads.append((engine.read(files[i], memory, offset=begin, priority=k % 3), k, memory))
+            for ticket, k, memory in reads:
+                ticket.wait(WAIT_S)
+                assert memory == buffers[k]
+
+    @staticmethod
+    def _cut(rng: random.Random, num_pieces: int, num_files: int) -> list[tuple[int, int, int]]:
+        """Adjacent (file, begin, end) ranges of odd sizes: many share an alignment unit with a neighbour."""
+        ends = [0] * num_files
+        pieces = []
+        for _ in range(num_pieces):
+            i = rng.randrange(num_files)
+            size = rng.choice([0, 1, 17, 511, 1000, 4096, 4097, rng.randrange(30_000)])
+            pieces.append((i, ends[i], ends[i] + size))
+            ends[i] += size
+        return pieces
+
+    @staticmethod
+    def _ends(pieces: list[tuple[int, int, int]], num_files: int) -> list[int]:
+        return [max((end for i, _, end in pieces if i == k), default=0) for k in range(num_files)]
+
+    @pytest.mark.parametrize("num_threads", [1, 3])
+    def test_adjacent_small_writes_lose_nothing(self, backend: str, tmp_path: Path, num_threads: int) -> None:
+        data = random_bytes(5 * 4096)
+        path = tmp_path / "data"
+        path.write_bytes(bytes(len(data)))
+        with make_engine(backend, queue_depth=32, num_threads=num_threads) as engine:
+            # Two descriptors of one file: the serialisation is by inode.
+            files = [engine.open(path), engine.open(path)]
+            tickets = [
+                engine.write(files[begin % 2], data[begin : begin + 23], offset=begin)
+                for begin in range(0, len(data), 23)
+            ]
+            for ticket in tickets:
+                ticket.wait(WAIT_S)
+        assert path.read_bytes() == data
+
+    def test_many_small_operations(self, engine: AioEngine, tmp_path: Path) -> None:
+        num_operations, size = 2000, 4096
+        data = random_bytes(num_operations * size)
+        with engine.open(tmp_path / "data", create=True) as file:
+            file.preallocate(len(data))
+            view = memoryview(data)
+            tickets = [
+                engine.write(file, view[k * size : (k + 1) * size], offset=k * size)
+                for k in range(num_operations)
+            ]
+            for ticket in tickets:
+                ticket.wait(WAIT_S)
+            assert (tmp_path / "data").read_bytes() == data
+            stats = engine.stats()
+        assert stats["operations"] == num_operations
+        assert stats["blocks"] == num_operations
+        assert stats["bytes_written"] == len(data)
+        assert stats["bytes_read"] == 0
+
+    def test_threads_share_an_engine(self, engine: AioEngine, tmp_path: Path) -> None:
+        failures: list[BaseException] = []
+
+        def work(index: int, file: AioFile) -> None:
+            try:
+                for turn in range(50):
+                    data = random_bytes(3000, seed=index * 1000 + turn)
+                    engine.write(file, data, offset=index * 3000).wait(WAIT_S)
+                    back = bytearray(3000)
+                    engine.read(file, back, offset=index * 3000).wait(WAIT_S)
+                    assert back == data
+            except BaseException as failure:
+                failures.append(failure)
+
+        with engine.open(tmp_path / "data", create=True) as file:
+            threads = [threading.Thread(target=work, args=(index, file)) for index in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert failures == []
+
+    @pytest.mark.parametrize("backend", KERNEL_BACKENDS)
+    def test_a_lower_priority_number_overtakes(self, backend: str, folder: Path) -> None:
+        # Submitting takes microseconds, each write about a millisecond: most are still queued at the read.
+        size = 4 * MIB
+        data = bytes(size)
+        with make_engine(backend, block_size=65536, queue_depth=2) as engine:
+            file = engine.open(folder / "data", create=True, direct=False)
+            engine.write(file, data, offset=0).wait(WAIT_S)
+            # They overlap, with the same bytes: the file stays small.
+            writes = [engine.write(file, data, offset=0, priority=5) for _ in range(150)]
+            num_before = sum(ticket.done() for ticket in writes)
+            engine.read(file, bytearray(4096), offset=0, priority=-1).wait(WAIT_S)
+            num_meanwhile = sum(ticket.done() for ticket in writes) - num_before
+            assert num_before < len(writes) / 2
+            assert num_meanwhile < (len(writes) - num_before) / 2
+            engine.close(cancel=True)
+
+
+class TestTickets:
+    def test_wait_again_and_done(self, engine: AioEngine, tmp_path: Path) -> None:
+        with engine.open(tmp_path / "data", create=True) as file:
+            ticket = engine.write(file, b"x" * 100, offset=0)
+            ticket.wait()
+            ticket.wait(0.0)
+            assert ticket.done()
+
+    def test_an_error_is_raised_again(self, engine: AioEngine, tmp_path: Path) -> None:
+        path = tmp_path / "short"
+        path.write_bytes(bytes(10_000))
+        with engine.open(path) as file:
+            ticket = engine.read(file, bytearray(5000), offset=6000, label="layers.3.mlp.w1")
+            for _ in range(2):
+                with pytest.raises(AioError) as caught:
+                    ticket.wait(WAIT_S)
+                error = caught.value
+                assert error.errno == errno.ENODATA
+                assert (error.label, error.operation, error.path) == ("layers.3.mlp.w1", "pread", str(path))
+                assert (error.offset, error.num_bytes) == (6000, 5000)
+                assert str(error).startswith(f"layers.3.mlp.w1 (nvme): pread {path}+0x1770, 5000 bytes: ")
+                assert "end of file at 0x2710" in str(error)
+
+    @pytest.mark.parametrize("offset", [4096, 5000, 8192, 1 << 40])
+    def test_read_past_the_end(self, engine: AioEngine, folder: Path, offset: int) -> None:
+        path = folder / "short"
+        path.write_bytes(bytes(4096))
+        with engine.open(path) as file, pytest.raises(AioError) as caught:
+            engine.read(file, bytearray(4096), offset=offset).wait(WAIT_S)
+        assert caught.value.errno == errno.ENODATA
+
+    def test_write_to_a_readonly_file(self, engine: AioEngine, folder: Path) -> None:
+        path = folder / "data"
+        path.write_bytes(b"a" * 8192)
+        with engine.open(path, readonly=True) as file:
+            for size in (100, 8192):
+                with pytest.raises(AioError) as caught:
+                    engine.write(file, b"b" * size, offset=0).wait(WAIT_S)
+                assert caught.value.errno == errno.EBADF
+                assert caught.value.operation == "pwrite"
+            memory = bytearray(8192)
+            engine.read(file, memory, offset=0).wait(WAIT_S)
+        assert memory == path.read_bytes() == b"a" * 8192
+
+    def test_timeout_then_success(self, engine: AioEngine, tmp_path: Path) -> None:
+        with engine.open(tmp_path / "data", create=True) as file:
+            engine.inject("delay", 1, 300)
+            ticket = engine.write(file, b"x" * 5000, offset=0)
+            with pytest.raises(TimeoutError, match="not done after"):
+                ticket.wait(0.01)
+            assert not ticket.done()
+            ticket.wait(WAIT_S)
+            assert ticket.done()
+
+    def test_a_dropped_ticket_keeps_the_buffer_alive(self, engine: AioEngine, tmp_path: Path) -> None:
+        path = tmp_path / "data"
+        with engine.open(path, create=True) as file:
+            engine.inject("delay", 1, 200)
+            array = np.frombuffer(random_bytes(300_000), np.uint8).copy()
+            expected = array.tobytes()
+            is_alive = weakref.ref(array)
+            engine.write(file, array, offset=0)
+            del array
+            gc.collect()
+            assert is_alive() is not None
+            deadline = time.monotonic() + WAIT_S
+            while engine.stats()["operations"] == 0 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            engine.write(file, b"", offset=0).wait(WAIT_S)
+            gc.collect()
+            assert is_alive() is None
+        assert path.read_bytes() == expected
+
+    def test_a_ticket_outlives_the_engines_name(self, backend: str, tmp_path: Path) -> None:
+        engine = make_engine(backend)
+        file = engine.open(tmp_path / "data", create=True)
+        ticket = engine.write(file, b"y" * 10_000, offset=5)
+        del engine, file
+        gc.collect()
+        ticket.wait(WAIT_S)
+        assert (tmp_path / "data").read_bytes() == bytes(5) + b"y" * 10_000
+
+
+class TestFiles:
+    def test_open_errors_name_the_file(self, engine: AioEngine, tmp_path: Path) -> None:
+        with pytest.raises(AioError) as caught:
+            engine.open(tmp_path / "missing")
+        assert (caught.value.errno, caught.value.operation) == (errno.ENOENT, "open")
+        assert caught.value.path == str(tmp_path / "missing")
+        with pytest.raises(AioError) as caught:
+            engine.open(tmp_path)
+        assert caught.value.errno == errno.EISDIR
+
+    def test_create_is_private_and_keeps_bytes(self, engine: AioEngine, tmp_path: Path) -> None:
+        path = tmp_path / "data"
+        engine.open(path, create=True).close()
+        assert path.stat().st_mode & 0o777 == 0o600
+        path.write_bytes(b"kept")
+        with engine.open(path, create=True) as file:
+            assert file.num_bytes == 4
+
+    def test_preallocate(self, engine: AioEngine, folder: Path) -> None:
+        with engine.open(folder / "data", create=True) as file:
+            engine.write(file, b"kept", offset=0).wait(WAIT_S)
+            file.preallocate(100_000)
+            assert file.num_bytes == 100_000
+            file.preallocate(5000)
+            assert file.num_bytes == 100_000
+            assert os.stat(file.path).st_blocks * 512 >= 100_000
+            file.sync()
+        assert (folder / "data").read_bytes() == b"kept" + bytes(99_996)
+
+    def test_preallocate_all_but_the_begin(self, engine: AioEngine, folder: Path) -> None:
+        with engine.open(folder / "data", create=True) as file:
+            file.preallocate(1_000_000, start=800_000)
+            assert file.num_bytes == 1_000_000
+            assert 200_000 <= os.stat(file.path).st_blocks * 512 < 300_000
+            engine.write(file, b"kept", offset=900_000).wait(WAIT_S)
+            file.preallocate(800_000, start=4096)
+            assert file.num_bytes == 1_000_000
+            assert os.stat(file.path).st_blocks * 512 >= 1_000_000 - 4096
+            free = os.statvfs(folder)
+            with pytest.raises(AioError) as caught:
+                file.preallocate(2_000_000 + 2 * free.f_blocks * free.f_frsize, start=1_000_000)
+            assert caught.value.errno == errno.ENOSPC
+            assert file.num_bytes == 1_000_000
+            for start in (-1, 1000, 1001):
+                with pytest.raises(ConfigError, match="start"):
+                    file.preallocate(1000, start=start)
+        assert (folder / "data").read_bytes() == bytes(900_000) + b"kept" + bytes(99_996)
+
+    def test_preallocate_beyond_the_disk(self, engine: AioEngine, folder: Path) -> None:
+        space = os.statvfs(folder)
+        with engine.open(folder / "data", create=True) as file:
+            file.preallocate(1000)
+            with pytest.raises(AioError) as caught:
+                file.preallocate(4 * space.f_blocks * space.f_frsize)
+            assert caught.value.errno == errno.ENOSPC
+            assert caught.value.operation == "preallocate"
+            assert file.num_bytes == 1000
+
+    def test_direct_modes(self, tmp_path: Path) -> None:
+        with make_engine("native_aio") as engine:
+            buffered = engine.open(tmp_path / "data", create=True, direct=False)
+            assert (buffered.direct, buffered.alignment) == (False, 1)
+            assert buffered.direct_reason == "asked for"
+            engine.write(buffered, b"z" * 4097, offset=3).wait(WAIT_S)
+            auto = engine.open(tmp_path / "data")
+            assert auto.direct == (auto.alignment >= 4096) == (auto.direct_reason == "O_DIRECT")
+            memory = bytearray(4097)
+            engine.read(auto, memory, offset=3).wait(WAIT_S)
+            assert memory == b"z" * 4097
+        with make_engine("aiofiles") as engine:
+            assert not engine.open(tmp_path / "data").direct
+
+    @pytest.mark.parametrize("kernel_backend", KERNEL_BACKENDS)
+    def test_auto_is_buffered_where_direct_is_refused(self, kernel_backend: str) -> None:
+        # procfs, sysfs and the like refuse O_DIRECT with EINVAL; this one is a regular file anyone may read.
+        path = "/proc/self/maps"
+        with make_engine(kernel_backend) as engine:
+            file = engine.open(path, readonly=True)
+            assert not file.direct
+            assert file.direct_reason == "O_DIRECT: EINVAL"
+
+    def test_a_closed_file_takes_no_operations(self, engine: AioEngine, tmp_path: Path) -> None:
+        file = engine.open(tmp_path / "data", create=True)
+        ticket = engine.write(file, b"q" * 300_000, offset=0)
+        file.close()
+        file.close()
+        ticket.wait(WAIT_S)
+        with pytest.raises(StateError, match="closed"):
+            engine.read(file, bytearray(1), offset=0)
+        with pytest.raises(StateError, match="closed"):
+            file.preallocate(1)
+
+
+class TestMistakes:
+    def test_engine_arguments(self) -> None:
+        for key, value in [
+            ("block_size", 1000),
+            ("block_size", 0),
+            ("block_size", 2 << 30),
+            ("queue_depth", 0),
+            ("num_threads", 0),
+            ("backend", "io_ring"),
+        ]:
+            with pytest.raises(ConfigError) as caught:
+                AioEngine(**{key: value})  # type: ignore[arg-type]
+            assert caught.value.key == key
+
+    def test_buffers(self, engine: AioEngine, tmp_path: Path) -> None:
+        with engine.open(tmp_path / "data", create=True) as file:
+            with pytest.raises(ConfigError, match="writable"):
+                engine.read(file, b"constant", offset=0)
+            with pytest.raises(ConfigError, match="contiguous"):
+                engine.write(file, np.zeros((4, 4))[:, 1], offset=0)
+            with pytest.raises(ConfigError, match="contiguous"):
+                engine.write(file, torch.zeros(4, 4)[:, 1], offset=0)
+            with pytest.raises(ConfigError, match="contiguous"):
+                engine.write(file, memoryview(b"abcdef")[::2], offset=0)
+            with pytest.raises(ConfigError, match="host memory"):
+                engine.write(file, torch.zeros(4, device="meta"), offset=0)
+            with pytest.raises(ConfigError) as caught:
+                engine.write(file, b"abc", offset=-1)
+            assert caught.value.key == "offset"
+            assert file.num_bytes == 0
+
+    def test_a_file_of_another_engine(self, backend: str, tmp_path: Path) -> None:
+        with make_engine(backend) as one, make_engine(backend) as two:
+            file = one.open(tmp_path / "data", create=True)
+            with pytest.raises(ConfigError, match="opened by this engine"):
+                two.read(file, bytearray(1), offset=0)
+
+
+class TestLifecycle:
+    def test_close_finishes_what_was_submitted(self, backend: str, tmp_path: Path) -> None:
+        data = random_bytes(4 * MIB)
+        engine = make_engine(backend, block_size=65536, queue_depth=2)
+        file = engine.open(tmp_path / "data", create=True)
+        tickets = [engine.write(file, data[k::4], offset=k * MIB) for k in range(4)]
+        engine.close()
+        engine.close()
+        assert all(ticket.done() for ticket in tickets)
+        for ticket in tickets:
+            ticket.wait()
+        assert (tmp_path / "data").read_bytes() == b"".join(data[k::4] for k in range(4))
+        with pytest.raises(StateError, match="closed"):
+            engine.open(tmp_path / "data")
+        with pytest.raises(StateError, match="closed"):
+            engine.read(file, bytearray(1), offset=0)
+
+    def test_cancel_drops_what_has_not_started(self, backend: str, tmp_path: Path) -> None:
+        engine = make_engine(backend, block_size=4096, queue_depth=1)
+        file = engine.open(tmp_path / "data", create=True)
+        tickets = [engine.write(file, bytes(64 * 4096), offset=k * 64 * 4096) for k in range(200)]
+        engine.close(cancel=True)
+        outcomes = []
+        for ticket in tickets:
+            assert ticket.done()
+            try:
+                ticket.wait()
+                outcomes.append(0)
+            except AioError as error:
+                outcomes.append(error.errno)
+        assert set(outcomes) <= {0, errno.ECANCELED}
+        assert outcomes[-1] == errno.ECANCELED
+
+    @pytest.mark.parametrize("name", BACKENDS)
+    def test_a_forked_child_gets_an_error(self, name: str, tmp_path: Path) -> None:
+        make_engine(name).close()
+        script = """
+            import os, sys
+            from offloadzero.errors import StateError
+            from offloadzero.io.engine import AioEngine
+            engine = AioEngine(backend=sys.argv[1])
+            file = engine.open(sys.argv[2], create=True)
+            engine.inject("delay", 1, 500)
+            ticket = engine.write(file, b"parent", offset=0)
+            child = os.fork()
+            if child == 0:
+                attempts = [
+                    lambda: engine.read(file, bytearray(1), offset=0),
+                    lambda: engine.open(sys.argv[2]),
+                    lambda: engine.stats(),
+                    lambda: ticket.wait(),
+                ]
+                refused = 0
+                for attempt in attempts:
+                    try:
+                        attempt()
+                    except StateError as error:
+                        refused += "belongs to process" in str(error)
+                engine.close()
+                del engine, file, ticket, attempts
+                sys.exit(100 + refused)  # runs the exit handlers of the child
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 104
+            ticket.wait()
+            back = bytearray(6)
+            engine.read(file, back, offset=0).wait()
+            assert back == b"parent"
+            print("fine")
+        """
+        done = run_script(script, name, str(tmp_path / "data"))
+        assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
+
+    @pytest.mark.parametrize("name", BACKENDS)
+    @pytest.mark.parametrize("ending", ["return", "sys.exit(0)", "1/0"])
+    def test_the_interpreter_exits_with_operations_in_flight(
+        self, name: str, ending: str, tmp_path: Path
+    ) -> None:
+        make_engine(name).close()
+        script = f"""
+            import sys
+            from offloadzero.io.engine import AioEngine
+            def main():
+                engine = AioEngine(backend=sys.argv[1], block_size=65536, queue_depth=4)
+                file = engine.open(sys.argv[2], create=True)
+                engine.inject("delay", 1, 3_600_000)
+                engine.inject("delay", 3, 3_600_000)
+                kept.append(engine)
+                for k in range(50):
+                    kept.append(engine.write(file, bytes(300_000), offset=k * 300_000))
+                    engine.read(file, bytearray(100), offset=k * 300_000)
+                {ending}
+            kept = []
+            main()
+        """
+        done = run_script(script, name, str(tmp_path / "data"), timeout_s=30.0)
+        assert done.returncode == (1 if ending == "1/0" else 0)
+        assert ("ZeroDivisionError" in done.stderr) if ending == "1/0" else (done.stderr == "")
+
+
+class TestChoosingABackend:
+    SECCOMP = """
+        import ctypes, errno, logging, os, resource, struct, sys
+        libc = ctypes.CDLL(None, use_errno=True)
+
+        class Program(ctypes.Structure):
+            _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
+
+        def forbid(*numbers):
+            # Load the system call's number; EPERM if it is one of `numbers`; allow the rest.
+            code = struct.pack("HBBI", 0x20, 0, 0, 0)
+            for number in numbers:
+                code += struct.pack("HBBI", 0x15, 0, 1, number)
+                code += struct.pack("HBBI", 0x06, 0, 0, 0x00050000 | errno.EPERM)
+            code += struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000)
+            program = Program(len(code) // 8, code)
+            assert libc.prctl(38, 1, 0, 0, 0) == 0
+            assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0, ctypes.get_errno()
+
+        IO_URING_SETUP = 425
+        IO_SETUP = {"x86_64": 206, "aarch64": 0}[os.uname().machine]
+        records = []
+        class Keep(logging.Handler):
+            def emit(self, record):
+                records.append(record)
+        logging.getLogger("offloadzero.aio").addHandler(Keep())
+        from offloadzero.errors import ConfigError
+        from offloadzero.io.engine import AioEngine
+    """
+
+    @pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="system call numbers")
+    def test_auto_falls_back_and_says_why(self, tmp_path: Path) -> None:
+        script = (
+            self.SECCOMP
+            + """
+        forbid(IO_URING_SETUP)
+        for _ in range(2):
+            engine = AioEngine()
+            assert (engine.backend, engine.reason) == ("native_aio", "io_uring: EPERM"), engine.reason
+        (record,) = records
+        assert record.getMessage() == "aio backend: native_aio (io_uring: EPERM)"
+        file = engine.open(sys.argv[1], create=True)
+        engine.write(file, b"through native AIO", offset=1).wait()
+        try:
+            AioEngine(backend="io_uring")
+        except ConfigError as error:
+            assert "not available here (io_uring: EPERM)" in str(error)
+        else:
+            raise AssertionError("io_uring was asked for by name and fell back")
+        forbid(IO_SETUP)
+        engine = AioEngine()
+        assert (engine.backend, engine.reason) == ("aiofiles", "io_uring: EPERM; native_aio: EPERM")
+        back = bytearray(18)
+        engine.read(engine.open(sys.argv[1]), back, offset=1).wait()
+        assert back == b"through native AIO"
+        print("fine")
+        """
+        )
+        done = run_script(script, str(tmp_path / "data"))
+        assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+
+    @pytest.mark.parametrize("name", BACKENDS)
+    def test_little_locked_memory_is_enough(self, name: str, tmp_path: Path) -> None:
+        make_engine(name).close()
+        script = """
+            import resource, sys
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+            from offloadzero.io.engine import AioEngine
+            with AioEngine(backend=sys.argv[1], queue_depth=256) as engine:
+                file = engine.open(sys.argv[2], create=True)
+                data = bytes(range(256)) * 40_000
+                engine.write(file, data, offset=0).wait()
+                back = bytearray(len(data))
+                engine.read(file, back, offset=0).wait()
+                assert back == data
+            print("fine")
+        """
+        done = run_script(script, name, str(tmp_path / "data"))
+        assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+
+    def test_auto_takes_what_a_named_backend_would(self) -> None:
+        for name in BACKENDS:
+            try:
+                AioEngine(backend=name).close()
+            except ConfigError:
+                continue
+            with AioEngine() as engine:
+                assert engine.backend is AioBackend(name)
+                return
+        pytest.fail("no backend is available")
+
+    def test_importing_loads_neither_torch_nor_a_backend(self) -> None:
+        script = """
+            import sys
+            import offloadzero.io.engine
+            unwanted = {"torch", "numpy", "aiofiles", "asyncio", "offloadzero.io._aio"}
+            print(sorted(unwanted & set(sys.modules)))
+        """
+        assert run_script(script).stdout == "[]\n"

@@ -1,0 +1,43 @@
+"""Host memory of whole training runs: what was reserved, and little more."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1024 * 1024
+# Python's modules, the threads' stacks, torch's own pages, and one block's activations at 128 tokens.
+OVERHEAD_BYTES = 300 * MIB
+
+
+def measure(*options: str) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks/memory.py"),
+        "--model",
+        "160m",
+        "--steps",
+        "2",
+        *options,
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
+    assert run.returncode == 0, run.stderr
+    result: dict[str, Any] = json.loads(run.stdout)
+    return result
+
+
+@pytest.mark.parametrize(("placement", "clipping"), [("nvme", "1.0"), ("host", "0.0")])
+def test_peak_is_what_was_reserved(placement: str, clipping: str) -> None:
+    """Peak RSS above a bare torch stays within the host and device arenas and a fixed overhead."""
+    result = measure("--placement", placement, "--clipping", clipping)
+    reserved = result["reserved_bytes"]
+    assert result["peak_above_bare_bytes"] <= reserved["host"] + reserved["device"] + OVERHEAD_BYTES
+    if placement == "nvme":
+        assert reserved["nvme"] >= 12 * result["num_params"]
+        assert reserved["host"] < (3 if clipping == "0.0" else 5) * result["num_params"]

@@ -1,0 +1,160 @@
+"""Hooks on an optimizer run as torch runs them, those that were registered before offloading too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+import offloadzero
+from offloadzero.errors import ConfigError, StateError
+from tests.support.plain_form import make_model, make_optimizer
+from tests.support.tiny import settings, tokens
+
+KINDS = (
+    "step_pre",
+    "step_post",
+    "state_dict_pre",
+    "state_dict_post",
+    "load_state_dict_pre",
+    "load_state_dict_post",
+)
+
+
+def register(optimizer: Any, calls: list[str], who: str, **options: Any) -> list[Any]:
+    def hook(kind: str) -> Callable[..., None]:
+        return lambda optimizer, *_: calls.append(f"{who} {kind} {len(optimizer.param_groups)}")
+
+    kinds = [kind for kind in KINDS if not options or "state_dict" in kind]
+    return [getattr(optimizer, f"register_{kind}_hook")(hook(kind), **options) for kind in kinds]
+
+
+def offload(model: Any, optimizer: Any) -> Any:
+    config = settings(placement="host", bf16=None, optimizer=None)
+    return offloadzero.offload(model, optimizer, config)[1]
+
+
+def kept(_: Any, optimizer: Any) -> Any:
+    return optimizer
+
+
+def calls_of(make: Callable[[Any, Any], Any]) -> list[str]:
+    calls: list[str] = []
+    model = make_model()
+    origin = make_optimizer(model)
+    handles = register(origin, calls, "origin")
+    register(origin, calls, "first", prepend=True)
+    optimizer = make(model, origin)
+    register(optimizer, calls, "ours")
+    for _ in range(2):
+        model(tokens(0)).backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def test_all_six_kinds_in_the_order_of_torch() -> None:
+    expected = calls_of(kept)
+    assert {call.split()[1] for call in expected} == set(KINDS)
+    assert calls_of(offload) == expected
+
+
+def test_hooks_of_all_optimizers_run_once() -> None:
+    for make in (kept, offload):
+        calls: list[Any] = []
+        model = make_model()
+        optimizer = make(model, make_optimizer(model))
+        handles = [
+            torch_optimizer.register_optimizer_step_pre_hook(lambda *given: calls.append(given[0])),  # noqa: B023
+            torch_optimizer.register_optimizer_step_post_hook(lambda *given: calls.append(given[0])),  # noqa: B023
+        ]
+        model(tokens(0)).backward()
+        optimizer.step()
+        for handle in handles:
+            handle.remove()
+        assert calls == [optimizer, optimizer]
+
+
+def test_what_a_hook_makes_of_a_state_dict() -> None:
+    """Returned or assigned, on the way out and in: torch's numbers."""
+
+    def out(_: Any, state_dict: Any) -> Any:
+        return {**state_dict, "note": 1}
+
+    def into(_: Any, state_dict: Any) -> None:
+        state_dict["param_groups"] = [{**group, "lr": 0.5} for group in state_dict["param_groups"]]
+
+    def more(_: Any, state_dict: Any) -> Any:
+        state = {n: {**values, "exp_avg": values["exp_avg"] * 2} for n, values in state_dict["state"].items()}
+        return {**state_dict, "state": state}
+
+    results = []
+    for make in (kept, offload):
+        model = make_model()
+        optimizer = make(model, make_optimizer(model))
+        model(tokens(0)).backward()
+        optimizer.step()
+        optimizer.register_state_dict_post_hook(out)
+        optimizer.register_load_state_dict_pre_hook(into)
+        optimizer.register_load_state_dict_pre_hook(more)
+        given = optimizer.state_dict()
+        assert given["note"] == 1
+        optimizer.load_state_dict(given)
+        assert given["param_groups"][0]["lr"] == 1e-2
+        assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+        results.append(optimizer.state_dict()["state"])
+    for number, state in results[0].items():
+        torch.testing.assert_close(results[1][number]["exp_avg"] + 0, state["exp_avg"])
+
+
+def test_a_hook_that_raises_leaves_the_states() -> None:
+    model = make_model()
+    optimizer = offload(model, make_optimizer(model))
+    model(tokens(0)).backward()
+
+    def refuse(*_: Any) -> None:
+        raise ArithmeticError("no")
+
+    handle = optimizer.register_step_pre_hook(refuse)
+    before = model.emb.weight.detach().clone()
+    with pytest.raises(ArithmeticError, match="no"):
+        optimizer.step()
+    assert torch.equal(model.emb.weight.detach(), before)
+    handle.remove()
+    optimizer.step()
+    assert not torch.equal(model.emb.weight.detach(), before)
+
+
+def test_the_original_still_refuses_to_step() -> None:
+    """Its hooks are those of its successor, where the refusal is silent."""
+    model = make_model()
+    origin = make_optimizer(model)
+    optimizer = offload(model, origin)
+    with pytest.raises(StateError, match=r"step\(\) of the AdamW whose states were offloaded"):
+        origin.step()
+    model(tokens(0)).backward()
+    optimizer.step()
+    optimizer.restore_model()
+    del optimizer
+    again = offload(model, origin)
+    with pytest.raises(StateError, match=r"step\(\) of the AdamW whose states were offloaded"):
+        origin.step()
+    model(tokens(0)).backward()
+    again.step()
+
+
+def test_a_refused_optimizer_keeps_its_hooks() -> None:
+    calls: list[str] = []
+    model = make_model()
+    origin = make_optimizer(model)
+    register(origin, calls, "origin")
+    with pytest.raises(ConfigError):
+        offloadzero.offload(model, origin, settings(placement={"nonsense": "host"}))
+    model(tokens(0)).backward()
+    origin.step()
+    assert calls == ["origin step_pre 2", "origin step_post 2"]

@@ -1,0 +1,662 @@
+"""Parameters of an offloaded model, read and written by scripts as those of an ordinary one.
+
+The reference is the same script on the same model without this library, in fp32.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import offloadzero
+from offloadzero.errors import ConfigError, StateError
+from offloadzero.parameters.weight import AwayParameter, PresentParameter
+from tests.support.models import WIDTH, Block, Stack, features
+from tests.support.training import make_config
+
+PLACEMENTS = ["resident", "host", "nvme"]
+
+
+def build(make_model: Callable[[], nn.Module] = Stack) -> nn.Module:
+    torch.manual_seed(5)
+    return make_model()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+
+
+@pytest.fixture(params=PLACEMENTS)
+def placement(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def offloaded(placement: str, tmp_path: Path) -> Iterator[Callable[..., tuple[nn.Module, Any]]]:
+    """Offloads a model; the leases hold one unit and are poisoned when it leaves."""
+    opened = []
+
+    def make(make_model: Callable[[], nn.Module] = Stack, **over: Any) -> tuple[nn.Module, Any]:
+        model = build(make_model)
+        config = make_config(placement, tmp_path, dtype=over.pop("dtype", None), **over)
+        config.pop("optimizer")
+        model, optimizer = offloadzero.offload(model, adam(model), config)
+        opened.append(optimizer)
+        return model, optimizer
+
+    yield make
+    for optimizer in opened:
+        optimizer.close()
+
+
+def step(model: nn.Module, optimizer: Any, seed: int) -> float:
+    loss = model(features(seed))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.item())
+
+
+def assert_same_weights(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
+    expected = dict(reference.state_dict())
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], **(tolerance or {"rtol": 1e-4, "atol": 1e-6}))
+
+
+# --- reads
+
+
+def test_parameters_are_those_of_the_last_step(offloaded: Any) -> None:
+    """Right after step(), whose updates are still on their way."""
+    model, optimizer = offloaded()
+    reference = build()
+    plain = adam(reference)
+    for seed in range(4):
+        step(model, optimizer, seed)
+        step(reference, plain, seed)
+        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert isinstance(ours, AwayParameter), name
+            torch.testing.assert_close(ours.norm(), theirs.norm(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(ours.data.clone(), theirs.data, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(ours.detach() * 1.0, theirs.detach(), rtol=1e-4, atol=1e-6)
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    torch.testing.assert_close(vector, nn.utils.parameters_to_vector(reference.parameters()))
+
+
+def test_a_reference_kept_over_steps_is_alive(offloaded: Any) -> None:
+    model, optimizer = offloaded()
+    kept = {name: param.data for name, param in model.named_parameters()}
+    for seed in range(3):
+        step(model, optimizer, seed)
+        state = model.state_dict()
+        for name, data in kept.items():
+            assert torch.equal(data.clone(), state[name]), name
+
+
+def test_shape_dtype_and_gradient_need_no_value(offloaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = offloaded()
+    monkeypatch.setattr(optimizer.runtime.weights, "value", None)  # a read would fail
+    for name, param in model.named_parameters():
+        reference = build().get_parameter(name)
+        assert param.shape == reference.shape
+        assert param.stride() == reference.stride()
+        assert param.is_contiguous()
+        assert (param.dtype, param.device, param.numel(), param.nbytes, param.is_leaf, len(param)) == (
+            reference.dtype,
+            reference.device,
+            reference.numel(),
+            reference.nbytes,
+            True,
+            len(reference),
+        )
+        assert param.requires_grad
+        assert isinstance(param, nn.Parameter)
+        assert {param: 1}[param] == 1
+
+
+# --- gradients through parameters that are away
+
+
+def penalty_of_squares(model: nn.Module) -> Tensor:
+    return sum((param.float() ** 2).sum() for param in model.parameters())  # type: ignore[return-value]
+
+
+def penalty_of_views(model: nn.Module) -> Tensor:
+    return sum(param.view(-1)[1:].abs().sum() + param.flatten()[0] for param in model.parameters())  # type: ignore[return-value]
+
+
+def penalty_of_products(model: nn.Module) -> Tensor:
+    weight = model.get_parameter("blocks.1.up.weight")
+    return (weight @ weight.t()).sum() + F.layer_norm(weight, (weight.shape[1],), weight[0]).pow(2).sum()
+
+
+@pytest.mark.parametrize("penalty", [penalty_of_squares, penalty_of_views, penalty_of_products])
+def test_a_penalty_on_the_weights_trains_them(penalty: Callable[[nn.Module], Tensor], offloaded: Any) -> None:
+    model, optimizer = offloaded()
+    reference = build()
+    plain = adam(reference)
+    for seed in range(3):
+        losses = []
+        for net, opt in ((model, optimizer), (reference, plain)):
+            loss = net(features(seed)) + 1e-2 * penalty(net)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert_same_weights(model, reference)
+
+
+def test_a_graph_over_a_weight_that_was_updated_since_is_refused(offloaded: Any) -> None:
+    model, optimizer = offloaded()
+    weight = model.get_parameter("blocks.0.up.weight")
+    stale = (weight**2).sum()
+    step(model, optimizer, 0)
+    with pytest.raises((StateError, RuntimeError), match=r"blocks\.0\.up\.weight was updated between"):
+        stale.backward()
+
+
+def test_writing_a_leaf_with_gradients_on_is_torchs_error(offloaded: Any) -> None:
+    model, _ = offloaded()
+    param = model.get_parameter("blocks.0.up.weight")
+    before = model.state_dict()["blocks.0.up.weight"]
+    for write in (lambda: param.add_(1), lambda: param.view(-1)[0].fill_(1), lambda: param.__setitem__(0, 1)):
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            write()
+    assert torch.equal(model.state_dict()["blocks.0.up.weight"], before)
+
+
+# --- writes
+
+
+def write_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data.mul_(0.75)
+
+
+def write_data_of_kept(model: nn.Module) -> None:
+    kept = [param.data for param in model.parameters()]
+    for data in kept:
+        data.clamp_(-0.05, 0.05)
+
+
+def write_no_grad(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.01)
+            param.view(-1)[0] = 0.5
+
+
+def write_init(model: nn.Module) -> None:
+    torch.manual_seed(3)
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.1)
+
+
+def write_assign(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data.clone() * 1.5
+
+
+def write_augmented(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data += 0.125
+
+
+def write_detached(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.detach()[..., 0].zero_()
+
+
+def write_vector(model: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+
+
+def write_lists(model: nn.Module) -> None:
+    params = list(model.parameters())
+    with torch.no_grad():
+        torch._foreach_mul_(params, 0.9)
+        torch._foreach_lerp_(params, [torch.zeros_like(p) for p in params], 0.25)
+
+
+def write_state(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+
+
+def write_moved(model: nn.Module) -> None:
+    model.to("cpu")
+    model._apply(lambda t: t * 2)
+
+
+WRITES = [
+    write_data,
+    write_data_of_kept,
+    write_no_grad,
+    write_init,
+    write_assign,
+    write_augmented,
+    write_detached,
+    write_vector,
+    write_lists,
+    write_state,
+    write_moved,
+]
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_arrives_and_is_trained_on(
+    write: Callable[[nn.Module], None], dtype: Any, offloaded: Any
+) -> None:
+    model, optimizer = offloaded(dtype=dtype)
+    reference = build().to(torch.bfloat16 if dtype else torch.float32)
+    write(model)
+    write(reference)
+    assert_same_weights(model, reference, rtol=0.0, atol=0.0)
+    if dtype is None:
+        plain = adam(reference)
+        for seed in range(2):
+            assert step(model, optimizer, seed) == pytest.approx(step(reference, plain, seed), rel=1e-5)
+            write(model)
+            write(reference)
+        # Where a gradient is nearly zero, AdamW's quotient is its sign: roundings show there.
+        assert_same_weights(model, reference, rtol=1e-2, atol=1e-3)
+    else:
+        step(model, optimizer, 0)
+
+
+def test_unchanged_elements_keep_their_master(offloaded: Any) -> None:
+    model, optimizer = offloaded(dtype="bf16")
+    step(model, optimizer, 0)
+    param = model.get_parameter("blocks.0.up.weight")
+    before = offloadzero.zero.safe_get_full_fp32_param(param)
+    with torch.no_grad():
+        param[0, 0] = 3.0
+    after = offloadzero.zero.safe_get_full_fp32_param(param)
+    assert after[0, 0] == 3.0
+    after[0, 0] = before[0, 0]
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda p: p.detach().double(), "dtype|float64"),
+        (lambda p: p.detach().clone()[:1], "shape"),
+        (lambda p: torch.empty(p.shape, device="meta"), "device"),
+    ],
+)
+def test_data_of_another_kind_is_refused(value: Any, message: str, offloaded: Any) -> None:
+    model, _ = offloaded()
+    param = model.get_parameter("blocks.0.up.weight")
+    with pytest.raises(ConfigError, match=rf"blocks\.0\.up\.weight\.data.*({message})"):
+        param.data = value(param)
+
+
+def test_another_precision_is_refused(offloaded: Any) -> None:
+    model, _ = offloaded()
+    with pytest.raises(ConfigError, match="the configuration says the precision"):
+        model.half()
+
+
+@pytest.mark.parametrize("how", [lambda m: m.to("meta"), lambda m: m.to_empty(device="meta")])
+def test_another_device_is_refused(how: Callable[[nn.Module], object], offloaded: Any) -> None:
+    """torch would put new parameters in the place of those that cannot go there, and nothing would train them."""
+    model, optimizer = offloaded()
+    params = list(model.parameters())
+    with pytest.raises(ConfigError, match=r"\.data = 'meta': device cpu"):
+        how(model)
+    assert all(one is other for one, other in zip(model.parameters(), params, strict=True))
+    step(model, optimizer, 0)
+
+
+def test_a_parameter_is_not_swapped_for_another(offloaded: Any) -> None:
+    """torch would exchange what makes it this engine's parameter, without a word."""
+    model, optimizer = offloaded()
+    param = model.get_parameter("blocks.0.up.weight")
+    other = nn.Parameter(torch.zeros(param.shape))
+    value = param.clone()
+    for pair in ((param, other), (other, param)):
+        with pytest.raises(RuntimeError, match="Cannot swap"):
+            torch.utils.swap_tensors(*pair)
+    assert torch.equal(param, value)
+    step(model, optimizer, 0)
+
+
+def test_resized_embeddings_are_refused(offloaded: Any) -> None:
+    """As transformers does it."""
+    model, _ = offloaded()
+    param = model.get_parameter("blocks.0.up.weight")
+    with pytest.raises(ConfigError, match=r"resize_token_embeddings\(\), say\) comes before offload\(\)"):
+        param.data = torch.cat([param.data, param.data])
+
+
+def test_an_optimizer_that_steps_in_backward_is_told_so(offloaded: Any) -> None:
+    model, _ = offloaded()
+
+    def update(param: nn.Parameter) -> None:
+        torch.optim.SGD([param], lr=0.1).step()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(update)
+    with pytest.raises(
+        StateError, match="Or written in backward, by an optimizer that steps in gradient hooks"
+    ):
+        model(features(0)).backward()
+
+
+# --- what operations leave behind
+
+OPERATIONS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "norm": lambda p: p.norm(),
+    "graph": lambda p: (p * 2).sum(),
+    "write": lambda p: p.data.mul_(1.0),
+    "view": lambda p: p.detach().view(-1)[0].item(),
+    "list": lambda p: torch._foreach_norm([p, p]),
+    "stack": lambda p: torch.stack([p, p]),
+    "named result": lambda p: p.detach().max(dim=0).values,
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_leaves_nothing_for_the_collector(name: str, offloaded: Any) -> None:
+    model, _ = offloaded()
+    param = model.get_parameter("blocks.0.up.weight")
+    OPERATIONS[name](param)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            OPERATIONS[name](param)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+# --- in the forward
+
+
+class Writing(Block):
+    """Writes its own weights in its forward, as weight clipping and weight normalisation do."""
+
+    way = "data"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "data":
+            self.up.weight.data.clamp_(-0.1, 0.1)
+        elif self.way == "no_grad":
+            with torch.no_grad():
+                self.up.weight.mul_(0.9)
+        elif self.way == "assign":
+            self.up.weight.data = self.up.weight.data.clone() * 0.8
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["data", "no_grad", "assign"])
+def test_a_write_in_the_forward_arrives(way: str, offloaded: Any) -> None:
+    def make() -> nn.Module:
+        model = Stack(Writing)
+        for block in model.blocks:
+            block.way = way
+        return model
+
+    model, optimizer = offloaded(make)
+    reference = build(make)
+    plain = adam(reference)
+    for seed in range(3):
+        assert step(model, optimizer, seed) == pytest.approx(step(reference, plain, seed), rel=1e-5)
+    assert_same_weights(model, reference)
+
+
+def test_classes_follow_the_forward(offloaded: Any) -> None:
+    seen: list[type] = []
+
+    class Looking(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(type(self.up.weight))
+            return super().forward(x)
+
+    model, optimizer = offloaded(lambda: Stack(Looking))
+    step(model, optimizer, 0)
+    assert set(seen) == {PresentParameter}
+    assert {type(p) for p in model.parameters()} == {AwayParameter}
+
+
+# --- foreign saved-tensor hooks
+
+
+class FrozenNorm(Block):
+    """A checkpoint around the block's own body, whose first weight is frozen."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.norm.requires_grad_(False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) if not self.training else self._checkpointed(x)
+
+    def _checkpointed(self, x: Tensor) -> Tensor:
+        return checkpoint(self.forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("over", [{}, {"gradient_clipping": 0.5}], ids=["in_backward", "at_step"])
+def test_frozen_weights_under_a_checkpoint_around_forward(over: Any, offloaded: Any) -> None:
+    model, optimizer = offloaded(lambda: Stack(FrozenNorm), **over)
+    reference = build(lambda: Stack(FrozenNorm))
+    plain = adam(reference)
+    for seed in range(4):
+        ours = step(model, optimizer, seed)
+        loss = reference(features(seed))
+        loss.backward()
+        if over:
+            nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        plain.step()
+        plain.zero_grad()
+        assert ours == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_weights_saved_by_other_hooks_keep_their_value(offloaded: Any) -> None:
+    """A read outside of any site, under a pair of hooks that keeps the object it is given."""
+    model, optimizer = offloaded()
+    step(model, optimizer, 0)
+    weight = model.get_parameter("blocks.1.up.weight")
+    weight.requires_grad_(False)
+    value = model.state_dict()["blocks.1.up.weight"]
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        out = F.linear(x, weight).square().sum()
+    model(features(1))  # other units take the leases
+    out.backward()
+    expected = 2 * (x.detach() @ value.t()) @ value
+    torch.testing.assert_close(x.grad, expected)
+    weight.requires_grad_(True)
+
+
+# --- copies
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save", "averaged"])
+def test_a_copy_of_the_model_is_an_ordinary_model(copied: str, offloaded: Any) -> None:
+    model, optimizer = offloaded()
+    step(model, optimizer, 0)
+    if copied == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif copied == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    elif copied == "torch.save":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    else:
+        twin = torch.optim.swa_utils.AveragedModel(model).module
+    assert {type(p) for p in twin.parameters()} == {nn.Parameter}
+    assert_same_weights(twin, model, rtol=0.0, atol=0.0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plain = adam(twin)
+    losses = [step(twin, plain, seed) for seed in range(1, 3)]  # leaves ours alone
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert [step(model, optimizer, seed) for seed in range(1, 3)] != []
+    reference = build()
+    plain = adam(reference)
+    step(reference, plain, 0)
+    fresh = adam(reference)
+    assert losses == pytest.approx([step(reference, fresh, seed) for seed in range(1, 3)], rel=1e-5)
+
+
+def in_another_process(results: Any, tensors: dict[str, Tensor]) -> None:
+    results.put({name: (type(one), one.requires_grad, one.tolist()) for name, one in tensors.items()})
+
+
+def test_tensors_that_are_sent_to_another_process(tmp_path: Path) -> None:
+    """It gets values: what stands for them has no memory to share."""
+    model = build()
+    config = make_config("nvme", tmp_path, dtype=None)
+    config.pop("optimizer")
+    model, optimizer = offloadzero.offload(model, adam(model), config)
+    model(features(0)).backward()
+    param = model.get_parameter("blocks.0.up.weight")
+    frozen = model.get_parameter("blocks.0.up.bias").requires_grad_(False)
+    assert param.grad is not None
+    sent = {
+        "parameter": param,
+        "frozen": frozen,
+        "data": param.data,
+        "view": param.data[1:3].t(),
+        "grad": param.grad,
+    }
+    sent["state"] = model.state_dict()["blocks.0.up.weight"]
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+    child = context.Process(target=in_another_process, args=(results, sent))
+    child.start()
+    got = results.get(timeout=60)
+    child.join()
+    assert child.exitcode == 0
+    for name, one in sent.items():
+        kind = nn.Parameter if one is param or one is frozen else Tensor
+        assert got[name] == (kind, one is param, one.tolist()), name
+    optimizer.close()
+
+
+def test_averaging_the_weights(offloaded: Any) -> None:
+    model, optimizer = offloaded()
+    reference = build()
+    plain = adam(reference)
+    averages = []
+    for net, opt in ((model, optimizer), (reference, plain)):
+        average = torch.optim.swa_utils.AveragedModel(
+            net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        )
+        by_hand = {name: param.detach().clone() for name, param in net.named_parameters()}
+        for seed in range(3):
+            step(net, opt, seed)
+            average.update_parameters(net)
+            with torch.no_grad():
+                for name, param in net.named_parameters():
+                    by_hand[name].lerp_(param, 0.5)
+        averages.append((dict(average.module.state_dict()), by_hand))
+    for ours, theirs in zip(averages[0], averages[1], strict=True):
+        for name, value in ours.items():
+            torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-6)
+
+
+def test_functional_call(offloaded: Any) -> None:
+    model, _ = offloaded()
+    reference = build()
+    x = features(3)
+    doubled = {name: value.detach() * 2 for name, value in model.named_parameters()}
+    expected = {name: value.detach() * 2 for name, value in reference.named_parameters()}
+    ours = torch.func.functional_call(model, doubled, (x,))
+    assert ours.item() == pytest.approx(
+        torch.func.functional_call(reference, expected, (x,)).item(), rel=1e-5
+    )
+    assert model(x).item() == pytest.approx(reference(x).item(), rel=1e-5)
+
+
+def test_reads_after_close_say_so(offloaded: Any) -> None:
+    model, optimizer = offloaded()
+    optimizer.close()
+    with pytest.raises(StateError, match="closed"):
+        model.get_parameter("blocks.0.up.weight").sum()
+
+
+def test_a_write_into_the_state_dict_arrives(offloaded: Any) -> None:
+    model, optimizer = offloaded()
+    reference = build()
+    plain = adam(reference)
+    for net in (model, reference):
+        state = net.state_dict()
+        state["blocks.0.up.weight"].mul_(0.5)
+        state["blocks.1.up.weight"][0].fill_(0.25)
+        state["blocks.1.up.bias"].view(-1)[1:] = -0.5
+        torch._foreach_add_([state["blocks.0.norm.weight"], state["blocks.0.norm.bias"]], 0.125)
+    assert_same_weights(model, reference, rtol=0.0, atol=0.0)
+    for seed in range(2):
+        assert step(model, optimizer, seed) == pytest.approx(step(reference, plain, seed), rel=1e-5)
+
+
+def test_a_state_dict_is_of_ordinary_tensors_for_those_who_read_it(offloaded: Any) -> None:
+    model, optimizer = offloaded()
+    state = model.state_dict()
+    value = state["blocks.0.up.weight"]
+    assert type(value * 2) is Tensor
+    assert type(value.clone()) is Tensor
+    assert type(copy.deepcopy(state)["blocks.0.up.weight"]) is Tensor
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded["blocks.0.up.weight"]) is Tensor
+    assert torch.equal(loaded["blocks.0.up.weight"], value)
+    assert value.data_ptr()
+    before = value.clone()
+    step(model, optimizer, 0)
+    assert torch.equal(value, before)  # a copy
+    with pytest.raises(StateError, match=r"blocks\.0\.up\.weight: was changed since state_dict"):
+        value.zero_()
+
+
+def test_keep_vars_gives_the_parameters(offloaded: Any) -> None:
+    model, _ = offloaded()
+    state = model.state_dict(keep_vars=True)
+    assert all(state[name] is param for name, param in model.named_parameters())
+
+
+LOOKS: dict[str, Callable[[Any], Tensor]] = {
+    "data": lambda p: p.data,
+    "detach()": lambda p: p.detach(),
+    "data, transposed": lambda p: p.data.t(),
+    "a row": lambda p: p.detach()[1],
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_an_alias_that_is_given_other_data_leaves_the_weight(name: str, offloaded: Any) -> None:
+    """`t = p.data; t.data = x`: in torch t looks at x then, and the weight stays."""
+    model, optimizer = offloaded()
+    plain = build()
+    its = adam(plain)
+    for one, steps in ((plain, its), (model, optimizer)):
+        one(features(0)).backward()
+        p = one.blocks[1].up.weight
+        t = LOOKS[name](p)
+        t.data = torch.ones(t.shape)
+        t.mul_(3)
+        assert torch.equal(t + 0, torch.full(t.shape, 3.0))
+        steps.step()
+        assert torch.equal(t + 0, torch.full(t.shape, 3.0))
+    expected = plain.blocks[1].up.weight
+    torch.testing.assert_close(model.blocks[1].up.weight.detach().clone(), expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,408 @@
+"""The plan: homes by rule, bytes by tier, budgets, and that what is planned is what is reserved."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import nn
+
+from offloadzero.config import OffloadConfig, load_config
+from offloadzero.config.schema import BudgetConfig, PlacementConfig, PlacementRule, UpdateConfig
+from offloadzero.errors import BudgetError, ConfigError
+from offloadzero.memory.swap_file import MARK_BYTES
+from offloadzero.planning.memory_plan import MemoryPlan, format_bytes, place, plan_memory, updates_in_backward
+from offloadzero.segments import SegmentKind, TierName
+from offloadzero.update.records import Record, make_record
+from offloadzero.update.specs.adam import ADAM
+from tests.support.tiny import TinyModel, make_engine, settings, train
+
+PARAM, MASTER, M1, M2, _, GRAD = ADAM.kinds
+DEVICE, HOST, NVME = TierName
+RECORD_KINDS = (PARAM, MASTER, M1, M2)
+
+
+def records(
+    *sizes: int,
+    dtype: torch.dtype = torch.bfloat16,
+    names: list[str] | None = None,
+    frozen: tuple[int, ...] = (),
+    resident: tuple[int, ...] = (),
+) -> list[Record]:
+    made = []
+    for index, size in enumerate(sizes):
+        group = None if index in frozen else 0
+        record = make_record(
+            index,
+            names[index] if names else f"layers.{index}",
+            dtype,
+            [("w", nn.Parameter(torch.zeros(1).expand(size)), group)],
+            spec=ADAM,
+            resident=index in resident,
+        )
+        record.grad_dtype = dtype
+        made.append(record)
+    return made
+
+
+def rule(units: str = "*", **tiers: str) -> PlacementRule:
+    chosen = {SegmentKind(kind): TierName(tier) for kind, tier in tiers.items()}
+    return PlacementRule(units=units, tiers=MappingProxyType(chosen))
+
+
+def everything(tier: str) -> PlacementRule:
+    return rule(**dict.fromkeys(("param", "master", "exp_avg", "exp_avg_sq"), tier))
+
+
+def config(*rules: PlacementRule, ratio: float = 1.0, **keys: Any) -> OffloadConfig:
+    return OffloadConfig(
+        placement=PlacementConfig(rules=rules, host_update_ratio=ratio),
+        **{"nvme_paths": (Path("/nowhere"),), **keys},
+    )
+
+
+# --- homes ---
+
+
+def test_states_are_all_that_the_optimizer_keeps_and_a_name_of_their_own_wins() -> None:
+    homes = place(records(5000), config(rule(states="nvme", exp_avg_sq="host")))
+    assert homes == {(0, PARAM): DEVICE, (0, MASTER): NVME, (0, M1): NVME, (0, M2): HOST, (0, GRAD): HOST}
+    homes = place(records(5000), config(rule(exp_avg="host"), rule(states="nvme")))
+    assert homes[0, M1] is NVME, "later rules win"
+
+
+def test_a_state_of_another_optimizer_has_no_home() -> None:
+    with pytest.raises(
+        ConfigError, match=r"offloadzero\.placement\.sum = 'host': states of Adam: exp_avg, exp_avg_sq"
+    ):
+        place(records(5000), config(rule(sum="host")))
+    place(records(5000, frozen=(0,)), config(rule(sum="host")))  # has no states
+
+
+def test_without_rules_everything_stays_on_the_device() -> None:
+    homes = place(records(5000, 7000), config())
+    assert set(homes.values()) == {DEVICE}
+    assert len(homes) == 2 * 5
+
+
+def test_later_rules_win_segment_by_segment() -> None:
+    units = records(5000, 5000, 5000)
+    homes = place(
+        units,
+        config(
+            everything("nvme"),
+            rule("layers.*", exp_avg="host"),
+            rule("layers.1", param="device", exp_avg="device"),
+            rule("layers.[2-9]", grad="nvme"),
+        ),
+    )
+    assert [homes[i, PARAM] for i in range(3)] == [NVME, DEVICE, NVME]
+    assert [homes[i, M1] for i in range(3)] == [HOST, DEVICE, HOST]
+    assert [homes[i, M2] for i in range(3)] == [NVME] * 3
+    assert [homes[i, GRAD] for i in range(3)] == [HOST, HOST, NVME]
+    earlier = place(units, config(rule("layers.1", param="device"), everything("nvme")))
+    assert earlier[1, PARAM] is NVME
+
+
+def test_globs_match_whole_names_and_case() -> None:
+    units = records(5000, 5000, 5000, names=["layers.1", "layers.10", "Layers.1"])
+    homes = place(units, config(rule("layers.1", param="nvme")))
+    assert [homes[i, PARAM] for i in range(3)] == [NVME, DEVICE, DEVICE]
+
+
+def test_the_resident_unit_keeps_its_parameters_on_the_device() -> None:
+    homes = place(records(5000, 5000, resident=(1,)), config(everything("nvme")))
+    assert homes[1, PARAM] is DEVICE
+    assert homes[1, M1] is NVME
+
+
+def test_a_gradient_stays_on_the_device_only_with_its_whole_update() -> None:
+    units = records(5000, 5000)
+    homes = place(units, config(rule("layers.0", exp_avg="host")))
+    assert (homes[0, GRAD], homes[1, GRAD]) == (HOST, DEVICE)
+
+
+def test_frozen_units_have_parameters_only() -> None:
+    homes = place(records(5000, 6000, frozen=(0,)), config(everything("host")))
+    assert {kind for index, kind in homes if index == 0} == {PARAM}
+
+
+def test_fp32_parameters_have_no_master() -> None:
+    homes = place(records(5000, dtype=torch.float32), config(everything("host")))
+    assert (0, MASTER) not in homes
+
+
+@pytest.mark.parametrize(("ratio", "on_device"), [(1.0, []), (0.75, [3]), (0.5, [2, 3]), (0.0, [0, 1, 2, 3])])
+def test_the_share_of_the_update_on_the_device(ratio: float, on_device: list[int]) -> None:
+    """The last units of the forward first: backward finishes them first."""
+    units = records(*[8192] * 4)
+    homes = place(units, config(everything("host"), ratio=ratio))
+    kinds = (*RECORD_KINDS, GRAD)
+    whole = [i for i in range(4) if all(homes[i, kind] is DEVICE for kind in kinds)]
+    assert whole == on_device
+    assert all(homes[i, kind] is HOST for i in range(4) if i not in on_device for kind in kinds)
+
+
+@given(st.lists(st.integers(1, 50_000), min_size=1, max_size=6), st.floats(0, 1))
+@hypothesis_settings(max_examples=100, deadline=None)
+def test_the_share_is_never_exceeded(sizes: list[int], ratio: float) -> None:
+    units = records(*sizes)
+    homes = place(units, config(everything("host"), ratio=ratio))
+    moved = sum(unit.num_trainable for unit in units if homes[unit.index, M1] is DEVICE)
+    assert moved <= (1 - ratio) * sum(unit.num_trainable for unit in units) + 1e-6
+
+
+# --- bytes ---
+
+
+def homes_of(plan: MemoryPlan, tier: TierName) -> dict[str, int]:
+    return {
+        line.what.removeprefix("home: "): line.num_bytes
+        for line in plan.lines
+        if line.tier is tier and line.what.startswith("home: ")
+    }
+
+
+COUNT = 40_960  # a multiple of what records are rounded to
+PAGE = 4096  # between arrays in host memory that are used in step
+
+
+@pytest.mark.parametrize(
+    ("dtype", "per_parameter"), [(torch.bfloat16, 12), (torch.float16, 14), (torch.float32, 12)]
+)
+@pytest.mark.parametrize("tier", ["host", "nvme", "device"])
+def test_bytes_per_parameter(dtype: torch.dtype, per_parameter: int, tier: str) -> None:
+    units = records(COUNT, COUNT, COUNT, dtype=dtype)
+    plan = plan_memory(units, config(everything(tier)))
+    homes = homes_of(plan, TierName(tier))
+    grads = homes.pop("grad", 0)
+    apart = PAGE * sum(len(unit.layout()) for unit in units) if tier == "host" else 0
+    assert sum(homes.values()) == per_parameter * 3 * COUNT + apart
+    # On the device the gradient has a home; elsewhere it is consumed as it lands.
+    assert grads == (dtype.itemsize * 3 * COUNT if tier == "device" else 0)
+    assert not any(homes_of(plan, other) for other in TierName if other.value != tier)
+
+
+def test_gradients_that_are_kept_have_homes() -> None:
+    units = records(COUNT, COUNT)
+    plan = plan_memory(units, config(everything("host"), gradient_clipping=1.0))
+    assert homes_of(plan, HOST)["grad"] == 2 * (2 * COUNT + PAGE)
+    assert plan.kept_grad_bytes == homes_of(plan, HOST)["grad"]
+    assert plan.num_host_grads == 0
+    assert plan_memory(units, config(everything("device"), gradient_clipping=1.0)).kept_grad_bytes == 0
+    wide = records(COUNT, COUNT)
+    for record in wide:
+        record.grad_dtype = torch.float32
+    plan = plan_memory(wide, config(everything("host"), gradient_clipping=1.0))
+    assert homes_of(plan, HOST)["grad"] == 2 * (4 * COUNT + PAGE)
+
+
+def test_the_table_shows_every_byte() -> None:
+    units = records(COUNT, 3 * COUNT)
+    plan = plan_memory(units, config(everything("nvme"), gradient_clipping=1.0))
+    table = plan.table()
+    for tier in TierName:
+        lines = [line for line in plan.lines if line.tier is tier]
+        assert plan.tier_bytes(tier) == sum(line.num_bytes for line in lines)
+        assert f"{tier.value:<8}{format_bytes(plan.tier_bytes(tier)):>12}" in table
+        for line in lines:
+            assert line.what in table
+            assert format_bytes(line.num_bytes) in table
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (3 << 29, "1.50 GiB"), (1 << 50, "1024.00 TiB")],
+)
+def test_bytes_for_people(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+# --- buffers ---
+
+
+def test_unit_leases_take_what_the_device_budget_leaves() -> None:
+    units = records(*[COUNT] * 8)
+    one = 2 * COUNT
+    free = plan_memory(units, config(everything("host")))
+    assert free.unit_lease_bytes == 3 * one, "the unit in use and two ahead"
+    budget = 10 * one
+    bounded = plan_memory(units, config(everything("host"), budgets=BudgetConfig(device=budget)))
+    assert bounded.tier_bytes(DEVICE) <= budget
+    assert bounded.tier_bytes(DEVICE) > budget - 4096
+    generous = plan_memory(units, config(everything("host"), budgets=BudgetConfig(device=10**9)))
+    assert generous.unit_lease_bytes == 8 * one, "never more than everything"
+
+
+def test_what_is_needed_together_fits_together() -> None:
+    units = records(*[COUNT] * 6)
+    together = [frozenset({0, 1}), frozenset({2, 3, 4, 5})]
+    plan = plan_memory(units, config(everything("host"), max_live_parameters=1), together=together)
+    assert plan.unit_lease_bytes >= 4 * 2 * COUNT
+
+
+def test_nothing_streams_when_everything_is_on_the_device() -> None:
+    plan = plan_memory(records(COUNT, COUNT), config())
+    assert (plan.unit_lease_bytes, plan.device_grad_bytes, plan.num_slots) == (0, 0, 0)
+    assert plan.tier_bytes(HOST) == plan.tier_bytes(NVME) == 0
+
+
+def test_update_slots_hold_what_is_not_in_host_memory() -> None:
+    units = records(10 * COUNT)
+    update = UpdateConfig(chunk_elements=8192, num_chunks_in_flight=3)
+    whole = plan_memory(units, config(everything("nvme"), update=update))
+    assert (whole.num_slots, whole.slot_bytes) == (3, 12 * 8192 + 4 * PAGE)
+    moments = plan_memory(
+        units, config(everything("host"), rule(exp_avg="nvme", exp_avg_sq="device"), update=update)
+    )
+    assert moments.slot_bytes == 8 * 8192 + 2 * PAGE
+    assert plan_memory(units, config(everything("host"), update=update)).num_slots == 0
+
+
+# --- budgets ---
+
+
+def test_gradients_move_to_nvme_when_the_host_is_too_small() -> None:
+    units = records(*[100 * COUNT] * 6)
+    update = UpdateConfig(chunk_elements=4096)
+    base = config(everything("nvme"), gradient_clipping=1.0, update=update)
+    wanted = plan_memory(units, base)
+    assert {wanted.placement[i, GRAD] for i in range(6)} == {HOST}
+    one = 2 * 100 * COUNT
+    budget = wanted.tier_bytes(HOST) - one
+    moved = plan_memory(
+        units, config(everything("nvme"), gradient_clipping=1.0, update=update, budgets=BudgetConfig(host=budget))
+    )  # fmt: skip
+    assert moved.tier_bytes(HOST) <= budget
+    on_nvme = [i for i in range(6) if moved.placement[i, GRAD] is NVME]
+    assert on_nvme == list(range(6))[-len(on_nvme) :], "the last to be needed go first"
+    assert 0 < len(on_nvme) < 6, "no more than needed"
+    assert moved.tier_bytes(NVME) == wanted.tier_bytes(NVME) + one * len(on_nvme)
+
+
+@pytest.mark.parametrize("keys", [{"nvme_paths": ()}, {"gradient_clipping": 0.0}])
+def test_they_do_not_move_without_a_path_or_a_home(keys: dict[str, Any]) -> None:
+    units = records(*[COUNT] * 6)
+    with pytest.raises(BudgetError, match=r"budgets\.host"):
+        plan_memory(
+            units, config(everything("host"), **{"gradient_clipping": 1.0, **keys}, budgets=BudgetConfig(host=4096))
+        )  # fmt: skip
+
+
+@given(
+    st.lists(st.integers(1, 200_000), min_size=1, max_size=5),
+    st.lists(st.lists(st.sampled_from(["device", "host", "nvme"]), min_size=4, max_size=4), min_size=1, max_size=4),
+    st.integers(0, 4_000_000),
+    st.integers(0, 4_000_000),
+    st.booleans(),
+)  # fmt: skip
+@hypothesis_settings(max_examples=200, deadline=None)
+def test_a_plan_is_within_its_budgets_or_refused(
+    sizes: list[int], tiers: list[list[str]], device: int, host: int, clips: bool
+) -> None:
+    names = ("param", "master", "exp_avg", "exp_avg_sq")
+    rules = [rule(f"layers.{i}", **dict(zip(names, row, strict=True))) for i, row in enumerate(tiers)]
+    units = records(*sizes)
+    update = UpdateConfig(chunk_elements=4096)
+    free = config(everything("host"), *rules, update=update, gradient_clipping=float(clips))
+    plan = plan_memory(units, free)
+    homes = sum(sum(homes_of(plan, tier).values()) for tier in TierName)
+    assert homes >= 12 * sum(sizes)
+    budgets = BudgetConfig(device=device, host=host)
+    try:
+        bounded = plan_memory(
+            units, config(everything("host"), *rules, update=update, gradient_clipping=float(clips), budgets=budgets)
+        )  # fmt: skip
+    except BudgetError as error:
+        refusal = str(error)
+    else:
+        assert bounded.tier_bytes(DEVICE) <= device
+        assert bounded.tier_bytes(HOST) <= host
+        return
+    assert "What would make it fit" in refusal
+    assert "home: param" in refusal
+
+
+# --- when the update may run ---
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ({"gradient_clipping": 0.0}, True),
+        ({"gradient_clipping": 1.0}, False),
+        ({"gradient_clipping": 0.0, "fp16": {"enabled": True}}, False),
+        ({"gradient_clipping": 0.0, "offloadzero": {"update": {"on_nonfinite": "skip"}}}, False),
+        ({"gradient_clipping": 0.0, "offloadzero": {"update": {"in_backward": False}}}, False),
+        ({"gradient_clipping": 0.0, "offloadzero": {"update": {"in_backward": True}}}, True),
+        ({"gradient_clipping": 0.0, "offloadzero": {"update": {"in_backward": "auto"}}}, True),
+    ],
+)
+def test_updates_in_backward(block: dict[str, Any], expected: bool) -> None:
+    assert updates_in_backward(load_config(block)) is expected
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        ({"gradient_clipping": 1.0}, "gradient_clipping"),
+        ({"gradient_clipping": 0.0, "fp16": {"enabled": True}}, "fp16"),
+    ],
+)
+def test_updates_in_backward_are_refused_where_they_would_not_be_exact(
+    block: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        updates_in_backward(load_config({**block, "offloadzero": {"update": {"in_backward": True}}}))
+    assert caught.value.key == "offloadzero.update.in_backward"
+
+
+# --- the plan and the store ---
+
+PLACEMENTS: list[Any] = [
+    "device",
+    "host",
+    "nvme",
+    {"param": "host", "master": "nvme", "exp_avg": "nvme", "exp_avg_sq": "host"},
+    {"param": "nvme", "master": "host", "exp_avg": "device", "exp_avg_sq": "host", "grad": "nvme"},
+]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"gradient_clipping": 1.0},
+        {"gradient_accumulation_steps": 2, "data_types": {"grad_accum_dtype": "fp32"}},
+    ],
+    ids=["plain", "clipped", "accumulated"],
+)
+def test_what_is_planned_is_what_is_reserved(tmp_path: Path, placement: Any, keys: dict[str, Any]) -> None:
+    engine = make_engine(settings(tmp_path, placement=placement, **keys), TinyModel())
+    runtime = engine.optimizer.runtime
+    plan, store = runtime.plan, runtime.store
+    assert store.device.num_bytes == plan.tier_bytes(DEVICE)
+    assert store.host.num_bytes == plan.tier_bytes(HOST)
+    # Everything that was reserved is in use: nothing was counted twice or forgotten.
+    assert store.device.free_bytes == 0
+    assert store.host.free_bytes == 0
+    on_disk = sum((tmp_path / name).stat().st_size for name in os.listdir(tmp_path))
+    assert on_disk == plan.tier_bytes(NVME) + len(os.listdir(tmp_path)) * MARK_BYTES
+    for record in runtime.records:
+        for kind, segment in record.segments.items():
+            assert segment.tier is plan.placement[record.index, kind]
+    for tier in TierName:
+        if plan.tier_bytes(tier):
+            assert format_bytes(plan.tier_bytes(tier)) in engine.memory_table()
+    assert all(map(math.isfinite, train(engine, num_steps=2)))
+    assert store.host.free_bytes == 0
+    engine.close()

@@ -1,0 +1,507 @@
+"""Bugs, each a wait left out, planted one at a time: the comparisons of tests/races/test_races.py catch every one.
+
+The second half plants them under random schedules and asserts that one of the first few shows the bug; the first
+half makes the race certain in a scenario of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offloadzero.errors import NonFiniteError, OffloadError
+from offloadzero.memory.arena import Lease
+from offloadzero.memory.lanes import Lane, LaneTicket
+from offloadzero.memory.store import TieredStore
+from offloadzero.memory.tickets import FINISHED
+from offloadzero.memory.transfer import Fetcher
+from offloadzero.step.collect import GradientCollector
+from offloadzero.step.coordinator import StepCoordinator
+from offloadzero.step.decider import Decider
+from offloadzero.step.job import UpdateJob
+from offloadzero.step.landing import Landing
+from offloadzero.streaming.executor import Executor
+from offloadzero.streaming.unit_leases import UnitLeases
+from offloadzero.streaming.weights import WeightAccess
+from offloadzero.update.pipeline import UpdatePipeline
+from offloadzero.update.staging import ChunkStager, StagedChunk
+from tests.races.test_races import SCENARIOS, make_reference, scenario_config
+from tests.support.schedules import Schedule, disturbed, draw_schedule, reference
+from tests.support.training import Outcome, differences, run_engine
+
+
+def planted(name: str, placement: str, directory: Path, expected: Outcome, *, live: int = 1) -> list[str]:
+    """How a run with a bug in it differs: the differences, or the failure it stopped with."""
+    make_model, loop, _ = SCENARIOS[name]
+    try:
+        outcome = run_engine(make_model, loop, scenario_config(name, placement, directory, live=live))
+    except NonFiniteError as error:  # poison that was trained on
+        return [str(error)]
+    return differences(outcome, expected)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+    """The undisturbed resident run of a scenario."""
+    return make_reference(tmp_path_factory.mktemp("references"))
+
+
+@pytest.fixture
+def expect_caught(references: Callable[[str], Outcome], tmp_path: Path) -> Callable[..., None]:
+    """Asserts that a scenario passes; `plant()` puts the bug in; then that it does not."""
+
+    def check(name: str, placement: str, plant: Callable[[], None], *, live: int = 1) -> None:
+        expected = references(name)
+        assert planted(name, placement, tmp_path, expected, live=live) == []
+        plant()
+        assert planted(name, placement, tmp_path, expected, live=live) != []
+
+    return check
+
+
+def slow_updates(monkeypatch: pytest.MonkeyPatch, duration_s: float = 0.005) -> None:
+    compute = UpdatePipeline._compute
+
+    def slow(pipeline: UpdatePipeline, chunk: Any) -> None:
+        time.sleep(duration_s)
+        compute(pipeline, chunk)
+
+    monkeypatch.setattr(UpdatePipeline, "_compute", slow)
+
+
+def slow_lane(monkeypatch: pytest.MonkeyPatch, name: str, duration_s: float = 0.005) -> None:
+    launch = Lane._launch
+
+    def slow(lane: Lane, task: Callable[[], None], fence: Any) -> Any:
+        if lane.name == name:
+            time.sleep(duration_s)
+        return launch(lane, task, fence)
+
+    monkeypatch.setattr(Lane, "_launch", slow)
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+@pytest.mark.parametrize("name", ["in backward", "at the step"])
+def test_fetch_that_does_not_wait_for_the_update_is_caught(
+    name: str, placement: str, expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_updates(monkeypatch)
+    start_fetch = UnitLeases.start_fetch
+
+    def impatient(leases: UnitLeases, unit: Any, lease: Lease) -> None:
+        updated, unit.updated = unit.updated, FINISHED
+        try:
+            start_fetch(leases, unit, lease)
+        finally:
+            unit.updated = updated
+
+    expect_caught(name, placement, lambda: monkeypatch.setattr(UnitLeases, "start_fetch", impatient))
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_use_that_does_not_wait_for_the_fetch_is_caught(
+    placement: str, expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_lane(monkeypatch, "fetch")
+
+    def plant() -> None:
+        monkeypatch.setattr(LaneTicket, "order_compute", lambda _: None)
+
+    expect_caught("at the step", placement, plant)
+
+
+def test_lease_released_while_in_use_is_caught(
+    expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is protected: the next fetch takes the lease of the unit that is computing."""
+
+    def plant() -> None:
+        pin = Executor.pin
+
+        def pin_and_forget(executor: Executor, index: int, **options: Any) -> None:
+            pin(executor, index, **options)
+            unit = executor.units[index]
+            if unit.lease is not None:
+                unit.lease.release()  # poisons
+                unit.lease = executor.leases.arena.try_lease(unit.record.param_bytes, "again")
+
+        monkeypatch.setattr(Executor, "pin", pin_and_forget)
+
+    expect_caught("at the step", "host", plant)
+
+
+def test_lease_given_to_the_next_before_its_copy_has_left_is_caught(
+    expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient lease that is handed on before its copy to the host has run."""
+    copy_to_host = Landing._copy_to_host
+
+    def plant() -> None:
+        def early(landing: Landing, brought: Any, place: Any, before: Any) -> Any:
+            lease = brought.lease
+            brought.leases.give_back(lease)
+            lease.temporary = True  # the copy does not give it back again
+            submit = landing._d2h.submit
+
+            def slow_submit(task: Callable[[], None], **options: Any) -> Any:
+                def slow() -> None:
+                    time.sleep(0.005)
+                    task()
+
+                return submit(slow, **options)
+
+            monkeypatch.setattr(landing._d2h, "submit", slow_submit)
+            try:
+                return copy_to_host(landing, brought, place, before)
+            finally:
+                monkeypatch.setattr(landing._d2h, "submit", submit)
+                lease.temporary = False
+
+        monkeypatch.setattr(Landing, "_copy_to_host", early)
+
+    expect_caught("at the step", "host", plant)
+
+
+@pytest.mark.parametrize("name", ["in backward", "at the step"])
+def test_update_that_starts_before_the_gradient_has_landed_is_caught(
+    name: str, expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_lane(monkeypatch, "gradient-d2h")
+    land = Landing._land
+
+    def impatient(
+        landing: Landing, gradient: Any, done: Any, _after: Any, *rest: Any, **options: Any
+    ) -> None:
+        land(landing, gradient, done, [], *rest, **options)
+
+    expect_caught(name, "host", lambda: monkeypatch.setattr(Landing, "_land", impatient))
+
+
+def test_write_that_is_not_awaited_before_the_next_read_is_caught(
+    expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update whose ticket is done before its data is on the drive."""
+    write = TieredStore.write
+
+    def slow_write(store: TieredStore, segment: Any, source: torch.Tensor, **options: Any) -> Any:
+        if store.nvme is not None and segment.extent is not None:
+            store.nvme.engine.inject("delay", 1, 3)
+        return write(store, segment, source, **options)
+
+    monkeypatch.setattr(TieredStore, "write", slow_write)
+
+    def plant() -> None:
+        late: list[tuple[TieredStore, Any, torch.Tensor, dict[str, Any]]] = []
+
+        def held_back(store: TieredStore, segment: Any, source: torch.Tensor, **options: Any) -> Any:
+            late.append((store, segment, source.clone(), options))
+            if len(late) > 3:
+                write(late[0][0], late[0][1], late[0][2], **late[0][3]).wait()
+                del late[0]
+            return FINISHED
+
+        monkeypatch.setattr(TieredStore, "write", held_back)
+
+    expect_caught("in backward", "nvme", plant)
+
+
+def test_staging_slot_used_again_before_its_writes_is_caught(
+    expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reads of the next chunk land in memory that is still being written to the drive."""
+
+    def plant() -> None:
+        write_back = ChunkStager.write_back
+        write = TieredStore.write
+
+        def forgetful(stager: ChunkStager, chunk: StagedChunk, **options: Any) -> Any:
+            slot = chunk.slot
+            writes = write_back(stager, chunk, **options)
+            if slot is not None:
+                slot.users = FINISHED
+            return writes
+
+        class Late:
+            """A write whose source is read when somebody waits for it."""
+
+            def __init__(self, submit: Callable[[], Any]) -> None:
+                self._submit = submit
+                self._ticket: Any = None
+                self._lock = threading.Lock()
+
+            def wait(self) -> None:
+                with self._lock:
+                    if self._ticket is None:
+                        time.sleep(0.02)
+                        self._ticket = self._submit()
+                self._ticket.wait()
+
+            def done(self) -> bool:
+                return self._ticket is not None and self._ticket.done()
+
+        def late_write(store: TieredStore, segment: Any, source: torch.Tensor, **options: Any) -> Any:
+            if segment.extent is None:
+                return write(store, segment, source, **options)
+            return Late(lambda: write(store, segment, source, **options))
+
+        monkeypatch.setattr(ChunkStager, "write_back", forgetful)
+        monkeypatch.setattr(TieredStore, "write", late_write)
+
+    expect_caught("at the step", "nvme", plant)
+
+
+def test_states_read_ahead_and_edited_since_are_caught(
+    expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update would start from the states as they were during backward."""
+
+    def same_chunk(chunk: StagedChunk, record: Any, start: int, stop: int) -> bool:
+        return (chunk.record, chunk.start, chunk.stop) == (record, start, stop)
+
+    expect_caught(
+        "edited before the step", "nvme", lambda: monkeypatch.setattr(StagedChunk, "matches", same_chunk)
+    )
+
+
+# --- under random schedules
+
+MAX_SCHEDULES = 30  # within which a bug must show
+
+
+@contextmanager
+def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute replaced for a while."""
+    own = owner.__dict__.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def fetch_before_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_fetch = UnitLeases.start_fetch
+
+    def impatient(leases: UnitLeases, unit: Any, lease: Lease) -> None:
+        with swapped(unit, "updated", FINISHED):
+            start_fetch(leases, unit, lease)
+
+    monkeypatch.setattr(UnitLeases, "start_fetch", impatient)
+
+
+def use_before_the_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LaneTicket, "order_compute", lambda _: None)
+
+
+def use_of_a_resident_unit_before_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    touch = Executor.touch
+
+    def impatient(executor: Executor, index: int, **options: Any) -> None:
+        with swapped(executor.units[index], "updated", FINISHED):
+            touch(executor, index, **options)
+
+    monkeypatch.setattr(Executor, "touch", impatient)
+
+
+def update_before_its_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = ChunkStager.stage
+
+    def forgetful(stager: ChunkStager, record: Any, start: int, stop: int) -> StagedChunk:
+        chunk = stage(stager, record, start, stop)
+        chunk.reads.clear()
+        return chunk
+
+    monkeypatch.setattr(ChunkStager, "stage", forgetful)
+
+
+def update_before_its_gradient_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_reads = UpdatePipeline._start_reads
+
+    def forgetful(pipeline: UpdatePipeline, chunk: Any) -> None:
+        start_reads(pipeline, chunk)
+        num_states = len(chunk.data.staged)
+        del chunk.data.reads[num_states:]
+
+    monkeypatch.setattr(UpdatePipeline, "_start_reads", forgetful)
+
+
+def slot_before_its_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_back = ChunkStager.write_back
+
+    def forgetful(stager: ChunkStager, chunk: StagedChunk, **options: Any) -> Any:
+        slot = chunk.slot
+        writes = write_back(stager, chunk, **options)
+        if slot is not None:
+            slot.users = FINISHED
+        return writes
+
+    monkeypatch.setattr(ChunkStager, "write_back", forgetful)
+
+
+def update_done_before_its_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = UpdatePipeline._finish
+
+    def forgetful(_pipeline: UpdatePipeline, update: Any, _writes: Any = ()) -> None:
+        finish(update)
+
+    monkeypatch.setattr(UpdatePipeline, "_finish", forgetful)
+
+
+def gradient_copied_over_one_that_the_last_update_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_to_host = Landing._copy_to_host
+
+    def impatient(landing: Landing, brought: Any, place: Any, _before: Any) -> Any:
+        return copy_to_host(landing, brought, place, FINISHED)
+
+    monkeypatch.setattr(Landing, "_copy_to_host", impatient)
+
+
+def gradient_on_the_device_over_one_that_the_last_update_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = GradientCollector._begin
+
+    def impatient(collector: GradientCollector, state: Any) -> None:
+        with swapped(collector, "_previous_update", lambda _: FINISHED):
+            begin(collector, state)
+
+    monkeypatch.setattr(GradientCollector, "_begin", impatient)
+
+
+def landing_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    land = Landing._land
+
+    def impatient(
+        landing: Landing, gradient: Any, done: Any, _after: Any, *rest: Any, **options: Any
+    ) -> None:
+        land(landing, gradient, done, [], *rest, **options)
+
+    monkeypatch.setattr(Landing, "_land", impatient)
+
+
+def gradient_lease_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_to_host = Landing._copy_to_host
+
+    def early(landing: Landing, brought: Any, place: Any, before: Any) -> Any:
+        lease = brought.lease
+        if not lease.temporary:
+            brought.leases.give_back(lease)
+            flat = brought.flat.clone()[:0].set_(brought.flat)
+            brought = brought._replace(flat=flat)  # the lease is another's; the copy still reads that memory
+        own, lease.temporary = lease.temporary, True  # the copy does not give it back again
+        try:
+            return copy_to_host(landing, brought, place, before)
+        finally:
+            lease.temporary = own
+
+    monkeypatch.setattr(Landing, "_copy_to_host", early)
+
+
+def staging_buffer_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    unstage = Fetcher._unstage
+
+    def early(fetcher: Fetcher, staged: Any, read: Any, target: torch.Tensor) -> None:
+        read.wait()
+        fetcher._staged_by.give_back(staged.buffer)
+        staged.buffer = None
+        unstage(fetcher, staged, read, target)
+
+    monkeypatch.setattr(Fetcher, "_unstage", early)
+
+
+def decision_before_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    decide = Decider._decide
+
+    def impatient(decider: Decider, step: Any) -> Any:
+        for gradient in step.gradients:
+            gradient.landed = FINISHED
+        return decide(decider, step)
+
+    monkeypatch.setattr(Decider, "_decide", impatient)
+
+
+def read_of_a_weight_before_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = WeightAccess._read
+
+    def impatient(weights: WeightAccess, record: Any, slot: Any, kind: Any) -> torch.Tensor:
+        with swapped(weights._executor, "update_ticket", lambda _: FINISHED):
+            return read(weights, record, slot, kind)
+
+    monkeypatch.setattr(WeightAccess, "_read", impatient)
+
+
+def states_read_ahead_of_the_last_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = StepCoordinator._begin_backward
+
+    def impatient(coordinator: StepCoordinator) -> None:
+        with swapped(coordinator._executor, "update_ticket", lambda _: FINISHED):
+            begin(coordinator)
+
+    monkeypatch.setattr(StepCoordinator, "_begin_backward", impatient)
+
+
+def passing_gradient_before_the_update_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = UpdateJob.begin
+
+    def early(job: UpdateJob, *, grad_scale: float) -> None:
+        begin(job, grad_scale=grad_scale)
+        job.release_gradient()
+
+    monkeypatch.setattr(UpdateJob, "begin", early)
+
+
+# Each with the part of the engine that is always slow then.
+PLANTS = {
+    fetch_before_the_update: "compute",
+    use_before_the_fetch: "lane fetch",
+    use_of_a_resident_unit_before_its_update: "compute",
+    update_before_its_reads: "late read",
+    update_before_its_gradient_is_read: "late read",
+    slot_before_its_writes: "late write",
+    update_done_before_its_writes: "late write",
+    gradient_copied_over_one_that_the_last_update_reads: "compute",
+    gradient_on_the_device_over_one_that_the_last_update_reads: "lane update-device",
+    landing_before_the_copy: "lane gradient-d2h",
+    gradient_lease_before_its_copy: "lane gradient-d2h",
+    staging_buffer_before_its_copy: "lane fetch",
+    decision_before_the_gradients: "land",
+    read_of_a_weight_before_its_update: "compute",
+    states_read_ahead_of_the_last_update: "late write",
+    passing_gradient_before_the_update_has_read_it: "compute",
+}
+# Schedules that do not have what these need are passed over. Without a backward through a graph from before the last
+# step the forward has waited for the update.
+NEEDS: dict[Any, Callable[[Schedule], bool]] = {
+    gradient_copied_over_one_that_the_last_update_reads: lambda s: s.outlives and s.updates_at_step,
+    gradient_on_the_device_over_one_that_the_last_update_reads: lambda s: s.outlives,
+    states_read_ahead_of_the_last_update: lambda s: s.outlives and s.updates_at_step,
+    passing_gradient_before_the_update_has_read_it: lambda s: not s.updates_at_step,
+}
+
+
+def shows(seed: int, *, slowest: str) -> bool:
+    """Whether a random schedule gives other numbers or stops with an error of the engine."""
+    expected = reference(seed)
+    try:
+        return bool(differences(disturbed(seed, slowest=slowest), expected))
+    except OffloadError:
+        return True
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_random_schedules_catch(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    suits = NEEDS.get(plant, lambda _: True)
+    suitable = (seed for seed in itertools.count() if suits(draw_schedule(seed)))
+    assert any(shows(seed, slowest=PLANTS[plant]) for seed in itertools.islice(suitable, MAX_SCHEDULES))

@@ -1,0 +1,634 @@
+"""Activation checkpoints by configuration: the numbers stay, the memory leaves, and what is lost or late shows."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import subprocess
+import sys
+import textwrap
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import offloadzero
+from offloadzero.errors import AioError, BudgetError, ConfigError, StateError
+from offloadzero.memory.lanes import Lane, LaneTicket
+from offloadzero.memory.swap_file import MARK_BYTES
+from offloadzero.planning import memory_plan
+from offloadzero.segments import TierName
+from offloadzero.streaming import activation_homes, activations
+from tests.support import models
+from tests.support.models import WIDTH, CheckpointedStack, Stack
+from tests.support.schedules import Slowness
+from tests.support.training import (
+    PLACEMENTS,
+    Config,
+    Outcome,
+    assert_same,
+    differences,
+    make_config,
+    merge,
+    run_engine,
+)
+
+ROOT = Path(__file__).parents[2]
+ROWS = 97  # 4656 bytes in bf16: an input that moves
+NUM_STEPS = 4
+TIERS = ("device", "host", "nvme")
+AWAY = ("host", "nvme")
+
+
+def features(seed: int) -> Tensor:
+    return models.features(seed, rows=ROWS)
+
+
+def loop(engine: Any) -> list[float]:
+    losses = []
+    for seed in range(NUM_STEPS * engine.gradient_accumulation_steps()):
+        loss = engine(features(seed))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def config_with(tier: str | None, directory: Path, placement: str = "host", **options: Any) -> Config:
+    config = make_config(placement, directory, **options)
+    block = {} if tier is None else {"offloadzero": {"activation_checkpoints": {"tier": tier}}}
+    return merge(config, block)
+
+
+def make_engine(
+    tier: str | None, directory: Path, make_model: Callable[[], nn.Module] = Stack, **options: Any
+) -> Any:
+    torch.manual_seed(0)
+    engine, *_ = offloadzero.initialize(model=make_model(), config=config_with(tier, directory, **options))
+    return engine
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """What is freed inside is freed by its references alone."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.fixture
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of any size move."""
+    monkeypatch.setattr(activations, "MIN_BYTES", 1)
+
+
+# --- the numbers
+
+
+@pytest.mark.parametrize(("dtype", "clipping"), [("bf16", 0.0), ("bf16", 0.5), ("fp16", 0.5), (None, 0.0)])
+def test_losses_weights_and_moments_are_those_without(
+    dtype: str | None, clipping: float, tmp_path: Path
+) -> None:
+    options = {"dtype": dtype, "clipping": clipping}
+    plain = run_engine(Stack, loop, config_with(None, tmp_path, "resident", **options))
+    by_the_user = run_engine(CheckpointedStack, loop, config_with(None, tmp_path, "host", **options))
+    assert_same(by_the_user, plain)
+    for tier in TIERS:
+        for placement in PLACEMENTS:
+            assert_same(run_engine(Stack, loop, config_with(tier, tmp_path, placement, **options)), plain)
+
+
+class DropoutBlock(models.Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.3)
+
+
+class NestedInputs(models.Block):
+    """Takes tensors inside tuples and dicts, integers, None, and a tensor that every block gets."""
+
+    def forward(self, x: Tensor, pair: tuple[Tensor, Tensor], *, more: dict[str, Any], none: None) -> Any:
+        cos, sin = pair
+        h = super().forward(x * cos + sin)
+        picked = h.index_select(0, more["rows"]) * more["scale"]
+        return {"x": h + more["bias"].t(), "extra": (picked.float().mean(), none)}
+
+
+class NestedStack(Stack):
+    def __init__(self) -> None:
+        super().__init__(NestedInputs)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        pair = (x.detach().cos(), x.sin())
+        bias = (x * 0.5).t().contiguous()
+        more = {"rows": torch.arange(5), "scale": 2, "bias": bias, "strided": x[:, ::2]}
+        total = x.new_zeros(())
+        for block in self.blocks:
+            out = block(x, pair, more=more, none=None)
+            x = out["x"]
+            total = total + out["extra"][0]
+        return x + total
+
+
+class AroundStack(Stack):
+    """The user's own checkpoint around two of our units."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        first, second, third, last = self.blocks
+        return last(third(checkpoint(lambda h: second(first(h)), x, use_reentrant=False)))
+
+
+FORMS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: Stack(DropoutBlock),
+    "nested inputs": NestedStack,
+    "blocks used twice": models.SharedBlocks,
+    "a checkpoint inside": lambda: Stack(models.InnerCheckpointBlock),
+    "a checkpoint around": AroundStack,
+    "structured outputs": models.StructuredStack,
+    "frozen front": models.FrozenFront,
+    "frozen middle": models.FrozenMiddle,
+    "lora": lambda: Stack(models.LoraBlock),
+    "shared reader": models.SharedReader,
+    "outputs without gradient": models.NoGradOutputs,
+    "unused parameters": models.WithUnusedBlock,
+}
+
+
+@pytest.mark.usefixtures("every_size")
+@pytest.mark.parametrize("name", FORMS)
+def test_form_of_model(name: str, tmp_path: Path) -> None:
+    live = {"zero_optimization": {"stage3_max_live_parameters": 12_000}}
+    plain = run_engine(FORMS[name], loop, config_with(None, tmp_path, "resident", **live))
+    for tier, placement, clipping in (("device", "nvme", 0.5), ("host", "nvme", 0.0), ("nvme", "host", 0.0)):
+        options = {"clipping": clipping, **live}
+        expected = plain
+        if clipping:
+            expected = run_engine(FORMS[name], loop, config_with(None, tmp_path, "resident", **options))
+        assert_same(
+            run_engine(FORMS[name], loop, config_with(tier, tmp_path, placement, **options)), expected
+        )
+
+
+@pytest.mark.usefixtures("every_size")
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_models_of_transformers(name: str, tmp_path: Path) -> None:
+    """Rotary tables in a tuple, masks, an encoder's output that every block of the decoder gets."""
+    pytest.importorskip("transformers")
+    from tests.scripts import test_models
+
+    make_model = test_models.MODELS[name]
+    plain = run_engine(make_model, test_models.engine_loop, config_with(None, tmp_path, "resident"))
+    for tier in AWAY:
+        found = run_engine(make_model, test_models.engine_loop, config_with(tier, tmp_path, "nvme"))
+        assert_same(found, plain)
+
+
+def test_compiled_blocks(tmp_path: Path) -> None:
+    def compiled() -> nn.Module:
+        model = Stack(num_blocks=3)
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, backend="aot_eager")
+        return model
+
+    plain = run_engine(compiled, loop, config_with("device", tmp_path, "resident"))
+    assert_same(run_engine(compiled, loop, config_with("nvme", tmp_path, "host")), plain)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_two_graphs_alive_and_a_graph_used_twice(tier: str, tmp_path: Path) -> None:
+    def two_graphs(engine: Any) -> list[float]:
+        losses = []
+        for seed in range(NUM_STEPS):
+            first, second = engine(features(seed)), engine(features(seed + 50))
+            engine.backward(first)  # the older graph first: not the reverse of the forwards
+            engine.step()
+            engine.optimizer.scale(second / 2).backward(retain_graph=True)
+            engine.step()
+            losses += [first.item(), second.item()]
+        return losses
+
+    def twice(engine: Any) -> list[float]:
+        losses = []
+        for seed in range(NUM_STEPS):
+            loss = engine(features(seed))
+            (loss / 2).backward(retain_graph=True)
+            engine.step()
+            (loss / 2).backward()
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    for run in (two_graphs, twice):
+        options = {"accumulation": 2, "clipping": 0.5}
+        plain = run_engine(Stack, run, config_with(None, tmp_path, "resident", **options))
+        assert_same(run_engine(Stack, run, config_with(tier, tmp_path, "nvme", **options)), plain)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_lengths_that_change(tier: str, tmp_path: Path) -> None:
+    """Buffers and ranges of the file are taken again for other sizes, and do not pile up."""
+    reserved: list[dict[str, int]] = []
+
+    def changing(engine: Any) -> list[float]:
+        losses = []
+        for seed, rows in enumerate((97, 200, 511, 97, 300, 511, 400, 511, 120, 511)):
+            loss = engine(models.features(seed, rows=rows))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            reserved.append(engine.reserved_bytes())
+        return losses
+
+    plain = run_engine(Stack, changing, config_with(None, tmp_path, "resident"))
+    base = run_engine(Stack, changing, config_with(None, tmp_path))
+    assert_same(base, plain)
+    without = reserved[-1]
+    reserved.clear()
+    assert_same(run_engine(Stack, changing, config_with(tier, tmp_path)), plain)
+    assert reserved[-1] == reserved[5]
+    if tier == "host":
+        largest = -(-511 * WIDTH * 2 // 4096) * 4096
+        assert reserved[-1]["host"] - without["host"] == models.NUM_BLOCKS * largest
+
+
+# --- the memory
+
+
+class WatchedBlock(models.Block):
+    """Notes the storages of its inputs and of an activation inside."""
+
+    inputs: list[weakref.ref[Any]]
+    inner: list[weakref.ref[Any]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inputs.append(weakref.ref(x.untyped_storage()))
+        h = self.up(self.norm(x))
+        self.inner.append(weakref.ref(h.untyped_storage()))
+        return x + self.down(F.gelu(h))
+
+
+def num_alive(references: list[weakref.ref[Any]]) -> int:
+    return sum(reference() is not None for reference in references)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_is_on_the_device_between_forward_and_backward(tier: str, tmp_path: Path) -> None:
+    engine = make_engine(tier, tmp_path, lambda: Stack(WatchedBlock, num_blocks=8))
+    inputs: list[weakref.ref[Any]] = []
+    inner: list[weakref.ref[Any]] = []
+    for block in engine.module.blocks:
+        block.inputs, block.inner = inputs, inner
+    with no_collector():
+        loss = engine(features(0))
+        assert len(inputs) == 8
+        assert num_alive(inner) == 0
+        held = num_alive(inputs)
+        assert held == 8 if tier == "device" else 1 <= held <= activations.NUM_SENDING + 1
+        engine.backward(loss)
+        left = {storage._cdata for reference in inputs if (storage := reference()) is not None}
+        # Those that came back lay in a few buffers, which stay.
+        assert len(left) <= (0 if tier == "device" else 1 + memory_plan.INPUTS_AHEAD[TierName(tier)])
+        engine.step()
+    engine.close()
+
+
+def test_what_the_first_call_of_a_process_keeps() -> None:
+    """Nothing: the compiler, which torch's checkpoint imports, leaves cycles that hold the frames it is imported in."""
+    code = """
+        import sys, tempfile
+        from pathlib import Path
+        from tests.streaming.test_activations import test_what_is_on_the_device_between_forward_and_backward as test
+        assert "torch._dynamo" not in sys.modules
+        with tempfile.TemporaryDirectory() as directory:
+            test("device", Path(directory))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("make_model", [Stack, CheckpointedStack], ids=["plain", "by the user"])
+def test_inputs_are_freed_without_the_collector(make_model: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """A cycle among the hooks would keep them until it runs."""
+    engine = make_engine(None, tmp_path, make_model)
+    for block in engine.module.blocks:
+        block.__class__ = WatchedBlock
+        block.inputs, block.inner = [], []
+    with no_collector():
+        engine.backward(engine(features(0)))
+        assert sum(num_alive(block.inputs) for block in engine.module.blocks) == 0
+        engine.step()
+    engine.close()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_forwards_without_a_backward_leave_nothing(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells: list[weakref.ref[Any]] = []
+    find = activations.ActivationStore._find_or_make
+
+    def noting(store: Any, call: Any, tensor: Tensor) -> Any:
+        cell = find(store, call, tensor)
+        cells.append(weakref.ref(cell))
+        return cell
+
+    monkeypatch.setattr(activations.ActivationStore, "_find_or_make", noting)
+    engine = make_engine(tier, tmp_path)
+    with no_collector():
+        with torch.no_grad():
+            engine(features(0))
+        assert cells == []
+        engine.backward(engine(features(0)))
+        engine.step()
+        assert len(cells) == models.NUM_BLOCKS
+        reserved = engine.reserved_bytes()
+        for seed in range(5):
+            engine(features(seed))  # the loss is thrown away
+        assert num_alive(cells) == 0
+        assert len(cells) == 6 * models.NUM_BLOCKS
+        assert engine.reserved_bytes() == reserved
+    engine.close()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_exception_in_the_forward(tier: str, tmp_path: Path) -> None:
+    class Failing(models.Block):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                raise KeyError("in the forward")
+            return super().forward(x)
+
+    def failing_loop(engine: Any) -> list[float]:
+        losses = []
+        for seed in range(2):
+            engine.module.blocks[2].fails = True
+            with pytest.raises(KeyError, match="in the forward"):
+                engine(features(seed))
+            engine.module.blocks[2].fails = False
+            losses += loop(engine)
+        return losses
+
+    plain = run_engine(lambda: Stack(Failing), failing_loop, config_with(None, tmp_path, "resident"))
+    assert_same(run_engine(lambda: Stack(Failing), failing_loop, config_with(tier, tmp_path, "nvme")), plain)
+
+
+class AddsInPlace(Stack):
+    """Changes the input of each block after the block."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        x = x * 1
+        for block in self.blocks:
+            x += block(x)
+        return x
+
+
+class ChangesItsInput(models.Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make_model", [AddsInPlace, lambda: Stack(ChangesItsInput)], ids=["after", "inside"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_inputs_changed_in_place_are_refused(
+    make_model: Callable[[], nn.Module], tier: str, tmp_path: Path
+) -> None:
+    engine = make_engine(tier, tmp_path, make_model)
+    with pytest.raises(
+        StateError, match=r"blocks\.\d: an input of this checkpointed unit was changed in place"
+    ):
+        engine.backward(engine(features(0)))
+    engine.close()
+
+
+# --- budgets, files, errors
+
+
+@pytest.mark.parametrize("tier", AWAY)
+def test_budgets_hold_for_the_checkpoints_too(tier: str, tmp_path: Path) -> None:
+    def engine_with(budget: int | None) -> Any:
+        budgets = {} if budget is None else {"budgets": {tier: budget}}
+        config = merge(config_with(tier, tmp_path, "nvme"), {"offloadzero": budgets})
+        engine, *_ = offloadzero.initialize(model=Stack(), config=config)
+        return engine
+
+    engine = engine_with(None)
+    before = engine.reserved_bytes()[tier]
+    loop(engine)
+    needed = engine.reserved_bytes()[tier]
+    assert needed - before == models.NUM_BLOCKS * 8192
+    assert "activation checkpoints so far" in engine.memory_table()
+    engine.close()
+    engine = engine_with(needed)
+    loop(engine)
+    engine.close()
+    engine = engine_with(needed - 1)
+    with pytest.raises(
+        BudgetError, match=rf"blocks\.3: offloadzero\.budgets\.{tier}: .* 24\.00 KiB of activation"
+    ):
+        engine(features(0))
+    engine.close()
+
+
+def test_a_batch_that_does_not_fit_takes_nothing_from_the_next(tmp_path: Path) -> None:
+    """Who is refused and tries a smaller batch finds the buffers and the file as they were."""
+
+    def engine_with(**budgets: int) -> Any:
+        torch.manual_seed(0)
+        config = merge(config_with("nvme", tmp_path, "nvme"), {"offloadzero": {"budgets": budgets}})
+        engine, *_ = offloadzero.initialize(model=Stack(), config=config)
+        return engine
+
+    engine = engine_with()
+    losses = loop(engine)
+    needed = engine.reserved_bytes()
+    engine.close()
+    engine = engine_with(host=needed["host"])
+    large = torch.cat([features(0)] * 16)
+    for _ in range(memory_plan.NUM_INPUT_STAGING):
+        with pytest.raises(BudgetError, match=r"blocks\.0: staging: offloadzero\.budgets\.host"):
+            engine(large)
+    assert (
+        engine.optimizer.runtime.activations._home.sender._staging.num_free == memory_plan.NUM_INPUT_STAGING
+    )
+    assert loop(engine) == losses
+    assert engine.reserved_bytes() == needed
+    engine.close()
+
+
+def test_the_file_goes_with_the_engine(tmp_path: Path) -> None:
+    engine = make_engine("nvme", tmp_path)
+    before = set(tmp_path.iterdir())
+    loss = engine(features(0))
+    (file,) = set(tmp_path.iterdir()) - before
+    assert file.stat().st_size == MARK_BYTES + models.NUM_BLOCKS * 8192
+    engine.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(StateError, match="closed"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("operation", ["pwrite", "pread"])
+def test_an_error_of_the_drive_has_a_name(operation: str, tmp_path: Path) -> None:
+    engine = make_engine("nvme", tmp_path)
+    loop(engine)
+    home = engine.optimizer.runtime.activations._home
+    loss = None
+    if operation == "pread":
+        loss = engine(features(0))
+        for lane in (home.sender._lane, home.sender._writer):
+            lane.submit(lambda: None).wait()
+    home.space.files.engine.inject("errno", 1, errno.EIO)
+    expected = rf"blocks\.\d activation \(nvme\): {operation} .*offloadzero-.* bytes: Input/output error"
+    with pytest.raises(AioError, match=expected):
+        engine.backward(engine(features(0)) if loss is None else loss)
+    engine.close()
+
+
+def test_units_are_chosen_by_name(tmp_path: Path) -> None:
+    def reserved(units: Any) -> int:
+        config = merge(
+            config_with("host", tmp_path, "resident"),
+            {"offloadzero": {"activation_checkpoints": {"units": units}}},
+        )
+        engine, *_ = offloadzero.initialize(model=Stack(), config=config)
+        before = engine.reserved_bytes()["host"]
+        loop(engine)
+        taken = engine.reserved_bytes()["host"] - before
+        engine.close()
+        return int(taken)
+
+    assert reserved(["blocks.1", "blocks.3"]) == 2 * 8192
+    assert reserved("blocks.*") == 4 * 8192
+    with pytest.raises(
+        ConfigError, match=r"activation_checkpoints\.units = 'block\.\*': .*blocks\.0, blocks\.1"
+    ):
+        reserved(["block.*"])
+    with pytest.raises(ConfigError, match="no repeated blocks"):
+        offloadzero.initialize(model=models.NoModuleList(), config=config_with("host", tmp_path))
+
+
+@pytest.mark.usefixtures("every_size")
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_unit_whose_inputs_are_indices(tier: str, tmp_path: Path) -> None:
+    """The embedding is a unit, and the head reads its weight from outside."""
+
+    def lm_loop(engine: Any) -> list[float]:
+        losses = []
+        for seed in range(NUM_STEPS):
+            loss = engine(models.tokens(seed))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    plain = run_engine(models.TiedLM, lm_loop, config_with(None, tmp_path, "resident"))
+    config = merge(
+        config_with(tier, tmp_path, "nvme"), {"offloadzero": {"activation_checkpoints": {"units": "*"}}}
+    )
+    assert_same(run_engine(models.TiedLM, lm_loop, config), plain)
+
+
+def test_nvme_needs_a_directory() -> None:
+    with pytest.raises(ConfigError, match=r"nvme_path.*activation_checkpoints uses nvme"):
+        offloadzero.config.load_config({"offloadzero": {"activation_checkpoints": {"tier": "nvme"}}})
+
+
+# --- missing waits
+
+
+def slow_lanes(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    launch = Lane._launch
+
+    def slow(lane: Lane, task: Callable[[], None], fence: Any) -> Any:
+        if lane.name in names:
+            time.sleep(0.004)
+        return launch(lane, task, fence)
+
+    monkeypatch.setattr(Lane, "_launch", slow)
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> Outcome:
+    return run_engine(Stack, loop, config_with(None, tmp_path, "resident"))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_delays_change_nothing(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"accumulation": 1 + seed % 2, "clipping": (0.0, 0.5)[seed // 2 % 2]}
+    plain = run_engine(Stack, loop, config_with(None, tmp_path, "resident", **options))
+    Slowness(seed).install(monkeypatch)
+    placement = ("host", "nvme", "mixed")[seed % 3]
+    assert_same(
+        run_engine(Stack, loop, config_with(AWAY[seed // 3 % 2], tmp_path, placement, **options)), plain
+    )
+
+
+def outcome_of(tier: str, directory: Path, expected: Outcome) -> list[str]:
+    """How a run with a bug in it differs, or the error it stopped with."""
+    try:
+        return differences(run_engine(Stack, loop, config_with(tier, directory, "resident")), expected)
+    except offloadzero.errors.NonFiniteError as error:  # poison that was trained on
+        return [str(error)]
+
+
+@pytest.mark.parametrize("tier", AWAY)
+def test_slow_lanes_change_nothing_and_a_use_that_does_not_wait_is_caught(
+    tier: str, expected: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_lanes(monkeypatch, "activation-d2h", "activation-h2d", "activation-write", "activation-read")
+    assert outcome_of(tier, tmp_path, expected) == []
+    monkeypatch.setattr(activations, "order_compute_after", lambda _: None)
+    assert outcome_of(tier, tmp_path, expected) != []
+
+
+def test_fetch_that_does_not_wait_for_the_copy_is_caught(
+    expected: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_lanes(monkeypatch, "activation-d2h")
+
+    def impatient(copy: Any, target: Tensor, fence: Any) -> LaneTicket:
+        return copy.homes.fetcher.submit(copy.home, target, fence=fence, label=copy.label)
+
+    # The wait before device memory is given up would hide it.
+    monkeypatch.setattr(activations.ActivationStore, "_give_up_sources", give_up_at_once)
+    assert outcome_of("host", tmp_path, expected) == []
+    monkeypatch.setattr(activation_homes.InputCopy, "fetch", impatient)
+    assert outcome_of("host", tmp_path, expected) != []
+
+
+def give_up_at_once(store: Any) -> None:
+    """Let device memory go before its copy has run (a lane's task still holds it)."""
+    while store._sending:
+        cell = store._sending.popleft()()
+        if cell is not None:
+            cell.give_up_source()
+
+
+def test_home_given_away_while_it_is_read_is_caught(
+    expected: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers are poisoned when they are free."""
+    slow_lanes(monkeypatch, "activation-h2d")
+    assert outcome_of("host", tmp_path, expected) == []
+    fetch = activation_homes.InputCopy.fetch
+
+    def fetch_and_free(copy: Any, target: Tensor, fence: Any) -> LaneTicket:
+        ticket = fetch(copy, target, fence)
+        copy.home.memory.fill_(float("nan"))
+        return ticket
+
+    monkeypatch.setattr(activation_homes.InputCopy, "fetch", fetch_and_free)
+    assert outcome_of("host", tmp_path, expected) != []

@@ -1,0 +1,327 @@
+"""What is fetched over a step, counted; and steps that differ: a stall where they do, never another number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import offloadzero
+from offloadzero.memory.arena import Lease
+from offloadzero.schedule.prefetch import Move
+from offloadzero.streaming.residency import ResidencyPolicy
+from offloadzero.streaming.unit_leases import UnitLeases
+from tests.streaming.test_schedule import fewest_fetches_without_misses, there_and_back
+from tests.support import models
+from tests.support.models import Stack, features
+from tests.support.training import Config, Loop, assert_same, make_config, merge, run_engine
+
+NUM_BLOCKS = 5
+BLOCK_BYTES = 8192  # of a models.Block in bf16, with padding
+
+
+class Counter:
+    """The fetches of an engine's units, by number of the block; `stalled` are those that a use had to start."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fetched: list[int] = []
+        self.stalled: list[int] = []
+        start_fetch, on_demand = UnitLeases.start_fetch, UnitLeases.lease_on_demand
+
+        def counted_fetch(leases: UnitLeases, unit: Any, lease: Lease) -> None:
+            self.fetched.append(_number(unit))
+            start_fetch(leases, unit, lease)
+
+        def counted_stall(leases: UnitLeases, unit: Any, **options: bool) -> Lease:
+            self.stalled.append(_number(unit))
+            return on_demand(leases, unit, **options)
+
+        monkeypatch.setattr(UnitLeases, "start_fetch", counted_fetch)
+        monkeypatch.setattr(UnitLeases, "lease_on_demand", counted_stall)
+
+    def take(self) -> tuple[list[int], list[int]]:
+        """(fetched, stalled) since the last call."""
+        taken = self.fetched, self.stalled
+        self.fetched, self.stalled = [], []
+        return taken
+
+
+def _number(unit: Any) -> int:
+    return int(unit.record.name.rsplit(".", 1)[1])
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    return Counter(monkeypatch)
+
+
+def config_with_room(num_units: int, directory: Path, **over: Any) -> Config:
+    """Only the blocks are streamed, and room for `num_units` of them is on the device."""
+    config = make_config("host", directory, **over)
+    live = {"stage3_max_live_parameters": num_units * BLOCK_BYTES // 2}
+    return merge(config, {"zero_optimization": live, "offloadzero": {"units": {"min_leaf_elements": 10**6}}})
+
+
+def start(make_model: Callable[[], nn.Module], config: Config) -> offloadzero.Engine:
+    torch.manual_seed(0)
+    return offloadzero.initialize(model=make_model(), config=config)[0]
+
+
+def train_step(engine: Any, seed: int, *arguments: Any) -> None:
+    for micro_batch in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(features(100 * seed + micro_batch), *arguments))
+        engine.step()
+
+
+def stack() -> Stack:
+    return Stack(num_blocks=NUM_BLOCKS)
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("room", [2, 3, 4])
+def test_a_step_fetches_as_little_as_is_possible_and_waits_for_none(
+    room: int, accumulation: int, clipping: float, counter: Counter, tmp_path: Path
+) -> None:
+    """Every weight changes at the step, so each step begins with nothing; what the turn and the next micro batch
+    need soon stays.
+    """
+    engine = start(stack, config_with_room(room, tmp_path, accumulation=accumulation, clipping=clipping))
+    uses = there_and_back(range(NUM_BLOCKS)) * accumulation
+    for seed in range(2):
+        train_step(engine, seed)
+    counter.take()
+    # From here on the order is known. The fetches between two steps are those of the next.
+    for seed in range(2, 5):
+        train_step(engine, seed)
+        fetched, stalled = counter.take()
+        assert stalled == []
+        assert len(fetched) == fewest_fetches_without_misses(tuple(uses), room)
+    engine.close()
+
+
+def test_the_first_step_guesses(counter: Counter, tmp_path: Path) -> None:
+    engine = start(stack, config_with_room(3, tmp_path))
+    train_step(engine, 0)
+    assert counter.stalled == [0]
+    engine.close()
+
+
+class FrozenEnds(Stack):
+    """The middle block trains; gradients flow back to it only."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=NUM_BLOCKS)
+        self.requires_grad_(False)
+        self.blocks[2].requires_grad_(True)
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
+@pytest.mark.parametrize("room", [2, 3, 4, 5])
+def test_frozen_units_stay_over_the_end_of_the_step(
+    room: int, clipping: float, counter: Counter, tmp_path: Path
+) -> None:
+    """As many as an optimal choice keeps that knows which unit the step makes stale."""
+    engine = start(FrozenEnds, config_with_room(room, tmp_path, clipping=clipping))
+    num_steps = 4
+    for seed in range(3):
+        train_step(engine, seed)
+    counter.take()
+    for seed in range(3, 3 + num_steps):
+        train_step(engine, seed)
+    fetched, stalled = counter.take()
+    assert stalled == []
+
+    def fewest(steps: int) -> int:
+        """What is trained is another unit after each step."""
+        uses = [(10 + step if unit == 2 else unit) for step in range(steps) for unit in (0, 1, 2, 3, 4, 3, 2)]
+        return fewest_fetches_without_misses(uses, room)
+
+    assert len(fetched) <= fewest(num_steps + 2) - fewest(2)
+    engine.close()
+
+
+def evaluate(engine: Any) -> float:
+    with torch.no_grad():
+        return float(engine(features(1000)).item())
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
+def test_evaluation_leaves_the_order_of_the_steps_alone(
+    clipping: float, counter: Counter, tmp_path: Path
+) -> None:
+    """It has an order of its own, which is learnt as well; a step after it waits for its first unit at most."""
+    room = 3
+    engine = start(stack, config_with_room(room, tmp_path, clipping=clipping))
+    per_step = fewest_fetches_without_misses(tuple(there_and_back(range(NUM_BLOCKS))), room)
+    for seed in range(3):
+        train_step(engine, seed)
+    counter.take()
+    for seed in range(3, 6):
+        for _ in range(2):
+            evaluate(engine)
+        fetched, stalled = counter.take()
+        assert stalled == []
+        assert len(fetched) <= 3 * NUM_BLOCKS
+        train_step(engine, seed)
+        fetched, stalled = counter.take()
+        assert stalled == []
+        assert len(fetched) <= per_step + 1
+    engine.close()
+
+
+def test_a_skipped_block_costs_a_stall_where_it_is_skipped(counter: Counter, tmp_path: Path) -> None:
+    engine = start(lambda: models.SometimesStack(num_blocks=NUM_BLOCKS), config_with_room(3, tmp_path))
+    for seed in range(12):
+        skips = seed % 3 == 2
+        train_step(engine, seed, (0, 1, 3, 4) if skips else (0, 1, 2, 3, 4))
+        _, stalled = counter.take()
+        if seed > 1:
+            assert len(stalled) <= skips, f"step {seed}"
+    engine.close()
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
+def test_plans_that_are_kept_are_what_planning_gives(
+    clipping: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over skipped blocks, evaluations and changes of the order."""
+    plan = ResidencyPolicy.plan
+    num_kept = 0
+
+    def compared(policy: ResidencyPolicy, free_bytes: int) -> Sequence[Move]:
+        nonlocal num_kept
+        protected = policy.protected()  # a fetch may arrive at any time
+        with monkeypatch.context() as fixed:
+            fixed.setattr(policy, "protected", lambda: protected)
+            num_plans = len(policy._plans)
+            moves = plan(policy, free_bytes)
+            num_kept += len(policy._plans) == num_plans and len(policy.present) < len(policy.streamed)
+            fixed.setattr(policy, "_plans", {})
+            assert plan(policy, free_bytes) == moves
+        return moves
+
+    monkeypatch.setattr(ResidencyPolicy, "plan", compared)
+    config = config_with_room(3, tmp_path, clipping=clipping)
+    engine = start(lambda: models.SometimesStack(num_blocks=NUM_BLOCKS), config)
+    for seed in range(12):
+        train_step(engine, seed, (0, 1, 3, 4) if seed % 5 == 4 else (0, 1, 2, 3, 4))
+        if seed % 4 == 3:
+            with torch.no_grad():
+                engine(features(1000), (0, 1, 2, 3, 4))
+    engine.close()
+    assert num_kept > 50
+
+
+# --- steps that differ, bit for bit
+
+
+class Branching(Stack):
+    """Which of its two halves runs depends on the data."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        half = self.blocks[:2] if bool(x.float().sum() > 0) else self.blocks[2:]
+        for block in half:
+            x = block(x)
+        return x
+
+
+class Routed(Stack):
+    """Like a mixture of experts: in each of three layers each row goes to the block it chooses."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for layer in range(3):
+            chosen = (x.float()[:, layer] * 10).long().remainder(len(self.blocks))
+            parts = torch.zeros_like(x)
+            for index in chosen.unique().tolist():
+                rows = (chosen == index).nonzero()[:, 0]
+                parts = parts.index_add(0, rows, self.blocks[index](x[rows]))
+            x = x + parts
+        return x
+
+
+def loop_with(
+    arguments: Callable[[int], Sequence[Any]], *, num_steps: int = 9, evaluates: bool = False
+) -> Loop:
+    def loop(engine: Any) -> list[float]:
+        losses = []
+        for seed in range(num_steps):
+            loss = engine(features(seed, rows=5), *arguments(seed))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            if evaluates and seed % 2:
+                losses.append(evaluate(engine))
+        return losses
+
+    return loop
+
+
+def skipping(seed: int) -> Sequence[Any]:
+    return ((0, 1, 3) if seed % 3 == 2 else (0, 1, 2, 3),)
+
+
+DIFFERING: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
+    "branch": (Branching, loop_with(lambda _: ())),
+    "skipped": (models.SometimesStack, loop_with(skipping)),
+    "routed": (Routed, loop_with(lambda _: ())),
+    "evaluated": (Stack, loop_with(lambda _: (), evaluates=True)),
+    "routed, evaluated": (Routed, loop_with(lambda _: (), evaluates=True)),
+}
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
+@pytest.mark.parametrize("name", DIFFERING)
+def test_steps_that_differ_train_the_same_everywhere(name: str, clipping: float, tmp_path: Path) -> None:
+    make_model, loop = DIFFERING[name]
+    expected = run_engine(make_model, loop, make_config("resident", tmp_path, clipping=clipping))
+    for placement, room in (("host", 1), ("host", 3), ("nvme", 2), ("mixed", 3)):
+        config = make_config(placement, tmp_path, clipping=clipping)
+        live = {"stage3_max_live_parameters": room * BLOCK_BYTES // 2}
+        assert_same(run_engine(make_model, loop, merge(config, {"zero_optimization": live})), expected)
+
+
+# --- what protects a lease ends in time
+
+
+class CheckpointedPartly(models.WithUnusedBlock):
+    """Its blocks' gradients never all arrive, and each is recomputed for a node of its own."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_a_recomputation_does_not_need_room_beside_the_unit_before_it(tmp_path: Path) -> None:
+    loop = loop_with(lambda _: (), num_steps=3)
+    expected = run_engine(CheckpointedPartly, loop, make_config("resident", tmp_path))
+    assert_same(run_engine(CheckpointedPartly, loop, make_config("host", tmp_path)), expected)
+
+
+def test_a_forward_after_backward_does_not_need_room_beside_a_frozen_unit(tmp_path: Path) -> None:
+    """What backward touched last is frozen, so no gradient says that it is done with."""
+
+    class FrozenFirst(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[0].requires_grad_(False)
+
+    def loop(engine: Any) -> list[float]:
+        losses = []
+        for seed in range(6):
+            loss = engine(features(seed))
+            engine.backward(loss)
+            with torch.no_grad():
+                losses.append(float(engine.module.blocks[3](torch.ones(1, 24, dtype=torch.bfloat16)).sum()))
+            engine.step()
+        return losses
+
+    keep = {"accumulation": 2, "offloadzero": {"update": {"in_backward": False}}}
+    expected = run_engine(FrozenFirst, loop, make_config("resident", tmp_path, **keep))
+    assert_same(run_engine(FrozenFirst, loop, make_config("host", tmp_path, **keep)), expected)
