@@ -21,6 +21,7 @@ from offloadzero.native import cpu_adam
 from offloadzero.native.cpu_adam import GradCheck, Isa
 from offloadzero.native.lion_adagrad import adagrad_step, lion_step
 from offloadzero.native.sgd import sgd_step
+from tests.support.cases import case, loop_over
 
 ISAS = [isa for isa in Isa if cpu_adam.isa_supported(isa)]
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
@@ -36,6 +37,8 @@ NO_L2 = replace(ADAGRAD, weight_decay=0.0)
 SGD = SgdHyper(lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.01)
 NESTEROV = SgdHyper(lr=1e-2, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=True)
 NO_MOMENTUM = SgdHyper(lr=1e-2, momentum=0.0, dampening=0.5, weight_decay=0.01)
+# How a kernel is compiled once more: layout and type of the gradient.
+FORMS = {f"{layout}, {dtype}": (layout, dtype) for layout in LAYOUTS for dtype in FLOATS}
 SIZES = [1, 15, 16, 17, 4097, 100_003]
 
 
@@ -137,13 +140,15 @@ def is_positive(name: str) -> bool:
     return name.startswith("adagrad")
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", STEPS)
-def test_step_same_bits_for_every_isa_thread_count_and_alignment(
-    name: str, layout: str, grad_dtype: torch.dtype, n: int
-) -> None:
+def test_step_same_bits_for_every_isa_thread_count_and_alignment(name: str, layout: str) -> None:
+    for grad_dtype, n in itertools.product(FLOATS, SIZES):
+        with case(grad_dtype, n):
+            check_same_bits(name, layout, grad_dtype, n)
+
+
+def check_same_bits(name: str, layout: str, grad_dtype: torch.dtype, n: int) -> None:
     start, grad = make_state(layout, n, positive=is_positive(name)), make_grad(n, grad_dtype)
     expected = start.copy()
     STEPS[name](expected, grad, grad_scale=0.37, isa=Isa.SCALAR, num_threads=1)
@@ -152,7 +157,8 @@ def test_step_same_bits_for_every_isa_thread_count_and_alignment(
     for (isa, offset), num_threads in zip(itertools.product(ISAS, (0, 1, 7)), itertools.cycle((1, 2, 3))):
         actual = start.copy(offset=offset)
         STEPS[name](actual, place(grad, offset), grad_scale=0.37, isa=isa, num_threads=num_threads)
-        actual.assert_same_bits(expected)
+        with case(isa, f"{offset=}", f"{num_threads=}"):
+            actual.assert_same_bits(expected)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -167,8 +173,7 @@ def test_step_same_bits_however_a_range_is_cut(name: str) -> None:
     cut.assert_same_bits(whole)
 
 
-@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@loop_over(FORMS)
 def test_lion_against_fp64(layout: str, grad_dtype: torch.dtype) -> None:
     """1e-6 * max(|weight|, lr) elementwise, where rounding cannot decide the sign of the update."""
     n, grad_scale = 9_973, 0.125
@@ -200,9 +205,13 @@ def test_lion_sign_of_zeros_subnormals_and_nan(isa: Isa) -> None:
 
 
 @pytest.mark.parametrize("hyper", [ADAGRAD, NO_L2], ids=["l2", "no_decay"])
-@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_adagrad_against_fp64(layout: str, grad_dtype: torch.dtype, hyper: AdagradHyper) -> None:
+def test_adagrad_against_fp64(hyper: AdagradHyper) -> None:
+    for name, form in FORMS.items():
+        with case(name):
+            check_adagrad(*form, hyper)
+
+
+def check_adagrad(layout: str, grad_dtype: torch.dtype, hyper: AdagradHyper) -> None:
     n, grad_scale = 9_973, 0.125
     state = make_state(layout, n, positive=True)
     for step in range(1, 7):
@@ -226,9 +235,13 @@ def test_adagrad_against_fp64(layout: str, grad_dtype: torch.dtype, hyper: Adagr
 
 
 @pytest.mark.parametrize("hyper", [SGD, NESTEROV, NO_MOMENTUM], ids=["momentum", "nesterov", "none"])
-@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_sgd_against_torch_in_fp64(layout: str, grad_dtype: torch.dtype, hyper: SgdHyper) -> None:
+def test_sgd_against_torch_in_fp64(hyper: SgdHyper) -> None:
+    for name, form in FORMS.items():
+        with case(name):
+            check_sgd(*form, hyper)
+
+
+def check_sgd(layout: str, grad_dtype: torch.dtype, hyper: SgdHyper) -> None:
     n, grad_scale = 9_973, 0.125
     state = make_state(layout, n, positive=False)
     state.moment.zero_()
@@ -251,8 +264,7 @@ def test_sgd_against_torch_in_fp64(layout: str, grad_dtype: torch.dtype, hyper: 
             assert bool(((state.moment.double() - buffer).abs() <= 1e-5 * largest + 1e-44).all())
 
 
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@loop_over({f"{layout}, {name}": (layout, name) for layout in LAYOUTS for name in STEPS})
 def test_gradient_checks(layout: str, name: str) -> None:
     n = 20_011
     start, grad = make_state(layout, n, positive=is_positive(name)), make_grad(n, torch.bfloat16)
