@@ -32,7 +32,7 @@ from tests.streaming.test_order_of_use import config_with_room, start, train_ste
 from tests.support.models import SometimesStack
 from tests.support.tiny import TinyModel, all_states, make_engine, settings, tokens, train
 
-TESTS = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "offloadzero"
 
 Test = Callable[..., None]
