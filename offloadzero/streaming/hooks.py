@@ -206,19 +206,36 @@ class _CheckpointedForward(_Forward):
             return self._forward(*args, **kwargs)
         # Flat, so that tensors inside tuples and dicts are inputs too.
         leaves, structure = pytree.tree_flatten((args, kwargs))
+        is_recomputed = False
+        failure: BaseException | None = None
 
         def run(*leaves: Any) -> Any:
+            nonlocal failure
             args, kwargs = pytree.tree_unflatten(leaves, structure)
-            return self._forward(*args, **kwargs)
+            if is_recomputed:
+                return self._forward(*args, **kwargs)
+            try:
+                return self._forward(*args, **kwargs)
+            except BaseException as error:
+                # Not through torch's frames: up to some version they leave its saved-tensor hooks in force until the
+                # error's traceback is gone, and take the innermost pair off then, whosever it is.
+                failure = error
 
         with held:
             self._hooks.push_input_hooks(self._name)
         try:
             if uninterrupted.pending:
                 raise_held()
-            return checkpoint(run, *leaves, use_reentrant=False)
+            result = checkpoint(run, *leaves, use_reentrant=False)
         finally:
             pop_saved_tensors_default_hooks()
+            is_recomputed = True
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                failure = None  # which would be a cycle
+        return result
 
 
 # The compiler goes from a site's wrapper to what it wraps, and into nothing else of ours.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import subprocess
@@ -26,7 +27,8 @@ from offloadzero.memory.lanes import Lane, LaneTicket
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning import memory_plan
 from offloadzero.segments import TierName
-from offloadzero.streaming import activation_homes, activations
+from offloadzero.streaming import activation_homes, activations, hooks
+from offloadzero.torch_private import top_saved_tensors_default_hooks
 from tests.support import models
 from tests.support.models import WIDTH, CheckpointedStack, Stack
 from tests.support.schedules import Slowness
@@ -495,6 +497,48 @@ def test_an_error_of_the_drive_has_a_name(operation: str, tmp_path: Path) -> Non
     with pytest.raises(AioError, match=expected):
         engine.backward(engine(features(0)) if loss is None else loss)
     engine.close()
+
+
+def checkpoint_as_in_torch_2_8(function: Any, *args: Any, use_reentrant: bool) -> Any:
+    """It leaves its generator, and so its saved-tensor hooks, to whoever holds the error of `function`."""
+    assert not use_reentrant
+    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator(
+        function, True, torch.utils.checkpoint.noop_context_fn, "default", False, True, *args
+    )
+    next(generator)
+    result = function(*args)
+    with contextlib.suppress(StopIteration):
+        next(generator)
+    return result
+
+
+@pytest.mark.parametrize("form", [checkpoint, checkpoint_as_in_torch_2_8])
+def test_a_forward_that_fails_leaves_no_hooks_in_force(
+    form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "checkpoint", form)
+    engine, other = make_engine("host", tmp_path), make_engine("host", tmp_path)
+    assert loop(engine) == loop(other)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    inner = next(iter(engine.module.blocks[2].children()))
+    handle = inner.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError, match="no room") as caught:
+        engine(features(0))
+    handle.remove()
+    assert caught.tb is not None  # held, with the frames that it has left
+    assert top_saved_tensors_default_hooks(False) is None
+    kept = []
+    keep = activations.ActivationStore.keep
+    monkeypatch.setattr(
+        activations.ActivationStore, "keep", lambda *given: kept.append(given[2].shape) or keep(*given)
+    )
+    assert loop(engine) == loop(other)
+    assert len(kept) == 2 * NUM_STEPS * len(engine.module.blocks)
+    engine.close()
+    other.close()
 
 
 def test_units_are_chosen_by_name(tmp_path: Path) -> None:
