@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import inspect
 import subprocess
 import sys
 import textwrap
@@ -502,9 +503,11 @@ def test_an_error_of_the_drive_has_a_name(operation: str, tmp_path: Path) -> Non
 def checkpoint_as_in_torch_2_8(function: Any, *args: Any, use_reentrant: bool) -> Any:
     """It leaves its generator, and so its saved-tensor hooks, to whoever holds the error of `function`."""
     assert not use_reentrant
-    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator(
-        function, True, torch.utils.checkpoint.noop_context_fn, "default", False, True, *args
-    )
+    make = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    options = [True, torch.utils.checkpoint.noop_context_fn, "default", False]
+    if "early_stop" in inspect.signature(make).parameters:
+        options.append(True)
+    generator = make(function, *options, *args)
     next(generator)
     result = function(*args)
     with contextlib.suppress(StopIteration):
