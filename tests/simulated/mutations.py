@@ -51,6 +51,7 @@ MARKS = {"fence", "launched", "computed"}  # what was launched so far
 NOTES = {"_computing"}  # lists of those that are waited for
 SEEDS = (0, 1, 2)
 RUN_S = 60.0  # a run takes one or two
+OPTIONS = ("--list", "--runs=", "--workers=")
 MORE_RUNS = 2  # of a mutant that the checker has caught, for the numbers
 
 
@@ -547,6 +548,10 @@ def outcome(verdict: Verdict, *, is_reached: bool) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Print the table; 1 if a mutant is neither caught by the checker nor listed with why not, or is and is caught."""
     selected = [argument for argument in arguments if not argument.startswith("--")]
+    unknown = [part for part in arguments if part.startswith("--") and not part.startswith(OPTIONS)]
+    if unknown:
+        print(f"{' '.join(unknown)}: the options are {', '.join(OPTIONS)}; what else is given selects places")
+        return 2
     chosen = [m for m in mutations() if not selected or any(part in str(m) for part in selected)]
     if "--list" in arguments:
         print("\n".join(map(str, chosen)))
