@@ -58,6 +58,7 @@ has_storage: Callable[[torch.Tensor], bool] = _look_up("_C._has_storage")
 
 # Makes tensors zero, on a GPU with one kernel for all.
 foreach_zero: Callable[[Sequence[torch.Tensor]], None] = _look_up("_foreach_zero_")
+foreach_copy: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = _look_up("_foreach_copy_")
 
 # Whether one tensor can be given the memory of another: what a module asks before it moves its parameters.
 may_share_memory: Any = _look_up("_has_compatible_shallow_copy_type")

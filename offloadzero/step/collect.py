@@ -10,6 +10,13 @@ the number of its backward, and is not added to.
 A tensor that a script has put into `param.grad` before backward, a view of a flat buffer say, is added to in place by
 autograd and is the script's to read and write afterwards. It stays where it is and is copied home at the step. It is
 known by two things: it was written in place, and somebody besides `param.grad` holds it or its storage.
+
+[Note: small gradients wait]
+A copy of a few kilobytes costs its launch, and half of a block's parameters are that small (norms, biases). Their
+gradients stay in `param.grad` until the last one of their unit is there, or until backward is over; then all are taken
+in one launch, by code that is in the processor's caches after the first of them. Until then `param.grad` is what torch
+makes it: who adds to it or drops it is heard when it is taken. They are taken on the stream on which they came, which
+also frees their memory; what comes on another stream, in a nested backward, or in a graph does not wait.
 """
 
 from __future__ import annotations
@@ -38,6 +45,7 @@ from offloadzero.step.record_gradient import Brought, RecordGradient, WindowGrad
 from offloadzero.torch_private import (
     DisableTorchFunctionSubclass,
     current_graph_task_id,
+    foreach_copy,
     foreach_zero,
     storage_use_count,
 )
@@ -45,6 +53,9 @@ from offloadzero.update.flat_layout import ParamSlot, SlotViews, slot_layout
 from offloadzero.update.records import Record
 
 log = logging.getLogger("offloadzero.gradients")
+
+MAX_WAITING_BYTES = 64 << 10  # a gradient that is no larger waits: [Note: small gradients wait]
+MAX_WAITING_UNIT_BYTES = 1 << 20  # of all that wait in a unit
 
 _BESIDE_THE_PLAN = (
     "%s: its gradient comes while all %d gradient leases wait for the rest of other units' gradients: it takes a "
@@ -86,11 +97,13 @@ class GradientCollector:
         self._previous_update = previous_update
         self._updates_in_backward = updates_in_backward
         self._views = _slot_views(gradients.values())
+        self._small = {index: _small_slots(gradient.record) for index, gradient in gradients.items()}
         self._num_filling = 0
         self._told: set[int] = set()
         self.backward = -1  # whose gradients are taken: its number, while it runs
         self._is_nested = False  # a checkpoint has run a backward of its own inside it
         self._records_graph = False  # backward(create_graph=True)
+        self._takes_at_once = False
 
     # --- in backward ---
 
@@ -98,37 +111,93 @@ class GradientCollector:
         """Take what backward has put into a parameter's `grad`, and put there what stands for it.
 
         The parameter by numbers: of its record, and of its slot there. Gives the record's gradient if with this one
-        it has all of them.
+        it has all of them. [Note: small gradients wait].
         """
+        state = self._gradients[index]
+        waiting = state.waiting
+        if (
+            number not in self._small[index]
+            or self._takes_at_once
+            or (self._has_streams and not self._may_wait(state))
+        ):
+            self._take(state, number)
+        else:
+            waiting.append(number)
+        num_slots = len(state.sq_norms)
+        if len(state.arrived) + len(waiting) < num_slots:
+            return None
+        if waiting:
+            self.take_waiting(state)
+        return state if len(state.arrived) == num_slots else None
+
+    def _may_wait(self, state: RecordGradient) -> bool:
+        """Whether the current stream is that of all that wait."""
+        stream = self._store.accelerator.note_stream()
+        if not state.waiting:
+            state.waiting_stream = stream
+        return state.waiting_stream == stream
+
+    def take_waiting(self, state: RecordGradient) -> None:
+        """Take what waits for the rest of its unit: [Note: small gradients wait]."""
+        device, stream = self._store.accelerator.asynchronous, state.waiting_stream
+        if stream is None or stream == device.current_stream():
+            self._take_waiting(state)
+        else:
+            with device.launching_on(stream):
+                self._take_waiting(state)
+        state.waiting = []
+
+    def _take_waiting(self, state: RecordGradient) -> None:
+        handles, present = self._handles[state.record.index], state.present
+        numbers: list[int] = []
+        others: list[int] = []
+        grads: list[torch.Tensor] = []
         with DisableTorchFunctionSubclass():
-            handle = self._handles[index][number]
+            for number in state.waiting:
+                handle = handles[number]
+                grad = handle.param.grad
+                if grad is None or type(grad) is not torch.Tensor or number in present or grad._version:
+                    others.append(number)
+                    continue
+                handle.param.grad = handle.tensor
+                handle.taken_in = self.backward
+                numbers.append(number)
+                grads.append(grad)
+            grad = None  # whose holders may be counted
+        if grads:
+            self._expect_begun(state, handles[numbers[0]])
+            targets = state.targets
+            try:
+                foreach_copy([targets[number] for number in numbers], grads)
+            except RuntimeError:
+                for number, grad in zip(numbers, grads, strict=True):
+                    expect_dense(handles[number].slot, grad)
+                raise
+            state.arrived += numbers
+        for number in others:
+            self._take(state, number)
+
+    def _take(self, state: RecordGradient, number: int) -> None:
+        with DisableTorchFunctionSubclass():
+            handle = self._handles[state.record.index][number]
             param = handle.param
             grad = param.grad
-            state = self._gradients[index]
             in_graph: torch.Tensor | None = None  # of an earlier backward, in which it stays
             if type(grad) is not torch.Tensor or number in state.present or grad._version:
                 if grad is not None and grad.requires_grad and handle.is_own(grad):
                     in_graph = grad
                 grad = self._contribution(state, handle, grad)
                 if grad is None:
-                    return None
+                    return
             if self._records_graph and grad.requires_grad:
                 in_graph, grad = in_graph_of(grad, handle.source), grad.detach()
             param.grad = handle.tensor if in_graph is None else in_graph
             handle.taken_in = self.backward
-        if state.flat is None:
-            if state.closed and self._updates_in_backward:
-                raise StateError(
-                    f"{handle.slot.name} gets a gradient a second time in one backward (a reentrant checkpoint around "
-                    f"a shared module?), but the weights are updated in backward: set {KEEP_KEY}"
-                )
-            self._begin(state)
-        if self._has_streams:
-            self._order_stream(state)
+        self._expect_begun(state, handle)
         arrived, targets = state.arrived, state.targets
         if self._is_nested and number in arrived:
             _add(handle.slot, grad, targets[number])
-            return None
+            return
         if state.lease is None and number in state.present:
             _add(handle.slot, grad, targets[number], factor=state.factors.pop(number, 1.0))
         else:
@@ -138,13 +207,29 @@ class GradientCollector:
                 expect_dense(handle.slot, grad)
                 raise
         arrived.append(number)
-        return state if len(arrived) == len(targets) else None
+
+    def _expect_begun(self, state: RecordGradient, handle: GradientHandle) -> None:
+        """There is memory that the current stream may write; `handle` is of what is going to lie there."""
+        if state.flat is None:
+            if state.closed and self._updates_in_backward:
+                raise StateError(
+                    f"{handle.slot.name} gets a gradient a second time in one backward (a reentrant checkpoint around "
+                    f"a shared module?), but the weights are updated in backward: set {KEEP_KEY}"
+                )
+            self._begin(state)
+        if self._has_streams:
+            self._order_stream(state)
 
     def begin_backward(self) -> None:
         """The gradients of the running backward are taken from here on."""
-        self._is_nested = self.backward >= 0
+        if self.is_in_backward:
+            self._is_nested = True
+            for state in self._gradients.values():
+                if state.waiting:
+                    self.take_waiting(state)
         self.backward = current_graph_task_id()
         self._records_graph = torch.is_grad_enabled()
+        self._takes_at_once = self._is_nested or self._records_graph
 
     def end_backward(self) -> None:
         """The next gradient is another backward's."""
@@ -284,6 +369,17 @@ def _slot_views(gradients: Iterable[RecordGradient]) -> dict[int, SlotViews]:
             own = shared.setdefault(layout, own)
         views[record.index] = own
     return views
+
+
+def _small_slots(record: Record) -> frozenset[int]:
+    """The slots whose gradients wait for the rest of their unit: no more of them than may be kept meanwhile."""
+    small, num_bytes = [], 0
+    for slot in record.trainable_slots:
+        size = slot.num_elements * record.dtype.itemsize
+        if size <= MAX_WAITING_BYTES and num_bytes + size <= MAX_WAITING_UNIT_BYTES:
+            small.append(slot.index)
+            num_bytes += size
+    return frozenset(small)
 
 
 def _add(slot: ParamSlot, grad: torch.Tensor, target: torch.Tensor, *, factor: float = 1.0) -> None:

@@ -46,6 +46,8 @@ class RecordGradient:
     flat: torch.Tensor | None = None  # on the device, shape (num_trainable,)
     targets: Sequence[torch.Tensor] = ()  # views of `flat` by slot
     arrived: list[int] = field(default_factory=list)  # indices of the slots whose gradient is there
+    waiting: list[int] = field(default_factory=list)  # those whose gradient is in `param.grad`
+    waiting_stream: Stream | None = None  # on which that came
     free: Ticket = FINISHED  # what used the memory before; each stream that writes it comes after that
     streams: list[Stream | None] = field(default_factory=list)  # those that have waited for it
     # In the window:
