@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.support.models import SMALL_GRADIENT_BYTES
+
 # Where "it hangs" is certain; the slowest test takes a quarter of it on two busy cores.
 HANG_S = float(os.environ.get("OFFLOADZERO_TEST_HANG_S", "120"))
 
@@ -59,6 +61,12 @@ def never_hang(request: pytest.FixtureRequest) -> Iterator[None]:
 def same_seed() -> None:
     """What a test draws does not depend on the tests before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def large_and_small_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms and biases of the models here are small gradients, and their matrices are none."""
+    monkeypatch.setattr("offloadzero.step.collect.MAX_WAITING_BYTES", SMALL_GRADIENT_BYTES)
 
 
 @pytest.fixture(autouse=True, scope="session")

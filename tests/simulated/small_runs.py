@@ -20,6 +20,7 @@ import offloadzero
 from offloadzero.memory import lanes, marks
 from offloadzero.memory.tickets import Promise
 from offloadzero.observe.run_dir import STEPS_FILE
+from offloadzero.step import collect
 from offloadzero.step.landing import Landing
 from offloadzero.streaming import activations
 from tests.simulated.checked import checked
@@ -56,6 +57,7 @@ from tests.simulated.rare_scripts import (
 )
 from tests.support.models import (
     NUM_BLOCKS,
+    SMALL_GRADIENT_BYTES,
     PartlyUnusedBlock,
     SometimesStack,
     Stack,
@@ -343,6 +345,7 @@ DYNAMIC = {"dtype": "fp16", "json": {"fp16": {"enabled": True, "initial_scale_po
 LATE_FILES = {"late files": True}
 LATE_LANDINGS = {"late landings": True}
 OBSERVED = {"observed": True}
+ALL_WAIT = {"max waiting": 64 << 10}  # bytes: no gradient of these models is larger
 SMALL_CHUNKS = {"offloadzero": {"update": {"chunk_elements": 4096}}}
 AHEAD = {"max live": 9000}  # there is room for two blocks beside the one that computes
 KEEP = {"offloadzero": {"update": {"in_backward": False}}}
@@ -457,6 +460,20 @@ RUNS: dict[str, Run] = {
     "kept views": (keeping_stack, read_what_is_kept, "resident", {"clipping": 0.5, **slow("update-device")}),
     "turning streams": (turning_stack, train_turning, "host", {"clipping": 0.5, **EARLY}),
     "turning streams, resident": (turning_stack, train_turning, "resident", {"clipping": 0.5}),
+    "turning streams, all wait": (
+        turning_stack,
+        train_turning,
+        "host",
+        {"clipping": 0.5, **EARLY, **ALL_WAIT},
+    ),
+    "turning streams, resident, all wait": (
+        turning_stack,
+        train_turning,
+        "resident",
+        {"clipping": 0.5, **ALL_WAIT},
+    ),
+    "all wait, in backward, accumulation": (Stack, train, "mixed", {"accumulation": 2, **ALL_WAIT}),
+    "all wait, unused parameters": (many_partly_unused, train, "host", {"clipping": 0.5, **ALL_WAIT}),
     "broken on another stream": (
         breaking_stack,
         break_on_another_stream,
@@ -536,6 +553,7 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
     make_model, loop, placement, over = RUNS[name]
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(activations, "MIN_BYTES", 1)
+        patch.setattr(collect, "MAX_WAITING_BYTES", over.get("max waiting", SMALL_GRADIENT_BYTES))
         options = {key: over[key] for key in ("clipping", "accumulation", "dtype") if key in over}
         config = merge(make_config("host", directory, **options), over.get("json", {}))
         placed = (

@@ -14,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 WIDTH = 24
 VOCABULARY = 61  # odd on purpose
 NUM_BLOCKS = 4
+SMALL_GRADIENT_BYTES = (
+    256  # in tests a gradient that is no larger waits for its unit; the package's own bound is 64 KiB
+)
 
 
 def features(seed: int, *, rows: int = 3, width: int = WIDTH) -> Tensor:

@@ -1,0 +1,223 @@
+"""Small gradients, which wait in `param.grad` for the rest of their unit: collect.py, [Note: small gradients wait]."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offloadzero
+from offloadzero.errors import ConfigError, StateError
+from offloadzero.parameters.gradient import GradientTensor
+from offloadzero.step import collect
+from tests.simulated.checked import checked
+from tests.simulated.device import simulated
+from tests.simulated.order import RaceError
+from tests.simulated.rare_scripts import Running, train_turning, turning_stack
+from tests.support.models import SMALL_GRADIENT_BYTES
+from tests.support.plain_form import (
+    ALL_PLACEMENTS,
+    clip,
+    final_weights,
+    make_model,
+    make_optimizer,
+    offloaded,
+    plain_config,
+)
+from tests.support.tiny import tokens
+from tests.support.training import make_config, run_engine
+
+BOUNDS = (0, SMALL_GRADIENT_BYTES, 64 << 10)  # nothing waits, half of it, all of it
+
+
+@pytest.fixture(params=BOUNDS, ids=["none waits", "small ones wait", "all wait"])
+def bound(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(collect, "MAX_WAITING_BYTES", request.param)
+    return int(request.param)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, accumulation: int = 1) -> list[float]:
+    losses = []
+    for step in range(3):
+        for micro in range(accumulation):
+            loss = model(tokens(accumulation * step + micro))
+            loss.backward()
+            losses.append(loss.item())
+        losses.append(float(clip(model)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+Hook = Callable[[nn.Parameter], None]
+
+
+def halve(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
+def replace(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad = param.grad.sign()
+
+
+def drop(param: nn.Parameter) -> None:
+    param.grad = None
+
+
+@pytest.mark.parametrize("hook", [halve, replace, drop], ids=lambda hook: hook.__name__)
+@pytest.mark.parametrize("placement", ALL_PLACEMENTS)
+@pytest.mark.parametrize("before", [True, False], ids=["before offload()", "after offload()"])
+def test_what_a_hook_of_the_script_makes_of_a_gradient_is_what_is_taken(
+    hook: Hook, placement: str, before: bool, bound: int, tmp_path: Path
+) -> None:
+    """In a unit with such a hook on a bias that comes first, on a matrix, and on a norm that comes last."""
+    places = ["blocks.2.down.bias", "blocks.2.up.weight", "blocks.2.norm.weight", "norm.bias"]
+
+    def attach(model: nn.Module) -> None:
+        for place in places:
+            model.get_parameter(place).register_post_accumulate_grad_hook(hook)
+
+    plain = make_model()
+    attach(plain)
+    expected = train(plain, make_optimizer(plain))
+    model = make_model()
+    if before:
+        attach(model)
+    _, optimizer = offloadzero.offload(model, make_optimizer(model), plain_config(placement, tmp_path))
+    if not before:
+        attach(model)
+    assert train(model, optimizer) == pytest.approx(expected, rel=1e-5)
+    for name, value in final_weights(plain).items():
+        torch.testing.assert_close(final_weights(model)[name], value, rtol=1e-5, atol=1e-5)
+    optimizer.close()
+    del bound
+
+
+@pytest.mark.parametrize("placement", ALL_PLACEMENTS)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_how_many_wait_changes_no_number(
+    placement: str, accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    for most in BOUNDS:
+        monkeypatch.setattr(collect, "MAX_WAITING_BYTES", most)
+        with offloaded(placement, tmp_path) as (model, optimizer):
+            losses = train(model, optimizer, accumulation=accumulation)
+            seen.append((losses, {name: value.tolist() for name, value in final_weights(model).items()}))
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_only_small_ones_wait_and_no_more_than_may_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen by a hook that runs after ours, at the parameter that comes first in its unit's backward."""
+    kinds: dict[str, type] = {}
+    with offloaded("host", tmp_path) as (model, _):
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(
+                lambda p, name=name: kinds.update({name: type(p.grad)})  # type: ignore[misc]
+            )
+        model(tokens(0)).backward()
+    assert kinds["blocks.1.up.weight"] is GradientTensor
+    assert kinds["blocks.1.down.bias"] is Tensor
+    monkeypatch.setattr(collect, "MAX_WAITING_UNIT_BYTES", 4 * 16)  # one norm's, or half a bias's
+    with offloaded("host", tmp_path) as (model, _):
+        kinds.clear()
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(
+                lambda p, name=name: kinds.update({name: type(p.grad)})  # type: ignore[misc]
+            )
+        model(tokens(0)).backward()
+    block = [kind for name, kind in kinds.items() if name.startswith("blocks.1.")]
+    assert block.count(Tensor) <= 1
+
+
+class _Failing(torch.autograd.Function):
+    """Its backward fails, after those of what was computed later."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
+        raise ValueError("a backward's own")
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["plain", "create_graph"])
+def test_what_a_failed_backward_has_left_waiting_is_not_added_to(in_graph: bool, tmp_path: Path) -> None:
+    class Pair(nn.Module):
+        """The second parameter keeps the unit from being complete when backward fails."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(7))
+            self.other = nn.Parameter(torch.ones(7))
+
+        def forward(self, x: Tensor, *, fails: bool = False) -> Tensor:
+            other = _Failing.apply(self.other) if fails else self.other
+            return (other * x).sum() + (self.scale * x).sum()
+
+    model = Pair()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    _, optimizer = offloadzero.offload(model, optimizer, plain_config("host", tmp_path))
+    x = torch.arange(7.0)
+    with pytest.raises(ValueError, match="a backward's own"):
+        model(x, fails=True).backward()
+    with pytest.raises(StateError, match="did not finish"):
+        model(x).backward(create_graph=in_graph)
+    optimizer.zero_grad()
+    model(x).backward()
+    assert model.scale.grad is not None
+    assert model.scale.grad.tolist() == x.tolist()
+    optimizer.close()
+
+
+def test_a_small_sparse_gradient_is_refused_by_name(bound: int, tmp_path: Path) -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = nn.Embedding(5, 3, sparse=True)
+            self.bias = nn.Parameter(torch.zeros(3))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return (self.emb(ids) + self.bias).sum()
+
+    model = Sparse()
+    _, optimizer = offloadzero.offload(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), plain_config("host", tmp_path)
+    )
+    with pytest.raises(ConfigError, match=r"emb\.weight.*sparse"):
+        model(torch.tensor([1, 2])).backward()
+    with contextlib.suppress(StateError):
+        optimizer.zero_grad()
+    optimizer.close()
+    del bound
+
+
+@pytest.mark.parametrize("planted", [False, True], ids=["as it is", "taken on whichever stream is current"])
+@pytest.mark.parametrize("placement", ["host", "resident"])
+def test_they_are_taken_on_the_stream_on_which_they_came(
+    placement: str, planted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward takes two streams in turns, in the middle of each unit."""
+    monkeypatch.setattr(collect, "MAX_WAITING_BYTES", 64 << 10)
+    if planted:
+        monkeypatch.setattr(
+            collect.GradientCollector,
+            "_may_wait",
+            lambda self, state: True,  # noqa: ARG005
+        )
+    config = make_config(placement, tmp_path, clipping=0.5)
+    is_caught = pytest.raises(RaceError, match="_foreach_copy_") if planted else contextlib.nullcontext()
+    with is_caught, checked() as order, simulated(monkeypatch, 0) as device:
+        monkeypatch.setattr(Running, "machine", device.machine)
+        monkeypatch.setattr(Running, "order", order)
+        run_engine(turning_stack, train_turning, config)
