@@ -49,7 +49,7 @@ from offloadzero.torch_private import (
     foreach_zero,
     storage_use_count,
 )
-from offloadzero.update.flat_layout import ParamSlot, SlotViews, slot_layout
+from offloadzero.update.flat_layout import SlotViews, slot_layout
 from offloadzero.update.records import Record
 
 log = logging.getLogger("offloadzero.gradients")
@@ -120,7 +120,7 @@ class GradientCollector:
             or self._takes_at_once
             or (self._has_streams and not self._may_wait(state))
         ):
-            self._take(state, number)
+            self._take(state, (number,))
         else:
             waiting.append(number)
         num_slots = len(state.sq_norms)
@@ -141,72 +141,71 @@ class GradientCollector:
         """Take what waits for the rest of its unit: [Note: small gradients wait]."""
         device, stream = self._store.accelerator.asynchronous, state.waiting_stream
         if stream is None or stream == device.current_stream():
-            self._take_waiting(state)
+            self._take(state, state.waiting)
         else:
             with device.launching_on(stream):
-                self._take_waiting(state)
+                self._take(state, state.waiting)
         state.waiting = []
 
-    def _take_waiting(self, state: RecordGradient) -> None:
-        handles, present = self._handles[state.record.index], state.present
-        numbers: list[int] = []
-        others: list[int] = []
+    def _take(self, state: RecordGradient, numbers: Sequence[int]) -> None:
+        handles = self._handles[state.record.index]
+        places: list[int] = []
         grads: list[torch.Tensor] = []
         with DisableTorchFunctionSubclass():
-            for number in state.waiting:
+            for number in numbers:
                 handle = handles[number]
                 grad = handle.param.grad
-                if grad is None or type(grad) is not torch.Tensor or number in present or grad._version:
-                    others.append(number)
-                    continue
-                handle.param.grad = handle.tensor
+                in_graph: torch.Tensor | None = None  # of an earlier backward, in which it stays
+                if type(grad) is not torch.Tensor or number in state.present or grad._version:
+                    if grad is not None and grad.requires_grad and handle.is_own(grad):
+                        in_graph = grad
+                    grad = self._contribution(state, handle, grad)
+                    if grad is None:
+                        continue
+                if self._records_graph and grad.requires_grad:
+                    in_graph, grad = in_graph_of(grad, handle.source), grad.detach()
+                handle.param.grad = handle.tensor if in_graph is None else in_graph
                 handle.taken_in = self.backward
-                numbers.append(number)
+                places.append(number)
                 grads.append(grad)
-            grad = None  # whose holders may be counted
-        if grads:
-            self._expect_begun(state, handles[numbers[0]])
-            targets = state.targets
-            try:
-                foreach_copy([targets[number] for number in numbers], grads)
-            except RuntimeError:
-                for number, grad in zip(numbers, grads, strict=True):
-                    expect_dense(handles[number].slot, grad)
-                raise
-            state.arrived += numbers
-        for number in others:
-            self._take(state, number)
+        if places:
+            self._expect_begun(state, handles[places[0]])
+            self._put(state, places, grads)
 
-    def _take(self, state: RecordGradient, number: int) -> None:
-        with DisableTorchFunctionSubclass():
-            handle = self._handles[state.record.index][number]
-            param = handle.param
-            grad = param.grad
-            in_graph: torch.Tensor | None = None  # of an earlier backward, in which it stays
-            if type(grad) is not torch.Tensor or number in state.present or grad._version:
-                if grad is not None and grad.requires_grad and handle.is_own(grad):
-                    in_graph = grad
-                grad = self._contribution(state, handle, grad)
-                if grad is None:
-                    return
-            if self._records_graph and grad.requires_grad:
-                in_graph, grad = in_graph_of(grad, handle.source), grad.detach()
-            param.grad = handle.tensor if in_graph is None else in_graph
-            handle.taken_in = self.backward
-        self._expect_begun(state, handle)
-        arrived, targets = state.arrived, state.targets
-        if self._is_nested and number in arrived:
-            _add(handle.slot, grad, targets[number])
+    def _put(self, state: RecordGradient, places: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        """Bring gradients, by slot, to where they lie until they leave the device."""
+        targets, arrived = state.targets, state.arrived
+        try:
+            if self._is_nested or (state.lease is None and state.present):
+                for number, grad in zip(places, grads, strict=True):
+                    self._add(state, number, grad)
+            elif len(places) > 1:
+                foreach_copy([targets[number] for number in places], grads)
+                arrived += places
+            else:
+                targets[places[0]].copy_(grads[0])
+                arrived.append(places[0])
+        except RuntimeError:
+            for number, grad in zip(places, grads, strict=True):
+                expect_dense(state.record.trainable_slots[number], grad)
+            raise
+
+    @staticmethod
+    def _add(state: RecordGradient, number: int, grad: torch.Tensor) -> None:
+        """To what this backward has brought, or to what lies there from earlier ones, times its factor."""
+        expect_dense(state.record.trainable_slots[number], grad)
+        target = state.targets[number]
+        if number in state.arrived:
+            target.add_(grad)
             return
         if state.lease is None and number in state.present:
-            _add(handle.slot, grad, targets[number], factor=state.factors.pop(number, 1.0))
+            factor = state.factors.pop(number, 1.0)
+            if factor != 1.0:
+                target.mul_(factor)
+            target.add_(grad)
         else:
-            try:
-                targets[number].copy_(grad)
-            except RuntimeError:
-                expect_dense(handle.slot, grad)
-                raise
-        arrived.append(number)
+            target.copy_(grad)
+        state.arrived.append(number)
 
     def _expect_begun(self, state: RecordGradient, handle: GradientHandle) -> None:
         """There is memory that the current stream may write; `handle` is of what is going to lie there."""
@@ -380,14 +379,6 @@ def _small_slots(record: Record) -> frozenset[int]:
             small.append(slot.index)
             num_bytes += size
     return frozenset(small)
-
-
-def _add(slot: ParamSlot, grad: torch.Tensor, target: torch.Tensor, *, factor: float = 1.0) -> None:
-    """Add a gradient to what is there, which is to be multiplied by `factor` first."""
-    expect_dense(slot, grad)
-    if factor != 1.0:
-        target.mul_(factor)
-    target.add_(grad)
 
 
 def _holders(grad: torch.Tensor) -> tuple[int, int]:
