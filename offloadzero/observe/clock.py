@@ -39,9 +39,10 @@ class StepClock:
         timeline: Timeline = OFF,
         *,
         on_end: Callable[[], None] | None = None,
-        on_step: Callable[[StepReport], None] | None = None,
+        on_step: Callable[[StepReport], StepReport] | None = None,
     ) -> None:
-        """Both are called on the training thread: `on_end` when a step ends there, `on_step` with its report.
+        """Both are called on the training thread: `on_end` when a step ends there, `on_step` with its report, to
+        which it may add.
 
         On the CPU that is one after the other, on a device with streams the report comes later.
         """
@@ -107,7 +108,7 @@ class StepClock:
     def _report(self, report: StepReport) -> None:
         self._last = report
         if self._on_step is not None:
-            self._on_step(report)
+            self._last = self._on_step(report)
 
     @property
     def last(self) -> StepReport:

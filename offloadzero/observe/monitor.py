@@ -15,7 +15,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offloadzero.config import ObserveConfig
@@ -101,15 +101,16 @@ class StepMonitor:
         cores_s = (now_s - before_s) / self._num_cores
         self._launched.append(_Launched(losses, self.timeline.take_launch_s(), cores_s))
 
-    def on_step(self, report: StepReport) -> None:
-        """A step has run; called on the training thread."""
+    def on_step(self, report: StepReport) -> StepReport:
+        """A step has run; called on the training thread. Returns its report, with its bound where one is known."""
         if not self.is_on:
-            return
-        self._account(report, self._launched.popleft())
+            return report
+        found = self._account(report, self._launched.popleft())
         if self.timeline.stream is None:
             self.timeline.lap("observing", leaves_model=True)
+        return replace(report, bound=found)
 
-    def _account(self, report: StepReport, launched: _Launched) -> None:
+    def _account(self, report: StepReport, launched: _Launched) -> bound.Bound:
         has_streams = self.timeline.stream is not None
         until_s = report.end_s + RESOLUTION_S if has_streams else math.inf
         spans, is_full = self.timeline.take(report.step, until_s=until_s)
@@ -124,7 +125,7 @@ class StepMonitor:
         found = bound.step_bound(lanes_s)
         self._say(report, found)
         if self._directory is None:
-            return
+            return found
         self._write(spans)
         record = {
             "step": report.step,
@@ -141,6 +142,7 @@ class StepMonitor:
         }
         traced = spans if self._is_traced(report.step) else []
         self._finished = _Finished(report, record, launched.losses, traced)
+        return found
 
     def _is_traced(self, step: int) -> bool:
         return any(first <= step <= last for first, last in self._config.trace_steps)

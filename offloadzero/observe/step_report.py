@@ -4,23 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from offloadzero.observe.bound import Bound
+
 
 @dataclass(frozen=True)
 class StepReport:
     """One optimizer step: its wall time and the seconds that the computation stood still, by the wait's name.
 
-    It began at `start_s` on time.perf_counter().
+    It began at `start_s` on time.perf_counter(). `bound` is the least time that its busiest lane needs; None where
+    nothing is recorded (`offloadzero.observe`, or the logger `offloadzero.steps` at level INFO).
     """
 
     step: int
     step_s: float
     waits_s: dict[str, float] = field(default_factory=dict)
     start_s: float = 0.0
+    bound: Bound | None = None
 
     @property
     def total_wait_s(self) -> float:
         """Seconds lost in all waits of the step."""
         return sum(self.waits_s.values())
+
+    @property
+    def efficiency(self) -> float | None:
+        """The overlap efficiency, T_bound / T_step; None without a bound."""
+        return None if self.bound is None else self.bound.efficiency(self.step_s)
 
     @property
     def end_s(self) -> float:

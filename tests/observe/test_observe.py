@@ -250,9 +250,24 @@ def test_off_no_file_and_no_span(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     timeline = engine.optimizer.runtime.monitor.timeline
     assert not timeline.is_on
     assert timeline.take(1) == ([], False)
-    assert engine.last_step_report().step == 2
+    report = engine.last_step_report()
+    assert (report.step, report.bound, report.efficiency) == (2, None, None)
     engine.close()
     assert [path.name for path in tmp_path.rglob("*")] == ["files"]
+
+
+def test_a_report_has_the_bound_that_is_recorded(tmp_path: Path) -> None:
+    engine = make_engine(observed(tmp_path, tmp_path / "run"))
+    reports = []
+    for seed in range(3):
+        train(engine, num_steps=1, first_seed=seed)
+        reports.append(engine.last_step_report())
+    engine.close()
+    for report, record in zip(reports, records_of(tmp_path / "run"), strict=True):
+        assert report.bound is not None
+        assert (report.step, report.step_s) == (record["step"], record["step_s"])
+        assert (report.bound.seconds, report.bound.lane) == (record["bound_s"], record["bound_lane"])
+        assert report.efficiency == record["efficiency"]
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
