@@ -44,7 +44,7 @@ from offloadzero.streaming.spill import file_bytes, host_bytes
 from offloadzero.streaming.units import UnitCut, checkpointed_modules, cut_units
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.records import Record
-from offloadzero.update.spec import AnySpec, device_form
+from offloadzero.update.spec import AnySpec, UpdateForm, device_form
 
 log = logging.getLogger("offloadzero")
 
@@ -386,19 +386,43 @@ def _plan(
     spec: AnySpec,
     num_checkpointed: int,
 ) -> MemoryPlan:
+    in_memory = (host_bytes(slot.param) for record in records for slot in record.slots)
+    available = _available(device, movable_bytes=sum(in_memory))
+    plan = plan_records(
+        records,
+        config,
+        together=together,
+        available=available,
+        form=device_form(spec, device.torch_device),
+        num_checkpointed=num_checkpointed,
+    )
+    expect_room(plan, available)
+    return plan
+
+
+def plan_records(
+    records: Sequence[Record],
+    config: OffloadConfig,
+    *,
+    together: Sequence[Sequence[int]],
+    available: Mapping[TierName, int],
+    form: UpdateForm,
+    num_checkpointed: int,
+) -> MemoryPlan:
+    """The plan of a model that is cut into `records`, whose gradients get the dtype in which they add up.
+
+    `available` is by tier; the other arguments are those of `plan_memory`. Raises BudgetError.
+    """
     wanted = DTYPES[config.precision.grad_accum_dtype]
     for record in records:
         # Of one micro batch per step nothing is added up: the parameter's dtype holds the gradient exactly.
         record.grad_dtype = wanted if wanted is not None and keeps_gradients(config) else record.dtype
-    in_memory = (host_bytes(slot.param) for record in records for slot in record.slots)
-    available = _available(device, movable_bytes=sum(in_memory))
     placement = None
-    form = device_form(spec, device.torch_device)
     if config.placement.auto:
         placement = choose_placement(
             records, config, available, together=together, form=form, num_checkpointed=num_checkpointed
         )
-    plan = plan_memory(
+    return plan_memory(
         records,
         config,
         together=together,
@@ -406,8 +430,6 @@ def _plan(
         form=form,
         num_checkpointed=num_checkpointed,
     )
-    _check_machine(plan, available)
-    return plan
 
 
 def _available(device: Device, *, movable_bytes: int) -> dict[TierName, int]:
@@ -422,7 +444,8 @@ def _available(device: Device, *, movable_bytes: int) -> dict[TierName, int]:
     return available
 
 
-def _check_machine(plan: MemoryPlan, available: Mapping[TierName, int]) -> None:
+def expect_room(plan: MemoryPlan, available: Mapping[TierName, int]) -> None:
+    """Raise BudgetError when the machine has less than is planned; `available` is by tier."""
     both = (TierName.HOST, TierName.DEVICE)
     for tiers in [(tier,) for tier in both] if TierName.DEVICE in available else [both]:
         needs = {tier: plan.tier_bytes(tier) for tier in tiers if plan.tier_bytes(tier)}
