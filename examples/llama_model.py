@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,8 @@ def num_params(size: LlamaSize) -> int:
 
 def size_with(max_params: int) -> LlamaSize:
     """The largest of a family with these proportions (7b and 13b are of it) that has at most so many parameters."""
-    sizes = (_sized(width, max_params) for width in range(64, 16384, 64))
+    vocab_size = 32000 if max_params >= 200_000_000 else 1024
+    sizes = (_sized(width, max_params, vocab_size) for width in range(64, 16384, 64))
     fitting = [size for size in sizes if size is not None]
     if not fitting:
         raise ValueError(
@@ -49,21 +50,40 @@ def size_with(max_params: int) -> LlamaSize:
     return max(fitting, key=num_params)
 
 
-def _sized(width: int, max_params: int) -> LlamaSize | None:
+def size_of_at_least(min_params: int, *, vocab_size: int) -> LlamaSize:
+    """The smallest of the same family that has so many parameters."""
+    sizes = []
+    for width in range(64, 16384, 64):
+        largest = _sized(width, min_params - 1, vocab_size)  # a layer more is enough
+        if largest is not None:
+            sizes.append(replace(largest, num_layers=largest.num_layers + 1))
+    if not sizes:
+        raise ValueError(
+            f"no size has {min_params:,} parameters or a little more: from 1M to 300B there is one"
+        )
+    return min(sizes, key=num_params)
+
+
+def shape_of(width: int, num_layers: int, *, vocab_size: int) -> LlamaSize:
+    """With the family's heads and feed-forward."""
+    num_heads, hidden_width = width // _head_width(width), -(-8 * width // 3 // 256) * 256
+    return LlamaSize(num_layers, width, num_heads, num_heads, hidden_width, vocab_size)
+
+
+def _head_width(width: int) -> int:
+    return 128 if width >= 1024 else 64
+
+
+def _sized(width: int, max_params: int, vocab_size: int) -> LlamaSize | None:
     """About one layer per 128 of width, as many as there is room for; None when that is no such shape."""
-    head_width = 128 if width >= 1024 else 64
-    if width % head_width:
+    if width % _head_width(width):
         return None
-    num_heads, hidden_width = width // head_width, -(-8 * width // 3 // 256) * 256
-    vocab_size = 32000 if max_params >= 200_000_000 else 1024
-
-    def shape(num_layers: int) -> LlamaSize:
-        return LlamaSize(num_layers, width, num_heads, num_heads, hidden_width, vocab_size)
-
-    base = num_params(shape(0))
-    num_layers = (max_params - base) // (num_params(shape(1)) - base)
+    base = num_params(shape_of(width, 0, vocab_size=vocab_size))
+    num_layers = (max_params - base) // (num_params(shape_of(width, 1, vocab_size=vocab_size)) - base)
     usual = max(2, width // 128)
-    return shape(num_layers) if usual <= num_layers <= usual + max(2, usual // 2) else None
+    if not usual <= num_layers <= usual + max(2, usual // 2):
+        return None
+    return shape_of(width, num_layers, vocab_size=vocab_size)
 
 
 class RMSNorm(nn.Module):
