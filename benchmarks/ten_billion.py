@@ -1,12 +1,13 @@
 """`examples/train_10b.py`, checked: ten billion parameters on one device, and a smaller run that resumes bit by bit.
 
     python benchmarks/ten_billion.py --directory /mnt/nvme                    # 52 GB of disk, tens of minutes
-    python benchmarks/ten_billion.py --directory /tmp --parameters 100M --resumed-parameters 20M
+    python benchmarks/ten_billion.py --directory /tmp --parameters 100M --resumed-parameters 20M --no-rehearsal
 
-Part one trains `--parameters` for `--steps` steps. It must have at least so many parameters, losses that are finite and
-fall, a peak resident set within `--max-rss` and never more than `--max-disk` in the directory. Part two trains
-`--resumed-parameters` twice, once without and once with a Ctrl-C in its second step, after which it resumes: losses and
-the files of the last checkpoint must be the same bit by bit. Prints both as Markdown. Exit status 1: a check failed.
+Part one forecasts the seconds of a step and trains `--parameters` for `--steps` steps. It must have at least so many
+parameters, losses that are finite and fall, a peak resident set within `--max-rss` and never more than `--max-disk` in
+the directory. Part two trains `--resumed-parameters` twice, once without and once with a Ctrl-C in its second step,
+after which it resumes: losses and the files of the last checkpoint must be the same bit by bit. Prints both as
+Markdown. Exit status 1: a check failed.
 """
 
 from __future__ import annotations
@@ -137,12 +138,16 @@ def table(run: Run) -> str:
 def check_size(args: argparse.Namespace, directory: Path) -> list[str]:
     with LowWater(directory) as disk:
         options = ["--parameters", str(args.parameters), "--steps", str(args.steps), "--log", "size.jsonl"]
+        options += ["--rehearse"] if args.rehearse else []
         status = call(directory, *options)
     if status != 0:
         return [f"train_10b.py ended with status {status}"]
     run = read_log(directory / "size.jsonl")
     start, planned = run.starts[0], run.starts[0]["planned_bytes"]
     print(f"\n{start['num_params']:,} parameters, built in {start['build_s']:.0f} s")
+    if start["forecast_s"] is not None:
+        forecast = start["forecast_s"]
+        print(f"forecast: {forecast['build']:.0f} s to build, {forecast['step']:.1f} s per step")
     print(
         f"planned: host {planned['host'] / GIB:.2f} GiB, disk {planned['disk']:,} bytes; "
         f"disk taken at the most: {disk.num_bytes:,} bytes\n\n{table(run)}\n"
@@ -193,6 +198,9 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parameters", type=read_count, default="10B")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--resumed-parameters", type=read_count, default="3B")
+    parser.add_argument(
+        "--no-rehearsal", dest="rehearse", action="store_false", help="no forecast from two small models"
+    )
     parser.add_argument("--max-rss", type=num_bytes, default=16 * GIB, help="16GiB when absent")
     parser.add_argument("--max-disk", type=num_bytes, default=70 * 10**9, help="70 GB when absent")
     parser.add_argument("--only", choices=("size", "resuming"), help="one of the two parts")

@@ -4,6 +4,7 @@ python examples/train_10b.py --steps 3                       # 10.07 billion; ne
 python examples/train_10b.py --parameters 3B --steps 100 --save checkpoints     # Ctrl-C ends it after the running step
 python examples/train_10b.py --parameters 3B --steps 100 --resume checkpoints --save checkpoints
 python examples/train_10b.py --plan                          # says what it would need, and builds nothing
+python examples/train_10b.py --plan --rehearse               # and how long it would take, from two small models
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +27,7 @@ import torch
 from gpt_model import VOCAB_SIZE, Text
 from llama_model import Llama, LlamaSize, shape_of, size_of_at_least
 from needs import Needs, check, find_needs, resident_bytes
+from rehearsal import NUM_LAYERS, Seconds, rehearse
 from torch import Tensor, nn
 
 import offloadzero
@@ -45,6 +48,9 @@ def main(given: Sequence[str] | None = None) -> int:
     except offloadzero.OffloadError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except subprocess.CalledProcessError as error:
+        print(f"the rehearsal ended with status {error.returncode}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("stopped at once: nothing was saved", file=sys.stderr)
         return INTERRUPTED
@@ -58,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     needs = find_needs(size, config, batch_size=config.batch.micro_batch_size or 1, seq_len=args.seq_len)
     print(needs.table(), flush=True)
     check(needs, config, save=args.save)
+    forecast = rehearse_as(args, size) if args.rehearse else None
     if args.plan:
         return 0
     text = Text.load(args.data)
@@ -68,13 +75,22 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.resume is not None:
             resume(engine, args, size)
-        with Report(args, needs, build_s) as report, Progress(model, args.progress_s) as progress:
+        with Report(args, needs, build_s, forecast) as report, Progress(model, args.progress_s) as progress:
             is_interrupted = train(engine, text, args, report, progress)
         if args.save is not None:
             save(engine, args, size)
     finally:
         engine.close()
     return INTERRUPTED if is_interrupted else 0
+
+
+def rehearse_as(args: argparse.Namespace, size: LlamaSize) -> Seconds:
+    """What building and a step of this model will take, on the same drive and device."""
+    options = ["--config", args.config, "--width", size.width, "--seq-len", args.seq_len, "--seed", args.seed]
+    options += [] if args.data is None else ["--data", args.data]
+    forecast = rehearse(__file__, list(map(str, options)), size.num_layers)
+    print(f"forecast: {forecast.build_s:.0f} s to build, {forecast.step_s:.1f} s per step", flush=True)
+    return forecast
 
 
 def build(args: argparse.Namespace, size: LlamaSize, config: OffloadConfig) -> tuple[Any, Llama]:
@@ -221,7 +237,9 @@ class Progress:
 class Report:
     """A line per step, the same as one JSON object in the log, and a line for the run."""
 
-    def __init__(self, args: argparse.Namespace, needs: Needs, build_s: float) -> None:
+    def __init__(
+        self, args: argparse.Namespace, needs: Needs, build_s: float, forecast: Seconds | None
+    ) -> None:
         self.num_steps = args.steps
         self.needs = needs
         self.losses: dict[int, float] = {}
@@ -235,6 +253,7 @@ class Report:
                     "disk": needs.swap_bytes,
                     "checkpoint": needs.checkpoint_bytes,
                 },
+                "forecast_s": forecast and {"build": forecast.build_s, "step": forecast.step_s},
                 "build_s": build_s,
                 "built_peak_rss_bytes": resident_bytes("VmHWM"),
             }
@@ -325,6 +344,11 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
         "--progress-s", type=float, default=15.0, help="seconds between lines within a step, off a terminal"
     )
     parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="time small models of this width first, and forecast this one's",
+    )
+    parser.add_argument(
         "--plan", action="store_true", help="say what is needed, check that it is there, and end"
     )
     args = parser.parse_args(given)
@@ -337,6 +361,10 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
             size_of_at_least(args.parameters, vocab_size=VOCAB_SIZE)
         except ValueError as error:
             parser.error(f"--parameters: {error}")
+    if args.rehearse and model_size(args).num_layers <= max(NUM_LAYERS):
+        parser.error(
+            f"--rehearse: a model of more than {max(NUM_LAYERS)} layers; this one takes no longer itself"
+        )
     return args
 
 

@@ -26,6 +26,7 @@ sys.path[:0] = [str(EXAMPLES), str(ROOT / "benchmarks")]
 import gpt_model  # noqa: E402
 import llama_model  # noqa: E402
 import needs  # noqa: E402
+import rehearsal  # noqa: E402
 import ten_billion  # noqa: E402
 import train_10b  # noqa: E402
 
@@ -101,6 +102,7 @@ def test_a_shape_of_its_own_and_what_is_none(capsys: pytest.CaptureFixture[str])
     for options, message in (
         (["--layers", "3"], "--layers and --width go together"),
         (["--layers", "3", "--width", "1088"], "--width 1088: a multiple of 128"),
+        (["--parameters", "2M", "--rehearse"], "--rehearse: a model of more than 10 layers"),
         (["--parameters", "1000"], "no size has 1,000 parameters or a little more"),
         (["--parameters", "ten"], "'ten': a number, or one with K, M or B"),
     ):
@@ -226,6 +228,43 @@ def test_progress_is_quiet_between_its_lines(capsys: pytest.CaptureFixture[str])
     assert "rank 0" not in capsys.readouterr().out
 
 
+def test_a_rehearsal_is_a_straight_line_through_what_two_small_models_took() -> None:
+    found = rehearsal.extrapolate(rehearsal.Seconds(6, 4.0, 2.0), rehearsal.Seconds(10, 6.0, 5.0), 46)
+    assert found == rehearsal.Seconds(46, 24.0, 32.0)
+
+
+def test_a_rehearsal_trains_two_small_models_as_the_large_one_will_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[list[str]] = []
+
+    def run_here(command: list[str], **_: Any) -> None:
+        calls.append(command[2:])
+        assert train_10b.main(command[2:]) == 0
+
+    monkeypatch.setattr(rehearsal.subprocess, "run", run_here)
+    options = ["--width", "64", "--seq-len", "32", "--data", "text", "--config", "config.json"]
+    assert train_10b.main([*options, "--layers", "11", "--steps", "1", "--log", "log", "--rehearse"]) == 0
+    (start, _) = map(json.loads, Path("log").read_text().splitlines())
+    output = capsys.readouterr().out
+    for call, num_layers in zip(calls, (6, 10), strict=True):
+        assert call[call.index("--layers") + 1] == str(num_layers)
+        assert [call[call.index(name) + 1] for name in options[::2]] == options[1::2]
+        size = llama_model.shape_of(64, num_layers, vocab_size=256)
+        assert f"\n{llama_model.num_params(size):,} parameters, steps 1 to 3: " in output
+    forecast = start["forecast_s"]
+    assert f"forecast: {forecast['build']:.0f} s to build, {forecast['step']:.1f} s per step\n" in output
+
+
+def test_a_rehearsal_that_fails_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train_10b, "__file__", "no-such-script.py")
+    options = ["--width", "64", "--layers", "11", "--config", "config.json", "--rehearse"]
+    assert train_10b.main(options) == 1
+    assert capsys.readouterr().err == "the rehearsal ended with status 2\n"
+
+
 # --- its end and its way on
 
 
@@ -299,7 +338,7 @@ def test_the_check_names_all_that_a_run_did_not_show() -> None:
 
 
 def test_the_check_reads_what_the_script_writes(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--directory", ".", "--parameters", "2M", "--max-rss", "1MiB"]
+    options = ["--directory", ".", "--parameters", "2M", "--no-rehearsal", "--max-rss", "1MiB"]
     *_, problem = ten_billion.check_size(ten_billion.parse_arguments(options), Path.cwd())
     assert problem.endswith("bytes, 1,048,576 are allowed")
     output = capsys.readouterr().out
