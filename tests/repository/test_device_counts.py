@@ -14,7 +14,9 @@ from tests.simulated.device import simulated
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PARAMS, NUM_UNITS = 40, 8  # of the model that is counted
-IN_BACKWARD = 2 * NUM_UNITS  # gradients, which are small, are copied to their place, and the padding made zero
+IN_BACKWARD = (
+    2 * NUM_UNITS
+)  # gradients, which are small, are copied to their place, and the padding made zero
 ADDING = NUM_PARAMS + NUM_UNITS  # to gradients that are on the device
 NORMS = NUM_PARAMS + 2 * NUM_UNITS  # in fp64, squared, summed up
 
