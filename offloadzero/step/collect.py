@@ -13,10 +13,13 @@ known by two things: it was written in place, and somebody besides `param.grad` 
 
 [Note: small gradients wait]
 A copy of a few kilobytes costs its launch, and half of a block's parameters are that small (norms, biases). Their
-gradients stay in `param.grad` until the last one of their unit is there, or until backward is over; then all are taken
-in one launch, by code that is in the processor's caches after the first of them. Until then `param.grad` is what torch
-makes it: who adds to it or drops it is heard when it is taken. They are taken on the stream on which they came, which
-also frees their memory; what comes on another stream, in a nested backward, or in a graph does not wait.
+gradients are copied in one launch when the last one of their unit is there, when backward is over, or when somebody
+asks for one. They are on their way as all others are: `param.grad` stands for them. They are copied on the stream on
+which they came, which also frees their memory; what comes on another stream, or in a graph, is copied at once.
+
+[Note: gradients that others have seen]
+A hook that a script has put on a parameter before ours is called before ours and may keep `param.grad`, to edit it
+after backward. Then the tensor is the script's own. Nothing else comes between autograd and our hook.
 """
 
 from __future__ import annotations
@@ -41,15 +44,14 @@ from offloadzero.step.param_grad import (
     GradientHandle,
     expect_dense,
 )
-from offloadzero.step.record_gradient import Brought, RecordGradient, WindowGradients
+from offloadzero.step.record_gradient import Brought, RecordGradient, WindowGradients, copy_waiting
 from offloadzero.torch_private import (
     DisableTorchFunctionSubclass,
     current_graph_task_id,
-    foreach_copy,
     foreach_zero,
     storage_use_count,
 )
-from offloadzero.update.flat_layout import SlotViews, slot_layout
+from offloadzero.update.flat_layout import ParamSlot, SlotViews, slot_layout
 from offloadzero.update.records import Record
 
 log = logging.getLogger("offloadzero.gradients")
@@ -103,7 +105,12 @@ class GradientCollector:
         self.backward = -1  # whose gradients are taken: its number, while it runs
         self._is_nested = False  # a checkpoint has run a backward of its own inside it
         self._records_graph = False  # backward(create_graph=True)
-        self._takes_at_once = False
+
+    def expect_seen(self, index: int, number: int) -> None:
+        """Others' hooks see the parameter's gradient before ours does: [Note: gradients that others have seen]."""
+        self._handles[index][
+            number
+        ].is_seen = not self._updates_in_backward  # where it is gone after backward
 
     # --- in backward ---
 
@@ -111,104 +118,27 @@ class GradientCollector:
         """Take what backward has put into a parameter's `grad`, and put there what stands for it.
 
         The parameter by numbers: of its record, and of its slot there. Gives the record's gradient if with this one
-        it has all of them. [Note: small gradients wait].
+        it has all of them.
         """
-        state = self._gradients[index]
-        waiting = state.waiting
-        if (
-            number not in self._small[index]
-            or self._takes_at_once
-            or (self._has_streams and not self._may_wait(state))
-        ):
-            self._take(state, (number,))
-        else:
-            waiting.append(number)
-        num_slots = len(state.sq_norms)
-        if len(state.arrived) + len(waiting) < num_slots:
-            return None
-        if waiting:
-            self.take_waiting(state)
-        return state if len(state.arrived) == num_slots else None
-
-    def _may_wait(self, state: RecordGradient) -> bool:
-        """Whether the current stream is that of all that wait."""
-        stream = self._store.accelerator.note_stream()
-        if not state.waiting:
-            state.waiting_stream = stream
-        return state.waiting_stream == stream
-
-    def take_waiting(self, state: RecordGradient) -> None:
-        """Take what waits for the rest of its unit: [Note: small gradients wait]."""
-        device, stream = self._store.accelerator.asynchronous, state.waiting_stream
-        if stream is None or stream == device.current_stream():
-            self._take(state, state.waiting)
-        else:
-            with device.launching_on(stream):
-                self._take(state, state.waiting)
-        state.waiting = []
-
-    def _take(self, state: RecordGradient, numbers: Sequence[int]) -> None:
-        handles = self._handles[state.record.index]
-        places: list[int] = []
-        grads: list[torch.Tensor] = []
         with DisableTorchFunctionSubclass():
-            for number in numbers:
-                handle = handles[number]
-                grad = handle.param.grad
-                in_graph: torch.Tensor | None = None  # of an earlier backward, in which it stays
-                if type(grad) is not torch.Tensor or number in state.present or grad._version:
-                    if grad is not None and grad.requires_grad and handle.is_own(grad):
-                        in_graph = grad
-                    grad = self._contribution(state, handle, grad)
-                    if grad is None:
-                        continue
-                if self._records_graph and grad.requires_grad:
-                    in_graph, grad = in_graph_of(grad, handle.source), grad.detach()
-                handle.param.grad = handle.tensor if in_graph is None else in_graph
-                handle.taken_in = self.backward
-                places.append(number)
-                grads.append(grad)
-        if places:
-            self._expect_begun(state, handles[places[0]])
-            self._put(state, places, grads)
-
-    def _put(self, state: RecordGradient, places: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
-        """Bring gradients, by slot, to where they lie until they leave the device."""
-        targets, arrived = state.targets, state.arrived
-        try:
-            if self._is_nested or (state.lease is None and state.present):
-                for number, grad in zip(places, grads, strict=True):
-                    self._add(state, number, grad)
-            elif len(places) > 1:
-                foreach_copy([targets[number] for number in places], grads)
-                arrived += places
-            else:
-                targets[places[0]].copy_(grads[0])
-                arrived.append(places[0])
-        except RuntimeError:
-            for number, grad in zip(places, grads, strict=True):
-                expect_dense(state.record.trainable_slots[number], grad)
-            raise
-
-    @staticmethod
-    def _add(state: RecordGradient, number: int, grad: torch.Tensor) -> None:
-        """To what this backward has brought, or to what lies there from earlier ones, times its factor."""
-        expect_dense(state.record.trainable_slots[number], grad)
-        target = state.targets[number]
-        if number in state.arrived:
-            target.add_(grad)
-            return
-        if state.lease is None and number in state.present:
-            factor = state.factors.pop(number, 1.0)
-            if factor != 1.0:
-                target.mul_(factor)
-            target.add_(grad)
-        else:
-            target.copy_(grad)
-        state.arrived.append(number)
-
-    def _expect_begun(self, state: RecordGradient, handle: GradientHandle) -> None:
-        """There is memory that the current stream may write; `handle` is of what is going to lie there."""
+            handle = self._handles[index][number]
+            param = handle.param
+            grad = param.grad
+            state = self._gradients[index]
+            in_graph: torch.Tensor | None = None  # of an earlier backward, in which it stays
+            is_added = False  # to what this backward has brought before
+            if type(grad) is not torch.Tensor or number in state.present or grad._version or handle.is_seen:
+                if handle.is_own(grad):
+                    in_graph = grad if grad is not None and grad.requires_grad else None
+                    contribution = handle.source.contribution
+                    is_added = contribution is not None and not contribution.is_all
+                grad = self._contribution(state, handle, grad)
+                if grad is None:
+                    return None
+            if self._records_graph and grad.requires_grad:
+                in_graph, grad = in_graph_of(grad, handle.source), grad.detach()
+            param.grad = handle.tensor if in_graph is None else in_graph
+            handle.taken_in = self.backward
         if state.flat is None:
             if state.closed and self._updates_in_backward:
                 raise StateError(
@@ -218,17 +148,49 @@ class GradientCollector:
             self._begin(state)
         if self._has_streams:
             self._order_stream(state)
+        if self._is_nested and number in state.arrived:
+            self._copy_waiting(state)
+            if is_added:
+                _add(handle.slot, grad, state.targets[number])
+            else:  # a hook of the script's has dropped or replaced that
+                state.targets[number].copy_(grad)
+            return None
+        self._bring(state, handle, number, grad)
+        state.arrived.append(number)
+        return state if len(state.arrived) == len(state.targets) else None
+
+    def _bring(self, state: RecordGradient, handle: GradientHandle, number: int, grad: torch.Tensor) -> None:
+        """To where it lies until it leaves the device: [Note: small gradients wait]."""
+        if state.lease is None and number in state.present:
+            _add(handle.slot, grad, state.targets[number], factor=state.factors.pop(number, 1.0))
+        elif number in self._small[state.record.index] and self._may_wait(state, grad):
+            state.waiting.append(number)
+            state.waiting_grads.append(grad)
+        else:
+            try:
+                state.targets[number].copy_(grad)
+            except RuntimeError:
+                expect_dense(handle.slot, grad)
+                raise
+
+    def _may_wait(self, state: RecordGradient, grad: torch.Tensor) -> bool:
+        if self._records_graph or grad.layout is not torch.strided:
+            return False
+        if self._has_streams:
+            stream = self._store.accelerator.asynchronous.current_stream()
+            if not state.waiting:
+                state.waiting_stream = stream
+            return state.waiting_stream == stream
+        return True
+
+    def _copy_waiting(self, state: RecordGradient) -> None:
+        copy_waiting(state, self._store.accelerator.asynchronous)
 
     def begin_backward(self) -> None:
         """The gradients of the running backward are taken from here on."""
-        if self.is_in_backward:
-            self._is_nested = True
-            for state in self._gradients.values():
-                if state.waiting:
-                    self.take_waiting(state)
+        self._is_nested = self.backward >= 0
         self.backward = current_graph_task_id()
         self._records_graph = torch.is_grad_enabled()
-        self._takes_at_once = self._is_nested or self._records_graph
 
     def end_backward(self) -> None:
         """The next gradient is another backward's."""
@@ -255,13 +217,15 @@ class GradientCollector:
             return contribution.grad
         if isinstance(grad, GradientTensor) and grad.source is source:
             handle.param.grad = grad.read()  # a view of it, of other rows and columns say
+            source.contribution = None
             return None
+        source.contribution = None  # another tensor is the gradient now
         if slot.index in state.present:  # the script has dropped it, or put another in its place
             state.forget(slot)
             handle.drop()
         if grad is None or isinstance(grad, GradientTensor):
             return None
-        if grad._version and _is_held(grad):
+        if (grad._version or handle.is_seen) and _is_held(grad):
             return None  # [Note: a script's own gradient]
         return grad
 
@@ -332,6 +296,7 @@ class GradientCollector:
 
         `closes`: no other micro batch of the window follows.
         """
+        self._copy_waiting(state)
         record, flat, lease = state.record, state.flat, state.lease
         if flat is None:
             raise AssertionError(f"{record.name} has no gradient lease")
@@ -379,6 +344,14 @@ def _small_slots(record: Record) -> frozenset[int]:
             small.append(slot.index)
             num_bytes += size
     return frozenset(small)
+
+
+def _add(slot: ParamSlot, grad: torch.Tensor, target: torch.Tensor, *, factor: float = 1.0) -> None:
+    """Add a gradient to what is there, which is to be multiplied by `factor` first."""
+    expect_dense(slot, grad)
+    if factor != 1.0:
+        target.mul_(factor)
+    target.add_(grad)
 
 
 def _holders(grad: torch.Tensor) -> tuple[int, int]:

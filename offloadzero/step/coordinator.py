@@ -191,8 +191,10 @@ class StepCoordinator:
             first = self._window.set_aside(index, number)
             try:
                 if not self._is_running():
-                    if first.was_added_to and number in self._gradients[index].waiting:
-                        raise StateError(UNFINISHED)  # by the backward that did not finish
+                    if torch.is_grad_enabled() and number in self._gradients[index].arrived:
+                        raise StateError(
+                            UNFINISHED
+                        )  # with create_graph=True it is a new tensor that was added to
                     self.expect_whole()
                 if not self._in_backward:
                     self._begin_backward()
@@ -343,8 +345,6 @@ class StepCoordinator:
         The last micro batch closes records that only earlier ones have reached, too.
         """
         for gradient in self._gradients.values():
-            if gradient.waiting:
-                self.collector.take_waiting(gradient)
             if gradient.arrived:
                 self.complete(gradient)
             elif self._closes_window and gradient.present and not gradient.closed:

@@ -28,7 +28,11 @@ class GradientHooks:
 
     def of(self, record: Record, slot: ParamSlot) -> GradientHook:
         """For autograd to call when the parameter's gradient is in `param.grad`."""
-        return functools.partial(self._take, record.index, slot.index) if slot.trainable else _leave
+        if not slot.trainable:
+            return _leave
+        if slot.param._post_accumulate_grad_hooks:
+            self._coordinator.collector.expect_seen(record.index, slot.index)
+        return functools.partial(self._take, record.index, slot.index)
 
 
 def _taking(coordinator: StepCoordinator) -> Callable[[int, int, torch.Tensor], None]:

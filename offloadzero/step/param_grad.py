@@ -36,7 +36,7 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.parameters.gradient import GradientTensor, product_is_exact
-from offloadzero.step.record_gradient import RecordGradient, WindowGradients
+from offloadzero.step.record_gradient import RecordGradient, WindowGradients, copy_waiting
 from offloadzero.torch_private import (
     DisableTorchFunctionSubclass,
     current_autograd_node,
@@ -150,10 +150,13 @@ class ParamGradient:
 class GradientHandle:
     """A parameter's gradient tensor, which stands for `source` always, and whether the parameter wears it."""
 
-    __slots__ = ("__weakref__", "_make", "param", "slot", "source", "taken_in", "tensor")
+    __slots__ = ("__weakref__", "_make", "is_seen", "param", "slot", "source", "taken_in", "tensor")
 
     def __init__(self, slot: ParamSlot, make: Callable[[GradientHandle], ParamGradient]) -> None:
         self.slot = slot
+        self.is_seen = (
+            False  # by a script's hook before ours: collect.py, [Note: gradients that others have seen]
+        )
         self.param = slot.param
         self._make = make
         self._renew()
@@ -243,6 +246,7 @@ class GradientAccess:
                 f"{source.name}: this gradient was dropped or lost with a backward that did not finish: call "
                 "optimizer.zero_grad()"
             )
+        copy_waiting(state, self._store.accelerator.asynchronous)
         return state, slot
 
     # --- what param.grad asks for ---
@@ -253,14 +257,13 @@ class GradientAccess:
         contribution = source.contribution
         if contribution is not None and contribution.is_all:
             return contribution.grad
-        if contribution is not None:
-            return self._with_earlier(state, slot, contribution.grad)
+        added = None if contribution is None else contribution.grad
         if slot.index not in state.arrived:
-            value = self._at_home(state, slot)
-        elif state.lease is None:
-            value = state.targets[slot.index]  # which is the home
+            value = self._at_home(state, slot) if added is None else self._with_earlier(state, slot, added)
         else:
-            value = self._with_earlier(state, slot, state.targets[slot.index])
+            value = state.targets[slot.index] if added is None else state.targets[slot.index] + added
+            if state.lease is not None:  # else that is the home
+                value = self._with_earlier(state, slot, value)
         return value.to(source.dtype).view(slot.shape)
 
     def write(self, source: ParamGradient, value: Tensor) -> Contribution | None:

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 
 from offloadzero.memory.arena import BufferPool, PooledBuffer
-from offloadzero.memory.device import Stream
+from offloadzero.memory.device import Device, Stream
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.segments import SegmentKind
+from offloadzero.torch_private import foreach_copy
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record, UpdateRange, all_ranges, update_ranges
 
@@ -46,8 +47,9 @@ class RecordGradient:
     flat: torch.Tensor | None = None  # on the device, shape (num_trainable,)
     targets: Sequence[torch.Tensor] = ()  # views of `flat` by slot
     arrived: list[int] = field(default_factory=list)  # indices of the slots whose gradient is there
-    waiting: list[int] = field(default_factory=list)  # those whose gradient is in `param.grad`
-    waiting_stream: Stream | None = None  # on which that came
+    waiting: list[int] = field(default_factory=list)  # those of them that are not copied yet
+    waiting_grads: list[torch.Tensor] = field(default_factory=list)  # their gradients
+    waiting_stream: Stream | None = None  # on which these came
     free: Ticket = FINISHED  # what used the memory before; each stream that writes it comes after that
     streams: list[Stream | None] = field(default_factory=list)  # those that have waited for it
     # In the window:
@@ -129,6 +131,21 @@ class RecordGradient:
         The measured norms are shared: whoever changes what is at home waits for the last update first.
         """
         return replace(self, factors=dict(self.factors), zeroed=set(self.zeroed), passing=None)
+
+
+def copy_waiting(gradient: RecordGradient, device: Device) -> None:
+    """Bring gradients that wait to where they lie until they leave the device: [Note: small gradients wait]."""
+    if not gradient.waiting:
+        return
+    targets = [gradient.targets[number] for number in gradient.waiting]
+    stream, current = gradient.waiting_stream, device.current_stream()
+    if stream is None or current is None or stream == current:
+        foreach_copy(targets, gradient.waiting_grads)
+    else:
+        with device.launching_on(stream):
+            foreach_copy(targets, gradient.waiting_grads)
+        current.wait_event(device.record(stream))
+    gradient.waiting, gradient.waiting_grads = [], []
 
 
 class WindowGradients(dict[int, RecordGradient]):

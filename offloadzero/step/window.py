@@ -183,12 +183,6 @@ class SetAside:
         if not handle.is_own(grad):
             handle.param.grad = None  # as it was before this backward, unless it is the script's own
 
-    @property
-    def was_added_to(self) -> bool:
-        """Whether it may hold more than what this backward has brought."""
-        grad = self._grad
-        return grad is not None and not self._is_remote and (grad._version > 0 or torch.is_grad_enabled())
-
     def show_assigned(self) -> None:
         """A gradient tensor, which a script has put there, is in its place again."""
         if self._is_remote:

@@ -1,4 +1,4 @@
-"""Small gradients, which wait in `param.grad` for the rest of their unit: collect.py, [Note: small gradients wait]."""
+"""Small gradients, which wait for the rest of their unit: collect.py, [Note: small gradients wait]."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import offloadzero
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.parameters.gradient import GradientTensor
-from offloadzero.step import collect
+from offloadzero.step import collect, record_gradient
 from tests.simulated.checked import checked
 from tests.simulated.device import simulated
 from tests.simulated.order import RaceError
@@ -117,26 +116,75 @@ def test_how_many_wait_changes_no_number(
 def test_only_small_ones_wait_and_no_more_than_may_be_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seen by a hook that runs after ours, at the parameter that comes first in its unit's backward."""
-    kinds: dict[str, type] = {}
-    with offloaded("host", tmp_path) as (model, _):
+    launches: list[list[int]] = []
+
+    def counted(targets: list[Tensor], grads: list[Tensor]) -> None:
+        launches.append([target.nbytes for target in targets])
+        foreach_copy(targets, grads)
+
+    foreach_copy = record_gradient.foreach_copy
+    monkeypatch.setattr(record_gradient, "foreach_copy", counted)
+
+    def sizes() -> list[list[int]]:
+        launches.clear()
+        with offloaded("host", tmp_path) as (model, _):
+            model(tokens(0)).backward()
+        return launches
+
+    bias, wide, norm = 4 * 16, 4 * 49, 4 * 16
+    assert sizes().count([bias, wide, norm, norm]) == 4  # a block's, its matrices left out
+    monkeypatch.setattr(collect, "MAX_WAITING_UNIT_BYTES", bias + norm)
+    assert max(map(sum, sizes())) <= bias + norm
+    monkeypatch.setattr(collect, "MAX_WAITING_BYTES", 0)
+    assert not sizes()
+
+
+@pytest.mark.parametrize(
+    "edit", [lambda grad: grad.mul_(0.5), lambda grad: grad.zero_()], ids=["halved", "zero"]
+)
+@pytest.mark.parametrize("placement", ALL_PLACEMENTS)
+@pytest.mark.parametrize("before", [True, False], ids=["before offload()", "after offload()"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_a_hook_has_kept_is_the_gradient_when_backward_is_over(
+    edit: Callable[[Tensor], Tensor],
+    placement: str,
+    before: bool,
+    accumulation: int,
+    bound: int,
+    tmp_path: Path,
+) -> None:
+    def keep(model: nn.Module) -> dict[str, Tensor]:
+        kept: dict[str, Tensor] = {}
         for name, p in model.named_parameters():
             p.register_post_accumulate_grad_hook(
-                lambda p, name=name: kinds.update({name: type(p.grad)})  # type: ignore[misc]
+                lambda p, name=name: kept.update({name: p.grad})  # type: ignore[misc]
             )
-        model(tokens(0)).backward()
-    assert kinds["blocks.1.up.weight"] is GradientTensor
-    assert kinds["blocks.1.down.bias"] is Tensor
-    monkeypatch.setattr(collect, "MAX_WAITING_UNIT_BYTES", 4 * 16)  # one norm's, or half a bias's
-    with offloaded("host", tmp_path) as (model, _):
-        kinds.clear()
-        for name, p in model.named_parameters():
-            p.register_post_accumulate_grad_hook(
-                lambda p, name=name: kinds.update({name: type(p.grad)})  # type: ignore[misc]
-            )
-        model(tokens(0)).backward()
-    block = [kind for name, kind in kinds.items() if name.startswith("blocks.1.")]
-    assert block.count(Tensor) <= 1
+        return kept
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, kept: dict[str, Tensor]) -> list[float]:
+        norms = []
+        for step in range(2):
+            for micro in range(accumulation):
+                model(tokens(accumulation * step + micro)).backward()
+            for grad in kept.values():
+                edit(grad)
+            norms.append(float(clip(model)))
+            optimizer.step()
+            optimizer.zero_grad()
+            kept.clear()
+        return norms
+
+    plain = make_model()
+    expected = run(plain, make_optimizer(plain), keep(plain))
+    model = make_model()
+    kept = keep(model) if before else {}
+    _, optimizer = offloadzero.offload(model, make_optimizer(model), plain_config(placement, tmp_path))
+    found = run(model, optimizer, kept if before else keep(model))
+    assert found == pytest.approx(expected, rel=1e-5)
+    for name, value in final_weights(plain).items():
+        torch.testing.assert_close(final_weights(model)[name], value, rtol=1e-5, atol=1e-5)
+    optimizer.close()
+    del bound
 
 
 class _Failing(torch.autograd.Function):
@@ -213,7 +261,7 @@ def test_they_are_taken_on_the_stream_on_which_they_came(
         monkeypatch.setattr(
             collect.GradientCollector,
             "_may_wait",
-            lambda self, state: True,  # noqa: ARG005
+            lambda self, state, grad: True,  # noqa: ARG005
         )
     config = make_config(placement, tmp_path, clipping=0.5)
     is_caught = pytest.raises(RaceError, match="_foreach_copy_") if planted else contextlib.nullcontext()
