@@ -299,8 +299,10 @@ KILL_CAMPAIGN = """
     if way == "named":
         swap_file._make_linked = lambda *_: -1
     rng = random.Random(5)
-    num_left = num_after = 0
-    for _ in range(num_kills):
+    num_left = num_after = num_done = 0
+    # On a busy machine most of them come before a file is there: some must not.
+    while num_done < num_kills or (num_left == 0 and num_done < 20 * num_kills):
+        num_done += 1
         child = os.fork()
         if child == 0:
             while True:
