@@ -113,7 +113,9 @@ class Runtime:
         may_not_train = [
             slot
             for _, slot in self.slots.values()
-            if not slot.trainable and (is_of_all_trainable or id(slot.param) in group_of)
+            if not slot.trainable
+            # A callable may have left out one that was not frozen.
+            and (id(slot.param) in group_of or (is_of_all_trainable and not slot.param.requires_grad))
         ]
         self._original = OriginalForm(self.records)
         self._is_restored = False

@@ -13,9 +13,11 @@ known by two things: it was written in place, and somebody besides `param.grad` 
 
 [Note: small gradients wait]
 A copy of a few kilobytes costs its launch, and half of a block's parameters are that small (norms, biases). Their
-gradients are copied in one launch when the last one of their unit is there, when backward is over, or when somebody
-asks for one. They are on their way as all others are: `param.grad` stands for them. They are copied on the stream on
-which they came, which also frees their memory; what comes on another stream, or in a graph, is copied at once.
+gradients are copied together, on a GPU in one launch where they lie as their parameters do, when the last one of their
+unit is there, when backward is over, or when somebody asks for one. They are on their way as all others are:
+`param.grad` stands for them. They are copied on the stream on which they came, which also frees their memory. What
+comes on another stream, in a graph, as a part of something larger, or as what is added to an earlier gradient (which
+autograd does not make its own) is copied at once.
 
 [Note: gradients that others have seen]
 A hook that a script has put on a parameter before ours is called before ours and may keep `param.grad`, to edit it
@@ -127,7 +129,9 @@ class GradientCollector:
             state = self._gradients[index]
             in_graph: torch.Tensor | None = None  # of an earlier backward, in which it stays
             is_added = False  # to what this backward has brought before
+            is_fresh = True  # and nobody else's: autograd takes over what nobody holds, or copies it
             if type(grad) is not torch.Tensor or number in state.present or grad._version or handle.is_seen:
+                is_fresh = False
                 if handle.is_own(grad):
                     in_graph = grad if grad is not None and grad.requires_grad else None
                     contribution = handle.source.contribution
@@ -155,26 +159,31 @@ class GradientCollector:
             else:  # a hook of the script's has dropped or replaced that
                 state.targets[number].copy_(grad)
             return None
-        self._bring(state, handle, number, grad)
-        state.arrived.append(number)
-        return state if len(state.arrived) == len(state.targets) else None
-
-    def _bring(self, state: RecordGradient, handle: GradientHandle, number: int, grad: torch.Tensor) -> None:
-        """To where it lies until it leaves the device: [Note: small gradients wait]."""
-        if state.lease is None and number in state.present:
-            _add(handle.slot, grad, state.targets[number], factor=state.factors.pop(number, 1.0))
-        elif number in self._small[state.record.index] and self._may_wait(state, grad):
+        if is_fresh and number in self._small[index] and self._may_wait(state, grad):
             state.waiting.append(number)
             state.waiting_grads.append(grad)
         else:
-            try:
-                state.targets[number].copy_(grad)
-            except RuntimeError:
-                expect_dense(handle.slot, grad)
-                raise
+            self._bring(state, handle, number, grad)
+        state.arrived.append(number)
+        return state if len(state.arrived) == len(state.targets) else None
+
+    @staticmethod
+    def _bring(state: RecordGradient, handle: GradientHandle, number: int, grad: torch.Tensor) -> None:
+        """To where it lies until it leaves the device."""
+        if state.lease is None and number in state.present:
+            _add(handle.slot, grad, state.targets[number], factor=state.factors.pop(number, 1.0))
+            return
+        try:
+            state.targets[number].copy_(grad)
+        except RuntimeError:
+            expect_dense(handle.slot, grad)
+            raise
 
     def _may_wait(self, state: RecordGradient, grad: torch.Tensor) -> bool:
+        """Whether a small gradient of nobody else's may be kept: [Note: small gradients wait]."""
         if self._records_graph or grad.layout is not torch.strided:
+            return False
+        if grad.untyped_storage().nbytes() > MAX_WAITING_BYTES:  # it is a part of something larger
             return False
         if self._has_streams:
             stream = self._store.accelerator.asynchronous.current_stream()

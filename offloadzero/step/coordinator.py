@@ -1,7 +1,8 @@
 """When gradients become updates: the one that knows all stages of a step (floor 5).
 
 [Note: a gradient's way]
-A parameter's gradient is copied into its unit's gradient lease on the device the moment autograd has it (collect.py).
+A parameter's gradient is copied into its unit's gradient lease on the device the moment autograd has it, or, where it
+is small, together with the others of its unit (collect.py).
 When the unit's last gradient has arrived the lease goes to the host in one copy, and from there, on the landing
 thread, into its home, where micro batches add up (landing.py). What is left at the end of backward, because some
 parameters took no part, lands then; parameters without a gradient are left out of the norm and of the update, as

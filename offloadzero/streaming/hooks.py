@@ -227,6 +227,9 @@ class _CheckpointedForward(_Forward):
             if uninterrupted.pending:
                 raise_held()
             result = checkpoint(run, *leaves, use_reentrant=False)
+        except Exception:
+            if failure is None:  # else torch missed what was to come after it
+                raise
         finally:
             pop_saved_tensors_default_hooks()
             is_recomputed = True

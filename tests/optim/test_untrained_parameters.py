@@ -109,6 +109,21 @@ def test_a_parameter_unfrozen_after_initialize_is_refused_where_no_script_has_le
     engine.close()
 
 
+def test_what_a_callable_leaves_out_does_not_train_and_is_no_error(tmp_path: Path) -> None:
+    model = make_model()
+    engine, *_ = offloadzero.initialize(
+        model=model,
+        config=settings(tmp_path, placement="host"),
+        optimizer=lambda params: torch.optim.AdamW([p for p in params if p.dim() > 1], lr=1e-2),
+    )
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    engine.backward(engine(tokens(0)))
+    engine.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) == (value.dim() < 2), name
+    engine.close()
+
+
 def test_a_parameter_that_a_script_has_left_out_of_the_optimizer_may_be_unfrozen_as_in_torch(
     tmp_path: Path,
 ) -> None:

@@ -228,6 +228,133 @@ def test_what_a_failed_backward_has_left_waiting_is_not_added_to(in_graph: bool,
     optimizer.close()
 
 
+class _Scaling(torch.autograd.Function):
+    """Its backward writes the small gradient into memory that all its calls share."""
+
+    workspace = torch.empty(16)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return grad * scale, torch.sum((grad * x).reshape(-1, 16), 0, out=_Scaling.workspace)
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.ones(16))
+        self.two = nn.Parameter(torch.ones(16))
+        self.lin = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + _Scaling.apply(self.lin(_Scaling.apply(x, self.one)), self.two)
+
+
+@pytest.mark.parametrize("placement", ["host", "resident"])
+def test_a_gradient_whose_memory_is_used_again_is_copied_in_time(
+    placement: str, bound: int, tmp_path: Path
+) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(_Scaled() for _ in range(3)))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        seen = []
+        for step in range(2):
+            for micro in range(3):
+                generator = torch.Generator().manual_seed(3 * step + micro)
+                model(torch.randn(5, 16, generator=generator)).pow(2).mean().backward()
+            seen += [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+            seen.append(float(clip(model)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    expected = run(*make())
+    model, optimizer = make()
+    _, offloaded_optimizer = offloadzero.offload(model, optimizer, plain_config(placement, tmp_path))
+    assert run(model, offloaded_optimizer) == pytest.approx(expected, rel=1e-5)
+    offloaded_optimizer.close()
+    del bound
+
+
+def test_a_part_of_something_larger_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is a view would keep all of it."""
+    launches: list[int] = []
+    foreach_copy = record_gradient.foreach_copy
+    monkeypatch.setattr(collect, "MAX_WAITING_BYTES", 1024)
+    monkeypatch.setattr(
+        record_gradient, "foreach_copy", lambda to, of: (launches.append(len(of)), foreach_copy(to, of))
+    )
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Parameter(torch.ones(4))
+            self.two = nn.Parameter(torch.ones(4))
+            self.large = nn.Parameter(torch.ones(1000))
+
+        def forward(self) -> Tensor:
+            return torch.cat([self.one, self.large]).pow(2).sum() + self.two.pow(2).sum()
+
+    model = Joined()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    _, offloaded_optimizer = offloadzero.offload(model, optimizer, plain_config("host", tmp_path))
+    model().backward()
+    assert launches == [1]
+    assert [float(p.grad.sum()) for p in model.parameters() if p.grad is not None] == [8.0, 8.0, 2000.0]
+    offloaded_optimizer.close()
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["plain", "create_graph"])
+@pytest.mark.parametrize("placement", ["host", "resident"])
+def test_a_backward_inside_a_backward_adds_to_what_waits(
+    graph: bool, placement: str, bound: int, tmp_path: Path
+) -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.ones(7))
+            self.b = nn.Parameter(torch.full((7,), 2.0))
+            self.w = nn.Parameter(torch.ones(9, 7))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.w @ (self.b * x)).sum() + (self.a * x).sum()
+
+    def run(model: Inner, optimizer: torch.optim.Optimizer) -> list[float]:
+        done: list[int] = []
+
+        def inside(_: Tensor) -> None:
+            if not done:
+                done.append(1)
+                with torch.enable_grad():
+                    (model.a.pow(2) * 3).sum().backward(create_graph=graph)
+
+        model.w.register_post_accumulate_grad_hook(inside)
+        seen = []
+        for _ in range(3):
+            done.clear()
+            model(torch.arange(7.0)).backward()
+            seen += [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    plain, model = Inner(), Inner()
+    expected = run(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    _, offloaded_optimizer = offloadzero.offload(model, optimizer, plain_config(placement, tmp_path))
+    assert run(model, offloaded_optimizer) == pytest.approx(expected, rel=1e-5)
+    offloaded_optimizer.close()
+    del bound
+
+
 def test_a_small_sparse_gradient_is_refused_by_name(bound: int, tmp_path: Path) -> None:
     class Sparse(nn.Module):
         def __init__(self) -> None:
