@@ -17,25 +17,25 @@ NUM_PARAMS, NUM_UNITS = 40, 8  # of the model that is counted
 IN_BACKWARD = (
     2 * NUM_UNITS
 )  # gradients, which are small, are copied to their place, and the padding made zero
-ADDING = NUM_PARAMS + NUM_UNITS  # to gradients that are on the device
+ADDING = NUM_PARAMS + NUM_UNITS  # each by itself, where micro batches add up
 NORMS = NUM_PARAMS + 2 * NUM_UNITS  # in fp64, squared, summed up
 
 # Launches of a step, with updates of records on the device in torch's operations, 29 each; and copies.
 CASES = {
     ("host", "in backward"): (IN_BACKWARD, 3 * NUM_UNITS),
     ("host", "clipping"): (IN_BACKWARD, 3 * NUM_UNITS),
-    ("host", "accumulation 3"): (3 * IN_BACKWARD + 3, 9 * NUM_UNITS),
+    ("host", "accumulation 3"): (IN_BACKWARD + 2 * ADDING + 3, 9 * NUM_UNITS),
     ("host", "checkpoints on nvme"): (IN_BACKWARD, 5 * NUM_UNITS),
     ("nvme", "in backward"): (IN_BACKWARD, 3 * NUM_UNITS),
     ("nvme", "clipping"): (IN_BACKWARD, 3 * NUM_UNITS),
-    ("nvme", "accumulation 3"): (3 * IN_BACKWARD + 3, 9 * NUM_UNITS),
+    ("nvme", "accumulation 3"): (IN_BACKWARD + 2 * ADDING + 3, 9 * NUM_UNITS),
     ("nvme", "checkpoints on host"): (IN_BACKWARD, 5 * NUM_UNITS),
     ("device states", "in backward"): (IN_BACKWARD + NORMS + 29 * NUM_UNITS, 0),
     ("device states", "clipping"): (IN_BACKWARD + NORMS + 29 * NUM_UNITS, 0),
     ("device states", "accumulation 3"): (IN_BACKWARD + 2 * ADDING + NORMS + 3 + 29 * NUM_UNITS, 0),
     ("device states", "checkpoints on nvme, planned"): (IN_BACKWARD + NORMS + 29 * NUM_UNITS, 2 * NUM_UNITS),
     ("auto", "clipping"): (IN_BACKWARD + 12 + 2 * 29, 2 * NUM_UNITS),
-    ("auto", "accumulation 3"): (3 * IN_BACKWARD + 12 + 3 + 2 * 29, 6 * NUM_UNITS),
+    ("auto", "accumulation 3"): (IN_BACKWARD + 2 * ADDING + 12 + 3 + 2 * 29, 6 * NUM_UNITS),
     ("auto", "checkpoints on nvme, planned"): (IN_BACKWARD + 12 + 2 * 29, 4 * NUM_UNITS),
 }
 
