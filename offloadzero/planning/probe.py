@@ -1,9 +1,25 @@
-"""What the machine has (floor 4)."""
+"""What the machine has (floor 4).
+
+[Note: memory that can be taken]
+MemAvailable is the kernel's estimate of what can be taken without swapping. A control group (a container, a systemd
+unit) may allow less, and what goes beyond is killed, so of both the smaller one counts. A group's file cache is a part
+of its usage that the kernel gives back when memory is short, so it counts as free. Each group above limits as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import resource
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+_UNLIMITED = 1 << 60  # version 1 has no word for it, but the largest multiple of a page
+_ROOT = Path("/")
+# The file of the limit, that of the usage, and how the names of memory.stat begin where children count.
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
+}
 
 
 def cores_beside_launching(usable: Sequence[int]) -> tuple[int, ...]:
@@ -16,9 +32,83 @@ def cores_beside_launching(usable: Sequence[int]) -> tuple[int, ...]:
     return tuple(usable[spared:]) if spared else ()
 
 
-def available_host_bytes() -> int:
-    """Memory that can be taken now without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
+def available_host_bytes(*, root: Path = _ROOT) -> int:
+    """Memory that can be taken now: [Note: memory that can be taken]. `root` is where /proc and /sys are."""
+    free = _mem_available(root)
+    allowed = cgroup_free_bytes(root=root)
+    return free if allowed is None else min(free, allowed)
+
+
+def cgroup_free_bytes(*, root: Path = _ROOT) -> int | None:
+    """What the control groups of this process leave it; None where none of them has a limit."""
+    return min(_free_by_group(root), default=None)
+
+
+def free_disk_bytes(directory: Path) -> int:
+    """Free space of the filesystem that a directory is on, or would be on if it were made. Raises OSError."""
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    space = os.statvfs(existing)
+    return space.f_bavail * space.f_frsize
+
+
+def memlock_bytes() -> int | None:
+    """What this process may lock in memory (RLIMIT_MEMLOCK); None: as much as it likes."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _mem_available(root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise AssertionError("/proc/meminfo has no MemAvailable")
+
+
+def _free_by_group(root: Path) -> Iterator[int]:
+    """Of each group that limits memory: the limit less what is used and cannot be given back."""
+    for group, version in _memory_groups(root):
+        limit_file, usage_file, of_children = _FILES[version]
+        limit, usage = _number(group / limit_file), _number(group / usage_file)
+        if limit is None or usage is None or limit >= _UNLIMITED:
+            continue
+        cached = sum(_stat(group, f"{of_children}{name}") for name in ("active_file", "inactive_file"))
+        yield max(0, limit - max(0, usage - cached))
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
+    """The directories of this process's group and of those above it, and the version of their interface.
+
+    In a namespace of its own the path may be one that is not seen from here: then only what is mounted counts.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # a kernel without control groups
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
+        version = 1 if controllers else 2
+        group = Path(path.lstrip("/"))
+        for part in dict.fromkeys((group, *group.parents)):
+            yield top / part, version
+
+
+def _number(path: Path) -> int | None:
+    """None for "max", and for a file that is not there: the topmost group has none."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _stat(group: Path, name: str) -> int:
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0)
