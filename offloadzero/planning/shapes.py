@@ -1,0 +1,334 @@
+"""Models by their shape, `llama:13b` or `5120/40/40/32000`, built where they take no memory (floor 4).
+
+[Note: models of a shape]
+A shape becomes a module with the parameters, names and operations that the models of `transformers` have: what is asked
+of it (units, records, the bytes that autograd saves, floating-point operations) is asked of a model, and not of a
+formula. It is made on the meta device and never computes a number.
+
+A size that has no published shape gets one: heads of 128, the width at which there are 128 columns for each block, and
+as many blocks as come nearest to the size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from offloadzero.errors import ConfigError
+
+LLAMA, GPT = "llama", "gpt"
+MAX_HIDDEN, MAX_LAYERS, MAX_VOCABULARY = 1 << 17, 10_000, 1 << 22
+MIN_SIZE, MAX_SIZE = 1e6, 1e13
+_HEAD = 128
+_SIZE = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)([mbt])", re.ASCII)
+_UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder: what tells one model of a kind from another."""
+
+    kind: str
+    hidden: int
+    num_layers: int
+    num_heads: int
+    vocabulary: int
+    intermediate: int
+    num_kv_heads: int
+    num_positions: int = 0  # learned ones; a llama has none
+
+    def __str__(self) -> str:
+        """As it can be given again."""
+        sizes = (self.hidden, self.num_layers, self.num_heads, self.vocabulary)
+        more = (self.intermediate, self.num_kv_heads) if self.kind == LLAMA else ()
+        return f"{self.kind}:{'/'.join(map(str, (*sizes, *more)))}"
+
+    def build(self) -> nn.Module:
+        """The model, on torch's default device: [Note: models of a shape]."""
+        return Llama(self) if self.kind == LLAMA else Gpt(self)
+
+    def count(self) -> int:
+        """Its parameters."""
+        with torch.device("meta"):
+            one, two = (
+                sum(param.numel() for param in replace(self, num_layers=number).build().parameters())
+                for number in (1, 2)
+            )
+        return one + (self.num_layers - 1) * (two - one)
+
+
+def _llama(hidden: int, num_layers: int, num_heads: int, vocabulary: int, *rest: int) -> ModelShape:
+    intermediate = rest[0] if rest else -(-8 * hidden // 3 // 256) * 256
+    num_kv_heads = rest[1] if len(rest) > 1 else num_heads
+    return ModelShape(LLAMA, hidden, num_layers, num_heads, vocabulary, intermediate, num_kv_heads)
+
+
+def _gpt(hidden: int, num_layers: int, num_heads: int, vocabulary: int, *rest: int) -> ModelShape:
+    intermediate = rest[0] if rest else 4 * hidden
+    return ModelShape(GPT, hidden, num_layers, num_heads, vocabulary, intermediate, num_heads, 2048)
+
+
+_KINDS = {LLAMA: _llama, GPT: _gpt}
+_VOCABULARIES = {LLAMA: 32_000, GPT: 50_257}
+
+PUBLISHED: Mapping[str, ModelShape] = MappingProxyType(
+    {
+        "llama:7b": _llama(4096, 32, 32, 32_000, 11_008),
+        "llama:8b": _llama(4096, 32, 32, 128_256, 14_336, 8),
+        "llama:13b": _llama(5120, 40, 40, 32_000, 13_824),
+        "llama:33b": _llama(6656, 60, 52, 32_000, 17_920),
+        "llama:65b": _llama(8192, 80, 64, 32_000, 22_016),
+        "llama:70b": _llama(8192, 80, 64, 32_000, 28_672, 8),
+        "llama:405b": _llama(16_384, 126, 128, 128_256, 53_248, 8),
+        "gpt:125m": _gpt(768, 12, 12, 50_257),
+        "gpt:350m": _gpt(1024, 24, 16, 50_257),
+        "gpt:760m": _gpt(1536, 24, 16, 50_257),
+        "gpt:1.3b": _gpt(2048, 24, 32, 50_257),
+        "gpt:2.7b": _gpt(2560, 32, 32, 50_257),
+        "gpt:6.7b": _gpt(4096, 32, 32, 50_257),
+        "gpt:13b": _gpt(5120, 40, 40, 50_257),
+        "gpt:175b": _gpt(12_288, 96, 96, 50_257),
+    }
+)
+
+
+def read_shape(key: str, text: str) -> ModelShape | None:
+    """`llama:13b`, `gpt:10b`, or sizes, `4096/32/32/32000[/intermediate[/kv heads]]`, with or without a kind.
+
+    None if it is no shape. Raises ConfigError for one that is no model.
+    """
+    kind, has_kind, sizes = text.lower().rpartition(":")
+    if "/" in sizes and re.fullmatch(r"[0-9]+(/[0-9]+)*", sizes, re.ASCII):
+        return _read_sizes(key, text, kind if has_kind else LLAMA, sizes)
+    match = _SIZE.fullmatch(sizes)
+    if not has_kind or match is None or kind not in _KINDS:
+        return None
+    if text.lower() in PUBLISHED:
+        return PUBLISHED[text.lower()]
+    size = float(match[1]) * _UNITS[match[2]]
+    if not MIN_SIZE <= size <= MAX_SIZE:
+        raise ConfigError(key, text, "a size from 1m to 10t")
+    return shape_of_size(kind, size)
+
+
+def shape_of_size(kind: str, num_parameters: float) -> ModelShape:
+    """The shape nearest to a size: [Note: models of a shape]."""
+    hidden = max(1, round((num_parameters * _HEAD / 12) ** (1 / 3) / _HEAD)) * _HEAD
+    shape = _KINDS[kind](hidden, 1, hidden // _HEAD, _VOCABULARIES[kind])
+    one, two = shape.count(), replace(shape, num_layers=2).count()
+    return replace(shape, num_layers=1 + max(0, round((num_parameters - one) / (two - one))))
+
+
+def _read_sizes(key: str, text: str, kind: str, sizes: str) -> ModelShape:
+    allowed = "hidden/layers/heads/vocabulary, for a llama then /intermediate and /key-value heads"
+    if kind not in _KINDS:
+        raise ConfigError(key, text, f"a kind that is known: {', '.join(_KINDS)}", known_values=_KINDS)
+    if any(len(size) > 9 for size in sizes.split("/")):
+        raise ConfigError(key, text, allowed)
+    numbers = [int(size) for size in sizes.split("/")]
+    if not 4 <= len(numbers) <= (6 if kind == LLAMA else 5) or min(numbers) < 1:
+        raise ConfigError(key, text, allowed)
+    shape = _KINDS[kind](*numbers)
+    if shape.hidden % shape.num_heads or shape.num_heads % shape.num_kv_heads:
+        raise ConfigError(
+            key, text, "a width that the heads divide, and heads that the key-value heads divide"
+        )
+    if kind == LLAMA and shape.hidden // shape.num_heads % 2:
+        raise ConfigError(key, text, "an even width of each head, for rotary positions")
+    limits = ((shape.hidden, MAX_HIDDEN), (shape.num_layers, MAX_LAYERS), (shape.vocabulary, MAX_VOCABULARY))
+    if any(value > limit for value, limit in (*limits, (shape.intermediate, 8 * MAX_HIDDEN))):
+        raise ConfigError(key, text, f"at most {MAX_HIDDEN}/{MAX_LAYERS}/heads/{MAX_VOCABULARY}")
+    return shape
+
+
+# --- llama ---
+
+
+class RmsNorm(nn.Module):
+    """In fp32, as the models of `transformers` compute it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped queries with rotary positions."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.head = shape.hidden // shape.num_heads
+        kv_width = shape.num_kv_heads * self.head
+        self.is_grouped = shape.num_kv_heads != shape.num_heads
+        self.q_proj = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.k_proj = nn.Linear(shape.hidden, kv_width, bias=False)
+        self.v_proj = nn.Linear(shape.hidden, kv_width, bias=False)
+        self.o_proj = nn.Linear(shape.hidden, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (
+            projected.view(*x.shape[:2], -1, self.head).transpose(1, 2)
+            for projected in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
+        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.is_grouped)
+        return self.o_proj(mixed.transpose(1, 2).reshape(x.shape))  # type: ignore[no-any-return]
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    one, other = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-other, one), dim=-1) * sin
+
+
+class LlamaMlp(nn.Module):
+    """Gated."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class LlamaBlock(nn.Module):
+    """Attention and MLP with their norms."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape)
+        self.mlp = LlamaMlp(shape)
+        self.input_layernorm = RmsNorm(shape.hidden)
+        self.post_attention_layernorm = RmsNorm(shape.hidden)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class LlamaBody(nn.Module):
+    """Everything but the head."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.head = shape.hidden // shape.num_heads
+        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.layers = nn.ModuleList(LlamaBlock(shape) for _ in range(shape.num_layers))
+        self.norm = RmsNorm(shape.hidden)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed_tokens(ids)
+        frequencies = 10_000.0 ** (-torch.arange(0, self.head, 2, device=ids.device).float() / self.head)
+        angles = torch.arange(ids.shape[1], device=ids.device).float()[:, None] * frequencies.repeat(2)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+class Llama(nn.Module):
+    """`forward(ids)` gives the loss; parameters as in transformers.LlamaForCausalLM."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.model = LlamaBody(shape)
+        self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return next_token_loss(self.lm_head(self.model(ids)), ids)
+
+
+# --- gpt ---
+
+
+class GptAttention(nn.Module):
+    """One projection for queries, keys and values."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.num_heads = shape.num_heads
+        self.c_attn = nn.Linear(shape.hidden, 3 * shape.hidden)
+        self.c_proj = nn.Linear(shape.hidden, shape.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.view(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
+            for part in self.c_attn(x).chunk(3, dim=-1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(mixed.transpose(1, 2).reshape(x.shape))  # type: ignore[no-any-return]
+
+
+class GptMlp(nn.Module):
+    """With GELU by tanh."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(shape.hidden, shape.intermediate)
+        self.c_proj = nn.Linear(shape.intermediate, shape.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+class GptBlock(nn.Module):
+    """Attention and MLP behind their norms."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(shape.hidden)
+        self.attn = GptAttention(shape)
+        self.ln_2 = nn.LayerNorm(shape.hidden)
+        self.mlp = GptMlp(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
+
+
+class GptBody(nn.Module):
+    """Everything but the head."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.wpe = nn.Embedding(shape.num_positions, shape.hidden)
+        self.h = nn.ModuleList(GptBlock(shape) for _ in range(shape.num_layers))
+        self.ln_f = nn.LayerNorm(shape.hidden)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.h:
+            x = block(x)
+        return self.ln_f(x)  # type: ignore[no-any-return]
+
+
+class Gpt(nn.Module):
+    """`forward(ids)` gives the loss; parameters as in transformers.GPT2LMHeadModel, the head tied to the embedding."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.transformer = GptBody(shape)
+        self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return next_token_loss(self.lm_head(self.transformer(ids)), ids)
+
+
+def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """The mean cross-entropy in fp32 of each token but the first."""
+    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
