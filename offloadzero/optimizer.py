@@ -9,7 +9,6 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, overload
 
@@ -23,7 +22,7 @@ from offloadzero.observe.step_report import StepReport
 from offloadzero.optimizer_loading import plan_optimizer_load
 from offloadzero.optimizer_states import StateDict, States, read_states, refuse_states
 from offloadzero.param_groups import expect_rates, group_defaults
-from offloadzero.planning.memory_plan import format_bytes, updates_in_backward
+from offloadzero.planning.memory_plan import format_bytes, with_kept_gradients
 from offloadzero.runtime import Runtime
 from offloadzero.segments import TierName
 from offloadzero.update.flat_layout import ParamSlot
@@ -62,11 +61,10 @@ def offload(
     if isinstance(optimizer, OffloadedOptimizer):
         raise ConfigError("optimizer", type(optimizer).__name__, "is offloaded already")
     check_optimizer(optimizer, settings)
-    could_update_in_backward = settings.update.in_backward is None and updates_in_backward(settings)
-    if could_update_in_backward:
-        settings = replace(settings, update=replace(settings.update, in_backward=False))
+    kept = with_kept_gradients(settings)
+    could_update_in_backward = kept is not settings
     offloaded = OffloadedOptimizer(
-        model, optimizer.param_groups, settings, origin=optimizer, keeps_gradients=True
+        model, optimizer.param_groups, kept, origin=optimizer, keeps_gradients=True
     )
     if could_update_in_backward:
         try:

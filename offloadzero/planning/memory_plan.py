@@ -10,7 +10,7 @@ read by its update: two.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from offloadzero.arithmetic.device_math import norm_scratch_bytes
@@ -144,6 +144,13 @@ def updates_in_backward(config: OffloadConfig) -> bool:
             f"impossible with {', '.join(binding)}: all gradients must be known before the first update",
         )
     return not binding if config.update.in_backward is None else config.update.in_backward
+
+
+def with_kept_gradients(config: OffloadConfig) -> OffloadConfig:
+    """For a loop that keeps gradients until it drops them, as torch's does: no update in backward unless asked for."""
+    if config.update.in_backward is not None or not updates_in_backward(config):
+        return config
+    return replace(config, update=replace(config.update, in_backward=False))
 
 
 def keeps_gradients(config: OffloadConfig) -> bool:

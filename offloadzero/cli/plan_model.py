@@ -1,0 +1,196 @@
+"""A model that is nowhere, cut and planned as the engine would: by its shape, its config.json, or a function (floor 7).
+
+[Note: a model that is nowhere]
+`initialize()` and `offload()` cut a model into units and plan the bytes of every tier before they move anything. What
+they ask of it are names, shapes and dtypes, which a model on the meta device has as well. So the plan of a model that
+is nowhere is made by the engine's own functions, and is the one that the engine makes of the model when it is there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offloadzero.config import OffloadConfig, settle_for_initialize, settle_for_offload
+from offloadzero.errors import ConfigError
+from offloadzero.planning.memory_plan import MemoryPlan, with_kept_gradients
+from offloadzero.planning.shapes import PUBLISHED, ModelShape, read_shape
+from offloadzero.runtime import DTYPES, plan_records
+from offloadzero.segments import TierName
+from offloadzero.streaming.units import UnitCut, checkpointed_modules, cut_units
+from offloadzero.update.records import Record
+from offloadzero.update.spec import AnySpec, UpdateForm
+from offloadzero.update.specs import spec_of_type
+from offloadzero.update.specs.adam import ADAM
+
+KEY = "--model"
+
+
+class Loop(str, Enum):
+    """How the script will start: it decides what is clipped and how long gradients are kept."""
+
+    INITIALIZE = "initialize"
+    OFFLOAD = "offload"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What `--model` names: `build` makes it on torch's default device."""
+
+    text: str
+    build: Callable[[], nn.Module]
+    shape: ModelShape | None = None
+
+    def on_meta(self) -> nn.Module:
+        """The model without its numbers: [Note: a model that is nowhere]."""
+        with torch.device("meta"):
+            return self.build()
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model's records and what the engine reserves for them."""
+
+    config: OffloadConfig  # as the loop settles it
+    spec: AnySpec
+    cut: UnitCut
+    plan: MemoryPlan
+    checkpointed: tuple[str, ...]  # units that keep only their inputs for backward
+    buffer_bytes: int  # of the model's buffers, which lie on the device beside what is reserved
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """Of all units."""
+        return self.cut.records
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements, without padding."""
+        return sum(record.num_params for record in self.records)
+
+    @property
+    def num_trainable(self) -> int:
+        """Elements that the optimizer updates, without padding."""
+        return sum(slot.num_elements for record in self.records for slot in record.trainable_slots)
+
+
+def read_model(text: str) -> ModelSource:
+    """A shape, a config.json of transformers (or its directory), or `module:function`. Raises ConfigError."""
+    shape = read_shape(KEY, text)
+    if shape is not None:
+        return ModelSource(text, shape.build, shape)
+    if os.path.exists(text):
+        return ModelSource(text, _of_transformers(text))
+    module, _, function = text.partition(":")
+    if not (module.replace(".", "").isidentifier() and function.isidentifier()):
+        allowed = (
+            "a shape (llama:13b, gpt:10b, hidden/layers/heads/vocabulary), the path of a config.json of transformers, "
+            "or module:function"
+        )
+        raise ConfigError(KEY, text, allowed, known_values=PUBLISHED)
+    return ModelSource(text, _of_function(text, module, function))
+
+
+def _of_transformers(path: str) -> Callable[[], nn.Module]:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(KEY, path, "transformers, which reads it, is not installed here") from error
+    models: Any = transformers
+    try:
+        config = models.AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(KEY, path, f"transformers does not read it: {_first_line(error)}") from error
+
+    def build() -> nn.Module:
+        # What computes logits, where the architecture has that.
+        causal = type(config) in models.MODEL_FOR_CAUSAL_LM_MAPPING
+        auto = models.AutoModelForCausalLM if causal else models.AutoModel
+        model: nn.Module = auto.from_config(config)
+        return model
+
+    return build
+
+
+def _of_function(text: str, module: str, function: str) -> Callable[[], nn.Module]:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except ImportError as error:
+        raise ConfigError(KEY, text, f"{module} cannot be imported from {Path.cwd()}: {error}") from error
+    if not callable(found):
+        raise ConfigError(KEY, text, f"{module} has no function {function}")
+
+    def build() -> nn.Module:
+        model = found()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(KEY, text, f"a function that returns an nn.Module, not {type(model).__name__}")
+        return model
+
+    return build
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def plan_model(
+    model: nn.Module,
+    config: OffloadConfig,
+    *,
+    loop: Loop = Loop.INITIALIZE,
+    available: Mapping[TierName, int],
+    form: UpdateForm = UpdateForm.NATIVE,
+) -> PlannedModel:
+    """What the engine reserves for `model`, all of whose parameters that require gradients are trained.
+
+    Args:
+        available: bytes by tier for `"placement": "auto"`; of a device whose memory is the host's there is no entry.
+        form: of the updates on the device.
+
+    Raises:
+        ConfigError, BudgetError: what the engine would raise.
+    """
+    config = settle(config, loop)
+    spec = spec_of_type(config.optimizer.type) if config.optimizer is not None else ADAM
+    spec.expect_layout(config.state_layout)
+    cut = cut_units(
+        model,
+        config.units,
+        group_of={id(param): 0 for param in model.parameters() if param.requires_grad},
+        param_dtype=DTYPES[config.precision.param_dtype],
+        spec=spec,
+        compact=config.state_layout == "compact",
+    )
+    checkpointing = config.activation_checkpoints
+    checkpointed = (
+        checkpointed_modules(model, cut, config.units, checkpointing.units) if checkpointing else {}
+    )
+    plan = plan_records(
+        cut.records,
+        config,
+        together=cut.together,
+        available=available,
+        form=form,
+        num_checkpointed=len(checkpointed),
+    )
+    buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+    return PlannedModel(config, spec, cut, plan, tuple(checkpointed), buffer_bytes)
+
+
+def settle(config: OffloadConfig, loop: Loop) -> OffloadConfig:
+    """What the way of starting makes of what the configuration leaves open."""
+    if loop is Loop.OFFLOAD:
+        # offload() trains with the optimizer that it is given.
+        return with_kept_gradients(settle_for_offload(config))
+    return settle_for_initialize(config)

@@ -1,0 +1,173 @@
+"""The plan of a model that is nowhere against the engine of the same model, byte by byte, in plan and tiers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offloadzero
+from offloadzero.cli.plan_model import Loop, ModelSource, plan_model, read_model
+from offloadzero.config import load_config
+from offloadzero.errors import BudgetError, ConfigError
+from offloadzero.memory.swap_file import MARK_BYTES
+from offloadzero.segments import TierName
+from tests.support import models
+from tests.support.tiny import REPOSITORY, TinyModel, settings
+from tests.support.training import PLACEMENTS, make_config
+
+PLENTY = {TierName.HOST: 1 << 40}
+CONFIGS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
+    "resident": lambda path: make_config("resident", path),
+    "host": lambda path: make_config("host", path, clipping=1.0),
+    "nvme": lambda path: make_config("nvme", path),
+    "nvme, clipped, accumulated": lambda path: make_config("nvme", path, clipping=1.0, accumulation=3),
+    "mixed": lambda path: make_config("mixed", path, clipping=1.0),
+    "mixed, fp32 gradients": lambda path: make_config(
+        "mixed", path, accumulation=2, data_types={"grad_accum_dtype": "fp32"}
+    ),
+    "fp16": lambda path: make_config("mixed", path, dtype="fp16"),
+    "fp32": lambda path: make_config("host", path, dtype=None),
+    "compact": lambda path: settings(path, placement=PLACEMENTS["mixed"], state_layout="compact"),
+    "share": lambda path: settings(
+        path,
+        zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+        placement="host",
+    ),
+    "budgets": lambda path: settings(
+        path, placement="auto", budgets={"device": "1MiB", "host": "100MiB"}, gradient_clipping=1.0
+    ),
+    "checkpoints": lambda path: settings(
+        path, activation_checkpoints={"tier": "host", "input_bytes": "64KiB"}, aio={"checksums": True}
+    ),
+    "lion": lambda path: settings(path, optimizer={"type": "Lion", "params": {"lr": 1e-3}}, placement="nvme"),
+}
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "tied": TinyModel,
+    "stack": models.Stack,
+    "odd sizes": models.OddSizes,
+    "torch's transformer": models.TorchTransformer,
+    "llama": lambda: read_model("llama:64/3/4/101/96/2").build(),
+    "gpt": lambda: read_model("gpt:64/3/4/101").build(),
+}
+
+
+def build_frozen() -> nn.Module:
+    model = TinyModel()
+    model.blocks[0].requires_grad_(False)
+    model.norm.bias.requires_grad_(False)
+    return model
+
+
+def config_of(name: str, path: Path, model: str) -> dict[str, Any]:
+    config = CONFIGS[name](path)
+    if name == "checkpoints" and model == "odd sizes":
+        config["offloadzero"]["units"] = {"min_leaf_elements": 100_000}
+    return config
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_plan_is_the_engines(name: str, tmp_path: Path) -> None:
+    for model, build in {**MODELS, "partly frozen": build_frozen}.items():
+        config = config_of(name, tmp_path, model)
+        source = ModelSource(model, build)
+        found = plan_model(source.on_meta(), load_config(config), available=PLENTY)
+        assert all(
+            param.is_meta for record in found.records for param in (slot.param for slot in record.slots)
+        )
+        engine, *_ = offloadzero.initialize(model=build(), config=config)
+        try:
+            runtime = engine.optimizer.runtime
+            assert found.plan == runtime.plan, model
+            assert found.plan.table() in engine.memory_table()
+            assert [r.name for r in found.records] == [r.name for r in runtime.records]
+            assert found.num_parameters == sum(param.numel() for param in build().parameters())
+            expect_tiers(found.plan.tier_bytes, runtime)
+        finally:
+            engine.close()
+
+
+def expect_tiers(planned: Callable[[TierName], int], runtime: Any) -> None:
+    """What is planned is what arenas and files have; fetched inputs and checksums have memory of their own."""
+    store, inputs = runtime.store, runtime.plan.inputs
+    assert store.device.num_bytes == planned(TierName.DEVICE) - (0 if inputs is None else inputs.device)
+    sums = sum(line.num_bytes for line in runtime.plan.lines if line.what == "checksums of nvme")
+    assert store.host.num_bytes == planned(TierName.HOST) - sums
+    files = [] if store.nvme is None else [path for path, _ in store.nvme.files]
+    assert sum(path.stat().st_size - MARK_BYTES for path in files) == planned(TierName.NVME)
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_a_plain_loop_keeps_its_gradients(clipping: float, tmp_path: Path) -> None:
+    config = settings(tmp_path, placement="host", gradient_clipping=clipping)
+    found = plan_model(
+        ModelSource("", TinyModel).on_meta(), load_config(config), loop=Loop.OFFLOAD, available=PLENTY
+    )
+    model = TinyModel()
+    _, optimizer = offloadzero.offload(model, torch.optim.AdamW(model.parameters()), config)
+    assert found.plan == optimizer.runtime.plan
+    assert found.plan.grads_have_homes
+    optimizer.restore_model()
+
+
+def test_what_the_engine_refuses_the_plan_refuses_in_the_same_words() -> None:
+    refused = {
+        "budget": settings(placement="host", budgets={"host": "4KiB"}),
+        "layout": settings(optimizer={"type": "SGD", "params": {"lr": 1.0}}, state_layout="compact"),
+        "units": settings(units={"patterns": ["nothing.*"]}),
+        "checkpoints": settings(activation_checkpoints={"units": ["blocks.9"]}),
+    }
+    for config in refused.values():
+        with pytest.raises((BudgetError, ConfigError)) as planned:
+            plan_model(ModelSource("", TinyModel).on_meta(), load_config(config), available=PLENTY)
+        with pytest.raises((BudgetError, ConfigError)) as built:
+            offloadzero.initialize(model=TinyModel(), config=config)
+        assert str(planned.value) == str(built.value)
+
+
+# --- what --model names ---
+
+
+def test_a_function_is_called_where_the_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_model_of_mine.py").write_text(
+        "import torch\ndef make():\n    return torch.nn.Linear(3, 5)\ndef other():\n    return 7\nvalue = 1\n"
+    )
+    model = read_model("a_model_of_mine:make").on_meta()
+    assert [tuple(param.shape) for param in model.parameters()] == [(5, 3), (5,)]
+    assert all(param.is_meta for param in model.parameters())
+    with pytest.raises(ConfigError, match=r"a function that returns an nn\.Module, not int"):
+        read_model("a_model_of_mine:other").on_meta()
+    for text in ("a_model_of_mine:nothing", "a_model_of_mine:value"):
+        with pytest.raises(ConfigError, match="has no function"):
+            read_model(text)
+    with pytest.raises(ConfigError, match=r"cannot be imported from .*No module named 'not_here'"):
+        read_model("not_here:make")
+
+
+def test_a_config_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, intermediate_size=96, vocab_size=101)
+    config.save_pretrained(tmp_path)
+    ours = read_model("llama:64/3/4/101/96/2").on_meta()
+    for path in (tmp_path, tmp_path / "config.json"):
+        theirs = read_model(str(path)).on_meta()
+        settled = load_config(settings(tmp_path))
+        plans = [plan_model(model, settled, available=PLENTY).plan for model in (theirs, ours)]
+        assert plans[0] == plans[1]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no such model"}))
+    with pytest.raises(ConfigError, match="transformers does not read it"):
+        read_model(str(tmp_path / "config.json"))
+
+
+def test_what_names_no_model() -> None:
+    with pytest.raises(ConfigError, match=r"--model = 'lama:13b': a shape .* \(did you mean 'llama:13b'\?\)"):
+        read_model("lama:13b")
+    with pytest.raises(ConfigError, match="a shape"):
+        read_model(str(REPOSITORY / "not there.json"))
