@@ -13,9 +13,11 @@ import functools
 import importlib
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 MINIMUM_TORCH = (2, 8)
 TESTED_TORCH = ("2.8", "2.11", "2.13")
@@ -131,3 +133,17 @@ set_data: Callable[[torch.Tensor, torch.Tensor], None] = _look_up("_C.TensorBase
 queue_backward_callback: Callable[[Callable[[], None]], None] = _look_up(
     "autograd.Variable._execution_engine.queue_callback"
 )
+
+
+# A subclass sees each operation below autograd while it is entered.
+DispatchMode = TorchDispatchMode
+
+# Attention on the CPU and its backward, which torch's counter of operations does not know.
+cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def fake_tensor_mode() -> AbstractContextManager[Any]:
+    """Inside, tensors have shapes, dtypes and storages of a size, but no memory. Imported late: it loads sympy."""
+    mode: Any = importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode
+    return mode()  # type: ignore[no-any-return]

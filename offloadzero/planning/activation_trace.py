@@ -1,0 +1,199 @@
+"""What one micro batch computes and keeps: floating-point operations, and the bytes of activations (floor 4).
+
+[Note: a micro batch that is not computed]
+Forward and backward run on tensors that have shapes and no memory, through torch's own autograd. Whatever appears is
+counted while it is alive: what autograd saves, what recomputation makes again, what an operation needs beside that, the
+logits. Parameters do not count, which have their place in the plan, nor do gradients of parameters once they are
+complete. Memory that a kernel takes for itself is not seen, nor what an allocator keeps or rounds up.
+
+Operations are matrix products, convolutions and attention, two for each multiplication and addition, and attention in
+full although half of it is masked, as torch.utils.flop_counter counts them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from offloadzero.errors import OffloadError
+from offloadzero.planning.shapes import next_token_loss
+from offloadzero.torch_private import DispatchMode, cpu_attention, cpu_attention_backward, fake_tensor_mode
+
+
+class TraceError(OffloadError, RuntimeError):
+    """A model that cannot be run on tensors without memory, or is not called with token ids."""
+
+
+@dataclass(frozen=True)
+class MicroBatchTrace:
+    """Of forward and backward of one micro batch: [Note: a micro batch that is not computed]."""
+
+    num_tokens: int
+    forward_flops: int
+    backward_flops: int  # with recomputation
+    kept_bytes: int  # when the forward has ended
+    peak_bytes: int
+    input_bytes: int  # of one call of a checkpointed unit, the largest
+
+    @property
+    def flops(self) -> int:
+        """Of both."""
+        return self.forward_flops + self.backward_flops
+
+
+def trace_micro_batch(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None,
+    micro_batch: int,
+    sequence: int,
+    checkpointed: Collection[str] = (),
+) -> MicroBatchTrace:
+    """Trace `model(ids)`, ids of shape (micro_batch, sequence), which gives a loss, logits, or an output with a loss.
+
+    `model` is on the meta device, and not to be used afterwards. `checkpointed` names modules that keep only their
+    inputs, `dtype` is that of floating-point parameters (None: their own). Raises TraceError.
+    """
+    if dtype is not None:
+        model.to(dtype)
+    counter = _Counter()
+    largest_input = [0]
+    for name in checkpointed:
+        module = model.get_submodule(name)
+        setattr(module, "forward", partial(_checkpointed, module.forward, largest_input))  # noqa: B010
+    with fake_tensor_mode():
+        _give_storages(model)
+        counter.ignore(model)
+        ids = torch.zeros(micro_batch, sequence, dtype=torch.long)
+        with counter:
+            try:
+                loss = _loss(model, ids)
+                forward_flops, kept_bytes = counter.flops, counter.live_bytes
+                loss.backward()
+            except TraceError:
+                raise
+            except Exception as error:  # whatever the model's code says of tensors that hold nothing
+                raise TraceError(f"{type(model).__name__}: {type(error).__name__}: {error}") from error
+    return MicroBatchTrace(
+        num_tokens=micro_batch * sequence,
+        forward_flops=forward_flops,
+        backward_flops=counter.flops - forward_flops,
+        kept_bytes=kept_bytes,
+        peak_bytes=counter.peak_bytes,
+        input_bytes=largest_input[0],
+    )
+
+
+def _checkpointed(forward: Callable[..., Any], largest_input: list[int], *args: Any, **kwargs: Any) -> Any:
+    given = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    largest_input[0] = max(largest_input[0], sum(tensor.numel() * tensor.itemsize for tensor in given))
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def _loss(model: nn.Module, ids: Tensor) -> Tensor:
+    """As a script would take it of the model's output."""
+    names = inspect.signature(model.forward).parameters
+    given: dict[str, Any] = {}
+    if "labels" in names:
+        given = {"labels": ids, **({"use_cache": False} if "use_cache" in names else {})}
+    output = model(ids, **given)
+    found = getattr(output, "loss", None)
+    found = getattr(output, "logits", output) if found is None else found
+    if isinstance(found, Tensor) and found.ndim == 0:
+        return found
+    if isinstance(found, Tensor) and found.ndim == 3:
+        return next_token_loss(found, ids)
+    raise TraceError(
+        f"{type(model).__name__} gives {type(output).__name__} for token ids: no loss and no logits"
+    )
+
+
+def _give_storages(model: nn.Module) -> None:
+    """Parameters and buffers as the running mode makes them; a tied parameter stays one."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(param) not in made:
+                empty = torch.empty(param.shape, dtype=param.dtype)
+                made[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
+            setattr(module, name, made[id(param)])
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
+
+
+class _Counter(DispatchMode):
+    """Counts operations, and the bytes of the storages that are alive, but for those that it ignores."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known: dict[int, weakref.ref[Any]] = {}  # by the storage's address
+
+    def ignore(self, model: nn.Module) -> None:
+        """Parameters, buffers, and gradients once they are complete."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            storage = tensor.untyped_storage()
+            self._known[storage._cdata] = weakref.ref(storage)
+        for param in model.parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(_drop_gradient)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and look at what it gives."""
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        count = _COUNTS.get(func.overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **kwargs, out_val=output)
+        for leaf in _pytree.tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                self._see(leaf)
+        return output
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, num_bytes = storage._cdata, storage.nbytes()
+        known = self._known.get(key)
+        if known is not None and known() is not None:
+            return
+        self._known[key] = weakref.ref(storage, partial(self._forget, key, num_bytes))
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _forget(self, key: int, num_bytes: int, _: object) -> None:
+        self._known.pop(key, None)
+        self.live_bytes -= num_bytes
+
+
+def _drop_gradient(param: Tensor) -> None:
+    param.grad = None
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any, **__: Any) -> int:  # noqa: ARG001
+    return sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-any-return]
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, out_val: Any, **__: Any) -> int:  # noqa: ARG001
+    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)  # type: ignore[no-any-return]
+
+
+# Operations by their packet. torch counts attention on devices, and not its form for the CPU.
+_COUNTS: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
+    cpu_attention: _attention,
+    cpu_attention_backward: _attention_backward,
+}
