@@ -24,9 +24,10 @@ from offloadzero.config import OffloadConfig, settle_for_initialize, settle_for_
 from offloadzero.errors import ConfigError
 from offloadzero.planning.memory_plan import MemoryPlan, with_kept_gradients
 from offloadzero.planning.shapes import PUBLISHED, ModelShape, read_shape
+from offloadzero.planning.traffic import Uses
 from offloadzero.runtime import DTYPES, plan_records
 from offloadzero.segments import TierName
-from offloadzero.streaming.units import UnitCut, checkpointed_modules, cut_units
+from offloadzero.streaming.units import Site, UnitCut, checkpointed_modules, cut_units
 from offloadzero.update.records import Record
 from offloadzero.update.spec import AnySpec, UpdateForm
 from offloadzero.update.specs import spec_of_type
@@ -194,3 +195,24 @@ def settle(config: OffloadConfig, loop: Loop) -> OffloadConfig:
         # offload() trains with the optimizer that it is given.
         return with_kept_gradients(settle_for_offload(config))
     return settle_for_initialize(config)
+
+
+def uses_of(cut: UnitCut) -> Uses:
+    """Records in the order in which a micro batch uses them, as the sites come in the model.
+
+    Backward needs no weights of an embedding, nor of the first module if it is a single one: the model's inputs need no
+    gradients. A model whose forward goes another way than its modules are listed is used in another order.
+    """
+    forward: list[int] = []
+    backward: list[int] = []
+    for site in cut.sites:
+        forward += site.records
+        is_leaf = next(site.module.children(), None) is None
+        if not isinstance(site.module, nn.Embedding) and not (is_leaf and site is _first_called(cut)):
+            backward += site.records
+    return Uses(tuple(forward), tuple(reversed(backward)))
+
+
+def _first_called(cut: UnitCut) -> Site:
+    """The first site that is not the model itself, which holds what is resident."""
+    return next((site for site in cut.sites if site.name), cut.sites[0])

@@ -1,0 +1,216 @@
+"""How many bytes one step moves on each lane: a pure function of records, placement and schedule (floor 4).
+
+[Note: bytes of a step]
+From the second step on each step moves the same. Fetches are those of an optimal schedule in the arena that the plan
+has for unit leases (`schedule/prefetch.py`): forward and backward of each micro batch use the units there and back,
+and an update makes leases of what it trains stale. Of a unit whose parameters live on NVMe, fetches that have a lease
+before the update begins get the new parameters from the update itself, [Note: delivery] in update/delivery.py, and are
+not read. How many these are depends on time, so reads of the drive are a range: at the least all that find room are
+delivered, at the most none.
+
+Lanes have the names of observe/timeline.py, and the bytes are counted as they are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from offloadzero.config import OffloadConfig
+from offloadzero.memory.arena import align_up
+from offloadzero.observe.timeline import D2H, DEVICE_UPDATE, H2D, LANDING, NVME_READ, NVME_WRITE, UPDATE
+from offloadzero.planning.memory_plan import MemoryPlan
+from offloadzero.schedule.prefetch import choose_victims, next_uses
+from offloadzero.segments import SegmentKind, TierName
+from offloadzero.update.records import Record
+
+PARAM, GRAD = SegmentKind.PARAM, SegmentKind.GRAD
+FORWARD, BACKWARD, AFTER = "forward", "backward", "update"
+PHASES = (FORWARD, BACKWARD, AFTER)
+HORIZON = 6  # uses per unit that are looked ahead: three micro batches
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Bytes by phase and lane of one step, all micro batches together: [Note: bytes of a step].
+
+    What updates move is in the phase AFTER, whether they run in backward or not. `delivered_bytes` of the drive's reads
+    in FORWARD are spared where their units' updates begin late enough.
+    """
+
+    by_phase: Mapping[str, Mapping[str, int]]
+    delivered_bytes: int
+    num_uses: int  # of units in forward and backward
+
+    def lane(self, name: str) -> int:
+        """Bytes on one lane in the whole step."""
+        return sum(lanes.get(name, 0) for lanes in self.by_phase.values())
+
+    @property
+    def lanes(self) -> dict[str, int]:
+        """Bytes by lane in the whole step."""
+        names = dict.fromkeys(name for lanes in self.by_phase.values() for name in lanes)
+        return {name: self.lane(name) for name in names}
+
+
+class _Sheet:
+    """Adds up bytes by phase and lane."""
+
+    def __init__(self) -> None:
+        self.by_phase: dict[str, dict[str, int]] = {phase: {} for phase in PHASES}
+
+    def add(self, phase: str, lane: str, num_bytes: int) -> None:
+        if num_bytes:
+            lanes = self.by_phase[phase]
+            lanes[lane] = lanes.get(lane, 0) + num_bytes
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Records by their index in the order in which one micro batch uses them, each as often as it does."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+def step_traffic(
+    records: Sequence[Record],
+    plan: MemoryPlan,
+    config: OffloadConfig,
+    *,
+    uses: Uses,
+    num_inputs: int = 0,
+    input_bytes: int = 0,
+) -> StepTraffic:
+    """The bytes of one step after the first.
+
+    Args:
+        num_inputs: calls of checkpointed units in a micro batch whose inputs leave the device.
+        input_bytes: of one such call.
+    """
+    sheet = _Sheet()
+    num_micro = config.batch.gradient_accumulation_steps
+    streamed = [r for r in records if plan.placement[r.index, PARAM] is not TierName.DEVICE]
+    delivered = _add_fetches(sheet, streamed, plan, uses, num_micro)
+    for record in records:
+        if record.num_trainable:
+            _add_gradient(sheet, record, plan, num_micro)
+            _add_update(sheet, record, plan)
+    if config.activation_checkpoints is not None:
+        _add_inputs(sheet, config.activation_checkpoints.tier, num_micro * num_inputs * input_bytes)
+    num_uses = num_micro * (len(uses.forward) + len(uses.backward))
+    return StepTraffic(sheet.by_phase, delivered, num_uses)
+
+
+def _add_fetches(
+    sheet: _Sheet, streamed: Sequence[Record], plan: MemoryPlan, uses: Uses, num_micro: int
+) -> int:
+    """Gives the bytes that updates may deliver."""
+    sizes = {record.index: align_up(record.param_bytes) for record in streamed}
+    by_index = {record.index: record for record in streamed}
+    kept = frozenset(record.index for record in streamed if not record.num_trainable)
+    order = [(True, index) for index in uses.forward if index in sizes]
+    order += [(False, index) for index in uses.backward if index in sizes]
+    delivered, room, seen = 0, plan.unit_lease_bytes, set(kept)
+    for is_forward, index in fetches_of_step(
+        order * num_micro, sizes, arena_bytes=plan.unit_lease_bytes, kept=kept
+    ):
+        record, phase = by_index[index], FORWARD if is_forward else BACKWARD
+        sheet.add(phase, H2D, record.param_bytes)
+        if plan.placement[index, PARAM] is TierName.NVME:
+            sheet.add(phase, NVME_READ, record.param_bytes)
+        if index not in seen:  # the first units of the forward, as far as there is room at once
+            seen.add(index)
+            room -= sizes[index]
+            if room >= 0 and plan.placement[index, PARAM] is TierName.NVME:
+                delivered += record.param_bytes
+    return delivered
+
+
+def fetches_of_step(
+    uses: Sequence[tuple[bool, int]],
+    num_bytes: Mapping[int, int],
+    *,
+    arena_bytes: int,
+    kept: Collection[int] = (),
+) -> list[tuple[bool, int]]:
+    """Those of the `uses` of a step, (whether in forward, unit), for which the unit has to be fetched.
+
+    The step is like the one before it. Units in `kept` are made stale by no update: their leases last into the next.
+    """
+    present: set[int] = set()
+    fetched: list[tuple[bool, int]] = []
+    for _ in range(2):  # the second begins as every later one does
+        fetched = list(_fetches(uses, num_bytes, arena_bytes, present))
+        present &= set(kept)
+    return fetched
+
+
+def _fetches(
+    uses: Sequence[tuple[bool, int]], num_bytes: Mapping[int, int], arena_bytes: int, present: set[int]
+) -> Iterator[tuple[bool, int]]:
+    horizon = HORIZON * len(num_bytes)
+    for place, (is_forward, unit) in enumerate(uses):
+        if unit in present:
+            continue
+        wanted = num_bytes[unit] + sum(num_bytes[other] for other in present) - arena_bytes
+        if wanted > 0:
+            following = (other for _, other in uses[place + 1 : place + 1 + horizon])
+            distances = next_uses(following, among=present)
+            present.difference_update(choose_victims(present, distances, num_bytes=num_bytes, wanted=wanted))
+        present.add(unit)
+        yield is_forward, unit
+
+
+def _add_gradient(sheet: _Sheet, record: Record, plan: MemoryPlan, num_micro: int) -> None:
+    tier = plan.placement[record.index, GRAD]
+    if tier is TierName.DEVICE:  # measured where it is, when the last micro batch has ended
+        sheet.add(BACKWARD, LANDING, record.state.kept_trainable * record.grad_dtype.itemsize)
+        return
+    brought = record.num_trainable * record.dtype.itemsize
+    home = record.state.kept_trainable * record.grad_dtype.itemsize
+    sheet.add(BACKWARD, D2H, num_micro * brought)
+    # Norms are taken of what is home; what comes later is added to it.
+    sheet.add(BACKWARD, LANDING, num_micro * home)
+    has_merges = num_micro > 1 or record.grad_dtype != record.dtype or tier is TierName.NVME
+    if has_merges and plan.grads_have_homes:
+        same = record.grad_dtype == record.dtype
+        num_merges = num_micro if not same or tier is TierName.NVME else num_micro - 1
+        sheet.add(BACKWARD, LANDING, num_merges * (brought + home))
+    if tier is TierName.NVME and plan.grads_have_homes:
+        sheet.add(BACKWARD, NVME_WRITE, num_micro * home)
+        sheet.add(BACKWARD, NVME_READ, (num_micro - 1) * home)
+        sheet.add(AFTER, NVME_READ, home)
+
+
+def _add_update(sheet: _Sheet, record: Record, plan: MemoryPlan) -> None:
+    trainable = record.state.kept_trainable
+    grad_bytes = trainable * record.grad_dtype.itemsize
+    sizes: dict[SegmentKind, int] = {}
+    for kind, (dtype, _) in record.layout().items():
+        part = record.chunk_slice(kind, 0, trainable)
+        sizes[kind] = (part.stop - part.start) * dtype.itemsize
+    tiers = {kind: plan.placement[record.index, kind] for kind in (*sizes, GRAD)}
+    moved = grad_bytes + 2 * sum(sizes.values())
+    if all(tier is TierName.DEVICE for tier in tiers.values()):
+        sheet.add(AFTER, DEVICE_UPDATE, moved)
+        return
+    sheet.add(AFTER, UPDATE, moved)
+    for kind, num_bytes in sizes.items():
+        if tiers[kind] is TierName.NVME:
+            sheet.add(AFTER, NVME_READ, num_bytes)
+            sheet.add(AFTER, NVME_WRITE, num_bytes)
+        elif tiers[kind] is TierName.DEVICE:
+            sheet.add(AFTER, D2H, num_bytes)
+            sheet.add(AFTER, H2D, num_bytes)
+
+
+def _add_inputs(sheet: _Sheet, tier: TierName, num_bytes: int) -> None:
+    """All of them go and come back."""
+    if tier is TierName.DEVICE:
+        return
+    sheet.add(FORWARD, D2H, num_bytes)
+    sheet.add(BACKWARD, H2D, num_bytes)
+    if tier is TierName.NVME:
+        sheet.add(FORWARD, NVME_WRITE, num_bytes)
+        sheet.add(BACKWARD, NVME_READ, num_bytes)

@@ -1,0 +1,118 @@
+"""The bytes of a step as they are forecast against what the lanes of an engine have moved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import nn
+
+import offloadzero
+from offloadzero.cli.plan_model import ModelSource, plan_model, uses_of
+from offloadzero.config import load_config
+from offloadzero.observe.timeline import COMPUTE, NVME_READ, WAIT
+from offloadzero.planning.traffic import StepTraffic, fetches_of_step, step_traffic
+from tests.cli.test_plan_model import CONFIGS, PLENTY
+from tests.support import models
+from tests.support.tiny import TinyModel, tokens
+from tests.support.training import make_config, merge
+
+NUM_STEPS = 4
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]] = {
+    "tied": (TinyModel, tokens),
+    "stack": (models.Stack, models.features),
+}
+LEASES = {
+    "nvme, three leases": lambda path: merge(
+        make_config("nvme", path, clipping=1.0), {"zero_optimization": {"stage3_max_live_parameters": 45_000}}
+    ),
+    "host, all fit": lambda path: merge(
+        make_config("host", path), {"zero_optimization": {"stage3_max_live_parameters": 10**9}}
+    ),
+}
+
+
+def forecast(build: Callable[[], nn.Module], config: dict[str, Any]) -> StepTraffic:
+    found = plan_model(ModelSource("", build).on_meta(), load_config(config), available=PLENTY)
+    return step_traffic(found.records, found.plan, found.config, uses=uses_of(found.cut))
+
+
+def measured(
+    build: Callable[[], nn.Module], inputs: Callable[[int], torch.Tensor], config: dict[str, Any], path: Path
+) -> list[dict[str, int]]:
+    """Bytes by lane of each step but the first; a step ends when all that it has started is over."""
+    torch.manual_seed(1)
+    config = merge(config, {"offloadzero": {"observe": {"run_dir": str(path / "run")}}})
+    engine, *_ = offloadzero.initialize(model=build(), config=config)
+    runtime = engine.optimizer.runtime
+    timeline, spans = runtime.monitor.timeline, list[Any]()
+    take = timeline.take
+
+    def keep(*args: Any, **given: Any) -> Any:
+        taken = take(*args, **given)
+        spans.extend(taken[0])
+        return taken
+
+    timeline.take = keep
+    found = []
+    try:
+        for step in range(NUM_STEPS):
+            spans.clear()
+            for micro in range(config.get("gradient_accumulation_steps", 1)):
+                engine.backward(engine(inputs(10 * step + micro)))
+                engine.step()
+            runtime.executor.wait_updates()
+            for unit in runtime.executor.units:
+                runtime.executor.leases.wait_arrived(unit)
+            timeline.take(step)
+            total: Counter[str] = Counter()
+            for span in spans:
+                total[span.lane] += span.num_bytes
+            found.append({lane: size for lane, size in total.items() if size and lane not in (COMPUTE, WAIT)})
+    finally:
+        engine.close()
+    return found[1:]
+
+
+@pytest.mark.parametrize("name", [name for name in (*CONFIGS, *LEASES) if name != "checkpoints"])
+@pytest.mark.parametrize("model", MODELS)
+def test_lanes_move_what_is_forecast(model: str, name: str, tmp_path: Path) -> None:
+    config = {**CONFIGS, **LEASES}[name](tmp_path)
+    build, inputs = MODELS[model]
+    expected = forecast(build, config)
+    for lanes in measured(build, inputs, config, tmp_path):
+        reads = lanes.pop(NVME_READ, 0)
+        most = expected.lane(NVME_READ)
+        assert lanes == {lane: size for lane, size in expected.lanes.items() if lane != NVME_READ}
+        assert most - expected.delivered_bytes <= reads <= most
+
+
+# --- the schedule ---
+
+
+@given(st.integers(2, 12), st.integers(1, 12), st.integers(1, 3))
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_there_and_back_costs_twice_all_but_what_stays(
+    num_units: int, num_leases: int, num_micro: int
+) -> None:
+    """Equal units: each way needs all of them but those that have stayed from the way before."""
+    there = list(range(num_units))
+    uses = [(True, unit) for unit in there] + [(False, unit) for unit in reversed(there)]
+    fetched = fetches_of_step(uses * num_micro, dict.fromkeys(there, 10), arena_bytes=10 * num_leases)
+    stays = min(num_leases, num_units)
+    assert len(fetched) == num_units + (2 * num_micro - 1) * (num_units - stays)
+
+
+def test_what_no_update_makes_stale_stays_from_step_to_step() -> None:
+    uses = [(True, 0), (True, 1), (False, 1), (False, 0)]
+    sizes = {0: 10, 1: 10}
+    assert fetches_of_step(uses, sizes, arena_bytes=20) == [(True, 0), (True, 1)]
+    assert fetches_of_step(uses, sizes, arena_bytes=20, kept={0}) == [(True, 1)]
+    assert fetches_of_step(uses, sizes, arena_bytes=20, kept={0, 1}) == []
