@@ -1,0 +1,195 @@
+"""What `offloadzero plan` finds out: the plan, what lies beside it, whether it fits, what would (floor 7)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from offloadzero.cli.plan_model import Loop, ModelSource, PlannedModel, plan_model
+from offloadzero.config import OffloadConfig, load_config
+from offloadzero.errors import BudgetError
+from offloadzero.memory.nvme import STRIPE_BYTES
+from offloadzero.memory.swap_file import MARK_BYTES
+from offloadzero.planning.activation_trace import MicroBatchTrace, TraceError, trace_micro_batch
+from offloadzero.planning.fit import (
+    Beside,
+    Change,
+    Memory,
+    More,
+    Source,
+    Verdict,
+    judge,
+    memory_with,
+    smallest_change,
+)
+from offloadzero.planning.memory_plan import INPUTS_AHEAD
+from offloadzero.planning.probe import free_disk_bytes
+from offloadzero.runtime import DTYPES
+from offloadzero.segments import TierName
+from offloadzero.update.spec import AnySpec, UpdateForm
+from offloadzero.update.specs import spec_of_type
+from offloadzero.update.specs.adam import ADAM
+
+NOTHING: More = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, apart from the configuration."""
+
+    model: ModelSource
+    memory_of: Callable[
+        [OffloadConfig], Memory
+    ]  # what the machine has; of its drives those that are configured
+    form_of: Callable[[AnySpec], UpdateForm]  # of the updates on its device
+    loop: Loop = Loop.INITIALIZE
+    micro_batch: int | None = None  # in the place of the configuration's
+    sequence: int | None = None  # None: activations are not counted
+    process_bytes: int = 0  # of Python and torch
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A plan and what lies beside it. `untraced` says why activations are not counted."""
+
+    planned: PlannedModel
+    memory: Memory
+    beside: Beside
+    verdict: Verdict
+    micro_batch: int
+    trace: MicroBatchTrace | None
+    untraced: str
+
+
+class Planner:
+    """Answers a question for one configuration after the other; models and traces are made once."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self._model: nn.Module | None = None
+        self._traces: dict[tuple[Any, ...], MicroBatchTrace | str] = {}
+
+    def plan(self, source: Source, more: More = NOTHING) -> tuple[PlannedModel, Memory]:
+        """The plan of a JSON, and what the machine has. Raises what the engine would: ConfigError, BudgetError."""
+        question = self.question
+        if self._model is None:
+            self._model = question.model.on_meta()
+        config = load_config(source)
+        memory = memory_with(question.memory_of(config), more)
+        available = {TierName.HOST: memory.host}
+        if memory.device is not None:
+            available[TierName.DEVICE] = memory.device
+        form = question.form_of(spec_in(config))
+        planned = plan_model(self._model, config, loop=question.loop, available=available, form=form)
+        return planned, memory
+
+    def answer(self, source: Source, more: More = NOTHING) -> Answer:
+        """The plan of a JSON, and whether it fits. Raises what the engine would: ConfigError, BudgetError."""
+        planned, memory = self.plan(source, more)
+        micro_batch = self.question.micro_batch or planned.config.batch.micro_batch_size or 1
+        found = self._trace(planned, micro_batch)
+        trace, untraced = (None, found) if isinstance(found, str) else (found, "")
+        beside = _beside(planned, trace, self.question.process_bytes)
+        verdict = judge(planned.plan, beside, memory)
+        return Answer(planned, memory, beside, verdict, micro_batch, trace, untraced)
+
+    def verdict(self, source: Source, more: More = NOTHING) -> Verdict:
+        """Whether a JSON fits a machine that has so much more."""
+        try:
+            return self.answer(source, more).verdict
+        except BudgetError as error:
+            return Verdict(refusal=str(error))
+
+    def is_planned(self, source: Source) -> bool:
+        """Whether the budgets of a JSON are enough."""
+        try:
+            self.plan(source)
+        except BudgetError:
+            return False
+        return True
+
+    def smallest_change(self, source: Source) -> Change:
+        """What to change of a JSON that does not fit."""
+        config = load_config(source)
+        codes = spec_in(config).codes
+        return smallest_change(
+            source,
+            config,
+            self.verdict,
+            is_planned=self.is_planned,
+            can_be_compact=codes is not None and config.precision.param_dtype == "bf16",
+            has_activations=self.question.sequence is not None,
+        )
+
+    def _trace(self, planned: PlannedModel, micro_batch: int) -> MicroBatchTrace | str:
+        sequence = self.question.sequence
+        if sequence is None:
+            return "no --sequence is given"
+        key = (micro_batch, planned.checkpointed, planned.config.precision.param_dtype)
+        if key not in self._traces:
+            try:
+                self._traces[key] = trace_micro_batch(
+                    self.question.model.on_meta(),
+                    dtype=DTYPES[planned.config.precision.param_dtype],
+                    micro_batch=micro_batch,
+                    sequence=sequence,
+                    checkpointed=planned.checkpointed,
+                )
+            except TraceError as error:
+                self._traces[key] = str(error)
+        return self._traces[key]
+
+
+def spec_in(config: OffloadConfig) -> AnySpec:
+    """Of the configuration's optimizer, or of Adam, which most scripts bring."""
+    return spec_of_type(config.optimizer.type) if config.optimizer is not None else ADAM
+
+
+def _beside(planned: PlannedModel, trace: MicroBatchTrace | None, process_bytes: int) -> Beside:
+    """Activations, buffers of the model, and inputs whose size the configuration leaves open."""
+    beside = Beside(device=planned.buffer_bytes, host=process_bytes)
+    if trace is None:
+        return beside
+    activations, checkpointing = trace.peak_bytes, planned.config.activation_checkpoints
+    if checkpointing is None or checkpointing.tier is TierName.DEVICE:
+        return replace(beside, device=beside.device + activations)
+    num_calls, num_there = len(planned.checkpointed), 1 + INPUTS_AHEAD[checkpointing.tier]
+    away = max(0, num_calls - num_there) * trace.input_bytes
+    # What the plan has for inputs on the device is a part of what was traced there.
+    here = planned.plan.inputs.device if planned.plan.inputs is not None else 0
+    beside = replace(beside, device=beside.device + max(0, activations - away - here))
+    if planned.plan.inputs is not None:
+        return beside
+    inputs = num_calls * trace.input_bytes
+    if checkpointing.tier is TierName.HOST:
+        return replace(beside, host=beside.host + inputs)
+    return replace(beside, nvme=inputs)
+
+
+def drive_bytes(paths: Sequence[Path], *, free: Callable[[Path], int] = free_disk_bytes) -> int | None:
+    """How much the swap files in these directories can hold together; None without any.
+
+    The files are of equal size, and directories on one filesystem share its space.
+    """
+    if not paths:
+        return None
+    drives: dict[int, list[Path]] = {}
+    for path in paths:
+        drives.setdefault(_drive_of(path), []).append(path)
+    per_file = min(free(members[0]) // len(members) for members in drives.values()) - MARK_BYTES
+    if len(paths) > 1:
+        per_file = per_file // STRIPE_BYTES * STRIPE_BYTES
+    return max(0, per_file) * len(paths)
+
+
+def _drive_of(path: Path) -> int:
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return os.stat(existing).st_dev

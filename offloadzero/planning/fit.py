@@ -1,0 +1,265 @@
+"""Whether a plan fits a machine, and the smallest change of the configuration with which it would (floor 4).
+
+[Note: the smallest change]
+Changes are tried in one order, the first that fits is the answer: what costs least comes first, and no two are named
+where one is enough.
+
+1. A budget of the configuration that is too small, raised to the byte, where the machine has as much.
+2. Activation checkpoints, then smaller micro batches: they cost computation, and only where activations are too large.
+3. `"placement": "auto"`: slower tiers for what does not fit the faster ones; first with the directories that are
+   configured, then with one.
+4. The `compact` layout of the states: other numbers, so it comes after everything that leaves them alone.
+5. Shorter chunks of the update, then several of these together.
+6. More memory. How much is said for the configuration that lacks least.
+
+Whatever is named is planned again before it is said: what the answer names is accepted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from offloadzero.config import OffloadConfig
+from offloadzero.memory.arena import ALIGN_BYTES, align_up
+from offloadzero.planning.memory_plan import MemoryPlan, format_bytes
+from offloadzero.segments import TierName
+
+NVME_PATH = "offload-files"  # where no directory is configured
+SMALL_CHUNK = 65_536  # elements: a multiple of what both layouts need
+MAX_BUDGET = 1 << 60
+
+Keys = Mapping[str, object]  # dotted keys of the JSON and their new values
+Source = Mapping[str, Any]  # the JSON
+More = Mapping[TierName, int]  # bytes that a machine would have beside those that it has
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that can be taken by tier. `device` None: its memory is the host's. `nvme` None: no directory is known."""
+
+    host: int
+    device: int | None = None
+    nvme: int | None = None
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Bytes that a run takes beside the plan, by tier.
+
+    Of activations and of the model's buffers on the device; of inputs that leave it, whose size the configuration does
+    not say; of Python and torch themselves on the host.
+    """
+
+    device: int = 0
+    host: int = 0
+    nvme: int = 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`refusal`: the engine's own words, of a budget. `short`: bytes that the machine lacks, by tier."""
+
+    refusal: str = ""
+    short: Mapping[TierName, int] = field(default_factory=dict)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run can start."""
+        return not self.refusal and not self.short
+
+
+@dataclass(frozen=True)
+class Change:
+    """Keys to set, and bytes by tier that the machine would have to have more."""
+
+    keys: Keys
+    more: More = field(default_factory=dict)
+
+    def text(self) -> str:
+        """For people, with figures that are large enough when they are typed in."""
+        parts = [f"{key} = {_value_text(value)}" for key, value in self.keys.items()]
+        parts += [
+            f"{format_bytes(size)} ({size:,} bytes) more of {tier.value}" for tier, size in self.more.items()
+        ]
+        return ", ".join(parts)
+
+
+def _value_text(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def needed(plan: MemoryPlan, beside: Beside, memory: Memory) -> dict[TierName, int]:
+    """Bytes of the run by the tiers that the machine has: those of a CPU as the device are the host's."""
+    device = plan.tier_bytes(TierName.DEVICE) + beside.device
+    host = plan.tier_bytes(TierName.HOST) + beside.host
+    nvme = plan.tier_bytes(TierName.NVME) + beside.nvme
+    if memory.device is None:
+        return {TierName.HOST: host + device, TierName.NVME: nvme}
+    return {TierName.DEVICE: device, TierName.HOST: host, TierName.NVME: nvme}
+
+
+def judge(plan: MemoryPlan, beside: Beside, memory: Memory) -> Verdict:
+    """What a machine lacks for a plan."""
+    has = {TierName.DEVICE: memory.device, TierName.HOST: memory.host, TierName.NVME: memory.nvme or 0}
+    short = {}
+    for tier, num_bytes in needed(plan, beside, memory).items():
+        lacking = num_bytes - (has[tier] or 0)
+        if lacking > 0:
+            short[tier] = lacking
+    return Verdict(short=short)
+
+
+def memory_with(memory: Memory, more: More) -> Memory:
+    """A machine with so much more."""
+    device = None if memory.device is None else memory.device + more.get(TierName.DEVICE, 0)
+    drive = more.get(TierName.NVME)
+    nvme = (memory.nvme or 0) + drive if drive else memory.nvme
+    return Memory(host=memory.host + more.get(TierName.HOST, 0), device=device, nvme=nvme)
+
+
+def with_keys(source: Source, keys: Keys) -> dict[str, Any]:
+    """A copy of the JSON with dotted keys set; objects on the way are made where they are not."""
+    changed: dict[str, Any] = copy.deepcopy(dict(source))
+    for key, value in keys.items():
+        *path, last = key.split(".")
+        place = changed
+        for part in path:
+            if not isinstance(place.get(part), dict):
+                place[part] = {}
+            place = place[part]
+        place[last] = value
+    return changed
+
+
+def smallest_change(
+    source: Source,
+    config: OffloadConfig,
+    verdict_of: Callable[[Source, More], Verdict],
+    *,
+    is_planned: Callable[[Source], bool],
+    can_be_compact: bool,
+    has_activations: bool = True,
+) -> Change:
+    """The first change that fits: [Note: the smallest change].
+
+    Args:
+        config: what `source` says.
+        verdict_of: plans a JSON and judges it on a machine that has so much more.
+        is_planned: whether the engine's own budgets allow a JSON, whatever the machine has.
+        can_be_compact: whether optimizer and dtype have the compact layout.
+        has_activations: whether they are known, so that less of them is a change.
+    """
+    budgets = budget_keys(source, config, is_planned)
+    least: tuple[int, Keys] | None = None
+    steps = list(_steps(config, can_be_compact=can_be_compact, has_activations=has_activations))
+    for keys in _candidates(steps, budgets):
+        verdict = verdict_of(with_keys(source, keys), {})
+        if verdict.fits:
+            return Change(keys)
+        if not verdict.refusal:
+            lacking = sum(verdict.short.values())
+            if least is None or lacking < least[0]:
+                least = lacking, keys
+    if least is None:
+        raise AssertionError("a plan without budgets that are too small is refused by none")
+    return Change(least[1], _lacking(with_keys(source, least[1]), verdict_of))
+
+
+def _lacking(source: Source, verdict_of: Callable[[Source, More], Verdict]) -> More:
+    """How much more a machine needs. "auto" places by what there is: with more it may want more, to a share of it."""
+    more: dict[TierName, int] = {}
+    while not (verdict := verdict_of(source, more)).fits:
+        if verdict.refusal:
+            raise AssertionError(f"refused with more memory: {verdict.refusal}")
+        for tier, num_bytes in verdict.short.items():
+            more[tier] = more.get(tier, 0) + num_bytes
+    return more
+
+
+def budget_keys(source: Source, config: OffloadConfig, is_planned: Callable[[Source], bool]) -> Keys:
+    """The budgets that are too small, each raised to the least with which the engine plans, whatever the machine has.
+
+    One after the other, beside those before it as they are by then and as much as one likes of those after it: so all
+    of them together are enough.
+    """
+    budgets = (config.budgets.device, config.budgets.host, config.budgets.nvme)
+    given = {
+        f"offloadzero.budgets.{tier.value}": budget
+        for tier, budget in zip(TierName, budgets, strict=True)
+        if budget is not None
+    }
+    settled: dict[str, object] = dict.fromkeys(given, MAX_BUDGET)
+    raised: dict[str, object] = {}
+    for key, budget in given.items():
+
+        def is_enough(size: int, key: str = key) -> bool:
+            return is_planned(with_keys(source, {**settled, key: size}))
+
+        settled[key] = budget
+        if not is_enough(budget):
+            settled[key] = raised[key] = _least(budget, is_enough)
+    return raised
+
+
+def _least(too_small: int, is_enough: Callable[[int], bool]) -> int:
+    """The least multiple of a page above `too_small` that is enough; more always is."""
+    low, high = too_small // ALIGN_BYTES, max(1, align_up(too_small) // ALIGN_BYTES)
+    while not is_enough(high * ALIGN_BYTES):
+        low, high = high, 2 * high
+        if high * ALIGN_BYTES > MAX_BUDGET:
+            raise AssertionError("no budget is enough")
+    while high - low > 1:
+        middle = (low + high) // 2
+        if is_enough(middle * ALIGN_BYTES):
+            high = middle
+        else:
+            low = middle
+    return high * ALIGN_BYTES
+
+
+def _candidates(steps: Sequence[Keys], budgets: Keys) -> Iterator[Keys]:
+    """[Note: the smallest change]: the budgets, then each step alone, then two together, then more."""
+    if budgets:
+        yield budgets
+    for count in range(1, len(steps) + 1):
+        for chosen in combinations(steps, count):
+            if len({name for keys in chosen for name in keys}) == sum(map(len, chosen)):  # no key twice
+                yield _joined(chosen)
+    yield {**_joined(steps), **budgets}
+
+
+def _joined(steps: Iterable[Keys]) -> Keys:
+    return {name: value for keys in steps for name, value in keys.items()}
+
+
+def _steps(config: OffloadConfig, *, can_be_compact: bool, has_activations: bool) -> Iterator[Keys]:
+    if has_activations and config.activation_checkpoints is None:
+        yield {"offloadzero.activation_checkpoints": {}}
+    batch = config.batch
+    if has_activations and batch.micro_batch_size is not None:
+        for size in _smaller(batch.micro_batch_size):
+            total = batch.micro_batch_size * batch.gradient_accumulation_steps
+            yield {
+                "train_batch_size": total,
+                "train_micro_batch_size_per_gpu": size,
+                "gradient_accumulation_steps": total // size,
+            }
+    if not config.placement.auto:
+        yield {"offloadzero.placement": "auto"}
+    if not config.nvme_paths:
+        yield {"offloadzero.placement": "auto", "offloadzero.nvme_path": NVME_PATH}
+    if can_be_compact and config.state_layout != "compact":
+        yield {"offloadzero.state_layout": "compact"}
+    if config.update.chunk_elements > SMALL_CHUNK:
+        yield {"offloadzero.update.chunk_elements": SMALL_CHUNK}
+
+
+def _smaller(micro: int) -> Iterator[int]:
+    """The largest proper divisor and 1: of many sizes two are tried."""
+    if micro > 1:
+        half = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
+        yield from dict.fromkeys((half, 1))

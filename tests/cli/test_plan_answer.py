@@ -1,0 +1,230 @@
+"""Does it fit, and if not, what would: random shapes, configurations, budgets and machines."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+import offloadzero
+from offloadzero.cli.plan_answer import Planner, Question, drive_bytes
+from offloadzero.cli.plan_model import ModelSource, read_model
+from offloadzero.config import load_config
+from offloadzero.errors import BudgetError, ConfigError
+from offloadzero.memory.nvme import STRIPE_BYTES
+from offloadzero.memory.swap_file import MARK_BYTES
+from offloadzero.planning.fit import MAX_BUDGET, Memory, memory_with, needed, with_keys
+from offloadzero.segments import TierName
+from offloadzero.update.spec import UpdateForm
+from tests.support.tiny import TinyModel, settings, train
+
+NUM_EXAMPLES = int(os.environ.get("OFFLOADZERO_PLAN_EXAMPLES", "24"))
+PAGE = 4096
+CAMPAIGN: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "phases": (Phase.explicit, Phase.reuse, Phase.generate),  # shrinking plans for minutes
+}
+MIB = 1 << 20
+PLENTY = Memory(host=1 << 44, nvme=1 << 44)
+
+
+SHAPES = ("llama:64/3/4/101", "llama:32/1/1/900", "gpt:64/2/2/300", "gpt:128/4/4/50")
+
+DEEP = "gpt:32/12/2/50"  # whose activations are more than its parameters
+
+
+@functools.cache
+def asker(model: str) -> tuple[Planner, list[Memory]]:
+    """One for each model, which traces it once; the list holds the machine of the moment."""
+    machine = [PLENTY]
+    question = Question(
+        model=read_model(model),
+        memory_of=lambda config: machine[0] if config.nvme_paths else replace(machine[0], nvme=None),
+        form_of=lambda _: UpdateForm.NATIVE,
+        sequence=512 if model == DEEP else 16,
+    )
+    return Planner(question), machine
+
+
+def planner(memory: Memory, *, model: str = SHAPES[0]) -> Planner:
+    found, machine = asker(model)
+    machine[0] = memory
+    return found
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[str, dict[str, Any], Memory]:
+    """A shape, a configuration, and a machine that may be smaller or larger than what it needs."""
+    model = draw(st.sampled_from(SHAPES))
+    placement = draw(st.sampled_from(["device", "host", "auto", {"states": "host"}]))
+    keys: dict[str, Any] = {
+        "placement": placement,
+        "gradient_clipping": draw(st.sampled_from([0.0, 1.0])),
+        "gradient_accumulation_steps": draw(st.sampled_from([1, 3])),
+        "train_micro_batch_size_per_gpu": draw(st.sampled_from([1, 2, 6])),
+        "update": {"chunk_elements": draw(st.sampled_from([65_536, 1 << 20]))},
+        "bf16": draw(st.sampled_from([{"enabled": True}, None])),
+    }
+    size = st.integers(0, 1 << draw(st.integers(16, 26)))
+    budgets = {tier: draw(size) for tier in ("device", "host", "nvme") if draw(st.integers(0, 3)) == 0}
+    if budgets:
+        keys["budgets"] = budgets
+    if draw(st.booleans()):
+        keys["activation_checkpoints"] = {"tier": draw(st.sampled_from(["device", "host"]))}
+    has_device = draw(st.booleans())
+    memory = Memory(host=draw(size), device=draw(size) if has_device else None, nvme=draw(size))
+    directory = "/tmp" if draw(st.booleans()) else None
+    return model, settings(directory, **keys), memory
+
+
+@given(cases())
+@hypothesis_settings(max_examples=NUM_EXAMPLES, **CAMPAIGN)
+def test_what_does_not_fit_gets_a_change_that_does(case: tuple[str, dict[str, Any], Memory]) -> None:
+    model, source, memory = case
+    asked = planner(memory, model=model)
+    verdict = asked.verdict(source)
+    if verdict.fits:
+        answer = asked.answer(source)
+        has = {
+            TierName.HOST: memory.host,
+            TierName.DEVICE: memory.device or 0,
+            TierName.NVME: memory.nvme or 0,
+        }
+        needs = {tier: answer.planned.plan.tier_bytes(tier) for tier in TierName}
+        if memory.device is None:
+            needs = {
+                TierName.HOST: needs[TierName.HOST] + needs[TierName.DEVICE],
+                TierName.NVME: needs[TierName.NVME],
+            }
+        assert all(needs[tier] <= has[tier] for tier in needs)
+        return
+    change = asked.smallest_change(source)
+    assert change.keys or change.more
+    changed = with_keys(source, change.keys)
+    enough = planner(memory_with(memory, change.more), model=model)
+    assert enough.verdict(changed).fits, change.text()
+    for tier, size in change.more.items():  # no byte more than it takes
+        less = planner(memory_with(memory, {**change.more, tier: size - 1}), model=model)
+        is_auto = load_config(changed).placement.auto  # places by what there is
+        assert is_auto or not less.verdict(changed).fits
+
+
+@given(cases(), st.sampled_from(["device", "host", "nvme"]))
+@hypothesis_settings(max_examples=NUM_EXAMPLES // 2, **CAMPAIGN)
+def test_a_budget_is_raised_to_the_byte(case: tuple[str, dict[str, Any], Memory], tier: str) -> None:
+    """On a machine that has everything a budget is the only thing to change, and a page less is refused."""
+    model, source, _ = case
+    own = {key: value for key, value in source["offloadzero"].items() if key != "budgets"}
+    source = {**source, "offloadzero": {**own, "budgets": {tier: 0}}}
+    asked = planner(replace(PLENTY, device=1 << 44), model=model)
+    if asked.verdict(source).fits:
+        return
+    change = asked.smallest_change(source)
+    key = f"offloadzero.budgets.{tier}"
+    assert list(change.keys) == [key]
+    assert not change.more
+    value = change.keys[key]
+    assert isinstance(value, int)
+    assert value % PAGE == 0
+    assert asked.verdict(with_keys(source, {key: value})).fits
+    assert not asked.verdict(with_keys(source, {key: value - PAGE})).fits
+
+
+def test_the_engine_takes_the_change(tmp_path: Path) -> None:
+    """What the engine refuses it trains with after the change that was named."""
+    asked = Planner(
+        Question(ModelSource("", TinyModel), lambda _: PLENTY, lambda _: UpdateForm.NATIVE, sequence=8)
+    )
+    for keys in (
+        {"budgets": {"host": "64KiB"}},
+        {"placement": "auto", "budgets": {"host": "1KiB", "device": "1KiB"}},
+    ):
+        source = settings(tmp_path, **{"placement": "host", **keys})
+        with pytest.raises(BudgetError):
+            offloadzero.initialize(model=TinyModel(), config=source)
+        change = asked.smallest_change(source)
+        assert not change.more
+        engine, *_ = offloadzero.initialize(model=TinyModel(), config=with_keys(source, change.keys))
+        assert len(train(engine, num_steps=2)) == 2
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("tier", "expected"),
+    [
+        (TierName.DEVICE, {"offloadzero.activation_checkpoints": {}}),
+        (TierName.HOST, {"offloadzero.placement": "auto"}),
+    ],
+)
+def test_changes_by_what_is_short(tier: TierName, expected: dict[str, Any], tmp_path: Path) -> None:
+    """One byte too little on the device costs computation first, on the host a slower tier."""
+    source = settings(tmp_path, placement="host", train_micro_batch_size_per_gpu=1)
+    plenty = replace(PLENTY, device=1 << 44)
+    answer = planner(plenty, model=DEEP).answer(source)
+    has = needed(answer.planned.plan, answer.beside, plenty)[tier] - 1
+    memory = replace(plenty, device=has) if tier is TierName.DEVICE else replace(plenty, host=has)
+    asked = planner(memory, model=DEEP)
+    assert asked.verdict(source).short == {tier: 1}
+    assert asked.smallest_change(source).keys == expected
+
+
+def test_more_memory_is_the_last_resort_and_the_figure_is_in_the_text(tmp_path: Path) -> None:
+    asked = planner(Memory(host=10_000, device=10_000, nvme=10_000))
+    change = asked.smallest_change(settings(tmp_path))
+    assert set(change.more) <= set(TierName)
+    assert change.more
+    assert f"{change.more[TierName.NVME]:,} bytes) more of nvme" in change.text()
+
+
+def test_a_model_that_takes_no_tokens_is_planned_without_activations(tmp_path: Path) -> None:
+    from tests.support.models import Stack
+
+    question = Question(ModelSource("", Stack), lambda _: PLENTY, lambda _: UpdateForm.NATIVE, sequence=8)
+    answer = Planner(question).answer(settings(tmp_path))
+    assert answer.trace is None
+    assert answer.untraced.startswith("Stack: ")
+    assert answer.verdict.fits
+    unasked = Planner(replace(question, sequence=None)).answer(settings(tmp_path))
+    assert unasked.untraced == "no --sequence is given"
+
+
+def test_mistakes_are_those_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match=r"offloadzero\.placement"):
+        planner(PLENTY).answer(settings(placement="nowhere"))
+
+
+# --- drives ---
+
+
+def test_drives_hold_files_of_equal_size(tmp_path: Path) -> None:
+    assert drive_bytes(()) is None
+    assert drive_bytes([tmp_path], free=lambda _: 100 * MIB + MARK_BYTES) == 100 * MIB
+    both = drive_bytes([tmp_path / "a", tmp_path / "b"], free=lambda _: 100 * MIB + MARK_BYTES)
+    assert both == 2 * ((50 * MIB - MARK_BYTES // 2) // STRIPE_BYTES * STRIPE_BYTES), (
+        "they share one filesystem"
+    )
+    assert drive_bytes([tmp_path], free=lambda _: 0) == 0
+
+
+def test_keys_are_set_in_a_copy() -> None:
+    source = {"a": {"b": 1}, "c": 2}
+    assert with_keys(source, {"a.b": 3, "a.d.e": 4, "c": None, "f": []}) == {
+        "a": {"b": 3, "d": {"e": 4}},
+        "c": None,
+        "f": [],
+    }
+    assert source == {"a": {"b": 1}, "c": 2}
+    assert (
+        load_config(
+            with_keys(settings(placement="host"), {"offloadzero.budgets.host": MAX_BUDGET})
+        ).budgets.host
+        == MAX_BUDGET
+    )
