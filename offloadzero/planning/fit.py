@@ -18,6 +18,7 @@ Whatever is named is planned again before it is said: what the answer names is a
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -81,15 +82,11 @@ class Change:
 
     def text(self) -> str:
         """For people, with figures that are large enough when they are typed in."""
-        parts = [f"{key} = {_value_text(value)}" for key, value in self.keys.items()]
+        parts = [f"{key} = {json.dumps(value)}" for key, value in self.keys.items()]
         parts += [
             f"{format_bytes(size)} ({size:,} bytes) more of {tier.value}" for tier, size in self.more.items()
         ]
         return ", ".join(parts)
-
-
-def _value_text(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def needed(plan: MemoryPlan, beside: Beside, memory: Memory) -> dict[TierName, int]:
@@ -165,7 +162,7 @@ def smallest_change(
             if least is None or lacking < least[0]:
                 least = lacking, keys
     if least is None:
-        raise AssertionError("a plan without budgets that are too small is refused by none")
+        raise AssertionError("budgets that were raised are refused")
     return Change(least[1], _lacking(with_keys(source, least[1]), verdict_of))
 
 
@@ -222,9 +219,11 @@ def _least(too_small: int, is_enough: Callable[[int], bool]) -> int:
 
 
 def _candidates(steps: Sequence[Keys], budgets: Keys) -> Iterator[Keys]:
-    """[Note: the smallest change]: the budgets, then each step alone, then two together, then more."""
-    if budgets:
-        yield budgets
+    """[Note: the smallest change]: the budgets, then each step alone, then two together, then more.
+
+    The first is one that the engine plans: without a budget to raise, what there is, for a machine that has more.
+    """
+    yield budgets
     for count in range(1, len(steps) + 1):
         for chosen in combinations(steps, count):
             if len({name for keys in chosen for name in keys}) == sum(map(len, chosen)):  # no key twice
