@@ -1,0 +1,273 @@
+"""How long a step takes: the bound of each lane from bytes, operations and measured rates (floor 4).
+
+[Note: the forecast]
+A lane's seconds are its bytes (or operations) of a step over the rate that was measured on the machine. The bound is
+the longest lane: no schedule is faster. The forecast is the bound phase by phase, since phases follow one another:
+
+- Where updates wait for the end of backward (clipping, fp16), backward with its fetches and gradients is one phase, and
+  the next forward with all updates is the other: the lanes of the updates have only the forward to hide behind.
+- Where updates run in backward, they share its phase; with several micro batches that of the last one.
+
+What a phase loses beside its longest lane (the first unit's fetch, the last one's update) is taken as a share of it,
+OVERLAP of the forecast is work. It lies between the bound and the step in which nothing overlaps, and both are said.
+
+With the CPU as the device all but the drive share the cores: computation, copies, landings, updates and the file
+engine's own work add up, as [Note: the bound] in observe/bound.py adds them up when it measures.
+
+A drive that is no faster for mixed traffic than for one direction is one lane: `mixed` is its rate for both together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from offloadzero.observe.bound import CORES
+from offloadzero.observe.timeline import (
+    COMPUTE,
+    D2H,
+    DEVICE_UPDATE,
+    H2D,
+    LANDING,
+    NVME_READ,
+    NVME_WRITE,
+    UPDATE,
+)
+from offloadzero.planning.activation_trace import MicroBatchTrace
+from offloadzero.planning.traffic import AFTER, BACKWARD, FORWARD, StepTraffic
+
+OVERLAP = 0.95  # overlap efficiency of a phase: the design's goal, which steady steps reach
+PYTHON = "python"  # the thread that launches: hooks around each use of a unit
+NVME_MIXED = "nvme"
+FILE_ENGINE = "file engine"  # the cores' work for the drive
+_OF_THE_DRIVE = (NVME_READ, NVME_WRITE, NVME_MIXED)
+FP32, COMPACT = "fp32", "compact"
+
+Lanes = Mapping[str, float]  # seconds
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measured on one machine; bytes and operations per second. A rate that is None is not known."""
+
+    flops: Mapping[str, float] = field(
+        default_factory=dict
+    )  # in a transformer block, by dtype of the parameters
+    update: Mapping[str, float] = field(
+        default_factory=dict
+    )  # bytes moved by updates on the host, by state layout
+    device_update: Mapping[str, float] = field(default_factory=dict)  # the same on the device
+    copy: float | None = None  # host memory to host memory, one thread
+    landing: float | None = None  # gradients that are measured, all threads
+    h2d: float | None = None
+    d2h: float | None = None
+    nvme_read: float | None = None
+    nvme_write: float | None = None
+    nvme_mixed: float | None = None
+    nvme_cpu_s_per_byte: float | None = None
+    unit_s: float | None = None  # seconds of Python for each use of a unit
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step computes and moves."""
+
+    traffic: StepTraffic
+    trace: MicroBatchTrace | None  # of one micro batch; None: operations are not known
+    num_micro: int
+    update_in_backward: bool
+    dtype: str  # of the parameters
+    layout: str  # of the states
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Seconds of a step: [Note: the forecast]. Without a rate that matters there are none, and `unknown` says which.
+
+    `bound_s` <= `seconds` <= `alone_s`, where nothing overlaps.
+    """
+
+    lanes_s: Lanes
+    unknown: tuple[str, ...]
+    parts_s: Lanes = field(default_factory=dict)  # what shares the cores, by the lane that it would be
+    bound_s: float | None = None
+    lane: str | None = None  # that has the bound
+    seconds: float | None = None
+    alone_s: float | None = None
+    tokens: int | None = None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of the forecast step."""
+        return self.tokens / self.seconds if self.tokens and self.seconds else None
+
+
+def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -> Forecast:
+    """How long a step takes, with a reason where that cannot be said."""
+    parts = {phase: _phase_seconds(step, phase, rates, device_is_cpu) for phase in (FORWARD, BACKWARD, AFTER)}
+    phases = parts
+    if device_is_cpu:
+        shared = {phase: _share_of_cores(lanes, num_cores) for phase, lanes in parts.items()}
+        phases = {phase: _on_the_cores(parts[phase], lanes) for phase, lanes in shared.items()}
+    unknown = tuple(
+        sorted({lane for lanes in phases.values() for lane, seconds in lanes.items() if seconds is None})
+    )
+    known = {
+        phase: {lane: seconds for lane, seconds in lanes.items() if seconds is not None}
+        for phase, lanes in phases.items()
+    }
+    total = _together(known.values())
+    tokens = step.trace.num_tokens * step.num_micro if step.trace is not None else None
+    found = Forecast(total, unknown, tokens=tokens)
+    if device_is_cpu:
+        found = replace(found, parts_s=_together(shared.values()))
+    if unknown or not total:
+        return found
+    lane = max(total, key=lambda name: total[name])
+    in_turn = _in_turn(known, step)
+    return replace(
+        found,
+        bound_s=total[lane],
+        lane=lane,
+        seconds=sum(max(lanes.values(), default=0.0) for lanes in in_turn) / OVERLAP,
+        alone_s=_one_after_the_other(total) / OVERLAP,
+    )
+
+
+def _one_after_the_other(lanes: Lanes) -> float:
+    """The drive's lane for both directions is the same work as its lanes for each."""
+    drive_s = lanes.get(NVME_READ, 0.0) + lanes.get(NVME_WRITE, 0.0)
+    mixed_s = lanes.get(NVME_MIXED, 0.0)
+    return sum(lanes.values()) - drive_s - mixed_s + max(drive_s, mixed_s)
+
+
+def _in_turn(phases: Mapping[str, Lanes], step: Step) -> Sequence[Lanes]:
+    """The phases that follow one another: [Note: the forecast]."""
+    share = 1.0 / step.num_micro
+    hides = BACKWARD if step.update_in_backward else FORWARD
+    beside = _together([_scaled(phases[hides], share), phases[AFTER]])
+    other = FORWARD if step.update_in_backward else BACKWARD
+    return (beside, _scaled(phases[hides], 1.0 - share), phases[other])
+
+
+def _scaled(lanes: Lanes, factor: float) -> Lanes:
+    return {lane: factor * seconds for lane, seconds in lanes.items()}
+
+
+def _together(phases: Iterable[Lanes]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for lanes in phases:
+        for lane, seconds in lanes.items():
+            total[lane] = total.get(lane, 0.0) + seconds
+    return total
+
+
+def _phase_seconds(step: Step, phase: str, rates: Rates, device_is_cpu: bool) -> dict[str, float | None]:
+    """By lane; None where there is work and no rate."""
+    moved = step.traffic.by_phase[phase]
+    lanes = {name: _over(size, _rate(name, rates, step, device_is_cpu)) for name, size in moved.items()}
+    if phase != AFTER:
+        lanes[COMPUTE] = _compute_s(step, phase, rates)
+        lanes[PYTHON] = None if rates.unit_s is None else step.traffic.num_uses / 2 * rates.unit_s
+    read, written = moved.get(NVME_READ, 0), moved.get(NVME_WRITE, 0)
+    if rates.nvme_mixed is not None and read and written:
+        lanes[NVME_MIXED] = (read + written) / rates.nvme_mixed
+    if device_is_cpu and read + written:
+        lanes[FILE_ENGINE] = _over(read + written, _inverse(rates.nvme_cpu_s_per_byte))
+    return lanes
+
+
+def _share_of_cores(lanes: Mapping[str, float | None], num_cores: int) -> dict[str, float]:
+    """Seconds of all cores by what they do. A copy keeps one of them busy, and so do Python and the file engine."""
+    of_one = (H2D, D2H, PYTHON, FILE_ENGINE)
+    return {
+        lane: seconds / (num_cores if lane in of_one else 1)
+        for lane, seconds in lanes.items()
+        if seconds is not None and lane not in _OF_THE_DRIVE
+    }
+
+
+def _on_the_cores(lanes: Mapping[str, float | None], shared: Lanes) -> dict[str, float | None]:
+    """All but the drive as one lane, and what has no rate."""
+    apart = {lane: seconds for lane, seconds in lanes.items() if lane in _OF_THE_DRIVE or seconds is None}
+    return {CORES: sum(shared.values()), **apart}
+
+
+def _inverse(value: float | None) -> float | None:
+    return None if value is None else 1.0 / value
+
+
+def _compute_s(step: Step, phase: str, rates: Rates) -> float | None:
+    rate = rates.flops.get(step.dtype)
+    if step.trace is None or rate is None:
+        return None
+    flops = step.trace.forward_flops if phase == FORWARD else step.trace.backward_flops
+    return step.num_micro * flops / rate
+
+
+def _over(num_bytes: int, rate: float | None) -> float | None:
+    return None if rate is None else num_bytes / rate
+
+
+def _rate(lane: str, rates: Rates, step: Step, device_is_cpu: bool) -> float | None:
+    if device_is_cpu:
+        of_host = {H2D: rates.copy, D2H: rates.copy, DEVICE_UPDATE: rates.update.get(step.layout)}
+        if lane in of_host:
+            return of_host[lane]
+    return {
+        H2D: rates.h2d,
+        D2H: rates.d2h,
+        UPDATE: rates.update.get(step.layout),
+        DEVICE_UPDATE: rates.device_update.get(step.layout),
+        LANDING: rates.landing,
+        NVME_READ: rates.nvme_read,
+        NVME_WRITE: rates.nvme_write,
+    }[lane]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What so many tokens take."""
+
+    num_steps: int
+    days: float | None
+    written_bytes: int  # to the drives
+    drive_years: float | None  # until as much is written as the drives are made for, training all the time
+
+
+def forecast_run(
+    found: Forecast, step: Step, *, num_tokens: int, endurance_bytes: int | None = None
+) -> Run | None:
+    """Days and writes for `num_tokens`; None where the tokens of a step are not known.
+
+    `endurance_bytes`: what the drives together are made to take (TBW).
+    """
+    if not found.tokens:
+        return None
+    num_steps = -(-num_tokens // found.tokens)
+    per_step = step.traffic.lane(NVME_WRITE)
+    years = None
+    if endurance_bytes is not None and per_step and found.seconds is not None:
+        years = endurance_bytes / per_step * found.seconds / (365.25 * 86_400)
+    days = None if found.seconds is None else num_steps * found.seconds / 86_400
+    return Run(num_steps, days, num_steps * per_step, years)
+
+
+FASTER: Mapping[str, str] = {
+    COMPUTE: "the computation is the bound: nothing that moves bytes would help",
+    CORES: "the cores are the bound: fewer recomputations, a shorter sequence, or a device that computes beside them",
+    PYTHON: "Python per unit is the bound: larger units (offloadzero.units.patterns) or a larger micro batch",
+    H2D: "the link to the device is the bound: a larger device budget keeps units there, a larger micro batch uses "
+    "each fetch for more tokens",
+    D2H: "gradients on the link are the bound: a larger micro batch sends them less often per token",
+    UPDATE: "updates on the host are the bound: records updated on the device (a larger device budget with "
+    'placement "auto"), more micro batches per step, or the compact layout, which moves half the bytes',
+    DEVICE_UPDATE: "updates on the device are the bound: more micro batches per step",
+    LANDING: "gradients that land on the host are the bound: a larger micro batch",
+    NVME_READ: "reads of the drive are the bound: a larger host budget, the compact layout, a second drive, or more "
+    "micro batches per step",
+    NVME_WRITE: "writes of the drive are the bound: a larger host budget, the compact layout, a second drive, or more "
+    "micro batches per step",
+    NVME_MIXED: "the drive is the bound: a larger host budget, the compact layout, a second drive, or more micro "
+    "batches per step",
+}

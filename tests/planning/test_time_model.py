@@ -1,0 +1,181 @@
+"""The forecast against the formulas of the design, and what must hold of it whatever the figures are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from offloadzero.cli.plan_model import plan_model, read_model, uses_of
+from offloadzero.config import load_config
+from offloadzero.observe.bound import CORES
+from offloadzero.observe.timeline import (
+    COMPUTE,
+    D2H,
+    DEVICE_UPDATE,
+    H2D,
+    LANDING,
+    NVME_READ,
+    NVME_WRITE,
+    UPDATE,
+)
+from offloadzero.planning.activation_trace import MicroBatchTrace
+from offloadzero.planning.time_model import FASTER, OVERLAP, PYTHON, Rates, Step, forecast, forecast_run
+from offloadzero.planning.traffic import AFTER, BACKWARD, FORWARD, StepTraffic, step_traffic
+from offloadzero.segments import TierName
+from tests.support.tiny import settings
+
+LANES = (H2D, D2H, UPDATE, DEVICE_UPDATE, LANDING, NVME_READ, NVME_WRITE)
+KNOWN = Rates(
+    flops={"bf16": 100e12},
+    update={"fp32": 200e9, "compact": 150e9},
+    device_update={"fp32": 2e12, "compact": 2e12},
+    copy=10e9,
+    landing=100e9,
+    h2d=50e9,
+    d2h=40e9,
+    nvme_read=6e9,
+    nvme_write=5e9,
+    nvme_mixed=7e9,
+    nvme_cpu_s_per_byte=5e-11,
+    unit_s=3e-4,
+)
+TRACE = MicroBatchTrace(
+    num_tokens=4096,
+    forward_flops=10**15,
+    backward_flops=3 * 10**15,
+    kept_bytes=1,
+    peak_bytes=2,
+    input_bytes=0,
+)
+
+
+def traffic_of(model: str, **keys: Any) -> tuple[int, StepTraffic]:
+    source = read_model(model)
+    config = load_config(settings("/tmp", **keys))
+    found = plan_model(source.on_meta(), config, available={TierName.HOST: 1 << 50})
+    return found.num_parameters, step_traffic(
+        found.records, found.plan, found.config, uses=uses_of(found.cut)
+    )
+
+
+@pytest.mark.parametrize(("layout", "update", "drive"), [("fp32", 26, 12), ("compact", 12.1, 5.07)])
+def test_bytes_of_a_large_model_are_those_of_the_design(layout: str, update: float, drive: float) -> None:
+    """Per parameter: two fetches and a gradient in bf16, the update's pass over memory, the states on the drive."""
+    count, found = traffic_of("llama:7b", placement="nvme", state_layout=layout)
+    per_parameter = {lane: size / count for lane, size in found.lanes.items()}
+    assert per_parameter[H2D] == pytest.approx(4, rel=0.05)
+    assert per_parameter[D2H] == pytest.approx(2, rel=0.01)
+    assert per_parameter[UPDATE] == pytest.approx(update, rel=0.01)
+    assert per_parameter[NVME_WRITE] == pytest.approx(drive, rel=0.01)
+    assert per_parameter[NVME_READ] == pytest.approx(drive + 4, rel=0.05)
+
+
+def step_of(by_phase: dict[str, dict[str, int]], **keys: Any) -> Step:
+    traffic = StepTraffic({phase: by_phase.get(phase, {}) for phase in (FORWARD, BACKWARD, AFTER)}, 0, 100)
+    given = {"trace": TRACE, "num_micro": 1, "update_in_backward": False, "dtype": "bf16", "layout": "fp32"}
+    return Step(traffic, **{**given, **keys})
+
+
+def seconds(step: Step, rates: Rates = KNOWN, *, device_is_cpu: bool = False) -> float:
+    found = forecast(step, rates, num_cores=2, device_is_cpu=device_is_cpu)
+    assert found.seconds is not None, found.unknown
+    return found.seconds
+
+
+def test_updates_hide_behind_one_forward_or_behind_a_backward() -> None:
+    update = {AFTER: {UPDATE: int(20 * 200e9)}}  # 20 s; the forward takes 10, the backward 30
+    assert seconds(step_of(update)) == pytest.approx((20 + 30) / OVERLAP)
+    assert seconds(step_of(update, update_in_backward=True)) == pytest.approx((10 + 30) / OVERLAP)
+    found = forecast(step_of(update), KNOWN, num_cores=2, device_is_cpu=False)
+    assert (found.bound_s, found.lane) == (pytest.approx(40), COMPUTE)
+    assert found.tokens_per_s == pytest.approx(4096 * OVERLAP / 50)
+    # Of four micro batches the last forward is the only one that updates hide behind.
+    assert seconds(step_of(update, num_micro=4)) == pytest.approx((20 + 3 * 10 + 4 * 30) / OVERLAP)
+
+
+def test_on_the_cpu_everything_shares_the_cores() -> None:
+    moved = {FORWARD: {H2D: int(10e9)}, AFTER: {UPDATE: int(200e9), NVME_READ: int(60e9)}}
+    found = forecast(step_of(moved), KNOWN, num_cores=2, device_is_cpu=True)
+    python = 100 * 3e-4 / 2
+    assert found.lanes_s[CORES] == pytest.approx(40 + python + 0.5 + 1 + 60e9 * 5e-11 / 2)
+    assert set(found.lanes_s) == {CORES, NVME_READ}
+
+
+def test_a_drive_for_both_directions_is_one_lane() -> None:
+    moved = {AFTER: {NVME_READ: int(600e9), NVME_WRITE: int(500e9)}}
+    found = forecast(step_of(moved), KNOWN, num_cores=2, device_is_cpu=False)
+    assert found.lane == "nvme"
+    assert found.bound_s == pytest.approx(1100 / 7)
+    both = forecast(step_of(moved), replace(KNOWN, nvme_mixed=None), num_cores=2, device_is_cpu=False)
+    assert both.bound_s == pytest.approx(100)
+
+
+@pytest.mark.parametrize("lane", [*LANES, COMPUTE, PYTHON])
+def test_a_rate_that_is_not_known_is_said(lane: str) -> None:
+    names = {UPDATE: "update", DEVICE_UPDATE: "device_update", COMPUTE: "flops", PYTHON: "unit_s"}
+    name = names.get(lane, lane.replace(" ", "_"))
+    rates = replace(KNOWN, **{name: {} if lane in (UPDATE, DEVICE_UPDATE, COMPUTE) else None})
+    found = forecast(step_of({AFTER: dict.fromkeys(LANES, 1)}), rates, num_cores=2, device_is_cpu=False)
+    assert found.unknown == (lane,)
+    assert (found.seconds, found.bound_s) == (None, None)
+    unused = forecast(step_of({}, trace=TRACE), rates, num_cores=2, device_is_cpu=False)
+    assert bool(unused.seconds) == (lane not in (COMPUTE, PYTHON)), "what is not used need not be known"
+
+
+def test_without_a_trace_there_are_no_seconds() -> None:
+    found = forecast(step_of({}, trace=None), KNOWN, num_cores=2, device_is_cpu=True)
+    assert found.unknown == (COMPUTE,)
+    assert found.tokens_per_s is None
+    assert forecast_run(found, step_of({}, trace=None), num_tokens=10) is None
+
+
+sizes = st.dictionaries(st.sampled_from(LANES), st.integers(0, 10**13), max_size=7)
+
+
+@given(
+    st.dictionaries(st.sampled_from([FORWARD, BACKWARD, AFTER]), sizes),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 8),
+    st.sampled_from(["copy", "landing", "h2d", "d2h", "nvme_read", "nvme_write", "nvme_mixed"]),
+)
+@hypothesis_settings(max_examples=200, deadline=None)
+def test_no_faster_than_the_bound_and_no_slower_than_without_overlap(
+    by_phase: dict[str, dict[str, int]], in_backward: bool, on_cpu: bool, num_micro: int, faster: str
+) -> None:
+    step = step_of(by_phase, update_in_backward=in_backward, num_micro=num_micro)
+    found = forecast(step, KNOWN, num_cores=2, device_is_cpu=on_cpu)
+    assert found.bound_s is not None
+    assert found.seconds is not None
+    assert found.alone_s is not None
+    assert found.bound_s <= found.seconds * (1 + 1e-9)
+    assert found.seconds <= found.alone_s * (1 + 1e-9)
+    assert found.bound_s == max(found.lanes_s.values())
+    assert found.lane in FASTER
+    twice = replace(KNOWN, **{faster: 2 * getattr(KNOWN, faster)})
+    assert seconds(step, twice, device_is_cpu=on_cpu) <= found.seconds * (1 + 1e-9)
+
+
+def test_a_run_of_tokens() -> None:
+    step = step_of({AFTER: {NVME_WRITE: 10**12}})
+    found = forecast(step, KNOWN, num_cores=2, device_is_cpu=False)
+    assert found.seconds is not None
+    run = forecast_run(found, step, num_tokens=4096 * 1000 - 1, endurance_bytes=600 * 10**12)
+    assert run is not None
+    assert (run.num_steps, run.written_bytes) == (1000, 10**15)
+    assert run.days == pytest.approx(1000 * found.seconds / 86_400)
+    assert run.drive_years == pytest.approx(600 * found.seconds / (365.25 * 86_400))
+
+
+def test_the_configurations_of_a_plan_have_a_forecast(tmp_path: Path) -> None:
+    for placement in ("device", "host", "nvme"):
+        _, moved = traffic_of("llama:64/3/4/101", placement=placement, nvme_path=str(tmp_path))
+        step = Step(moved, TRACE, 1, True, "bf16", "fp32")
+        for on_cpu in (True, False):
+            assert seconds(step, device_is_cpu=on_cpu) > 0
