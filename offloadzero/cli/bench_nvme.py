@@ -106,6 +106,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def measure_paths(paths: Sequence[str], *, num_bytes: int, time_s: float, write_limit: int) -> dict[str, Any]:
+    """A run over files of `num_bytes`, as the command does it, without printing its table. Raises OffloadError."""
+    arguments = argparse.Namespace(
+        paths=list(paths),
+        size=str(num_bytes),
+        time=f"{time_s:.3f}s",
+        write_limit=str(write_limit),
+        json=None,
+        plot=None,
+        verify_with_fio=False,
+    )
+    started_s = time.monotonic()
+    with ending_signals_raise():
+        return measure(_Settings(arguments), started_s)
+
+
 class _Settings:
     """The arguments, checked before anything is written. Raises ConfigError."""
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from offloadzero import __version__
-from offloadzero.cli import bench_adam, bench_copy, bench_nvme, report
+from offloadzero.cli import bench_adam, bench_copy, bench_nvme, plan, report
 from offloadzero.errors import ConfigError, OffloadError
 
 USER_ERROR = 2
@@ -28,7 +28,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="offloadzero", description="Offload training states; measure storage; show runs.")
+    parser = _Parser(
+        prog="offloadzero", description="Offload training states; plan and show runs; measure storage."
+    )
     parser.add_argument("--version", action="version", version=f"offloadzero {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     bench = commands.add_parser("bench", help="measure the drive, the memory or the optimizer")
@@ -36,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     bench_nvme.add_parser(benches)
     bench_copy.add_parser(benches)
     bench_adam.add_parser(benches)
+    plan.add_parser(commands)
     report.add_parser(commands)
     return parser
 

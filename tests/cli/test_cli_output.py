@@ -19,6 +19,7 @@ COMMANDS = {
     "version": ["--version"],
     "help": ["bench", "nvme", "--help"],
     "report": ["report", "RUN"],
+    "plan": ["plan", "--model", "64/1/4/101", "--config", "examples/configs/host.json", "--no-time"],
     "bench copy": ["bench", "copy", "--size", "1MiB", "--time", "0.5s"],
     "bench nvme": ["bench", "nvme", "/dev/shm", "--size", "16MiB", "--time", "1.5s"],
     "bench adam": ["bench", "adam", "--params", "1048576", "--rounds", "1"],

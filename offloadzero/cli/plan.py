@@ -1,0 +1,164 @@
+"""`offloadzero plan`: bytes per tier, whether they fit, what a step takes, before anything runs (floor 7)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from offloadzero.cli.output import check_output, print_lines, save_json
+from offloadzero.config import OffloadConfig, load_config
+from offloadzero.config.parse import read_num_bytes
+from offloadzero.errors import ConfigError
+
+FORMAT = "offloadzero.plan"
+FORMAT_VERSION = 1
+DEFAULT_SEQUENCE = 2048
+MAX_TOKENS = 10**18
+_COUNT_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="what a model needs and how long a step takes, before it runs",
+        description="Plans a model as the engine would, without building it: bytes per tier and segment, whether "
+        "they fit this machine, the smallest change with which they would, and the step time to expect.",
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="SPEC",
+        help="llama:13b, gpt:10b, hidden/layers/heads/vocabulary[/intermediate[/kv heads]], the config.json of a model "
+        "of transformers, or module:function",
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the configuration, as for training")
+    parser.add_argument(
+        "--hardware",
+        default="probe",
+        metavar="probe|FILE",
+        help="this machine (measured once, in less than a minute), or a file that --hardware-out has written",
+    )
+    parser.add_argument(
+        "--hardware-out", metavar="FILE", help="what was found out about the machine, for --hardware"
+    )
+    parser.add_argument("--fresh", action="store_true", help="measure again")
+    parser.add_argument("--no-time", action="store_true", help="bytes only: measure nothing")
+    parser.add_argument("--micro-batch", type=int, metavar="B", help="in the place of the configuration's")
+    parser.add_argument(
+        "--sequence", type=int, metavar="T", default=DEFAULT_SEQUENCE, help="tokens per sample (default 2048)"
+    )
+    parser.add_argument(
+        "--loop", choices=("initialize", "offload"), default="initialize", help="how the script starts"
+    )
+    parser.add_argument("--tokens", metavar="N", help="days and drive writes for so many tokens: 300b, 1.4t")
+    parser.add_argument(
+        "--drive-tbw", metavar="SIZE", help="what the drives together are made to take: 600TB"
+    )
+    parser.add_argument(
+        "--largest", action="store_true", help="with more or fewer blocks of that shape: the most that fit"
+    )
+    parser.add_argument("--json", metavar="FILE", help="everything, - for standard output")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit status: 0, or 1 if the model does not fit. Raises OffloadError."""
+    from offloadzero.cli import plan_report
+
+    _check(args)
+    source = read_source(args.config)
+    config = load_config(source)
+    question, hardware = ask(args, config)
+    if args.largest:
+        question = replace(question, model=plan_report.largest(question, source))
+    report = plan_report.make_report(
+        question,
+        source,
+        hardware,
+        with_time=not args.no_time,
+        num_tokens=read_count("--tokens", args.tokens),
+        endurance_bytes=None if args.drive_tbw is None else read_num_bytes("--drive-tbw", args.drive_tbw),
+    )
+    result = {"format": FORMAT, "format_version": FORMAT_VERSION, **report.to_json()}
+    if args.json == "-":
+        print_lines([json.dumps(result, indent=1, allow_nan=False)])
+    else:
+        print_lines(report.lines())
+        if args.json:
+            save_json(args.json, result)
+    if args.hardware_out:
+        save_json(args.hardware_out, hardware.to_json())
+    return 0 if report.fits else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    for key, value, most in (
+        ("--micro-batch", args.micro_batch, 1 << 20),
+        ("--sequence", args.sequence, 1 << 24),
+    ):
+        if value is not None and not 1 <= value <= most:
+            raise ConfigError(key, value, f"a whole number from 1 to {most:,}")
+    check_output("--hardware-out", args.hardware_out)
+    if args.json != "-":
+        check_output("--json", args.json)
+    if args.no_time and args.hardware_out:
+        raise ConfigError(
+            "--hardware-out", args.hardware_out, "left out with --no-time, which measures nothing"
+        )
+
+
+def read_count(key: str, text: str | None) -> int | None:
+    """ "300b", "1.4t", "5000000". Raises ConfigError."""
+    if text is None:
+        return None
+    number, unit = (text[:-1], text[-1].lower()) if text[-1:].lower() in _COUNT_UNITS else (text, "")
+    try:
+        count = float(number) * _COUNT_UNITS.get(unit, 1)
+    except ValueError:
+        count = 0.0
+    if not 1 <= count <= MAX_TOKENS:
+        raise ConfigError(key, text, "a number of tokens such as 300b or 1.4t")
+    return int(count)
+
+
+def read_source(path: str) -> dict[str, Any]:
+    """The configuration as an object: what changes are made in. Raises ConfigError."""
+    load_config(path)  # with its words of a file that is none
+    source: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    return source
+
+
+def ask(args: argparse.Namespace, config: OffloadConfig) -> tuple[Any, Any]:
+    """The question and the machine that it is about."""
+    from offloadzero.cli import plan_probe
+    from offloadzero.cli.plan_answer import Question, drive_bytes
+    from offloadzero.cli.plan_model import Loop, read_model
+    from offloadzero.planning.fit import Memory
+
+    model = read_model(args.model)
+    if args.hardware != "probe":
+        hardware = plan_probe.read_hardware(args.hardware)
+    elif args.no_time:
+        hardware = plan_probe.memory_only(config.device, config.nvme_paths)
+    else:
+        hardware = plan_probe.this_hardware(config.device, config.nvme_paths, fresh=args.fresh)
+
+    def memory_of(config: OffloadConfig) -> Memory:
+        if not config.nvme_paths:
+            return replace(hardware.memory, nvme=None)
+        is_here = args.hardware == "probe"
+        return replace(hardware.memory, nvme=drive_bytes(config.nvme_paths)) if is_here else hardware.memory
+
+    question = Question(
+        model=model,
+        memory_of=memory_of,
+        form_of=lambda spec: plan_probe.form_on(hardware, spec),
+        loop=Loop(args.loop),
+        micro_batch=args.micro_batch,
+        sequence=args.sequence,
+        process_bytes=hardware.process_bytes,
+    )
+    return question, hardware

@@ -1,0 +1,320 @@
+"""What `offloadzero plan` measures of a machine, in less than a minute, and keeps (floor 7).
+
+[Note: what the probe measures]
+| rate | by |
+| --- | --- |
+| operations per second | forward and backward of one transformer block, counted as the forecast counts them |
+| update on the host | Adam over 2^24 parameters of each layout, as `bench adam` runs it |
+| update on the device | the same, in the form that the device has |
+| copies, landing | the native copy on one thread; the norm of a gradient on all |
+| link | pinned copies of 256 MiB each way, as `bench copy` runs them |
+| drive | `bench nvme` for a third of the time: its row of the engine's default setting |
+| Python per unit | a tiny model of many units in the engine: what its own clock of hooks says |
+
+Memory is looked at anew each time; rates are kept by what tells one machine from another, the drive among it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offloadzero.cli import bench_copy, bench_nvme
+from offloadzero.cli.bench_adam import Records
+from offloadzero.cli.machine import describe_machine, describe_path, describe_versions
+from offloadzero.cli.output import load_json, save_json
+from offloadzero.cli.plan_answer import drive_bytes
+from offloadzero.cli.progress import Progress
+from offloadzero.kernel_arguments.adam import AdamHyper
+from offloadzero.memory.device import Device, find_device
+from offloadzero.native import cpu_adam
+from offloadzero.observe.run_dir import STEPS_FILE
+from offloadzero.planning.activation_trace import trace_micro_batch
+from offloadzero.planning.fit import Memory
+from offloadzero.planning.hardware import FORMAT, FORMAT_VERSION, Hardware, hardware_from_json
+from offloadzero.planning.probe import available_host_bytes, memlock_bytes
+from offloadzero.planning.shapes import LLAMA, ModelShape
+from offloadzero.planning.time_model import COMPACT, FP32, Rates
+from offloadzero.segments import SegmentKind
+from offloadzero.update.spec import UpdateForm, device_form
+from offloadzero.update.specs.adam import ADAM
+
+KEY = "--hardware"
+PROBE_S = 45.0
+_MIB = 1 << 20
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+NUM_SAMPLES = 6
+
+
+def read_hardware(path: str) -> Hardware:
+    """A file that `--hardware-out` has written, or one by hand. Raises ConfigError."""
+    value = load_json(KEY, path, format_name=FORMAT, format_version=FORMAT_VERSION)
+    return hardware_from_json(KEY, value)
+
+
+def this_hardware(device_name: str | None, paths: Sequence[Path], *, fresh: bool) -> Hardware:
+    """This machine: what it has now, with rates that were kept or are measured. Raises OffloadError."""
+    found = memory_only(device_name, paths)  # before measuring takes memory
+    kept = cache_file(found.identity)
+    rates = _kept_rates(kept, found.identity) if not fresh else None
+    if rates is not None:
+        return replace(found, rates=rates)
+    found = replace(found, rates=measure(find_device(device_name), paths))
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    save_json(str(kept), found.to_json())
+    return found
+
+
+def memory_only(device_name: str | None, paths: Sequence[Path]) -> Hardware:
+    """This machine without any rate. Raises ConfigError."""
+    device = find_device(device_name)
+    return Hardware(
+        memory=Memory(host=available_host_bytes(), device=device.free_bytes(), nvme=drive_bytes(paths)),
+        rates=Rates(),
+        num_cores=len(os.sched_getaffinity(0)),
+        device=device.name(),
+        adam_form=device_form(ADAM, device.torch_device),
+        process_bytes=resident_bytes(),
+        memlock_bytes=memlock_bytes(),
+        identity=describe(device, paths),
+    )
+
+
+def resident_bytes() -> int:
+    """Of this process, which has loaded what a script loads: Python, torch, this package."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- kept rates ---
+
+
+def describe(device: Device, paths: Sequence[Path]) -> dict[str, Any]:
+    """What tells this machine, its drives and its software from others."""
+    machine = {key: value for key, value in describe_machine().items() if key != "load_average"}
+    drives = []
+    for path in paths:
+        existing = path.absolute()
+        while not existing.exists():
+            existing = existing.parent
+        found = describe_path(str(existing))
+        drives.append(
+            {"filesystem": found["filesystem"], "source": found["source"], "device": found["device"]}
+        )
+    return {
+        "machine": machine,
+        "device": device.name(),
+        "drives": drives,
+        "versions": describe_versions("offloadzero", "torch"),
+    }
+
+
+def cache_file(identity: Mapping[str, Any]) -> Path:
+    """Where the rates of such a machine are kept: below XDG_CACHE_HOME, or ~/.cache."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    return base / "offloadzero" / f"hardware-{digest}.json"
+
+
+def _kept_rates(path: Path, identity: Mapping[str, Any]) -> Rates | None:
+    if not path.is_file():
+        return None
+    found = read_hardware(str(path))
+    return found.rates if found.identity == identity else None
+
+
+# --- measurements ---
+
+
+def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -> Rates:
+    """[Note: what the probe measures]. `paths`: directories of drives; without any none is measured."""
+    progress = Progress(time_s)
+    try:
+        progress.phase("computation")
+        rates = Rates(flops={name: flops_per_s(device, dtype) for name, dtype in _DTYPES.items()})
+        progress.phase("memory")
+        rates = replace(rates, update=host_update_rates(), copy=copy_rate(), landing=landing_rate())
+        if device.free_bytes() is not None:
+            progress.phase("device")
+            rates = replace(rates, **link_rates(), device_update=device_update_rates(device))
+        progress.phase("Python per unit")
+        rates = replace(rates, unit_s=python_per_use(device))
+        if paths:
+            progress.phase("drive")
+            rates = replace(rates, **drive_rates(paths, time_s=time_s / 3))
+    finally:
+        progress.close()
+    return rates
+
+
+def _best_s(call: Callable[[], object], finish: Callable[[], object] = lambda: None) -> float:
+    """The shortest of some calls: whatever else runs makes none of them shorter. `finish` waits for what was launched.
+
+    The bound that a run is compared with takes the best rates, too: [Note: the bound] in observe/bound.py.
+    """
+    times = []
+    for _ in range(NUM_SAMPLES):
+        begun_s = time.perf_counter()
+        call()
+        finish()
+        times.append(time.perf_counter() - begun_s)
+    return min(times)
+
+
+def flops_per_s(device: Device, dtype: torch.dtype) -> float:
+    """Operations per second in a block: on the CPU of a width of 1024, on a device of 4096."""
+    is_cpu = device.free_bytes() is None
+    width, num_tokens = (1024, 256) if is_cpu else (4096, 4096)
+    shape = ModelShape(LLAMA, width, 1, width // 128, 128, 11 * width // 4, width // 128)
+    with torch.device("meta"):
+        empty = shape.build()
+    traced = trace_micro_batch(empty, dtype=dtype, micro_batch=1, sequence=num_tokens)
+    model = shape.build().to(device.torch_device, dtype)
+    ids = torch.zeros(1, num_tokens, dtype=torch.long, device=device.torch_device)
+
+    def step() -> None:
+        model(ids).backward()
+        model.zero_grad(set_to_none=True)
+
+    return traced.flops / _best_s(step, device.synchronize)
+
+
+def host_update_rates() -> dict[str, float]:
+    """Bytes per second that Adam moves on all cores, by layout."""
+    records = Records(1 << 24)
+    num_threads = len(os.sched_getaffinity(0))
+    rates = {}
+    for layout in (FP32, COMPACT):
+        case, sample = records.adam(layout, cpu_adam.active_isa(), num_threads)
+        rates[layout] = case.bytes_per_param * case.num_params / _best_s(sample)
+    return rates
+
+
+def copy_rate() -> float:
+    """Bytes per second of a copy in host memory by one thread; a copy counts its bytes once."""
+    source, target = torch.zeros(64 * _MIB, dtype=torch.uint8), torch.zeros(64 * _MIB, dtype=torch.uint8)
+    return source.nbytes / _best_s(lambda: cpu_adam.copy(target, source))
+
+
+def landing_rate() -> float:
+    """Bytes per second of the norm of a gradient in bf16."""
+    grad = torch.zeros(64 * _MIB, dtype=torch.bfloat16)
+    return grad.nbytes / _best_s(lambda: cpu_adam.sq_norm(grad))
+
+
+def link_rates() -> dict[str, Any]:
+    """Both ways of pinned copies of the largest size."""
+    cases = [(case, transfer) for case, transfer in bench_copy.device_cases() if case.memory == "pinned"]
+    largest = max(case.num_bytes for case, _ in cases if case.kind != "both")
+    return {
+        case.kind: case.num_bytes / _best_s(transfer)
+        for case, transfer in cases
+        if case.kind in ("h2d", "d2h") and case.num_bytes == largest
+    }
+
+
+def device_update_rates(device: Device, *, num_params: int = 1 << 24) -> dict[str, float]:
+    """Bytes per second that Adam moves in the device's memory, by layout."""
+    form, hyper = device_form(ADAM, device.torch_device), AdamHyper(1e-5, 0.9, 0.999, 1e-8, 0.01)
+    rates = {}
+    for layout in (FP32, COMPACT):
+        compact = layout == COMPACT
+        dtypes = {SegmentKind.PARAM: torch.bfloat16, SegmentKind.GRAD: torch.bfloat16}
+        dtypes |= ADAM.state_dtypes(torch.bfloat16, compact=compact)
+        sizes = dict.fromkeys(dtypes, num_params)
+        if compact and ADAM.codes is not None:
+            dtypes[SegmentKind.SCALES] = torch.float32
+            sizes[SegmentKind.SCALES] = ADAM.codes.num_scales(num_params)
+        buffers = {
+            kind: torch.zeros(sizes[kind], dtype=dtype, device=device.torch_device)
+            for kind, dtype in dtypes.items()
+        }
+        scratch_bytes = ADAM.scratch_bytes(form, num_params, compact=compact)
+        scratch = device.allocate(scratch_bytes) if scratch_bytes else None
+        moved = sum(b.nbytes * (1 if kind is SegmentKind.GRAD else 2) for kind, b in buffers.items())
+
+        def step(
+            buffers: dict[SegmentKind, torch.Tensor] = buffers, scratch: torch.Tensor | None = scratch
+        ) -> None:
+            ADAM.step(buffers, hyper=hyper, step=10, grad_scale=1.0, form=form, scratch=scratch)
+
+        rates[layout] = moved / _best_s(step, device.synchronize)
+    return rates
+
+
+class _ManyUnits(nn.Module):
+    """Blocks that compute next to nothing."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float().sum()
+
+
+def python_per_use(device: Device, *, num_blocks: int = 48, num_steps: int = 8) -> float:
+    """Seconds of Python in the hooks for each use of a unit, as a step's record has them."""
+    import offloadzero
+
+    with tempfile.TemporaryDirectory(prefix="offloadzero-plan-") as directory:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "offloadzero": {
+                "device": str(device.torch_device),
+                "placement": "host",
+                "observe": {"run_dir": directory},
+            },
+        }
+        engine, *_ = offloadzero.initialize(model=_ManyUnits(num_blocks), config=config)
+        try:
+            x = torch.zeros(1, 64, dtype=torch.bfloat16, device=device.torch_device)
+            for _ in range(num_steps):
+                engine.backward(engine(x))
+                engine.step()
+        finally:
+            engine.close()
+        lines = Path(directory, STEPS_FILE).read_text().splitlines()[2:]
+    launch_s: list[float] = [json.loads(line)["launch_s"] for line in lines]
+    return statistics.median(launch_s) / (2 * num_blocks)
+
+
+def drive_rates(paths: Sequence[Path], *, time_s: float, num_bytes: int = 512 * _MIB) -> dict[str, Any]:
+    """Rates of the engine's default setting by `bench nvme`: read, write, both at once, and what they cost the cores.
+
+    Directories that do not exist yet are measured in the one that they would be made in.
+    """
+    existing = dict.fromkeys(str(path if path.is_dir() else path.absolute().parent) for path in paths)
+    result = bench_nvme.measure_paths(
+        list(existing), num_bytes=num_bytes, time_s=time_s, write_limit=16 * num_bytes
+    )
+    rates = {}
+    for row in result["results"]["traffic"]:
+        name = f"nvme_{row['traffic']}"
+        if "default" in row["roles"] or name not in rates:
+            rates[name] = row["gb_per_s"] * 1e9
+            rates["nvme_cpu_s_per_byte"] = row["cpu_s_per_gb"] / 1e9
+    return rates
+
+
+def form_on(hardware: Hardware, spec: Any) -> UpdateForm:
+    """Of an optimizer's updates on the device of that machine, which need not be this one."""
+    if hardware.device_is_cpu:
+        return UpdateForm.NATIVE
+    return hardware.adam_form if spec is ADAM else UpdateForm.TORCH

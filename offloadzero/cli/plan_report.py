@@ -1,0 +1,304 @@
+"""What `offloadzero plan` says: the answer for people and as JSON (floor 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from offloadzero.cli.output import text_table
+from offloadzero.cli.plan_answer import Answer, Planner, Question
+from offloadzero.cli.plan_model import ModelSource, uses_of
+from offloadzero.cli.units import duration_text, size_text
+from offloadzero.errors import BudgetError, ConfigError
+from offloadzero.observe.bound import CORES
+from offloadzero.planning.fit import Change, Source, needed
+from offloadzero.planning.hardware import Hardware
+from offloadzero.planning.memory_plan import INPUTS_AHEAD, format_bytes
+from offloadzero.planning.shapes import MAX_LAYERS, ModelShape
+from offloadzero.planning.time_model import FASTER, Forecast, Run, Step, forecast, forecast_run
+from offloadzero.planning.traffic import step_traffic
+from offloadzero.segments import TierName
+
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """An answer with its forecast. `answer` is None where the configuration's budgets leave no plan: `refusal`."""
+
+    model: str
+    refusal: str
+    answer: Answer | None
+    change: Change | None  # None: it fits
+    step: Step | None
+    forecast: Forecast | None  # None: not asked for
+    run: Run | None
+    hardware: Hardware
+    num_tokens: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can start as it is."""
+        return self.change is None
+
+    # --- for people ---
+
+    def lines(self) -> list[str]:
+        """Paragraphs."""
+        lines = list(self._memory_lines()) if self.answer is not None else [self.refusal]
+        lines += ["", *self._verdict_lines()]
+        if self.forecast is not None:
+            lines += ["", *self._time_lines(self.forecast)]
+        return lines
+
+    def _memory_lines(self) -> Iterator[str]:
+        answer = self.answer
+        if answer is None:
+            return
+        planned, beside = answer.planned, answer.beside
+        config = planned.config
+        yield (
+            f"{self.model}: {_count_text(planned.num_parameters)} parameters in {len(planned.records)} units, "
+            f"{planned.spec.name}, {config.state_layout} layout of the states"
+        )
+        yield ""
+        yield planned.plan.table()
+        yield ""
+        yield "Beside the plan:"
+        yield f"    activations                 {self._activations_text():>12}"
+        if planned.buffer_bytes:
+            yield f"    buffers of the model        {format_bytes(planned.buffer_bytes):>12}"
+        yield f"    Python and torch            {format_bytes(self.hardware.process_bytes):>12}"
+        yield ""
+        has = {
+            TierName.DEVICE: answer.memory.device,
+            TierName.HOST: answer.memory.host,
+            TierName.NVME: answer.memory.nvme,
+        }
+        rows = [
+            [tier.value, format_bytes(num_bytes), format_bytes(has[tier] or 0)]
+            for tier, num_bytes in needed(planned.plan, beside, answer.memory).items()
+            if num_bytes
+        ]
+        yield from text_table(["in all", "needed", "available"], rows)
+        if answer.memory.device is None:
+            yield "The CPU is the device: what is needed there is a part of the host's."
+
+    def _activations_text(self) -> str:
+        answer = self.answer
+        if answer is None or answer.trace is None:
+            return "not counted"
+        return format_bytes(answer.trace.peak_bytes)
+
+    def _verdict_lines(self) -> Iterator[str]:
+        answer = self.answer
+        if answer is not None and answer.trace is None:
+            yield f"Activations are not counted: {answer.untraced}."
+        if self.change is None:
+            yield "It fits."
+            return
+        if answer is not None:
+            short = ", ".join(
+                f"{tier.value} {format_bytes(size)}" for tier, size in answer.verdict.short.items()
+            )
+            yield f"It does not fit: {short} short."
+        yield f"The smallest change with which it fits: {self.change.text()}"
+
+    def _time_lines(self, found: Forecast) -> Iterator[str]:
+        if found.seconds is None or found.bound_s is None or found.alone_s is None:
+            what = ", ".join(found.unknown) or "anything that moves"
+            why = (
+                f" ({self.answer.untraced})" if self.answer is not None and self.answer.trace is None else ""
+            )
+            yield f"The step's time is not forecast: no rate or no count of {what}{why}."
+            yield from self._lane_lines(found)
+            return
+        yield (
+            f"A step takes {duration_text(found.seconds)} (forecast; {duration_text(found.bound_s)} if all of it "
+            f"overlapped, {duration_text(found.alone_s)} if nothing did): {found.tokens_per_s:,.0f} tokens/s"
+        )
+        yield from self._lane_lines(found)
+        if found.lane is not None:
+            yield f"What would make it faster: {FASTER[found.lane]}."
+        if self.run is not None and self.run.days is not None:
+            years = (
+                ""
+                if self.run.drive_years is None
+                else f"; the drives last {self.run.drive_years:,.1f} years of it"
+            )
+            yield (
+                f"{self.num_tokens:,} tokens: {self.run.num_steps:,} steps, {self.run.days:,.1f} days, "
+                f"{size_text(self.run.written_bytes)} written to the drives{years}"
+            )
+
+    def _lane_lines(self, found: Forecast) -> Iterator[str]:
+        moved = self.step.traffic.lanes if self.step is not None else {}
+        lanes = sorted(
+            {*found.lanes_s, *moved} - found.parts_s.keys(), key=lambda name: -found.lanes_s.get(name, 0.0)
+        )
+        rows = []
+        for name in lanes:
+            rows.append(_lane_row(name, moved, found.lanes_s))
+            if name == CORES:  # what shares them
+                parts = sorted(found.parts_s, key=lambda part: -found.parts_s[part])
+                rows += [_lane_row(part, moved, found.parts_s, indent="  ") for part in parts]
+        yield from text_table(["lane", "bytes per step", "alone"], rows)
+
+    # --- for programs ---
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything."""
+        answer = self.answer
+        return {
+            "model": self.model,
+            "fits": self.fits,
+            "refusal": self.refusal or None,
+            "change": self.change
+            and {
+                "keys": dict(self.change.keys),
+                "more_bytes": {t.value: b for t, b in self.change.more.items()},
+            },
+            **({} if answer is None else _answer_json(answer)),
+            "forecast": self.forecast
+            and {**asdict(self.forecast), "tokens_per_s": self.forecast.tokens_per_s},
+            "traffic": self.step
+            and {phase: dict(lanes) for phase, lanes in self.step.traffic.by_phase.items()},
+            "run": self.run and asdict(self.run),
+            "hardware": self.hardware.to_json(),
+        }
+
+
+def _count_text(count: int) -> str:
+    return f"{count / 1e9:,.3f} billion" if count >= 1e8 else f"{count:,}"
+
+
+def _lane_row(
+    name: str, moved: Mapping[str, int], seconds: Mapping[str, float], *, indent: str = ""
+) -> list[str]:
+    known = duration_text(seconds[name]) if name in seconds else ""
+    return [indent + name, size_text(moved[name]) if name in moved else "", known]
+
+
+def _answer_json(answer: Answer) -> dict[str, Any]:
+    planned = answer.planned
+    tiers = needed(planned.plan, answer.beside, answer.memory)
+    return {
+        "num_parameters": planned.num_parameters,
+        "num_trainable": planned.num_trainable,
+        "units": [
+            {"name": r.name, "num_parameters": r.num_params, "bytes": r.param_bytes} for r in planned.records
+        ],
+        "plan": [
+            {"tier": line.tier.value, "what": line.what, "bytes": line.num_bytes}
+            for line in planned.plan.lines
+        ],
+        "beside": asdict(answer.beside),
+        "needed": {tier.value: num_bytes for tier, num_bytes in tiers.items()},
+        "short": {tier.value: num_bytes for tier, num_bytes in answer.verdict.short.items()},
+        "micro_batch": answer.micro_batch,
+        "micro_batch_trace": answer.trace and asdict(answer.trace),
+        "not_traced": answer.untraced or None,
+    }
+
+
+def make_report(
+    question: Question,
+    source: Source,
+    hardware: Hardware,
+    *,
+    with_time: bool,
+    num_tokens: int | None = None,
+    endurance_bytes: int | None = None,
+) -> Report:
+    """Answer a question for a JSON. Raises ConfigError."""
+    planner = Planner(question)
+    refusal, answer = "", None
+    try:
+        answer = planner.answer(source)
+    except BudgetError as error:
+        refusal = str(error)
+    fits = answer is not None and answer.verdict.fits
+    report = Report(
+        model=str(question.model.shape or question.model.text),
+        refusal=refusal,
+        answer=answer,
+        change=None if fits else planner.smallest_change(source),
+        step=None,
+        forecast=None,
+        run=None,
+        hardware=hardware,
+        num_tokens=num_tokens,
+    )
+    if answer is None or not with_time:
+        return report
+    step = step_of(answer)
+    found = forecast(step, hardware.rates, num_cores=hardware.num_cores, device_is_cpu=hardware.device_is_cpu)
+    run = None
+    if num_tokens is not None:
+        run = forecast_run(found, step, num_tokens=num_tokens, endurance_bytes=endurance_bytes)
+    return replace(report, step=step, forecast=found, run=run)
+
+
+def step_of(answer: Answer) -> Step:
+    """What a step of a planned model moves and computes."""
+    planned = answer.planned
+    num_inputs = 0
+    checkpointing = planned.config.activation_checkpoints
+    if checkpointing is not None and checkpointing.tier is not TierName.DEVICE:
+        # What backward needs first is still there.
+        num_inputs = max(0, len(planned.checkpointed) - 1 - INPUTS_AHEAD[checkpointing.tier])
+    traffic = step_traffic(
+        planned.records,
+        planned.plan,
+        planned.config,
+        uses=uses_of(planned.cut),
+        num_inputs=num_inputs,
+        input_bytes=answer.trace.input_bytes if answer.trace is not None else 0,
+    )
+    largest = max(planned.records, key=lambda record: record.num_elements)
+    return Step(
+        traffic=traffic,
+        trace=answer.trace,
+        num_micro=planned.config.batch.gradient_accumulation_steps,
+        update_in_backward=planned.plan.update_in_backward,
+        dtype=_DTYPE_NAMES.get(largest.dtype, str(largest.dtype)),
+        layout=planned.config.state_layout,
+    )
+
+
+# --- the largest ---
+
+
+def largest(question: Question, source: Source) -> ModelSource:
+    """The model of the question's shape with the most blocks that fit. Raises ConfigError where not even one does."""
+    shape = question.model.shape
+    if shape is None:
+        raise ConfigError(
+            "--largest", question.model.text, "a shape (llama:13b, hidden/layers/heads/vocabulary)"
+        )
+    if not _fits(question, source, shape, 1):
+        raise ConfigError("--largest", str(shape), "not even one block of this width fits: a smaller width")
+    low, high = 1, 2
+    while high < MAX_LAYERS and _fits(question, source, shape, high):
+        low, high = high, 2 * high
+    high = min(high, MAX_LAYERS + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _fits(question, source, shape, middle):
+            low = middle
+        else:
+            high = middle
+    return of_shape(replace(shape, num_layers=low))
+
+
+def of_shape(shape: ModelShape) -> ModelSource:
+    """The source of a shape."""
+    return ModelSource(str(shape), shape.build, shape)
+
+
+def _fits(question: Question, source: Source, shape: ModelShape, num_layers: int) -> bool:
+    model = of_shape(replace(shape, num_layers=num_layers))
+    return Planner(replace(question, model=model)).verdict(source).fits

@@ -1,0 +1,248 @@
+"""`offloadzero plan` as a command: what it prints, its status, the machine as a file, and what the probe measures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offloadzero.cli import plan_probe
+from offloadzero.cli.main import FAILURE, USER_ERROR, main
+from offloadzero.cli.plan import FORMAT, read_count
+from offloadzero.cli.plan_model import read_model
+from offloadzero.errors import ConfigError
+from offloadzero.memory.device import find_device
+from offloadzero.observe.bound import CORES
+from offloadzero.planning.fit import Memory
+from offloadzero.planning.hardware import Hardware, hardware_from_json
+from offloadzero.planning.shapes import read_shape
+from offloadzero.planning.time_model import Rates
+from offloadzero.update.spec import UpdateForm
+from offloadzero.update.specs.adam import ADAM
+from offloadzero.update.specs.lion import LION
+from tests.planning.test_time_model import KNOWN
+from tests.support.tiny import settings
+
+MIB, GIB = 1 << 20, 1 << 30
+SHAPE = "llama:64/3/4/101"
+MACHINE = Hardware(Memory(host=8 * GIB, nvme=8 * GIB), KNOWN, num_cores=4, process_bytes=300 * MIB)
+
+
+def write(path: Path, value: Any) -> str:
+    path.write_text(json.dumps(value))
+    return str(path)
+
+
+def words(
+    tmp_path: Path, *more: str, machine: Hardware = MACHINE, model: str = SHAPE, **keys: Any
+) -> list[str]:
+    config = write(tmp_path / "config.json", settings(tmp_path, **keys))
+    hardware = write(tmp_path / "machine.json", machine.to_json())
+    return ["plan", "--model", model, "--config", config, "--hardware", hardware, "--sequence", "16", *more]
+
+
+def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(tmp_path, "--tokens", "1m", "--drive-tbw", "600TB")) == 0
+    text = capsys.readouterr().out
+    count = sum(param.numel() for param in read_model(SHAPE).build().parameters())
+    for part in (
+        f"llama:64/3/4/101/256/4: {count:,} parameters in 6 units, Adam, fp32 layout",
+        "home: exp_avg_sq",
+        "activations",
+        "Python and torch              300.00 MiB",
+        "The CPU is the device",
+        "It fits.",
+        "A step takes ",
+        "cores ",
+        "  compute ",
+        "nvme read ",
+        "What would make it faster: ",
+        "1,000,000 tokens: 31,250 steps, ",
+        "the drives last ",
+    ):
+        assert part in text, part
+
+
+def test_what_does_not_fit_is_said_with_what_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = replace(MACHINE, memory=Memory(host=310 * MIB, nvme=8 * GIB))
+    assert main(words(tmp_path, machine=small, placement="nvme", model="llama:256/2/2/9000")) == FAILURE
+    text = capsys.readouterr().out
+    assert "It does not fit: host " in text
+    assert "The smallest change with which it fits: offloadzero." in text
+    assert main(words(tmp_path, budgets={"host": "1KiB"})) == FAILURE
+    text = capsys.readouterr().out
+    assert "offloadzero.budgets.host: " in text
+    assert "The smallest change with which it fits: offloadzero.budgets.host = " in text
+
+
+def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    assert main(words(tmp_path, "--json", str(file))) == 0
+    capsys.readouterr()
+    assert main(words(tmp_path, "--json", "-")) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result == json.loads(file.read_text())
+    shape = read_shape("", SHAPE)
+    assert shape is not None
+    assert (result["format"], result["fits"], result["num_parameters"]) == (FORMAT, True, shape.count())
+    planned = sum(line["bytes"] for line in result["plan"])
+    beside = result["beside"]
+    assert sum(result["needed"].values()) == planned + sum(beside.values())
+    assert beside["host"] == 300 * MIB
+    assert beside["device"] == result["micro_batch_trace"]["peak_bytes"]
+    assert result["forecast"]["seconds"] >= result["forecast"]["bound_s"]
+    assert result["forecast"]["lane"] in (CORES, "nvme", "nvme read", "nvme write")
+
+
+@pytest.mark.parametrize("loop", ["initialize", "offload"])
+def test_the_loop_decides_how_long_gradients_are_kept(
+    loop: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(tmp_path, "--loop", loop, "--json", "-", placement="host")) == 0
+    kept = [line["what"] for line in json.loads(capsys.readouterr().out)["plan"] if line["tier"] == "host"]
+    assert ("home: grad" in kept) == (loop == "offload")
+
+
+def test_bytes_alone_need_no_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = words(tmp_path, "--no-time")
+    arguments[arguments.index("--hardware") + 1] = "probe"
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "It fits." in text
+    assert "A step takes" not in text
+    no_rates = replace(MACHINE, rates=replace(KNOWN, nvme_read=None, flops={}))
+    assert main(words(tmp_path, machine=no_rates)) == 0
+    assert (
+        "The step's time is not forecast: no rate or no count of compute, nvme read."
+        in capsys.readouterr().out
+    )
+
+
+def test_the_largest_is_the_one_beyond_which_nothing_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = replace(MACHINE, memory=Memory(host=306 * MIB, nvme=8 * GIB), process_bytes=300 * MIB)
+    arguments = words(tmp_path, "--largest", "--json", "-", machine=small, placement="host")
+    assert main(arguments) == 0
+    shape = read_shape("", json.loads(capsys.readouterr().out)["model"])
+    assert shape is not None
+    assert shape.num_layers > 3
+    arguments = [word for word in arguments if word != "--largest"]
+    for num_layers, status in ((shape.num_layers, 0), (shape.num_layers + 1, FAILURE)):
+        arguments[arguments.index("--model") + 1] = str(replace(shape, num_layers=num_layers))
+        assert main(arguments) == status
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--sequence", "0"], "--sequence = 0: a whole number from 1"),
+        (["--micro-batch", "0"], "--micro-batch = 0: a whole number from 1"),
+        (["--tokens", "many"], "--tokens = 'many': a number of tokens such as 300b"),
+        (["--model", "lama:13b"], "did you mean 'llama:13b'"),
+        (["--config", "not there.json"], "the file cannot be read"),
+        (["--hardware", "not there.json"], "cannot be read"),
+        (["--no-time", "--hardware-out", "x"], "left out with --no-time"),
+    ],
+)
+def test_mistakes(more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words(tmp_path), *more]) == USER_ERROR
+    assert message in capsys.readouterr().err
+
+
+def test_counts_of_tokens() -> None:
+    assert [read_count("", text) for text in (None, "7", "1.5k", "300B", "1.4t")] == [
+        *(None, 7, 1500, 300 * 10**9, 1_400_000_000_000)
+    ]
+    for text in ("", "b", "-3", "nan", "1e30t"):
+        with pytest.raises(ConfigError):
+            read_count("--tokens", text)
+
+
+# --- the machine ---
+
+
+def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
+    machine = replace(
+        MACHINE,
+        memory=Memory(host=1, device=2, nvme=None),
+        device="a card",
+        adam_form=UpdateForm.TRITON,
+        memlock_bytes=0,
+        identity={"machine": {"cpu": "x"}},
+    )
+    path = write(tmp_path / "machine.json", machine.to_json())
+    assert plan_probe.read_hardware(path) == machine
+    assert plan_probe.form_on(machine, ADAM) is UpdateForm.TRITON
+    assert plan_probe.form_on(machine, LION) is UpdateForm.TORCH
+    assert plan_probe.form_on(MACHINE, ADAM) is UpdateForm.NATIVE
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rates": {"h2d": -1}}, "--hardware.rates.h2d = -1: a positive number"),
+        ({"rates": {"h2d": True}}, "--hardware.rates.h2d = True: a positive number"),
+        ({"rates": {"h2s": 1}}, "did you mean 'h2d'"),
+        ({"rates": 3}, "--hardware.rates = 3: an object"),
+        ({"rates": {"flops": {"bf16": "fast"}}}, "--hardware.rates.flops.bf16 = 'fast'"),
+        ({"memory": {"host": 1.5}}, "--hardware.memory.host = 1.5: a whole number"),
+        ({"adam_form": "triten"}, "did you mean 'triton'"),
+        ({"device": 3}, "--hardware.device = 3: a name"),
+        ({"nothing": 3}, "--hardware.nothing = 3: no such entry"),
+    ],
+)
+def test_what_is_wrong_with_a_machine_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        hardware_from_json("--hardware", {**MACHINE.to_json(), **change})
+    assert message in str(caught.value)
+
+
+def test_rates_are_kept_for_this_machine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    measured: list[Any] = []
+    monkeypatch.setattr(plan_probe, "measure", lambda *_, **__: measured.append(0) or KNOWN)
+    for fresh, times in ((False, 1), (False, 1), (True, 2)):
+        assert plan_probe.this_hardware("cpu", [tmp_path], fresh=fresh).rates == KNOWN
+        assert len(measured) == times
+    (kept,) = (tmp_path / "cache" / "offloadzero").iterdir()
+    other = json.loads(kept.read_text())
+    other["identity"]["machine"]["cpu"] = "another"
+    kept.write_text(json.dumps(other))
+    plan_probe.this_hardware("cpu", [tmp_path], fresh=False)
+    assert len(measured) == 3, "a file of another machine under this one's name"
+    found = plan_probe.this_hardware("cpu", [tmp_path], fresh=False)
+    assert found.device_is_cpu
+    assert found.memory.host > 0
+    assert found.memory.nvme
+
+
+def test_the_probe_knows_every_rate_of_a_machine_without_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan_probe, "NUM_SAMPLES", 1)
+    drive = plan_probe.drive_rates
+
+    def small_drive(paths: Any, *, time_s: float) -> dict[str, Any]:
+        assert time_s > 10
+        return drive(paths, time_s=2.0, num_bytes=16 * MIB)
+
+    monkeypatch.setattr(plan_probe, "drive_rates", small_drive)
+    rates = plan_probe.measure(find_device("cpu"), [tmp_path / "made later"])
+    of_devices = ("h2d", "d2h", "device_update")
+    for name, value in vars(rates).items():
+        assert bool(value) == (name not in of_devices), name
+    assert set(rates.flops) == {"bf16", "fp32"}
+    assert set(rates.update) == {"fp32", "compact"}
+    assert plan_probe.measure(find_device("cpu"), ()).nvme_read is None
+    assert isinstance(rates, Rates)
+    assert list(tmp_path.iterdir()) == []
+    assert torch.get_default_dtype() is torch.float32
+    capsys.readouterr()
