@@ -140,6 +140,11 @@ def _kept_rates(path: Path, identity: Mapping[str, Any]) -> Rates | None:
 def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -> Rates:
     """[Note: what the probe measures]. `paths`: directories of drives; without any none is measured."""
     progress = Progress(time_s)
+    load, num_cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > num_cores / 2:
+        progress.say(
+            f"This machine is busy (load {load:.1f}): rates will be too low. --fresh measures them again."
+        )
     try:
         progress.phase("computation")
         rates = Rates(flops={name: flops_per_s(device, dtype) for name, dtype in _DTYPES.items()})

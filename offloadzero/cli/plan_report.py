@@ -117,8 +117,8 @@ class Report:
             yield from self._lane_lines(found)
             return
         yield (
-            f"A step takes {duration_text(found.seconds)} (forecast; {duration_text(found.bound_s)} if all of it "
-            f"overlapped, {duration_text(found.alone_s)} if nothing did): {found.tokens_per_s:,.0f} tokens/s"
+            f"A step takes {_time_text(found.seconds)} (forecast; {_time_text(found.bound_s)} if all of it "
+            f"overlapped, {_time_text(found.alone_s)} if nothing did): {_rate_text(found.tokens_per_s or 0.0)} tokens/s"
         )
         yield from self._lane_lines(found)
         if found.lane is not None:
@@ -175,10 +175,18 @@ def _count_text(count: int) -> str:
     return f"{count / 1e9:,.3f} billion" if count >= 1e8 else f"{count:,}"
 
 
+def _time_text(seconds: float) -> str:
+    return duration_text(seconds) if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+def _rate_text(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
 def _lane_row(
     name: str, moved: Mapping[str, int], seconds: Mapping[str, float], *, indent: str = ""
 ) -> list[str]:
-    known = duration_text(seconds[name]) if name in seconds else ""
+    known = _time_text(seconds[name]) if name in seconds else ""
     return [indent + name, size_text(moved[name]) if name in moved else "", known]
 
 
