@@ -11,6 +11,7 @@
 | drive | `bench nvme` for a third of the time: its row of the engine's default setting |
 | Python per unit | a tiny model of many units in the engine: what its own clock of hooks says |
 
+What runs on the host's cores is measured in their time, as [Note: the bound] in observe/bound.py measures a run.
 Memory is looked at anew each time; rates are kept by what tells one machine from another, the drive among it.
 """
 
@@ -143,7 +144,7 @@ def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -
     load, num_cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > num_cores / 2:
         progress.say(
-            f"This machine is busy (load {load:.1f}): rates will be too low. --fresh measures them again."
+            f"This machine is busy (load {load:.1f}): its drive and its link will seem slow. --fresh measures again."
         )
     try:
         progress.phase("computation")
@@ -163,18 +164,28 @@ def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -
     return rates
 
 
-def _best_s(call: Callable[[], object], finish: Callable[[], object] = lambda: None) -> float:
+def _best_s(
+    call: Callable[[], object],
+    finish: Callable[[], object] = lambda: None,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """The shortest of some calls: whatever else runs makes none of them shorter. `finish` waits for what was launched.
 
     The bound that a run is compared with takes the best rates, too: [Note: the bound] in observe/bound.py.
     """
     times = []
     for _ in range(NUM_SAMPLES):
-        begun_s = time.perf_counter()
+        begun_s = clock()
         call()
         finish()
-        times.append(time.perf_counter() - begun_s)
+        times.append(clock() - begun_s)
     return min(times)
+
+
+def _cores_s() -> float:
+    """CPU time of this process over its cores: work on all of them, whoever else takes turns there."""
+    return time.process_time() / len(os.sched_getaffinity(0))
 
 
 def flops_per_s(device: Device, dtype: torch.dtype) -> float:
@@ -192,7 +203,8 @@ def flops_per_s(device: Device, dtype: torch.dtype) -> float:
         model(ids).backward()
         model.zero_grad(set_to_none=True)
 
-    return traced.flops / _best_s(step, device.synchronize)
+    clock = _cores_s if is_cpu else time.perf_counter
+    return traced.flops / _best_s(step, device.synchronize, clock=clock)
 
 
 def host_update_rates() -> dict[str, float]:
@@ -202,20 +214,20 @@ def host_update_rates() -> dict[str, float]:
     rates = {}
     for layout in (FP32, COMPACT):
         case, sample = records.adam(layout, cpu_adam.active_isa(), num_threads)
-        rates[layout] = case.bytes_per_param * case.num_params / _best_s(sample)
+        rates[layout] = case.bytes_per_param * case.num_params / _best_s(sample, clock=_cores_s)
     return rates
 
 
 def copy_rate() -> float:
     """Bytes per second of a copy in host memory by one thread; a copy counts its bytes once."""
     source, target = torch.zeros(64 * _MIB, dtype=torch.uint8), torch.zeros(64 * _MIB, dtype=torch.uint8)
-    return source.nbytes / _best_s(lambda: cpu_adam.copy(target, source))
+    return source.nbytes / _best_s(lambda: cpu_adam.copy(target, source), clock=time.process_time)
 
 
 def landing_rate() -> float:
     """Bytes per second of the norm of a gradient in bf16."""
     grad = torch.zeros(64 * _MIB, dtype=torch.bfloat16)
-    return grad.nbytes / _best_s(lambda: cpu_adam.sq_norm(grad))
+    return grad.nbytes / _best_s(lambda: cpu_adam.sq_norm(grad), clock=_cores_s)
 
 
 def link_rates() -> dict[str, Any]:

@@ -224,6 +224,7 @@ def test_rates_are_kept_for_this_machine_alone(tmp_path: Path, monkeypatch: pyte
     assert found.memory.nvme
 
 
+@pytest.mark.alone
 def test_the_probe_knows_every_rate_of_a_machine_without_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,7 +233,7 @@ def test_the_probe_knows_every_rate_of_a_machine_without_a_device(
 
     def small_drive(paths: Any, *, time_s: float) -> dict[str, Any]:
         assert time_s > 10
-        return drive(paths, time_s=2.0, num_bytes=16 * MIB)
+        return drive(paths, time_s=5.0, num_bytes=16 * MIB)
 
     monkeypatch.setattr(plan_probe, "drive_rates", small_drive)
     rates = plan_probe.measure(find_device("cpu"), [tmp_path / "made later"])
