@@ -14,6 +14,7 @@ from torch import nn
 from offloadzero.cli.plan_model import Loop, ModelSource, PlannedModel, plan_model
 from offloadzero.config import OffloadConfig, load_config
 from offloadzero.errors import BudgetError
+from offloadzero.memory.arena import ALIGN_BYTES
 from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning.activation_trace import MicroBatchTrace, TraceError, trace_micro_batch
@@ -118,6 +119,10 @@ class Planner:
         """What to change of a JSON that does not fit."""
         config = load_config(source)
         codes = spec_in(config).codes
+        try:
+            answer: Answer | None = self.answer(source)
+        except BudgetError:
+            answer = None
         return smallest_change(
             source,
             config,
@@ -125,6 +130,7 @@ class Planner:
             is_planned=self.is_planned,
             can_be_compact=codes is not None and config.precision.param_dtype == "bf16",
             has_activations=self.question.sequence is not None,
+            device_room=None if answer is None else _room(answer),
         )
 
     def _trace(self, planned: PlannedModel, micro_batch: int) -> MicroBatchTrace | str:
@@ -149,6 +155,15 @@ class Planner:
 def spec_in(config: OffloadConfig) -> AnySpec:
     """Of the configuration's optimizer, or of Adam, which most scripts bring."""
     return spec_of_type(config.optimizer.type) if config.optimizer is not None else ADAM
+
+
+def _room(answer: Answer) -> int | None:
+    """What activations and buffers leave of a device that is too small; None where something else is short."""
+    device = answer.memory.device
+    if device is None or TierName.DEVICE not in answer.verdict.short:
+        return None
+    room = (device - answer.beside.device) // ALIGN_BYTES * ALIGN_BYTES
+    return room if room > 0 else None
 
 
 def _beside(planned: PlannedModel, trace: MicroBatchTrace | None, process_bytes: int) -> Beside:

@@ -5,12 +5,13 @@ Changes are tried in one order, the first that fits is the answer: what costs le
 where one is enough.
 
 1. A budget of the configuration that is too small, raised to the byte, where the machine has as much.
-2. Activation checkpoints, then smaller micro batches: they cost computation, and only where activations are too large.
-3. `"placement": "auto"`: slower tiers for what does not fit the faster ones; first with the directories that are
+2. A budget of the device that leaves room for activations: fewer leases and fewer records there.
+3. Activation checkpoints, then smaller micro batches: they cost computation, and only where activations are too large.
+4. `"placement": "auto"`: slower tiers for what does not fit the faster ones; first with the directories that are
    configured, then with one.
-4. The `compact` layout of the states: other numbers, so it comes after everything that leaves them alone.
-5. Shorter chunks of the update, then several of these together.
-6. More memory. How much is said for the configuration that lacks least.
+5. The `compact` layout of the states: other numbers, so it comes after everything that leaves them alone.
+6. Shorter chunks of the update, then several of these together.
+7. More memory. How much is said for the configuration that lacks least.
 
 Whatever is named is planned again before it is said: what the answer names is accepted.
 """
@@ -140,6 +141,7 @@ def smallest_change(
     is_planned: Callable[[Source], bool],
     can_be_compact: bool,
     has_activations: bool = True,
+    device_room: int | None = None,
 ) -> Change:
     """The first change that fits: [Note: the smallest change].
 
@@ -149,10 +151,13 @@ def smallest_change(
         is_planned: whether the engine's own budgets allow a JSON, whatever the machine has.
         can_be_compact: whether optimizer and dtype have the compact layout.
         has_activations: whether they are known, so that less of them is a change.
+        device_room: bytes of a device that activations leave; None where that is not known.
     """
     budgets = budget_keys(source, config, is_planned)
     least: tuple[int, Keys] | None = None
     steps = list(_steps(config, can_be_compact=can_be_compact, has_activations=has_activations))
+    if device_room is not None and (config.budgets.device is None or device_room < config.budgets.device):
+        steps.insert(0, {"offloadzero.budgets.device": device_room})
     for keys in _candidates(steps, budgets):
         verdict = verdict_of(with_keys(source, keys), {})
         if verdict.fits:

@@ -160,13 +160,14 @@ def test_the_engine_takes_the_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tier", "expected"),
     [
-        (TierName.DEVICE, {"offloadzero.activation_checkpoints": {}}),
+        (TierName.DEVICE, {"offloadzero.activation_checkpoints": {}}),  # with the fewest leases already
         (TierName.HOST, {"offloadzero.placement": "auto"}),
     ],
 )
 def test_changes_by_what_is_short(tier: TierName, expected: dict[str, Any], tmp_path: Path) -> None:
     """One byte too little on the device costs computation first, on the host a slower tier."""
     source = settings(tmp_path, placement="host", train_micro_batch_size_per_gpu=1)
+    source["zero_optimization"]["stage3_max_live_parameters"] = 0
     plenty = replace(PLENTY, device=1 << 44)
     answer = planner(plenty, model=DEEP).answer(source)
     has = needed(answer.planned.plan, answer.beside, plenty)[tier] - 1
@@ -174,6 +175,18 @@ def test_changes_by_what_is_short(tier: TierName, expected: dict[str, Any], tmp_
     asked = planner(memory, model=DEEP)
     assert asked.verdict(source).short == {tier: 1}
     assert asked.smallest_change(source).keys == expected
+
+
+def test_fewer_leases_make_room_for_activations(tmp_path: Path) -> None:
+    source = settings(
+        tmp_path, placement="host", train_micro_batch_size_per_gpu=1, units={"prefetch_units": 6}
+    )
+    plenty = replace(PLENTY, device=1 << 44)
+    answer = planner(plenty, model=DEEP).answer(source)
+    largest = max(record.param_bytes for record in answer.planned.records if not record.resident)
+    has = needed(answer.planned.plan, answer.beside, plenty)[TierName.DEVICE] - 2 * largest
+    change = planner(replace(PLENTY, device=has), model=DEEP).smallest_change(source)
+    assert change.keys == {"offloadzero.budgets.device": (has - answer.beside.device) // PAGE * PAGE}
 
 
 def test_more_memory_is_the_last_resort_and_the_figure_is_in_the_text(tmp_path: Path) -> None:
