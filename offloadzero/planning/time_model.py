@@ -164,8 +164,14 @@ def _together(phases: Iterable[Lanes]) -> dict[str, float]:
 
 def _phase_seconds(step: Step, phase: str, rates: Rates, device_is_cpu: bool) -> dict[str, float | None]:
     """By lane; None where there is work and no rate."""
-    moved = step.traffic.by_phase[phase]
-    lanes = {name: _over(size, _rate(name, rates, step, device_is_cpu)) for name, size in moved.items()}
+    moved = dict(step.traffic.by_phase[phase])
+    if not device_is_cpu and phase == BACKWARD and moved.get(LANDING):
+        moved[LANDING] -= (
+            step.traffic.measured_on_device
+        )  # at the speed of its memory: a part of the update's
+    lanes = {
+        name: _over(size, _rate(name, rates, step, device_is_cpu)) for name, size in moved.items() if size
+    }
     if phase != AFTER:
         lanes[COMPUTE] = _compute_s(step, phase, rates)
         lanes[PYTHON] = None if rates.unit_s is None else step.traffic.num_uses / 2 * rates.unit_s

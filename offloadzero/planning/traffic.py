@@ -41,6 +41,9 @@ class StepTraffic:
     by_phase: Mapping[str, Mapping[str, int]]
     delivered_bytes: int
     num_uses: int  # of units in forward and backward
+    measured_on_device: int = (
+        0  # of the lane LANDING: gradients whose norms are taken where the device computes
+    )
 
     def lane(self, name: str) -> int:
         """Bytes on one lane in the whole step."""
@@ -99,7 +102,9 @@ def step_traffic(
     if config.activation_checkpoints is not None:
         _add_inputs(sheet, config.activation_checkpoints.tier, num_micro * num_inputs * input_bytes)
     num_uses = num_micro * (len(uses.forward) + len(uses.backward))
-    return StepTraffic(sheet.by_phase, delivered, num_uses)
+    on_device = [r for r in records if r.num_trainable and plan.placement[r.index, GRAD] is TierName.DEVICE]
+    measured = sum(r.state.kept_trainable * r.grad_dtype.itemsize for r in on_device)
+    return StepTraffic(sheet.by_phase, delivered, num_uses, measured)
 
 
 def _add_fetches(

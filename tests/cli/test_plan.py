@@ -224,6 +224,17 @@ def test_rates_are_kept_for_this_machine_alone(tmp_path: Path, monkeypatch: pyte
     assert found.memory.nvme
 
 
+@pytest.mark.parametrize("form", [UpdateForm.NATIVE, UpdateForm.TORCH])
+def test_updates_on_a_device_are_measured_in_their_form(
+    form: UpdateForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_probe, "device_form", lambda *_: form)
+    monkeypatch.setattr(plan_probe, "NUM_SAMPLES", 1)
+    rates = plan_probe.device_update_rates(find_device("cpu"), num_params=1 << 16)
+    assert set(rates) == {"fp32", "compact"}
+    assert min(rates.values()) > 0
+
+
 @pytest.mark.alone
 def test_the_probe_knows_every_rate_of_a_machine_without_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

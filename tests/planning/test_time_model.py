@@ -107,6 +107,15 @@ def test_on_the_cpu_everything_shares_the_cores() -> None:
     assert set(found.lanes_s) == {CORES, NVME_READ}
 
 
+def test_gradients_on_a_device_do_not_land_on_the_host() -> None:
+    _, moved = traffic_of("llama:64/3/4/101", placement="device")
+    step = Step(moved, TRACE, 1, True, "bf16", "fp32")
+    rates = replace(KNOWN, landing=1.0)
+    found = forecast(step, rates, num_cores=2, device_is_cpu=False)
+    assert set(found.lanes_s) == {COMPUTE, PYTHON, DEVICE_UPDATE}
+    assert forecast(step, rates, num_cores=2, device_is_cpu=True).parts_s[LANDING] == moved.lane(LANDING)
+
+
 def test_a_drive_for_both_directions_is_one_lane() -> None:
     moved = {AFTER: {NVME_READ: int(600e9), NVME_WRITE: int(500e9)}}
     found = forecast(step_of(moved), KNOWN, num_cores=2, device_is_cpu=False)
