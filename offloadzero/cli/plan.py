@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     source = read_source(args.config)
+    if args.micro_batch is not None:  # with as many of them in a step as there were
+        source |= {"train_micro_batch_size_per_gpu": args.micro_batch, "train_batch_size": None}
     config = load_config(source)
     question, hardware = ask(args, config)
     if args.largest:
@@ -157,7 +159,6 @@ def ask(args: argparse.Namespace, config: OffloadConfig) -> tuple[Any, Any]:
         memory_of=memory_of,
         form_of=lambda spec: plan_probe.form_on(hardware, spec),
         loop=Loop(args.loop),
-        micro_batch=args.micro_batch,
         sequence=args.sequence,
         process_bytes=hardware.process_bytes,
     )

@@ -50,7 +50,6 @@ class Question:
     ]  # what the machine has; of its drives those that are configured
     form_of: Callable[[AnySpec], UpdateForm]  # of the updates on its device
     loop: Loop = Loop.INITIALIZE
-    micro_batch: int | None = None  # in the place of the configuration's
     sequence: int | None = None  # None: activations are not counted
     process_bytes: int = 0  # of Python and torch
 
@@ -93,7 +92,7 @@ class Planner:
     def answer(self, source: Source, more: More = NOTHING) -> Answer:
         """The plan of a JSON, and whether it fits. Raises what the engine would: ConfigError, BudgetError."""
         planned, memory = self.plan(source, more)
-        micro_batch = self.question.micro_batch or planned.config.batch.micro_batch_size or 1
+        micro_batch = planned.config.batch.micro_batch_size or 1
         found = self._trace(planned, micro_batch)
         trace, untraced = (None, found) if isinstance(found, str) else (found, "")
         beside = _beside(planned, trace, self.question.process_bytes)

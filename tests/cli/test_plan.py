@@ -100,6 +100,19 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert result["forecast"]["lane"] in (CORES, "nvme", "nvme read", "nvme write")
 
 
+def test_a_micro_batch_takes_the_place_of_the_configurations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 12, "gradient_accumulation_steps": 3}
+    results = []
+    for more in ((), ("--micro-batch", "2")):
+        assert main(words(tmp_path, "--json", "-", *more, **sizes)) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    assert [result["micro_batch"] for result in results] == [4, 2]
+    assert [result["forecast"]["tokens"] for result in results] == [4 * 3 * 16, 2 * 3 * 16]
+    assert results[0]["beside"]["device"] > results[1]["beside"]["device"]
+
+
 @pytest.mark.parametrize("loop", ["initialize", "offload"])
 def test_the_loop_decides_how_long_gradients_are_kept(
     loop: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
