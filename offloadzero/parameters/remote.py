@@ -295,6 +295,34 @@ class RemoteTensor(torch.Tensor):
         """The value as nested lists."""
         return self.read().tolist()
 
+    def apply_(self, function: Callable[[Any], Any]) -> Tensor:
+        """Each element by a function of Python's."""
+        return self.copy_(self.read().apply_(function))
+
+    def map_(self, other: Tensor, function: Callable[[Any, Any], Any]) -> Tensor:
+        """Each element, with that of another tensor, by a function of Python's."""
+        return self.copy_(self.read().map_(other.detach().clone(), function))
+
+    def new_tensor(
+        self,
+        data: Any,
+        dtype: Any = None,
+        device: Any = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Tensor:
+        """A tensor of `data` with this one's dtype, where `read()` brings the value."""
+        return torch.tensor(
+            data,
+            dtype=dtype or self.dtype,
+            device=device or self.device,
+            requires_grad=requires_grad,
+            pin_memory=pin_memory,
+        )
+
+    def __format__(self, spec: str) -> str:
+        return format(self.read(), spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         value = memo[id(self)] = self.read()
         return value
@@ -352,8 +380,10 @@ def asking_for_device(
     return tensor
 
 
-# What would give a remote tensor memory of its own, or take its shape away.
-_REFUSED = re.compile(r"(set_|resize_|resize_as_|as_strided|as_strided_|set_data)(\.|$)")
+# What would give a remote tensor memory of its own, or another shape in place.
+_REFUSED = re.compile(
+    r"(set_|resize_|resize_as_|as_strided|as_strided_|set_data|t_|transpose_|swapaxes_|swapdims_|squeeze_|unsqueeze_)(\.|$)"
+)
 
 
 def _refuse_what_needs_memory(func: TorchOp, args: tuple[Any, ...]) -> None:

@@ -131,6 +131,9 @@ class StateTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._plain())
 
+    def __format__(self, spec: str) -> str:
+        return format(self._plain(), spec)
+
     def _plain(self) -> Tensor:
         with DisableTorchFunctionSubclass():
             return self.detach().as_subclass(Tensor)

@@ -214,6 +214,44 @@ class _Offloaded(nn.Parameter):
             )
         return RemoteTensor(_Versioned(weight_of(self).alias()))
 
+    # C++ takes the memory of what these are called on, without a question.
+
+    def apply_(self, function: Callable[[Any], Any]) -> Tensor:
+        """Each element by a function of Python's."""
+        self._expect_no_gradient("apply_()")
+        value_of(self).apply_(function)
+        return self
+
+    def map_(self, other: Tensor, function: Callable[[Any, Any], Any]) -> Tensor:
+        """Each element, with that of another tensor, by a function of Python's."""
+        self._expect_no_gradient("map_()")
+        value_of(self).map_(other, function)
+        return self
+
+    def _expect_no_gradient(self, what: str) -> None:
+        if self.requires_grad:
+            raise RuntimeError(
+                f"{weight_of(self).name}: {what} on a tensor that requires grad: use it on param.data"
+            )
+
+    def set_(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: the memory of a weight is where its tier has it."""
+        raise StateError(
+            f"{weight_of(self).name}: set_() would give the parameter memory of its own: write its value with copy_() "
+            "under torch.no_grad(), or assign param.data"
+        )
+
+    def new_tensor(
+        self,
+        data: Any,
+        dtype: Any = None,
+        device: Any = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Tensor:
+        """A tensor of `data` with the parameter's dtype, on the device."""
+        return value_of(self).new_tensor(data, dtype, device, requires_grad, pin_memory)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = memo[id(self)] = self._resident_copy()
         return copied
