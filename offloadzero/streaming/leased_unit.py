@@ -313,8 +313,10 @@ class LeasedUnit:
         if (self.edits if view.is_frozen else self.generation) != saved.generation:
             raise StateError(
                 f"{self.record.slots[view.place].name}: its unit was updated between this forward and its backward "
-                "(a backward pass through a graph from before the last step? Or written in backward, by an optimizer "
-                "that steps in gradient hooks, say? Then write them after backward())"
+                "(a backward pass through a graph from before the last step? A second backward() of one step, where "
+                'weights are updated in backward? Then set "offloadzero": {"update": {"in_backward": false}}. Or '
+                "written in backward, by an optimizer that steps in gradient hooks, say? Then write them after "
+                "backward())"
             )
         version = self._clocks[view.place]._version
         if version != saved.version:
