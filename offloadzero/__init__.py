@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ConfigError,
         NonFiniteError,
         OffloadError,
+        RankError,
         StateError,
     )
     from offloadzero.initialization import initialize
@@ -40,6 +41,7 @@ _HOMES = {
     "OffloadConfig": "config",
     "OffloadError": "errors",
     "OffloadedOptimizer": "optimizer",
+    "RankError": "errors",
     "StateError": "errors",
     "add_config_arguments": "launch",
     "init_distributed": "launch",
@@ -62,6 +64,7 @@ __all__ = [
     "OffloadConfig",
     "OffloadError",
     "OffloadedOptimizer",
+    "RankError",
     "StateError",
     "add_config_arguments",
     "init_distributed",

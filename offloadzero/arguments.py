@@ -38,15 +38,19 @@ def make_loader(
     *,
     route: str = "train",
     sampler: Sampler[Any] | None = None,
+    rank: int = 0,
+    world_size: int = 1,
     **options: Any,
 ) -> DataLoader[Any]:
-    """A DataLoader of micro batches; in DeepSpeed's order, which is shuffled for the route "train"."""
+    """A DataLoader of a rank's micro batches; in DeepSpeed's order, which is shuffled for the route "train"."""
     if batch_size is None:
         raise ConfigError(
             "train_micro_batch_size_per_gpu", None, "a number: the DataLoader of the data needs it"
         )
     if sampler is None and route == "train" and not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(dataset, num_replicas=1, rank=0)
+        sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank)
+    elif sampler is None and world_size > 1 and not isinstance(dataset, IterableDataset):
+        sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=False)
     return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)
 
 

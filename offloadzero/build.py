@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,6 +37,9 @@ from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.records import Record
 from offloadzero.update.spec import AnySpec, device_form
 
+if TYPE_CHECKING:  # it loads torch.distributed, which not every build of torch has
+    from offloadzero.several_ranks import SeveralRanks
+
 
 @dataclass(frozen=True)
 class Loop:
@@ -60,6 +64,7 @@ class Ground:
     plan: MemoryPlan
     store: TieredStore
     clock: StepClock
+    several: SeveralRanks | None = None  # None: this process alone trains the model
 
     def device_lease(self, label: str, num_bytes: int) -> Lease | None:
         """Memory of the device; None where nothing is planned."""
@@ -92,7 +97,10 @@ class Ground:
         cores = update.cores
         if not cores and update.num_threads is None and self.store.accelerator.has_streams:
             cores = cores_beside_launching(sorted(os.sched_getaffinity(0)))
-        return cores, update.num_threads or len(cores) or None
+        num_threads = update.num_threads or len(cores) or None
+        if num_threads is None and self.several is not None:  # the ranks of a machine share its cores
+            num_threads = max(1, len(os.sched_getaffinity(0)) // self.several.ranks.local_world_size)
+        return cores, num_threads
 
 
 @dataclass(frozen=True)
@@ -116,15 +124,8 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     config, plan, store, clock = ground.config, ground.plan, ground.store, ground.clock
     if config.pin_memory:
         store.pin()
-    executor = Executor(
-        records,
-        store,
-        unit_arena=ground.unit_arena(),
-        staging=ground.host_pool(
-            "parameter staging", NUM_STAGING_LEASES, plan.param_staging_bytes, for_files=True
-        ),
-        clock=clock,
-    )
+    several = ground.several
+    executor = _build_executor(records, ground, several)
     cores, num_threads = ground.update_threads()
     pipeline = _build_pipeline(ground, loop.spec, cores, num_threads)
     with uninterrupted:  # a file that is made is one that is closed
@@ -137,7 +138,8 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
         loss_scale=config.precision.loss_scale if config.precision.param_dtype == "fp16" else None,
     )
     accounts = Accounts(store.failures, [record.name for record in records if record.num_trainable])
-    decider = Decider(
+    make_decider = Decider if several is None else several.decider
+    decider = make_decider(
         accounts,
         failures=store.failures,
         max_norm=config.gradient_clipping or 0.0,
@@ -145,12 +147,17 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
         loss_scale=policy.loss_scale,
     )
     window = _build_window(records, ground, loop, executor, num_threads)
-    collector = _build_collector(ground, window, executor)
-    landing = _build_landing(ground, decider, pipeline, cores, num_threads)
+    collector = _build_collector(ground, window, executor, several)
+    landing = _build_landing(ground, decider, pipeline, cores, num_threads, several)
     accumulation = Accumulation(
-        config.batch, keeps_gradients=policy.keeps_gradients, ends_with_step=not loop.keeps_after_step
+        config.batch,
+        keeps_gradients=policy.keeps_gradients,
+        ends_with_step=not loop.keeps_after_step,
+        world_size=config.world_size,
     )
-    coordinator = StepCoordinator(
+    make_coordinator = StepCoordinator if several is None else several.coordinator(store)
+    make_weights = WeightAccess if several is None else several.weights(records)
+    coordinator = make_coordinator(
         policy,
         executor=executor,
         window=window,
@@ -167,7 +174,7 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     )
     return Parts(
         executor=executor,
-        weights=WeightAccess(store, executor, clock=clock),
+        weights=make_weights(store, executor, clock=clock),
         pipeline=pipeline,
         activations=activations,
         decider=decider,
@@ -176,6 +183,18 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
         collector=collector,
         accumulation=accumulation,
         coordinator=coordinator,
+    )
+
+
+def _build_executor(records: Sequence[Record], ground: Ground, several: SeveralRanks | None) -> Executor:
+    staging_bytes = ground.plan.param_staging_bytes
+    make = Executor if several is None else several.executor
+    return make(
+        records,
+        ground.store,
+        unit_arena=ground.unit_arena(),
+        staging=ground.host_pool("parameter staging", NUM_STAGING_LEASES, staging_bytes, for_files=True),
+        clock=ground.clock,
     )
 
 
@@ -219,7 +238,9 @@ def _build_window(
     )
 
 
-def _build_collector(ground: Ground, window: GradientWindow, executor: Executor) -> GradientCollector:
+def _build_collector(
+    ground: Ground, window: GradientWindow, executor: Executor, several: SeveralRanks | None
+) -> GradientCollector:
     plan, device = ground.plan, ground.store.device
     shared = [
         device.lease(plan.device_grad_bytes, f"gradient lease {i}")
@@ -229,7 +250,8 @@ def _build_collector(ground: Ground, window: GradientWindow, executor: Executor)
         index: device.lease(num_bytes, "gradient lease of its own")
         for index, num_bytes in plan.own_grad_bytes.items()
     }
-    return GradientCollector(
+    make = GradientCollector if several is None else several.collector
+    return make(
         window.gradients,
         window.handles,
         ground.store,
@@ -247,9 +269,11 @@ def _build_landing(
     pipeline: UpdatePipeline,
     cores: Sequence[int],
     num_threads: int | None,
+    several: SeveralRanks | None,
 ) -> Landing:
     plan = ground.plan
-    return Landing(
+    make = Landing if several is None else several.landing
+    return make(
         ground.store,
         passing=ground.host_pool(
             "passing gradient", plan.num_host_grads, plan.host_grad_bytes, for_files=plan.grads_on_files

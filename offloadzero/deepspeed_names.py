@@ -86,6 +86,10 @@ def _optimizer_params(runtime: Runtime) -> dict[str, Any] | None:
     return {key: value for key, value in config.params.items() if key not in _OWN_OPTIONS}
 
 
+def _rank(runtime: Runtime) -> int:
+    return 0 if runtime.several is None else runtime.several.ranks.spec.rank
+
+
 ANSWERS: Mapping[str, Callable[[Runtime], Any]] = MappingProxyType(
     {
         # precision
@@ -118,8 +122,8 @@ ANSWERS: Mapping[str, Callable[[Runtime], Any]] = MappingProxyType(
         "optimizer_params": _optimizer_params,
         "scheduler_name": lambda runtime: getattr(runtime.config.scheduler, "type", None),
         "scheduler_params": lambda runtime: getattr(runtime.config.scheduler, "params", None),
-        # one process
-        "get_data_parallel_rank": lambda _: 0,
+        # ranks: all of them are data-parallel
+        "get_data_parallel_rank": lambda runtime: _rank(runtime),
         "get_model_parallel_rank": lambda _: 0,
         "get_tensor_parallel_rank": lambda _: 0,
         "get_sequence_parallel_group": lambda _: None,
@@ -160,16 +164,18 @@ OFF = (
 
 VALUES: Mapping[str, Callable[[Runtime], Any]] = MappingProxyType(
     {
-        "communication_data_type": lambda runtime: data_types(runtime.config)[0],
-        "dp_world_size": lambda _: 1,
-        "global_rank": lambda _: 0,
+        "communication_data_type": lambda runtime: (
+            DTYPES[runtime.config.communication_dtype] or data_types(runtime.config)[0]
+        ),
+        "dp_world_size": lambda runtime: runtime.config.world_size,
+        "global_rank": lambda runtime: _rank(runtime),
         "has_moe_layers": lambda _: False,
         "mp_world_size": lambda _: 1,
         "mpu": lambda _: None,
         "pipeline_parallelism": lambda _: False,
         "seq_parallel_group": lambda _: None,
         "sequence_parallel_size": lambda _: 1,
-        "world_size": lambda _: 1,
+        "world_size": lambda runtime: runtime.config.world_size,
     }
 )
 

@@ -27,7 +27,7 @@ from offloadzero.checkpoint.loading import (
 from offloadzero.checkpoint.meta import LossScaleState, Meta, client_dict
 from offloadzero.checkpoint.names import directory_of, tag_text
 from offloadzero.checkpoint.states import States, save_states, save_weights
-from offloadzero.errors import ConfigError, StateError
+from offloadzero.errors import CheckpointError, ConfigError, StateError
 from offloadzero.interrupts import uninterrupted
 from offloadzero.lifetime import EngineState
 from offloadzero.observe.step_report import StepReport
@@ -225,6 +225,8 @@ class Engine:
             collate_fn=collate_fn,
             pin_memory=pin_memory,
             num_workers=num_local_io_workers or 0,
+            rank=self.global_rank,
+            world_size=self.world_size,
         )
 
     def gradient_accumulation_steps(self) -> int:
@@ -445,14 +447,19 @@ class Engine:
                 for group in self._param_groups
             ],
         )
-        save_states(
-            self._states(),
-            directory,
-            tag=f"global_step{self.global_steps}" if tag is None else tag_text(tag),
-            meta=meta,
-            save_latest=save_latest,
-            exclude_frozen=exclude_frozen_parameters,
-        )
+        name = f"global_step{self.global_steps}" if tag is None else tag_text(tag)
+
+        def save() -> None:
+            save_states(
+                self._states(),
+                directory,
+                tag=name,
+                meta=meta,
+                save_latest=save_latest,
+                exclude_frozen=exclude_frozen_parameters,
+            )
+
+        self._runtime.read_by_first(save)
         return True
 
     def _dynamic_loss_scale(self) -> LossScaleState | None:
@@ -485,19 +492,26 @@ class Engine:
         """
         self._expect_open("load_checkpoint")
         directory = directory_of("load_dir", load_dir)
-        found = find_checkpoint(directory, None if tag is None else tag_text(tag))
-        if found is None:
-            return None, {}
-        checkpoint = open_found(directory, found)
-        meta = checkpoint.meta
-        is_training = self.optimizer is not None and not load_module_only
-        with_states = load_optimizer_states and is_training
-        states = self._states()
-        plan = plan_load(states, checkpoint, strict=load_module_strict, with_states=with_states)
-        groups = fit_param_groups(self._param_groups, checkpoint) if with_states else []
-        with_schedule = load_lr_scheduler_states and is_training
-        if with_schedule:
-            try_schedule(self.lr_scheduler, checkpoint)
+        unchanged = "load_checkpoint(), before anything has changed,"
+        with self._runtime.together(unchanged):
+            found = find_checkpoint(directory, None if tag is None else tag_text(tag))
+        with self._runtime.together(unchanged):
+            if self._runtime.is_on_some_rank(found is not None) and found is None:
+                raise CheckpointError(
+                    f"{directory}: another rank finds a checkpoint there, and this one does not"
+                )
+            if found is None:
+                return None, {}
+            checkpoint = open_found(directory, found)
+            meta = checkpoint.meta
+            is_training = self.optimizer is not None and not load_module_only
+            with_states = load_optimizer_states and is_training
+            states = self._states()
+            plan = plan_load(states, checkpoint, strict=load_module_strict, with_states=with_states)
+            groups = fit_param_groups(self._param_groups, checkpoint) if with_states else []
+            with_schedule = load_lr_scheduler_states and is_training
+            if with_schedule:
+                try_schedule(self.lr_scheduler, checkpoint)
         if meta.partial_step is not None:
             warnings.warn(
                 f"{found.path} was saved in the middle of a step: {meta.partial_step}", stacklevel=2
@@ -506,7 +520,7 @@ class Engine:
             self._coordinator.give_up_step()
             self._accumulation.restart()
         self._schedule_due = None
-        with self._loading(found.path):
+        with self._loading(found.path), self._runtime.together("load_checkpoint()"):
             plan.apply()
             if with_states:
                 self._go_on_from(meta)
@@ -544,7 +558,8 @@ class Engine:
         self._expect_open("save_16bit_model")
         if self._half_loaded is not None:
             raise self._half_loaded
-        save_weights(self._states(), directory_of("save_dir", save_dir) / save_filename)
+        path = directory_of("save_dir", save_dir) / save_filename
+        self._runtime.read_by_first(lambda: save_weights(self._states(), path))
         return True
 
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:

@@ -124,3 +124,7 @@ class NonFiniteError(OffloadError, ArithmeticError):
 
 class StateError(OffloadError, RuntimeError):
     """An object was used in a state that does not allow it."""
+
+
+class RankError(OffloadError, RuntimeError):
+    """A collective of several ranks did not come to its end: names what it was for, and what another rank said."""

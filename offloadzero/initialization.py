@@ -14,9 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 from offloadzero import launch
 from offloadzero.arguments import Collate, config_source, make_loader
 from offloadzero.config import OffloadConfig, load_config, settle_for_initialize
+from offloadzero.config.schema import ObserveConfig
 from offloadzero.engine import Engine
 from offloadzero.errors import ConfigError
 from offloadzero.lr_schedules import build_lr_scheduler
+from offloadzero.memory.device import device_of_rank
 from offloadzero.optimizer import ConfigSource, OffloadedOptimizer, check_optimizer
 from offloadzero.param_groups import group_defaults
 from offloadzero.runtime import Runtime
@@ -52,7 +54,7 @@ def initialize(
         lr_scheduler: a scheduler or a callable that makes one from the optimizer; None takes the config's.
         distributed_port: not used, one process listens nowhere.
         mpu, mesh_param: refused unless None.
-        dist_init_required: True makes torch's process group of one.
+        dist_init_required: True makes torch's process group also where no launcher asks for it.
         config, config_params: a dict, a path, or an OffloadConfig.
 
     Returns:
@@ -64,8 +66,10 @@ def initialize(
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ConfigError(name, value, "None: model and sequence parallelism are not built")
-    launch.expect_one_process()
-    settings = load_config(config_source(args, config, config_params))
+    rank, world_size = launch.join_group()
+    settings = _of_rank(
+        load_config(config_source(args, config, config_params), world_size=world_size), rank, world_size
+    )
     if optimizer is not None or settings.optimizer is not None:
         settings = settle_for_initialize(settings)
         for warning in settings.warnings:
@@ -78,7 +82,13 @@ def initialize(
         launch.init_distributed(distributed_port=distributed_port, dist_init_required=True)
     loader = None
     if training_data is not None:
-        loader = make_loader(training_data, settings.batch.micro_batch_size, collate_fn=collate_fn)
+        loader = make_loader(
+            training_data,
+            settings.batch.micro_batch_size,
+            collate_fn=collate_fn,
+            rank=rank,
+            world_size=world_size,
+        )
     schedulers: list[Any] = []
 
     def make_scheduler(optimizer: OffloadedOptimizer) -> None:
@@ -102,6 +112,17 @@ def initialize(
         runtime.undo()
         raise
     return engine, offloaded, loader, scheduler
+
+
+def _of_rank(config: OffloadConfig, rank: int, world_size: int) -> OffloadConfig:
+    """The configuration of one rank: each computes on its own GPU, and the first one tells of the run."""
+    if config.world_size != world_size:
+        allowed = f"{world_size}: load_config(..., world_size={world_size}) makes it for so many ranks"
+        raise ConfigError("config.world_size", config.world_size, allowed)
+    if world_size == 1:
+        return config
+    config = replace(config, device=device_of_rank(config.device, launch.local_rank()))
+    return config if rank == 0 else replace(config, observe=ObserveConfig(), steps_per_print=None)
 
 
 def _make_optimizer(

@@ -1,4 +1,4 @@
-"""What launchers and command lines of DeepSpeed scripts expect of one process (floor 1)."""
+"""What launchers and command lines of DeepSpeed scripts expect of a process (floor 1)."""
 
 from __future__ import annotations
 
@@ -24,23 +24,37 @@ def local_rank() -> int:
     return _environment_number("LOCAL_RANK", default=0)
 
 
-def expect_one_process() -> None:
-    """Refuse to train on one of several ranks: each would train a model of its own.
+def expect_one_process(call: str) -> None:
+    """Refuse `call`, which knows one process, on one of several ranks: each would train a model of its own.
 
     Raises:
         ConfigError: naming the variable, or torch's process group, that says so.
     """
-    sizes = {name: _environment_number(name, default=1) for name in _WORLD_SIZES}
-    if _group_is_up():
-        sizes["torch.distributed.get_world_size()"] = _distributed().get_world_size()
-    for name, size in sizes.items():
-        _expect_one(name, size)
+    for name, size in _sizes().items():
+        if size > 1:
+            raise ConfigError(
+                name, size, f"1: {call} is not built over several ranks. initialize() trains on them"
+            )
+
+
+def join_group() -> tuple[int, int]:
+    """This rank and the number of ranks: of torch's process group, which is made where a launcher asks for several.
+
+    Raises:
+        ConfigError: a launcher says that there are several ranks, and not which this is.
+    """
+    if max(_sizes().values()) > 1:
+        init_distributed()
+    if not _group_is_up():
+        return 0, 1
+    dist = _distributed()
+    return dist.get_rank(), dist.get_world_size()
 
 
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,  # noqa: ARG001 (DeepSpeed's signature)
-    distributed_port: int = DEFAULT_PORT,  # noqa: ARG001 (a group of one listens nowhere)
+    distributed_port: int = DEFAULT_PORT,  # noqa: ARG001 (the launcher's MASTER_PORT holds)
     verbose: bool = True,  # noqa: ARG001
     timeout: timedelta | None = None,
     init_method: str | None = None,
@@ -49,24 +63,33 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Accept one process, and make torch's process group of one where a launcher or the caller asks for it.
+    """Make torch's process group where a launcher or the caller asks for it.
 
     Without a launcher's RANK and WORLD_SIZE, and unless `dist_init_required`, `rank` or `init_method` asks, nothing
-    is initialised. A group that is up is kept. "nccl" without a GPU becomes "gloo", which is also the default.
+    is initialised. A group that is up is kept. The backend is "nccl" where there are GPUs and several ranks, else
+    "gloo", as is "nccl" without a GPU.
 
     Raises:
-        ConfigError: there are several ranks.
+        ConfigError: a launcher says that there are several ranks, and not which this is.
     """
-    expect_one_process()
-    _expect_one("world_size", max(world_size, 1))
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     wanted = launched or init_method is not None or rank >= 0
-    if _group_is_up() or not (wanted if dist_init_required is None else dist_init_required):
+    size = max(world_size, *_sizes().values())
+    if _group_is_up():
+        return
+    if size > 1 and not wanted:
+        name = next((name for name, number in _sizes().items() if number > 1), "world_size")
+        raise ConfigError(name, size, "1, or RANK and WORLD_SIZE too: start the ranks with torchrun")
+    if not (wanted if dist_init_required is None else dist_init_required):
         return
     dist = _distributed()
-    options = {} if timeout is None else {"timeout": timeout}
-    where = {"store": dist.HashStore()} if init_method is None else {"init_method": init_method}
-    dist.init_process_group(_backend(dist_backend), rank=0, world_size=1, **where, **options)
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if size > 1:
+        options |= {"rank": rank, "world_size": world_size} if rank >= 0 else {}
+        dist.init_process_group(_backend(dist_backend, size), init_method=init_method, **options)
+    else:
+        where = {"store": dist.HashStore()} if init_method is None else {"init_method": init_method}
+        dist.init_process_group(_backend(dist_backend, 1), rank=0, world_size=1, **where, **options)
     # A gloo group that is up when the process ends aborts it now and then, where its thread has not been joined.
     atexit.register(_leave_group)
 
@@ -90,9 +113,12 @@ def _environment_number(name: str, *, default: int) -> int:
         raise ConfigError(name, text, "a whole number: it is set by the launcher") from None
 
 
-def _expect_one(name: str, size: int) -> None:
-    if size > 1:
-        raise ConfigError(name, size, "1: one process trains one model, several ranks are not built yet")
+def _sizes() -> dict[str, int]:
+    """Numbers of ranks, by who says them."""
+    sizes = {name: _environment_number(name, default=1) for name in _WORLD_SIZES}
+    if _group_is_up():
+        sizes["torch.distributed.get_world_size()"] = _distributed().get_world_size()
+    return sizes
 
 
 def _distributed() -> Any:
@@ -111,13 +137,13 @@ def _group_is_up() -> bool:
     return bool(dist.is_available() and dist.is_initialized())
 
 
-def _backend(asked: str | None) -> str:
+def _backend(asked: str | None, world_size: int) -> str:
     import torch
 
-    if asked is None or (asked == "nccl" and not torch.accelerator.is_available()):
-        if asked is not None:
-            log.info(
-                "init_distributed: gloo instead of %s, there is no GPU; a group of one sends nothing", asked
-            )
+    has_gpu = torch.accelerator.is_available()
+    if asked is None:
+        return "nccl" if has_gpu and world_size > 1 else "gloo"
+    if asked == "nccl" and not has_gpu:
+        log.info("init_distributed: gloo instead of %s, there is no GPU", asked)
         return "gloo"
     return asked

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import nn
 
+from offloadzero import launch
 from offloadzero.config import OffloadConfig, load_config, settle_for_offload
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import uninterrupted
@@ -55,6 +56,7 @@ def offload(
             are not the model's.
         BudgetError: something does not fit.
     """
+    launch.expect_one_process("offload()")
     settings = settle_for_offload(load_config(config))
     for warning in settings.warnings:
         warnings.warn(warning, stacklevel=2)

@@ -9,6 +9,9 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -36,6 +39,7 @@ from offloadzero.planning.memory_plan import (
 from offloadzero.planning.placement import choose_placement, describe_placement
 from offloadzero.planning.probe import available_host_bytes
 from offloadzero.segments import SegmentKind, TierName
+from offloadzero.sharding.shard_spec import WHOLE
 from offloadzero.step.account import Hypers
 from offloadzero.step.gradient_hook import GradientHooks
 from offloadzero.streaming.hooks import ModelHooks
@@ -45,6 +49,9 @@ from offloadzero.streaming.units import UnitCut, checkpointed_modules, cut_units
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.records import Record
 from offloadzero.update.spec import AnySpec, UpdateForm, device_form
+
+if TYPE_CHECKING:  # it loads torch.distributed, which not every build of torch has
+    from offloadzero.several_ranks import SeveralRanks
 
 log = logging.getLogger("offloadzero")
 
@@ -95,6 +102,9 @@ class Runtime:
         self.resources.close_when_collected(self)
         self.resources.add(self.monitor.close)
         self.accelerator = Accelerator(find_device(config.device), self.monitor.timeline)
+        self.several = _join_ranks(self.accelerator.device, config) if config.world_size > 1 else None
+        if self.several is not None:
+            self.several.follow(self.failures)
         marks = self.accelerator.marks()
         if marks is not None:
             self.clock.follow(marks)
@@ -106,8 +116,13 @@ class Runtime:
             param_dtype=DTYPES[config.precision.param_dtype],
             spec=spec,
             compact=config.state_layout == "compact",
+            shard=WHOLE if self.several is None else self.several.shard,
+            gathers_params=self.several is not None and self.several.gathers_params,
+            is_reduced=self.several is not None,
         )
         _expect_storable(cut.records)
+        if self.several is not None:
+            self.several.expect_same(cut.records)
         self.records = cut.records
         self.slots = {id(slot.param): (record, slot) for record in self.records for slot in record.slots}
         may_not_train = [
@@ -131,6 +146,7 @@ class Runtime:
             self.accelerator.asynchronous,
             spec=spec,
             num_checkpointed=len(checkpointed),
+            num_local_ranks=1 if self.several is None else self.several.ranks.local_world_size,
         )
         try:
             if self.plan.tier_bytes(TierName.NVME) or (checkpointing and checkpointing.tier is TierName.NVME):
@@ -170,10 +186,12 @@ class Runtime:
         loop: Loop,
     ) -> None:
         _create_segments(cut.records, self.plan, self.store)
-        self._original.load(self.store)
+        if self.several is not None:
+            self.several.agree_on_buffers(self.model)
+        self._original.load(self.store, agree=_keep if self.several is None else self.several.agree)
         for record in cut.records:
             WeightAccess.begin_states(record, param_groups, self.store)
-        ground = Ground(self.config, self.plan, self.store, self.clock)
+        ground = Ground(self.config, self.plan, self.store, self.clock, self.several)
         parts = build_parts(cut.records, ground, loop, self.resources)
         self.executor, self.weights, self.activations = parts.executor, parts.weights, parts.activations
         self.accumulation, self.coordinator = parts.accumulation, parts.coordinator
@@ -232,6 +250,21 @@ class Runtime:
             "tiers": tiers,
         }
 
+    def read_by_first(self, work: Callable[[], None]) -> None:
+        """Do what reads all states and is done once: of several ranks the first does it, and all call this."""
+        if self.several is None:
+            work()
+        else:
+            self.several.read_by_first(self.weights, work)
+
+    def is_on_some_rank(self, flag: bool) -> bool:
+        """Whether `flag` holds on any rank."""
+        return flag if self.several is None else self.several.is_on_some(flag)
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """What fails on one rank only is an error on all of them, at the end of the block."""
+        return nullcontext() if self.several is None else self.several.together(what)
+
     def synchronize(self) -> None:
         """Block until all updates are home; raises what failed."""
         self.executor.wait_updates()
@@ -280,6 +313,11 @@ class Runtime:
         """
         if self.state in (EngineState.CLOSED, EngineState.RESTORED):
             raise StateError(f"the engine of this model is {self.state.value}: there is nothing to restore")
+        if self.several is not None and self.several.shard.world_size > 1:
+            raise StateError(
+                "restore_model() over several ranks is not built where they divide the states: save_checkpoint(), or "
+                "state_dict() on all ranks, gives the weights"
+            )
         self.executor.wait_updates()
         if self.failures.unseen() is not None:
             self.failures.check()
@@ -313,6 +351,18 @@ class Runtime:
             _closed.add(self)
             if not _live:
                 interrupts.uninstall()
+
+
+def _join_ranks(device: torch.device, config: OffloadConfig) -> SeveralRanks:
+    from offloadzero.several_ranks import join_ranks
+
+    # Before what ends torch's process group, which is older: to close takes collectives.
+    atexit.register(_close_at_exit)
+    return join_ranks(device, config)
+
+
+def _keep(values: torch.Tensor) -> None:
+    """One rank agrees with itself."""
 
 
 # Those whose hooks are on a model.
@@ -387,9 +437,10 @@ def _plan(
     *,
     spec: AnySpec,
     num_checkpointed: int,
+    num_local_ranks: int,
 ) -> MemoryPlan:
     in_memory = (host_bytes(slot.param) for record in records for slot in record.slots)
-    available = _available(device, movable_bytes=sum(in_memory))
+    available = _available(device, movable_bytes=sum(in_memory), num_local_ranks=num_local_ranks)
     plan = plan_records(
         records,
         config,
@@ -434,12 +485,13 @@ def plan_records(
     )
 
 
-def _available(device: Device, *, movable_bytes: int) -> dict[TierName, int]:
+def _available(device: Device, *, movable_bytes: int, num_local_ranks: int) -> dict[TierName, int]:
     """Bytes by tier; of a device whose memory is the host's there is no entry.
 
-    `movable_bytes` are those of parameters in host memory: they are freed as the arenas fill.
+    `movable_bytes` are those of parameters in host memory: they are freed as the arenas fill. The ranks of a machine
+    share its memory.
     """
-    available = {TierName.HOST: available_host_bytes() + movable_bytes}
+    available = {TierName.HOST: available_host_bytes() // num_local_ranks + movable_bytes}
     free_bytes = device.free_bytes()
     if free_bytes is not None:
         available[TierName.DEVICE] = free_bytes
@@ -485,6 +537,13 @@ def _create_segments(records: Sequence[Record], plan: MemoryPlan, store: TieredS
         for kind, (dtype, num_elements) in record.layout().items():
             tier = plan.placement[record.index, kind]
             record.segments[kind] = store.create(record.name, kind, dtype, num_elements, tier)
+        if record.state.keeps_whole_params:
+            whole = record.segments[SegmentKind.PARAM]
+            start, stop = record.shard.kept_range(record.num_trainable)
+            record.whole_param = whole
+            record.segments[SegmentKind.PARAM] = replace(
+                whole, num_elements=stop - start, place=whole.memory[start:stop]
+            )
         if record.num_trainable:
             tier = plan.placement[record.index, SegmentKind.GRAD]
             if plan.grads_have_homes or tier is TierName.DEVICE:

@@ -14,6 +14,7 @@ import importlib
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -147,3 +148,15 @@ def fake_tensor_mode() -> AbstractContextManager[Any]:
     """Inside, tensors have shapes, dtypes and storages of a size, but no memory. Imported late: it loads sympy."""
     mode: Any = importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode
     return mode()  # type: ignore[no-any-return]
+
+
+def default_process_group_store() -> Any:
+    """The key-value store in which the ranks of the default process group have found each other."""
+    return _look_up("distributed.distributed_c10d._get_default_store")()
+
+
+def timeout_of_process_group() -> timedelta:
+    """Of the default process group; a new group does not inherit it."""
+    group = _look_up("distributed.distributed_c10d._get_default_group")()
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from offloadzero import launch
 from offloadzero.config import OffloadConfig, create_nvme_directories, load_config
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import UninterruptedThroughout, uninterrupted_from_start
@@ -59,7 +60,9 @@ class Init:
         if data_parallel_group is not None:
             raise ConfigError("data_parallel_group", data_parallel_group, "one rank only: not built yet")
         source = config_dict_or_path if config_dict_or_path is not None else config
-        self._settings = load_config(source) if source is not None else OffloadConfig()
+        self._settings = (
+            OffloadConfig() if source is None else load_config(source, world_size=launch.join_group()[1])
+        )
         self._enabled = enabled
         self._dtype = dtype or DTYPES[self._settings.precision.param_dtype]
         # Without a precision block nobody casts what stays in memory later.
@@ -261,6 +264,11 @@ class GatheredParameters:
                 self._built.append(_Built(param, param.data.clone(), dtype, spilled.directory))
             return
         record, slot = runtime.slots[id(param)]
+        if runtime.several is not None:
+            raise StateError(
+                f"{slot.name}: GatheredParameters over several ranks is not built: param.data gives the value where "
+                "all ranks read it"
+            )
         with UninterruptedThroughout():
             if runtime.weights.gather(record, slot):  # else a block around this one has it
                 self._gathered.append((runtime, record, slot))
@@ -375,35 +383,48 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 # The local forms: this process's part of each parameter as a vector, which of one process is all of it.
 
 
+def _expect_all_is_local(param: nn.Parameter, call: str) -> None:
+    runtime, _, slot = _located(param)
+    if runtime.several is not None:
+        full = call.replace("local", "full")
+        raise StateError(f"{slot.name}: {call}() over several ranks is not built: {full}() on all of them is")
+
+
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """The fp32 master weight as a vector: a new host tensor."""
+    _expect_all_is_local(param, "safe_get_local_fp32_param")
     return safe_get_full_fp32_param(param).reshape(-1)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the fp32 master weight and with it the parameter."""
+    _expect_all_is_local(param, "safe_set_local_fp32_param")
     safe_set_full_fp32_param(param, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """A state such as "exp_avg" as a vector: a new fp32 host tensor; None for a frozen parameter."""
+    _expect_all_is_local(param, "safe_get_local_optimizer_state")
     state = safe_get_full_optimizer_state(param, optim_state_key)
     return None if state is None else state.reshape(-1)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Set a state such as "exp_avg". Raises ConfigError for a frozen parameter, which has none."""
+    _expect_all_is_local(param, "safe_set_local_optimizer_state")
     safe_set_full_optimizer_state(param, value, optim_state_key)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The gradient accumulated since the last step as a vector: a new fp32 host tensor; None where there is none."""
+    _expect_all_is_local(param, "safe_get_local_grad")
     grad = safe_get_full_grad(param)
     return None if grad is None else grad.reshape(-1)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the gradient."""
+    _expect_all_is_local(param, "safe_set_local_grad")
     if value.numel() != param.numel():
         _, _, slot = _located(param)
         raise ConfigError(f"{slot.name}.grad", tuple(value.shape), f"{param.numel()} elements")

@@ -70,6 +70,8 @@ def read_deepspeed(top: Block, *, world_size: int, reading: Reading) -> OffloadC
         optimizer=read_optimizer(top, reading.notices),
         scheduler=read_scheduler(top, reading.notices),
         zero_stage=zero.stage,
+        world_size=world_size,
+        communication_dtype=_read_communication_dtype(top),
         placement=_read_placement(zero, reading),
         pin_memory=_read_pin_memory(zero),
         units=_read_units(zero.block),
@@ -123,6 +125,11 @@ def _read_precision(top: Block, reading: Reading) -> PrecisionConfig:
         loss_scale=loss_scale if use_fp16 else None,
         grad_accum_dtype=_DTYPES[accum] if accum is not None else None,
     )
+
+
+def _read_communication_dtype(top: Block) -> str | None:
+    name = top.read("communication_data_type", read_enum, None, allowed=_DTYPES)
+    return None if name is None else _DTYPES[name]
 
 
 def _read_loss_scale(fp16: Block) -> LossScaleConfig:

@@ -72,7 +72,7 @@ _BOOL, _NUMBER, _TEXT, _SWITCHED = Kind.BOOL, Kind.NUMBER, Kind.TEXT, Kind.SWITC
 
 _TRACKER = "metrics are not sent to trackers from here; log what the engine reports"
 _LEASES = "leases are sized from the units and the budgets (offloadzero.budgets)"
-_COLLECTIVES = "there is one rank, and no collective"
+_COLLECTIVES = "one rank has no collective, several have one per unit"
 _PIPELINE = "reads, the update and writes always overlap (offloadzero.update.num_chunks_in_flight)"
 _REPLACEMENT = "what stays on the device follows from the recorded order of use (offloadzero.budgets.device)"
 _QUANTIZED = "quantized communication is not built; it would change the numbers"
@@ -80,7 +80,7 @@ _SCHEDULED_BITS = "not built; ignoring it would change what is trained"
 
 _TOP: dict[str, KeySpec] = {
     "train_batch_size": _use(
-        "samples per optimizer step = micro batch * accumulation * ranks (one)", auto_is_absent=False
+        "samples per optimizer step = micro batch * accumulation * ranks", auto_is_absent=False
     ),
     "train_micro_batch_size_per_gpu": _use("samples per forward on one rank", auto_is_absent=False),
     "gradient_accumulation_steps": _use(
@@ -116,7 +116,7 @@ _TOP: dict[str, KeySpec] = {
     "prescale_gradients": _accept(_COLLECTIVES, _BOOL, False),
     "gradient_predivide_factor": _accept(_COLLECTIVES, _NUMBER, 1),
     "gradient_allreduce_op": _refuse("gradients are not summed over ranks: allowed mean", _TEXT, "mean"),
-    "communication_data_type": _accept(_COLLECTIVES, _TEXT),
+    "communication_data_type": _use("the dtype in which gradients go between ranks, if not their own"),
     "seq_parallel_communication_data_type": _accept("there is no sequence parallelism", _TEXT),
     "seq_parallel_comm_data_type": _alias("seq_parallel_communication_data_type"),
     "sequence_parallel_size": _refuse("sequence parallelism is not built: allowed 1", _NUMBER, 1),
@@ -215,7 +215,7 @@ _BF16: dict[str, KeySpec] = {
 }
 
 _ZERO: dict[str, KeySpec] = {
-    "stage": _use("0, 1, 2 or 3, `true` is 1: which offload blocks are allowed; one rank shards nothing"),
+    "stage": _use("0, 1, 2 or 3, `true` is 1: which offload blocks are allowed, and what ranks divide"),
     "offload_param": _use("home of the parameters; needs stage 3"),
     "offload_optimizer": _use("home of master weights and moments; needs stage 1, 2 or 3"),
     "cpu_offload": _map('old name of offload_optimizer {"device": "cpu"}'),

@@ -161,6 +161,10 @@ class OffloadConfig:
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     zero_stage: int = 0
+    world_size: int = 1  # ranks that train the model together
+    communication_dtype: str | None = (
+        None  # "bf16" | "fp16" | "fp32", of gradients between ranks; None: their own
+    )
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     budgets: BudgetConfig = field(default_factory=BudgetConfig)
     nvme_paths: tuple[Path, ...] = ()

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import mmap
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -217,6 +218,18 @@ class BufferPool:
     def num_free(self) -> int:
         """Buffers that `take` would give at once."""
         return len(self._free)
+
+    def take_within(self, wait_s: float) -> PooledBuffer | None:
+        """A free buffer, or None where none is given back for so long."""
+        until_s = time.monotonic() + wait_s
+        while (buffer := self.try_take()) is None:
+            if not self._wait_given() and self._failures.first is not None:
+                raise self._failures.first from None
+            if time.monotonic() > until_s:
+                return self.try_take()
+        if self._free:
+            self._wake()  # the next one's turn
+        return buffer
 
     def take(self) -> PooledBuffer:
         """A free buffer; blocks. Raises the engine's failure if there is one, which does not count as seen by that.

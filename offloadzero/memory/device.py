@@ -313,6 +313,14 @@ def is_host_memory(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+def device_of_rank(name: str | None, local_rank: int) -> str | None:
+    """The name of the device that one of several ranks of a machine computes on, where `name` leaves that open."""
+    there = torch.accelerator.current_accelerator(check_available=True)
+    if there is None or name not in (None, there.type):
+        return name
+    return f"{there.type}:{local_rank % torch.accelerator.device_count()}"
+
+
 def find_device(name: str | None) -> Device:
     """The device called "cpu", "cuda", "cuda:N" or as torch.accelerator calls it; None takes CUDA where there is one.
 

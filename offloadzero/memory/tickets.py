@@ -190,13 +190,17 @@ class Failures:
         self.is_foreign = False  # this process is a forked child of the engine's
         self.given_up = False  # nobody will use the engine any more: background threads wait for nothing
         self.threads: list[Thread] = []  # in the order of their making: a later one may use earlier ones
+        self.tell: Callable[[BaseException], None] | None = None  # is told of the first failure
         _known.add(self)
 
     def record(self, error: BaseException) -> None:
         """Remember `error` unless another came first."""
         with self._lock:
-            if self.first is None:
+            is_first = self.first is None
+            if is_first:
                 self.first = error
+        if is_first and self.tell is not None:
+            self.tell(error)
 
     def spoil(self, error: BaseException) -> None:
         """Like `record`, of an error that the caller sees anyway."""

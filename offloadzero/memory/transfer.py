@@ -31,6 +31,8 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.memory.tiers import FETCH_PRIORITY, Home
 
+Copy = Callable[[torch.Tensor, torch.Tensor], None]  # to the first from the second
+
 
 class Staging(Protocol):
     """Pinned memory through which data pass between files and the device."""
@@ -63,6 +65,7 @@ class PoolStaging:
 class Staged:
     """Data in pinned memory on their way from a file to the device, or `delivered` there by other copies."""
 
+    copy: Copy  # what brings them to the device
     buffer: PooledBuffer | None = None
     data: torch.Tensor | None = None
     delivered: Sequence[Ticket] | None = None
@@ -90,6 +93,7 @@ class Fetcher:
         fence: Fence = NO_FENCE,
         label: str,
         delivered: Callable[[], Sequence[Ticket] | None] | None = None,
+        copy: Copy | None = None,
     ) -> LaneTicket:
         """Copy a home into `target`, device, shape (home.num_elements,).
 
@@ -99,17 +103,18 @@ class Fetcher:
             label: names the copy on the timeline.
             delivered: for a home on file: blocks until it is known whether something else copies the data to `target`,
                 and gives the tickets of those copies, or None when nothing does.
+            copy: what brings the home's data to `target`, which may be of another size then; None: one copy.
         """
-        copy = self._accelerator.copy
+        copy = copy or self._accelerator.copy
         targets = [target]  # the lane lets go of it before the ticket is done
-        if home.is_in_host_memory:
+        if home.is_in_memory:
             source = home.memory
             return self._lane.submit(
                 lambda: copy(targets.pop(), source), after=after, fence=fence, label=label
             )
         if self._reader is None:
             raise AssertionError(f"{home.label}: no staging for a home on {home.tier.value}")
-        staged = Staged()
+        staged = Staged(copy)
         read = self._reader.start(lambda: self._stage(staged, home, after, label, delivered), label=label)
         return self._lane.submit(lambda: self._unstage(staged, read, targets.pop()), fence=fence, label=label)
 
@@ -145,7 +150,7 @@ class Fetcher:
             for copied in staged.delivered or ():
                 order_compute_after(copied)
             if staged.data is not None:
-                self._accelerator.copy(target, staged.data)
+                staged.copy(target, staged.data)
         finally:
             if staged.buffer is not None:
                 self._staged_by.give_back(staged.buffer, last_use=self._accelerator.launched())

@@ -136,6 +136,8 @@ def updates_in_backward(config: OffloadConfig) -> bool:
         "fp16": config.precision.param_dtype == "fp16",
         'offloadzero.update.on_nonfinite = "skip"': config.update.on_nonfinite == "skip",
     }
+    if config.world_size > 1:  # whether all gradients of all ranks are finite must be known first
+        reasons[f"{config.world_size} ranks"] = True
     binding = [name for name, holds in reasons.items() if holds]
     if config.update.in_backward and binding:
         raise ConfigError(
@@ -296,9 +298,13 @@ def _plan(
     sheet = _Sheet()
     _add_homes(sheet, records, placement, grads_have_homes)
 
-    streamed = [r for r in records if placement[r.index, SegmentKind.PARAM] is not TierName.DEVICE]
+    streamed = [
+        r for r in records if r.is_gathered or placement[r.index, SegmentKind.PARAM] is not TierName.DEVICE
+    ]
     leaving = [
-        r for r in records if r.num_trainable and placement[r.index, SegmentKind.GRAD] is not TierName.DEVICE
+        r
+        for r in records
+        if r.num_trainable and (r.is_reduced or placement[r.index, SegmentKind.GRAD] is not TierName.DEVICE)
     ]
     grad_bytes = {r.index: align_up(r.num_trainable * r.dtype.itemsize) for r in leaving}
     # What is resident may have parameters at both ends of the model: it would keep a lease for all of backward.
@@ -324,7 +330,7 @@ def _plan(
     sheet.add(TierName.DEVICE, "unit leases", unit_lease_bytes)
 
     from_files = [r for r in streamed if placement[r.index, SegmentKind.PARAM] is TierName.NVME]
-    param_staging_bytes = _largest(r.param_bytes for r in from_files)
+    param_staging_bytes = _largest(r.kept_param_bytes for r in from_files)
     sheet.add(TierName.HOST, "parameter staging", NUM_STAGING_LEASES * param_staging_bytes)
 
     passing = [
@@ -333,7 +339,9 @@ def _plan(
     host_grad_bytes = _largest(r.state.kept_trainable * r.grad_dtype.itemsize for r in passing)
     num_host_grads = NUM_PASSING_GRADS if host_grad_bytes else 0
     sheet.add(TierName.HOST, "gradients in passing", num_host_grads * host_grad_bytes)
-    grad_staging_bytes = _largest(grad_bytes.values()) if grads_have_homes else 0
+    grad_staging_bytes = (
+        _largest(r.kept_trainable * r.dtype.itemsize for r in leaving) if grads_have_homes else 0
+    )
     num_grad_staging = NUM_GRAD_STAGING if config.batch.gradient_accumulation_steps > 1 else 1
     sheet.add(TierName.HOST, "gradient staging", num_grad_staging * grad_staging_bytes)
 
@@ -453,7 +461,7 @@ def _norm_scratch_bytes(records: Sequence[Record], placement: Placement, form: U
     on_device = [
         r for r in records if r.num_trainable and placement[r.index, SegmentKind.GRAD] is TierName.DEVICE
     ]
-    return _largest(norm_scratch_bytes(r.trainable_parts) for r in on_device)
+    return _largest(norm_scratch_bytes(r.kept_parts) for r in on_device)
 
 
 def _updates_on_device(record: Record, placement: Placement) -> bool:

@@ -31,5 +31,13 @@ class ShardSpec:
         kept = self.kept_elements(full_elements)
         return self.rank * kept, (self.rank + 1) * kept
 
+    def clipped(self, start: int, stop: int, full_elements: int) -> tuple[int, int]:
+        """What of [start, stop) is in this rank's part of so many elements, counted from where that begins.
+
+        Empty where nothing is, and in the part's order then.
+        """
+        first, last = self.kept_range(full_elements)
+        return min(max(start, first), last) - first, min(max(stop, first), last) - first
+
 
 WHOLE = ShardSpec()  # of the only rank

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 from offloadzero.errors import NonFiniteError, OffloadError
 from offloadzero.memory.tickets import Failures
-from offloadzero.step.record_gradient import RecordGradient
 from offloadzero.update.spec import Hyper
 
 Hypers = Sequence[Hyper]  # by group index
@@ -57,9 +56,8 @@ class Accounts:
         self.stopped = account
         self._failures.stop_training(error)
 
-    def refuse(self, account: Account, gradients: Sequence[RecordGradient]) -> None:
-        """The step goes no further: of those gradients some are not finite."""
-        names = [gradient.record.name for gradient in gradients if not gradient.is_finite]
+    def refuse(self, account: Account, names: Sequence[str]) -> None:
+        """The step goes no further: the gradients of the units of those names are not finite."""
         error = NonFiniteError(
             f"step {account.step}: the gradient of {names_text(names)} holds NaN or Inf; {self.applied_text(account)}. "
             + ("" if account.applied else "zero_grad() lets training go on without this step. ")

@@ -15,7 +15,9 @@ class Accumulation:
     A micro batch ends with its backward, or with the engine's `step()`, which DeepSpeed's loops call after each.
     """
 
-    def __init__(self, batch: BatchConfig, *, keeps_gradients: bool, ends_with_step: bool) -> None:
+    def __init__(
+        self, batch: BatchConfig, *, keeps_gradients: bool, ends_with_step: bool, world_size: int = 1
+    ) -> None:
         """Args:
         keeps_gradients: from one micro batch to the next, so that there may be several to a step.
         ends_with_step: a micro batch ends with the engine's `step()`.
@@ -26,6 +28,7 @@ class Accumulation:
         self.override: bool | None = None
         self.num_micro_steps = 0
         self._keeps_gradients = keeps_gradients
+        self._world_size = world_size
         self._window_start = 0  # the first micro step of the present step
         self._steps_before, self._samples_before = 0, 0  # of batch sizes before this one
 
@@ -90,11 +93,11 @@ class Accumulation:
         if micro is None:
             key = "train_micro_batch_size_per_gpu"
             raise ConfigError(key, None, "set_train_batch_size() needs it in the config")
-        self._set(resolve_batch(size, micro, None, world_size=1), global_steps)
+        self._set(resolve_batch(size, micro, None, world_size=self._world_size), global_steps)
 
     def set_micro_batch_size(self, size: int, *, global_steps: int) -> None:
         """Change the micro batch; accumulation steps stay as they are. Raises ConfigError, StateError."""
-        self._set(resolve_batch(None, size, self.num_steps, world_size=1), global_steps)
+        self._set(resolve_batch(None, size, self.num_steps, world_size=self._world_size), global_steps)
 
     def _set(self, batch: BatchConfig, global_steps: int) -> None:
         if self.num_taken:

@@ -240,8 +240,8 @@ class GradientCollector:
 
     def _begin(self, state: RecordGradient) -> None:
         record = state.record
-        home = state.home
-        if home is not None and home.is_on_device:
+        home = state.device_home
+        if home is not None:
             # An update of the last step may still read it, or who measures what earlier micro batches brought.
             state.free = AllOf([self._previous_update(record.index), state.landed])
             with self._clock.waiting("update"), self._store.failures.handed_over():
@@ -273,14 +273,9 @@ class GradientCollector:
         lease = leases.try_take()
         if lease is None and leases is self._device_leases and self._num_filling >= leases.num_buffers:
             # Every lease waits for gradients that may come after this one's: waiting would never end.
-            size = record.num_trainable * record.dtype.itemsize
-            if record.index not in self._told:
-                self._told.add(record.index)
-                log.warning(_BESIDE_THE_PLAN, record.name, leases.num_buffers, size)
-            lease = PooledBuffer(self._store.accelerator.allocate(size), temporary=True)
+            lease = self._temporary_lease(leases, record)
         elif lease is None:
-            with self._clock.waiting("gradient lease"), self._store.failures.handed_over():
-                lease = leases.take()
+            lease = self._wait_for_lease(leases, record)
         if not lease.last_use.done():
             try:
                 with self._clock.waiting("gradient lease"), self._store.failures.handed_over():
@@ -290,6 +285,20 @@ class GradientCollector:
                 raise
         self._num_filling += self._is_shared(record, lease)
         return lease
+
+    def _wait_for_lease(self, leases: BufferPool, record: Record) -> PooledBuffer:  # noqa: ARG002
+        with self._clock.waiting("gradient lease"), self._store.failures.handed_over():
+            return leases.take()
+
+    def _temporary_lease(self, leases: BufferPool, record: Record) -> PooledBuffer:
+        size = record.num_trainable * record.dtype.itemsize
+        if record.index not in self._told:
+            self._told.add(record.index)
+            self._tell_temporary(record, leases.num_buffers, size)
+        return PooledBuffer(self._store.accelerator.allocate(size), temporary=True)
+
+    def _tell_temporary(self, record: Record, num_leases: int, num_bytes: int) -> None:
+        log.warning(_BESIDE_THE_PLAN, record.name, num_leases, num_bytes)
 
     def _leases_of(self, record: Record) -> BufferPool:
         """Those that units take turns in, or the one of the record's own."""
@@ -337,7 +346,7 @@ def _slot_views(gradients: Iterable[RecordGradient]) -> dict[int, SlotViews]:
     for gradient in gradients:
         record = gradient.record
         own = SlotViews(record.trainable_slots, record.padding)
-        if gradient.home is None or not gradient.home.is_on_device:
+        if gradient.device_home is None:
             layout = (record.dtype, record.padding, slot_layout(record.trainable_slots))
             own = shared.setdefault(layout, own)
         views[record.index] = own

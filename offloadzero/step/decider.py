@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from offloadzero.config import LossScaleConfig
@@ -68,7 +68,7 @@ class Decider:
         if account.refused is None:
             account.refused = self._failures.stop  # of the step before
         if account.refused is None and not job.gradient.is_finite:
-            self._accounts.refuse(account, [job.gradient])
+            self._accounts.refuse(account, [job.record.name])
         if account.refused is not None:
             job.cancel()
             return False
@@ -95,26 +95,34 @@ class Decider:
         step.reads.wait()
         scale = self.scale
         step.decision = decision = decide_step(
-            step.sq_norms(), loss_scale=scale.scale, max_norm=self._max_norm
+            self._sq_norms(step), loss_scale=scale.scale, max_norm=self._max_norm
         )
         self.scale = scale.after_step(finite=decision.apply)
         if decision.apply:
             for job in step.jobs:
                 job.begin(grad_scale=decision.grad_scale)
             return step.in_order()
+        names = self._non_finite(step)
         if not self._skip_nonfinite:
-            self._accounts.refuse(step.account, step.gradients)  # before anyone who waits can see it
+            self._accounts.refuse(step.account, names)  # before anyone who waits can see it
         self.count_skip()
-        self._tell_skip(step, scale.scale)
+        self._tell_skip(step, names, scale.scale)
         for job in step.jobs:
             job.cancel()
         return []
 
-    def _tell_skip(self, step: StepJobs, scale: float) -> None:
+    def _sq_norms(self, step: StepJobs) -> Sequence[float]:
+        """What the step is decided by."""
+        return step.sq_norms()
+
+    def _non_finite(self, step: StepJobs) -> Sequence[str]:
+        """The units whose gradients are not finite."""
+        return [gradient.record.name for gradient in step.gradients if not gradient.is_finite]
+
+    def _tell_skip(self, step: StepJobs, names: Sequence[str], scale: float) -> None:
         self._num_skips += 1
         if not tells_skip(self._num_skips):
             return
-        names = [gradient.record.name for gradient in step.gradients if not gradient.is_finite]
         log.warning(
             _SKIPPED if self._skip_nonfinite else _STOPPED,
             step.account.step,

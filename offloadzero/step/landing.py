@@ -81,7 +81,7 @@ class Landing:
             return Place(home.memory, None, in_place=True)
         in_place = home is None and same_dtype
         buffer = self._take_host(self._passing if in_place else self._staging)
-        return Place(buffer.view(record.dtype, record.num_trainable), buffer, in_place=in_place)
+        return Place(buffer.view(record.dtype, record.kept_trainable), buffer, in_place=in_place)
 
     def _take_host(self, pool: BufferPool) -> Borrowed:
         buffer = pool.try_take()
@@ -197,7 +197,7 @@ class Landing:
         if grad is None:
             return  # on its file, measured by an earlier micro batch
         with self._store.timeline.span(LANDING, gradient.record.name, grad.nbytes):
-            parts = gradient.record.trainable_parts
+            parts = gradient.record.kept_parts
             if places is not None:
                 parts = tuple([parts[place] for place in places])
             measured = device_math.sq_norms(
@@ -236,16 +236,29 @@ class Landing:
         if on_file and earlier and home is not None:
             self._store.read(home, acc).wait()
         with self._store.timeline.span(LANDING, record.name, brought.nbytes + acc.nbytes):
-            slots = record.trainable_slots
-            for part in update_ranges(record, [slots[each] for each in arrived if each not in earlier]):
-                acc[part.start : part.stop].copy_(brought[part.start : part.stop])
-            added = [slots[each] for each in arrived if each in earlier]
-            for part in update_ranges(record, added, factors=factors):
-                if part.factor != 1.0:
-                    acc[part.start : part.stop].mul_(part.factor)
-                device_math.accumulate(
-                    acc[part.start : part.stop],
-                    brought[part.start : part.stop],
-                    num_threads=self._num_threads,
-                )
+            self._add(gradient, acc, brought, arrived, earlier, factors)
         place.give_back()
+
+    def _add(
+        self,
+        gradient: RecordGradient,
+        acc: torch.Tensor,
+        brought: torch.Tensor,
+        arrived: Sequence[int],
+        earlier: frozenset[int],
+        factors: Mapping[int, float],
+    ) -> None:
+        """`brought` to `acc`, both shape (kept_trainable,), as `_merge` says."""
+        record = gradient.record
+        slots = record.trainable_slots
+        for part in update_ranges(record, [slots[each] for each in arrived if each not in earlier]):
+            acc[part.start : part.stop].copy_(brought[part.start : part.stop])
+        added = [slots[each] for each in arrived if each in earlier]
+        for part in update_ranges(record, added, factors=factors):
+            if part.factor != 1.0:
+                acc[part.start : part.stop].mul_(part.factor)
+            device_math.accumulate(
+                acc[part.start : part.stop],
+                brought[part.start : part.stop],
+                num_threads=self._num_threads,
+            )

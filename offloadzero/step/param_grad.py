@@ -234,6 +234,11 @@ class GradientAccess:
         record_index, slot_index = source.index
         state = self._gradients[record_index]
         slot = state.record.trainable_slots[slot_index]
+        if state.record.is_reduced:
+            raise StateError(
+                f"{source.name}: over several ranks gradients are reduced unit by unit, and no rank has one to read or "
+                "to edit: engine.get_global_grad_norm() gives their norm, gradient_clipping clips them"
+            )
         if self._updates_in_backward and (state.closed or state.arrived or state.home is None):
             raise StateError(
                 f"{source.name}: the weights are updated in backward, and the gradient is gone by now: set {KEEP_KEY} "

@@ -67,6 +67,12 @@ class RecordGradient:
     def __post_init__(self) -> None:
         # Where it is kept until the step; None: it is consumed as it lands.
         self.home: Segment | None = self.record.segments.get(SegmentKind.GRAD)
+        # Where it is taken from autograd; None: in a lease.
+        self.device_home = (
+            self.home
+            if self.home is not None and self.home.is_on_device and not self.record.is_reduced
+            else None
+        )
         if not self.sq_norms:
             self.sq_norms = [0.0] * len(self.record.trainable_slots)
 
@@ -113,9 +119,9 @@ class RecordGradient:
         return update_ranges(self.record, self.present_slots, factors=self.factors)
 
     def in_memory(self) -> torch.Tensor | None:
-        """The accumulated gradient, shape (num_trainable,), unless it lives on NVMe."""
+        """The accumulated gradient, shape (kept_trainable,), unless it lives on NVMe."""
         if self.passing is not None:
-            return self.passing.view(self.record.grad_dtype, self.record.num_trainable)
+            return self.passing.view(self.record.grad_dtype, self.record.kept_trainable)
         home = self.home
         return None if home is None or not home.is_in_memory else home.memory
 

@@ -159,6 +159,14 @@ class GradientWindow:
                 f"updated in backward: set {KEEP_KEY} to keep gradients until the step"
             )
 
+    def expect_unchanged(self, world_size: int) -> None:
+        """Where gradients are those of several ranks, one that a rank has dropped or assigned is an error."""
+        for _, handle, grad in self._changed():
+            raise StateError(
+                f"{handle.slot.name}.grad was {'dropped' if grad is None else 'assigned'} before step(): it is "
+                f"the mean over {world_size} ranks, and edits of that are not built"
+            )
+
     def expect_frozen(self) -> None:
         """A parameter that was frozen when the model was offloaded has no states to train it with."""
         with DisableTorchFunctionSubclass():

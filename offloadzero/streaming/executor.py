@@ -19,7 +19,6 @@ from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.segments import SegmentKind
 from offloadzero.streaming.leased_unit import FETCHING, HOME, READY, RELEASED, LayoutViews, LeasedUnit
 from offloadzero.streaming.residency import ResidencyPolicy, running_node
 from offloadzero.streaming.unit_fetches import UnitFetches
@@ -47,8 +46,8 @@ class Executor:
         # With CUDA backward runs on a thread of autograd's, beside what the script's own thread may do meanwhile.
         self._lock = threading.RLock()
         self.units = leased_units(records, store)
-        self.residency = ResidencyPolicy(self.units, arena_bytes=unit_arena.num_bytes)
-        self._fetches = UnitFetches(store, staging=staging, clock=clock)
+        self.residency = self._make_residency(unit_arena.num_bytes)
+        self._fetches = self._make_fetches(staging)
         self.leases = UnitLeases(
             self.units,
             store,
@@ -69,6 +68,12 @@ class Executor:
             store.device.buffer.data_ptr(),
             store.device.buffer.data_ptr() + store.device.num_bytes,
         )
+
+    def _make_residency(self, arena_bytes: int) -> ResidencyPolicy:
+        return ResidencyPolicy(self.units, arena_bytes=arena_bytes)
+
+    def _make_fetches(self, staging: BufferPool) -> UnitFetches:
+        return UnitFetches(self._store, staging=staging, clock=self._clock)
 
     # --- use ---
 
@@ -388,9 +393,9 @@ def leased_units(records: Sequence[Record], store: TieredStore) -> list[LeasedUn
     by_layout: dict[Hashable, LayoutViews] = {}
     units: list[LeasedUnit] = []
     for record in records:
-        home = record.segments[SegmentKind.PARAM]
+        home = record.param_home
         layout = (record.dtype, record.num_trainable, slot_layout(record.slots))
-        stays = home.is_on_device
+        stays = home.is_on_device and not record.is_gathered
         shared = by_layout.get(layout) if not stays else None
         unit = LeasedUnit(
             record,

@@ -9,7 +9,7 @@ layout rounds the master to 24 bits) comes back as rounded as it would have been
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -37,8 +37,11 @@ class OriginalForm:
         }
         self._taken: list[tuple[Record, TieredStore]] = []
 
-    def load(self, store: TieredStore) -> None:
-        """Move all values to their homes, one record at a time: the last first, [Note: the gap] in memory/nvme.py."""
+    def load(self, store: TieredStore, *, agree: Callable[[torch.Tensor], None]) -> None:
+        """Move all values to their homes, one record at a time: the last first, [Note: the gap] in memory/nvme.py.
+
+        `agree` makes values those of the first rank, where there are several.
+        """
         freed = FreedMemory()
         waiting = file_bytes(slot.param for record in self._records for slot in record.slots)
         for record in reversed(self._records):
@@ -48,7 +51,7 @@ class OriginalForm:
             values = [slot.param.data for slot in record.slots]
             try:
                 store.reserve(record.segments.values(), waiting=waiting)
-                WeightAccess.load_initial(record, store)
+                WeightAccess.load_initial(record, store, agree=agree)
             except BaseException:
                 for slot, value in zip(record.slots, values, strict=True):
                     slot.param.data = value
@@ -61,6 +64,10 @@ class OriginalForm:
         """Put the values of the homes back into the parameters; nobody may write the homes meanwhile."""
         while self._taken:
             record, store = self._taken[-1]
+            if record.shard.world_size > 1:
+                _give_up(record)
+                self._taken.pop()
+                continue
             param = _read(record, SegmentKind.PARAM, store)
             has_master = SegmentKind.MASTER in record.segments
             master = _read(record, SegmentKind.MASTER, store) if has_master else None
@@ -70,6 +77,13 @@ class OriginalForm:
                 # A tensor of its own: the record's would stay as long as any parameter of it.
                 slot.param.data = _value(slot, param, master, dtype).to(device, dtype, copy=True)
             self._taken.pop()
+
+
+def _give_up(record: Record) -> None:
+    """This rank alone has not all values of the record: its parameters are NaN."""
+    for slot in record.slots:
+        restore_parameter(slot.param)
+        slot.param.data = torch.full((), float("nan")).to(record.dtype).expand(slot.shape)
 
 
 def _read(record: Record, kind: SegmentKind, store: TieredStore) -> torch.Tensor:

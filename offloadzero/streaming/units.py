@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from offloadzero.config import UnitConfig
 from offloadzero.errors import ConfigError
+from offloadzero.sharding.shard_spec import WHOLE, ShardSpec
 from offloadzero.streaming.shared_memory import expect_memory_of_its_own
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.spec import MASTER_DTYPES, AnySpec
@@ -51,6 +52,9 @@ def cut_units(
     param_dtype: torch.dtype | None,
     spec: AnySpec,
     compact: bool = False,
+    shard: ShardSpec = WHOLE,
+    gathers_params: bool = False,
+    is_reduced: bool = False,
 ) -> UnitCut:
     """Cut `model` into units and lay out their records.
 
@@ -64,6 +68,9 @@ def cut_units(
         param_dtype: dtype of all floating-point parameters; None keeps each parameter's own.
         spec: of the optimizer.
         compact: the compact layout for the states of bf16 parameters.
+        shard: of gradients and states.
+        gathers_params: the parameters are divided in the same way, but for those of the resident unit.
+        is_reduced: gradients are means over several ranks.
 
     Raises:
         ConfigError: the model has no parameters, some that cannot be moved, or one that shares memory with another
@@ -87,7 +94,16 @@ def cut_units(
             _expect_trainable_dtype(dtype, placed)
             resident = unit_name == REST
             record = make_record(
-                len(records), name, dtype, placed, spec=spec, resident=resident, compact=compact
+                len(records),
+                name,
+                dtype,
+                placed,
+                spec=spec,
+                shard=shard,
+                resident=resident,
+                compact=compact,
+                keeps_whole_params=shard.world_size > 1 and (resident or not gathers_params),
+                is_reduced=is_reduced,
             )
             records.append(record)
             record_of.update({id(param): record.index for _, param in members})

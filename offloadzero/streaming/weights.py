@@ -9,7 +9,7 @@ in its waits too. What ends it nevertheless, a second interrupt say, makes the e
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch.autograd.graph import increment_version
@@ -18,7 +18,7 @@ from offloadzero.arithmetic import device_math
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.store import Segment, TieredStore
-from offloadzero.memory.tickets import AllOf, Ticket
+from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.parameters.remote import RemoteTensor
 from offloadzero.parameters.weight import Alias, offload_parameter
@@ -27,6 +27,7 @@ from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.spill import take_spilled
 from offloadzero.torch_private import DisableTorchFunctionSubclass
 from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.kept import kept_params, kept_place
 from offloadzero.update.record_state import segment_slice
 from offloadzero.update.records import Record
 from offloadzero.update.spec import StateCodes
@@ -43,23 +44,30 @@ class WeightAccess:
     # --- the first values ---
 
     @staticmethod
-    def load_initial(record: Record, store: TieredStore) -> None:
+    def load_initial(record: Record, store: TieredStore, *, agree: Callable[[torch.Tensor], None]) -> None:
         """Write the module's present values to the record's homes and free them in the module.
 
-        fp32 values keep all their bits: what the parameter's dtype cannot hold goes to the master.
+        fp32 values keep all their bits: what the parameter's dtype cannot hold goes to the master. `agree` makes values
+        those of the first rank, where there are several.
         """
         layout = record.layout()
         param = torch.zeros(record.num_elements, dtype=record.dtype, device="cpu")
-        master_layout = layout.get(SegmentKind.MASTER)
-        master = None if master_layout is None else torch.zeros(master_layout[1], dtype=master_layout[0])
+        master = None
+        if SegmentKind.MASTER in layout:
+            master = torch.zeros(record.num_trainable, dtype=layout[SegmentKind.MASTER][0], device="cpu")
         for slot in record.slots:
             spilled = take_spilled(slot.param)
             value = slot.param.data if spilled is None else spilled
             _encode(slot, value.detach().to("cpu"), param, master)
             slot.param.data = torch.zeros((), dtype=record.dtype).expand(slot.shape)
-        writes: list[Ticket] = [store.write(record.segments[SegmentKind.PARAM], param)]
+        agree(param)
+        if master is not None:
+            agree(master)
+        kept_param = kept_params(record, param)
+        writes: list[Ticket] = [store.write(record.param_home, kept_param)]
         if master is not None and bool(torch.count_nonzero(master)):
-            writes.append(store.write(record.segments[SegmentKind.MASTER], master))
+            start, stop = record.shard.kept_range(record.num_trainable)
+            writes.append(store.write(record.segments[SegmentKind.MASTER], master[start:stop]))
         AllOf(writes).wait()
 
     @staticmethod
@@ -68,11 +76,12 @@ class WeightAccess:
         for slot in record.trainable_slots:
             for kind in record.spec.states:
                 value = record.spec.initial_value(kind, groups[slot.group_index or 0])
-                if value:
+                place = kept_place(record, slot, kind)
+                if value and place.num_elements:
                     store.write(
                         record.segments[kind],
-                        torch.full((slot.num_elements,), value, dtype=torch.float32, device="cpu"),
-                        start=slot.offset,
+                        torch.full((place.num_elements,), value, dtype=torch.float32, device="cpu"),
+                        start=place.start,
                     ).wait()
 
     # --- parameters ---
@@ -251,7 +260,7 @@ class WeightAccess:
             raise StateError(f"{slot.name}: the engine of this model is closed, and its states went with it")
         if kind is not SegmentKind.PARAM and not slot.trainable:
             raise ConfigError(slot.name, kind.value, "a frozen parameter has no optimizer state")
-        return record.segments[kind]
+        return record.param_home if kind is SegmentKind.PARAM else record.segments[kind]
 
     def _read(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> torch.Tensor:
         segment = self._segment(record, slot, kind)
@@ -260,8 +269,13 @@ class WeightAccess:
         target = torch.empty(part.stop - part.start, dtype=segment.dtype, device="cpu")
         with self._clock.waiting("state access"), self._store.failures.handed_over():
             self._executor.update_ticket(record.index).wait()
-            self._store.read(segment, target, start=part.start).wait()
+            self._read_home(record, slot, segment, target)
         return target
+
+    def _read_home(self, record: Record, slot: ParamSlot, segment: Segment, target: torch.Tensor) -> None:
+        """All of a slot's elements of a segment."""
+        place = kept_place(record, slot, segment.kind)
+        self._store.read(segment, target, start=place.start).wait()
 
     def _write(self, record: Record, slot: ParamSlot, parts: Mapping[SegmentKind, torch.Tensor]) -> None:
         """All of `parts`: [Note: a write is whole]."""
@@ -278,13 +292,19 @@ class WeightAccess:
                     if SegmentKind.PARAM in parts:
                         self._executor.begin_edit(record.index)
                     with self._store.failures.handed_over():
-                        AllOf([self._begin_write(segments[kind], slot, parts[kind]) for kind in parts]).wait()
+                        AllOf(
+                            [self._begin_write(record, slot, segments[kind], parts[kind]) for kind in parts]
+                        ).wait()
             finally:
                 record.edits.end()
 
-    def _begin_write(self, segment: Segment, slot: ParamSlot, source: torch.Tensor) -> Ticket:
-        first = segment_slice(segment.kind, slot.offset, slot.offset + slot.num_elements).start
-        return self._store.write(segment, source, start=first)
+    def _begin_write(self, record: Record, slot: ParamSlot, segment: Segment, source: torch.Tensor) -> Ticket:
+        """Of `source`, all of a slot's elements, what is kept here."""
+        place = kept_place(record, slot, segment.kind)
+        if not place.num_elements:
+            return FINISHED
+        part = source[place.skipped : place.skipped + place.num_elements]
+        return self._store.write(segment, part, start=place.start)
 
 
 class SlotWeight:

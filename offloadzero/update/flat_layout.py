@@ -135,14 +135,20 @@ class FlatLayout:
 
 
 def make_flat_layout(
-    dtype: torch.dtype, params: Sequence[tuple[str, torch.nn.Parameter, int | None]], *, compact: bool
+    dtype: torch.dtype,
+    params: Sequence[tuple[str, torch.nn.Parameter, int | None]],
+    *,
+    compact: bool,
+    num_shards: int = 1,
 ) -> FlatLayout:
     """Lay parameters (name, parameter, group index or None) out: trainable first, by group, then frozen.
 
-    `compact`: the states have scales per block, so no block belongs to two parameters.
+    `compact`: the states have scales per block, so no block belongs to two parameters. Trainable and frozen elements
+    are each a whole number of `num_shards` shards, and no block belongs to two of those.
     """
     param_align = granule(dtype, compact=compact)
-    record_align = ALIGN_BYTES if compact else ALIGN_BYTES // 2  # whole file blocks in the smallest dtype
+    # Whole file blocks in the smallest dtype, in each shard.
+    record_align = (ALIGN_BYTES if compact else ALIGN_BYTES // 2) * num_shards
     ordered = sorted(params, key=lambda item: (item[2] is None, item[2] or 0))  # stable
     slots: list[ParamSlot] = []
     position = 0

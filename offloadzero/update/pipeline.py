@@ -50,7 +50,7 @@ class RecordUpdate(Protocol):
 
     @property
     def grad(self) -> torch.Tensor | Segment:
-        """The gradient: record.num_trainable elements in memory, or an NVMe segment.
+        """The gradient: record.kept_trainable elements in memory, or an NVMe segment.
 
         On the device, too, it is complete when the update is submitted.
         """
@@ -213,7 +213,7 @@ class UpdatePipeline:
             return
         delivery, writes = update.ticket.begin(), list[Ticket]()
         first, last = bounds[0][0], bounds[-1][1]
-        num_elements = update.record.num_trainable
+        num_elements = update.record.kept_trainable
         # What is in host memory as it is needs no chunks: one call of the kernel.
         chunk_elements = self._chunk_elements if self._is_staged(update) else num_elements
         for start, stop in chunk_bounds(first, last, chunk_elements, num_elements):
@@ -232,7 +232,7 @@ class UpdatePipeline:
 
         def task() -> None:
             with self._store.accelerator.span(DEVICE_UPDATE, update.record.name, update_bytes(buffers)):
-                self._step(update, buffers, start=0, stop=update.record.num_trainable, form=self._form)
+                self._step(update, buffers, start=0, stop=update.record.kept_trainable, form=self._form)
             update.release_gradient()
 
         update.ticket.fulfil(self._device_lane.submit(task))

@@ -46,13 +46,18 @@ class RecordState:
     shard: ShardSpec
     spec: AnySpec
     compact: bool
+    keeps_whole_params: bool = False  # of what is trained here a shard, of the parameters all
     grad_dtype: torch.dtype = torch.float32
     segments: dict[SegmentKind, Segment] = field(default_factory=dict)
 
     @property
     def kept_elements(self) -> int:
         """Elements of the parameters here, with padding."""
-        return self.shard.kept_elements(self.flat.num_elements)
+        return (
+            self.flat.num_elements
+            if self.keeps_whole_params
+            else self.shard.kept_elements(self.flat.num_elements)
+        )
 
     @property
     def kept_trainable(self) -> int:

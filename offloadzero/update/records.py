@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -44,6 +44,8 @@ class Record:
     state: RecordState
     resident: bool = False
     edits: Edits = field(default_factory=Edits)
+    is_reduced: bool = False  # its gradient is the mean over several ranks
+    whole_param: Segment | None = None  # all parameters, of which the update's segment is a part
 
     @property
     def unit_name(self) -> str:
@@ -99,6 +101,32 @@ class Record:
 
     # --- of the state, in the sizes that this rank keeps ---
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the parameters on the device come from the shards of all ranks."""
+        return self.shard.world_size > 1 and not self.state.keeps_whole_params
+
+    @property
+    def param_home(self) -> Segment:
+        """Where the parameters live that this rank keeps."""
+        return self.whole_param or self.segments[SegmentKind.PARAM]
+
+    @cached_property
+    def kept_trainable(self) -> int:
+        """Elements that the optimizer updates here, with padding."""
+        return self.state.kept_trainable
+
+    @cached_property
+    def kept_param_bytes(self) -> int:
+        """Bytes of the parameters here, with padding."""
+        return self.state.kept_elements * self.flat.dtype.itemsize
+
+    @cached_property
+    def kept_parts(self) -> tuple[tuple[int, int], ...]:
+        """`trainable_parts`, as far as they are here: elements of the shard. Empty ones are in their order, too."""
+        clip, total = self.shard.clipped, self.flat.num_trainable
+        return tuple(clip(start, stop, total) for start, stop in self.flat.trainable_parts)
+
     @cached_property
     def spec(self) -> AnySpec:
         """The optimizer."""
@@ -152,20 +180,23 @@ def make_record(
     shard: ShardSpec = WHOLE,
     resident: bool = False,
     compact: bool = False,
+    keeps_whole_params: bool = False,
+    is_reduced: bool = False,
 ) -> Record:
     """Lay parameters (name, parameter, group index or None) out, and what `shard` keeps of them under an optimizer.
 
     `compact` is the layout of the states; a dtype that has none keeps the fp32 layout.
     """
     compact = compact and spec.is_compact(dtype)
-    flat = make_flat_layout(dtype, params, compact=compact)
-    return Record(index, name, flat, shard, RecordState(flat, shard, spec, compact), resident)
+    flat = make_flat_layout(dtype, params, compact=compact, num_shards=shard.world_size)
+    state = RecordState(flat, shard, spec, compact, keeps_whole_params)
+    return Record(index, name, flat, shard, state, resident, is_reduced=is_reduced)
 
 
 def update_ranges(
     record: Record, slots: Iterable[ParamSlot], *, factors: Mapping[int, float] = MappingProxyType({})
 ) -> list[UpdateRange]:
-    """Merge neighbouring `slots` with equal group, step and factor into ranges, in the record's order.
+    """Merge neighbouring `slots` with equal group, step and factor into ranges of the shard, in the record's order.
 
     `factors` of gradients are by slot, 1 where there is none. Padding behind a parameter belongs to its
     range: its gradient is zero, so it stays zero.
@@ -186,7 +217,7 @@ def update_ranges(
             ranges[-1] = UpdateRange(last.start, stop, *shared)
         else:
             ranges.append(UpdateRange(slot.offset, stop, *shared))
-    return ranges
+    return _kept(record, ranges)
 
 
 def all_ranges(record: Record) -> list[UpdateRange]:
@@ -198,4 +229,12 @@ def all_ranges(record: Record) -> list[UpdateRange]:
             return update_ranges(record, record.trainable_slots)
         stop = last.offset + record.flat.padded(last.num_elements)
         ranges.append(UpdateRange(first.offset, stop, first.group_index, first.step))
-    return ranges
+    return _kept(record, ranges)
+
+
+def _kept(record: Record, ranges: list[UpdateRange]) -> list[UpdateRange]:
+    """What of ranges of the record is in its shard, as ranges of that."""
+    if record.shard.world_size == 1:
+        return ranges
+    clipped = ((part, record.shard.clipped(part.start, part.stop, record.num_trainable)) for part in ranges)
+    return [replace(part, start=start, stop=stop) for part, (start, stop) in clipped if start < stop]

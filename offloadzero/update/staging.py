@@ -87,7 +87,7 @@ class ChunkStager:
         for record in records:
             if not needs_slot(record):
                 continue
-            trainable = record.num_trainable
+            trainable = record.kept_trainable
             for start, stop in chunk_bounds(0, trainable, self._chunk_elements, trainable):
                 if not self._free or not self._free[0].users.done():
                     return

@@ -205,6 +205,7 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("", "checkpoint"): ({"tag_validation": "Fail"}, {}),
     ("", "offloadzero"): ({"device": "cpu"}, {}),
     ("", "steps_per_print"): (10, {}),
+    ("", "communication_data_type"): ("bf16", {}),
     ("optimizer", "type"): ("Adam", {}),  # nested() has AdamW where no other is given
     ("optimizer", "params"): ({"lr": 0.5}, {}),
     ("optimizer.params", "lr"): (0.5, {}),

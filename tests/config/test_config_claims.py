@@ -210,7 +210,7 @@ def test_every_logger_is_below_ours() -> None:
 # --- one process, and what it leaves alone
 
 
-@claim("there is one rank, and no collective", "there is one rank, and one tag")
+@claim("one rank has no collective, several have one per unit", "there is one rank, and one tag")
 def test_no_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.distributed as dist
 

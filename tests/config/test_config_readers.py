@@ -72,6 +72,8 @@ READERS: Mapping[str, str] = {
     "ObserveConfig.nvme_shared": "observe.monitor",
     "OffloadConfig.gradient_clipping": "build",
     "OffloadConfig.zero_stage": "deepspeed_names",
+    "OffloadConfig.world_size": "planning.memory_plan",
+    "OffloadConfig.communication_dtype": "deepspeed_names",
     "OffloadConfig.nvme_paths": "runtime",
     "OffloadConfig.pin_memory": "build",
     "OffloadConfig.state_layout": "runtime",
@@ -104,6 +106,7 @@ def run_engines(directory: Path) -> None:
     )
     train(engine, num_steps=2)
     engine.set_train_batch_size(4)
+    assert engine.communication_data_type == torch.bfloat16
     answers = ("zero_optimization_stage", "zero_gather_16bit_weights_on_model_save", "optimizer_name")
     assert [getattr(engine, name)() for name in answers] == [3, False, "AdamW"]
     engine.close()

@@ -81,20 +81,29 @@ def test_parallelism_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
-def test_one_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Each rank would train a model of its own, on its part of the data."""
+def test_one_of_several_ranks_knows_which_it_is(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Else each rank would train a model of its own, on its part of the data."""
     monkeypatch.setenv(name, "2")
     for call in (
         lambda: offloadzero.initialize(model=make_model(), config=config()),
         offloadzero.init_distributed,
     ):
-        with pytest.raises(ConfigError, match=f"{name} = 2: 1: one process trains one model"):
+        with pytest.raises(ConfigError, match=f"{name} = 2: 1, or RANK and WORLD_SIZE too: .* torchrun"):
             call()
     monkeypatch.setenv(name, "two")
     with pytest.raises(ConfigError, match=f"{name} = 'two': a whole number"):
         offloadzero.init_distributed()
     monkeypatch.setenv(name, "1")
     losses_of(make_engine(config(), make_model()), 1)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_offload_is_refused_on_several_ranks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "2")
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match=rf"{name} = 2: 1: offload\(\) is not built over several ranks"):
+        offloadzero.offload(model, optimizer, config(optimizer=None))
 
 
 def test_two_configurations_are_one_too_many(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ FLOORS: Mapping[str, int] = {
     "param_groups": 6,
     "runtime": 6,
     "build": 6,
+    "several_ranks": 6,
     "ops": 5,
     "checkpoint": 5,
     "lifetime": 5,

@@ -104,8 +104,8 @@ NUMBERS_ALONE: dict[str, str] = {
     "streaming/activation_homes.py release: as if entry.users.done()": "a home in use is not given back, and more "
     "memory is taken: no race",
     "streaming/activation_homes.py release: no entry.users.wait()": "as the line before it",
-    "streaming/weights.py _write: nothing of AllOf [self._begin_write(segments[kind], slot, parts[kind]) for kind in "
-    "parts]": "without its elements the list writes nothing: the weight keeps its old value, in good order",
+    "streaming/weights.py _write: nothing of AllOf [self._begin_write(record, slot, segments[kind], parts[kind]) for "
+    "kind in parts]": "without its elements the list writes nothing: the weight keeps its old value, in good order",
 }
 
 

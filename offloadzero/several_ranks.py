@@ -1,0 +1,190 @@
+"""What is other where several ranks train one model: the parts of their engines, and what is refused (floor 6)."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from offloadzero.config import OffloadConfig
+from offloadzero.errors import ConfigError, RankError
+from offloadzero.memory.store import TieredStore
+from offloadzero.memory.tickets import Failures
+from offloadzero.segments import SegmentKind, TierName
+from offloadzero.sharding.ranks import Ranks, make_ranks
+from offloadzero.sharding.shard_spec import WHOLE, ShardSpec
+from offloadzero.step.collect import GradientCollector
+from offloadzero.step.reduced import AgreeingDecider, ReducedLanding, ReducingCollector, ReducingCoordinator
+from offloadzero.streaming.gathered import GatheredWeights, GatheringExecutor
+from offloadzero.streaming.weights import WeightAccess
+from offloadzero.update.records import Record
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class SeveralRanks:
+    """Makes the parts of an engine that know the other ranks, in the place of those that do not."""
+
+    def __init__(self, ranks: Ranks, config: OffloadConfig) -> None:
+        self.ranks = ranks
+        self._config = config
+
+    @property
+    def shard(self) -> ShardSpec:
+        """What this rank keeps of gradients and states: ZeRO's stages 1 to 3 divide them."""
+        return self.ranks.spec if self._config.zero_stage >= 1 else WHOLE
+
+    @property
+    def gathers_params(self) -> bool:
+        """Whether parameters are divided, too."""
+        return self._config.zero_stage >= 3
+
+    def follow(self, failures: Failures) -> None:
+        """Have the other ranks told of this one's failure."""
+        failures.tell = self.ranks.board.report
+
+    def agree(self, values: torch.Tensor) -> None:
+        """Make a host tensor that of the first rank."""
+        self.ranks.control.broadcast(values, "the first values")
+
+    def agree_on_buffers(self, model: nn.Module) -> None:
+        """The model's buffers become those of the first rank."""
+        for buffer in model.buffers():
+            values = buffer.detach().to("cpu", copy=True).contiguous()
+            self.agree(values)
+            with torch.no_grad():
+                buffer.copy_(values)
+
+    def expect_same(self, records: Sequence[Record]) -> None:
+        """Raise ConfigError on all ranks unless they have the same units and the same configuration."""
+        what = {
+            "configuration": repr(replace(self._config, **_OF_ONE_RANK)),
+            "model": repr(
+                [
+                    (
+                        record.name,
+                        record.dtype,
+                        [(slot.name, slot.shape, slot.group_index) for slot in record.slots],
+                    )
+                    for record in records
+                ]
+            ),
+        }
+        spec = self.ranks.spec
+        said = torch.zeros(spec.world_size, len(what), dtype=torch.int64)
+        said[spec.rank] = torch.tensor([_digest(text) for text in what.values()])
+        self.ranks.control.all_reduce(said, "the comparison of the ranks' models")
+        for name, digests in zip(what, said.t().tolist(), strict=True):
+            odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+            if odd:
+                allowed = f"the same on all ranks: ranks {odd} have another than rank 0"
+                raise ConfigError(name, f"that of rank {spec.rank}", allowed)
+
+    def is_on_some(self, flag: bool) -> bool:
+        """Whether `flag` holds on any rank."""
+        flags = torch.tensor([flag], dtype=torch.uint8)
+        self.ranks.control.all_reduce(flags, "a question to all ranks", largest=True)
+        return bool(flags)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """RankError at the end of the block where another rank has failed in it. All ranks have such a block."""
+        spec = self.ranks.spec
+        failed = torch.zeros(spec.world_size, dtype=torch.uint8)
+        failed[spec.rank] = 1
+        try:
+            yield
+            failed[spec.rank] = 0
+        finally:
+            self.ranks.control.all_reduce(failed, what)
+        ranks = failed.nonzero().view(-1).tolist()
+        if ranks:
+            raise RankError(f"{what} has failed on ranks {ranks}, and not on rank {spec.rank}")
+
+    @staticmethod
+    def read_by_first(weights: WeightAccess, work: Callable[[], None]) -> None:
+        """The first rank does `work`, which reads states through `weights`; the others answer."""
+        if not isinstance(weights, GatheredWeights):
+            raise AssertionError(f"{type(weights).__name__} reads the states of one rank")
+        weights.read_by_first(work)
+
+    # --- the parts ---
+
+    @property
+    def executor(self) -> Any:
+        """Makes an `Executor`."""
+        return functools.partial(GatheringExecutor, ranks=self.ranks)
+
+    def weights(self, records: Sequence[Record]) -> Any:
+        """Makes a `WeightAccess`."""
+        return functools.partial(GatheredWeights, ranks=self.ranks, records=records)
+
+    @property
+    def decider(self) -> Any:
+        """Makes a `Decider`."""
+        return functools.partial(AgreeingDecider, ranks=self.ranks)
+
+    @property
+    def collector(self) -> type[GradientCollector]:
+        """Makes a `GradientCollector`."""
+        return ReducingCollector
+
+    @property
+    def landing(self) -> Any:
+        """Makes a `Landing`."""
+        name = self._config.communication_dtype
+        dtype = None if name is None else _DTYPES[name]
+        return functools.partial(ReducedLanding, ranks=self.ranks, communication_dtype=dtype)
+
+    def coordinator(self, store: TieredStore) -> Any:
+        """Makes a `StepCoordinator`."""
+        return functools.partial(ReducingCoordinator, ranks=self.ranks, store=store)
+
+
+# What may differ from rank to rank.
+_OF_ONE_RANK: dict[str, Any] = {
+    "observe": None,
+    "device": None,
+    "notices": (),
+    "warnings": (),
+    "nvme_paths": (),
+}
+
+
+def join_ranks(device: torch.device, config: OffloadConfig) -> SeveralRanks:
+    """The ranks of torch's default process group. Raises ConfigError for what is not built over several."""
+    expect_built(config)
+    return SeveralRanks(make_ranks(device), config)
+
+
+def expect_built(config: OffloadConfig) -> None:
+    """Refuse what would not be right over several ranks."""
+    several = f"over {config.world_size} ranks"
+    if config.placement.auto:
+        raise ConfigError(
+            "offloadzero.placement", "auto", f"homes by name: {several} the choice is not built"
+        )
+    if (
+        config.activation_checkpoints is not None
+        and config.activation_checkpoints.tier is not TierName.DEVICE
+    ):
+        tier = config.activation_checkpoints.tier.value
+        raise ConfigError("offloadzero.activation_checkpoints.tier", tier, f"{several}: device")
+    tiers = {rule.tiers.get(SegmentKind.PARAM, TierName.DEVICE) for rule in config.placement.rules}
+    if config.zero_stage in (1, 2) and tiers - {TierName.DEVICE}:
+        (tier_name, *_) = sorted(tier.value for tier in tiers - {TierName.DEVICE})
+        allowed = f"{several} device, or zero_optimization.stage 3: stages 1 and 2 keep all parameters on each device"
+        raise ConfigError("offloadzero.placement.param", tier_name, allowed)
+    if config.placement.host_update_ratio < 1.0:
+        ratio = config.placement.host_update_ratio
+        raise ConfigError("zero_optimization.offload_optimizer.ratio", ratio, f"{several}: 1.0")
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

@@ -1,0 +1,238 @@
+"""The ranks that train one model together, and their collectives (floor 3). Only this file calls torch's.
+
+[Note: collectives in one order]
+Collectives of one process group match by their order. So each thread that issues any has a group of its own, a
+`Channel`, and what it issues is a function of what all ranks have in common: the order of use of the units, the order
+of the records, what was agreed on before. Nothing that depends on time decides which comes next. Since a rank whose
+script takes another branch would match another unit's bytes, the order of fetches is summed up as they are submitted,
+and the sums are compared before the weights are gathered, a few bytes in host memory: a departure is an error on all
+ranks before any computes with it, or, where one rank waits for what the others never send, that of the group's timeout.
+
+[Note: errors of other ranks]
+Where a rank's engine fails it leaves the text in the store of torch's process group. A rank that waits for a collective
+looks there now and then, so it stops with that text, long before the group's timeout. A rank that is gone closes its
+connections, which ends the collectives of the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offloadzero.errors import RankError, StateError
+from offloadzero.sharding.shard_spec import ShardSpec
+from offloadzero.torch_private import default_process_group_store, timeout_of_process_group
+
+log = logging.getLogger("offloadzero")
+
+LOOK_UP_S = 0.5  # between two looks of a wait at what the other ranks say
+
+# Newer versions of torch have other names for them, and warn of the old ones.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+_numbers = itertools.count()  # of the models of this process, which all ranks make in one order
+
+
+class _Board:
+    """Where the first rank that fails leaves its text for the others: [Note: errors of other ranks]."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._store = default_process_group_store()
+        self._key = f"offloadzero/{next(_numbers)}/error"
+        self._lock = threading.Lock()
+        self._has_failed = False
+
+    def report(self, error: BaseException) -> None:
+        """Tell the others, unless one of them was first."""
+        self._has_failed = True
+        text = f"rank {self._rank}: {type(error).__name__}: {error}"
+        try:
+            with self._lock:
+                self._store.compare_set(self._key, "", text)
+        except RuntimeError as unreachable:  # the rank that holds the store is gone: the others notice that
+            log.warning("the other ranks could not be told of the failure: %s", unreachable)
+
+    def look(self, what: str) -> None:
+        """Raise RankError where the engine of some rank has failed."""
+        text = self.text()
+        if text is not None:
+            raise RankError(f"{what} is given up: {text}")
+        if self._has_failed:
+            raise RankError(f"{what} is given up: the engine of rank {self._rank} has failed")
+
+    def text(self) -> str | None:
+        """What the first rank that failed has said."""
+        try:
+            with self._lock:
+                said = self._store.get(self._key) if self._store.check([self._key]) else None
+        except RuntimeError:  # the rank that holds the store is gone: the collective itself says so
+            return None
+        return None if said is None else bytes(said).decode(errors="replace")
+
+
+class Channel:
+    """The collectives of one thread, in a process group of its own: [Note: collectives in one order]."""
+
+    def __init__(self, group: Any, spec: ShardSpec, board: _Board, *, is_on_host: bool) -> None:
+        """`is_on_host`: the tensors are in host memory, and a collective is over when its wait is."""
+        self._group = group
+        self._spec = spec
+        self._board = board
+        self._is_on_host = is_on_host
+
+    def all_gather(self, whole: Tensor, label: str) -> None:
+        """`whole`, shape (n,), gets the part of each rank, of which this one's is in its place there."""
+        start, stop = self._spec.kept_range(whole.numel())
+        self._run(f"{label}: the all-gather", lambda: _all_gather(whole, whole[start:stop], **self._options))
+
+    def reduce_scatter(self, whole: Tensor, label: str) -> Tensor:
+        """The sum over the ranks of this rank's part of `whole`, shape (n,), which is overwritten."""
+        start, stop = self._spec.kept_range(whole.numel())
+        part = whole[start:stop]
+        self._run(f"{label}: the reduce-scatter", lambda: _reduce_scatter(part, whole, **self._options))
+        return part
+
+    def all_reduce(self, values: Tensor, label: str, *, largest: bool = False) -> None:
+        """`values` become their sums over the ranks, or the largest ones."""
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        self._run(f"{label}: the all-reduce", lambda: dist.all_reduce(values, op=op, **self._options))
+
+    def expect_same(self, value: int, label: str) -> None:
+        """Raise StateError unless all ranks have the same value here."""
+        spec = self._spec
+        values = torch.zeros(spec.world_size, dtype=torch.int64)
+        values[spec.rank] = value
+        self.all_reduce(values, f"{label}: the comparison of the ranks' orders")
+        by_rank = values.tolist()
+        if len(set(by_rank)) > 1:
+            odd = [rank for rank, other in enumerate(by_rank) if other != by_rank[0]]
+            raise StateError(
+                f"{label}: the ranks fetch weights in different orders: ranks {odd} in another than rank 0, and this "
+                f"is rank {spec.rank}. All ranks must run the same forwards, evaluations too, and read the same "
+                "weights"
+            )
+
+    def broadcast(self, values: Tensor, label: str) -> None:
+        """`values` become those of the first rank."""
+        data = values.view(-1).view(torch.uint8)  # not every backend knows every dtype
+        if data.numel():
+            self._run(f"{label}: the broadcast", lambda: dist.broadcast(data, 0, **self._options))
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"group": self._group, "async_op": True}
+
+    def _run(self, what: str, start: Callable[[], Any]) -> None:
+        what = f"{what} (rank {self._spec.rank} of {self._spec.world_size})"
+        self._board.look(what)
+        try:
+            work = start()
+            if work is None:
+                raise AssertionError("the process is in no process group")
+            if self._is_on_host:
+                self._wait(work, what)
+            else:
+                work.wait()  # the stream does
+        except RankError:
+            raise
+        except RuntimeError as error:
+            text = self._said_within(LOOK_UP_S * 4)
+            because = f": {text}" if text is not None else ""
+            raise RankError(f"{what} has failed{because} ({_first_line(error)})") from error
+
+    def _wait(self, work: Any, what: str) -> None:
+        look_up = timedelta(seconds=LOOK_UP_S)
+        while True:
+            begun_s = time.monotonic()
+            try:
+                work.wait(look_up)
+                return
+            except RuntimeError:
+                # Work that has failed need not be complete: what tells its errors from a wait's end is the time.
+                if work.is_completed() or time.monotonic() - begun_s < LOOK_UP_S / 2:
+                    raise
+            self._board.look(what)
+
+    def _said_within(self, wait_s: float) -> str | None:
+        """What another rank says of its end, which may come a little later than the end."""
+        until_s = time.monotonic() + wait_s
+        while (text := self._board.text()) is None and time.monotonic() < until_s:
+            time.sleep(LOOK_UP_S / 10)
+        return text
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The ranks of one model; each channel is used by one thread."""
+
+    spec: ShardSpec
+    local_world_size: int  # of this machine's ranks
+    weights: Channel  # fetches of units
+    orders: Channel  # of these, compared before each; host memory
+    updates: Channel  # new weights of units that stay
+    gradients: Channel
+    decisions: Channel  # over steps; host memory
+    control: Channel  # the script's thread and that of its backward, host memory
+    states: Channel  # what scripts read; host memory
+    board: _Board
+    order: OrderSum = field(default_factory=lambda: OrderSum())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that prints and writes."""
+        return self.spec.rank == 0
+
+
+class OrderSum:
+    """A number that two orders of collectives share only if they are the same: [Note: collectives in one order]."""
+
+    MODULUS = (1 << 61) - 1
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def note(self, index: int) -> None:
+        """A collective over the record of that number comes next."""
+        self.value = (self.value * 1_000_003 + index + 1) % self.MODULUS
+
+
+def make_ranks(device: torch.device) -> Ranks:
+    """The ranks of torch's default process group. All of them call this in the same order."""
+    spec = ShardSpec(dist.get_rank(), dist.get_world_size())
+    timeout = timeout_of_process_group()
+    board = _Board(spec.rank)
+    on_device = "gloo" if device.type == "cpu" else "nccl"
+
+    def channel(backend: str) -> Channel:
+        group = dist.new_group(backend=backend, timeout=timeout)
+        return Channel(group, spec, board, is_on_host=backend == "gloo")
+
+    return Ranks(
+        spec,
+        int(os.environ.get("LOCAL_WORLD_SIZE") or spec.world_size),
+        weights=channel(on_device),
+        orders=channel("gloo"),
+        updates=channel(on_device),
+        gradients=channel(on_device),
+        decisions=channel("gloo"),
+        control=channel("gloo"),
+        states=channel("gloo"),
+        board=board,
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,74 @@
+"""The order in which gradients are reduced over the ranks: a pure function of what they agreed on (floor 5).
+
+[Note: when a gradient is reduced]
+A unit's gradient may be reduced as soon as it is complete, and the ranks must do so in one order. So there is one in
+which units are expected, and a complete gradient waits for those before it. A unit that some rank completes only at
+the end of a backward (an expert that got no token there) would hold up all others: at the end of each backward the
+ranks say which units they had complete before, and one that was not is expected no more. What is left then follows in
+the records' order, by those that some rank has a gradient of.
+
+The first backward expects the records' order backwards, later ones what the first rank saw in that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from offloadzero.errors import StateError
+
+
+class ReduceOrder:
+    """Says which gradients of a backward are reduced next: [Note: when a gradient is reduced]."""
+
+    def __init__(self, records: Iterable[int]) -> None:
+        self._records = tuple(records)
+        self._expected = self._records[::-1]
+        self._next = 0  # of the expected ones: those before have gone
+        self._gone: set[int] = set()
+        self._complete: dict[int, None] = {}  # in their order
+
+    @property
+    def completed(self) -> Sequence[int]:
+        """The records that were complete before the end of this backward, in their order."""
+        return tuple(self._complete)
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self._next = 0
+        self._gone.clear()
+        self._complete.clear()
+
+    def complete(self, record: int, name: str) -> list[int]:
+        """A record's gradient is complete; gives those that are reduced now."""
+        if record in self._complete:
+            raise StateError(
+                f"{name} gets its gradients a second time in one backward (a reentrant checkpoint around a shared "
+                "module?): over several ranks that is not built. Use use_reentrant=False"
+            )
+        self._complete[record] = None
+        now = []
+        while self._next < len(self._expected) and self._expected[self._next] in self._complete:
+            now.append(self._expected[self._next])
+            self._next += 1
+        self._gone.update(now)
+        return now
+
+    def rest(self, present: Collection[int]) -> list[int]:
+        """At the end of the backward: those that are reduced then, of the ones of which some rank has a gradient."""
+        late = [record for record in self._expected[self._next :] if record in present]
+        return [
+            *late,
+            *(record for record in self._records if record in present and record not in self._expected),
+        ]
+
+    def has_gone(self, record: int) -> bool:
+        """Whether it was reduced in this backward."""
+        return record in self._gone
+
+    def learn(self, order: Sequence[int]) -> None:
+        """Expect the records of `order` from now on."""
+        self._expected = tuple(order)
+
+    def expect_only(self, everywhere: Collection[int]) -> None:
+        """Expect no more what some rank completed at the end only."""
+        self._expected = tuple(record for record in self._expected if record in everywhere)

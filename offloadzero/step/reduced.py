@@ -1,0 +1,296 @@
+"""Gradients that are means over several ranks: collected, reduced, landed and decided over together (floor 5).
+
+[Note: what the ranks agree on]
+At the end of each backward they tell each other which parameters have got a gradient, and whether the window closes: a
+parameter that some rank has used has a gradient on all, zeros where it was not used, as DDP has it. At the step they
+add up the squares of their shards, so that norm, clipping, loss scale and the skip of what is not finite are one
+decision.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offloadzero.errors import ConfigError, StateError
+from offloadzero.memory.arena import BufferPool, PooledBuffer
+from offloadzero.memory.lanes import Lane
+from offloadzero.memory.store import TieredStore
+from offloadzero.memory.tickets import AllOf, Promise, Ticket
+from offloadzero.sharding.ranks import Ranks
+from offloadzero.step.account import Account
+from offloadzero.step.collect import GradientCollector
+from offloadzero.step.coordinator import StepCoordinator
+from offloadzero.step.decider import Decider
+from offloadzero.step.job import StepJobs, UpdateJob
+from offloadzero.step.landing import Landing, Place
+from offloadzero.step.record_gradient import Borrowed, Brought, RecordGradient, WindowGradients
+from offloadzero.step.reduce_order import ReduceOrder
+from offloadzero.streaming.gathered import GatheringExecutor
+from offloadzero.torch_private import DisableTorchFunctionSubclass
+from offloadzero.update.records import Record
+
+log = logging.getLogger("offloadzero.gradients")
+
+
+class ReducingCollector(GradientCollector):
+    """Takes gradients into leases, wherever their home is: each backward's are reduced by themselves."""
+
+    # A lease may wait for a rank that comes to its reduction at the end of backward only, and that rank for this one's
+    # next fetch. So the wait has an end; what follows takes more memory and gives the same numbers.
+    LEASE_WITHIN_S = 2.0
+
+    def _wait_for_lease(self, leases: BufferPool, record: Record) -> PooledBuffer:
+        with self._clock.waiting("gradient lease"), self._store.failures.handed_over():
+            lease = leases.take_within(self.LEASE_WITHIN_S)
+        return self._temporary_lease(leases, record) if lease is None else lease
+
+    def _tell_temporary(self, record: Record, num_leases: int, num_bytes: int) -> None:
+        log.info(
+            "%s: its gradient comes while all %d gradient leases wait for other ranks: it takes a temporary buffer of "
+            "%d bytes on the device, beside the plan. That is so in the first backward, and with experts that only "
+            "some ranks use",
+            record.name,
+            num_leases,
+            num_bytes,
+        )
+
+    def fill(self, gradient: RecordGradient, places: Sequence[int]) -> None:
+        """Slots of which another rank has a gradient, and this one none, have zeros here."""
+        if gradient.flat is None:
+            self._begin(gradient)
+        for place in places:
+            handle = self._handles[gradient.record.index][place]
+            gradient.targets[place].zero_()
+            gradient.arrived.append(place)
+            with DisableTorchFunctionSubclass():
+                if handle.param.grad is None:
+                    handle.param.grad = handle.tensor
+
+
+class ReducedLanding(Landing):
+    """Reduces gradients on their way home: each rank keeps its shard, or, where nothing is divided, all of them."""
+
+    def __init__(
+        self, store: TieredStore, *, ranks: Ranks, communication_dtype: torch.dtype | None, **more: Any
+    ) -> None:
+        """`communication_dtype`: between the ranks; None: the parameters'."""
+        super().__init__(store, **more)
+        self._ranks = ranks
+        self._dtype = communication_dtype
+
+    def send(self, brought: Brought, place: Place | None, *, before: Ticket, job: UpdateJob | None) -> None:
+        """Reduce what backward has brought of a record and take it home. Waits for nothing.
+
+        `place` is found when it is known what there is to bring. `before`: after that its home may be written.
+        """
+        gradient, lease = brought.gradient, brought.lease
+        if lease is None or place is not None:
+            raise AssertionError(f"{gradient.record.name} has no gradient lease")
+        if not gradient.landed.done():
+            before = AllOf([before, gradient.landed])
+        gradient.landed = done = Promise()
+        arrived: list[Place] = []
+        accelerator, leases = self._store.accelerator, brought.leases
+
+        def reduce() -> None:
+            try:
+                part = self._reduced(gradient.record, brought.flat)
+                before.wait()  # after the collective, in which others wait for this rank
+                arrived.append(self._bring(brought, part))
+            finally:
+                if not lease.temporary:
+                    leases.give_back(lease, last_use=accelerator.launched())
+
+        def merge() -> None:
+            if not arrived[0].in_place:
+                self._merge(gradient, arrived[0], brought.places, brought.earlier, brought.factors)
+
+        copied = self._d2h.submit(reduce, fence=accelerator.fence(), label=gradient.record.name)
+        self._land(gradient, done, [copied], merge, job, held=lease)
+
+    def _reduced(self, record: Record, flat: Tensor) -> Tensor:
+        """The mean over the ranks of what this one keeps: divided first, as torch's DistributedDataParallel does."""
+        wire = flat if self._dtype is None else flat.to(self._dtype)
+        wire.div_(self._ranks.spec.world_size)
+        label = f"{record.name}.grad"
+        if record.shard.world_size > 1:
+            wire = self._ranks.gradients.reduce_scatter(wire, label)
+        else:
+            self._ranks.gradients.all_reduce(wire, label)
+        return wire.to(record.dtype)
+
+    def _bring(self, brought: Brought, part: Tensor) -> Place:
+        """On the lane from the device, whose stream has reduced `part`."""
+        gradient, home = brought.gradient, brought.gradient.home
+        record = gradient.record
+        if home is None:
+            raise AssertionError(f"{record.name}: its gradient has no home")
+        if home.is_on_device:
+            self._add(gradient, home.memory, part, brought.places, brought.earlier, brought.factors)
+            return Place(home.memory, None, in_place=True)
+        same_dtype = record.grad_dtype == record.dtype
+        if not brought.earlier and same_dtype and home.is_in_host_memory:
+            place = Place(home.memory, None, in_place=True)
+        else:
+            buffer = Borrowed(self._staging.take(), self._staging)
+            place = Place(buffer.view(record.dtype, record.kept_trainable), buffer, in_place=False)
+        self._store.accelerator.copy(place.flat, part)
+        return place
+
+
+class AgreeingDecider(Decider):
+    """Decides over the gradients of all ranks: [Note: what the ranks agree on]."""
+
+    def __init__(self, *args: Any, ranks: Ranks, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._ranks = ranks
+
+    def _sq_norms(self, step: StepJobs) -> Sequence[float]:
+        own = step.sq_norms()
+        total = math.fsum(own) if all(map(math.isfinite, own)) else math.nan
+        spec = self._ranks.spec
+        said = torch.zeros(spec.world_size, 2, dtype=torch.int64)
+        said[spec.rank, 0] = torch.tensor(total, dtype=torch.float64).view(torch.int64)
+        said[spec.rank, 1] = step.account.step
+        self._ranks.decisions.all_reduce(said, f"step {step.account.step}")
+        steps = said[:, 1].tolist()
+        if len(set(steps)) > 1:
+            raise StateError(f"the ranks take different steps: {steps}, by rank")
+        totals: list[float] = said[:, 0].contiguous().view(torch.float64).tolist()
+        is_divided = any(job.record.shard.world_size > 1 for job in step.jobs)
+        return totals if is_divided else totals[:1]
+
+    def _non_finite(self, step: StepJobs) -> Sequence[str]:
+        flags = torch.tensor([not job.gradient.is_finite for job in step.jobs], dtype=torch.uint8)
+        self._ranks.decisions.all_reduce(flags, f"step {step.account.step}", largest=True)
+        return [job.record.name for job, flag in zip(step.jobs, flags.tolist(), strict=True) if flag]
+
+
+class ReducingCoordinator(StepCoordinator):
+    """Turns the gradients of all ranks into one step: [Note: what the ranks agree on]."""
+
+    _executor: GatheringExecutor
+    collector: ReducingCollector
+
+    def __init__(self, *args: Any, ranks: Ranks, store: TieredStore, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._ranks = ranks
+        self._order = ReduceOrder(self._gradients)
+        self._has_learnt = False
+        # New weights of units that stay whole on the device.
+        self._publishing: Lane = store.accelerator.lane("new-weights", store.failures)
+
+    def _begin_backward(self) -> None:
+        super()._begin_backward()
+        self._order.begin()
+
+    def complete(self, gradient: RecordGradient) -> None:
+        """All that backward brings of a record's gradient has been collected: reduce what is next."""
+        self._gradients_complete(gradient)
+        record = gradient.record
+        for index in self._order.complete(record.index, record.name):
+            self._reduce(self._gradients[index])
+
+    def _reduce(self, gradient: RecordGradient) -> None:
+        before = self._executor.update_ticket(gradient.record.index)
+        brought = self.collector.hand_over(gradient, closes=self._closes_window)
+        self._landing.send(brought, None, before=before, job=None)
+
+    def _send_rest(self) -> None:
+        present, everywhere = self._agree_on_present()
+        for index in self._order.rest([index for index, places in present.items() if places]):
+            gradient = self._gradients[index]
+            self.collector.fill(gradient, sorted(present[index].difference(gradient.arrived)))
+            self._reduce(gradient)
+        for gradient in self._gradients.values():
+            if gradient.arrived:
+                raise StateError(
+                    f"{gradient.record.name} gets a gradient after all of its gradients in one backward (a reentrant "
+                    "checkpoint?): over several ranks that is not built"
+                )
+            if self._closes_window and gradient.present and not gradient.closed:
+                self._landing.close(gradient, job=None)
+        self._learn_order(everywhere)
+        self._executor.end_backward()
+
+    def _agree_on_present(self) -> tuple[dict[int, frozenset[int]], list[int]]:
+        """What this backward has brought.
+
+        By record, the slots of which some rank has got a gradient; and the records that all ranks had complete before.
+        """
+        gradients: WindowGradients = self._gradients
+        counts = [len(gradient.sq_norms) for gradient in gradients.values()]
+        flags = torch.zeros(sum(counts) + len(counts) + 2, dtype=torch.uint8)
+        *slots, late, closing = flags.split([*counts, len(counts), 2])
+        completed = self._order.completed
+        for number, (gradient, own) in enumerate(zip(gradients.values(), slots, strict=True)):
+            index = gradient.record.index
+            late[number] = index not in completed
+            if index in completed:
+                own.fill_(1)
+            elif gradient.arrived:
+                own[torch.tensor(gradient.arrived)] = 1
+        closing[int(self._closes_window)] = 1
+        self._ranks.control.all_reduce(flags, "the end of a backward", largest=True)
+        if bool(closing.all()):
+            raise StateError(
+                "this micro batch is the last of its step on some ranks and not on others: all ranks must take equally "
+                "many, and set the same accumulation boundaries"
+            )
+        present = {
+            index: frozenset(own.nonzero().view(-1).tolist())
+            for index, own in zip(gradients, slots, strict=True)
+        }
+        return present, [
+            index for index, is_late in zip(gradients, late.tolist(), strict=True) if not is_late
+        ]
+
+    def _learn_order(self, everywhere: Sequence[int]) -> None:
+        if self._has_learnt:
+            self._order.expect_only(everywhere)
+            return
+        completed = [index for index in self._order.completed if index in everywhere]
+        order = torch.tensor(completed, dtype=torch.int64)
+        self._ranks.control.broadcast(order, "the order of gradients")
+        self._order.learn(order.tolist())
+        self._has_learnt = True
+
+    def step(self) -> None:
+        """Apply the window's gradients, those of all ranks."""
+        self._window.expect_unchanged(self._ranks.spec.world_size)
+        super().step()
+
+    def discard_gradients(self, *, set_to_none: bool = True) -> None:
+        """Drop the gradients (`optimizer.zero_grad()`), on all ranks."""
+        if not set_to_none:
+            raise ConfigError(
+                "set_to_none", False, "True: over several ranks gradients are dropped, not zeroed"
+            )
+        super().discard_gradients()
+
+    def _step_at_once(self, account: Account, jobs: Sequence[UpdateJob]) -> StepJobs:
+        reads = self._executor.reads()
+        for job in jobs:
+            self._executor.begin_update(job.record.index, self._published(job))
+        order = self._executor.step_order([job.record.index for job in jobs])
+        step = StepJobs(account, jobs, reads=reads, order=order)
+        if jobs:
+            self._pipeline.submit(functools.partial(self._decider.decide, step))
+        return step
+
+    def _published(self, job: UpdateJob) -> Ticket:
+        """Done when the device has the weights that all ranks have updated."""
+        whole = job.record.whole_param
+        if whole is None:
+            return job.ticket
+        params, label = whole.memory[: job.record.num_trainable], f"{job.record.name}.param"
+        return self._publishing.submit(
+            lambda: self._ranks.updates.all_gather(params, label), after=[job.ticket], label=job.record.name
+        )

@@ -1,0 +1,197 @@
+"""Units whose parameters come from the shards of all ranks: their fetches, their order, what is read of them (floor 5).
+
+[Note: what a rank fetches]
+Each rank brings its shard of a unit from its own home into the shard's place in the unit's lease, over its own link and
+from its own drive, and an all-gather in place fills the rest in. All of it is one task of the lane `fetch`, so the
+collectives come in the order in which the fetches were submitted: [Note: collectives in one order].
+
+That order must follow from the order of use alone. Elsewhere a unit that has arrived, and that nothing has used, may
+leave again at once; when it has arrived is a matter of time. Here it counts as arriving until the computation has
+waited for it. And where elsewhere a unit that has all of its gradients is free to leave right then, which ranks whose
+data go different ways (experts that got no token) see at different moments, here the end of the use is the next use,
+or the end of the backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from offloadzero.errors import RankError
+from offloadzero.memory.arena import Arena, BufferPool
+from offloadzero.memory.lanes import LaneTicket
+from offloadzero.memory.store import Segment, TieredStore
+from offloadzero.observe.clock import StepClock
+from offloadzero.sharding.ranks import Ranks
+from offloadzero.streaming.executor import Executor
+from offloadzero.streaming.leased_unit import FETCHING, LeasedUnit
+from offloadzero.streaming.residency import ResidencyPolicy
+from offloadzero.streaming.unit_fetches import UnitFetches
+from offloadzero.streaming.weights import WeightAccess
+from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.kept import gathered_regions, kept_place, kept_regions
+from offloadzero.update.records import Record
+
+_ENDED, _FAILED = -1, -2  # in the place of a record's number
+
+
+class GatheredFetches(UnitFetches):
+    """Fetches this rank's shard of a unit and gathers those of the others: [Note: what a rank fetches]."""
+
+    def __init__(self, store: TieredStore, *, staging: BufferPool, clock: StepClock, ranks: Ranks) -> None:
+        super().__init__(store, staging=staging, clock=clock)
+        self._ranks = ranks
+
+    def submit(self, unit: LeasedUnit, target: torch.Tensor) -> LaneTicket:
+        """Fetch a unit, after its last update, into `target`, device, shape (num_elements,)."""
+        if not unit.record.is_gathered:
+            return super().submit(unit, target)
+        self._ranks.order.note(unit.record.index)
+        return self._fetcher.submit(
+            unit.home,
+            target,
+            after=[unit.updated],
+            fence=self._store.accelerator.fence(),
+            label=unit.record.name,
+            copy=functools.partial(self._gather, unit.record, self._ranks.order.value),
+        )
+
+    def _gather(self, record: Record, order: int, target: torch.Tensor, kept: torch.Tensor) -> None:
+        """On the lane's thread; `order` sums up the fetches up to this one."""
+        label = f"{record.name}.param"
+        self._ranks.orders.expect_same(order, label)
+        shards = kept_regions(record, kept)
+        for region, shard in zip(gathered_regions(record, target), shards, strict=True):
+            start, stop = record.shard.kept_range(region.numel())
+            self._store.accelerator.copy(region[start:stop], shard)
+            self._ranks.weights.all_gather(region, label)
+
+    def read_home(self, unit: LeasedUnit) -> torch.Tensor:
+        """The unit's parameters in memory of their own on the device, shape (num_elements,)."""
+        if not unit.record.is_gathered:
+            return super().read_home(unit)
+        record, device = unit.record, self._store.accelerator.device
+        target = torch.empty(record.num_elements, dtype=record.dtype, device=device)
+        with self._clock.waiting("fetch"), self._store.failures.handed_over():
+            self.submit(unit, target).order_compute()
+        return target
+
+
+class OrderedResidency(ResidencyPolicy):
+    """Decides by the order of use alone: [Note: what a rank fetches]."""
+
+    @staticmethod
+    def _is_arriving(unit: LeasedUnit) -> bool:
+        return unit.residency is FETCHING
+
+
+class GatheringExecutor(Executor):
+    """Has units on the device of which each rank keeps a shard."""
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        store: TieredStore,
+        *,
+        unit_arena: Arena,
+        staging: BufferPool,
+        clock: StepClock,
+        ranks: Ranks,
+    ) -> None:
+        self._ranks = ranks
+        super().__init__(records, store, unit_arena=unit_arena, staging=staging, clock=clock)
+
+    def _make_residency(self, arena_bytes: int) -> ResidencyPolicy:
+        return OrderedResidency(self.units, arena_bytes=arena_bytes)
+
+    def _make_fetches(self, staging: BufferPool) -> UnitFetches:
+        return GatheredFetches(self._store, staging=staging, clock=self._clock, ranks=self._ranks)
+
+    def gradients_complete(self, index: int) -> None:
+        """The use goes on until the next one, or the end of the backward: [Note: what a rank fetches]."""
+
+    def end_backward(self) -> None:
+        """No operation of this backward reads any weights any more; all ranks have come to its end."""
+        if self.residency.current >= 0:
+            super().gradients_complete(self.residency.current)
+
+
+class GatheredWeights(WeightAccess):
+    """Reads what all ranks keep of a parameter or a state: all of them read the same, in the same order.
+
+    [Note: the first rank reads, the others follow]
+    What one rank does alone with all values, to write a checkpoint say, the first one does in `read_by_first`: before
+    each read it says which comes next, and the others answer, until it says that it has come to its end, or why not.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        executor: Executor,
+        *,
+        clock: StepClock,
+        ranks: Ranks,
+        records: Sequence[Record],
+    ) -> None:
+        super().__init__(store, executor, clock=clock)
+        self._ranks = ranks
+        self._records = records
+        self._leads = False
+
+    def read_by_first(self, work: Callable[[], None]) -> None:
+        """The first rank does `work`: [Note: the first rank reads, the others follow]. All ranks call this.
+
+        Raises what that raises; on the other ranks RankError with its text.
+        """
+        if not self._ranks.is_first:
+            self._follow()
+            return
+        self._leads = True
+        try:
+            work()
+        except BaseException as error:
+            self._leads = False
+            self._announce(_FAILED, error=f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._leads = False
+        self._announce(_ENDED)
+
+    def _announce(self, *what: int, error: str = "") -> None:
+        said = error.encode()
+        head = torch.tensor([*what, *[0] * (3 - len(what)), len(said)], dtype=torch.int64)
+        self._ranks.states.broadcast(head, "what the first rank reads")
+        if said:
+            self._ranks.states.broadcast(
+                torch.tensor(list(said), dtype=torch.uint8), "what the first rank says"
+            )
+
+    def _follow(self) -> None:
+        while True:
+            head = torch.empty(4, dtype=torch.int64)
+            self._ranks.states.broadcast(head, "what the first rank reads")
+            index, place, kind, num_said = head.tolist()
+            if index == _ENDED:
+                return
+            if index == _FAILED:
+                said = torch.empty(num_said, dtype=torch.uint8)
+                self._ranks.states.broadcast(said, "what the first rank says")
+                raise RankError(f"rank 0: {bytes(said.tolist()).decode(errors='replace')}")
+            record = self._records[index]
+            self._read(record, record.slots[place], record.spec.kinds[kind])
+
+    def _read_home(self, record: Record, slot: ParamSlot, segment: Segment, target: torch.Tensor) -> None:
+        place = kept_place(record, slot, segment.kind)
+        if record.shard.world_size == 1 or segment is record.whole_param:
+            super()._read_home(record, slot, segment, target)
+            return
+        if self._leads:
+            self._announce(record.index, slot.index, record.spec.kinds.index(segment.kind))
+        data = target.view(torch.uint8).zero_()
+        if place.num_elements:
+            kept = target[place.skipped : place.skipped + place.num_elements]
+            self._store.read(segment, kept, start=place.start).wait()
+        # Each byte is one rank's, and zero elsewhere.
+        self._ranks.states.all_reduce(data, f"{slot.name}.{segment.kind.value}")

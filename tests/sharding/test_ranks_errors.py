@@ -1,0 +1,205 @@
+"""An error on one rank stops all, with its text and long before the timeout; what is not built is refused by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offloadzero
+from offloadzero.errors import AioError
+from offloadzero.memory.nvme import NvmeTier
+from tests.support.ranks import RanksError, run_ranks
+from tests.support.sharded import OddModel, config_of, engine_of, make_odd_model, micro_batch, train
+
+TIMEOUT_S = 40.0
+
+
+def failed(work: Callable[..., Any], directory: Path, world_size: int = 2) -> list[str]:
+    """The last line of what each rank says of its end, which comes before the timeout of the group."""
+    begun_s = time.monotonic()
+    with pytest.raises(RanksError) as caught:
+        run_ranks(work, world_size, directory / "ranks", str(directory), timeout_s=TIMEOUT_S)
+    assert time.monotonic() - begun_s < TIMEOUT_S, caught.value
+    return [(text or "").strip().splitlines()[-1] if text else "" for text in caught.value.texts]
+
+
+# --- a rank that fails, or is gone ---
+
+
+def lose_the_drive(rank: int, directory: str) -> None:
+    engine = engine_of(config_of("nvme", 3, Path(directory), world_size=2))
+    train(engine, rank, 2, num_steps=1)
+    if rank == 1:
+
+        def read(*_: Any, **__: Any) -> None:
+            raise AioError(
+                operation="read", path="/the/file", offset=4096, num_bytes=1, errno=5, label="emb.param"
+            )
+
+        NvmeTier.read = read  # type: ignore[method-assign,assignment]
+    train(engine, rank, 2, num_steps=2)
+
+
+def test_one_ranks_drive_stops_all_ranks(tmp_path: Path) -> None:
+    first, second = failed(lose_the_drive, tmp_path)
+    assert "emb.param (nvme): read /the/file+0x1000, 1 bytes: Input/output error" in second
+    assert first.startswith("offloadzero.errors.RankError: ")
+    assert "rank 1: AioError: emb.param (nvme): read /the/file+0x1000" in first
+    assert not list(tmp_path.glob("*.bin")), "swap files are left"
+
+
+def be_killed(rank: int, directory: str) -> None:
+    engine = engine_of(config_of("nvme", 3, Path(directory) / str(rank), world_size=3))
+    for step in range(4):
+        train(engine, rank, 3, num_steps=1)
+        if (rank, step) == (1, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_is_killed_stops_the_others(tmp_path: Path) -> None:
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+    first, killed, third = failed(be_killed, tmp_path, 3)
+    assert killed == "it has said nothing"
+    for said in (first, third):
+        assert said.startswith("offloadzero.errors.RankError: ")
+        assert " of 3) " in said
+    assert not [*(tmp_path / "0").iterdir(), *(tmp_path / "2").iterdir()], "swap files are left"
+
+
+# --- ranks that differ ---
+
+
+def take_another_branch(rank: int, directory: str) -> None:
+    """The first rank evaluates, the others do not."""
+    engine = engine_of(config_of("host", 3, Path(directory), world_size=2))
+    train(engine, rank, 2, num_steps=1)
+    if rank == 0:
+        with torch.no_grad():
+            engine(micro_batch(0, 0, 2))
+    train(engine, rank, 2, num_steps=2)
+
+
+def test_a_branch_that_one_rank_takes_is_an_error_on_all(tmp_path: Path) -> None:
+    """Before any computes with what it has fetched: that would be another unit's."""
+    for said in failed(take_another_branch, tmp_path):
+        assert "the ranks fetch weights in different orders: ranks [1] in another than rank 0" in said
+
+
+def disagree(rank: int, directory: str) -> dict[str, str]:
+    """What is refused on all ranks before the first step, by what differs."""
+    found = {}
+    makers: dict[str, Callable[[], Any]] = {
+        "model": lambda: nn.Sequential(nn.Linear(3, 4 + rank), nn.Linear(4 + rank, 3)),
+        "configuration": make_odd_model,
+    }
+    for name, make in makers.items():
+        config = config_of("host", 3, Path(directory), world_size=2)
+        if name == "model":
+            del config["offloadzero"]["units"]["patterns"]
+        else:
+            config["gradient_clipping"] = 1.0 + rank
+        try:
+            offloadzero.initialize(model=make(), config=config)
+        except offloadzero.ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_ranks_with_different_models_or_configurations_do_not_start(tmp_path: Path) -> None:
+    for rank, said in enumerate(run_ranks(disagree, 2, tmp_path, str(tmp_path))):
+        for name in ("model", "configuration"):
+            text = (
+                f"{name} = 'that of rank {rank}': the same on all ranks: ranks [1] have another than rank 0"
+            )
+            assert said[name] == text
+
+
+def close_at_different_micro_batches(rank: int, directory: str) -> None:
+    engine = engine_of(config_of("host", 3, Path(directory), world_size=2, accumulation=3))
+    engine.set_gradient_accumulation_boundary(rank == 0)
+    engine.backward(engine(micro_batch(0, rank, 2)))
+
+
+def test_the_boundary_is_one_on_all_ranks(tmp_path: Path) -> None:
+    for said in failed(close_at_different_micro_batches, tmp_path):
+        assert "this micro batch is the last of its step on some ranks and not on others" in said
+
+
+# --- what is not built ---
+
+
+def refusals(rank: int, directory: str) -> dict[str, str]:
+    """Messages by what was tried."""
+    path = Path(directory)
+    found: dict[str, str] = {}
+
+    def note(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except offloadzero.OffloadError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    def start(stage: int, **over: Any) -> None:
+        offloadzero.initialize(
+            model=make_odd_model(), config=config_of("host", stage, path, world_size=2, **over)
+        )
+
+    note("auto", lambda: start(3, offloadzero={"placement": "auto"}))
+    note(
+        "params at stage 2", lambda: start(2, offloadzero={"placement": {"param": "nvme", "states": "host"}})
+    )
+    checkpoints = {"activation_checkpoints": {"tier": "host", "input_bytes": "1MiB"}}
+    note("activations", lambda: start(3, offloadzero=checkpoints))
+    note(
+        "in backward", lambda: start(3, gradient_clipping=0.0, offloadzero={"update": {"in_backward": True}})
+    )
+    note("batch", lambda: start(3, train_batch_size=7))
+    model = OddModel()
+    note("offload", lambda: offloadzero.offload(model, torch.optim.AdamW(model.parameters()), {}))
+    engine = engine_of(config_of("host", 3, path, world_size=2))
+    param = engine.module.emb.weight
+    engine.backward(engine(micro_batch(0, rank, 2)))
+    note("gradient", lambda: param.grad.norm().item())
+    note("zeroed", lambda: engine.optimizer.zero_grad(set_to_none=False))
+    note("local", lambda: offloadzero.zero.safe_get_local_fp32_param(param))
+    note("gathered", lambda: offloadzero.zero.GatheredParameters([param]).__enter__())
+    param.grad = None
+    note("dropped", engine.step)
+    engine.zero_grad()
+    note("restored", engine.restore_model)
+    engine.close()
+    return found
+
+
+REFUSED = {
+    "auto": "ConfigError: offloadzero.placement = 'auto': homes by name: over 2 ranks the choice is not built",
+    "params at stage 2": "ConfigError: offloadzero.placement.param = 'nvme': over 2 ranks device, or ",
+    "activations": "ConfigError: offloadzero.activation_checkpoints.tier = 'host': over 2 ranks: device",
+    "in backward": "ConfigError: offloadzero.update.in_backward = True: impossible with 2 ranks: all gradients ",
+    "batch": "ConfigError: train_batch_size = 7: must equal train_micro_batch_size_per_gpu * "
+    "gradient_accumulation_steps * ranks = 3 * 1 * 2 = 6",
+    "offload": "ConfigError: torch.distributed.get_world_size() = 2: 1: offload() is not built over several ranks",
+    "gradient": "StateError: emb.weight.grad: over several ranks gradients are reduced unit by unit",
+    "zeroed": "ConfigError: set_to_none = False: True: over several ranks gradients are dropped, not zeroed",
+    "local": "StateError: emb.weight: safe_get_local_fp32_param() over several ranks is not built: "
+    "safe_get_full_fp32_param() on all of them is",
+    "gathered": "StateError: emb.weight: GatheredParameters over several ranks is not built",
+    "dropped": "StateError: emb.weight.grad was dropped before step(): it is the mean over 2 ranks",
+    "restored": "StateError: restore_model() over several ranks is not built where they divide the states",
+}
+
+
+def test_what_is_not_built_over_ranks_is_refused_by_name(tmp_path: Path) -> None:
+    for said in run_ranks(refusals, 2, tmp_path, str(tmp_path)):
+        assert said.keys() == REFUSED.keys()
+        for name, text in REFUSED.items():
+            assert said[name].startswith(text)

@@ -1,0 +1,78 @@
+"""Several ranks over gloo on this machine: each a process of its own, which finds the others through a file."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Work = Callable[..., Any]  # of one rank: what it gives back is JSON
+END_WITHIN_S = 20.0  # after the timeout of the group
+
+
+class RanksError(Exception):
+    """Some ranks have failed; `texts` has the traceback of each, None of one that has not."""
+
+    def __init__(self, texts: list[str | None]) -> None:
+        super().__init__("\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(texts) if text))
+        self.texts = texts
+
+
+def run_ranks(
+    work: Work, world_size: int, directory: Path, *given: Any, timeout_s: float = 60.0
+) -> list[Any]:
+    """What `work(rank, *given)` gives on each of so many ranks. Raises RanksError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    arguments = [(work, rank, world_size, directory, timeout_s, given) for rank in range(world_size)]
+    processes = [context.Process(target=_run, args=each, daemon=True) for each in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout_s + END_WITHIN_S)
+    texts: list[str | None] = []
+    for rank, process in enumerate(processes):
+        if process.is_alive():
+            process.kill()
+            process.join()
+            texts.append(f"it hangs; {_text(directory, rank)}")
+        else:
+            texts.append(_text(directory, rank) if process.exitcode else None)
+    if any(texts):
+        raise RanksError(texts)
+    return [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def _text(directory: Path, rank: int) -> str:
+    path = directory / f"rank-{rank}.txt"
+    return path.read_text() if path.exists() else "it has said nothing"
+
+
+def _run(
+    work: Work, rank: int, world_size: int, directory: Path, timeout_s: float, given: tuple[Any, ...]
+) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory.absolute()}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        result = work(rank, *given)
+        (directory / f"rank-{rank}.json").write_text(json.dumps(result))
+        dist.destroy_process_group()
+    except BaseException:
+        (directory / f"rank-{rank}.txt").write_text(traceback.format_exc())
+        raise
