@@ -21,10 +21,15 @@ NATIVE_SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 HAS_CUDA := import sys, torch; sys.exit(not torch.cuda.is_available())
 
-.PHONY: train test campaign lint gpu-test gpu bench native-test
+.PHONY: train train-2 test campaign lint gpu-test gpu bench native-test
 
 train: $(STAMPS)/native $(STAMPS)/examples | offload-files
 	$(BIN)/python examples/train_gpt.py --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
+
+# The same on two ranks: ZeRO's stage 3, each rank's half at its own homes.
+train-2: $(STAMPS)/native $(STAMPS)/examples | offload-files
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+		examples/train_gpt.py --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
 
 # The tests wait for files, for delays and for processes as long as they compute: three workers keep two cores busy.
 # Those that measure time, and those on the GPU, run one by one.

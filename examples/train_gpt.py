@@ -1,6 +1,7 @@
 """Train a byte-level GPT whose states live where the JSON says: device, host memory, NVMe.
 
 python examples/train_gpt.py --config examples/configs/nvme.json --model tiny --steps 400
+torchrun --nproc-per-node 2 examples/train_gpt.py --config examples/configs/nvme.json --model tiny --steps 400
 """
 
 from __future__ import annotations
@@ -42,13 +43,16 @@ def train(args: argparse.Namespace, text: Text) -> None:
             checkpoint_activations=args.checkpoint_activations,
         )
     engine, _, _, _ = offloadzero.initialize(model=model, config=args.config)
-    print(engine.memory_table(), flush=True)
+    is_first = engine.global_rank == 0
+    if is_first:
+        print(engine.memory_table(), flush=True)
 
     batch_size = engine.train_micro_batch_size_per_gpu() or 1
     num_micro_batches = engine.gradient_accumulation_steps()
-    tokens_per_step = num_micro_batches * batch_size * args.seq_len
-    generator = torch.Generator().manual_seed(args.seed)
-    report = Report(args.steps, tokens_per_step, args.log)
+    tokens_per_step = num_micro_batches * batch_size * args.seq_len * engine.world_size
+    # Each rank takes windows of its own.
+    generator = torch.Generator().manual_seed(args.seed + engine.global_rank)
+    report = Report(args.steps, tokens_per_step, args.log) if is_first else None
     for _ in range(args.steps):
         loss_sum = torch.zeros((), device=engine.device)
         for _ in range(num_micro_batches):
@@ -57,11 +61,14 @@ def train(args: argparse.Namespace, text: Text) -> None:
             engine.backward(loss)
             engine.step()
             loss_sum += loss.detach()
-        report.add_step(loss_sum / num_micro_batches, sum(engine.last_step_report().waits_s.values()))
-    report.close()
+        if report is not None:
+            report.add_step(loss_sum / num_micro_batches, sum(engine.last_step_report().waits_s.values()))
 
+    if report is not None:
+        report.close()
     validation_loss = evaluate(engine, text, batch_size=batch_size, seq_len=args.seq_len)
-    print(f"validation loss {validation_loss:.4f} nats/byte, {report.summary()}")
+    if report is not None:
+        print(f"validation loss {validation_loss:.4f} nats/byte, {report.summary()}")
     engine.close()
 
 
