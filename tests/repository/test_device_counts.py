@@ -14,9 +14,8 @@ from tests.simulated.device import simulated
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PARAMS, NUM_UNITS = 40, 8  # of the model that is counted
-IN_BACKWARD = (
-    2 * NUM_UNITS
-)  # gradients, which are small, are copied to their place, and the padding made zero
+# Gradients, which are small here, are copied to their place together, and the padding is made zero.
+IN_BACKWARD = 2 * NUM_UNITS
 ADDING = NUM_PARAMS + NUM_UNITS  # each by itself, where micro batches add up
 NORMS = NUM_PARAMS + 2 * NUM_UNITS  # in fp64, squared, summed up
 
