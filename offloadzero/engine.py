@@ -6,7 +6,6 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from offloadzero import deepspeed_names, launch
 from offloadzero.absent import ENGINE_NAMES, no_attribute
 from offloadzero.arguments import Collate, make_loader, step_arguments
-from offloadzero.checkpoint.latest import find_checkpoint, open_found
-from offloadzero.checkpoint.loading import (
-    fit_param_groups,
-    loss_scale_state,
-    plan_load,
-    schedule_name,
-    try_schedule,
-)
-from offloadzero.checkpoint.meta import LossScaleState, Meta, client_dict
-from offloadzero.checkpoint.names import directory_of, tag_text
-from offloadzero.checkpoint.states import States, save_states, save_weights
-from offloadzero.errors import CheckpointError, ConfigError, StateError
+from offloadzero.engine_checkpoints import EngineCheckpoints
+from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import uninterrupted
 from offloadzero.lifetime import EngineState
 from offloadzero.observe.step_report import StepReport
@@ -68,6 +57,7 @@ class Engine:
         self._runtime = runtime
         self._coordinator = runtime.coordinator
         self._accumulation = runtime.accumulation
+        self._checkpoints = EngineCheckpoints(runtime, optimizer)
 
     # --- the loop ---
 
@@ -393,17 +383,6 @@ class Engine:
 
     # --- checkpoints ---
 
-    _half_loaded: StateError | None = None  # why the states are a mixture
-
-    def _expect_open(self, call: str) -> None:
-        if self.state is EngineState.CLOSED:
-            raise StateError(
-                f"engine.{call}(): the engine of this model is closed, and its weights went with it"
-            )
-
-    def _states(self) -> States:
-        return States(self.module, self._runtime.records, self._runtime.weights)
-
     def save_checkpoint(
         self,
         save_dir: str | Path,
@@ -423,51 +402,17 @@ class Engine:
                 model has parameters or buffers that cannot be in it.
             StateError: a load did not come to its end, so the states are a mixture; or the engine is closed.
         """
-        self._expect_open("save_checkpoint")
-        directory = directory_of("save_dir", save_dir)
-        if self._half_loaded is not None:
-            raise self._half_loaded
+        self._checkpoints.expect_savable("save_checkpoint")
         self._advance_schedule()
-        partial_step = self._coordinator.partial_step
-        if partial_step is not None:
-            warnings.warn(f"save_checkpoint: {partial_step}", stacklevel=2)
-        scheduler = schedule_name(self.lr_scheduler)
-        meta = Meta(
-            optimizer=self._runtime.spec.name,
-            partial_step=partial_step,
-            client_state=client_dict(client_state),
-            global_steps=self.global_steps,
-            micro_steps=self.micro_steps,
-            skipped_steps=self.skipped_steps,
-            loss_scale=self._dynamic_loss_scale(),
-            lr_scheduler=self.lr_scheduler.state_dict() if scheduler is not None else None,
-            lr_scheduler_type=scheduler,
-            param_groups=[
-                {key: value for key, value in group.items() if key != "params"}
-                for group in self._param_groups
-            ],
+        self._checkpoints.save(
+            save_dir,
+            tag,
+            client_state,
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+            lr_scheduler=self.lr_scheduler,
         )
-        name = f"global_step{self.global_steps}" if tag is None else tag_text(tag)
-
-        def save() -> None:
-            save_states(
-                self._states(),
-                directory,
-                tag=name,
-                meta=meta,
-                save_latest=save_latest,
-                exclude_frozen=exclude_frozen_parameters,
-            )
-
-        self._runtime.read_by_first(save)
         return True
-
-    def _dynamic_loss_scale(self) -> LossScaleState | None:
-        """None without loss scaling, and when the configuration fixes the scale."""
-        config = self._coordinator.policy.loss_scale
-        if config is None or config.static:
-            return None
-        return loss_scale_state(self._coordinator.loss_scale_state())
 
     def load_checkpoint(
         self,
@@ -490,76 +435,31 @@ class Engine:
             CheckpointError: it is not there, not whole, or does not fit the model. Nothing has changed then.
             StateError: the engine is closed.
         """
-        self._expect_open("load_checkpoint")
-        directory = directory_of("load_dir", load_dir)
-        unchanged = "load_checkpoint(), before anything has changed,"
-        with self._runtime.together(unchanged):
-            found = find_checkpoint(directory, None if tag is None else tag_text(tag))
-        with self._runtime.together(unchanged):
-            if self._runtime.is_on_some_rank(found is not None) and found is None:
-                raise CheckpointError(
-                    f"{directory}: another rank finds a checkpoint there, and this one does not"
-                )
-            if found is None:
-                return None, {}
-            checkpoint = open_found(directory, found)
-            meta = checkpoint.meta
-            is_training = self.optimizer is not None and not load_module_only
-            with_states = load_optimizer_states and is_training
-            states = self._states()
-            plan = plan_load(states, checkpoint, strict=load_module_strict, with_states=with_states)
-            groups = fit_param_groups(self._param_groups, checkpoint) if with_states else []
-            with_schedule = load_lr_scheduler_states and is_training
-            if with_schedule:
-                try_schedule(self.lr_scheduler, checkpoint)
-        if meta.partial_step is not None:
+        is_training = self.optimizer is not None and not load_module_only
+        found = self._checkpoints.find(
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            with_states=load_optimizer_states and is_training,
+            with_schedule=load_lr_scheduler_states and is_training,
+            lr_scheduler=self.lr_scheduler,
+        )
+        if found is None:
+            return None, {}
+        if found.meta.partial_step is not None:
             warnings.warn(
-                f"{found.path} was saved in the middle of a step: {meta.partial_step}", stacklevel=2
+                f"{found.path} was saved in the middle of a step: {found.meta.partial_step}", stacklevel=2
             )
         if self.optimizer is not None:
             self._coordinator.give_up_step()
             self._accumulation.restart()
         self._schedule_due = None
-        with self._loading(found.path), self._runtime.together("load_checkpoint()"):
-            plan.apply()
-            if with_states:
-                self._go_on_from(meta)
-                for group, saved in zip(self._param_groups, groups, strict=True):
-                    group.update(saved)
-            if with_schedule and meta.lr_scheduler is not None:
-                self.lr_scheduler.load_state_dict(meta.lr_scheduler)
-        self._coordinator.resolve(is_whole=with_states)
-        return str(found.path), meta.client_state
-
-    def _go_on_from(self, meta: Meta) -> None:
-        """Take the counters. A step that was begun when it was saved begins anew: its gradients were not saved."""
-        self._accumulation.resume(meta.micro_steps)
-        saved = None if self._dynamic_loss_scale() is None else meta.loss_scale
-        scale = self._coordinator.loss_scale_state() if saved is None else asdict(saved)
-        self._coordinator.restore(meta.global_steps, meta.skipped_steps, scale)
-
-    @contextmanager
-    def _loading(self, path: Path) -> Iterator[None]:
-        """What fails while values are written leaves a mixture, on which nothing may go on."""
-        try:
-            yield
-        except BaseException as error:
-            lost = StateError(
-                f"loading {path} did not come to its end, so weights and states are a mixture: make the engine anew"
-            )
-            lost.__cause__ = error
-            self._half_loaded = lost
-            self._runtime.failures.record(lost)
-            self._runtime.failures.was_raised = True
-            raise
+        self._checkpoints.load(found, lr_scheduler=self.lr_scheduler)
+        return str(found.path), found.meta.client_state
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
         """One safetensors file with the weights in their training dtype; a file of that name is replaced."""
-        self._expect_open("save_16bit_model")
-        if self._half_loaded is not None:
-            raise self._half_loaded
-        path = directory_of("save_dir", save_dir) / save_filename
-        self._runtime.read_by_first(lambda: save_weights(self._states(), path))
+        self._checkpoints.save_weights(save_dir, save_filename)
         return True
 
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:

@@ -22,6 +22,7 @@ FLOORS: Mapping[str, int] = {
     "__main__": 7,
     "integrations": 7,
     "engine": 6,
+    "engine_checkpoints": 6,
     "initialization": 6,
     "arguments": 6,
     "deepspeed_names": 6,

@@ -1,0 +1,209 @@
+"""What an engine saves and takes over: weights, states, counters, schedule and param groups (floor 6).
+
+Where several ranks train, the first one writes what it reads through all of them, and all load together or none does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from offloadzero.checkpoint.latest import find_checkpoint, open_found
+from offloadzero.checkpoint.loading import (
+    LoadPlan,
+    fit_param_groups,
+    loss_scale_state,
+    plan_load,
+    schedule_name,
+    try_schedule,
+)
+from offloadzero.checkpoint.meta import LossScaleState, Meta, client_dict
+from offloadzero.checkpoint.names import directory_of, tag_text
+from offloadzero.checkpoint.states import States, save_states, save_weights
+from offloadzero.errors import CheckpointError, StateError
+from offloadzero.lifetime import EngineState
+from offloadzero.optimizer import OffloadedOptimizer
+from offloadzero.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint that fits the engine, and what is taken over of it."""
+
+    path: Path
+    meta: Meta
+    plan: LoadPlan
+    with_states: bool
+    with_schedule: bool
+    param_groups: Sequence[Mapping[str, Any]]
+
+
+class EngineCheckpoints:
+    """Saves and loads all that an engine is."""
+
+    def __init__(self, runtime: Runtime, optimizer: OffloadedOptimizer | None) -> None:
+        self._runtime = runtime
+        self._optimizer = optimizer
+        self._coordinator = runtime.coordinator
+        self._accumulation = runtime.accumulation
+        self._half_loaded: StateError | None = None  # why the states are a mixture
+
+    def expect_savable(self, call: str) -> None:
+        """Raise StateError where the engine is closed, or a load did not come to its end."""
+        self._expect_open(call)
+        if self._half_loaded is not None:
+            raise self._half_loaded
+
+    def _expect_open(self, call: str) -> None:
+        if self._runtime.state is EngineState.CLOSED:
+            raise StateError(
+                f"engine.{call}(): the engine of this model is closed, and its weights went with it"
+            )
+
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return [] if self._optimizer is None else self._optimizer.param_groups
+
+    def _states(self) -> States:
+        return States(self._runtime.model, self._runtime.records, self._runtime.weights)
+
+    # --- saving ---
+
+    def save(
+        self,
+        save_dir: str | Path,
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+        *,
+        save_latest: bool,
+        exclude_frozen: bool,
+        lr_scheduler: Any,
+    ) -> None:
+        """As `Engine.save_checkpoint` says."""
+        self.expect_savable("save_checkpoint")
+        directory = directory_of("save_dir", save_dir)
+        partial_step = self._coordinator.partial_step
+        if partial_step is not None:
+            warnings.warn(f"save_checkpoint: {partial_step}", stacklevel=3)
+        meta = self._meta(client_state, partial_step, lr_scheduler)
+        name = f"global_step{self._coordinator.global_steps}" if tag is None else tag_text(tag)
+
+        def save() -> None:
+            save_states(
+                self._states(),
+                directory,
+                tag=name,
+                meta=meta,
+                save_latest=save_latest,
+                exclude_frozen=exclude_frozen,
+            )
+
+        self._runtime.read_by_first(save)
+
+    def _meta(
+        self, client_state: Mapping[str, Any] | None, partial_step: str | None, lr_scheduler: Any
+    ) -> Meta:
+        scheduler = schedule_name(lr_scheduler)
+        self._coordinator.was_applied()  # counts the last step if it was skipped
+        return Meta(
+            optimizer=self._runtime.spec.name,
+            partial_step=partial_step,
+            client_state=client_dict(client_state),
+            global_steps=self._coordinator.global_steps,
+            micro_steps=self._accumulation.num_micro_steps,
+            skipped_steps=self._coordinator.skipped_steps,
+            loss_scale=self._dynamic_loss_scale(),
+            lr_scheduler=lr_scheduler.state_dict() if scheduler is not None else None,
+            lr_scheduler_type=scheduler,
+            param_groups=[
+                {key: value for key, value in group.items() if key != "params"}
+                for group in self._param_groups
+            ],
+        )
+
+    def _dynamic_loss_scale(self) -> LossScaleState | None:
+        """None without loss scaling, and when the configuration fixes the scale."""
+        config = self._coordinator.policy.loss_scale
+        if config is None or config.static:
+            return None
+        return loss_scale_state(self._coordinator.loss_scale_state())
+
+    def save_weights(self, save_dir: str | Path, file_name: str) -> None:
+        """As `Engine.save_16bit_model` says."""
+        self.expect_savable("save_16bit_model")
+        path = directory_of("save_dir", save_dir) / file_name
+        self._runtime.read_by_first(lambda: save_weights(self._states(), path))
+
+    # --- loading ---
+
+    def find(
+        self,
+        load_dir: str | Path,
+        tag: str | None,
+        *,
+        strict: bool,
+        with_states: bool,
+        with_schedule: bool,
+        lr_scheduler: Any,
+    ) -> FoundCheckpoint | None:
+        """What `load` takes over; all of it has been compared with the engine, of which nothing has changed.
+
+        None where `load_dir` has no checkpoint and no `tag` is given.
+        """
+        self._expect_open("load_checkpoint")
+        directory = directory_of("load_dir", load_dir)
+        unchanged = "load_checkpoint(), before anything has changed,"
+        with self._runtime.together(unchanged):
+            found = find_checkpoint(directory, None if tag is None else tag_text(tag))
+        with self._runtime.together(unchanged):
+            if self._runtime.is_on_some_rank(found is not None) and found is None:
+                raise CheckpointError(
+                    f"{directory}: another rank finds a checkpoint there, and this one does not"
+                )
+            if found is None:
+                return None
+            checkpoint = open_found(directory, found)
+            plan = plan_load(self._states(), checkpoint, strict=strict, with_states=with_states)
+            groups = fit_param_groups(self._param_groups, checkpoint) if with_states else []
+            if with_schedule:
+                try_schedule(lr_scheduler, checkpoint)
+        return FoundCheckpoint(found.path, checkpoint.meta, plan, with_states, with_schedule, groups)
+
+    def load(self, found: FoundCheckpoint, *, lr_scheduler: Any) -> None:
+        """Take it over. Gradients of a step that was begun are dropped before."""
+        meta = found.meta
+        with self._loading(found.path), self._runtime.together("load_checkpoint()"):
+            found.plan.apply()
+            if found.with_states:
+                self._go_on_from(meta)
+                for group, saved in zip(self._param_groups, found.param_groups, strict=True):
+                    group.update(saved)
+            if found.with_schedule and meta.lr_scheduler is not None:
+                lr_scheduler.load_state_dict(meta.lr_scheduler)
+        self._coordinator.resolve(is_whole=found.with_states)
+
+    def _go_on_from(self, meta: Meta) -> None:
+        """Take the counters. A step that was begun when it was saved begins anew: its gradients were not saved."""
+        self._accumulation.resume(meta.micro_steps)
+        saved = None if self._dynamic_loss_scale() is None else meta.loss_scale
+        scale = self._coordinator.loss_scale_state() if saved is None else asdict(saved)
+        self._coordinator.restore(meta.global_steps, meta.skipped_steps, scale)
+
+    @contextmanager
+    def _loading(self, path: Path) -> Iterator[None]:
+        """What fails while values are written leaves a mixture, on which nothing may go on."""
+        try:
+            yield
+        except BaseException as error:
+            lost = StateError(
+                f"loading {path} did not come to its end, so weights and states are a mixture: make the engine anew"
+            )
+            lost.__cause__ = error
+            self._half_loaded = lost
+            self._runtime.failures.record(lost)
+            self._runtime.failures.was_raised = True
+            raise
