@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from offloadzero import launch
 from offloadzero.config import OffloadConfig, create_nvme_directories, load_config
@@ -20,9 +19,9 @@ from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import UninterruptedThroughout, uninterrupted_from_start
 from offloadzero.memory.heap import FreedMemory
 from offloadzero.optimizer import ConfigSource
-from offloadzero.runtime import DTYPES, Runtime, runtime_of
+from offloadzero.runtime import Runtime, runtime_of
 from offloadzero.segments import SegmentKind, TierName
-from offloadzero.streaming.spill import is_spilled, restore, spill
+from offloadzero.streaming.spill import SpilledWeight, can_spill, restore, spill, spilled_weight
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
@@ -64,9 +63,7 @@ class Init:
             OffloadConfig() if source is None else load_config(source, world_size=launch.join_group()[1])
         )
         self._enabled = enabled
-        self._dtype = dtype or DTYPES[self._settings.precision.param_dtype]
-        # Without a precision block nobody casts what stays in memory later.
-        self._rounds = dtype is not None
+        self._dtype = dtype  # without one a parameter keeps all its bits until the engine takes it over
         self._directories = self._spill_directories(remote_device)
         self._freed = FreedMemory()
         self._originals: list[tuple[type[nn.Module], Callable[..., None]]] = []
@@ -150,7 +147,7 @@ class Init:
 
     def _release_all(self, module: nn.Module) -> None:
         """All or none: when a drive is full, say, what has left comes back."""
-        waited = {id(param) for param in module.parameters() if is_spilled(param)}
+        waited = {id(param) for param in module.parameters() if spilled_weight(param)}
         try:
             for child in module.modules():
                 self._release(child)
@@ -161,15 +158,15 @@ class Init:
             raise
 
     def _release(self, module: nn.Module) -> None:
-        for param in module.parameters(recurse=False):
-            if is_spilled(param) or is_lazy(param):
+        for name, param in module.named_parameters(recurse=False):
+            if not can_spill(param):
                 continue
-            dtype = self._dtype if self._dtype is not None and param.is_floating_point() else param.dtype
-            num_bytes = param.data.nbytes
-            if self._rounds:
-                param.data = param.data.to(dtype)
+            num_bytes = param.nbytes
+            if self._dtype is not None and param.is_floating_point():
+                param.data = param.data.to(self._dtype)
             if param.numel() >= MIN_SPILL_ELEMENTS:
-                spill(param, dtype=dtype, directory=self._next_directory(num_bytes))
+                name = f"{type(module).__name__}.{name}"
+                spill(param, name=name, directory=self._next_directory(param.nbytes))
                 self._freed.add(num_bytes)
 
 
@@ -215,8 +212,7 @@ class _Built:
 
     param: nn.Parameter
     value: torch.Tensor
-    dtype: torch.dtype
-    directory: Path | None
+    origin: SpilledWeight
 
 
 class GatheredParameters:
@@ -258,10 +254,9 @@ class GatheredParameters:
     def _gather(self, param: nn.Parameter) -> None:
         runtime = runtime_of(param)
         if runtime is None:
-            dtype = param.dtype
             spilled = restore(param)
             if spilled is not None:
-                self._built.append(_Built(param, param.data.clone(), dtype, spilled.directory))
+                self._built.append(_Built(param, param.data.clone(), spilled))
             return
         record, slot = runtime.slots[id(param)]
         if runtime.several is not None:
@@ -281,9 +276,9 @@ class GatheredParameters:
             changed = self._scatter()
         for built in self._built:
             if not self._may_edit and not torch.equal(built.value, built.param.data):
-                changed.append(f"parameter of shape {tuple(built.param.shape)}")
+                changed.append(built.origin.name)
                 built.param.data = built.value
-            spill(built.param, dtype=built.dtype, directory=built.directory)
+            spill(built.param, name=built.origin.name, directory=built.origin.directory)
         self._built = []
         if changed and error is None:
             raise StateError(

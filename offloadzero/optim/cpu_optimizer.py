@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from offloadzero.arithmetic.device_math import split_master
 from offloadzero.errors import ConfigError
+from offloadzero.torch_private import DisableTorchFunctionSubclass
 
 _MASTER_KEY = {torch.bfloat16: "master_remainder", torch.float16: "master", torch.float32: None}
 _MASTER_DTYPES = {"master_remainder": torch.int16, "master": torch.float32}
@@ -231,10 +232,10 @@ def remainder_of(name: str, param: Tensor, master: Tensor, dtype: torch.dtype) -
 
 
 def _is_placeholder(tensor: Tensor) -> bool:
-    """One NaN expanded to a shape: what zero.Init leaves in a parameter until its model is offloaded."""
-    return (
-        tensor.numel() > 1 and not any(tensor.stride()) and bool(tensor.detach().as_strided((), ()).isnan())
-    )
+    """One NaN expanded to a shape: what a parameter holds itself while its value is elsewhere."""
+    with DisableTorchFunctionSubclass():
+        is_expanded = tensor.numel() > 1 and not any(tensor.stride())
+        return is_expanded and bool(torch.detach(tensor).as_strided((), ()).isnan())
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
@@ -56,7 +57,7 @@ class Weight(Source, Protocol):
         """autograd is to know that the value has been written, as of an operation on the parameter."""
 
     def assign(self, value: Tensor) -> None:
-        """`param.data = value`: the same shape, dtype and device; the value is copied."""
+        """`param.data = value`: the value is copied."""
 
 
 class Alias:
@@ -101,6 +102,35 @@ class Alias:
         """autograd is to know of a write."""
         if self._fixed is None:
             self._weight.count_write()
+
+
+class HeldAlias:
+    """The alias of a weight, as long as a script holds it."""
+
+    def __init__(self) -> None:
+        self._held: weakref.ref[Alias] | None = None
+
+    def of(self, weight: Weight) -> Alias:
+        """The same object until `fix`."""
+        alias = self._now()
+        if alias is None:
+            alias = Alias(weight)
+            self._held = weakref.ref(alias)
+        return alias
+
+    def stands_for(self, value: Tensor) -> bool:
+        """Whether `value` is all of what the alias stands for: `param.data += x` has written it and now assigns it."""
+        return isinstance(value, RemoteTensor) and value.source is self._now() and value.is_whole
+
+    def fix(self, weight: Weight) -> None:
+        """The parameter gets other memory: who holds the former `param.data` keeps the value that it has now."""
+        alias = self._now()
+        if alias is not None:
+            alias.fix(weight.read_to_write())
+        self._held = None
+
+    def _now(self) -> Alias | None:
+        return None if self._held is None else self._held()
 
 
 class _Versioned:
@@ -359,6 +389,11 @@ def recorded(tensor: RemoteTensor | AwayParameter) -> RemoteTensor:
     return tensor.with_source(_AsRecorded(weight)) if is_weight else tensor
 
 
+def is_offloaded(param: Tensor) -> bool:
+    """Whether a `Weight` answers for the parameter."""
+    return isinstance(param, _Offloaded)
+
+
 def weight_of(param: Tensor) -> Weight:
     """Where the value of an offloaded parameter is."""
     weight: Weight = getattr(param, _ATTRIBUTE)
@@ -377,9 +412,15 @@ def classes_of(original: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[n
 
 
 def offload_parameter(param: nn.Parameter, weight: Weight) -> None:
-    """From here on `weight` answers for the parameter."""
-    param.__class__ = classes_of(type(param))[1]  # first: a class that bars this is left as it is
-    setattr(param, _ATTRIBUTE, weight)
+    """From here on `weight` answers for the parameter, and no other that did before."""
+    setattr(param, _ATTRIBUTE, weight)  # first: what wears the class without it could not be read
+    if is_offloaded(param):
+        return
+    try:
+        param.__class__ = classes_of(type(param))[1]
+    except TypeError:  # a class that bars this is left as it is
+        delattr(param, _ATTRIBUTE)
+        raise
 
 
 def restore_parameter(param: nn.Parameter) -> None:

@@ -18,7 +18,7 @@ from offloadzero.memory.heap import FreedMemory
 from offloadzero.memory.store import TieredStore
 from offloadzero.parameters.weight import restore_parameter
 from offloadzero.segments import SegmentKind
-from offloadzero.streaming.spill import file_bytes, original_dtype, restore
+from offloadzero.streaming.spill import file_bytes, restore
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.record_state import segment_slice
@@ -31,7 +31,7 @@ class OriginalForm:
     def __init__(self, records: Sequence[Record]) -> None:
         self._records = records
         self._forms = {
-            id(slot.param): (original_dtype(slot.param), slot.param.device)
+            id(slot.param): (slot.param.dtype, slot.param.device)
             for record in records
             for slot in record.slots
         }

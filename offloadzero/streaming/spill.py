@@ -2,7 +2,12 @@
 
 `zero.Init` hands large parameters over as soon as their module exists; the runtime takes them back one unit at a
 time. They wait with all bits they were initialised with, so a model built under `Init` trains exactly as one that
-was not; on NVMe each has a file of its own until then.
+was not; on NVMe each has a file of its own until then. Meanwhile such a parameter is one that is away: reads give its
+value, writes arrive ([Note: a parameter away] in parameters/weight.py), and it is trained or saved as any other.
+
+[Note: one place at a time]
+A parameter wears its weight before its memory goes, and gets its memory before the weight goes: an interrupt between
+any two lines leaves it with its value.
 """
 
 from __future__ import annotations
@@ -15,26 +20,44 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
+from offloadzero.errors import AioError, StateError
+from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.arena import align_up
+from offloadzero.parameters.weight import (
+    Alias,
+    HeldAlias,
+    is_offloaded,
+    offload_parameter,
+    restore_parameter,
+    weight_of,
+)
+from offloadzero.torch_private import DisableTorchFunctionSubclass, set_data
 
 
-class Spilled:
-    """The value of one parameter, outside the module."""
+class SpilledWeight:
+    """The value of one parameter outside the module: a `Weight` of offloadzero.parameters."""
 
-    def __init__(self, value: torch.Tensor, directory: Path | None) -> None:
+    def __init__(
+        self, param: nn.Parameter, value: torch.Tensor, *, name: str, directory: Path | None
+    ) -> None:
         """Keep `value` in host memory, or in an unnamed file in `directory`."""
-        self.dtype = value.dtype
+        self.name = name
         self.shape = value.shape
+        self.dtype = value.dtype
+        self.device = value.device
         self.directory = directory
-        self._value: torch.Tensor | None = value
-        self._descriptor: int | None = None
-        self.drive: int | None = None  # st_dev
-        if directory is not None:
-            self._descriptor = _write_unnamed(value, directory)
-            self._value = None
-            self.drive = os.fstat(self._descriptor).st_dev
-            self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._param = weakref.ref(param)
+        self._alias = HeldAlias()
+        self._num_writes = 0
+        self._value: torch.Tensor | None = None
+        self._file: _UnnamedFile | None = None
+        if directory is None:
+            self._value = value.detach().to("cpu")
+        else:
+            self._file = _UnnamedFile(value.detach().to("cpu").contiguous(), directory, label=self.name)
 
     @property
     def host_bytes(self) -> int:
@@ -42,124 +65,189 @@ class Spilled:
         return 0 if self._value is None else self._value.nbytes
 
     @property
+    def drive(self) -> int | None:
+        """`st_dev` of the value's file; None when it is in memory."""
+        return None if self._file is None else self._file.drive
+
+    @property
     def file_bytes(self) -> int:
         """On the drive; 0 when the value is in memory."""
-        return 0 if self._descriptor is None else align_up(self.shape.numel() * self.dtype.itemsize)
+        return 0 if self._file is None else align_up(self.shape.numel() * self.dtype.itemsize)
 
-    def take(self) -> torch.Tensor:
-        """The value; its file is gone afterwards, and the drive has its space back."""
-        value = self._load()
-        if self._descriptor is not None:
-            os.ftruncate(self._descriptor, 0)  # closing alone frees the space some time later on XFS
-            self._close()
-            self._descriptor, self._value = None, value
-        return value
+    @property
+    def history(self) -> tuple[int, int]:
+        """Changes with each write."""
+        return 0, self._num_writes
 
-    def _load(self) -> torch.Tensor:
-        if self._value is not None:
-            return self._value
-        if self._descriptor is None:
-            raise AssertionError("nothing was spilled")
-        target = torch.empty(self.shape, dtype=self.dtype)
+    def read(self) -> torch.Tensor:
+        """The value on the parameter's device; not to be written."""
+        return self._stored().to(self.device).contiguous()
+
+    def read_to_write(self) -> torch.Tensor:
+        """The value on the parameter's device, in memory of its own."""
+        value = self.read()
+        return value.clone() if self._file is None else value
+
+    def write(self, value: torch.Tensor) -> None:
+        """Replace the value."""
+        with UninterruptedThroughout():
+            self._num_writes += 1
+            if self._file is not None:
+                self._file.write(value.detach().to("cpu").contiguous())
+            else:
+                self._stored().copy_(value.detach())
+
+    def count_write(self) -> None:
+        """Nothing: a graph over a parameter that is away asks for its `history`."""
+
+    def alias(self) -> Alias:
+        """What stands for the value until `assign`."""
+        return self._alias.of(self)
+
+    def assign(self, value: torch.Tensor) -> None:
+        """`param.data = value`, of any shape, dtype and device, as of an ordinary parameter."""
+        param = self._param()
+        if param is None or value is param or self._alias.stands_for(value):
+            return
+        self._alias.fix(self)
+        _wear(param, SpilledWeight(param, value.detach().clone(), name=self.name, directory=self.directory))
+        self._drop()
+
+    def give_back(self, param: nn.Parameter) -> None:
+        """The parameter holds its value itself; the file is gone, and the drive has its space back."""
+        value = self._stored()
+        with DisableTorchFunctionSubclass():
+            set_data(param, value.to(self.device))
+        restore_parameter(param)
+        self._drop()
+
+    def _stored(self) -> torch.Tensor:
+        if self._file is not None:
+            return self._file.read(self.shape, self.dtype)
+        if self._value is None:
+            raise StateError(
+                f"{self.name}: its value has gone to the engine, or back to the parameter, since this was taken of "
+                "it: take it from the parameter again"
+            )
+        return self._value
+
+    def _drop(self) -> None:
+        file, self._file, self._value = self._file, None, None
+        if file is not None:
+            file.close()
+
+
+class _UnnamedFile:
+    """A file without a name: it is gone when its descriptor closes, however the process ends."""
+
+    def __init__(self, value: torch.Tensor, directory: Path, *, label: str) -> None:
+        self._label = label
+        self._directory = directory
+        with tempfile.TemporaryFile(dir=directory) as file:
+            self._descriptor = os.dup(file.fileno())
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self.drive = os.fstat(self._descriptor).st_dev
+        try:
+            self.write(value)
+        except BaseException:
+            self._close()  # a full disk gets its space back
+            raise
+
+    def write(self, value: torch.Tensor) -> None:
+        """Replace the contents by a contiguous host tensor's."""
+        view = _as_bytes(value)
+        position = 0
+        while position < len(view):
+            try:
+                position += os.pwrite(self._descriptor, view[position:], position)
+            except OSError as error:
+                raise self._error("write", position, len(view), error.errno or 0) from error
+        # Written pages are to leave memory, not to pile up in the page cache.
+        os.fdatasync(self._descriptor)
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def read(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A new host tensor of the contents."""
+        target = torch.empty(shape, dtype=dtype, device="cpu")
         view = _as_bytes(target)
         position = 0
         while position < len(view):
-            count = os.preadv(self._descriptor, [view[position:]], position)
-            if count <= 0:
-                raise OSError("short read of a spilled parameter")
+            try:
+                count = os.preadv(self._descriptor, [view[position:]], position)
+            except OSError as error:
+                raise self._error("read", position, len(view), error.errno or 0) from error
+            if not count:
+                raise self._error("read", position, len(view), 0, "the file ends here")
             position += count
         return target
+
+    def close(self) -> None:
+        """The drive has its space back."""
+        os.ftruncate(self._descriptor, 0)  # closing alone frees the space some time later on XFS
+        self._close()
+
+    def _error(self, operation: str, offset: int, num_bytes: int, errno: int, detail: str = "") -> AioError:
+        return AioError(
+            operation=operation,
+            path=f"{self._directory}/(unnamed)",
+            offset=offset,
+            num_bytes=num_bytes,
+            errno=errno,
+            label=self._label,
+            detail=detail,
+        )
 
 
 def _as_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _write_unnamed(value: torch.Tensor, directory: Path) -> int:
-    """A file without a name: it is gone when its descriptor closes, however the process ends."""
-    with tempfile.TemporaryFile(dir=directory) as file:
-        descriptor = os.dup(file.fileno())
-    try:
-        view = _as_bytes(value.contiguous())
-        position = 0
-        while position < len(view):
-            position += os.pwrite(descriptor, view[position:], position)
-        # Written pages are to leave memory, not to pile up in the page cache.
-        os.fdatasync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    except BaseException:
-        os.close(descriptor)  # a full disk gets its space back
-        raise
-    return descriptor
+def _wear(param: nn.Parameter, weight: SpilledWeight) -> None:
+    """`weight` answers for the parameter; what it holds itself is one element in its shape."""
+    offload_parameter(param, weight)
+    placeholder = torch.full((), float("nan")).to(weight.device, weight.dtype)
+    with DisableTorchFunctionSubclass():
+        set_data(param, placeholder.expand(weight.shape))
 
 
-class _Registry:
-    """Spilled values by parameter; tensors compare elementwise, so by identity."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, Spilled] = {}
-
-    def put(self, param: torch.nn.Parameter, value: Spilled) -> None:
-        key = id(param)
-        if key not in self._values:
-            weakref.finalize(param, self._values.pop, key, None)
-        self._values[key] = value
-
-    def get(self, param: torch.nn.Parameter) -> Spilled | None:
-        return self._values.get(id(param))
-
-    def take(self, param: torch.nn.Parameter) -> Spilled | None:
-        return self._values.pop(id(param), None)
+def can_spill(param: nn.Parameter) -> bool:
+    """Whether the parameter has a value of its own in memory that may leave it."""
+    has_no_shape: bool = is_lazy(param)
+    return not has_no_shape and isinstance(param, nn.Parameter) and not is_offloaded(param)
 
 
-_registry = _Registry()
+def spill(param: nn.Parameter, *, name: str, directory: Path | None) -> None:
+    """Take the parameter's value out of its module: [Note: one place at a time]. `name` is for errors."""
+    _wear(param, SpilledWeight(param, param.data, name=name, directory=directory))
 
 
-def spill(param: torch.nn.Parameter, *, dtype: torch.dtype, directory: Path | None) -> None:
-    """Take the parameter's value out of its module; a placeholder of `dtype` keeps its shape."""
-    shape = param.shape
-    _registry.put(param, Spilled(param.data, directory))
-    param.data = torch.full((), float("nan"), dtype=dtype).expand(shape)
+def spilled_weight(param: torch.Tensor) -> SpilledWeight | None:
+    """Where the value of a spilled parameter is; None if it is not spilled."""
+    weight = weight_of(param) if is_offloaded(param) else None
+    return weight if isinstance(weight, SpilledWeight) else None
 
 
-def is_spilled(param: torch.nn.Parameter) -> bool:
-    """Whether the parameter's value is elsewhere."""
-    return _registry.get(param) is not None
-
-
-def original_dtype(param: torch.nn.Parameter) -> torch.dtype:
-    """That of the parameter's value, wherever it is; a placeholder may have another."""
-    spilled = _registry.get(param)
-    return param.dtype if spilled is None else spilled.dtype
-
-
-def take_spilled(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """The value, which is forgotten here; None if the parameter holds it itself."""
-    value = _registry.take(param)
-    return None if value is None else value.take()
-
-
-def restore(param: torch.nn.Parameter) -> Spilled | None:
+def restore(param: nn.Parameter) -> SpilledWeight | None:
     """Put a spilled value back into the parameter; returns where it was, None if it was not spilled."""
-    spilled = _registry.take(param)
-    if spilled is not None:
-        param.data = spilled.take()
-    return spilled
+    weight = spilled_weight(param)
+    if weight is not None:
+        weight.give_back(param)
+    return weight
 
 
-def file_bytes(params: Iterable[torch.nn.Parameter]) -> Counter[int]:
+def file_bytes(params: Iterable[nn.Parameter]) -> Counter[int]:
     """What the parameters' values take on drives now, by `st_dev`."""
     found: Counter[int] = Counter()
     for param in params:
-        spilled = _registry.get(param)
-        if spilled is not None and spilled.drive is not None:
-            found[spilled.drive] += spilled.file_bytes
+        weight = spilled_weight(param)
+        if weight is not None and weight.drive is not None:
+            found[weight.drive] += weight.file_bytes
     return found
 
 
-def host_bytes(param: torch.nn.Parameter) -> int:
+def host_bytes(param: nn.Parameter) -> int:
     """Host memory that the parameter's value takes now."""
-    spilled = _registry.get(param)
-    if spilled is not None:
-        return spilled.host_bytes
+    weight = spilled_weight(param)
+    if weight is not None:
+        return weight.host_bytes
     return param.data.untyped_storage().nbytes() if param.device.type == "cpu" else 0

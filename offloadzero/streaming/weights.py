@@ -8,7 +8,6 @@ in its waits too. What ends it nevertheless, a second interrupt say, makes the e
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -20,11 +19,9 @@ from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.parameters.remote import RemoteTensor
-from offloadzero.parameters.weight import Alias, offload_parameter
+from offloadzero.parameters.weight import Alias, HeldAlias, offload_parameter
 from offloadzero.segments import SegmentKind
 from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.spill import take_spilled
 from offloadzero.torch_private import DisableTorchFunctionSubclass
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.kept import kept_params, kept_place
@@ -56,9 +53,7 @@ class WeightAccess:
         if SegmentKind.MASTER in layout:
             master = torch.zeros(record.num_trainable, dtype=layout[SegmentKind.MASTER][0], device="cpu")
         for slot in record.slots:
-            spilled = take_spilled(slot.param)
-            value = slot.param.data if spilled is None else spilled
-            _encode(slot, value.detach().to("cpu"), param, master)
+            _encode(slot, slot.param.detach().to("cpu"), param, master)
             slot.param.data = torch.zeros((), dtype=record.dtype).expand(slot.shape)
         agree(param)
         if master is not None:
@@ -314,7 +309,7 @@ class SlotWeight:
         self._access = access
         self._record = record
         self._slot = slot
-        self._alias: weakref.ref[Alias] | None = None
+        self._alias = HeldAlias()
 
     @property
     def name(self) -> str:
@@ -361,17 +356,12 @@ class SlotWeight:
 
     def alias(self) -> Alias:
         """What stands for the value until `assign`."""
-        alias = None if self._alias is None else self._alias()
-        if alias is None:
-            alias = Alias(self)
-            self._alias = weakref.ref(alias)
-        return alias
+        return self._alias.of(self)
 
     def assign(self, value: torch.Tensor) -> None:
-        """`param.data = value`."""
-        alias = None if self._alias is None else self._alias()
-        if isinstance(value, RemoteTensor) and value.source is alias and value.is_whole:
-            return  # `param.data += x` has written already
+        """`param.data = value`: of the same shape, dtype and device."""
+        if self._alias.stands_for(value):
+            return
         if value.dtype != self.dtype:
             allowed = f"{self.dtype}: the configuration says the precision (its bf16 and fp16 blocks)"
             raise ConfigError(f"{self.name}.data", value.dtype, allowed)
@@ -382,9 +372,7 @@ class SlotWeight:
         if value.device.type != self.device.type:
             raise ConfigError(f"{self.name}.data", str(value.device), f"device {self.device}")
         value = value.detach().clone()
-        if alias is not None:  # somebody holds the former `param.data`
-            alias.fix(self.read_to_write())
-            self._alias = None
+        self._alias.fix(self)
         self.write(value)
         self.count_write()  # a graph over the former memory would go on with that in torch: refused
 

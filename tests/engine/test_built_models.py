@@ -1,0 +1,129 @@
+"""A model that was built under `zero.Init` and is not offloaded yet: an ordinary one whose large weights are away."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offloadzero import AioError, StateError, zero
+from tests.engine.test_zero import build, masters, stored_bytes
+from tests.support.tiny import TinyModel, make_engine, settings, tokens
+
+
+@pytest.fixture(params=["host", "nvme"])
+def built(request: pytest.FixtureRequest, tmp_path: Path) -> TinyModel:
+    with zero.Init(config_dict_or_path=settings(tmp_path, placement=request.param)):
+        return build()
+
+
+def test_a_built_model_evaluates_and_saves(built: TinyModel) -> None:
+    plain = build()
+    assert all(stored_bytes(p) < 10 for p in built.parameters() if p.numel() >= zero.MIN_SPILL_ELEMENTS)
+    assert torch.equal(built(tokens(0)), plain(tokens(0)))
+    saved = io.BytesIO()
+    torch.save(built.state_dict(), saved)
+    saved.seek(0)
+    for name, value in torch.load(saved).items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+    copied = copy.deepcopy(built)
+    assert all(torch.equal(a, b) for a, b in zip(copied.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_built_model_trains_as_any(built: TinyModel) -> None:
+    plain = build()
+    for model in (built, plain):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            model(tokens(step)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, value), other in zip(built.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.allclose(value, other, rtol=1e-5, atol=1e-6), name
+
+
+def test_what_is_written_to_a_built_model_is_offloaded(built: TinyModel, tmp_path: Path) -> None:
+    pretrained = build(seed=7)
+    for model in (built, plain := build()):
+        model.load_state_dict(pretrained.state_dict())
+        for param in model.parameters():
+            if param.dim() > 1:
+                torch.manual_seed(5)
+                nn.init.xavier_uniform_(param)
+        model.blocks[0].up.weight.data *= 0.5
+        model.blocks[1].up.weight.data = torch.ones_like(model.blocks[1].up.weight)
+        with torch.no_grad():
+            model.blocks[2].down.weight[3, :7] = 0.25
+    values = {name: value.clone() for name, value in plain.state_dict().items()}
+    engine = make_engine(settings(tmp_path), built)
+    assert all(torch.equal(value, values[name]) for name, value in masters(engine).items())
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_built_model_changes_its_dtype(built: TinyModel, dtype: torch.dtype) -> None:
+    plain = build().to(dtype)
+    built.to(dtype)
+    assert {param.dtype for param in built.parameters()} == {dtype}
+    assert all(stored_bytes(p) < 10 for p in built.parameters() if p.numel() >= zero.MIN_SPILL_ELEMENTS)
+    for (name, value), other in zip(built.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
+
+
+def test_what_a_script_holds_of_a_built_parameter(built: TinyModel, tmp_path: Path) -> None:
+    weight = built.emb.weight
+    held, value = weight.data, weight.detach().clone()
+    weight.data = value + 1
+    assert torch.equal(held, value), "the former memory is the holder's"
+    assert torch.equal(weight, value + 1)
+    taken = weight.data
+    engine = make_engine(settings(tmp_path), built)
+    with pytest.raises(StateError, match=r"Embedding\.weight: its value has gone to the engine"):
+        taken.sum()
+    assert torch.equal(held, value)
+    engine.close()
+
+
+def test_a_graph_over_a_built_parameter_that_was_written_is_refused(built: TinyModel) -> None:
+    loss = built(tokens(0))
+    with torch.no_grad():
+        built.blocks[0].up.weight.mul_(2)
+    with pytest.raises(StateError, match=r"Linear\.weight was updated between its use and the backward"):
+        loss.backward()
+
+
+def test_a_drive_that_fails_names_the_built_parameter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zero.Init(config_dict_or_path=settings(tmp_path)):
+        model = build()
+
+    def fails(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fails)
+    with pytest.raises(AioError, match=r"Embedding\.weight \(nvme\): read .*Input/output error"):
+        model.emb.weight.sum()
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(AioError, match="the file ends here"):
+        model.emb.weight.sum()
+
+
+def test_integers_leave_memory_too(tmp_path: Path) -> None:
+    class Quantized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes = nn.Parameter(torch.arange(5000) % 100, requires_grad=False)
+
+    with zero.Init(config_dict_or_path=settings(tmp_path)):
+        module = Quantized()
+    assert stored_bytes(module.codes) < 10
+    assert torch.equal(module.codes, torch.arange(5000) % 100)
