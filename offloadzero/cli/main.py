@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from offloadzero import __version__
-from offloadzero.cli import bench_adam, bench_copy, bench_nvme, plan, report
+from offloadzero.cli import bench_adam, bench_copy, bench_nvme, doctor, plan, report
 from offloadzero.errors import ConfigError, OffloadError
 
 USER_ERROR = 2
@@ -38,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     bench_nvme.add_parser(benches)
     bench_copy.add_parser(benches)
     bench_adam.add_parser(benches)
+    doctor.add_parser(commands)
     plan.add_parser(commands)
     report.add_parser(commands)
     return parser

@@ -338,3 +338,12 @@ def find_device(name: str | None) -> Device:
     index = chosen.index if chosen.index is not None else torch.accelerator.current_device_index()
     found = torch.device(chosen.type, index)
     return CudaDevice(found) if chosen.type == "cuda" else StreamDevice(found)
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Of a CUDA device, as /sys names it; None of others, and where torch does not know it."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    parts = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    return None if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)

@@ -1,0 +1,246 @@
+"""What of a machine will hurt a training that offloads, and what mends it: decisions on facts (floor 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+GIB = 1 << 30
+FEW_CORES = 4  # one launches, one copies, and updates and landings have the rest
+FEW_FILES = 1024  # zero.Init holds a file for each large parameter until the model is offloaded
+SLOW_DRIVE = 1e9  # bytes per second
+# Of a step with everything on the drive, per parameter: its states both ways, and the parameter for forward and
+# backward. In the fp32 layout; the compact one has 5.06 bytes of states.
+BYTES_PER_PARAM = {"read": 12 + 2 * 2, "write": 12}
+FAST_ISA = ("avx2", "avx512")
+IN_MEMORY = ("tmpfs", "ramfs")
+OF_CONTAINERS = ("overlay", "aufs")
+OVER_A_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "lustre", "ceph")
+
+
+class Severity(str, Enum):
+    """How much it costs."""
+
+    HURTS = "hurts"  # a step takes longer, or less fits
+    NOTE = "note"  # how it is; nothing mends it, or only at larger sizes
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not as it could be."""
+
+    severity: Severity
+    what: str
+    costs: str
+    mend: str | None  # a command, or words where no command does it
+
+
+@dataclass(frozen=True)
+class Drive:
+    """A directory for offloaded states, and the drive under it."""
+
+    path: str
+    filesystem: str | None
+    direct: bool  # transfers bypass the page cache
+    direct_reason: str
+    rotational: bool | None
+    free_bytes: int
+    read_bytes_per_s: float | None = None  # None: not measured
+    write_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was found out about a machine."""
+
+    usable_cores: int  # by this process
+    machine_cores: int
+    isa: str
+    memory_bytes: int
+    group_free_bytes: int | None  # what control groups leave this process; None: no limit
+    memlock_bytes: int | None  # None: no limit
+    max_open_files: int
+    huge_pages: str | None  # "always", "madvise" or "never"; None: the kernel has none
+    overcommit: int | None  # /proc/sys/vm/overcommit_memory
+    file_engine: str  # the backend in use
+    file_engine_reason: str
+    io_uring_disabled: int | None  # /proc/sys/kernel/io_uring_disabled
+    device: str | None  # its name; None: the CPU is the device
+    has_gpu_node: bool  # the kernel has an NVIDIA device, whatever torch says
+    link_width: tuple[int, int] | None = None  # lanes of the device's PCIe link: now, and at the most
+    load: float = 0.0  # processes that wanted a core in the last minute
+    drives: Sequence[Drive] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)  # for the JSON only
+
+
+def check(facts: Facts) -> list[Finding]:
+    """All findings, what hurts first."""
+    found = [*_of_device(facts), *_of_cores(facts), *_of_memory(facts), *_of_files(facts)]
+    for drive in facts.drives:
+        found += _of_drive(drive)
+    return sorted(found, key=lambda one: one.severity is Severity.NOTE)
+
+
+def _of_device(facts: Facts) -> Iterator[Finding]:
+    if facts.device is None and facts.has_gpu_node:
+        yield Finding(
+            Severity.HURTS,
+            "the machine has an NVIDIA GPU, and torch does not find it",
+            "everything is computed on the CPU",
+            "a build of torch with CUDA (pytorch.org/get-started); nvidia-smi says whether the driver runs",
+        )
+    elif facts.device is None:
+        yield Finding(
+            Severity.NOTE, "there is no GPU", "the CPU is the device, and offloading saves it memory", None
+        )
+    if facts.link_width is not None and facts.link_width[0] < facts.link_width[1]:
+        now, most = facts.link_width
+        yield Finding(
+            Severity.HURTS,
+            f"{facts.device} has {now} of its {most} PCIe lanes",
+            f"parameters and gradients move at {now / most:.0%} of the speed",
+            "another slot of the mainboard, or its firmware's settings for the slot",
+        )
+
+
+def _of_cores(facts: Facts) -> Iterator[Finding]:
+    if facts.isa not in FAST_ISA:
+        yield Finding(
+            Severity.HURTS,
+            f"updates run as {facts.isa} code: neither AVX2 nor AVX-512",
+            "updates on the host take several times as long",
+            "a CPU (or a virtual machine's CPU model) with AVX2; unset OFFLOADZERO_ISA if it is set",
+        )
+    if facts.usable_cores < facts.machine_cores:
+        yield Finding(
+            Severity.HURTS,
+            f"this process may use {facts.usable_cores} of {facts.machine_cores} cores",
+            "updates, landings and copies share them",
+            f"taskset --cpu-list 0-{facts.machine_cores - 1} COMMAND, or docker run --cpuset-cpus",
+        )
+    elif facts.usable_cores < FEW_CORES:
+        yield Finding(
+            Severity.NOTE,
+            f"there are {facts.usable_cores} cores",
+            "updates and the thread that launches get in each other's way",
+            None,
+        )
+    if facts.load > facts.usable_cores:
+        yield Finding(
+            Severity.NOTE,
+            f"{facts.load:.1f} processes have wanted {facts.usable_cores} cores in the last minute",
+            "steps and measurements take longer than on an idle machine",
+            None,
+        )
+
+
+def _of_memory(facts: Facts) -> Iterator[Finding]:
+    if facts.group_free_bytes is not None and facts.group_free_bytes < 0.9 * facts.memory_bytes:
+        yield Finding(
+            Severity.HURTS,
+            f"a control group leaves {facts.group_free_bytes / GIB:.1f} GiB of {facts.memory_bytes / GIB:.1f} GiB",
+            "less fits the host, and what goes beyond is killed; plans keep to it",
+            "docker run --memory SIZE, systemd-run -p MemoryMax=SIZE, or the limit of the job",
+        )
+    if facts.huge_pages == "never":
+        yield Finding(
+            Severity.HURTS,
+            "huge pages are off",
+            "updates and copies miss the TLB with every page of 4 KiB",
+            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+        )
+    if facts.overcommit == 2:
+        yield Finding(
+            Severity.HURTS,
+            "vm.overcommit_memory is 2",
+            "memory that is reserved and not yet used counts as used, so less fits",
+            "sudo sysctl vm.overcommit_memory=0",
+        )
+
+
+def _of_files(facts: Facts) -> Iterator[Finding]:
+    if facts.file_engine != "io_uring":
+        mend = (
+            "sudo sysctl kernel.io_uring_disabled=0"
+            if facts.io_uring_disabled
+            else (
+                "in a container a seccomp profile that allows io_uring (docker run --security-opt "
+                "seccomp=FILE); else a kernel of 5.10 or later"
+            )
+        )
+        yield Finding(
+            Severity.HURTS,
+            f"the file engine is {facts.file_engine}: {facts.file_engine_reason}",
+            "transfers to and from drives cost more time of the cores",
+            mend,
+        )
+    if facts.memlock_bytes is not None:
+        yield Finding(
+            Severity.HURTS,
+            f"this process may lock {facts.memlock_bytes / GIB:.2f} GiB in memory (RLIMIT_MEMLOCK)",
+            "the file engine's buffers are not registered, and each transfer pins its pages anew",
+            "ulimit -l unlimited (memlock in /etc/security/limits.conf; docker run --ulimit memlock=-1)",
+        )
+    if facts.max_open_files < FEW_FILES:
+        yield Finding(
+            Severity.HURTS,
+            f"this process may open {facts.max_open_files} files",
+            "a model of many large parameters cannot be built under zero.Init on nvme",
+            "ulimit -n 65536",
+        )
+
+
+def _of_drive(drive: Drive) -> Iterator[Finding]:
+    at = drive.path
+    if drive.filesystem in IN_MEMORY:
+        yield Finding(
+            Severity.HURTS,
+            f"{at} is in memory ({drive.filesystem})",
+            "what is offloaded there takes the memory that it is to spare",
+            "name a directory on a drive",
+        )
+        return
+    if drive.filesystem in OVER_A_NETWORK:
+        yield Finding(
+            Severity.HURTS,
+            f"{at} is on another machine ({drive.filesystem})",
+            "states move at the speed of the network",
+            "name a directory on a drive of this machine",
+        )
+    if drive.filesystem in OF_CONTAINERS:
+        yield Finding(
+            Severity.HURTS,
+            f"{at} is in the container's own layer ({drive.filesystem})",
+            "first writes copy whole files, and space is that of the image store",
+            "mount a directory of the host: docker run --volume /mnt/nvme:/mnt/nvme",
+        )
+    if not drive.direct:
+        yield Finding(
+            Severity.HURTS,
+            f"{at}: transfers go through the page cache ({drive.direct_reason})",
+            "every byte is copied once more, and the cache takes memory that the host tier needs",
+            "a directory on ext4 or xfs",
+        )
+    if drive.rotational:
+        yield Finding(
+            Severity.HURTS,
+            f"{at} is on a disk that says it rotates",
+            "some hundred MB/s; a virtual machine's disk may say so and be fast: offloadzero bench nvme tells",
+            "name a directory on an NVMe drive",
+        )
+    yield from _slow(drive)
+
+
+def _slow(drive: Drive) -> Iterator[Finding]:
+    for what, rate in (("read", drive.read_bytes_per_s), ("write", drive.write_bytes_per_s)):
+        if rate is None or rate >= SLOW_DRIVE:
+            continue
+        seconds = BYTES_PER_PARAM[what] * 1e9 / rate
+        yield Finding(
+            Severity.HURTS,
+            f"{drive.path}: the drive can {what} {rate / 1e9:.2f} GB/s",
+            f"with everything on it that is {seconds:.0f} s of a step for each billion parameters, in the fp32 layout",
+            'a faster drive, several (a directory on each), or "state_layout": "compact"',
+        )

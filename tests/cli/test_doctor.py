@@ -1,0 +1,104 @@
+"""`offloadzero doctor` on this machine, and on the files of others."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from offloadzero.cli import doctor, main
+from offloadzero.memory.device import pci_address
+
+
+def test_it_tells_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main.main(["doctor", str(tmp_path), "--device", "cpu", "--json", str(tmp_path / "out.json")])
+    shown = capsys.readouterr().out
+    result = json.loads((tmp_path / "out.json").read_text())
+    facts = result["facts"]
+    assert facts["usable_cores"] == len(os.sched_getaffinity(0))
+    assert facts["max_open_files"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    (drive,) = facts["drives"]
+    free = os.statvfs(tmp_path)
+    assert abs(drive["free_bytes"] - free.f_bavail * free.f_frsize) < 1 << 30
+    assert status == int(any(one["severity"] == "hurts" for one in result["findings"]))
+    for one in result["findings"]:
+        assert f"{one['severity']}: {one['what']}" in shown
+        assert one["mend"] is None or f"mend: {one['mend']}" in shown
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"], "the file that tries O_DIRECT is gone"
+
+
+def test_limits_of_this_process_are_found() -> None:
+    script = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200));"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20));"
+        "from offloadzero.cli.main import main; sys.exit(main(['doctor', '--device', 'cpu']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert "hurts: this process may open 200 files" in done.stdout
+    assert "ulimit -l unlimited" in done.stdout
+
+
+def test_json_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    main.main(["doctor", "--device", "cpu", "--json", "-"])
+    assert json.loads(capsys.readouterr().out)["format"] == "offloadzero.doctor"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere"),
+        (["--device", "cuda:77"], "cuda:77"),
+        (["--json", "nowhere/x.json"], "nowhere/x.json"),
+    ],
+)
+def test_mistakes_of_the_user(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["doctor", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_files_of_another_machine(tmp_path: Path) -> None:
+    for name, text in {
+        "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
+        "proc/sys/vm/overcommit_memory": "2\n",
+        "proc/sys/kernel/io_uring_disabled": "1\n",
+        "dev/nvidia0": "",
+        "sys/bus/pci/devices/0000:41:00.0/current_link_width": "4\n",
+        "sys/bus/pci/devices/0000:41:00.0/max_link_width": "16\n",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    facts = doctor.find_facts([], "cpu", with_rates=False, root=tmp_path)
+    assert (facts.huge_pages, facts.overcommit, facts.io_uring_disabled) == ("never", 2, 1)
+    assert facts.has_gpu_node
+    assert facts.group_free_bytes is None
+    assert doctor.link_width("0000:41:00.0", root=tmp_path) == (4, 16)
+    assert doctor.link_width("0000:42:00.0", root=tmp_path) is None
+    assert pci_address(torch.device("cpu")) is None
+
+
+def test_rates_are_measured_where_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from offloadzero.cli import plan_probe
+
+    asked: list[list[Path]] = []
+
+    def rates(paths: list[Path], *, time_s: float) -> dict[str, float]:
+        assert time_s == 10.0
+        asked.append(paths)
+        return {"nvme_read": 0.5e9, "nvme_write": 3e9}
+
+    monkeypatch.setattr(plan_probe, "drive_rates", rates)
+    main.main(["doctor", str(tmp_path), "--device", "cpu"])
+    assert not asked
+    assert main.main(["doctor", str(tmp_path), "--device", "cpu", "--measure"]) == 1
+    assert asked == [[tmp_path]]
+    assert "can read 0.50 GB/s" in capsys.readouterr().out
