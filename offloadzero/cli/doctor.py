@@ -21,6 +21,7 @@ FORMAT = "offloadzero.doctor"
 FORMAT_VERSION = 1
 ROOT = Path("/")
 HURTS = 1
+REGISTERED = 64 << 20
 
 
 def add_parser(commands: Any) -> None:
@@ -95,7 +96,9 @@ def find_facts(
     directories: Sequence[str], device_name: str | None, *, with_rates: bool, root: Path = ROOT
 ) -> Facts:
     """What this machine is. `root` is where /proc, /sys and /dev are."""
-    from offloadzero.io import AioEngine
+    import torch
+
+    from offloadzero.io.engine import AioEngine
     from offloadzero.memory.device import find_device, pci_address
     from offloadzero.native import cpu_adam
     from offloadzero.planning.checkup import Facts
@@ -106,6 +109,7 @@ def find_facts(
     with AioEngine() as engine:
         drives = [find_drive(path, engine, with_rates=with_rates) for path in directories]
         backend, reason = engine.backend.value, engine.reason
+        registers = engine.register_parts(torch.empty(REGISTERED, dtype=torch.uint8)) == REGISTERED
     return Facts(
         usable_cores=len(os.sched_getaffinity(0)),
         machine_cores=os.cpu_count() or 1,
@@ -113,6 +117,7 @@ def find_facts(
         memory_bytes=machine["memory_bytes"],
         group_free_bytes=cgroup_free_bytes(root=root),
         memlock_bytes=memlock_bytes(),
+        registers=registers,
         max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         huge_pages=chosen(text(root / "sys/kernel/mm/transparent_hugepage/enabled")),
         overcommit=number(root / "proc/sys/vm/overcommit_memory"),
@@ -122,6 +127,7 @@ def find_facts(
         device=device.name(),
         has_gpu_node=(root / "dev/nvidia0").exists(),
         link_width=link_width(pci_address(device.torch_device), root=root),
+        is_virtual=machine["is_virtual_machine"],
         load=os.getloadavg()[0],
         drives=drives,
         details={"machine": machine, "versions": describe_versions("offloadzero", "torch", "numpy")},

@@ -345,5 +345,8 @@ def pci_address(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
-    parts = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    return None if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    if not all(hasattr(properties, name) for name in names):
+        return None
+    domain, bus, place = (int(getattr(properties, name)) for name in names)
+    return f"{domain:04x}:{bus:02x}:{place:02x}.0"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 FEW_CORES = 4  # one launches, one copies, and updates and landings have the rest
 FEW_FILES = 1024  # zero.Init holds a file for each large parameter until the model is offloaded
 SLOW_DRIVE = 1e9  # bytes per second
@@ -61,6 +61,7 @@ class Facts:
     memory_bytes: int
     group_free_bytes: int | None  # what control groups leave this process; None: no limit
     memlock_bytes: int | None  # None: no limit
+    registers: bool  # whether the file engine may register a buffer of 64 MiB
     max_open_files: int
     huge_pages: str | None  # "always", "madvise" or "never"; None: the kernel has none
     overcommit: int | None  # /proc/sys/vm/overcommit_memory
@@ -70,6 +71,7 @@ class Facts:
     device: str | None  # its name; None: the CPU is the device
     has_gpu_node: bool  # the kernel has an NVIDIA device, whatever torch says
     link_width: tuple[int, int] | None = None  # lanes of the device's PCIe link: now, and at the most
+    is_virtual: bool = False  # a virtual machine
     load: float = 0.0  # processes that wanted a core in the last minute
     drives: Sequence[Drive] = ()
     details: Mapping[str, Any] = field(default_factory=dict)  # for the JSON only
@@ -79,7 +81,7 @@ def check(facts: Facts) -> list[Finding]:
     """All findings, what hurts first."""
     found = [*_of_device(facts), *_of_cores(facts), *_of_memory(facts), *_of_files(facts)]
     for drive in facts.drives:
-        found += _of_drive(drive)
+        found += _of_drive(drive, is_virtual=facts.is_virtual)
     return sorted(found, key=lambda one: one.severity is Severity.NOTE)
 
 
@@ -176,10 +178,10 @@ def _of_files(facts: Facts) -> Iterator[Finding]:
             "transfers to and from drives cost more time of the cores",
             mend,
         )
-    if facts.memlock_bytes is not None:
+    elif facts.memlock_bytes is not None and not facts.registers:  # some users may lock more than the limit
         yield Finding(
             Severity.HURTS,
-            f"this process may lock {facts.memlock_bytes / GIB:.2f} GiB in memory (RLIMIT_MEMLOCK)",
+            f"this process may lock {facts.memlock_bytes / MIB:,.0f} MiB in memory (RLIMIT_MEMLOCK)",
             "the file engine's buffers are not registered, and each transfer pins its pages anew",
             "ulimit -l unlimited (memlock in /etc/security/limits.conf; docker run --ulimit memlock=-1)",
         )
@@ -192,7 +194,7 @@ def _of_files(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _of_drive(drive: Drive) -> Iterator[Finding]:
+def _of_drive(drive: Drive, *, is_virtual: bool) -> Iterator[Finding]:
     at = drive.path
     if drive.filesystem in IN_MEMORY:
         yield Finding(
@@ -223,12 +225,13 @@ def _of_drive(drive: Drive) -> Iterator[Finding]:
             "every byte is copied once more, and the cache takes memory that the host tier needs",
             "a directory on ext4 or xfs",
         )
-    if drive.rotational:
+    if drive.rotational and drive.read_bytes_per_s is None:
+        # A virtual machine's disk says so of whatever is behind it.
         yield Finding(
-            Severity.HURTS,
+            Severity.NOTE if is_virtual else Severity.HURTS,
             f"{at} is on a disk that says it rotates",
-            "some hundred MB/s; a virtual machine's disk may say so and be fast: offloadzero bench nvme tells",
-            "name a directory on an NVMe drive",
+            "such disks give 0.2 GB/s; offloadzero bench nvme, or --measure, tells what this one gives",
+            None if is_virtual else "name a directory on an NVMe drive",
         )
     yield from _slow(drive)
 

@@ -17,6 +17,7 @@ GOOD = Facts(
     memory_bytes=128 * GIB,
     group_free_bytes=None,
     memlock_bytes=None,
+    registers=True,
     max_open_files=65536,
     huge_pages="madvise",
     overcommit=0,
@@ -34,6 +35,14 @@ GOOD = Facts(
 def test_nothing_hurts_on_a_good_machine() -> None:
     assert check(GOOD) == []
     assert check(replace(GOOD, group_free_bytes=120 * GIB, huge_pages="always", isa="avx2")) == []
+    assert check(replace(GOOD, memlock_bytes=8 << 20)) == [], "root may lock more"
+    assert check(replace(GOOD, drives=(replace(DRIVE, rotational=True),))) == [], "it was measured"
+
+
+def test_a_virtual_disk_may_be_fast_whatever_it_says() -> None:
+    drive = replace(DRIVE, rotational=True, read_bytes_per_s=None)
+    (found,) = check(replace(GOOD, is_virtual=True, drives=(drive,)))
+    assert found.severity is Severity.NOTE
 
 
 @pytest.mark.parametrize(
@@ -48,7 +57,7 @@ def test_nothing_hurts_on_a_good_machine() -> None:
         ({"overcommit": 2}, "overcommit_memory is 2", "sysctl vm.overcommit_memory=0"),
         ({"file_engine": "native_aio", "io_uring_disabled": 2}, "native_aio", "io_uring_disabled=0"),
         ({"file_engine": "aiofiles"}, "aiofiles", "seccomp"),
-        ({"memlock_bytes": 8 << 20}, "lock 0.01 GiB", "ulimit -l unlimited"),
+        ({"memlock_bytes": 8 << 20, "registers": False}, "lock 8 MiB", "ulimit -l unlimited"),
         ({"max_open_files": 256}, "open 256 files", "ulimit -n"),
     ],
 )
@@ -67,7 +76,7 @@ def test_each_thing_that_hurts_is_found_alone(changed: dict[str, object], what: 
         ({"filesystem": "nfs4"}, "another machine"),
         ({"filesystem": "overlay"}, "container's own layer"),
         ({"direct": False, "direct_reason": "O_DIRECT: EINVAL"}, "page cache (O_DIRECT: EINVAL)"),
-        ({"rotational": True}, "rotates"),
+        ({"rotational": True, "read_bytes_per_s": None}, "rotates"),
         ({"read_bytes_per_s": 0.5e9}, "can read 0.50 GB/s"),
         ({"write_bytes_per_s": 0.5e9}, "can write 0.50 GB/s"),
     ],
