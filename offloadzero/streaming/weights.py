@@ -166,7 +166,26 @@ class WeightAccess:
             raise AssertionError(f"{record.name} is in no forward")
         for place in places:
             slot = record.slots[place]
-            self.replace(record, slot, slot.view_in(flat).clone())
+            self._commit_in_place(record, slot, slot.view_in(flat).detach().to("cpu", copy=True).reshape(-1))
+
+    def _commit_in_place(self, record: Record, slot: ParamSlot, new: torch.Tensor) -> None:
+        """Write what a forward has made of a parameter, where it may have written the home itself.
+
+        Nobody has the former value then, so what changed is found by the master alone: an fp32 one shows it. A
+        remainder stays what it is, less than half a step of the new value, but where no such number is.
+        """
+        segment = record.segments.get(SegmentKind.MASTER)
+        parts = {SegmentKind.PARAM: new}
+        if segment is not None and slot.trainable:
+            master = parts[SegmentKind.MASTER] = self._read(record, slot, SegmentKind.MASTER)
+            if master.dtype == torch.float32:
+                changed = _bits(new) != _bits(master.to(record.dtype))
+                master[changed] = new[changed].float()
+            else:
+                master[(new == 0) | ~new.isfinite()] = 0
+        with UninterruptedThroughout():
+            slot.num_writes += 1
+            self._write(record, slot, parts)
 
     def commit_gathered(self, record: Record) -> None:
         """Write what a script made of gathered parameters before their module computes with them."""
