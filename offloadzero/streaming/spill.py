@@ -23,9 +23,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from offloadzero.errors import AioError, StateError
+from offloadzero.errors import AioError, ConfigError, StateError
 from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.arena import align_up
+from offloadzero.parameters.remote import RemoteTensor
 from offloadzero.parameters.weight import (
     Alias,
     HeldAlias,
@@ -109,6 +110,12 @@ class SpilledWeight:
         param = self._param()
         if param is None or value is param or self._alias.stands_for(value):
             return
+        if isinstance(value, RemoteTensor) and isinstance(value.source, Alias):
+            allowed = (
+                f"a value of its own: it would share memory with {value.source.name}. To tie the two assign the "
+                "Parameter itself, module.weight = other.weight; to copy, .data.clone()"
+            )
+            raise ConfigError(f"{self.name}.data", tuple(value.shape), allowed)
         self._alias.fix(self)
         _wear(param, SpilledWeight(param, value.detach().clone(), name=self.name, directory=self.directory))
         self._drop()
