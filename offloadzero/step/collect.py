@@ -138,7 +138,7 @@ class GradientCollector:
                     is_added = contribution is not None and not contribution.is_all
                 grad = self._contribution(state, handle, grad)
                 if grad is None:
-                    return None
+                    return self._keep_with_script(state, number)
             if self._records_graph and grad.requires_grad:
                 in_graph, grad = in_graph_of(grad, handle.source), grad.detach()
             param.grad = handle.tensor if in_graph is None else in_graph
@@ -160,12 +160,27 @@ class GradientCollector:
                 state.targets[number].copy_(grad)
             return None
         if is_fresh and number in self._small[index] and self._may_wait(state, grad):
-            state.waiting.append(number)
-            state.waiting_grads.append(grad)
+            state.waiting.append((number, grad))
         else:
             self._bring(state, handle, number, grad)
         state.arrived.append(number)
-        return state if len(state.arrived) == len(state.targets) else None
+        return state if self._is_complete(state) else None
+
+    def _keep_with_script(self, state: RecordGradient, number: int) -> RecordGradient | None:
+        """A gradient that came, and of which there is nothing to take: its unit does not wait for it."""
+        if self._updates_in_backward:
+            return None
+        if state.kept_in != self.backward:
+            state.kept, state.kept_in = set(), self.backward
+        state.kept.add(number)
+        return state if state.arrived and self._is_complete(state) else None
+
+    def _is_complete(self, state: RecordGradient) -> bool:
+        """Whether all gradients of a record have come in this backward."""
+        num_arrived, num_all = len(state.arrived), len(state.targets)
+        if num_arrived == num_all or not state.kept or state.kept_in != self.backward:
+            return num_arrived == num_all
+        return len(state.kept.union(state.arrived)) == num_all
 
     @staticmethod
     def _bring(state: RecordGradient, handle: GradientHandle, number: int, grad: torch.Tensor) -> None:
@@ -183,7 +198,7 @@ class GradientCollector:
         """Whether a small gradient of nobody else's may be kept: [Note: small gradients wait]."""
         if self._records_graph or grad.layout is not torch.strided:
             return False
-        if grad.untyped_storage().nbytes() > MAX_WAITING_BYTES:  # it is a part of something larger
+        if grad.untyped_storage().nbytes() > grad.nbytes:  # it is a part of something larger
             return False
         if self._has_streams:
             stream = self._store.accelerator.asynchronous.current_stream()

@@ -41,6 +41,7 @@ from offloadzero.torch_private import (
     DisableTorchFunctionSubclass,
     current_autograd_node,
     current_graph_task_id,
+    queue_backward_callback,
 )
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
@@ -197,6 +198,13 @@ def expect_dense(slot: ParamSlot, grad: Tensor) -> None:
         raise ConfigError(slot.name, "sparse gradient", "dense gradients only: build the module sparse=False")
 
 
+class _AtEnd:
+    """Called at the end of a backward, and gone with one that fails."""
+
+    def __call__(self) -> None:
+        """Nothing is to be done."""
+
+
 class GradientAccess:
     """Reads and writes gradients of single parameters: [Note: the life of param.grad]."""
 
@@ -218,6 +226,7 @@ class GradientAccess:
         self._gradients = gradients
         self._previous_update = previous_update
         self._updates_in_backward = updates_in_backward
+        self._running: dict[int, weakref.ref[_AtEnd]] = {}  # backwards, by number
 
     def handles(self, record: Record) -> tuple[GradientHandle, ...]:
         """A new handle for each trainable slot."""
@@ -252,6 +261,8 @@ class GradientAccess:
                 "optimizer.zero_grad()"
             )
         copy_waiting(state, self._store.accelerator.asynchronous)
+        if self._store.accelerator.has_streams:
+            self._store.accelerator.note_stream()  # what the caller launches on it next is a use of the lease
         return state, slot
 
     # --- what param.grad asks for ---
@@ -326,13 +337,27 @@ class GradientAccess:
         backward, left, handle = current_graph_task_id(), source.contribution, source.handle()
         if node is None or handle is None or handle.taken_in == backward:
             return None  # a hook's own addition
-        if left is not None and left.backward == backward:
+        if left is not None and self._runs(left.backward):
             return None
         record_index, slot_index = source.index
         slot = self._gradients[record_index].record.trainable_slots[slot_index]
         if getattr(node, "variable", None) is not slot.param:
             return None
+        self._note_running(backward)
         return Contribution(grad, is_all=False, backward=backward)
+
+    def _note_running(self, backward: int) -> None:
+        """The running backward, by its number: autograd keeps what is to be called at its end as long as it runs."""
+        if not self._runs(backward):
+            at_end = _AtEnd()
+            queue_backward_callback(at_end)
+            self._running = {number: end for number, end in self._running.items() if end() is not None}
+            self._running[backward] = weakref.ref(at_end)
+
+    def _runs(self, backward: int) -> bool:
+        """Whether a backward runs that has brought gradients: it may be another, in a hook of which this one is."""
+        end = self._running.get(backward)
+        return end is not None and end() is not None
 
     def is_worn(self, source: ParamGradient, tensor: Tensor) -> bool:
         """Whether the parameter's `grad` is `tensor`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -47,9 +48,13 @@ class RecordGradient:
     flat: torch.Tensor | None = None  # on the device, shape (num_trainable,)
     targets: Sequence[torch.Tensor] = ()  # views of `flat` by slot
     arrived: list[int] = field(default_factory=list)  # indices of the slots whose gradient is there
-    waiting: list[int] = field(default_factory=list)  # those of them that are not copied yet
-    waiting_grads: list[torch.Tensor] = field(default_factory=list)  # their gradients
+    waiting: list[tuple[int, torch.Tensor]] = field(
+        default_factory=list
+    )  # those of them that are not copied yet, and their gradients
     waiting_stream: Stream | None = None  # on which these came
+    copying: threading.Lock = field(default_factory=threading.Lock)  # held while they are copied
+    kept: set[int] = field(default_factory=set)  # slots whose gradient came and is the script's own
+    kept_in: int = -1  # the backward of which that is known
     free: Ticket = FINISHED  # what used the memory before; each stream that writes it comes after that
     streams: list[Stream | None] = field(default_factory=list)  # those that have waited for it
     # In the window:
@@ -140,18 +145,26 @@ class RecordGradient:
 
 
 def copy_waiting(gradient: RecordGradient, device: Device) -> None:
-    """Bring gradients that wait to where they lie until they leave the device: [Note: small gradients wait]."""
+    """Bring gradients that wait to where they lie until they leave the device: [Note: small gradients wait].
+
+    A script's thread that looks at a gradient may come here while autograd's adds the next one.
+    """
     if not gradient.waiting:
         return
-    targets = [gradient.targets[number] for number in gradient.waiting]
-    stream, current = gradient.waiting_stream, device.current_stream()
-    if stream is None or current is None or stream == current:
-        foreach_copy(targets, gradient.waiting_grads)
-    else:
-        with device.launching_on(stream):
-            foreach_copy(targets, gradient.waiting_grads)
-        current.wait_event(device.record(stream))
-    gradient.waiting, gradient.waiting_grads = [], []
+    with gradient.copying:
+        batch = gradient.waiting[:]
+        if not batch:
+            return
+        targets = [gradient.targets[number] for number, _ in batch]
+        grads = [grad for _, grad in batch]
+        stream, current = gradient.waiting_stream, device.current_stream()
+        if stream is None or current is None or stream == current:
+            foreach_copy(targets, grads)
+        else:
+            with device.launching_on(stream):
+                foreach_copy(targets, grads)
+            current.wait_event(device.record(stream))
+        del gradient.waiting[: len(batch)]
 
 
 class WindowGradients(dict[int, RecordGradient]):
