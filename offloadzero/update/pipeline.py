@@ -77,6 +77,7 @@ class _Chunk:
     is_last: bool
     delivery: Delivery | None
     writes: list[Ticket]  # of all chunks of the update
+    previous: Ticket | None = None  # the update of the record before this one, whose writes come first
     data: StagedChunk | None = None
 
 
@@ -120,6 +121,7 @@ class UpdatePipeline:
         self._arriving: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._work: deque[_Work] = deque()  # the thread's own
         self._chunks: deque[_Chunk] = deque()  # of the record being cut
+        self._last: dict[int, Ticket] = {}  # the last update that was begun of each record
         self._closing = False
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="offloadzero-update", daemon=True)
@@ -160,6 +162,10 @@ class UpdatePipeline:
                 return
             try:
                 if chunk is not None:
+                    if chunk.previous is not None and not chunk.previous.done():
+                        while window:  # what it waits for may be among them
+                            self._compute(window.popleft())
+                        chunk.previous.wait()
                     self._start_reads(chunk)
                     window.append(chunk)
                 if window and (chunk is None or len(window) >= depth):
@@ -204,6 +210,9 @@ class UpdatePipeline:
         if self._failures.first is not None:
             self._fail_update(update, self._failures.first)
             return
+        # A script may call step() twice in a row; a forward between them would have waited for the first.
+        previous = self._last.get(update.record.index)
+        self._last[update.record.index] = update.ticket
         if update.record.updates_on_device and isinstance(update.grad, torch.Tensor):
             self._update_on_device(update, update.grad)
             return
@@ -218,7 +227,15 @@ class UpdatePipeline:
         chunk_elements = self._chunk_elements if self._is_staged(update) else num_elements
         for start, stop in chunk_bounds(first, last, chunk_elements, num_elements):
             self._chunks.append(
-                _Chunk(update, start, stop, is_last=stop >= last, delivery=delivery, writes=writes)
+                _Chunk(
+                    update,
+                    start,
+                    stop,
+                    is_last=stop >= last,
+                    delivery=delivery,
+                    writes=writes,
+                    previous=previous,
+                )
             )
 
     @staticmethod

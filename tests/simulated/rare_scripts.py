@@ -456,6 +456,45 @@ def edit_before_the_step(engine: Any) -> list[float]:
     return [float(loss) for loss in losses]
 
 
+def step_twice(engine: Any) -> list[float]:
+    """Two steps with one gradient: no forward between them waits for what the first one writes."""
+    losses = []
+    for seed in range(NUM_STEPS):
+        loss = engine.module(features(seed))
+        loss.backward()
+        engine.optimizer.step()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [float(loss) for loss in losses]
+
+
+def edit_on_another_stream(engine: Any) -> list[float]:
+    """Hooks edit gradients, and read them, on a stream of their own that is joined after backward."""
+    machine = Running.machine
+    side = machine.new_stream("side")
+    seen: list[torch.Tensor] = []
+
+    def hook(param: torch.Tensor) -> None:
+        side.wait_event(machine.current_stream.record())
+        with machine.launching_on(side):
+            assert param.grad is not None
+            param.grad.mul_(0.5)
+            seen.append(param.grad * 2.0)
+
+    for block in engine.module.blocks:
+        for param in (block.down.weight, block.down.bias):
+            param.register_post_accumulate_grad_hook(hook)
+    losses = []
+    for seed in range(NUM_STEPS):
+        loss = engine(features(seed))
+        engine.backward(loss)
+        machine.current_stream.wait_event(side.record())
+        engine.step()
+        losses.append(loss.detach())
+    return [float(value.float().sum()) for value in (*losses, *seen)]
+
+
 def write_from_the_host(engine: Any) -> list[float]:
     """While an evaluation reads the weights; nothing that is written was computed on the device."""
     losses = []

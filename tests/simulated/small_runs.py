@@ -40,6 +40,7 @@ from tests.simulated.rare_scripts import (
     breaking_stack,
     drop_graphs,
     edit_before_the_step,
+    edit_on_another_stream,
     interrupt_lease_waits,
     interrupt_steps,
     keeping_stack,
@@ -48,6 +49,7 @@ from tests.simulated.rare_scripts import (
     skip_blocks,
     stack_of_chunks,
     stack_of_frozen_weights,
+    step_twice,
     tailed_stack,
     train_turning,
     train_unseen,
@@ -348,6 +350,7 @@ LATE_LANDINGS = {"late landings": True}
 OBSERVED = {"observed": True}
 ALL_WAIT = {"max waiting": 64 << 10}  # bytes: no gradient of these models is larger
 SMALL_CHUNKS = {"offloadzero": {"update": {"chunk_elements": 4096}}}
+MANY_SLOTS = {"offloadzero": {"update": {"num_chunks_in_flight": 16}}}  # each unit has one of its own
 AHEAD = {"max live": 9000}  # there is room for two blocks beside the one that computes
 KEEP = {"offloadzero": {"update": {"in_backward": False}}}
 FREE = {"offloadzero": {"poison_released_leases": False}}
@@ -526,6 +529,15 @@ RUNS: dict[str, Run] = {
         {**checkpoints("nvme"), **slow("activation-d2h")},
     ),
     "edits before the step": (Stack, edit_before_the_step, "nvme", {**KEEP, "clipping": 0.5}),
+    "two steps in a row": (Stack, step_twice, "nvme", {**KEEP, **LATE_FILES, "json": MANY_SLOTS}),
+    "two steps in a row, mixed": (Stack, step_twice, "mixed", KEEP),
+    "edited on another stream": (Stack, edit_on_another_stream, "host", {**KEEP, **slow("side")}),
+    "edited on another stream, all wait": (
+        Stack,
+        edit_on_another_stream,
+        "host",
+        {**KEEP, **ALL_WAIT, **slow("side")},
+    ),
     "half a step": (breaking_stack, break_half_a_step, "host", LATE_LANDINGS),
     "norms at once": (Stack, ask_for_norms, "host", LATE_LANDINGS),
     "scales at once": (Stack, ask_for_scales, "host", {**DYNAMIC, **LATE_LANDINGS}),
@@ -636,7 +648,7 @@ def _ask_early(patch: pytest.MonkeyPatch) -> None:
 def _train(
     make_model: Callable[[], nn.Module], loop: Callable[[Any], list[float]], config: dict[str, Any]
 ) -> Outcome:
-    if loop is not torchs_way and loop is not restore:
+    if loop not in (torchs_way, step_twice, restore):
         return run_engine(make_model, loop, config)
     torch.manual_seed(0)
     model = make_model()
