@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from offloadzero.errors import RankError
+from offloadzero.errors import RankError, StateError
 from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.store import Segment, TieredStore
@@ -34,7 +34,8 @@ from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.kept import gathered_regions, kept_place, kept_regions
 from offloadzero.update.records import Record
 
-_ENDED, _FAILED = -1, -2  # in the place of a record's number
+# What a rank is about to do with the others: a read by the record's number, of its own or one that leads, or
+_ENDED, _FAILED, _FOLLOWS = -1, -2, -3
 
 
 class GatheredFetches(UnitFetches):
@@ -121,9 +122,14 @@ class GatheringExecutor(Executor):
 class GatheredWeights(WeightAccess):
     """Reads what all ranks keep of a parameter or a state: all of them read the same, in the same order.
 
+    [Note: ranks say what they read]
+    A read adds up what the ranks keep, so one that reads something else would get a mixture, or, of another size, end
+    the process inside of gloo. Before each read every rank says what it is about to do, in numbers of a fixed size: a
+    departure is an error on all of them, before any value is touched.
+
     [Note: the first rank reads, the others follow]
-    What one rank does alone with all values, to write a checkpoint say, the first one does in `read_by_first`: before
-    each read it says which comes next, and the others answer, until it says that it has come to its end, or why not.
+    What one rank does alone with all values, to write a checkpoint say, the first one does in `read_by_first`: what it
+    says before each read leads the others, which answer until it says that it has come to its end, or why not.
     """
 
     def __init__(
@@ -138,7 +144,8 @@ class GatheredWeights(WeightAccess):
         super().__init__(store, executor, clock=clock)
         self._ranks = ranks
         self._records = records
-        self._leads = False
+        self._leads = self._follows = False
+        self._has_departed = False
 
     def read_by_first(self, work: Callable[[], None]) -> None:
         """The first rank does `work`: [Note: the first rank reads, the others follow]. All ranks call this.
@@ -150,29 +157,23 @@ class GatheredWeights(WeightAccess):
             return
         self._leads = True
         try:
-            work()
-        except BaseException as error:
-            self._leads = False
-            self._announce(_FAILED, error=f"{type(error).__name__}: {error}")
-            raise
+            try:
+                work()
+            except BaseException as error:
+                if not self._has_departed:  # the others know that
+                    self._give_up(f"{type(error).__name__}: {error}".encode())
+                raise
+            self._say(_ENDED)
         finally:
             self._leads = False
-        self._announce(_ENDED)
 
-    def _announce(self, *what: int, error: str = "") -> None:
-        said = error.encode()
-        head = torch.tensor([*what, *[0] * (3 - len(what)), len(said)], dtype=torch.int64)
-        self._ranks.states.broadcast(head, "what the first rank reads")
-        if said:
-            self._ranks.states.broadcast(
-                torch.tensor(list(said), dtype=torch.uint8), "what the first rank says"
-            )
+    def _give_up(self, why: bytes) -> None:
+        self._say(_FAILED, num_said=len(why))
+        self._ranks.states.broadcast(torch.tensor(list(why), dtype=torch.uint8), "what the first rank says")
 
     def _follow(self) -> None:
         while True:
-            head = torch.empty(4, dtype=torch.int64)
-            self._ranks.states.broadcast(head, "what the first rank reads")
-            index, place, kind, num_said = head.tolist()
+            index, place, kind, num_said = self._say(_FOLLOWS)
             if index == _ENDED:
                 return
             if index == _FAILED:
@@ -180,15 +181,45 @@ class GatheredWeights(WeightAccess):
                 self._ranks.states.broadcast(said, "what the first rank says")
                 raise RankError(f"rank 0: {bytes(said.tolist()).decode(errors='replace')}")
             record = self._records[index]
-            self._read(record, record.slots[place], record.spec.kinds[kind])
+            self._follows = True
+            try:
+                self._read(record, record.slots[place], record.spec.kinds[kind])
+            finally:
+                self._follows = False
+
+    def _say(self, what: int, place: int = 0, kind: int = 0, *, num_said: int = 0) -> list[int]:
+        """Tell the others what comes next: [Note: ranks say what they read]. Gives what the first rank says."""
+        spec = self._ranks.spec
+        said = torch.zeros(spec.world_size, 5, dtype=torch.int64)
+        said[spec.rank] = torch.tensor([what, place, kind, num_said, self._leads])
+        self._ranks.states.all_reduce(said, "the comparison of what the ranks read")
+        by_rank: list[list[int]] = said.tolist()
+        first, *others = by_rank
+        fitting = [_FOLLOWS, 0, 0, 0, 0] if first[-1] else first
+        if first[0] == _FOLLOWS or any(other != fitting for other in others):
+            texts = [f"rank {rank} {self._text(*words)}" for rank, words in enumerate(by_rank)]
+            self._has_departed = True
+            raise StateError(
+                f"{', '.join(texts)} (this is rank {spec.rank}): all ranks must read the same weights and states in "
+                "the same order, and save together"
+            )
+        return first[:-1]
+
+    def _text(self, what: int, place: int, kind: int, _: int, leads: int) -> str:
+        """What one that says this is about to do."""
+        if what in (_FOLLOWS, _ENDED, _FAILED):
+            return "saves"
+        record = self._records[what]
+        name = f"{record.slots[place].name} ({record.spec.kinds[kind].value})"
+        return f"reads {name}{' to save it' if leads else ''}"
 
     def _read_home(self, record: Record, slot: ParamSlot, segment: Segment, target: torch.Tensor) -> None:
         place = kept_place(record, slot, segment.kind)
         if record.shard.world_size == 1 or segment is record.whole_param:
             super()._read_home(record, slot, segment, target)
             return
-        if self._leads:
-            self._announce(record.index, slot.index, record.spec.kinds.index(segment.kind))
+        if not self._follows:
+            self._say(record.index, slot.index, record.spec.kinds.index(segment.kind))
         data = target.view(torch.uint8).zero_()
         if place.num_elements:
             kept = target[place.skipped : place.skipped + place.num_elements]

@@ -1,0 +1,71 @@
+"""Ranks that do something else than the others: an error on all of them, or what may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import offloadzero
+from offloadzero.zero import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from tests.support.ranks import run_ranks
+from tests.support.sharded import config_of, engine_of
+
+
+def said_of(call: Callable[[], Any]) -> str:
+    """What `call` raises."""
+    try:
+        call()
+    except offloadzero.OffloadError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+# --- reads ---
+
+
+def read_different_things(rank: int, directory: str) -> dict[str, str]:
+    """Each case spoils its engine, which is the point: nothing has been mixed before."""
+    said, path, read = {}, Path(directory), safe_get_full_fp32_param
+    cases: dict[str, Callable[[offloadzero.Engine, nn.Module], object]] = {
+        "weights of one size": lambda _, m: read((m.blocks[0].up, m.blocks[0].down)[rank].weight),
+        "weights of two sizes": lambda _, m: read((m.wide, m.emb)[rank].weight),
+        "a weight and its state": lambda _, m: (
+            read,
+            lambda p: safe_get_full_optimizer_state(p, "exp_avg_sq"),
+        )[rank](m.wide.weight),
+        "one saves": lambda e, m: (
+            e.save_checkpoint(str(path / "saved")) if rank == 0 else read(m.wide.weight)
+        ),
+        "the other saves": lambda e, m: (
+            e.save_checkpoint(str(path / "saved")) if rank == 1 else read(m.wide.weight)
+        ),
+    }
+    for name, case in cases.items():
+        engine = engine_of(config_of("host", 3, path, world_size=2))
+        module = engine.module
+        assert isinstance(module, nn.Module)
+        said[name] = said_of(lambda case=case, e=engine, m=module: case(e, m))  # type: ignore[misc]
+        engine.close()
+    return said
+
+
+READ_DIFFERENTLY = {
+    "weights of one size": "rank 0 reads blocks.0.up.weight (param), rank 1 reads blocks.0.down.weight (param) (",
+    "weights of two sizes": "rank 0 reads wide.weight (param), rank 1 reads emb.weight (param) (",
+    "a weight and its state": "rank 0 reads wide.weight (param), rank 1 reads wide.weight (exp_avg_sq) (",
+    "one saves": "rank 0 reads odd (exp_avg) to save it, rank 1 reads wide.weight (param) (",
+    "the other saves": "rank 0 reads wide.weight (param), rank 1 saves (",
+}
+
+
+def test_ranks_that_read_different_things_get_an_error_and_no_mixture(tmp_path: Path) -> None:
+    for rank, said in enumerate(run_ranks(read_different_things, 2, tmp_path, str(tmp_path))):
+        assert said.keys() == READ_DIFFERENTLY.keys()
+        for name, text in READ_DIFFERENTLY.items():
+            expected = (
+                f"StateError: {text}this is rank {rank}): all ranks must read the same weights and states"
+            )
+            assert said[name].startswith(expected)
