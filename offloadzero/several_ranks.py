@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from offloadzero.config import OffloadConfig
+from offloadzero.config.schema import ObserveConfig
 from offloadzero.errors import ConfigError, RankError
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Failures
@@ -64,7 +65,7 @@ class SeveralRanks:
     def expect_same(self, records: Sequence[Record]) -> None:
         """Raise ConfigError on all ranks unless they have the same units and the same configuration."""
         what = {
-            "configuration": repr(replace(self._config, **_OF_ONE_RANK)),
+            "configuration": repr(_of_all_ranks(self._config)),
             "model": repr(
                 [
                     (
@@ -147,14 +148,18 @@ class SeveralRanks:
         return functools.partial(ReducingCoordinator, ranks=self.ranks, store=store)
 
 
-# What may differ from rank to rank.
-_OF_ONE_RANK: dict[str, Any] = {
-    "observe": None,
-    "device": None,
-    "notices": (),
-    "warnings": (),
-    "nvme_paths": (),
-}
+def _of_all_ranks(config: OffloadConfig) -> OffloadConfig:
+    """The configuration without what may differ from rank to rank."""
+    return replace(
+        config,
+        update=replace(config.update, num_threads=None, cores=()),
+        observe=ObserveConfig(),
+        steps_per_print=None,
+        device=None,
+        notices=(),
+        warnings=(),
+        nvme_paths=(),
+    )
 
 
 def join_ranks(device: torch.device, config: OffloadConfig) -> SeveralRanks:

@@ -11,7 +11,7 @@ from torch import nn
 import offloadzero
 from offloadzero.zero import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.support.ranks import run_ranks
-from tests.support.sharded import config_of, engine_of
+from tests.support.sharded import config_of, engine_of, train
 
 
 def said_of(call: Callable[[], Any]) -> str:
@@ -69,3 +69,29 @@ def test_ranks_that_read_different_things_get_an_error_and_no_mixture(tmp_path: 
                 f"StateError: {text}this is rank {rank}): all ranks must read the same weights and states"
             )
             assert said[name].startswith(expected)
+
+
+# --- the configuration ---
+
+
+def configure(rank: int, directory: str) -> list[str]:
+    path = Path(directory)
+    allowed = [{"steps_per_print": 10}, {"offloadzero": {"update": {"num_threads": 1 + rank}}}]
+    allowed.append({"offloadzero": {"update": {"cores": [rank]}}})
+    refused = {"offloadzero": {"update": {"on_nonfinite": ("skip", "error")[rank]}}}
+    said = []
+    for over in [*allowed, refused]:
+
+        def go(over: dict[str, Any] = over) -> None:
+            engine = engine_of(config_of("host", 1, path, world_size=2, **over))
+            train(engine, rank, 2, num_steps=1)
+            engine.close()
+
+        said.append(said_of(go))
+    return said
+
+
+def test_what_is_a_ranks_own_in_the_configuration_may_differ(tmp_path: Path) -> None:
+    for said in run_ranks(configure, 2, tmp_path, str(tmp_path)):
+        assert said[:3] == ["nothing"] * 3
+        assert said[3].startswith("ConfigError: configuration = 'that of rank ")
