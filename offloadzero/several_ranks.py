@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ from offloadzero.errors import ConfigError, RankError
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.segments import SegmentKind, TierName
-from offloadzero.sharding.ranks import Ranks, make_ranks
+from offloadzero.sharding.ranks import Ranks, digest, make_ranks, odd_ranks
 from offloadzero.sharding.shard_spec import WHOLE, ShardSpec
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.reduced import AgreeingDecider, ReducedLanding, ReducingCollector, ReducingCoordinator
@@ -79,10 +78,10 @@ class SeveralRanks:
         }
         spec = self.ranks.spec
         said = torch.zeros(spec.world_size, len(what), dtype=torch.int64)
-        said[spec.rank] = torch.tensor([_digest(text) for text in what.values()])
+        said[spec.rank] = torch.tensor([digest(text) for text in what.values()])
         self.ranks.control.all_reduce(said, "the comparison of the ranks' models")
         for name, digests in zip(what, said.t().tolist(), strict=True):
-            odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+            odd = odd_ranks(digests)
             if odd:
                 allowed = f"the same on all ranks: ranks {odd} have another than rank 0"
                 raise ConfigError(name, f"that of rank {spec.rank}", allowed)
@@ -189,7 +188,3 @@ def expect_built(config: OffloadConfig) -> None:
     if config.placement.host_update_ratio < 1.0:
         ratio = config.placement.host_update_ratio
         raise ConfigError("zero_optimization.offload_optimizer.ratio", ratio, f"{several}: 1.0")
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

@@ -16,12 +16,13 @@ connections, which ends the collectives of the others.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -118,11 +119,10 @@ class Channel:
         self.all_reduce(values, f"{label}: the comparison of the ranks' orders")
         by_rank = values.tolist()
         if len(set(by_rank)) > 1:
-            odd = [rank for rank, other in enumerate(by_rank) if other != by_rank[0]]
             raise StateError(
-                f"{label}: the ranks fetch weights in different orders: ranks {odd} in another than rank 0, and this "
-                f"is rank {spec.rank}. All ranks must run the same forwards, evaluations too, and read the same "
-                "weights"
+                f"{label}: the ranks fetch weights in different orders: ranks {odd_ranks(by_rank)} in another than "
+                f"rank 0, and this is rank {spec.rank}. All ranks must run the same forwards, evaluations too, and "
+                "read the same weights"
             )
 
     def broadcast(self, values: Tensor, label: str) -> None:
@@ -232,6 +232,16 @@ def make_ranks(device: torch.device) -> Ranks:
         states=channel("gloo"),
         board=board,
     )
+
+
+def digest(text: str) -> int:
+    """A number of 56 bits that ranks compare in the place of `text`."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def odd_ranks(by_rank: Sequence[object]) -> list[int]:
+    """The ranks that have something else than the first one."""
+    return [rank for rank, value in enumerate(by_rank) if value != by_rank[0]]
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,7 +4,7 @@
 At the end of each backward they tell each other which parameters have got a gradient, and whether the window closes: a
 parameter that some rank has used has a gradient on all, zeros where it was not used, as DDP has it. At the step they
 add up the squares of their shards, so that norm, clipping, loss scale and the skip of what is not finite are one
-decision.
+decision. The number of the step and a digest of its hyperparameters come along: ranks that differ in one stop.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offloadzero.errors import ConfigError, StateError
+from offloadzero.errors import ConfigError, StateError, shortened
 from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Promise, Ticket
-from offloadzero.sharding.ranks import Ranks
+from offloadzero.sharding.ranks import Ranks, digest, odd_ranks
 from offloadzero.step.account import Account
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.coordinator import StepCoordinator
@@ -156,13 +156,20 @@ class AgreeingDecider(Decider):
         own = step.sq_norms()
         total = math.fsum(own) if all(map(math.isfinite, own)) else math.nan
         spec = self._ranks.spec
-        said = torch.zeros(spec.world_size, 2, dtype=torch.int64)
+        said = torch.zeros(spec.world_size, 3, dtype=torch.int64)
         said[spec.rank, 0] = torch.tensor(total, dtype=torch.float64).view(torch.int64)
         said[spec.rank, 1] = step.account.step
+        said[spec.rank, 2] = digest(repr(step.account.hypers))
         self._ranks.decisions.all_reduce(said, f"step {step.account.step}")
-        steps = said[:, 1].tolist()
+        steps, hypers = said[:, 1:].t().tolist()
         if len(set(steps)) > 1:
             raise StateError(f"the ranks take different steps: {steps}, by rank")
+        if len(set(hypers)) > 1:
+            raise StateError(
+                f"step {step.account.step}: the hyperparameters of ranks {odd_ranks(hypers)} are not those of rank 0; "
+                f"rank {spec.rank} has {shortened(step.account.hypers)}. All ranks must set the same ones: a scheduler "
+                "that goes by the loss needs the mean over the ranks"
+            )
         totals: list[float] = said[:, 0].contiguous().view(torch.float64).tolist()
         is_divided = any(job.record.shard.world_size > 1 for job in step.jobs)
         return totals if is_divided else totals[:1]

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 import offloadzero
 from offloadzero.zero import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.support.ranks import run_ranks
-from tests.support.sharded import config_of, engine_of, train
+from tests.support.sharded import config_of, engine_of, make_odd_model, train
 
 
 def said_of(call: Callable[[], Any]) -> str:
@@ -95,3 +96,34 @@ def test_what_is_a_ranks_own_in_the_configuration_may_differ(tmp_path: Path) -> 
     for said in run_ranks(configure, 2, tmp_path, str(tmp_path)):
         assert said[:3] == ["nothing"] * 3
         assert said[3].startswith("ConfigError: configuration = 'that of rank ")
+
+
+# --- hyperparameters ---
+
+
+def set_own_rates(rank: int, directory: str) -> list[str]:
+    """By stage: a scheduler that goes by each rank's own loss, say."""
+    said = []
+    for stage in (0, 3):
+        model = make_odd_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        config = config_of("host", stage, Path(directory), world_size=2)
+        del config["optimizer"]
+        engine, *_ = offloadzero.initialize(model=model, optimizer=optimizer, config=config)
+        train(engine, rank, 2, num_steps=1)
+        engine.optimizer.param_groups[0]["lr"] = 1e-3 / (1 + rank)
+
+        def step(engine: offloadzero.Engine = engine) -> None:
+            train(engine, rank, 2, num_steps=1)
+            engine.synchronize()
+
+        said.append(said_of(step))
+        said_of(engine.close)
+    return said
+
+
+def test_ranks_with_other_hyperparameters_do_not_step(tmp_path: Path) -> None:
+    for said in run_ranks(set_own_rates, 2, tmp_path, str(tmp_path)):
+        for text in said:
+            assert "step 2: the hyperparameters of ranks [1] are not those of rank 0; rank " in text
+            assert "lr=0.001" in text or "lr=0.0005" in text
