@@ -7,6 +7,7 @@ of the records, what was agreed on before. Nothing that depends on time decides 
 script takes another branch would match another unit's bytes, the order of fetches is summed up as they are submitted,
 and the sums are compared before the weights are gathered, a few bytes in host memory: a departure is an error on all
 ranks before any computes with it, or, where one rank waits for what the others never send, that of the group's timeout.
+What scripts write is summed up, too, and compared there and at each step: each rank keeps its part of it only.
 
 [Note: errors of other ranks]
 Where a rank's engine fails it leaves the text in the store of torch's process group. A rank that waits for a collective
@@ -111,19 +112,20 @@ class Channel:
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         self._run(f"{label}: the all-reduce", lambda: dist.all_reduce(values, op=op, **self._options))
 
-    def expect_same(self, value: int, label: str) -> None:
-        """Raise StateError unless all ranks have the same value here."""
+    def expect_same(self, order: int, writes: int, label: str) -> None:
+        """Raise StateError unless all ranks have fetched in the same order, and written the same values, so far."""
         spec = self._spec
-        values = torch.zeros(spec.world_size, dtype=torch.int64)
-        values[spec.rank] = value
-        self.all_reduce(values, f"{label}: the comparison of the ranks' orders")
-        by_rank = values.tolist()
-        if len(set(by_rank)) > 1:
+        said = torch.zeros(spec.world_size, 2, dtype=torch.int64)
+        said[spec.rank] = torch.tensor([order, writes])
+        self.all_reduce(said, f"{label}: the comparison of the ranks' orders")
+        orders, writes_by_rank = said.t().tolist()
+        if len(set(orders)) > 1:
             raise StateError(
-                f"{label}: the ranks fetch weights in different orders: ranks {odd_ranks(by_rank)} in another than "
+                f"{label}: the ranks fetch weights in different orders: ranks {odd_ranks(orders)} in another than "
                 f"rank 0, and this is rank {spec.rank}. All ranks must run the same forwards, evaluations too, and "
                 "read the same weights"
             )
+        expect_same_writes(writes_by_rank, label)
 
     def broadcast(self, values: Tensor, label: str) -> None:
         """`values` become those of the first rank."""
@@ -189,6 +191,7 @@ class Ranks:
     states: Channel  # what scripts read; host memory
     board: _Board
     order: OrderSum = field(default_factory=lambda: OrderSum())
+    writes: OrderSum = field(default_factory=lambda: OrderSum())  # of what scripts write
 
     @property
     def is_first(self) -> bool:
@@ -205,7 +208,7 @@ class OrderSum:
         self.value = 0
 
     def note(self, index: int) -> None:
-        """A collective over the record of that number comes next."""
+        """A collective over the record of that number comes next, or a write with that digest."""
         self.value = (self.value * 1_000_003 + index + 1) % self.MODULUS
 
 
@@ -242,6 +245,17 @@ def digest(text: str) -> int:
 def odd_ranks(by_rank: Sequence[object]) -> list[int]:
     """The ranks that have something else than the first one."""
     return [rank for rank, value in enumerate(by_rank) if value != by_rank[0]]
+
+
+def expect_same_writes(by_rank: Sequence[int], label: str) -> None:
+    """Raise StateError unless the sums of what the ranks' scripts have written are one."""
+    odd = odd_ranks(by_rank)
+    if odd:
+        raise StateError(
+            f"{label}: since the start the scripts of ranks {odd} have not written the same values into parameters and "
+            "states as that of rank 0, and what each rank keeps of them no longer fits. All ranks must write the same "
+            "values, or none: load_state_dict(), param.data, safe_set_full_fp32_param(), load_checkpoint()"
+        )
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,7 +4,8 @@
 At the end of each backward they tell each other which parameters have got a gradient, and whether the window closes: a
 parameter that some rank has used has a gradient on all, zeros where it was not used, as DDP has it. At the step they
 add up the squares of their shards, so that norm, clipping, loss scale and the skip of what is not finite are one
-decision. The number of the step and a digest of its hyperparameters come along: ranks that differ in one stop.
+decision. The number of the step, a digest of its hyperparameters and one of what scripts have written come along: ranks
+that differ in one stop.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Promise, Ticket
-from offloadzero.sharding.ranks import Ranks, digest, odd_ranks
+from offloadzero.sharding.ranks import Ranks, digest, expect_same_writes, odd_ranks
 from offloadzero.step.account import Account
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.coordinator import StepCoordinator
@@ -151,17 +152,23 @@ class AgreeingDecider(Decider):
     def __init__(self, *args: Any, ranks: Ranks, **more: Any) -> None:
         super().__init__(*args, **more)
         self._ranks = ranks
+        self._writes: dict[Account, int] = {}
+
+    def note_writes(self, account: Account) -> None:
+        """The step is taken now: what scripts write later belongs to the next one."""
+        self._writes[account] = self._ranks.writes.value
 
     def _sq_norms(self, step: StepJobs) -> Sequence[float]:
         own = step.sq_norms()
         total = math.fsum(own) if all(map(math.isfinite, own)) else math.nan
         spec = self._ranks.spec
-        said = torch.zeros(spec.world_size, 3, dtype=torch.int64)
+        said = torch.zeros(spec.world_size, 4, dtype=torch.int64)
         said[spec.rank, 0] = torch.tensor(total, dtype=torch.float64).view(torch.int64)
         said[spec.rank, 1] = step.account.step
         said[spec.rank, 2] = digest(repr(step.account.hypers))
+        said[spec.rank, 3] = self._writes.pop(step.account)
         self._ranks.decisions.all_reduce(said, f"step {step.account.step}")
-        steps, hypers = said[:, 1:].t().tolist()
+        steps, hypers, writes = said[:, 1:].t().tolist()
         if len(set(steps)) > 1:
             raise StateError(f"the ranks take different steps: {steps}, by rank")
         if len(set(hypers)) > 1:
@@ -170,6 +177,7 @@ class AgreeingDecider(Decider):
                 f"rank {spec.rank} has {shortened(step.account.hypers)}. All ranks must set the same ones: a scheduler "
                 "that goes by the loss needs the mean over the ranks"
             )
+        expect_same_writes(writes, f"step {step.account.step}")
         totals: list[float] = said[:, 0].contiguous().view(torch.float64).tolist()
         is_divided = any(job.record.shard.world_size > 1 for job in step.jobs)
         return totals if is_divided else totals[:1]
@@ -184,6 +192,7 @@ class ReducingCoordinator(StepCoordinator):
     """Turns the gradients of all ranks into one step: [Note: what the ranks agree on]."""
 
     _executor: GatheringExecutor
+    _decider: AgreeingDecider
     collector: ReducingCollector
 
     def __init__(self, *args: Any, ranks: Ranks, store: TieredStore, **more: Any) -> None:
@@ -289,6 +298,7 @@ class ReducingCoordinator(StepCoordinator):
         order = self._executor.step_order([job.record.index for job in jobs])
         step = StepJobs(account, jobs, reads=reads, order=order)
         if jobs:
+            self._decider.note_writes(account)
             self._pipeline.submit(functools.partial(self._decider.decide, step))
         return step
 

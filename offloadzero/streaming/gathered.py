@@ -15,15 +15,18 @@ or the end of the backward.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from offloadzero.errors import RankError, StateError
 from offloadzero.memory.arena import Arena, BufferPool
+from offloadzero.memory.checksums import crc32c_blocks
 from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.observe.clock import StepClock
+from offloadzero.segments import SegmentKind
 from offloadzero.sharding.ranks import Ranks
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import FETCHING, LeasedUnit
@@ -49,20 +52,23 @@ class GatheredFetches(UnitFetches):
         """Fetch a unit, after its last update, into `target`, device, shape (num_elements,)."""
         if not unit.record.is_gathered:
             return super().submit(unit, target)
-        self._ranks.order.note(unit.record.index)
+        ranks = self._ranks
+        ranks.order.note(unit.record.index)
         return self._fetcher.submit(
             unit.home,
             target,
             after=[unit.updated],
             fence=self._store.accelerator.fence(),
             label=unit.record.name,
-            copy=functools.partial(self._gather, unit.record, self._ranks.order.value),
+            copy=functools.partial(self._gather, unit.record, ranks.order.value, ranks.writes.value),
         )
 
-    def _gather(self, record: Record, order: int, target: torch.Tensor, kept: torch.Tensor) -> None:
-        """On the lane's thread; `order` sums up the fetches up to this one."""
+    def _gather(
+        self, record: Record, order: int, writes: int, target: torch.Tensor, kept: torch.Tensor
+    ) -> None:
+        """On the lane's thread; `order` sums up the fetches up to this one, `writes` what was written before it."""
         label = f"{record.name}.param"
-        self._ranks.orders.expect_same(order, label)
+        self._ranks.orders.expect_same(order, writes, label)
         shards = kept_regions(record, kept)
         for region, shard in zip(gathered_regions(record, target), shards, strict=True):
             start, stop = record.shard.kept_range(region.numel())
@@ -212,6 +218,14 @@ class GatheredWeights(WeightAccess):
         record = self._records[what]
         name = f"{record.slots[place].name} ({record.spec.kinds[kind].value})"
         return f"reads {name}{' to save it' if leads else ''}"
+
+    def _write(self, record: Record, slot: ParamSlot, parts: Mapping[SegmentKind, torch.Tensor]) -> None:
+        """Each rank writes what it keeps of the same values; that they are the same shows at the next fetch or step."""
+        for kind, values in parts.items():
+            data = values.detach().contiguous().view(torch.uint8)
+            name = f"{record.index} {slot.index} {kind.value}".encode()
+            self._ranks.writes.note(zlib.crc32(crc32c_blocks(data).tobytes(), zlib.crc32(name)))
+        super()._write(record, slot, parts)
 
     def _read_home(self, record: Record, slot: ParamSlot, segment: Segment, target: torch.Tensor) -> None:
         place = kept_place(record, slot, segment.kind)

@@ -10,9 +10,14 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.zero import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from offloadzero.zero import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
 from tests.support.ranks import run_ranks
-from tests.support.sharded import config_of, engine_of, make_odd_model, train
+from tests.support.sharded import WIDTH, config_of, engine_of, make_odd_model, train
 
 
 def said_of(call: Callable[[], Any]) -> str:
@@ -127,3 +132,70 @@ def test_ranks_with_other_hyperparameters_do_not_step(tmp_path: Path) -> None:
         for text in said:
             assert "step 2: the hyperparameters of ranks [1] are not those of rank 0; rank " in text
             assert "lr=0.001" in text or "lr=0.0005" in text
+
+
+# --- writes ---
+
+
+def write_alone(rank: int, directory: str) -> dict[str, list[str]]:
+    """By how and when the first rank writes another value: the messages of the write, and of two steps after it."""
+    value = torch.full((WIDTH, 241), 0.01)
+
+    def set_in_place(module: nn.Module) -> None:
+        with torch.no_grad():
+            module.scale.fill_(3.0 - rank)
+
+    def set_data(module: nn.Module) -> None:
+        module.narrow.weight.data = value + rank
+
+    def set_state(module: nn.Module) -> None:
+        if rank == 0:
+            safe_set_full_optimizer_state(module.narrow.weight, value, "exp_avg")
+
+    def load(module: nn.Module) -> None:
+        if rank == 0:
+            module.load_state_dict({"narrow.weight": value}, strict=False)
+
+    def all_the_same(module: nn.Module) -> None:
+        safe_set_full_fp32_param(module.narrow.weight, value)
+        safe_set_full_optimizer_state(module.narrow.weight, value, "exp_avg")
+        module.load_state_dict({"narrow.weight": value * 2}, strict=False)
+
+    said = {}
+    for stage, is_trained, write in (
+        (3, True, set_state),
+        (3, False, set_in_place),
+        (3, True, load),
+        (2, False, set_data),
+        (0, True, load),
+        (3, True, all_the_same),
+    ):
+        engine = engine_of(config_of("host", stage, Path(directory), world_size=2))
+        if is_trained:
+            train(engine, rank, 2, num_steps=1)
+            engine.synchronize()
+
+        def step(engine: offloadzero.Engine = engine) -> None:
+            train(engine, rank, 2, num_steps=1)
+            engine.synchronize()
+
+        module = engine.module
+        assert isinstance(module, nn.Module)
+        texts = [said_of(lambda write=write, module=module: write(module))]  # type: ignore[misc]
+        said[f"{stage} {write.__name__}"] = [*texts, said_of(step), said_of(step)]
+        said_of(engine.close)
+    return said
+
+
+def test_a_write_of_one_rank_alone_is_an_error_on_all(tmp_path: Path) -> None:
+    for said in run_ranks(write_alone, 2, tmp_path, str(tmp_path)):
+        for name, (written, *steps) in said.items():
+            assert written == "nothing", (name, written)
+            for text in steps:
+                if "all_the_same" in name:
+                    assert text == "nothing", (name, text)
+                else:
+                    text_of_it = (
+                        "the scripts of ranks [1] have not written the same values into parameters and states"
+                    )
+                    assert text_of_it in text, (name, text)
