@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from offloadzero.checkpoint.latest import find_checkpoint, open_found
+from offloadzero.checkpoint.latest import Found, find_checkpoint, open_found
 from offloadzero.checkpoint.loading import (
     LoadPlan,
     fit_param_groups,
@@ -171,7 +171,17 @@ class EngineCheckpoints:
             groups = fit_param_groups(self._param_groups, checkpoint) if with_states else []
             if with_schedule:
                 try_schedule(lr_scheduler, checkpoint)
+        self._expect_same(found, (strict, with_states, with_schedule, checkpoint.identity()))
         return FoundCheckpoint(found.path, checkpoint.meta, plan, with_states, with_schedule, groups)
+
+    def _expect_same(self, found: Found, taken: object) -> None:
+        """Raise CheckpointError on all ranks unless they load the same; `taken` says what."""
+        odd = self._runtime.odd_ranks("checkpoints", repr((found.tag, taken)))
+        if odd:
+            raise CheckpointError(
+                f"{found.path}: ranks {odd} load another checkpoint than rank 0, or other parts of it. All ranks must "
+                "see one directory, or copies of it"
+            )
 
     def load(self, found: FoundCheckpoint, *, lr_scheduler: Any) -> None:
         """Take it over. Gradients of a step that was begun are dropped before."""

@@ -261,6 +261,10 @@ class Runtime:
         """Whether `flag` holds on any rank."""
         return flag if self.several is None else self.several.is_on_some(flag)
 
+    def odd_ranks(self, what: str, text: str) -> list[int]:
+        """The ranks of which `text` is not that of the first one; `what` says in messages what is compared."""
+        return [] if self.several is None else self.several.departures({what: text})[what]
+
     def together(self, what: str) -> AbstractContextManager[None]:
         """What fails on one rank only is an error on all of them, at the end of the block."""
         return nullcontext() if self.several is None else self.several.together(what)

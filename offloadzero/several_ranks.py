@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -76,15 +76,18 @@ class SeveralRanks:
                 ]
             ),
         }
-        spec = self.ranks.spec
-        said = torch.zeros(spec.world_size, len(what), dtype=torch.int64)
-        said[spec.rank] = torch.tensor([digest(text) for text in what.values()])
-        self.ranks.control.all_reduce(said, "the comparison of the ranks' models")
-        for name, digests in zip(what, said.t().tolist(), strict=True):
-            odd = odd_ranks(digests)
+        for name, odd in self.departures(what).items():
             if odd:
                 allowed = f"the same on all ranks: ranks {odd} have another than rank 0"
-                raise ConfigError(name, f"that of rank {spec.rank}", allowed)
+                raise ConfigError(name, f"that of rank {self.ranks.spec.rank}", allowed)
+
+    def departures(self, texts: Mapping[str, str]) -> dict[str, list[int]]:
+        """By key, the ranks that have another text than the first one. All ranks have the same keys."""
+        spec = self.ranks.spec
+        said = torch.zeros(spec.world_size, len(texts), dtype=torch.int64)
+        said[spec.rank] = torch.tensor([digest(text) for text in texts.values()])
+        self.ranks.control.all_reduce(said, f"the comparison of the ranks' {' and '.join(texts)}")
+        return {key: odd_ranks(digests) for key, digests in zip(texts, said.t().tolist(), strict=True)}
 
     def is_on_some(self, flag: bool) -> bool:
         """Whether `flag` holds on any rank."""

@@ -30,7 +30,7 @@ def save(rank: int, world_size: int, directory: str) -> dict[str, Any]:
 
 
 def load(rank: int, world_size: int, directory: str) -> dict[str, Any]:
-    """At every stage, from weights of their own; and what is not there is refused on all ranks."""
+    """At every stage, from weights of their own; what is not there, or not the same, is refused on all ranks."""
     found = {}
     for stage, placement in ((0, "host"), (2, "host"), (3, "resident")):
         engine = engine_of(config_of(placement, stage, Path(directory), world_size=world_size), seed=7)
@@ -40,6 +40,11 @@ def load(rank: int, world_size: int, directory: str) -> dict[str, Any]:
             engine.load_checkpoint(directory if rank else "/nonexistent", tag="of two")
         except Exception as error:
             found["refused"] = f"{type(error).__name__}: {error}"
+        try:
+            engine.load_checkpoint(directory if rank != 1 else f"{directory}/other")
+        except Exception as error:
+            found["another"] = f"{type(error).__name__}: {error}"
+        assert state_of(engine) == found[str(stage)][0]
         train(engine, rank, world_size, num_steps=1)
         engine.close()
     return found
@@ -56,6 +61,9 @@ def test_a_checkpoint_of_two_ranks_is_one_of_any_number(tmp_path: Path) -> None:
     engine.close()
     assert torch.allclose(torch.tensor(losses), torch.tensor([found["loss"] for found in saved]), rtol=1e-5)
     assert GLOBAL_BATCH % 3 == 0
+    other = engine_of(config_of("resident", 0, tmp_path), seed=6)
+    other.save_checkpoint(tmp_path / "other", tag="global_step2")
+    other.close()
     loaded = run_ranks(load, 3, tmp_path / "load", 3, str(tmp_path))
     for found in loaded:
         for stage in "023":
@@ -66,3 +74,6 @@ def test_a_checkpoint_of_two_ranks_is_one_of_any_number(tmp_path: Path) -> None:
         assert text.startswith(
             "RankError: load_checkpoint(), before anything has changed, has failed on ranks [0]"
         )
+    for found in loaded:
+        assert "ranks [1] load another checkpoint than rank 0" in found["another"]
+        assert found["another"].startswith(f"CheckpointError: {tmp_path}")
