@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offloadzero.checkpoint.buffers import write_buffer
 from offloadzero.config import OffloadConfig
 from offloadzero.config.schema import ObserveConfig
 from offloadzero.errors import ConfigError, RankError
@@ -54,12 +55,33 @@ class SeveralRanks:
         self.ranks.control.broadcast(values, "the first values")
 
     def agree_on_buffers(self, model: nn.Module) -> None:
-        """The model's buffers become those of the first rank."""
-        for buffer in model.buffers():
-            values = buffer.detach().to("cpu", copy=True).contiguous()
-            self.agree(values)
+        """The model's buffers become those of the first rank. What has no values yet (meta) is passed over."""
+        places = [(module, name) for module in model.modules() for name in module._buffers]
+        done: dict[
+            int, torch.Tensor
+        ] = {}  # what takes the place of a buffer, by its id: several modules may share one
+        for module, name in places:
+            buffer = module._buffers[name]
+            if buffer is None or buffer.device.type == "meta":
+                continue
+            if id(buffer) not in done:
+                done[id(buffer)] = self._agreed(buffer)
+            module._buffers[name] = done[id(buffer)]
+
+    def _agreed(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The buffer with the first rank's values; of a sparse one that has others another, as the layout needs it."""
+        is_dense = buffer.layout is torch.strided
+        shown = buffer.detach() if is_dense else buffer.detach().to_dense()
+        own = shown.to("cpu", copy=True).contiguous()
+        agreed = own.clone()
+        self.agree(agreed)
+        if is_dense:
             with torch.no_grad():
-                buffer.copy_(values)
+                write_buffer(buffer, agreed)
+            return buffer
+        return (
+            buffer if torch.equal(own, agreed) else agreed.to_sparse(layout=buffer.layout).to(buffer.device)
+        )
 
     def expect_same(self, records: Sequence[Record]) -> None:
         """Raise ConfigError on all ranks unless they have the same units and the same configuration."""

@@ -97,8 +97,9 @@ class Channel:
 
     def all_gather(self, whole: Tensor, label: str) -> None:
         """`whole`, shape (n,), gets the part of each rank, of which this one's is in its place there."""
-        start, stop = self._spec.kept_range(whole.numel())
-        self._run(f"{label}: the all-gather", lambda: _all_gather(whole, whole[start:stop], **self._options))
+        data = whole.view(torch.uint8)  # not every backend knows every dtype
+        start, stop = self._spec.kept_range(data.numel())
+        self._run(f"{label}: the all-gather", lambda: _all_gather(data, data[start:stop], **self._options))
 
     def reduce_scatter(self, whole: Tensor, label: str) -> Tensor:
         """The sum over the ranks of this rank's part of `whole`, shape (n,), which is overwritten."""
@@ -129,7 +130,7 @@ class Channel:
 
     def broadcast(self, values: Tensor, label: str) -> None:
         """`values` become those of the first rank."""
-        data = values.view(-1).view(torch.uint8)  # not every backend knows every dtype
+        data = values.view(-1).view(torch.uint8)
         if data.numel():
             self._run(f"{label}: the broadcast", lambda: dist.broadcast(data, 0, **self._options))
 
