@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -67,19 +68,53 @@ def initialize(
         if value is not None:
             raise ConfigError(name, value, "None: model and sequence parallelism are not built")
     rank, world_size = launch.join_group()
-    settings = _of_rank(
-        load_config(config_source(args, config, config_params), world_size=world_size), rank, world_size
-    )
+    with _telling_others(world_size):
+        settings = _of_rank(
+            load_config(config_source(args, config, config_params), world_size=world_size), rank, world_size
+        )
+        if dist_init_required:
+            launch.init_distributed(distributed_port=distributed_port, dist_init_required=True)
+        return _make_engine(
+            settings,
+            rank,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            collate_fn=collate_fn,
+        )
+
+
+def _telling_others(world_size: int) -> AbstractContextManager[None]:
+    """What fails in the block is told to the other ranks, which wait for this one."""
+    if world_size == 1:
+        return nullcontext()
+    from offloadzero.sharding.ranks import telling_others  # it loads torch.distributed
+
+    return telling_others()
+
+
+def _make_engine(
+    settings: OffloadConfig,
+    rank: int,
+    *,
+    model: nn.Module | None,
+    optimizer: OptimizerSource,
+    model_parameters: Any,
+    training_data: Dataset[Any] | None,
+    lr_scheduler: SchedulerSource,
+    collate_fn: Collate | None,
+) -> tuple[Engine, OffloadedOptimizer | None, DataLoader[Any] | None, Any]:
+    """What `initialize()` gives back."""
     if optimizer is not None or settings.optimizer is not None:
         settings = settle_for_initialize(settings)
         for warning in settings.warnings:
-            warnings.warn(warning, stacklevel=2)
+            warnings.warn(warning, stacklevel=3)
     if model is None:
         raise ConfigError("model", None, "an nn.Module")
     if not any(True for _ in model.parameters()):
         raise ConfigError("model", type(model).__name__, "a module with parameters: this one has none")
-    if dist_init_required:
-        launch.init_distributed(distributed_port=distributed_port, dist_init_required=True)
     loader = None
     if training_data is not None:
         loader = make_loader(
@@ -87,7 +122,7 @@ def initialize(
             settings.batch.micro_batch_size,
             collate_fn=collate_fn,
             rank=rank,
-            world_size=world_size,
+            world_size=settings.world_size,
         )
     schedulers: list[Any] = []
 

@@ -305,7 +305,8 @@ class Runtime:
                 self._release()
             finally:
                 unseen = self.failures.unseen()
-                self.failures.record(StateError("the engine of this model is closed"))
+                closed = StateError("the engine of this model is closed")
+                self.failures.record(closed, cause=_script_error() or StateError("it has closed its engine"))
         if unseen is not None:
             raise unseen
 
@@ -372,6 +373,12 @@ def _keep(values: torch.Tensor) -> None:
 # Those whose hooks are on a model.
 _live: weakref.WeakSet[Runtime] = weakref.WeakSet()
 _closed: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def _script_error() -> BaseException | None:
+    """What ends the script, if an error does: the one that is being handled, or has ended the main thread."""
+    error = sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return None if isinstance(error, SystemExit) and not error.code else error
 
 
 @atexit.register

@@ -193,14 +193,14 @@ class Failures:
         self.tell: Callable[[BaseException], None] | None = None  # is told of the first failure
         _known.add(self)
 
-    def record(self, error: BaseException) -> None:
-        """Remember `error` unless another came first."""
+    def record(self, error: BaseException, *, cause: BaseException | None = None) -> None:
+        """Remember `error` unless another came first. `cause`: what others are told of in its place."""
         with self._lock:
             is_first = self.first is None
             if is_first:
                 self.first = error
         if is_first and self.tell is not None:
-            self.tell(error)
+            self.tell(error if cause is None else cause)
 
     def spoil(self, error: BaseException) -> None:
         """Like `record`, of an error that the caller sees anyway."""

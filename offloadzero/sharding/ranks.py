@@ -12,7 +12,8 @@ What scripts write is summed up, too, and compared there and at each step: each 
 [Note: errors of other ranks]
 Where a rank's engine fails it leaves the text in the store of torch's process group. A rank that waits for a collective
 looks there now and then, so it stops with that text, long before the group's timeout. A rank that is gone closes its
-connections, which ends the collectives of the others.
+connections, which ends the collectives of the others. Process groups are made by all ranks together, in a wait that
+looks nowhere, so before that each says in the store that it has come so far; one that cannot start says why.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -56,6 +59,26 @@ class _Board:
         self._key = f"offloadzero/{next(_numbers)}/error"
         self._lock = threading.Lock()
         self._has_failed = False
+        _Board.latest = weakref.ref(self)
+
+    latest: ClassVar[Callable[[], _Board | None]] = lambda: None
+
+    def join(self, world_size: int, timeout: timedelta) -> None:
+        """Return when all ranks have called this. RankError where one cannot start, or does not come."""
+        what = f"the start of an engine (rank {self._rank} of {world_size})"
+        here = [f"{self._key}/{rank} is here" for rank in range(world_size)]
+        until_s = time.monotonic() + timeout.total_seconds()
+        with self._lock:
+            self._store.set(here[self._rank], "1")
+        while True:
+            self.look(what)
+            try:
+                self._store.wait(here, timedelta(seconds=LOOK_UP_S))
+                return
+            except RuntimeError as error:  # torch has a timeout of its own only in newer versions
+                if time.monotonic() > until_s:
+                    late = [rank for rank, key in enumerate(here) if not self._store.check([key])]
+                    raise RankError(f"{what}: ranks {late} have not come to it") from error
 
     def report(self, error: BaseException) -> None:
         """Tell the others, unless one of them was first."""
@@ -218,6 +241,7 @@ def make_ranks(device: torch.device) -> Ranks:
     spec = ShardSpec(dist.get_rank(), dist.get_world_size())
     timeout = timeout_of_process_group()
     board = _Board(spec.rank)
+    board.join(spec.world_size, timeout)
     on_device = "gloo" if device.type == "cpu" else "nccl"
 
     def channel(backend: str) -> Channel:
@@ -236,6 +260,20 @@ def make_ranks(device: torch.device) -> Ranks:
         states=channel("gloo"),
         board=board,
     )
+
+
+@contextmanager
+def telling_others() -> Iterator[None]:
+    """A start of an engine: what fails in the block is told to the ranks that wait in theirs."""
+    before = _Board.latest()
+    try:
+        yield
+    except BaseException as error:
+        board = _Board.latest()
+        if board is None or board is before:  # it has not come to the making of one
+            board = _Board(dist.get_rank())
+        board.report(error)
+        raise
 
 
 def digest(text: str) -> int:

@@ -203,3 +203,57 @@ def test_what_is_not_built_over_ranks_is_refused_by_name(tmp_path: Path) -> None
         assert said.keys() == REFUSED.keys()
         for name, text in REFUSED.items():
             assert said[name].startswith(text)
+
+
+# --- errors of the script, and of a start ---
+
+
+def fail_in_the_script(rank: int, directory: str) -> None:
+    engine = engine_of(config_of("host", 3, Path(directory), world_size=2))
+    try:
+        train(engine, rank, 2, num_steps=1 + rank)
+        if rank == 0:
+            raise LookupError("no more batches")
+        train(engine, rank, 2, num_steps=1)
+    finally:
+        engine.close()
+
+
+def test_an_error_of_one_ranks_script_is_what_the_others_are_told(tmp_path: Path) -> None:
+    first, second = failed(fail_in_the_script, tmp_path)
+    assert first == "LookupError: no more batches"
+    assert second.startswith("offloadzero.errors.RankError: ")
+    assert "rank 0: LookupError: no more batches" in second
+
+
+def start_on_one_rank_only(rank: int, directory: str) -> dict[str, str]:
+    """By what is wrong on the second rank, which stays; then all start."""
+    path, said = Path(directory), {}
+    no_directory = {"nvme_path": "/proc/nowhere", "placement": "nvme"}
+    for name, over in {
+        "key": {"no_such_key": 1},
+        "path": {"offloadzero": no_directory},
+        "nothing": {},
+    }.items():
+        config = config_of("host", 3, path, world_size=2, **(over if rank else {}))
+        if name == "path":
+            config["offloadzero"]["placement"] = "nvme"
+        try:
+            train(engine_of(config), rank, 2, num_steps=1)
+        except offloadzero.OffloadError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def test_what_keeps_one_rank_from_starting_is_told_to_the_others(tmp_path: Path) -> None:
+    begun_s = time.monotonic()
+    first, second = run_ranks(start_on_one_rank_only, 2, tmp_path, str(tmp_path), timeout_s=TIMEOUT_S)
+    assert time.monotonic() - begun_s < TIMEOUT_S
+    assert first.keys() == second.keys() == {"key", "path"}
+    for name, text in second.items():
+        assert text.startswith("ConfigError: ")
+        assert first[name].startswith("RankError: ")
+        assert f"rank 1: {text}" in first[name]
+    assert (
+        "the start of an engine (rank 0 of 2) is given up: rank 1: ConfigError: no_such_key" in first["key"]
+    )
