@@ -47,9 +47,16 @@ def make_loader(
         raise ConfigError(
             "train_micro_batch_size_per_gpu", None, "a number: the DataLoader of the data needs it"
         )
+    if world_size > 1 and isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            "training_data",
+            type(dataset).__name__,
+            f"a dataset with a length: over {world_size} ranks each would get all of an IterableDataset's data. Make "
+            "the DataLoader of this rank's part yourself: islice(data, engine.global_rank, None, engine.world_size)",
+        )
     if sampler is None and route == "train" and not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank)
-    elif sampler is None and world_size > 1 and not isinstance(dataset, IterableDataset):
+    elif sampler is None and world_size > 1:
         sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=False)
     return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)
 

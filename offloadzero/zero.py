@@ -233,6 +233,7 @@ class GatheredParameters:
     ) -> None:
         params = [params] if isinstance(params, nn.Parameter) else list(params)
         self._params = list({id(param): param for param in params}.values())
+        self._modifier_rank = modifier_rank
         self._may_edit = modifier_rank is not None
         self._enabled = enabled
         self._gathered: list[tuple[Runtime, Record, ParamSlot]] = []
@@ -254,6 +255,9 @@ class GatheredParameters:
     def _gather(self, param: nn.Parameter) -> None:
         runtime = runtime_of(param)
         if runtime is None:
+            if self._modifier_rank and launch.join_group()[1] > 1:
+                allowed = "0 or None: the first values are those of rank 0"
+                raise ConfigError("modifier_rank", self._modifier_rank, allowed)
             spilled = restore(param)
             if spilled is not None:
                 self._built.append(_Built(param, param.data.clone(), spilled))

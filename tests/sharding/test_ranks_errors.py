@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 import offloadzero
 from offloadzero.errors import AioError
@@ -137,6 +138,11 @@ def test_the_boundary_is_one_on_all_ranks(tmp_path: Path) -> None:
 # --- what is not built ---
 
 
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
 def refusals(rank: int, directory: str) -> dict[str, str]:
     """Messages by what was tried."""
     path = Path(directory)
@@ -165,7 +171,20 @@ def refusals(rank: int, directory: str) -> dict[str, str]:
     note("batch", lambda: start(3, train_batch_size=7))
     model = OddModel()
     note("offload", lambda: offloadzero.offload(model, torch.optim.AdamW(model.parameters()), {}))
+    with offloadzero.zero.Init(config_dict_or_path=config_of("host", 3, path, world_size=2)):
+        built = OddModel()
+
+    def edit_on(modifier_rank: int) -> None:
+        with (
+            offloadzero.zero.GatheredParameters(built.wide.weight, modifier_rank=modifier_rank),
+            torch.no_grad(),
+        ):
+            built.wide.weight.fill_(5.0)
+
+    note("modifier", lambda: edit_on(1))
+    edit_on(0)
     engine = engine_of(config_of("host", 3, path, world_size=2))
+    note("iterable", lambda: engine.deepspeed_io(Numbers()))
     param = engine.module.emb.weight
     engine.backward(engine(micro_batch(0, rank, 2)))
     note("gradient", lambda: param.grad.norm().item())
@@ -187,6 +206,8 @@ REFUSED = {
     "in backward": "ConfigError: offloadzero.update.in_backward = True: impossible with 2 ranks: all gradients ",
     "batch": "ConfigError: train_batch_size = 7: must equal train_micro_batch_size_per_gpu * "
     "gradient_accumulation_steps * ranks = 3 * 1 * 2 = 6",
+    "modifier": "ConfigError: modifier_rank = 1: 0 or None: the first values are those of rank 0",
+    "iterable": "ConfigError: training_data = 'Numbers': a dataset with a length: over 2 ranks each would get all",
     "offload": "ConfigError: torch.distributed.get_world_size() = 2: 1: offload() is not built over several ranks",
     "gradient": "StateError: emb.weight.grad: over several ranks gradients are reduced unit by unit",
     "zeroed": "ConfigError: set_to_none = False: True: over several ranks gradients are dropped, not zeroed",
