@@ -102,9 +102,10 @@ class Runtime:
         self.resources.close_when_collected(self)
         self.resources.add(self.monitor.close)
         self.accelerator = Accelerator(find_device(config.device), self.monitor.timeline)
-        self.several = _join_ranks(self.accelerator.device, config) if config.world_size > 1 else None
-        if self.several is not None:
-            self.several.follow(self.failures)
+        self.several: SeveralRanks | None = None
+        if config.world_size > 1:
+            self.several = _join_ranks(self.accelerator.device, config, self.failures)
+            self.resources.add(self.several.close)
         marks = self.accelerator.marks()
         if marks is not None:
             self.clock.follow(marks)
@@ -358,12 +359,12 @@ class Runtime:
                 interrupts.uninstall()
 
 
-def _join_ranks(device: torch.device, config: OffloadConfig) -> SeveralRanks:
+def _join_ranks(device: torch.device, config: OffloadConfig, failures: Failures) -> SeveralRanks:
     from offloadzero.several_ranks import join_ranks
 
     # Before what ends torch's process group, which is older: to close takes collectives.
     atexit.register(_close_at_exit)
-    return join_ranks(device, config)
+    return join_ranks(device, config, failures)
 
 
 def _keep(values: torch.Tensor) -> None:

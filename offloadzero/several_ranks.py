@@ -32,9 +32,12 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class SeveralRanks:
     """Makes the parts of an engine that know the other ranks, in the place of those that do not."""
 
-    def __init__(self, ranks: Ranks, config: OffloadConfig) -> None:
+    def __init__(self, ranks: Ranks, config: OffloadConfig, failures: Failures) -> None:
+        """Has the other ranks told of the first one of `failures`."""
         self.ranks = ranks
         self._config = config
+        self._failures = failures
+        failures.tell = ranks.board.report
 
     @property
     def shard(self) -> ShardSpec:
@@ -46,9 +49,10 @@ class SeveralRanks:
         """Whether parameters are divided, too."""
         return self._config.zero_stage >= 3
 
-    def follow(self, failures: Failures) -> None:
-        """Have the other ranks told of this one's failure."""
-        failures.tell = self.ranks.board.report
+    def close(self) -> None:
+        """Leave the other ranks. After a failure a group may wait in a collective, and its end for that: it stays."""
+        if self._failures.first is None:
+            self.ranks.close()
 
     def agree(self, values: torch.Tensor) -> None:
         """Make a host tensor that of the first rank."""
@@ -186,10 +190,10 @@ def _of_all_ranks(config: OffloadConfig) -> OffloadConfig:
     )
 
 
-def join_ranks(device: torch.device, config: OffloadConfig) -> SeveralRanks:
+def join_ranks(device: torch.device, config: OffloadConfig, failures: Failures) -> SeveralRanks:
     """The ranks of torch's default process group. Raises ConfigError for what is not built over several."""
     expect_built(config)
-    return SeveralRanks(make_ranks(device), config)
+    return SeveralRanks(make_ranks(device), config, failures)
 
 
 def expect_built(config: OffloadConfig) -> None:

@@ -157,6 +157,12 @@ class Channel:
         if data.numel():
             self._run(f"{label}: the broadcast", lambda: dist.broadcast(data, 0, **self._options))
 
+    def close(self) -> None:
+        """Give the group's threads and connections back, after its last collective; once more does nothing."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():  # else it went with torch's
+            dist.destroy_process_group(group)
+
     @property
     def _options(self) -> dict[str, Any]:
         return {"group": self._group, "async_op": True}
@@ -221,6 +227,12 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this is the rank that prints and writes."""
         return self.spec.rank == 0
+
+    def close(self) -> None:
+        """Close the channels, when no thread uses one any more."""
+        for part in vars(self).values():
+            if isinstance(part, Channel):
+                part.close()
 
 
 class OrderSum:

@@ -278,3 +278,24 @@ def test_what_keeps_one_rank_from_starting_is_told_to_the_others(tmp_path: Path)
     assert (
         "the start of an engine (rank 0 of 2) is given up: rank 1: ConfigError: no_such_key" in first["key"]
     )
+
+
+# --- what an engine leaves behind ---
+
+
+def make_many(rank: int, directory: str) -> list[list[int]]:
+    """Threads and descriptors of the process after each engine."""
+    left = []
+    for _ in range(4):
+        engine = engine_of(config_of("host", 3, Path(directory), world_size=2))
+        train(engine, rank, 2, num_steps=1)
+        engine.close()
+        left.append([len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")])
+    return left
+
+
+def test_a_closed_engine_leaves_no_process_groups(tmp_path: Path) -> None:
+    for left in run_ranks(make_many, 2, tmp_path, str(tmp_path)):
+        (_, *more) = left  # torch's own threads come with the first
+        assert more[-1][0] - more[0][0] < 4
+        assert more[-1][1] - more[0][1] < 4
