@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offloadzero.errors import RankError, StateError
+from offloadzero.interrupts import interruptible, uninterrupted
 from offloadzero.sharding.shard_spec import ShardSpec
 from offloadzero.torch_private import default_process_group_store, timeout_of_process_group
 
@@ -180,14 +181,20 @@ class Channel:
                 work.wait()  # the stream does
         except RankError:
             raise
+        except KeyboardInterrupt:  # the collective is left, and the others in it
+            self._board.report(StateError(f"KeyboardInterrupt in {what}"))
+            raise
         except RuntimeError as error:
             text = self._said_within(LOOK_UP_S * 4)
             because = f": {text}" if text is not None else ""
             raise RankError(f"{what} has failed{because} ({_first_line(error)})") from error
 
+    @interruptible
     def _wait(self, work: Any, what: str) -> None:
         look_up = timedelta(seconds=LOOK_UP_S)
         while True:
+            if uninterrupted.pending:
+                uninterrupted.raise_unless_waiting()
             begun_s = time.monotonic()
             try:
                 work.wait(look_up)

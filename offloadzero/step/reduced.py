@@ -289,7 +289,24 @@ class ReducingCoordinator(StepCoordinator):
             raise ConfigError(
                 "set_to_none", False, "True: over several ranks gradients are dropped, not zeroed"
             )
+        self._expect_backward_ended()
         super().discard_gradients()
+
+    def give_up_step(self) -> None:
+        """Drop the step that was begun, on all ranks: a checkpoint replaces the states."""
+        self._expect_backward_ended()
+        super().give_up_step()
+
+    def _expect_backward_ended(self) -> None:
+        """After an error or Ctrl-C in backward the other ranks are in collectives that this one does not come to."""
+        self._failures.check_readable()
+        if self._in_backward:
+            lost = StateError(
+                "a backward of this rank did not come to its end, and the other ranks wait for what it has not sent: "
+                "over several ranks nothing goes on from there. Start again from a checkpoint"
+            )
+            self._failures.spoil(lost)
+            raise lost
 
     def _step_at_once(self, account: Account, jobs: Sequence[UpdateJob]) -> StepJobs:
         reads = self._executor.reads()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -299,3 +300,46 @@ def test_a_closed_engine_leaves_no_process_groups(tmp_path: Path) -> None:
         (_, *more) = left  # torch's own threads come with the first
         assert more[-1][0] - more[0][0] < 4
         assert more[-1][1] - more[0][1] < 4
+
+
+# --- Ctrl-C ---
+
+
+def be_interrupted_while_another_is_late(rank: int, directory: str) -> list[str]:
+    """What the first rank's backward raises, which waits for the other's, and the next use; what the other gets."""
+    engine = engine_of(config_of("host", 1, Path(directory), world_size=2))
+    train(engine, rank, 2, num_steps=1)
+    engine.synchronize()
+    interrupted = Path(directory) / "interrupted"
+    loss = engine(micro_batch(1, rank, 2))
+    if rank == 0:
+        begun_s = time.monotonic()
+        timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        try:
+            engine.backward(loss)
+        except KeyboardInterrupt:
+            assert time.monotonic() - begun_s < 5
+    else:
+        until_s = time.monotonic() + TIMEOUT_S
+        while not interrupted.exists() and time.monotonic() < until_s:
+            time.sleep(0.05)
+    said = []
+    for _ in range(2):
+        try:
+            engine.zero_grad()
+            train(engine, rank, 2, num_steps=1)
+        except offloadzero.OffloadError as error:
+            said.append(str(error))
+    interrupted.touch()
+    return said
+
+
+def test_ctrl_c_ends_the_wait_for_another_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(
+        be_interrupted_while_another_is_late, 2, tmp_path, str(tmp_path), timeout_s=TIMEOUT_S
+    )
+    assert len(first) == len(second) == 2
+    lost = "a backward of this rank did not come to its end"
+    assert all(text.startswith(lost) for text in first)
+    assert all(f"rank 0: StateError: {lost}" in text for text in second)
