@@ -153,7 +153,7 @@ class Engine:
         return self.optimizer
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Nothing to do: one process has all of the gradients."""
+        """Nothing to do: over several ranks each backward reduces its own."""
 
     def train(self, mode: bool = True) -> Engine:
         """The module's training mode."""

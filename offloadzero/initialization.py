@@ -53,7 +53,7 @@ def initialize(
         model_parameters: parameters or param groups for the config's optimizer; None takes all trainable ones.
         training_data: a dataset for the returned DataLoader, at the micro batch size, shuffled as in DeepSpeed.
         lr_scheduler: a scheduler or a callable that makes one from the optimizer; None takes the config's.
-        distributed_port: not used, one process listens nowhere.
+        distributed_port: not used: the launcher's MASTER_PORT is.
         mpu, mesh_param: refused unless None.
         dist_init_required: True makes torch's process group also where no launcher asks for it.
         config, config_params: a dict, a path, or an OffloadConfig.

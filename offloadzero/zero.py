@@ -57,7 +57,8 @@ class Init:
         dtype: torch.dtype | None = None,
     ) -> None:
         if data_parallel_group is not None:
-            raise ConfigError("data_parallel_group", data_parallel_group, "one rank only: not built yet")
+            allowed = "None: the ranks are those of torch's default process group"
+            raise ConfigError("data_parallel_group", data_parallel_group, allowed)
         source = config_dict_or_path if config_dict_or_path is not None else config
         self._settings = (
             OffloadConfig() if source is None else load_config(source, world_size=launch.join_group()[1])

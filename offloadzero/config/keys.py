@@ -356,7 +356,9 @@ _ACTIVATION_CHECKPOINTING: dict[str, KeySpec] = {
 }
 
 _CHECKPOINT: dict[str, KeySpec] = {
-    "tag_validation": _accept("there is one rank, and one tag", _TEXT),
+    "tag_validation": _accept(
+        "rank 0 writes under its own; ranks that would load different ones load none", _TEXT
+    ),
     "load_universal": _accept("checkpoints of DeepSpeed are not read, universal or not", _BOOL, False),
     "use_node_local_storage": _accept("checkpoints are written to save_dir", _BOOL, False),
     "checkpoint_serialization": _accept("tensors are written as safetensors", _BOOL),
