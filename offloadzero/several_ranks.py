@@ -15,6 +15,7 @@ from offloadzero.checkpoint.buffers import write_buffer
 from offloadzero.config import OffloadConfig
 from offloadzero.config.schema import ObserveConfig
 from offloadzero.errors import ConfigError, RankError
+from offloadzero.memory.device import make_current
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.segments import SegmentKind, TierName
@@ -193,6 +194,7 @@ def _of_all_ranks(config: OffloadConfig) -> OffloadConfig:
 def join_ranks(device: torch.device, config: OffloadConfig, failures: Failures) -> SeveralRanks:
     """The ranks of torch's default process group. Raises ConfigError for what is not built over several."""
     expect_built(config)
+    make_current(device)
     return SeveralRanks(make_ranks(device), config, failures)
 
 

@@ -340,6 +340,12 @@ def find_device(name: str | None) -> Device:
     return CudaDevice(found) if chosen.type == "cuda" else StreamDevice(found)
 
 
+def make_current(device: torch.device) -> None:
+    """What names no device computes on this one from here on, in the calling thread; so do torch's collectives."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+
+
 def pci_address(device: torch.device) -> str | None:
     """Of a CUDA device, as /sys names it; None of others, and where torch does not know it."""
     if device.type != "cuda":

@@ -267,7 +267,7 @@ def make_ranks(device: torch.device) -> Ranks:
         group = dist.new_group(backend=backend, timeout=timeout)
         return Channel(group, spec, board, is_on_host=backend == "gloo")
 
-    return Ranks(
+    ranks = Ranks(
         spec,
         int(os.environ.get("LOCAL_WORLD_SIZE") or spec.world_size),
         weights=channel(on_device),
@@ -279,6 +279,11 @@ def make_ranks(device: torch.device) -> Ranks:
         states=channel("gloo"),
         board=board,
     )
+    # NCCL makes a communicator at its first collective. On the threads of several channels that would come in any
+    # order, and while kernels of another run, which may wait for each other: here it comes in one order, with none.
+    for each in (ranks.weights, ranks.updates, ranks.gradients):
+        each.all_reduce(torch.zeros(1, device=device), "the first collective")
+    return ranks
 
 
 @contextmanager
