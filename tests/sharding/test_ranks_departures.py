@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -18,6 +19,27 @@ from offloadzero.zero import (
 )
 from tests.support.ranks import run_ranks
 from tests.support.sharded import WIDTH, config_of, engine_of, make_odd_model, train
+
+Found = dict[str, list[Any]]  # what each rank's function of that name gives, by rank
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """All functions of this file, one after the other in the same processes."""
+    directory = tmp_path_factory.mktemp("departures")
+    by_rank = run_ranks(depart, 2, directory, str(directory))
+    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
+
+
+def depart(rank: int, directory: str) -> dict[str, Any]:
+    """By function."""
+    works: tuple[Callable[[int, str], Any], ...] = (
+        read_different_things,
+        configure,
+        set_own_rates,
+        write_alone,
+    )
+    return {work.__name__: work(rank, directory) for work in works}
 
 
 def said_of(call: Callable[[], Any]) -> str:
@@ -67,8 +89,8 @@ READ_DIFFERENTLY = {
 }
 
 
-def test_ranks_that_read_different_things_get_an_error_and_no_mixture(tmp_path: Path) -> None:
-    for rank, said in enumerate(run_ranks(read_different_things, 2, tmp_path, str(tmp_path))):
+def test_ranks_that_read_different_things_get_an_error_and_no_mixture(found: Found) -> None:
+    for rank, said in enumerate(found["read_different_things"]):
         assert said.keys() == READ_DIFFERENTLY.keys()
         for name, text in READ_DIFFERENTLY.items():
             expected = (
@@ -97,8 +119,8 @@ def configure(rank: int, directory: str) -> list[str]:
     return said
 
 
-def test_what_is_a_ranks_own_in_the_configuration_may_differ(tmp_path: Path) -> None:
-    for said in run_ranks(configure, 2, tmp_path, str(tmp_path)):
+def test_what_is_a_ranks_own_in_the_configuration_may_differ(found: Found) -> None:
+    for said in found["configure"]:
         assert said[:3] == ["nothing"] * 3
         assert said[3].startswith("ConfigError: configuration = 'that of rank ")
 
@@ -127,8 +149,8 @@ def set_own_rates(rank: int, directory: str) -> list[str]:
     return said
 
 
-def test_ranks_with_other_hyperparameters_do_not_step(tmp_path: Path) -> None:
-    for said in run_ranks(set_own_rates, 2, tmp_path, str(tmp_path)):
+def test_ranks_with_other_hyperparameters_do_not_step(found: Found) -> None:
+    for said in found["set_own_rates"]:
         for text in said:
             assert "step 2: the hyperparameters of ranks [1] are not those of rank 0; rank " in text
             assert "lr=0.001" in text or "lr=0.0005" in text
@@ -187,8 +209,8 @@ def write_alone(rank: int, directory: str) -> dict[str, list[str]]:
     return said
 
 
-def test_a_write_of_one_rank_alone_is_an_error_on_all(tmp_path: Path) -> None:
-    for said in run_ranks(write_alone, 2, tmp_path, str(tmp_path)):
+def test_a_write_of_one_rank_alone_is_an_error_on_all(found: Found) -> None:
+    for said in found["write_alone"]:
         for name, (written, *steps) in said.items():
             assert written == "nothing", (name, written)
             for text in steps:

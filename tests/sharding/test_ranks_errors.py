@@ -230,6 +230,26 @@ def test_what_is_not_built_over_ranks_is_refused_by_name(tmp_path: Path) -> None
 # --- errors of the script, and of a start ---
 
 
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What each rank's function of that name gives, by rank: all in the same processes."""
+    directory = tmp_path_factory.mktemp("ends")
+    begun_s = time.monotonic()
+    by_rank = run_ranks(end_in_many_ways, 2, directory, str(directory), timeout_s=TIMEOUT_S)
+    assert time.monotonic() - begun_s < TIMEOUT_S
+    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
+
+
+def end_in_many_ways(rank: int, directory: str) -> dict[str, Any]:
+    """By function."""
+    works: tuple[Callable[[int, str], Any], ...] = (
+        make_many,
+        start_on_one_rank_only,
+        be_interrupted_while_another_is_late,
+    )
+    return {work.__name__: work(rank, directory) for work in works}
+
+
 def fail_in_the_script(rank: int, directory: str) -> None:
     engine = engine_of(config_of("host", 3, Path(directory), world_size=2))
     try:
@@ -267,10 +287,8 @@ def start_on_one_rank_only(rank: int, directory: str) -> dict[str, str]:
     return said
 
 
-def test_what_keeps_one_rank_from_starting_is_told_to_the_others(tmp_path: Path) -> None:
-    begun_s = time.monotonic()
-    first, second = run_ranks(start_on_one_rank_only, 2, tmp_path, str(tmp_path), timeout_s=TIMEOUT_S)
-    assert time.monotonic() - begun_s < TIMEOUT_S
+def test_what_keeps_one_rank_from_starting_is_told_to_the_others(found: dict[str, list[Any]]) -> None:
+    first, second = found["start_on_one_rank_only"]
     assert first.keys() == second.keys() == {"key", "path"}
     for name, text in second.items():
         assert text.startswith("ConfigError: ")
@@ -295,8 +313,8 @@ def make_many(rank: int, directory: str) -> list[list[int]]:
     return left
 
 
-def test_a_closed_engine_leaves_no_process_groups(tmp_path: Path) -> None:
-    for left in run_ranks(make_many, 2, tmp_path, str(tmp_path)):
+def test_a_closed_engine_leaves_no_process_groups(found: dict[str, list[Any]]) -> None:
+    for left in found["make_many"]:
         (_, *more) = left  # torch's own threads come with the first
         assert more[-1][0] - more[0][0] < 4
         assert more[-1][1] - more[0][1] < 4
@@ -335,10 +353,8 @@ def be_interrupted_while_another_is_late(rank: int, directory: str) -> list[str]
     return said
 
 
-def test_ctrl_c_ends_the_wait_for_another_rank(tmp_path: Path) -> None:
-    first, second = run_ranks(
-        be_interrupted_while_another_is_late, 2, tmp_path, str(tmp_path), timeout_s=TIMEOUT_S
-    )
+def test_ctrl_c_ends_the_wait_for_another_rank(found: dict[str, list[Any]]) -> None:
+    first, second = found["be_interrupted_while_another_is_late"]
     assert len(first) == len(second) == 2
     lost = "a backward of this rank did not come to its end"
     assert all(text.startswith(lost) for text in first)
