@@ -139,9 +139,11 @@ queue_backward_callback: Callable[[Callable[[], None]], None] = _look_up(
 # A subclass sees each operation below autograd while it is entered.
 DispatchMode = TorchDispatchMode
 
-# Attention on the CPU and its backward, which torch's counter of operations does not know.
+# Attention on the CPU and its backward, and the products of a mixture of experts, which torch's counter of operations
+# does not know.
 cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+grouped_matmul: Any = torch.ops.aten._grouped_mm
 
 
 def fake_tensor_mode() -> AbstractContextManager[Any]:

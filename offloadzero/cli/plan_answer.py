@@ -66,6 +66,14 @@ class Answer:
     trace: MicroBatchTrace | None
     untraced: str
 
+    @property
+    def unknown(self) -> str:
+        """Why the operations of a micro batch are not known; empty where they are."""
+        if self.trace is None:
+            return self.untraced
+        names = ", ".join(self.trace.uncounted)
+        return f"what {names} computes is not counted" if names else ""
+
 
 class Planner:
     """Answers a question for one configuration after the other; models and traces are made once."""

@@ -110,9 +110,7 @@ class Report:
     def _time_lines(self, found: Forecast) -> Iterator[str]:
         if found.seconds is None or found.bound_s is None or found.alone_s is None:
             what = ", ".join(found.unknown) or "anything that moves"
-            why = (
-                f" ({self.answer.untraced})" if self.answer is not None and self.answer.trace is None else ""
-            )
+            why = f" ({self.answer.unknown})" if self.answer is not None and self.answer.unknown else ""
             yield f"The step's time is not forecast: no rate or no count of {what}{why}."
             yield from self._lane_lines(found)
             return

@@ -7,12 +7,14 @@ logits. Parameters do not count, which have their place in the plan, nor do grad
 complete. Memory that a kernel takes for itself is not seen, nor what an allocator keeps or rounds up.
 
 Operations are matrix products, convolutions and attention, two for each multiplication and addition, and attention in
-full although half of it is masked, as torch.utils.flop_counter counts them.
+full although half of it is masked, as torch.utils.flop_counter counts them. What has the name of one of these and no
+formula here would count as nothing, so it is kept by name, and the operations of the micro batch are not known.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -27,7 +29,15 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from offloadzero.errors import OffloadError
 from offloadzero.planning.shapes import next_token_loss
-from offloadzero.torch_private import DispatchMode, cpu_attention, cpu_attention_backward, fake_tensor_mode
+from offloadzero.torch_private import (
+    DispatchMode,
+    cpu_attention,
+    cpu_attention_backward,
+    fake_tensor_mode,
+    grouped_matmul,
+)
+
+_HEAVY = re.compile(r"mm(?![a-z])|matmul|conv(?!ert)|attention")  # in the name of an operation
 
 
 class TraceError(OffloadError, RuntimeError):
@@ -44,6 +54,9 @@ class MicroBatchTrace:
     kept_bytes: int  # when the forward has ended
     peak_bytes: int
     input_bytes: int  # of one call of a checkpointed unit, the largest
+    uncounted: tuple[
+        str, ...
+    ] = ()  # operations that have no formula; without them the FLOPs are a part of all
 
     @property
     def flops(self) -> int:
@@ -91,6 +104,7 @@ def trace_micro_batch(
         kept_bytes=kept_bytes,
         peak_bytes=counter.peak_bytes,
         input_bytes=largest_input[0],
+        uncounted=tuple(sorted(counter.uncounted)),
     )
 
 
@@ -137,6 +151,7 @@ class _Counter(DispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
+        self.uncounted: set[str] = set()
         self.live_bytes = 0
         self.peak_bytes = 0
         self._known: dict[int, weakref.ref[Any]] = {}  # by the storage's address
@@ -159,6 +174,8 @@ class _Counter(DispatchMode):
         count = _COUNTS.get(func.overloadpacket)
         if count is not None:
             self.flops += count(*args, **kwargs, out_val=output)
+        elif _HEAVY.search(func.overloadpacket.__name__):
+            self.uncounted.add(str(func.overloadpacket))
         for leaf in _pytree.tree_leaves(output):
             if isinstance(leaf, Tensor):
                 self._see(leaf)
@@ -191,9 +208,16 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, ou
     return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)  # type: ignore[no-any-return]
 
 
-# Operations by their packet. torch counts attention on devices, and not its form for the CPU.
+def _grouped_matmul(left: Any, right: Any, *_: Any, out_val: Any, **__: Any) -> int:  # noqa: ARG001
+    """Groups are ranges of rows, of columns or of the inner dimension, or the third dimension of both."""
+    num_products = left.shape[0] if left.ndim == right.ndim == 3 else 1
+    return 2 * num_products * left.shape[-2] * left.shape[-1] * right.shape[-1]  # type: ignore[no-any-return]
+
+
+# Operations by their packet. torch counts attention on devices, and not its form for the CPU, nor products by groups.
 _COUNTS: Mapping[Any, Callable[..., int]] = {
     **flop_registry,
     cpu_attention: _attention,
     cpu_attention_backward: _attention_backward,
+    grouped_matmul: _grouped_matmul,
 }

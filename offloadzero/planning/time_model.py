@@ -205,7 +205,7 @@ def _inverse(value: float | None) -> float | None:
 
 def _compute_s(step: Step, phase: str, rates: Rates) -> float | None:
     rate = rates.flops.get(step.dtype)
-    if step.trace is None or rate is None:
+    if step.trace is None or step.trace.uncounted or rate is None:
         return None
     flops = step.trace.forward_flops if phase == FORWARD else step.trace.backward_flops
     return step.num_micro * flops / rate

@@ -113,6 +113,51 @@ def test_a_model_of_transformers() -> None:
     assert theirs.peak_bytes == pytest.approx(ours.peak_bytes, rel=0.15)
 
 
+def test_the_products_of_experts_are_counted_by_the_tokens_that_reach_them() -> None:
+    """Each token has two of eight experts: of three products each, forward once and backward twice."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+    config = transformers.MixtralConfig(**sizes, **experts, intermediate_size=256, vocab_size=VOCABULARY)
+    found = trace(lambda: transformers.MixtralForCausalLM(config))
+    num_tokens = ROWS * LENGTH
+    per_block = 4 * 128 * 128 + 128 * 8 + 2 * 3 * 128 * 256
+    products = 2 * num_tokens * (2 * per_block + 128 * VOCABULARY)
+    attention = 2 * 4 * ROWS * LENGTH * LENGTH * 128
+    assert found.uncounted == ()
+    assert found.forward_flops == products + attention
+    assert found.backward_flops == 2 * products + 5 * attention // 2
+
+
+@torch.library.custom_op("offloadzero_tests::twisted_matmul", mutates_args=())
+def twisted_matmul(left: Tensor, right: Tensor) -> Tensor:
+    """A product of which nobody has a formula."""
+    return left @ right
+
+
+@twisted_matmul.register_fake
+def _(left: Tensor, right: Tensor) -> Tensor:
+    return left.new_empty(*left.shape[:-1], right.shape[-1])
+
+
+def test_a_product_without_a_formula_is_said() -> None:
+    class Twisted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(VOCABULARY, 32)
+            self.head = nn.Linear(32, VOCABULARY, bias=False)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            hidden = self.embed(ids)
+            with torch.no_grad():
+                twisted: Tensor = twisted_matmul(hidden, torch.ones(32, 32, dtype=hidden.dtype))
+            return self.head(hidden + twisted)  # type: ignore[no-any-return]
+
+    found = trace(Twisted)
+    assert found.uncounted == ("offloadzero_tests.twisted_matmul",)
+    assert trace(LLAMA.build).uncounted == trace(GPT.build).uncounted == ()
+
+
 def test_a_tied_model_that_gives_its_loss() -> None:
     assert trace(TinyModel).flops > 0
 

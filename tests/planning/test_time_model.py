@@ -144,6 +144,12 @@ def test_without_a_trace_there_are_no_seconds() -> None:
     assert forecast_run(found, step_of({}, trace=None), num_tokens=10) is None
 
 
+def test_operations_that_are_not_all_counted_are_not_known() -> None:
+    step = step_of({}, trace=replace(TRACE, uncounted=("aten.strange_mm",)))
+    found = forecast(step, KNOWN, num_cores=2, device_is_cpu=True)
+    assert (found.unknown, found.seconds) == ((COMPUTE,), None)
+
+
 sizes = st.dictionaries(st.sampled_from(LANES), st.integers(0, 10**13), max_size=7)
 
 
