@@ -61,6 +61,7 @@ class ModelSource:
 class PlannedModel:
     """A model's records and what the engine reserves for them."""
 
+    class_name: str  # of the model
     config: OffloadConfig  # as the loop settles it
     spec: AnySpec
     cut: UnitCut
@@ -109,17 +110,28 @@ def _of_transformers(path: str) -> Callable[[], nn.Module]:
     models: Any = transformers
     try:
         config = models.AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(KEY, path, f"transformers does not read it: {_first_line(error)}") from error
+    except Exception as error:  # its checks of the fields raise what they like
+        raise ConfigError(KEY, path, f"transformers does not read it: {_reason(error)}") from error
 
     def build() -> nn.Module:
-        # What computes logits, where the architecture has that.
-        causal = type(config) in models.MODEL_FOR_CAUSAL_LM_MAPPING
-        auto = models.AutoModelForCausalLM if causal else models.AutoModel
-        model: nn.Module = auto.from_config(config)
+        try:
+            model: nn.Module = _build_of_transformers(models, config)
+        except Exception as error:  # whatever a model's constructor makes of sizes that are none
+            raise ConfigError(KEY, path, f"transformers does not build it: {_reason(error)}") from error
         return model
 
     return build
+
+
+def _build_of_transformers(models: Any, config: Any) -> Any:
+    """The class that the file names; else by its type, and what computes logits where the architecture has that."""
+    for name in config.architectures or ():
+        named = getattr(models, name, None)
+        if isinstance(named, type) and issubclass(named, nn.Module):
+            return named._from_config(config)  # type: ignore[attr-defined]  # as each auto class does
+    causal = type(config) in models.MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = models.AutoModelForCausalLM if causal else models.AutoModel
+    return auto.from_config(config)
 
 
 def _of_function(text: str, module: str, function: str) -> Callable[[], nn.Module]:
@@ -127,13 +139,18 @@ def _of_function(text: str, module: str, function: str) -> Callable[[], nn.Modul
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), function, None)
-    except ImportError as error:
-        raise ConfigError(KEY, text, f"{module} cannot be imported from {Path.cwd()}: {error}") from error
+    except Exception as error:  # the module's own code runs here
+        reason = error if isinstance(error, ImportError) else _reason(error)
+        raise ConfigError(KEY, text, f"{module} cannot be imported from {Path.cwd()}: {reason}") from error
     if not callable(found):
         raise ConfigError(KEY, text, f"{module} has no function {function}")
 
     def build() -> nn.Module:
-        model = found()
+        try:
+            model = found()
+        except Exception as error:
+            allowed = f"a function without arguments that returns the model; it raised {_reason(error)}"
+            raise ConfigError(KEY, text, allowed) from error
         if not isinstance(model, nn.Module):
             raise ConfigError(KEY, text, f"a function that returns an nn.Module, not {type(model).__name__}")
         return model
@@ -141,8 +158,9 @@ def _of_function(text: str, module: str, function: str) -> Callable[[], nn.Modul
     return build
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+def _reason(error: BaseException) -> str:
+    """On one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def plan_model(
@@ -186,7 +204,15 @@ def plan_model(
         num_checkpointed=len(checkpointed),
     )
     buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
-    return PlannedModel(config, spec, cut, plan, tuple(checkpointed), buffer_bytes)
+    return PlannedModel(
+        class_name=type(model).__name__,
+        config=config,
+        spec=spec,
+        cut=cut,
+        plan=plan,
+        checkpointed=tuple(checkpointed),
+        buffer_bytes=buffer_bytes,
+    )
 
 
 def settle(config: OffloadConfig, loop: Loop) -> OffloadConfig:

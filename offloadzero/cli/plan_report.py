@@ -61,8 +61,8 @@ class Report:
         planned, beside = answer.planned, answer.beside
         config = planned.config
         yield (
-            f"{self.model}: {_count_text(planned.num_parameters)} parameters in {len(planned.records)} units, "
-            f"{planned.spec.name}, {config.state_layout} layout of the states"
+            f"{self.model} ({planned.class_name}): {_count_text(planned.num_parameters)} parameters in "
+            f"{len(planned.records)} units, {planned.spec.name}, {config.state_layout} layout of the states"
         )
         yield ""
         yield planned.plan.table()
@@ -192,6 +192,7 @@ def _answer_json(answer: Answer) -> dict[str, Any]:
     planned = answer.planned
     tiers = needed(planned.plan, answer.beside, answer.memory)
     return {
+        "model_class": planned.class_name,
         "num_parameters": planned.num_parameters,
         "num_trainable": planned.num_trainable,
         "units": [

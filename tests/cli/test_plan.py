@@ -50,7 +50,7 @@ def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     text = capsys.readouterr().out
     count = sum(param.numel() for param in read_model(SHAPE).build().parameters())
     for part in (
-        f"llama:64/3/4/101/256/4: {count:,} parameters in 6 units, Adam, fp32 layout",
+        f"llama:64/3/4/101/256/4 (Llama): {count:,} parameters in 6 units, Adam, fp32 layout",
         "home: exp_avg_sq",
         "activations",
         "Python and torch              300.00 MiB",

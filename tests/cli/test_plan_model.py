@@ -137,6 +137,7 @@ def test_a_function_is_called_where_the_command_runs(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a_model_of_mine.py").write_text(
         "import torch\ndef make():\n    return torch.nn.Linear(3, 5)\ndef other():\n    return 7\nvalue = 1\n"
+        "def asks(size):\n    return None\ndef fails():\n    raise RuntimeError('no weights here')\n"
     )
     model = read_model("a_model_of_mine:make").on_meta()
     assert [tuple(param.shape) for param in model.parameters()] == [(5, 3), (5,)]
@@ -148,6 +149,13 @@ def test_a_function_is_called_where_the_command_runs(tmp_path: Path, monkeypatch
             read_model(text)
     with pytest.raises(ConfigError, match=r"cannot be imported from .*No module named 'not_here'"):
         read_model("not_here:make")
+    with pytest.raises(ConfigError, match=r"without arguments .*it raised TypeError: .*missing 1 required"):
+        read_model("a_model_of_mine:asks").on_meta()
+    with pytest.raises(ConfigError, match="it raised RuntimeError: no weights here"):
+        read_model("a_model_of_mine:fails").on_meta()
+    (tmp_path / "a_broken_one.py").write_text("def make(:\n")
+    with pytest.raises(ConfigError, match=r"a_broken_one cannot be imported from .*: SyntaxError: "):
+        read_model("a_broken_one:make")
 
 
 def test_a_config_of_transformers(tmp_path: Path) -> None:
@@ -161,9 +169,52 @@ def test_a_config_of_transformers(tmp_path: Path) -> None:
         settled = load_config(settings(tmp_path))
         plans = [plan_model(model, settled, available=PLENTY).plan for model in (theirs, ours)]
         assert plans[0] == plans[1]
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no such model"}))
-    with pytest.raises(ConfigError, match="transformers does not read it"):
-        read_model(str(tmp_path / "config.json"))
+
+
+def test_the_class_is_the_one_that_a_config_of_transformers_names(tmp_path: Path) -> None:
+    """An encoder-decoder's head and a vision-language model are not found by asking for a causal one."""
+    transformers = pytest.importorskip("transformers")
+    t5 = transformers.T5Config(
+        vocab_size=401, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, tie_word_embeddings=False
+    )
+    text = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=301
+    )
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, image_size=28
+    )
+    llava = transformers.LlavaConfig(text_config=text, vision_config=vision)
+    for config, name in ((t5, "T5ForConditionalGeneration"), (llava, "LlavaForConditionalGeneration")):
+        config.architectures = [name]
+        config.save_pretrained(tmp_path)
+        settled = load_config(settings(tmp_path))
+        found = plan_model(read_model(str(tmp_path)).on_meta(), settled, available=PLENTY)
+        real = getattr(transformers, name)(transformers.AutoConfig.from_pretrained(tmp_path))
+        assert found.class_name == name
+        assert found.num_parameters == sum(param.numel() for param in real.parameters())
+    t5.architectures = ["OfSomebodyElse"]
+    t5.save_pretrained(tmp_path)
+    assert type(read_model(str(tmp_path)).on_meta()).__name__ == "T5Model"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"model_type": "no such model"}, "transformers does not read it: ValueError: "),
+        (
+            {"model_type": "llama", "hidden_size": "abc"},
+            "transformers does not read it: .*expected int, got str",
+        ),
+        ({"model_type": "llama", "hidden_size": 0}, "transformers does not build it: ZeroDivisionError: "),
+        ([], "transformers does not read it: "),
+    ],
+)
+def test_a_config_of_transformers_that_is_none(content: object, message: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_model(str(tmp_path / "config.json")).on_meta()
+    assert "\n" not in str(caught.value)
 
 
 def test_what_names_no_model() -> None:
