@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     source = read_source(args.config)
-    if args.micro_batch is not None:  # with as many of them in a step as there were
-        source |= {"train_micro_batch_size_per_gpu": args.micro_batch, "train_batch_size": None}
+    if args.micro_batch is not None:
+        source = with_micro_batch(source, args.micro_batch)
     config = load_config(source)
     question, hardware = ask(args, config)
     if args.largest:
@@ -131,6 +132,17 @@ def read_source(path: str) -> dict[str, Any]:
     load_config(path)  # with its words of a file that is none
     source: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     return source
+
+
+def with_micro_batch(source: Mapping[str, Any], micro_batch: int) -> dict[str, Any]:
+    """The configuration with another micro batch, and with as many of them in a step as it had."""
+    num_micro = load_config(source).batch.gradient_accumulation_steps
+    return {
+        **source,
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": num_micro,
+        "train_batch_size": None,
+    }
 
 
 def ask(args: argparse.Namespace, config: OffloadConfig) -> tuple[Any, Any]:

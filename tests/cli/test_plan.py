@@ -113,6 +113,20 @@ def test_a_micro_batch_takes_the_place_of_the_configurations(
     assert results[0]["beside"]["device"] > results[1]["beside"]["device"]
 
 
+def test_a_micro_batch_leaves_the_accumulation_that_follows_from_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """32 samples in micro batches of 4 are 8 of them, whether or not the configuration says so."""
+    sizes = {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 32, "gradient_accumulation_steps": None}
+    results = []
+    for more in ((), ("--micro-batch", "4"), ("--micro-batch", "2")):
+        assert main(words(tmp_path, "--json", "-", *more, placement="host", **sizes)) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    assert [result["forecast"]["tokens"] for result in results] == [8 * 4 * 16, 8 * 4 * 16, 8 * 2 * 16]
+    assert results[0]["plan"] == results[1]["plan"] == results[2]["plan"]
+    assert "home: grad" in [line["what"] for line in results[0]["plan"]]
+
+
 @pytest.mark.parametrize("loop", ["initialize", "offload"])
 def test_the_loop_decides_how_long_gradients_are_kept(
     loop: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
