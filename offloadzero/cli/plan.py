@@ -6,11 +6,10 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from offloadzero.cli.output import check_output, print_lines, save_json
-from offloadzero.config import OffloadConfig, load_config
+from offloadzero.config import OffloadConfig, load_config, read_config_file
 from offloadzero.config.parse import read_num_bytes
 from offloadzero.errors import ConfigError
 
@@ -129,9 +128,8 @@ def read_count(key: str, text: str | None) -> int | None:
 
 def read_source(path: str) -> dict[str, Any]:
     """The configuration as an object: what changes are made in. Raises ConfigError."""
-    load_config(path)  # with its words of a file that is none
-    source: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-    return source
+    load_config(path)  # as it will be read when it trains
+    return read_config_file(path)
 
 
 def with_micro_batch(source: Mapping[str, Any], micro_batch: int) -> dict[str, Any]:

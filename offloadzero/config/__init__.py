@@ -3,7 +3,7 @@
 Nothing here imports torch.
 """
 
-from offloadzero.config.load import load_config
+from offloadzero.config.load import load_config, read_config_file
 from offloadzero.config.nvme_paths import create_nvme_directories
 from offloadzero.config.optimizer import UNRESOLVED
 from offloadzero.config.schema import (
@@ -42,6 +42,7 @@ __all__ = [
     "UpdateConfig",
     "create_nvme_directories",
     "load_config",
+    "read_config_file",
     "settle_for_initialize",
     "settle_for_offload",
 ]

@@ -51,6 +51,11 @@ def load_config(
     return config
 
 
+def read_config_file(path: str | Path) -> dict[str, Any]:
+    """The object in a JSON file as `load_config` reads it, without comments and trailing commas. Raises ConfigError."""
+    return plain_values(_read_json_file(path))
+
+
 def _check_nvme_paths(config: OffloadConfig, reading: Reading) -> None:
     users = []
     if any(TierName.NVME in rule.tiers.values() for rule in config.placement.rules):

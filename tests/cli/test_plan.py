@@ -184,6 +184,15 @@ def test_mistakes(more: list[str], message: str, tmp_path: Path, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
+def test_a_configuration_with_comments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What load_config takes is planned, and changed where it does not fit."""
+    text = json.dumps(settings(tmp_path, placement="host", budgets={"host": "1KiB"}), indent=1)
+    arguments = words(tmp_path, "--json", "-")
+    (tmp_path / "config.json").write_text(f"// a comment\n{text[:-2]}, # and a comma\n}}")
+    assert main(arguments) == FAILURE
+    assert list(json.loads(capsys.readouterr().out)["change"]["keys"]) == ["offloadzero.budgets.host"]
+
+
 def test_counts_of_tokens() -> None:
     assert [read_count("", text) for text in (None, "7", "1.5k", "300B", "1.4t")] == [
         *(None, 7, 1500, 300 * 10**9, 1_400_000_000_000)
