@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ from offloadzero.cli.machine import describe_machine, describe_path, describe_ve
 from offloadzero.cli.output import load_json, save_json
 from offloadzero.cli.plan_answer import drive_bytes
 from offloadzero.cli.progress import Progress
+from offloadzero.errors import AioError, ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.memory.device import Device, find_device
 from offloadzero.native import cpu_adam
@@ -72,8 +74,7 @@ def this_hardware(device_name: str | None, paths: Sequence[Path], *, fresh: bool
     if rates is not None:
         return replace(found, rates=rates)
     found = replace(found, rates=measure(find_device(device_name), paths))
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    save_json(str(kept), found.to_json())
+    _keep(kept, found)
     return found
 
 
@@ -128,10 +129,23 @@ def cache_file(identity: Mapping[str, Any]) -> Path:
     return base / "offloadzero" / f"hardware-{digest}.json"
 
 
+def _keep(path: Path, found: Hardware) -> None:
+    """For the next time; without a place for it the next time measures again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_json(str(path), found.to_json())
+    except (OSError, AioError) as error:
+        print(f"The measurement is not kept for the next time: {error}", file=sys.stderr, flush=True)
+
+
 def _kept_rates(path: Path, identity: Mapping[str, Any]) -> Rates | None:
     if not path.is_file():
         return None
-    found = read_hardware(str(path))
+    try:
+        found = read_hardware(str(path))
+    except ConfigError as error:  # cut short, or of another version
+        print(f"What was measured before is not used: {error}", file=sys.stderr, flush=True)
+        return None
     return found.rates if found.identity == identity else None
 
 

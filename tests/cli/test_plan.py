@@ -260,6 +260,25 @@ def test_rates_are_kept_for_this_machine_alone(tmp_path: Path, monkeypatch: pyte
     assert found.memory.nvme
 
 
+def test_a_cache_that_cannot_be_written_or_read_loses_no_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan_probe, "measure", lambda *_, **__: KNOWN)
+    (tmp_path / "a file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
+    found = plan_probe.this_hardware("cpu", [], fresh=False)
+    assert found.rates == KNOWN
+    assert "The measurement is not kept for the next time: " in capsys.readouterr().err
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = plan_probe.cache_file(found.identity)
+    kept.parent.mkdir()
+    for damage in (kept.mkdir, lambda: kept.rmdir() or kept.write_text("{")):
+        damage()
+        assert plan_probe.this_hardware("cpu", [], fresh=False).rates == KNOWN
+    assert "What was measured before is not used: --hardware = " in capsys.readouterr().err
+    assert plan_probe.read_hardware(str(kept)).rates == KNOWN
+
+
 @pytest.mark.parametrize("form", [UpdateForm.NATIVE, UpdateForm.TORCH])
 def test_updates_on_a_device_are_measured_in_their_form(
     form: UpdateForm, monkeypatch: pytest.MonkeyPatch
