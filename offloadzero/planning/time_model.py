@@ -14,7 +14,10 @@ OVERLAP of the forecast is work. It lies between the bound and the step in which
 With the CPU as the device all but the drive share the cores: computation, copies, landings, updates and the file
 engine's own work add up, as [Note: the bound] in observe/bound.py adds them up when it measures.
 
-A drive that is no faster for mixed traffic than for one direction is one lane: `mixed` is its rate for both together.
+[Note: one drive for both directions]
+Most drives share one limit between reads and writes. `mixed` is the rate of both together, and holds in each phase in
+which there are both, whichever of the model's phases they come from. The bound counts all bytes at the fastest of the
+drive's three rates: a schedule might keep the directions apart where that is faster, and nothing is faster than that.
 """
 
 from __future__ import annotations
@@ -116,7 +119,7 @@ def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -
         phase: {lane: seconds for lane, seconds in lanes.items() if seconds is not None}
         for phase, lanes in phases.items()
     }
-    total = _together(known.values())
+    total = _with_both_directions(_together(known.values()), rates, at_best=True)
     tokens = step.trace.num_tokens * step.num_micro if step.trace is not None else None
     found = Forecast(total, unknown, tokens=tokens)
     if device_is_cpu:
@@ -124,13 +127,13 @@ def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -
     if unknown or not total:
         return found
     lane = max(total, key=lambda name: total[name])
-    in_turn = _in_turn(known, step)
+    in_turn = [_with_both_directions(lanes, rates) for lanes in _in_turn(known, step)]
     return replace(
         found,
         bound_s=total[lane],
         lane=lane,
         seconds=sum(max(lanes.values(), default=0.0) for lanes in in_turn) / OVERLAP,
-        alone_s=_one_after_the_other(total) / OVERLAP,
+        alone_s=sum(map(_one_after_the_other, in_turn)) / OVERLAP,
     )
 
 
@@ -139,6 +142,16 @@ def _one_after_the_other(lanes: Lanes) -> float:
     drive_s = lanes.get(NVME_READ, 0.0) + lanes.get(NVME_WRITE, 0.0)
     mixed_s = lanes.get(NVME_MIXED, 0.0)
     return sum(lanes.values()) - drive_s - mixed_s + max(drive_s, mixed_s)
+
+
+def _with_both_directions(lanes: Lanes, rates: Rates, *, at_best: bool = False) -> Lanes:
+    """With the drive's lane for reads and writes together: [Note: one drive for both directions]."""
+    read, write, mixed = rates.nvme_read, rates.nvme_write, rates.nvme_mixed
+    read_s, write_s = lanes.get(NVME_READ, 0.0), lanes.get(NVME_WRITE, 0.0)
+    if read is None or write is None or mixed is None or not (read_s and write_s):
+        return lanes
+    rate = max(read, write, mixed) if at_best else mixed
+    return {**lanes, NVME_MIXED: (read_s * read + write_s * write) / rate}
 
 
 def _in_turn(phases: Mapping[str, Lanes], step: Step) -> Sequence[Lanes]:
@@ -176,8 +189,6 @@ def _phase_seconds(step: Step, phase: str, rates: Rates, device_is_cpu: bool) ->
         lanes[COMPUTE] = _compute_s(step, phase, rates)
         lanes[PYTHON] = None if rates.unit_s is None else step.traffic.num_uses / 2 * rates.unit_s
     read, written = moved.get(NVME_READ, 0), moved.get(NVME_WRITE, 0)
-    if rates.nvme_mixed is not None and read and written:
-        lanes[NVME_MIXED] = (read + written) / rates.nvme_mixed
     if device_is_cpu and read + written:
         lanes[FILE_ENGINE] = _over(read + written, _inverse(rates.nvme_cpu_s_per_byte))
     return lanes

@@ -125,6 +125,35 @@ def test_a_drive_for_both_directions_is_one_lane() -> None:
     assert both.bound_s == pytest.approx(100)
 
 
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_a_drive_with_one_limit_is_shared_by_phases_that_run_together(in_backward: bool) -> None:
+    """Fetches of the forward and writes of the updates are of two phases, and on the drive at the same time."""
+    one_limit = replace(KNOWN, nvme_read=2e9, nvme_write=2e9, nvme_mixed=2e9)
+    read, written, fetched = int(30e9), int(34e9), int(14e9)
+    moved = {
+        BACKWARD if in_backward else FORWARD: {NVME_READ: fetched},
+        AFTER: {NVME_READ: read, NVME_WRITE: written},
+    }
+    step = step_of(
+        moved, update_in_backward=in_backward, trace=replace(TRACE, forward_flops=1, backward_flops=1)
+    )
+    found = forecast(step, one_limit, num_cores=2, device_is_cpu=False)
+    all_of_it = (read + written + fetched) / 2e9
+    assert (found.lane, found.bound_s) == ("nvme", pytest.approx(all_of_it))
+    assert found.seconds == pytest.approx(all_of_it / OVERLAP, rel=1e-3)
+
+
+def test_a_drive_that_mixes_badly_is_bound_by_what_it_does_best() -> None:
+    bad = replace(KNOWN, nvme_read=3e9, nvme_write=3e9, nvme_mixed=2e9)
+    moved = {FORWARD: {NVME_READ: int(30e9)}, AFTER: {NVME_READ: int(30e9), NVME_WRITE: int(30e9)}}
+    step = step_of(moved, trace=replace(TRACE, forward_flops=1, backward_flops=1))
+    found = forecast(step, bad, num_cores=2, device_is_cpu=False)
+    assert found.bound_s == pytest.approx(90 / 3), "first all reads, then all writes"
+    assert found.seconds == pytest.approx(90 / 2 / OVERLAP, rel=1e-3), "the engine mixes them"
+    assert found.alone_s is not None
+    assert found.alone_s >= found.seconds
+
+
 @pytest.mark.parametrize("lane", [*LANES, COMPUTE, PYTHON])
 def test_a_rate_that_is_not_known_is_said(lane: str) -> None:
     names = {UPDATE: "update", DEVICE_UPDATE: "device_update", COMPUTE: "flops", PYTHON: "unit_s"}
@@ -159,13 +188,20 @@ sizes = st.dictionaries(st.sampled_from(LANES), st.integers(0, 10**13), max_size
     st.booleans(),
     st.integers(1, 8),
     st.sampled_from(["copy", "landing", "h2d", "d2h", "nvme_read", "nvme_write", "nvme_mixed"]),
+    st.tuples(*[st.floats(1e8, 1e11)] * 3),
 )
 @hypothesis_settings(max_examples=200, deadline=None)
 def test_no_faster_than_the_bound_and_no_slower_than_without_overlap(
-    by_phase: dict[str, dict[str, int]], in_backward: bool, on_cpu: bool, num_micro: int, faster: str
+    by_phase: dict[str, dict[str, int]],
+    in_backward: bool,
+    on_cpu: bool,
+    num_micro: int,
+    faster: str,
+    drive: tuple[float, float, float],
 ) -> None:
     step = step_of(by_phase, update_in_backward=in_backward, num_micro=num_micro)
-    found = forecast(step, KNOWN, num_cores=2, device_is_cpu=on_cpu)
+    rates = replace(KNOWN, nvme_read=drive[0], nvme_write=drive[1], nvme_mixed=drive[2])
+    found = forecast(step, rates, num_cores=2, device_is_cpu=on_cpu)
     assert found.bound_s is not None
     assert found.seconds is not None
     assert found.alone_s is not None
@@ -173,7 +209,7 @@ def test_no_faster_than_the_bound_and_no_slower_than_without_overlap(
     assert found.seconds <= found.alone_s * (1 + 1e-9)
     assert found.bound_s == max(found.lanes_s.values())
     assert found.lane in FASTER
-    twice = replace(KNOWN, **{faster: 2 * getattr(KNOWN, faster)})
+    twice = replace(rates, **{faster: 2 * getattr(rates, faster)})
     assert seconds(step, twice, device_is_cpu=on_cpu) <= found.seconds * (1 + 1e-9)
 
 
