@@ -15,6 +15,7 @@ from offloadzero.cli.plan_model import Loop, ModelSource, PlannedModel, plan_mod
 from offloadzero.config import OffloadConfig, load_config
 from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import ALIGN_BYTES
+from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning.activation_trace import MicroBatchTrace, TraceError, trace_micro_batch
@@ -29,7 +30,7 @@ from offloadzero.planning.fit import (
     memory_with,
     smallest_change,
 )
-from offloadzero.planning.memory_plan import INPUTS_AHEAD
+from offloadzero.planning.memory_plan import INPUTS_AHEAD, NUM_INPUT_STAGING, format_bytes
 from offloadzero.planning.probe import free_disk_bytes
 from offloadzero.runtime import DTYPES
 from offloadzero.segments import TierName
@@ -103,6 +104,7 @@ class Planner:
         micro_batch = planned.config.batch.micro_batch_size or 1
         found = self._trace(planned, micro_batch)
         trace, untraced = (None, found) if isinstance(found, str) else (found, "")
+        _check_budgets(planned, trace)
         beside = _beside(planned, trace, self.question.process_bytes)
         verdict = judge(planned.plan, beside, memory)
         return Answer(planned, memory, beside, verdict, micro_batch, trace, untraced)
@@ -117,7 +119,7 @@ class Planner:
     def is_planned(self, source: Source) -> bool:
         """Whether the budgets of a JSON are enough."""
         try:
-            self.plan(source)
+            self.answer(source)
         except BudgetError:
             return False
         return True
@@ -181,17 +183,44 @@ def _beside(planned: PlannedModel, trace: MicroBatchTrace | None, process_bytes:
     activations, checkpointing = trace.peak_bytes, planned.config.activation_checkpoints
     if checkpointing is None or checkpointing.tier is TierName.DEVICE:
         return replace(beside, device=beside.device + activations)
-    num_calls, num_there = len(planned.checkpointed), 1 + INPUTS_AHEAD[checkpointing.tier]
-    away = max(0, num_calls - num_there) * trace.input_bytes
+    num_there = 1 + INPUTS_AHEAD[checkpointing.tier]
+    away = sum(call.own for call in trace.inputs[:-num_there])
     # What the plan has for inputs on the device is a part of what was traced there.
     here = planned.plan.inputs.device if planned.plan.inputs is not None else 0
     beside = replace(beside, device=beside.device + max(0, activations - away - here))
-    if planned.plan.inputs is not None:
-        return beside
-    inputs = num_calls * trace.input_bytes
-    if checkpointing.tier is TierName.HOST:
-        return replace(beside, host=beside.host + inputs)
-    return replace(beside, nvme=inputs)
+    taken = _inputs_beside(planned, trace)
+    return replace(beside, host=beside.host + taken[TierName.HOST], nvme=taken[TierName.NVME])
+
+
+def _inputs_beside(planned: PlannedModel, trace: MicroBatchTrace) -> dict[TierName, int]:
+    """What the engine takes in its first step for inputs whose size the configuration leaves open, by their tier."""
+    checkpointing = planned.config.activation_checkpoints
+    taken = {TierName.HOST: 0, TierName.NVME: 0}
+    if checkpointing is None or checkpointing.tier is TierName.DEVICE or planned.plan.inputs is not None:
+        return taken
+    taken[checkpointing.tier] = trace.home_bytes
+    if checkpointing.tier is TierName.NVME:
+        taken[TierName.HOST] = 2 * NUM_INPUT_STAGING * trace.largest_input_bytes
+        if planned.config.aio.checksums:
+            taken[TierName.HOST] += checksum_bytes(trace.home_bytes)
+    return taken
+
+
+def _check_budgets(planned: PlannedModel, trace: MicroBatchTrace | None) -> None:
+    """BudgetError where the first step would find no room for inputs beside the plan."""
+    if trace is None:
+        return
+    config = planned.config
+    budgets = {TierName.HOST: config.budgets.host, TierName.NVME: config.budgets.nvme}
+    for tier, taken in _inputs_beside(planned, trace).items():
+        budget, of_plan = budgets[tier], planned.plan.tier_bytes(tier)
+        if budget is not None and taken and of_plan + taken > budget:
+            raise BudgetError(
+                f"offloadzero.budgets.{tier.value}: {format_bytes(of_plan + taken)} are needed, "
+                f"{format_bytes(budget)} are allowed: {format_bytes(of_plan)} are planned for states, and the inputs "
+                f"of checkpointed units take {format_bytes(taken)} in the first step.\nWhat would make it fit: another "
+                "offloadzero.activation_checkpoints.tier, a smaller micro batch, or a larger budget."
+            )
 
 
 def drive_bytes(paths: Sequence[Path], *, free: Callable[[Path], int] = free_disk_bytes) -> int | None:

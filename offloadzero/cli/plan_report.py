@@ -16,7 +16,7 @@ from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.observe.bound import CORES
 from offloadzero.planning.fit import Change, Source, needed
 from offloadzero.planning.hardware import Hardware
-from offloadzero.planning.memory_plan import INPUTS_AHEAD, format_bytes
+from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.shapes import MAX_LAYERS, ModelShape
 from offloadzero.planning.time_model import FASTER, Forecast, Run, Step, forecast, forecast_run
 from offloadzero.planning.traffic import step_traffic
@@ -252,18 +252,12 @@ def make_report(
 def step_of(answer: Answer) -> Step:
     """What a step of a planned model moves and computes."""
     planned = answer.planned
-    num_inputs = 0
-    checkpointing = planned.config.activation_checkpoints
-    if checkpointing is not None and checkpointing.tier is not TierName.DEVICE:
-        # What backward needs first is still there.
-        num_inputs = max(0, len(planned.checkpointed) - 1 - INPUTS_AHEAD[checkpointing.tier])
     traffic = step_traffic(
         planned.records,
         planned.plan,
         planned.config,
         uses=uses_of(planned.cut),
-        num_inputs=num_inputs,
-        input_bytes=answer.trace.input_bytes if answer.trace is not None else 0,
+        inputs=answer.trace.inputs if answer.trace is not None else (),
     )
     largest = max(planned.records, key=lambda record: record.num_elements)
     return Step(

@@ -16,7 +16,8 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from offloadzero.errors import OffloadError
+from offloadzero.memory.arena import align_up
+from offloadzero.planning.inputs import input_key, may_leave
 from offloadzero.planning.shapes import next_token_loss
 from offloadzero.torch_private import (
     DispatchMode,
@@ -45,6 +48,19 @@ class TraceError(OffloadError, RuntimeError):
 
 
 @dataclass(frozen=True)
+class CallInputs:
+    """Bytes of those inputs of one call of a checkpointed unit that would leave the device.
+
+    A tensor that several calls get, a table of positions, leaves it once and comes back for each of them.
+    """
+
+    sent: int  # what no earlier call has got
+    home: int  # of `sent`, each tensor rounded up to pages
+    fetched: int  # all that the call gets
+    own: int  # what no other call gets
+
+
+@dataclass(frozen=True)
 class MicroBatchTrace:
     """Of forward and backward of one micro batch: [Note: a micro batch that is not computed]."""
 
@@ -53,7 +69,9 @@ class MicroBatchTrace:
     backward_flops: int  # with recomputation
     kept_bytes: int  # when the forward has ended
     peak_bytes: int
-    input_bytes: int  # of one call of a checkpointed unit, the largest
+    inputs: tuple[CallInputs, ...] = ()  # by call of a checkpointed unit
+    input_bytes: int = 0  # of the call that gets most, each tensor rounded up to pages
+    largest_input_bytes: int = 0  # of one tensor, rounded up to pages
     uncounted: tuple[
         str, ...
     ] = ()  # operations that have no formula; without them the FLOPs are a part of all
@@ -62,6 +80,11 @@ class MicroBatchTrace:
     def flops(self) -> int:
         """Of both."""
         return self.forward_flops + self.backward_flops
+
+    @property
+    def home_bytes(self) -> int:
+        """What the inputs of all calls take where they wait for backward."""
+        return sum(call.home for call in self.inputs)
 
 
 def trace_micro_batch(
@@ -80,10 +103,10 @@ def trace_micro_batch(
     if dtype is not None:
         model.to(dtype)
     counter = _Counter()
-    largest_input = [0]
+    inputs = _Inputs()
     for name in checkpointed:
         module = model.get_submodule(name)
-        setattr(module, "forward", partial(_checkpointed, module.forward, largest_input))  # noqa: B010
+        setattr(module, "forward", partial(_checkpointed, module.forward, inputs))  # noqa: B010
     with fake_tensor_mode():
         _give_storages(model)
         counter.ignore(model)
@@ -103,14 +126,45 @@ def trace_micro_batch(
         backward_flops=counter.flops - forward_flops,
         kept_bytes=kept_bytes,
         peak_bytes=counter.peak_bytes,
-        input_bytes=largest_input[0],
+        inputs=inputs.by_call(),
+        input_bytes=max((sum(map(align_up, call.values())) for call in inputs.calls), default=0),
+        largest_input_bytes=max(
+            (align_up(size) for call in inputs.calls for size in call.values()), default=0
+        ),
         uncounted=tuple(sorted(counter.uncounted)),
     )
 
 
-def _checkpointed(forward: Callable[..., Any], largest_input: list[int], *args: Any, **kwargs: Any) -> Any:
-    given = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    largest_input[0] = max(largest_input[0], sum(tensor.numel() * tensor.itemsize for tensor in given))
+class _Inputs:
+    """The inputs that would leave the device, by call. Their keys are good in forward, while a graph holds them."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[object, int]] = []  # sizes by `input_key`
+
+    def note(self, leaves: Iterable[object]) -> None:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)]
+        self.calls.append({input_key(tensor): tensor.nbytes for tensor in tensors if may_leave(tensor)})
+
+    def by_call(self) -> tuple[CallInputs, ...]:
+        num_calls = Counter(key for call in self.calls for key in call)
+        known: set[object] = set()
+        found = []
+        for call in self.calls:
+            first = [size for key, size in call.items() if key not in known]
+            found.append(
+                CallInputs(
+                    sent=sum(first),
+                    home=sum(map(align_up, first)),
+                    fetched=sum(call.values()),
+                    own=sum(size for key, size in call.items() if num_calls[key] == 1),
+                )
+            )
+            known |= call.keys()
+        return tuple(found)
+
+
+def _checkpointed(forward: Callable[..., Any], inputs: _Inputs, *args: Any, **kwargs: Any) -> Any:
+    inputs.note(_pytree.tree_leaves((args, kwargs)))
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from offloadzero.config import OffloadConfig
 from offloadzero.memory.arena import align_up
 from offloadzero.observe.timeline import D2H, DEVICE_UPDATE, H2D, LANDING, NVME_READ, NVME_WRITE, UPDATE
+from offloadzero.planning.activation_trace import CallInputs
 from offloadzero.planning.memory_plan import MemoryPlan
 from offloadzero.schedule.prefetch import choose_victims, next_uses
 from offloadzero.segments import SegmentKind, TierName
@@ -82,14 +83,12 @@ def step_traffic(
     config: OffloadConfig,
     *,
     uses: Uses,
-    num_inputs: int = 0,
-    input_bytes: int = 0,
+    inputs: Sequence[CallInputs] = (),
 ) -> StepTraffic:
     """The bytes of one step after the first.
 
     Args:
-        num_inputs: calls of checkpointed units in a micro batch whose inputs leave the device.
-        input_bytes: of one such call.
+        inputs: of the calls of checkpointed units in a micro batch.
     """
     sheet = _Sheet()
     num_micro = config.batch.gradient_accumulation_steps
@@ -100,7 +99,7 @@ def step_traffic(
             _add_gradient(sheet, record, plan, num_micro)
             _add_update(sheet, record, plan)
     if config.activation_checkpoints is not None:
-        _add_inputs(sheet, config.activation_checkpoints.tier, num_micro * num_inputs * input_bytes)
+        _add_inputs(sheet, config.activation_checkpoints.tier, inputs, num_micro)
     num_uses = num_micro * (len(uses.forward) + len(uses.backward))
     on_device = [r for r in records if r.num_trainable and plan.placement[r.index, GRAD] is TierName.DEVICE]
     measured = sum(r.state.kept_trainable * r.grad_dtype.itemsize for r in on_device)
@@ -210,12 +209,14 @@ def _add_update(sheet: _Sheet, record: Record, plan: MemoryPlan) -> None:
             sheet.add(AFTER, H2D, num_bytes)
 
 
-def _add_inputs(sheet: _Sheet, tier: TierName, num_bytes: int) -> None:
-    """All of them go and come back."""
+def _add_inputs(sheet: _Sheet, tier: TierName, inputs: Sequence[CallInputs], num_micro: int) -> None:
+    """All of them go, and come back for each call; what backward needs first may still be there."""
     if tier is TierName.DEVICE:
         return
-    sheet.add(FORWARD, D2H, num_bytes)
-    sheet.add(BACKWARD, H2D, num_bytes)
+    sent = num_micro * sum(call.sent for call in inputs)
+    fetched = num_micro * sum(call.fetched for call in inputs)
+    sheet.add(FORWARD, D2H, sent)
+    sheet.add(BACKWARD, H2D, fetched)
     if tier is TierName.NVME:
-        sheet.add(FORWARD, NVME_WRITE, num_bytes)
-        sheet.add(BACKWARD, NVME_READ, num_bytes)
+        sheet.add(FORWARD, NVME_WRITE, sent)
+        sheet.add(BACKWARD, NVME_READ, fetched)

@@ -34,6 +34,7 @@ from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
+from offloadzero.planning.inputs import MIN_BYTES, input_key, may_leave
 from offloadzero.planning.probe import available_host_bytes
 from offloadzero.segments import TierName
 from offloadzero.streaming.activation_homes import (
@@ -53,7 +54,6 @@ from offloadzero.streaming.activation_memory import (
     Reserve,
 )
 
-MIN_BYTES = 4096  # smaller inputs stay on the device: a copy costs more than their memory
 NUM_SENDING = 2  # inputs whose device memory is held for their copies
 
 
@@ -148,15 +148,12 @@ class ActivationStore:
         self._sending: deque[weakref.ref[_Cell]] = deque()
 
     def wants(self, tensor: torch.Tensor) -> bool:
-        """Whether this input is one that moves; parameters, indices, small and strided ones are not."""
+        """Whether this input is one that moves."""
         return (
             type(tensor) is torch.Tensor
-            and tensor.is_floating_point()
-            and tensor.nbytes >= MIN_BYTES
             and tensor.device == self._accelerator.device
-            and not (tensor.is_leaf and tensor.requires_grad)
             and not tensor.is_inference()
-            and _is_dense(tensor)
+            and may_leave(tensor, min_bytes=MIN_BYTES)
         )
 
     # --- forward ---
@@ -181,7 +178,7 @@ class ActivationStore:
 
     def _find_or_make(self, call: Call, tensor: torch.Tensor) -> _Cell:
         storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+        key = input_key(tensor)
         known = self._by_input.get(key)
         if known is not None and known.origin() is storage and known.version == tensor._version:
             return known  # a mask, or an encoder's output: every block gets it
@@ -271,13 +268,6 @@ class ActivationStore:
         """Finish the transfers, stop the threads, remove the file."""
         if self._home is not None:
             self._home.close()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill one range of memory, in any order: what empty_like then gives the same strides."""
-    return (
-        tensor.layout is torch.strided and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-    )
 
 
 def make_activation_store(

@@ -85,9 +85,14 @@ def test_operations_are_those_of_the_products() -> None:
 
 def test_checkpoints_keep_inputs_alone() -> None:
     plain, again = trace(LLAMA.build), trace(LLAMA.build, checkpointed=BLOCKS[LLAMA])
-    hidden, rotary = ROWS * LENGTH * 128 * 2, 2 * LENGTH * 32 * 2
-    assert plain.input_bytes == 0
-    assert again.input_bytes == hidden + rotary
+    hidden, rotary = ROWS * LENGTH * 128 * 2, LENGTH * 32 * 2
+    assert (plain.inputs, plain.input_bytes) == ((), 0)
+    first, *others = again.inputs
+    assert (first.sent, first.fetched, first.own) == (hidden + 2 * rotary, hidden + 2 * rotary, hidden)
+    assert [(call.sent, call.home) for call in others] == [(hidden, hidden)] * 3, "both tables leave once"
+    assert again.home_bytes == 4 * hidden + 2 * 8192
+    assert again.input_bytes == hidden + 2 * 8192, "as input_bytes of the configuration has it"
+    assert again.largest_input_bytes == hidden
     assert again.kept_bytes < 0.5 * plain.kept_bytes
 
 

@@ -51,7 +51,6 @@ TRACE = MicroBatchTrace(
     backward_flops=3 * 10**15,
     kept_bytes=1,
     peak_bytes=2,
-    input_bytes=0,
 )
 
 
