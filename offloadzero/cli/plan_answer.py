@@ -13,7 +13,7 @@ from torch import nn
 
 from offloadzero.cli.plan_model import Loop, ModelSource, PlannedModel, plan_model
 from offloadzero.config import OffloadConfig, load_config
-from offloadzero.errors import BudgetError
+from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.arena import ALIGN_BYTES
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.nvme import STRIPE_BYTES
@@ -116,6 +116,13 @@ class Planner:
         except BudgetError as error:
             return Verdict(refusal=str(error))
 
+    def _verdict_of_candidate(self, source: Source, more: More) -> Verdict:
+        """Of a change that nobody has asked for: what it makes of the configuration may be none."""
+        try:
+            return self.verdict(source, more)
+        except ConfigError as error:
+            return Verdict(refusal=str(error), is_mistake=True)
+
     def is_planned(self, source: Source) -> bool:
         """Whether the budgets of a JSON are enough."""
         try:
@@ -135,7 +142,7 @@ class Planner:
         return smallest_change(
             source,
             config,
-            self.verdict,
+            self._verdict_of_candidate,
             is_planned=self.is_planned,
             can_be_compact=codes is not None and config.precision.param_dtype == "bf16",
             has_activations=self.question.sequence is not None,

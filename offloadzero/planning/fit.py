@@ -13,6 +13,9 @@ where one is enough.
 6. Shorter chunks of the update, then several of these together.
 7. More memory. How much is said for the configuration that lacks least.
 
+A budget of the configuration may be too small beside one of the others: then both are named. What is no configuration
+at all, checkpoints of a model without blocks, say, is no candidate.
+
 Whatever is named is planned again before it is said: what the answer names is accepted.
 """
 
@@ -22,10 +25,11 @@ import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from typing import Any
 
-from offloadzero.config import OffloadConfig
+from offloadzero.config import OffloadConfig, load_config
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.planning.memory_plan import MemoryPlan, format_bytes
 from offloadzero.segments import TierName
@@ -33,6 +37,9 @@ from offloadzero.segments import TierName
 NVME_PATH = "offload-files"  # where no directory is configured
 SMALL_CHUNK = 65_536  # elements: a multiple of what both layouts need
 MAX_BUDGET = 1 << 60
+MAX_BESIDE_BUDGETS = (
+    2  # steps that are tried together with raised budgets: a search of its own for each of them
+)
 
 Keys = Mapping[str, object]  # dotted keys of the JSON and their new values
 Source = Mapping[str, Any]  # the JSON
@@ -63,10 +70,14 @@ class Beside:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`refusal`: the engine's own words, of a budget. `short`: bytes that the machine lacks, by tier."""
+    """`refusal`: the engine's own words, of a budget. `short`: bytes that the machine lacks, by tier.
+
+    `is_mistake`: what is refused is the configuration, and no budget would change that.
+    """
 
     refusal: str = ""
     short: Mapping[TierName, int] = field(default_factory=dict)
+    is_mistake: bool = False
 
     @property
     def fits(self) -> bool:
@@ -158,7 +169,7 @@ def smallest_change(
     steps = list(_steps(config, can_be_compact=can_be_compact, has_activations=has_activations))
     if device_room is not None and (config.budgets.device is None or device_room < config.budgets.device):
         steps.insert(0, {"offloadzero.budgets.device": device_room})
-    for keys in _candidates(steps, budgets):
+    for keys in _candidates(steps, budgets, partial(_raised_beside, source, verdict_of, is_planned)):
         verdict = verdict_of(with_keys(source, keys), {})
         if verdict.fits:
             return Change(keys)
@@ -223,17 +234,48 @@ def _least(too_small: int, is_enough: Callable[[int], bool]) -> int:
     return high * ALIGN_BYTES
 
 
-def _candidates(steps: Sequence[Keys], budgets: Keys) -> Iterator[Keys]:
+def _raised_beside(
+    source: Source,
+    verdict_of: Callable[[Source, More], Verdict],
+    is_planned: Callable[[Source], bool],
+    keys: Keys,
+) -> Keys:
+    """The budgets that are too small when `keys` are set: other ones than without, and of another size."""
+    changed = with_keys(source, keys)
+    verdict = verdict_of(changed, {})
+    if not verdict.refusal or verdict.is_mistake:
+        return {}
+    return budget_keys(changed, load_config(changed), is_planned)
+
+
+def _candidates(
+    steps: Sequence[Keys], budgets: Keys, raised_beside: Callable[[Keys], Keys]
+) -> Iterator[Keys]:
     """[Note: the smallest change]: the budgets, then each step alone, then two together, then more.
 
-    The first is one that the engine plans: without a budget to raise, what there is, for a machine that has more.
+    The budgets are one change of these, as they have to be beside the others. The first candidate is one that the
+    engine plans: without a budget to raise, what there is, for a machine that has more.
     """
     yield budgets
     for count in range(1, len(steps) + 1):
-        for chosen in combinations(steps, count):
-            if len({name for keys in chosen for name in keys}) == sum(map(len, chosen)):  # no key twice
-                yield _joined(chosen)
+        yield from _combined(steps, count)
+        if 1 < count <= MAX_BESIDE_BUDGETS + 1:
+            yield from _with_budgets(_combined(steps, count - 1), raised_beside)
+    yield from _with_budgets([_joined(steps)], raised_beside)
     yield {**_joined(steps), **budgets}
+
+
+def _combined(steps: Sequence[Keys], count: int) -> Iterator[Keys]:
+    for chosen in combinations(steps, count):
+        if len({name for keys in chosen for name in keys}) == sum(map(len, chosen)):  # no key twice
+            yield _joined(chosen)
+
+
+def _with_budgets(candidates: Iterable[Keys], raised_beside: Callable[[Keys], Keys]) -> Iterator[Keys]:
+    for keys in candidates:
+        raised = raised_beside(keys)
+        if raised:
+            yield {**keys, **raised}
 
 
 def _joined(steps: Iterable[Keys]) -> Keys:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from torch import nn
 
 import offloadzero
 from offloadzero.cli.plan_answer import Planner, Question, drive_bytes
@@ -187,6 +188,45 @@ def test_fewer_leases_make_room_for_activations(tmp_path: Path) -> None:
     has = needed(answer.planned.plan, answer.beside, plenty)[TierName.DEVICE] - 2 * largest
     change = planner(replace(PLENTY, device=has), model=DEEP).smallest_change(source)
     assert change.keys == {"offloadzero.budgets.device": (has - answer.beside.device) // PAGE * PAGE}
+
+
+def test_a_budget_is_raised_beside_the_one_change_that_needs_it(tmp_path: Path) -> None:
+    """A budget of the device that is too small, on a device that is too small for the activations as well."""
+    source = settings(
+        tmp_path, placement="host", train_micro_batch_size_per_gpu=1, budgets={"device": "1KiB"}
+    )
+    plenty = replace(PLENTY, device=1 << 44)
+    asked = planner(plenty, model=DEEP)
+    enough = asked.smallest_change(source).keys
+    checkpointed = with_keys(source, {"offloadzero.activation_checkpoints": {}})
+    with_checkpoints = asked.smallest_change(checkpointed).keys
+    answer = asked.answer(with_keys(checkpointed, with_checkpoints))
+    has = needed(answer.planned.plan, answer.beside, plenty)[TierName.DEVICE]
+    asked = planner(replace(PLENTY, device=has), model=DEEP)
+    assert not asked.verdict(with_keys(source, enough)).fits
+    change = asked.smallest_change(source)
+    assert change.keys == {"offloadzero.activation_checkpoints": {}, **with_checkpoints}
+    assert not change.more
+
+
+@pytest.mark.parametrize("tokens", [8, None])
+def test_a_change_that_is_no_configuration_is_none(tokens: int | None) -> None:
+    """Nothing is repeated here that could be checkpointed, and the compact layout wants whole blocks of elements."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(500, 64), nn.Linear(64, 500))
+
+    source = settings(placement="host", train_micro_batch_size_per_gpu=2, update={"chunk_elements": 409_600})
+    memory = Memory(host=300_000)
+    asked = Planner(
+        Question(ModelSource("", build), lambda _: memory, lambda _: UpdateForm.NATIVE, sequence=tokens)
+    )
+    with pytest.raises(ConfigError, match="chunk_elements"):
+        asked.answer(with_keys(source, {"offloadzero.state_layout": "compact"}))
+    change = asked.smallest_change(source)
+    assert change.more
+    enough = Planner(replace(asked.question, memory_of=lambda _: memory_with(memory, change.more)))
+    assert enough.verdict(with_keys(source, change.keys)).fits
 
 
 def test_more_memory_is_the_last_resort_and_the_figure_is_in_the_text(tmp_path: Path) -> None:
