@@ -21,6 +21,7 @@ import torch
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.interrupts import interruptible, uninterrupted
 from offloadzero.memory import device as devices
+from offloadzero.memory.pages import map_pages
 from offloadzero.memory.tickets import FINISHED, LOOK_UP_S, Failures, Ticket
 
 ALIGN_BYTES = 4096  # what O_DIRECT wants of addresses; a multiple of what copies and kernels want
@@ -54,8 +55,7 @@ def allocate_host(num_bytes: int) -> torch.Tensor:
     """Host memory of exactly `num_bytes`, page-aligned, zero: uint8, shape (num_bytes,)."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapping.madvise(mmap.MADV_HUGEPAGE)
+    mapping = map_pages(num_bytes)
     # open(2): direct I/O into a private mapping while the process forks (a DataLoader's workers) can go astray.
     mapping.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(mapping, dtype=torch.uint8)

@@ -19,7 +19,7 @@ from typing import Protocol, cast
 import torch
 
 from offloadzero.errors import ConfigError, OffloadError, StateError
-from offloadzero.memory.pages import populate
+from offloadzero.memory.pages import map_pages, populate
 
 log = logging.getLogger("offloadzero.device")
 
@@ -131,8 +131,10 @@ class CpuDevice:
         raise AssertionError((first, last))
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Ordinary memory, touched when first used."""
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        """Ordinary memory, zero, touched when first used."""
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(map_pages(num_bytes), dtype=torch.uint8)
 
     def pin(self, buffer: torch.Tensor, *, label: str) -> None:
         """Nothing to do."""

@@ -1,4 +1,4 @@
-"""Pages of host memory before they are locked (floor 3)."""
+"""Pages of host memory: taken from the system, and given their memory before they are locked (floor 3)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ import torch
 _MADV_POPULATE_WRITE = 23  # not in Python's mmap
 _libc = ctypes.CDLL(None)  # its calls let go of the GIL
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def map_pages(num_bytes: int) -> mmap.mmap:
+    """`num_bytes` > 0 that read as zero, huge pages where the system has them; none has memory until it is touched."""
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
 
 
 def populate(buffer: torch.Tensor, *, num_threads: int) -> None:

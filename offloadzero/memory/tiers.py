@@ -127,14 +127,18 @@ class DeviceTier:
     def __init__(self, arena: Arena, accelerator: Accelerator, failures: Failures) -> None:
         self.arena = arena
         self._accelerator = accelerator
+        self._is_fresh = (
+            accelerator.asynchronous.free_bytes() is None
+        )  # the host's: zero, and not touched yet
         self.h2d = accelerator.lane("state-h2d", failures)
         self.d2h = accelerator.lane("state-d2h", failures)
 
     def allocate(self, dtype: torch.dtype, num_elements: int, label: str) -> torch.Tensor:
-        """Memory of the device's arena."""
+        """Memory of the device's arena. Homes are its first leases: what is fresh is zero, and not in memory yet."""
         home = self.arena.lease(num_elements * dtype.itemsize, label).view(dtype, num_elements)
-        home.zero_()
-        self._accelerator.launched().wait()  # the lanes that write here do not wait for this thread's stream
+        if not self._is_fresh:
+            home.zero_()
+            self._accelerator.launched().wait()  # the lanes that write here do not wait for this thread's stream
         return home
 
     def read(

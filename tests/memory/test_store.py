@@ -522,7 +522,9 @@ def test_compute_is_ordered_on_the_device_of_the_transfer(monkeypatch: pytest.Mo
 
 
 def test_a_segment_on_the_device_is_zero_before_a_lane_can_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator of a device with memory of its own gives what others have used."""
     waited: list[bool] = []
+    monkeypatch.setattr(CpuDevice, "free_bytes", lambda _: 1 << 30)
     accelerator = Accelerator(CpuDevice())
     store = TieredStore(
         accelerator,
@@ -564,3 +566,34 @@ def test_populated_memory_keeps_what_is_in_it(num_threads: int) -> None:
     populate(buffer, num_threads=num_threads)
     assert buffer.sum() == 7
     populate(buffer[:0], num_threads=num_threads)
+
+
+# --- homes on a device whose memory is the host's ---
+
+
+def resident_pages(memory: torch.Tensor) -> int:
+    """Of a mapping of its own, by the bit of /proc/self/pagemap that says a page has memory."""
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
+        file.seek(memory.data_ptr() // 4096 * 8)
+        entries = file.read(-(-memory.numel() // 4096) * 8)
+    return sum(entries[at] >> 7 for at in range(7, len(entries), 8))
+
+
+def test_homes_in_ordinary_memory_are_zero_and_have_no_pages_until_they_are_used(tmp_path: Path) -> None:
+    """Else a model on the CPU would be there twice while its parameters are taken over one after the other."""
+    sizes = StoreSizes(device=64 << 20, host=0, nvme=0)
+    failures = Failures()
+    store = TieredStore(
+        Accelerator(CpuDevice()), sizes=sizes, nvme_paths=[tmp_path], aio=AioConfig(), failures=failures
+    )
+    homes = [
+        store.create("block", kind, torch.float32, 5 << 20, TierName.DEVICE)
+        for kind in (SegmentKind.MASTER, SegmentKind.GRAD, SegmentKind.PARAM)
+    ]
+    try:
+        assert resident_pages(store.device.buffer) == 0
+        homes[1].memory[:7] = 1.0
+        assert 1 <= resident_pages(store.device.buffer) <= 512, "one page, perhaps a huge one"
+        assert [int(home.memory.count_nonzero()) for home in homes] == [0, 7, 0]
+    finally:
+        store.close()
