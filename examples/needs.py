@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,12 @@ from offloadzero.config import OffloadConfig
 from offloadzero.errors import BudgetError
 from offloadzero.memory.device import find_device
 from offloadzero.memory.swap_file import remove_stale_files
-from offloadzero.planning.memory_plan import MemoryPlan, format_bytes
+from offloadzero.planning.memory_plan import (
+    MemoryPlan,
+    format_bytes,
+    nvme_bytes_with_waiting,
+    waits_on_nvme,
+)
 from offloadzero.planning.probe import available_host_bytes
 from offloadzero.runtime import DTYPES, plan_records
 from offloadzero.segments import SegmentKind, TierName
@@ -108,16 +112,11 @@ def find_needs(size: LlamaSize, config: OffloadConfig, *, batch_size: int, seq_l
         + activation_bytes(size, dtype, batch_size=batch_size, seq_len=seq_len)
         + size.num_layers * num_tokens * size.width * dtype.itemsize,
         interpreter_bytes=resident_bytes(),
-        swap_bytes=_swap_bytes(cut.records, plan),
+        swap_bytes=nvme_bytes_with_waiting(cut.records, plan)
+        if waits_on_nvme(config)
+        else plan.tier_bytes(TierName.NVME),
         checkpoint_bytes=sum(map(_checkpoint_bytes, cut.records)),
     )
-
-
-def _swap_bytes(records: Iterable[Record], plan: MemoryPlan) -> int:
-    """Homes, and one unit more: while the model is built its initial values wait on the same drive."""
-    on_nvme = plan.tier_bytes(TierName.NVME)
-    largest = max(sum(slot.num_elements for slot in record.slots) for record in records)
-    return on_nvme + largest * INITIAL_DTYPE.itemsize if on_nvme else 0
 
 
 def _checkpoint_bytes(record: Record) -> int:

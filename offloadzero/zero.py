@@ -19,6 +19,7 @@ from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import UninterruptedThroughout, uninterrupted_from_start
 from offloadzero.memory.heap import FreedMemory
 from offloadzero.optimizer import ConfigSource
+from offloadzero.planning.memory_plan import waits_on_nvme
 from offloadzero.runtime import Runtime, runtime_of
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.streaming.spill import SpilledWeight, can_spill, restore, spill, spilled_weight
@@ -74,14 +75,8 @@ class Init:
 
     def _spill_directories(self, remote_device: str | None) -> Counter[Path]:
         """With the bytes that wait in each; none when they wait in memory."""
-        on_nvme = remote_device == TierName.NVME.value
-        if remote_device is None:
-            placement = self._settings.placement
-            # Where "auto" will place them shows when all are known: until then they must not fill the memory.
-            on_nvme = (placement.auto and bool(self._settings.nvme_paths)) or any(
-                rule.tiers.get(SegmentKind.PARAM) is TierName.NVME for rule in placement.rules
-            )
-        if not on_nvme:
+        is_named = remote_device == TierName.NVME.value
+        if not (is_named or (remote_device is None and waits_on_nvme(self._settings))):
             return Counter()
         if not self._settings.nvme_paths:
             raise ConfigError("nvme_path", None, "parameters are to wait on nvme: name a directory")

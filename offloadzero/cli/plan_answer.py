@@ -30,7 +30,13 @@ from offloadzero.planning.fit import (
     memory_with,
     smallest_change,
 )
-from offloadzero.planning.memory_plan import INPUTS_AHEAD, NUM_INPUT_STAGING, format_bytes
+from offloadzero.planning.memory_plan import (
+    INPUTS_AHEAD,
+    NUM_INPUT_STAGING,
+    format_bytes,
+    nvme_bytes_with_waiting,
+    waits_on_nvme,
+)
 from offloadzero.planning.probe import free_disk_bytes
 from offloadzero.runtime import DTYPES
 from offloadzero.segments import TierName
@@ -66,6 +72,13 @@ class Answer:
     micro_batch: int
     trace: MicroBatchTrace | None
     untraced: str
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The most that is on the drives where the model is built under zero.Init; 0 where nothing waits there."""
+        if not waits_on_nvme(self.planned.config):
+            return 0
+        return nvme_bytes_with_waiting(self.planned.records, self.planned.plan)
 
     @property
     def unknown(self) -> str:

@@ -86,6 +86,12 @@ class Report:
         yield from text_table(["in all", "needed", "available"], rows)
         if answer.memory.device is None:
             yield "The CPU is the device: what is needed there is a part of the host's."
+        if answer.waiting_bytes:
+            yield (
+                "Built under zero.Init its parameters wait on the drives before that: "
+                f"{format_bytes(answer.waiting_bytes)} of nvme at the most, "
+                f"{format_bytes(answer.memory.nvme or 0)} are available."
+            )
 
     def _activations_text(self) -> str:
         answer = self.answer
@@ -203,6 +209,7 @@ def _answer_json(answer: Answer) -> dict[str, Any]:
             for line in planned.plan.lines
         ],
         "beside": asdict(answer.beside),
+        "nvme_with_zero_init": answer.waiting_bytes or None,
         "needed": {tier.value: num_bytes for tier, num_bytes in tiers.items()},
         "short": {tier.value: num_bytes for tier, num_bytes in answer.verdict.short.items()},
         "micro_batch": answer.micro_batch,

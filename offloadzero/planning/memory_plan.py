@@ -124,6 +124,26 @@ def format_bytes(num_bytes: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
 
 
+def waits_on_nvme(config: OffloadConfig) -> bool:
+    """Whether parameters that zero.Init makes wait on the drive until the engine takes them over.
+
+    Where "auto" will place them shows when all are known: until then they must not fill the memory.
+    """
+    placement = config.placement
+    return (placement.auto and bool(config.nvme_paths)) or any(
+        rule.tiers.get(SegmentKind.PARAM) is TierName.NVME for rule in placement.rules
+    )
+
+
+def nvme_bytes_with_waiting(records: Iterable[Record], plan: MemoryPlan) -> int:
+    """The most that is on the drive while parameters wait there: before any is taken over, or with the last unit.
+
+    They wait in the dtype in which they were made, which may have more bytes than their home.
+    """
+    waiting = [sum(slot.param.nbytes for slot in record.slots) for record in records]
+    return max(plan.tier_bytes(TierName.NVME) + max(waiting, default=0), sum(waiting))
+
+
 def updates_in_backward(config: OffloadConfig) -> bool:
     """Whether a record may be updated before backward has ended, with the numbers of a blocking step.
 

@@ -23,6 +23,7 @@ from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning.fit import MAX_BUDGET, Memory, memory_with, needed, with_keys
 from offloadzero.segments import TierName
+from offloadzero.streaming.spill import file_bytes
 from offloadzero.update.spec import UpdateForm
 from tests.support.tiny import TinyModel, settings, train
 
@@ -252,6 +253,31 @@ def test_a_model_that_takes_no_tokens_is_planned_without_activations(tmp_path: P
 def test_mistakes_are_those_of_the_configuration() -> None:
     with pytest.raises(ConfigError, match=r"offloadzero\.placement"):
         planner(PLENTY).answer(settings(placement="nowhere"))
+
+
+@pytest.mark.parametrize("placement", [{"param": "nvme", "states": "host"}, "auto", "nvme"])
+def test_parameters_that_wait_on_the_drive_are_counted_there(placement: Any, tmp_path: Path) -> None:
+    """They wait in fp32, and their home may be half of that, or in memory."""
+    directory = tmp_path / "swap"
+    source = settings(directory, placement=placement)
+    directory.mkdir()
+    answer = planner(PLENTY, model="llama:256/2/4/1000").answer(source)
+    build = read_model("llama:256/2/4/1000").build
+
+    with offloadzero.zero.Init(config_dict_or_path=source):
+        model = build()
+    waiting = sum(file_bytes(model.parameters()).values())
+    num_bytes = 4 * sum(param.numel() for param in build().parameters())
+    assert waiting == pytest.approx(num_bytes, rel=0.01)
+    planned = answer.planned.plan.tier_bytes(TierName.NVME)
+    assert answer.waiting_bytes >= max(waiting, planned)
+    if placement != "nvme":  # whose states are more than what waits
+        assert answer.waiting_bytes == pytest.approx(num_bytes, rel=0.4)
+        assert planned < waiting
+    engine, *_ = offloadzero.initialize(model=model, config=source)
+    engine.close()
+    unasked = planner(PLENTY, model=SHAPES[0]).answer(settings(directory, placement="host"))
+    assert unasked.waiting_bytes == 0
 
 
 # --- drives ---
