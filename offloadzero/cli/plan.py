@@ -151,6 +151,11 @@ def ask(args: argparse.Namespace, config: OffloadConfig) -> tuple[Any, Any]:
     from offloadzero.planning.fit import Memory
 
     model = read_model(args.model)
+    positions = model.shape.num_positions if model.shape is not None else 0
+    if positions and args.sequence > positions:
+        raise ConfigError(
+            "--sequence", args.sequence, f"at most {positions:,}, the positions of {args.model}"
+        )
     if args.hardware != "probe":
         hardware = plan_probe.read_hardware(args.hardware)
     elif args.no_time:

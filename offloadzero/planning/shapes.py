@@ -46,7 +46,9 @@ class ModelShape:
     def __str__(self) -> str:
         """As it can be given again."""
         sizes = (self.hidden, self.num_layers, self.num_heads, self.vocabulary)
-        more = (self.intermediate, self.num_kv_heads) if self.kind == LLAMA else ()
+        more: tuple[int, ...] = (self.intermediate, self.num_kv_heads)
+        if self.kind == GPT:
+            more = () if self.intermediate == 4 * self.hidden else (self.intermediate,)
         return f"{self.kind}:{'/'.join(map(str, (*sizes, *more)))}"
 
     def build(self) -> nn.Module:
@@ -126,7 +128,7 @@ def shape_of_size(kind: str, num_parameters: float) -> ModelShape:
 
 
 def _read_sizes(key: str, text: str, kind: str, sizes: str) -> ModelShape:
-    allowed = "hidden/layers/heads/vocabulary, for a llama then /intermediate and /key-value heads"
+    allowed = "hidden/layers/heads/vocabulary, then /intermediate, for a llama then /key-value heads"
     if kind not in _KINDS:
         raise ConfigError(key, text, f"a kind that is known: {', '.join(_KINDS)}", known_values=_KINDS)
     if any(len(size) > 9 for size in sizes.split("/")):

@@ -171,6 +171,10 @@ def test_the_largest_is_the_one_beyond_which_nothing_fits(
     ("more", "message"),
     [
         (["--sequence", "0"], "--sequence = 0: a whole number from 1"),
+        (
+            ["--sequence", "2049", "--model", "gpt:64/2/2/300"],
+            "--sequence = 2049: at most 2,048, the positions of gpt:",
+        ),
         (["--micro-batch", "0"], "--micro-batch = 0: a whole number from 1"),
         (["--tokens", "many"], "--tokens = 'many': a number of tokens such as 300b"),
         (["--model", "lama:13b"], "did you mean 'llama:13b'"),

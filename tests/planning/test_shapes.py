@@ -105,7 +105,7 @@ def test_a_size_without_a_name_gets_a_shape_near_it(kind: str, size: float) -> N
 
 
 def test_a_shape_is_written_as_it_is_read() -> None:
-    for one in (*PUBLISHED.values(), shape("gpt:10b"), shape("64/3/4/101/96/2")):
+    for one in (*PUBLISHED.values(), shape("gpt:10b"), shape("64/3/4/101/96/2"), shape("gpt:64/3/4/101/100")):
         assert read_shape("--model", str(one)) == one
 
 
