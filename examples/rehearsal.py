@@ -25,13 +25,28 @@ class Seconds:
 
 
 def extrapolate(fewer: Seconds, more: Seconds, num_layers: int) -> Seconds:
-    """A straight line through both."""
-    share = (num_layers - fewer.num_layers) / (more.num_layers - fewer.num_layers)
-    return Seconds(
-        num_layers,
-        build_s=fewer.build_s + share * (more.build_s - fewer.build_s),
-        step_s=fewer.step_s + share * (more.step_s - fewer.step_s),
-    )
+    """A straight line through both; where it falls, a bound: what is not the layers' is counted for each of them."""
+
+    def at(of_fewer: float, of_more: float) -> float:
+        if of_more < of_fewer:
+            return num_layers * max(of_fewer / fewer.num_layers, of_more / more.num_layers)
+        share = (num_layers - fewer.num_layers) / (more.num_layers - fewer.num_layers)
+        return of_fewer + share * (of_more - of_fewer)
+
+    return Seconds(num_layers, build_s=at(fewer.build_s, more.build_s), step_s=at(fewer.step_s, more.step_s))
+
+
+def falling(fewer: Seconds, more: Seconds) -> list[str]:
+    """What more layers took less of, for people: then the machine was too busy to tell."""
+    return [
+        f"{more.num_layers} layers took {of_more:.2f} s to {what} and {fewer.num_layers} took {of_fewer:.2f} s: the "
+        "machine was busy, and the forecast of it is no more than a bound"
+        for what, of_fewer, of_more in (
+            ("build", fewer.build_s, more.build_s),
+            ("step", fewer.step_s, more.step_s),
+        )
+        if of_more < of_fewer
+    ]
 
 
 def read_seconds(log: Path, num_layers: int) -> Seconds:
@@ -54,4 +69,6 @@ def rehearse(script: str, options: Sequence[str], num_layers: int) -> Seconds:
             small = ["--layers", str(count), "--steps", str(NUM_STEPS), "--log", str(log)]
             subprocess.run([sys.executable, script, *options, *small], check=True, stdout=subprocess.DEVNULL)
             found.append(read_seconds(log, count))
+    for line in falling(*found):
+        print(line, flush=True)
     return extrapolate(*found, num_layers)

@@ -233,6 +233,16 @@ def test_a_rehearsal_is_a_straight_line_through_what_two_small_models_took() -> 
     assert found == rehearsal.Seconds(46, 24.0, 32.0)
 
 
+def test_a_rehearsal_on_a_busy_machine_gives_a_bound_and_says_so() -> None:
+    """More layers that seem to take less time: a line through both would end below zero."""
+    fewer, more = rehearsal.Seconds(6, 5.0, 3.0), rehearsal.Seconds(10, 4.5, 3.5)
+    found = rehearsal.extrapolate(fewer, more, 60)
+    assert found == rehearsal.Seconds(60, 60 * 5.0 / 6, 3.0 + 54 * 0.5 / 4)
+    (line,) = rehearsal.falling(fewer, more)
+    assert line.startswith("10 layers took 4.50 s to build and 6 took 5.00 s: the machine was busy")
+    assert rehearsal.falling(rehearsal.Seconds(6, 1.0, 1.0), rehearsal.Seconds(10, 1.0, 2.0)) == []
+
+
 def test_a_rehearsal_trains_two_small_models_as_the_large_one_will_be(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
