@@ -37,7 +37,7 @@ from offloadzero.planning.memory_plan import (
     nvme_bytes_with_waiting,
     waits_on_nvme,
 )
-from offloadzero.planning.probe import free_disk_bytes
+from offloadzero.planning.probe import free_disk_bytes, nearest_directory
 from offloadzero.runtime import DTYPES
 from offloadzero.segments import TierName
 from offloadzero.update.spec import AnySpec, UpdateForm
@@ -252,15 +252,13 @@ def drive_bytes(paths: Sequence[Path], *, free: Callable[[Path], int] = free_dis
         return None
     drives: dict[int, list[Path]] = {}
     for path in paths:
-        drives.setdefault(_drive_of(path), []).append(path)
+        drives.setdefault(drive_of(path), []).append(path)
     per_file = min(free(members[0]) // len(members) for members in drives.values()) - MARK_BYTES
     if len(paths) > 1:
         per_file = per_file // STRIPE_BYTES * STRIPE_BYTES
     return max(0, per_file) * len(paths)
 
 
-def _drive_of(path: Path) -> int:
-    existing = path.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    return os.stat(existing).st_dev
+def drive_of(path: Path) -> int:
+    """The filesystem of a directory, or the one that it would be made on, by `st_dev`."""
+    return os.stat(nearest_directory(path)).st_dev

@@ -36,7 +36,7 @@ from offloadzero.cli import bench_copy, bench_nvme
 from offloadzero.cli.bench_adam import Records
 from offloadzero.cli.machine import describe_machine, describe_path, describe_versions
 from offloadzero.cli.output import load_json, save_json
-from offloadzero.cli.plan_answer import drive_bytes
+from offloadzero.cli.plan_answer import drive_bytes, drive_of
 from offloadzero.cli.progress import Progress
 from offloadzero.errors import AioError, ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper
@@ -46,7 +46,7 @@ from offloadzero.observe.run_dir import STEPS_FILE
 from offloadzero.planning.activation_trace import trace_micro_batch
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import FORMAT, FORMAT_VERSION, Hardware, hardware_from_json
-from offloadzero.planning.probe import available_host_bytes, memlock_bytes
+from offloadzero.planning.probe import available_host_bytes, memlock_bytes, nearest_directory
 from offloadzero.planning.shapes import LLAMA, ModelShape
 from offloadzero.planning.time_model import COMPACT, FP32, Rates
 from offloadzero.segments import SegmentKind
@@ -107,10 +107,7 @@ def describe(device: Device, paths: Sequence[Path]) -> dict[str, Any]:
     machine = {key: value for key, value in describe_machine().items() if key != "load_average"}
     drives = []
     for path in paths:
-        existing = path.absolute()
-        while not existing.exists():
-            existing = existing.parent
-        found = describe_path(str(existing))
+        found = describe_path(str(nearest_directory(path)))
         drives.append(
             {"filesystem": found["filesystem"], "source": found["source"], "device": found["device"]}
         )
@@ -329,11 +326,15 @@ def python_per_use(device: Device, *, num_blocks: int = 48, num_steps: int = 8) 
 def drive_rates(paths: Sequence[Path], *, time_s: float, num_bytes: int = 512 * _MIB) -> dict[str, Any]:
     """Rates of the engine's default setting by `bench nvme`: read, write, both at once, and what they cost the cores.
 
-    Directories that do not exist yet are measured in the one that they would be made in.
+    Directories that do not exist yet are measured in the one that they would be made in. Of several on one drive the
+    first is measured: it has what they have together.
     """
-    existing = dict.fromkeys(str(path if path.is_dir() else path.absolute().parent) for path in paths)
+    existing = {drive_of(path): nearest_directory(path) for path in reversed(paths)}
     result = bench_nvme.measure_paths(
-        list(existing), num_bytes=num_bytes, time_s=time_s, write_limit=16 * num_bytes
+        [str(path) for path in reversed(existing.values())],
+        num_bytes=num_bytes,
+        time_s=time_s,
+        write_limit=16 * num_bytes,
     )
     rates = {}
     for row in result["results"]["traffic"]:

@@ -46,11 +46,16 @@ def cgroup_free_bytes(*, root: Path = _ROOT) -> int | None:
 
 def free_disk_bytes(directory: Path) -> int:
     """Free space of the filesystem that a directory is on, or would be on if it were made. Raises OSError."""
+    space = os.statvfs(nearest_directory(directory))
+    return space.f_bavail * space.f_frsize
+
+
+def nearest_directory(directory: Path) -> Path:
+    """Itself, or the one that exists and in which it would be made."""
     existing = directory.absolute()
     while not existing.exists():
         existing = existing.parent
-    space = os.statvfs(existing)
-    return space.f_bavail * space.f_frsize
+    return existing
 
 
 def memlock_bytes() -> int | None:

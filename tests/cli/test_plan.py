@@ -294,6 +294,27 @@ def test_updates_on_a_device_are_measured_in_their_form(
     assert min(rates.values()) > 0
 
 
+def test_two_directories_of_one_drive_are_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[list[str]] = []
+
+    def measure_paths(paths: list[str], **_: Any) -> dict[str, Any]:
+        measured.append(paths)
+        row = {"traffic": "read", "roles": ["default"], "gb_per_s": 2.0, "cpu_s_per_gb": 0.5}
+        return {"results": {"traffic": [row]}}
+
+    monkeypatch.setattr(plan_probe.bench_nvme, "measure_paths", measure_paths)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    rates = plan_probe.drive_rates([tmp_path / "a", tmp_path / "b", tmp_path / "c"], time_s=5.0)
+    assert rates == {"nvme_read": 2e9, "nvme_cpu_s_per_byte": 0.5e-9}
+    drives = {str(tmp_path / "a"): 1, str(tmp_path / "b"): 2}
+    monkeypatch.setattr(plan_probe, "drive_of", lambda path: drives[str(path)])
+    plan_probe.drive_rates([tmp_path / "a", tmp_path / "b"], time_s=5.0)
+    assert measured == [[str(tmp_path / "a")], [str(tmp_path / "a"), str(tmp_path / "b")]]
+
+
 @pytest.mark.alone
 def test_the_probe_knows_every_rate_of_a_machine_without_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
