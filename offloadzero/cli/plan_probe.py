@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,12 @@ from offloadzero.observe.run_dir import STEPS_FILE
 from offloadzero.planning.activation_trace import trace_micro_batch
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import FORMAT, FORMAT_VERSION, Hardware, hardware_from_json
-from offloadzero.planning.probe import available_host_bytes, memlock_bytes, nearest_directory
+from offloadzero.planning.probe import (
+    available_host_bytes,
+    memlock_bytes,
+    nearest_directory,
+    usable_cores,
+)
 from offloadzero.planning.shapes import LLAMA, ModelShape
 from offloadzero.planning.time_model import COMPACT, FP32, Rates
 from offloadzero.segments import SegmentKind
@@ -84,7 +90,7 @@ def memory_only(device_name: str | None, paths: Sequence[Path]) -> Hardware:
     return Hardware(
         memory=Memory(host=available_host_bytes(), device=device.free_bytes(), nvme=drive_bytes(paths)),
         rates=Rates(),
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=max(1, int(usable_cores())),
         device=device.name(),
         adam_form=device_form(ADAM, device.torch_device),
         process_bytes=resident_bytes(),
@@ -113,6 +119,8 @@ def describe(device: Device, paths: Sequence[Path]) -> dict[str, Any]:
         )
     return {
         "machine": machine,
+        "cores": usable_cores(),
+        "torch_threads": torch.get_num_threads(),
         "device": device.name(),
         "drives": drives,
         "versions": describe_versions("offloadzero", "torch"),
@@ -194,9 +202,13 @@ def _best_s(
     return min(times)
 
 
-def _cores_s() -> float:
-    """CPU time of this process over its cores: work on all of them, whoever else takes turns there."""
-    return time.process_time() / len(os.sched_getaffinity(0))
+def _cores_s(num_threads: int | None = None) -> float:
+    """CPU time of this process over the cores that it computes on, whoever else takes turns there.
+
+    All that it has; with fewer threads than these the others do not make them faster.
+    """
+    num_cores = usable_cores()
+    return time.process_time() / (num_cores if num_threads is None else min(num_threads, num_cores))
 
 
 def flops_per_s(device: Device, dtype: torch.dtype) -> float:
@@ -214,7 +226,7 @@ def flops_per_s(device: Device, dtype: torch.dtype) -> float:
         model(ids).backward()
         model.zero_grad(set_to_none=True)
 
-    clock = _cores_s if is_cpu else time.perf_counter
+    clock = partial(_cores_s, torch.get_num_threads()) if is_cpu else time.perf_counter
     return traced.flops / _best_s(step, device.synchronize, clock=clock)
 
 

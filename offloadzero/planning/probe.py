@@ -44,6 +44,11 @@ def cgroup_free_bytes(*, root: Path = _ROOT) -> int | None:
     return min(_free_by_group(root), default=None)
 
 
+def usable_cores(*, root: Path = _ROOT) -> float:
+    """Cores that this process may be scheduled on, or as many as the time that its control groups give it is worth."""
+    return min([float(len(os.sched_getaffinity(0))), *_quotas(root)])
+
+
 def free_disk_bytes(directory: Path) -> int:
     """Free space of the filesystem that a directory is on, or would be on if it were made. Raises OSError."""
     space = os.statvfs(nearest_directory(directory))
@@ -73,7 +78,7 @@ def _mem_available(root: Path) -> int:
 
 def _free_by_group(root: Path) -> Iterator[int]:
     """Of each group that limits memory: the limit less what is used and cannot be given back."""
-    for group, version in _memory_groups(root):
+    for group, version in _groups(root, "memory"):
         limit_file, usage_file, of_children = _FILES[version]
         limit, usage = _number(group / limit_file), _number(group / usage_file)
         if limit is None or usage is None or limit >= _UNLIMITED:
@@ -82,7 +87,7 @@ def _free_by_group(root: Path) -> Iterator[int]:
         yield max(0, limit - max(0, usage - cached))
 
 
-def _memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
     """The directories of this process's group and of those above it, and the version of their interface.
 
     In a namespace of its own the path may be one that is not seen from here: then only what is mounted counts.
@@ -93,13 +98,27 @@ def _memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        top = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
+        top = root / (f"sys/fs/cgroup/{controller}" if controllers else "sys/fs/cgroup")
         version = 1 if controllers else 2
         group = Path(path.lstrip("/"))
         for part in dict.fromkeys((group, *group.parents)):
             yield top / part, version
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Of each group that limits the processor: its time in a period over the period."""
+    for group, version in _groups(root, "cpu"):
+        try:
+            if version == 1:
+                words = [(group / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")]
+            else:
+                words = (group / "cpu.max").read_text().split()
+        except OSError:  # the topmost group has none
+            continue
+        if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):
+            yield int(words[0]) / int(words[1])
 
 
 def _number(path: Path) -> int | None:

@@ -294,6 +294,24 @@ def test_updates_on_a_device_are_measured_in_their_form(
     assert min(rates.values()) > 0
 
 
+def test_computation_on_fewer_threads_than_cores_is_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second of one thread is a second, and of three threads a third, however many cores there are."""
+    monkeypatch.setattr(plan_probe, "usable_cores", lambda: 4.0)
+    monkeypatch.setattr(plan_probe.time, "process_time", lambda: 12.0)
+    assert [plan_probe._cores_s(num) for num in (1, 3, 8)] == [12.0, 4.0, 3.0]
+    assert plan_probe._cores_s() == 3.0
+    clocks: list[Any] = []
+
+    def best_s(*_: Any, clock: Any) -> float:
+        clocks.append(clock())
+        return 1.0
+
+    monkeypatch.setattr(plan_probe, "_best_s", best_s)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    plan_probe.flops_per_s(find_device("cpu"), torch.float32)
+    assert clocks == [6.0]
+
+
 def test_two_directories_of_one_drive_are_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

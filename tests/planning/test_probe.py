@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from offloadzero.planning.probe import available_host_bytes, cgroup_free_bytes, free_disk_bytes, memlock_bytes
+from offloadzero.planning.probe import (
+    available_host_bytes,
+    cgroup_free_bytes,
+    free_disk_bytes,
+    memlock_bytes,
+    usable_cores,
+)
 
 GIB = 1 << 30
 
@@ -84,6 +90,21 @@ def test_a_path_that_is_not_seen_from_a_namespace(tmp_path: Path) -> None:
     files = {"memory.max": f"{2 * GIB}\n", "memory.current": f"{GIB}\n"}
     root = machine(tmp_path, available=20 * GIB, groups="0::/../outside\n", files=files)
     assert available_host_bytes(root=root) <= GIB
+
+
+def test_cores_are_those_of_the_affinity_or_of_the_time_that_groups_give(tmp_path: Path) -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    files = {"user/run/cpu.max": "max 100000\n", "user/cpu.max": "50000 100000\n"}
+    root = machine(tmp_path, available=GIB, groups="0::/user/run\n", files=files)
+    assert usable_cores(root=root) == 0.5
+    (root / "sys/fs/cgroup/user/cpu.max").write_text(f"{100_000 * (num_cores + 1)} 100000\n")
+    assert usable_cores(root=root) == num_cores
+    files = {"cpu/a/cpu.cfs_quota_us": "25000\n", "cpu/a/cpu.cfs_period_us": "100000\n"}
+    root = machine(tmp_path, available=GIB, groups="5:cpu,cpuacct:/a\n4:memory:/b\n", files=files)
+    assert usable_cores(root=root) == 0.25
+    (root / "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us").write_text("-1\n")
+    assert usable_cores(root=root) == num_cores
+    assert 0 < usable_cores() <= num_cores
 
 
 def test_this_machine_has_something() -> None:
