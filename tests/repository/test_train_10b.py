@@ -42,7 +42,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("text").write_bytes(SENTENCE * 40)
     Path("offload-files").mkdir()
     config = json.loads(train_10b.CONFIG.read_text())
-    config["optimizer"]["params"]["lr"] = 2e-3
+    config["scheduler"]["params"] |= {"warmup_min_lr": 2e-3, "warmup_max_lr": 2e-3}
     Path("config.json").write_text(json.dumps(config))
     return tmp_path
 
