@@ -168,7 +168,7 @@ class GradientCollector:
 
     def _keep_with_script(self, state: RecordGradient, number: int) -> RecordGradient | None:
         """A gradient that came, and of which there is nothing to take: its unit does not wait for it."""
-        if self._updates_in_backward:
+        if self._updates_in_backward or state.record.is_reduced:
             return None
         if state.kept_in != self.backward:
             state.kept, state.kept_in = set(), self.backward

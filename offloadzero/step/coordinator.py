@@ -363,12 +363,15 @@ class StepCoordinator:
         """What follows the landing, if the update runs in backward."""
         if not self._updates_now:
             return None
-        job = UpdateJob(gradient, self._account)
+        job = self._make_job(gradient, self._account)
         self._executor.begin_update(gradient.record.index, job.ticket, in_backward=True)
         self._jobs[gradient.record.index] = job
         # Half of the updates are no state to stop at.
         uninterrupted.until = None if self._backward is None else self._backward.reference
         return job
+
+    def _make_job(self, gradient: RecordGradient, account: Account) -> UpdateJob:
+        return UpdateJob(gradient, account, before=self._executor.update_ticket(gradient.record.index))
 
     @property
     def skipped_steps(self) -> int:
@@ -411,7 +414,9 @@ class StepCoordinator:
         if jobs:
             self._last = StepJobs(account, [jobs[index] for index in sorted(jobs)])
         else:
-            self._last = self._step_at_once(account, [UpdateJob(gradient, account) for gradient in gradients])
+            self._last = self._step_at_once(
+                account, [self._make_job(gradient, account) for gradient in gradients]
+            )
         self._accumulation.drop_backwards()
         self.global_steps += 1
         self._executor.finish_step()

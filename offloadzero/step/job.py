@@ -22,8 +22,10 @@ class UpdateJob:
     the end. Its ticket is what a fetch of the unit waits for.
     """
 
-    def __init__(self, gradient: RecordGradient, account: Account) -> None:
+    def __init__(self, gradient: RecordGradient, account: Account, *, before: Ticket) -> None:
+        """`before`: the update of the record before this one, which may not be home yet."""
         self.gradient = gradient
+        self._before = before
         self.record = gradient.record
         self.account = account
         self.ticket = UpdateTicket()
@@ -46,6 +48,7 @@ class UpdateJob:
 
     def begin(self, *, grad_scale: float) -> None:
         """Its parameters take the step, with the gradient as it is now."""
+        self._before = FINISHED  # the update itself waits for that one
         counts = [self.record.spec.counts_update(hyper) for hyper in self.hypers]
         for slot in self.gradient.present_slots:
             slot.step += counts[slot.group_index or 0]
@@ -63,7 +66,7 @@ class UpdateJob:
     def cancel(self) -> None:
         """There will be no update: the values are those before the step."""
         self.release_gradient()
-        self.ticket.fulfil()
+        self.ticket.fulfil(self._before)
 
     def fail(self, error: BaseException) -> None:
         """It has failed on its way."""

@@ -210,7 +210,7 @@ class UpdatePipeline:
         if self._failures.first is not None:
             self._fail_update(update, self._failures.first)
             return
-        # A script may call step() twice in a row; a forward between them would have waited for the first.
+        # A forward has waited for its parameters, which may have been delivered, and not for what was written.
         previous = self._last.get(update.record.index)
         self._last[update.record.index] = update.ticket
         if update.record.updates_on_device and isinstance(update.grad, torch.Tensor):
@@ -218,7 +218,7 @@ class UpdatePipeline:
             return
         bounds = [(r.start, r.stop) for r in update.ranges if r.start < r.stop]
         if not bounds:  # only parameters of no elements have a gradient
-            self._finish(update)
+            self._finish(update, () if previous is None else (previous,))
             return
         delivery, writes = update.ticket.begin(), list[Ticket]()
         first, last = bounds[0][0], bounds[-1][1]

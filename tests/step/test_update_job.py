@@ -10,7 +10,7 @@ from torch import nn
 
 from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.memory.arena import Arena, BufferPool
-from offloadzero.memory.tickets import Failures
+from offloadzero.memory.tickets import FINISHED, Failures, Promise, Ticket
 from offloadzero.step.account import Account
 from offloadzero.step.job import UpdateJob
 from offloadzero.step.record_gradient import Borrowed, RecordGradient
@@ -21,7 +21,9 @@ SIZES = (5, 3)
 HYPERS = (AdamHyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0),)
 
 
-def make_job(*, present: frozenset[int]) -> tuple[UpdateJob, BufferPool, torch.Tensor]:
+def make_job(
+    *, present: frozenset[int], before: Ticket = FINISHED
+) -> tuple[UpdateJob, BufferPool, torch.Tensor]:
     """A job whose gradient is in the one buffer of a pool."""
     record = make_small_record()
     pool = BufferPool(
@@ -30,7 +32,7 @@ def make_job(*, present: frozenset[int]) -> tuple[UpdateJob, BufferPool, torch.T
     gradient = RecordGradient(record, present=present, passing=Borrowed(pool.take(), pool))
     flat = gradient.in_memory()
     assert flat is not None
-    return UpdateJob(gradient, Account(7, HYPERS)), pool, flat
+    return UpdateJob(gradient, Account(7, HYPERS), before=before), pool, flat
 
 
 def make_small_record() -> Record:
@@ -75,3 +77,13 @@ def test_a_job_that_has_not_begun_has_no_gradient_to_read() -> None:
     job, _, _ = make_job(present=frozenset({0}))
     with pytest.raises(AssertionError, match="the update of unit has not begun"):
         _ = job.grad
+
+
+def test_a_step_that_is_skipped_is_not_over_before_the_one_before_it() -> None:
+    """What that one has written may not be home yet, and a fetch asks the last ticket only."""
+    before = Promise()
+    job, _, _ = make_job(present=frozenset({0}), before=before)
+    job.cancel()
+    assert not job.ticket.done()
+    before.fulfil()
+    assert job.ticket.done()
