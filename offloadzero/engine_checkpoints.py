@@ -171,7 +171,8 @@ class EngineCheckpoints:
             groups = fit_param_groups(self._param_groups, checkpoint) if with_states else []
             if with_schedule:
                 try_schedule(lr_scheduler, checkpoint)
-        self._expect_same(found, (strict, with_states, with_schedule, checkpoint.identity()))
+            taken = (strict, with_states, with_schedule, checkpoint.identity())
+        self._expect_same(found, taken)
         return FoundCheckpoint(found.path, checkpoint.meta, plan, with_states, with_schedule, groups)
 
     def _expect_same(self, found: Found, taken: object) -> None:

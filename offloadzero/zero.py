@@ -278,7 +278,8 @@ class GatheredParameters:
             if not self._may_edit and not torch.equal(built.value, built.param.data):
                 changed.append(built.origin.name)
                 built.param.data = built.value
-            spill(built.param, name=built.origin.name, directory=built.origin.directory)
+            if can_spill(built.param):  # else somebody has inside the block
+                spill(built.param, name=built.origin.name, directory=built.origin.directory)
         self._built = []
         if changed and error is None:
             raise StateError(

@@ -79,6 +79,11 @@ class Alias:
         """Changes with each change of this value."""
         return self._weight.history if self._fixed is None else (-1, 0)
 
+    @property
+    def weight(self) -> Weight | None:
+        """Whose value it is; None once it is fixed."""
+        return self._weight if self._fixed is None else None
+
     def fix(self, value: Tensor) -> None:
         """The parameter has other memory from now on."""
         self._fixed = value
@@ -137,7 +142,7 @@ class _Versioned:
     """The value of an alias for `detach()`: unlike those of `data`, its writes are known to autograd."""
 
     def __init__(self, alias: Alias) -> None:
-        self._alias = alias
+        self.alias = alias
         self.name = alias.name
         self.shape = alias.shape
         self.dtype = alias.dtype
@@ -145,17 +150,17 @@ class _Versioned:
 
     @property
     def history(self) -> tuple[int, int]:
-        return self._alias.history
+        return self.alias.history
 
     def read(self) -> Tensor:
-        return self._alias.read()
+        return self.alias.read()
 
     def read_to_write(self) -> Tensor:
-        return self._alias.read_to_write()
+        return self.alias.read_to_write()
 
     def write(self, value: Tensor) -> None:
-        self._alias.write(value)
-        self._alias.count_write()
+        self.alias.write(value)
+        self.alias.count_write()
 
 
 def value_of(away: Tensor) -> RemoteTensor:
@@ -392,6 +397,16 @@ def recorded(tensor: RemoteTensor | AwayParameter) -> RemoteTensor:
 def is_offloaded(param: Tensor) -> bool:
     """Whether a `Weight` answers for the parameter."""
     return isinstance(param, _Offloaded)
+
+
+def origin_of(value: Tensor) -> Weight | None:
+    """The weight whose memory `value` stands for: a parameter's, or what `data`, `detach()` and views gave of it."""
+    if is_offloaded(value):
+        return weight_of(value)
+    source: object = value.source if isinstance(value, RemoteTensor) else None
+    if isinstance(source, _Versioned):
+        source = source.alias
+    return source.weight if isinstance(source, Alias) else None
 
 
 def weight_of(param: Tensor) -> Weight:

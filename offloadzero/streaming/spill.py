@@ -26,12 +26,12 @@ from torch.nn.parameter import is_lazy
 from offloadzero.errors import AioError, ConfigError, StateError
 from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.arena import align_up
-from offloadzero.parameters.remote import RemoteTensor
 from offloadzero.parameters.weight import (
     Alias,
     HeldAlias,
     is_offloaded,
     offload_parameter,
+    origin_of,
     restore_parameter,
     weight_of,
 )
@@ -110,15 +110,23 @@ class SpilledWeight:
         param = self._param()
         if param is None or value is param or self._alias.stands_for(value):
             return
-        if isinstance(value, RemoteTensor) and isinstance(value.source, Alias):
+        other = origin_of(value)
+        if other is not None and other is not self:
             allowed = (
-                f"a value of its own: it would share memory with {value.source.name}. To tie the two assign the "
+                f"a value of its own: it would share memory with {other.name}. To tie the two assign the "
                 "Parameter itself, module.weight = other.weight; to copy, .data.clone()"
             )
             raise ConfigError(f"{self.name}.data", tuple(value.shape), allowed)
-        self._alias.fix(self)
-        _wear(param, SpilledWeight(param, value.detach().clone(), name=self.name, directory=self.directory))
-        self._drop()
+        new = SpilledWeight(param, value.detach().clone(), name=self.name, directory=self.directory)
+        with UninterruptedThroughout():
+            try:
+                _wear(param, new)
+            except BaseException:  # torch refuses a dtype, say
+                offload_parameter(param, self)
+                new._drop()
+                raise
+            self._alias.fix(self)
+            self._drop()
 
     def give_back(self, param: nn.Parameter) -> None:
         """The parameter holds its value itself; the file is gone, and the drive has its space back."""
@@ -153,6 +161,7 @@ class _UnnamedFile:
         with tempfile.TemporaryFile(dir=directory) as file:
             self._descriptor = os.dup(file.fileno())
         self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._pid = os.getpid()
         self.drive = os.fstat(self._descriptor).st_dev
         try:
             self.write(value)
@@ -162,6 +171,8 @@ class _UnnamedFile:
 
     def write(self, value: torch.Tensor) -> None:
         """Replace the contents by a contiguous host tensor's."""
+        if os.getpid() != self._pid:
+            raise StateError(f"{self._label}: its file is the parent's: a forked child cannot write it")
         view = _as_bytes(value)
         position = 0
         while position < len(view):
@@ -190,7 +201,8 @@ class _UnnamedFile:
 
     def close(self) -> None:
         """The drive has its space back."""
-        os.ftruncate(self._descriptor, 0)  # closing alone frees the space some time later on XFS
+        if os.getpid() == self._pid:  # else it is the parent's still
+            os.ftruncate(self._descriptor, 0)  # closing alone frees the space some time later on XFS
         self._close()
 
     def _error(self, operation: str, offset: int, num_bytes: int, errno: int, detail: str = "") -> AioError:
@@ -212,7 +224,7 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
 def _wear(param: nn.Parameter, weight: SpilledWeight) -> None:
     """`weight` answers for the parameter; what it holds itself is one element in its shape."""
     offload_parameter(param, weight)
-    placeholder = torch.full((), float("nan")).to(weight.device, weight.dtype)
+    placeholder = torch.full((), float("nan"), device="cpu").to(weight.device, weight.dtype)
     with DisableTorchFunctionSubclass():
         set_data(param, placeholder.expand(weight.shape))
 
@@ -220,7 +232,12 @@ def _wear(param: nn.Parameter, weight: SpilledWeight) -> None:
 def can_spill(param: nn.Parameter) -> bool:
     """Whether the parameter has a value of its own in memory that may leave it."""
     has_no_shape: bool = is_lazy(param)
-    return not has_no_shape and isinstance(param, nn.Parameter) and not is_offloaded(param)
+    return (
+        not has_no_shape
+        and isinstance(param, nn.Parameter)
+        and not is_offloaded(param)
+        and param.device.type != "meta"
+    )
 
 
 def spill(param: nn.Parameter, *, name: str, directory: Path | None) -> None:

@@ -164,9 +164,13 @@ class WeightAccess:
         flat = self._executor.pinned_parameters(record.index)
         if flat is None:
             raise AssertionError(f"{record.name} is in no forward")
-        for place in places:
-            slot = record.slots[place]
-            self._commit_in_place(record, slot, slot.view_in(flat).detach().to("cpu", copy=True).reshape(-1))
+        with (
+            UninterruptedThroughout()
+        ):  # its reads are waits too, and nobody knows later what is not committed
+            for place in places:
+                slot = record.slots[place]
+                new = slot.view_in(flat).detach().to("cpu", copy=True).reshape(-1)
+                self._commit_in_place(record, slot, new)
 
     def _commit_in_place(self, record: Record, slot: ParamSlot, new: torch.Tensor) -> None:
         """Write what a forward has made of a parameter, where it may have written the home itself.

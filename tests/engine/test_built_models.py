@@ -127,3 +127,47 @@ def test_integers_leave_memory_too(tmp_path: Path) -> None:
         module = Quantized()
     assert stored_bytes(module.codes) < 10
     assert torch.equal(module.codes, torch.arange(5000) % 100)
+
+
+def test_what_cannot_be_given_to_a_parameter_leaves_it(built: TinyModel) -> None:
+    weight = built.emb.weight
+    value = weight.detach().clone()
+    with pytest.raises(RuntimeError):
+        weight.data = torch.ones(weight.shape, dtype=torch.int8)
+    assert weight.dtype == torch.float32
+    assert torch.equal(weight, value)
+    weight.data = weight.data.flip(0)
+    assert torch.equal(weight, value.flip(0))
+
+
+def test_what_is_gathered_and_initialized_at_once(tmp_path: Path) -> None:
+    """The call has taken the values out again before the block ends."""
+    with zero.Init(config_dict_or_path=settings(tmp_path, placement="host")):
+        model = build()
+        with zero.GatheredParameters(model.emb.weight, modifier_rank=0):
+            model.apply(lambda _: None)
+            assert stored_bytes(model.emb.weight) < 10
+    assert torch.equal(model.emb.weight, build().emb.weight)
+    make_engine(settings(tmp_path, placement="host"), model).close()
+
+
+def test_a_meta_parameter_stays_one(tmp_path: Path) -> None:
+    with zero.Init(config_dict_or_path=settings(tmp_path)), torch.device("meta"):
+        module = nn.Linear(100, 100)
+    assert module.weight.is_meta
+    assert type(module.weight) is nn.Parameter
+
+
+def test_a_forked_child_leaves_the_parents_file(tmp_path: Path) -> None:
+    with zero.Init(config_dict_or_path=settings(tmp_path)):
+        model = build()
+    child = os.fork()
+    if not child:
+        try:
+            model.emb.weight.data.zero_()
+        except StateError:
+            model.emb.weight.data = torch.zeros(1)
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(model.emb.weight, build().emb.weight)
