@@ -164,9 +164,8 @@ class WeightAccess:
         flat = self._executor.pinned_parameters(record.index)
         if flat is None:
             raise AssertionError(f"{record.name} is in no forward")
-        with (
-            UninterruptedThroughout()
-        ):  # its reads are waits too, and nobody knows later what is not committed
+        # One section, its reads too, which are waits: nobody would know later what is not committed.
+        with UninterruptedThroughout():
             for place in places:
                 slot = record.slots[place]
                 new = slot.view_in(flat).detach().to("cpu", copy=True).reshape(-1)
@@ -187,9 +186,8 @@ class WeightAccess:
                 master[changed] = new[changed].float()
             else:
                 master[(new == 0) | ~new.isfinite()] = 0
-        with UninterruptedThroughout():
-            slot.num_writes += 1
-            self._write(record, slot, parts)
+        slot.num_writes += 1
+        self._write(record, slot, parts)
 
     def commit_gathered(self, record: Record) -> None:
         """Write what a script made of gathered parameters before their module computes with them."""
