@@ -1,6 +1,7 @@
 """offloadzero: train models whose states fit in no GPU. See README.md.
 
 Importing the package loads no CUDA, no native module and no optional dependency: names resolve on first use.
+The table of packages in docs/architecture.md shows what each of them may import: what stands lower, never higher.
 """
 
 from __future__ import annotations

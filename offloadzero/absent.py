@@ -1,4 +1,4 @@
-"""Names of DeepSpeed that scripts may look for and that are not here: what to do instead (floor 0)."""
+"""Names of DeepSpeed that scripts may look for and that are missing here, with what to do instead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PIPELINE = "pipeline parallelism is not built: call engine(...), backward(loss)
 _TIERS = "states stay in the tiers that the config names until close()"
 _REPORT = "last_step_report() gives the seconds of a step"
 
-# Of the package: `offloadzero.<name>`.
+# Names of the package: `offloadzero.<name>`.
 PACKAGE_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "DeepSpeedConfig": "load_config() reads the JSON",
@@ -30,7 +30,7 @@ PACKAGE_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Of the engine.
+# Names of the engine.
 ENGINE_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "basic_optimizer": "optimizer.param_groups are the groups of the optimizer that was given",
@@ -64,7 +64,7 @@ ENGINE_NAMES: Mapping[str, str] = MappingProxyType(
 def no_attribute(
     owner: str, name: str, *, known: Iterable[str], reasons: Mapping[str, str], note: str = ""
 ) -> AttributeError:
-    """An error that names the owner, and what to do or the nearest known name."""
+    """An AttributeError that names the owner, and what to do instead or the nearest known name."""
     text = f"{owner} has no attribute {name!r}{note}"
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     if name in reasons:

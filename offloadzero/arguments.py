@@ -1,4 +1,4 @@
-"""What callers give `initialize()`: a configuration from one of several places, data (floor 6)."""
+"""The arguments of `initialize()`: the configuration, from one of several places, and the training data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 def config_source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:
-    """The one configuration that is given. Raises ConfigError for none, and for two that differ."""
+    """Return the one configuration that is given. Raises ConfigError for none, and for two that differ."""
     given = {
         "config": config,
         "config_params": config_params,
@@ -42,7 +42,7 @@ def make_loader(
     world_size: int = 1,
     **options: Any,
 ) -> DataLoader[Any]:
-    """A DataLoader of a rank's micro batches; in DeepSpeed's order, which is shuffled for the route "train"."""
+    """Make the DataLoader of a rank's micro batches. As in DeepSpeed it is shuffled for the route "train"."""
     if batch_size is None:
         raise ConfigError(
             "train_micro_batch_size_per_gpu", None, "a number: the DataLoader of the data needs it"
@@ -62,7 +62,7 @@ def make_loader(
 
 
 def step_arguments(scheduler: Any) -> tuple[str, ...]:
-    """What `scheduler.step()` cannot do without: "metrics" for a ReduceLROnPlateau."""
+    """The arguments that `scheduler.step()` cannot do without: "metrics" for a ReduceLROnPlateau."""
     if scheduler is None:
         return ()
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -1,4 +1,4 @@
-"""Builds the parts of one engine in one order: each is finished when it is made (floor 6)."""
+"""Builds the parts of one engine in one order: each is finished when it is made."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ if TYPE_CHECKING:  # it loads torch.distributed, which not every build of torch 
 
 @dataclass(frozen=True)
 class Loop:
-    """How the script trains."""
+    """The script's way of training: its optimizer, and the calls that its loop makes."""
 
-    spec: AnySpec  # of its optimizer
+    spec: AnySpec  # of the script's optimizer
     current_hypers: Callable[[], Hypers]  # reads the hyperparameters by group index
-    before_backward: Callable[[], None] | None  # raises what must not be so when a backward begins
-    # Gradients stay until they are dropped, unless the update runs in backward: torch's loop, without the engine's
-    # `step()` after each micro batch.
+    before_backward: Callable[[], None] | None  # raises if no backward may begin now
+    # True: gradients stay until they are dropped, unless the update runs in backward. This is torch's loop, which does
+    # not call the engine's `step()` after each micro batch.
     keeps_after_step: bool
     may_not_train: Sequence[
         ParamSlot
@@ -58,7 +58,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Ground:
-    """What all parts stand on, and the memory that they get of it."""
+    """The things that all parts stand on, and their ways to get memory."""
 
     config: OffloadConfig
     plan: MemoryPlan
@@ -67,16 +67,16 @@ class Ground:
     several: SeveralRanks | None = None  # None: this process alone trains the model
 
     def device_lease(self, label: str, num_bytes: int) -> Lease | None:
-        """Memory of the device; None where nothing is planned."""
+        """Lease memory of the device, or return None where nothing is planned."""
         return self.store.device.lease(num_bytes, label) if num_bytes else None
 
     def device_pool(self, leases: Sequence[Lease]) -> BufferPool:
-        """Leases whose takers take turns."""
+        """Make a pool of leases, in which the threads that wait for one take turns."""
         poison = self.config.poison_released_leases
         return BufferPool(leases, failures=self.store.failures, poison=poison)
 
     def host_pool(self, label: str, count: int, num_bytes: int, *, for_files: bool = False) -> BufferPool:
-        """Buffers of host memory; `for_files`: the file engine reads and writes them."""
+        """Make a pool of buffers in host memory; `for_files`: the file engine reads and writes them."""
         leases: list[Lease] = []
         if num_bytes:
             leases = [self.store.host.lease(num_bytes, f"{label} {i}") for i in range(count)]
@@ -120,7 +120,7 @@ class Parts:
 
 
 def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources: Resources) -> Parts:
-    """Build them; what must be closed is among `resources` then. A later one knows earlier ones."""
+    """Build the parts in their order, each from those before it. `resources` then has all that must be closed."""
     config, plan, store, clock = ground.config, ground.plan, ground.store, ground.clock
     if config.pin_memory:
         store.pin()

@@ -1,4 +1,4 @@
-"""Answers to what DeepSpeed's engine tells about its configuration, by name (floor 6).
+"""Answers of the engine about its configuration, under the names that DeepSpeed's engine has for them.
 
 DeepSpeed's engine has a method for nearly every key of its JSON. Here they are rows of tables, which `Engine` looks in
 for what it does not define: a method without arguments per row of ANSWERS and OFF, a value per row of VALUES.
@@ -35,7 +35,7 @@ _DEVICES = {TierName.NVME: "nvme", TierName.HOST: "cpu"}  # the slowest first
 
 
 def offload_device(runtime: Runtime, *kinds: SegmentKind) -> OffloadDevice | None:
-    """Of the segments as they were placed; None when all are on the device."""
+    """Return where the segments of these kinds were placed; None when all of them are on the device."""
     config = runtime.config
     used = {
         record.segments[kind].tier for record in runtime.records for kind in kinds if kind in record.segments
@@ -57,7 +57,7 @@ def _optimizer_device(runtime: Runtime) -> str | None:
 
 
 def data_types(config: OffloadConfig) -> tuple[torch.dtype, torch.dtype]:
-    """DeepSpeed's: of the model, and of the gradients that are added up."""
+    """The dtypes of the model and of the gradients that are added up, under DeepSpeed's names."""
     model = DTYPES[config.precision.param_dtype] or torch.float32
     return model, DTYPES[config.precision.grad_accum_dtype] or model
 
@@ -76,7 +76,7 @@ def _loss_scaling_arguments(runtime: Runtime) -> dict[str, float]:
     }
 
 
-_OWN_OPTIONS = ("decoupled_weight_decay", "bias_correction")  # which no argument of DeepSpeed's is called
+_OWN_OPTIONS = ("decoupled_weight_decay", "bias_correction")  # no argument of DeepSpeed's has these names
 
 
 def _optimizer_params(runtime: Runtime) -> dict[str, Any] | None:
@@ -128,7 +128,7 @@ ANSWERS: Mapping[str, Callable[[Runtime], Any]] = MappingProxyType(
         "get_tensor_parallel_rank": lambda _: 0,
         "get_sequence_parallel_group": lambda _: None,
         # nothing to do, nothing to tell
-        "empty_partition_cache": lambda _: None,  # what is on the device are leases of a fixed size
+        "empty_partition_cache": lambda _: None,  # leases on the device have a fixed size: no cache
         "get_pld_theta": lambda _: None,
         "get_wall_clock_timers": lambda _: {},
     }
@@ -179,7 +179,7 @@ VALUES: Mapping[str, Callable[[Runtime], Any]] = MappingProxyType(
     }
 )
 
-# Methods of a module that would move or cast it: `engine.<name>()` is `engine.to(...)` with these.
+# Methods of a module that would move or cast it: `engine.<name>()` is `engine.to(...)` with these arguments.
 MOVES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "bfloat16": (torch.bfloat16,),
@@ -196,7 +196,7 @@ NAMES = frozenset((*ANSWERS, *OFF, *VALUES))
 
 
 def look_up(name: str, runtime: Runtime) -> Any:
-    """The method or the value; KeyError for a name that is in no table."""
+    """Return the method or the value of a name; raises KeyError for a name that is in no table."""
     if name in VALUES:
         return VALUES[name](runtime)
     if name in OFF:
@@ -206,7 +206,7 @@ def look_up(name: str, runtime: Runtime) -> Any:
 
 
 def expect_place(runtime: Runtime, place: torch.dtype | torch.Tensor | torch.device | str | int) -> None:
-    """Raises StateError unless the parameters have that dtype, or the computation runs on that device."""
+    """Raise StateError unless the parameters have that dtype, or the computation runs on that device."""
     device = runtime.accelerator.device
     if isinstance(place, torch.Tensor):
         expect_place(runtime, place.dtype)

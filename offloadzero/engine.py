@@ -1,4 +1,4 @@
-"""The Engine, with DeepSpeed's names and returns (floor 6)."""
+"""The Engine, with DeepSpeed's names and returns."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from offloadzero.segments import TierName
 
 
 class LossScale(float):
-    """The present loss scale; DeepSpeed's engine gives it through a call."""
+    """The present loss scale as a number that can also be called, as DeepSpeed's `loss_scale()` is."""
 
     def __call__(self) -> float:
-        """The number."""
+        """Return the number."""
         return float(self)
 
 
@@ -47,7 +47,7 @@ class Engine:
         lr_scheduler: Any,
         training_dataloader: DataLoader[Any] | None,
     ) -> None:
-        """Without an optimizer it evaluates."""
+        """Make the engine of a runtime. Without an optimizer the engine only evaluates."""
         self.module = runtime.model
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -62,7 +62,7 @@ class Engine:
     # --- the loop ---
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """Run the module's forward."""
         return self.module(*inputs, **kwargs)
 
     forward = __call__
@@ -82,7 +82,7 @@ class Engine:
         return scaled
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """For a backward without `backward()`: `engine.scale(loss).backward()`."""
+        """Scale a loss for a backward that does not go through `backward()`: `engine.scale(loss).backward()`."""
         optimizer = self._expect_optimizer("scale")
         self._coordinator.begin_window()
         return optimizer.scale(loss)
@@ -101,7 +101,7 @@ class Engine:
                     f'{type(self.lr_scheduler).__name__} needs engine.step({{"{name}": ...}}); or do not give it to '
                     "initialize(), and step it yourself",
                 )
-        # Who sees `global_steps` after an interrupt may rely on it: the schedule has advanced with it.
+        # The schedule advances together with `global_steps`: code that reads it after an interrupt relies on that.
         with uninterrupted:
             self._advance_schedule()
             self._coordinator.expect_whole()
@@ -116,10 +116,10 @@ class Engine:
         if every and self.global_steps % every == 0:
             print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}", flush=True)
 
-    _schedule_due: dict[str, Any] | None = None  # of the last step: what the schedule's own step() is given
+    _schedule_due: dict[str, Any] | None = None  # what the schedule's own step() is given for the last step
 
     def _advance_schedule(self) -> None:
-        """Make up for a step that the schedule has not seen: fp16 waits for the decision, and may be interrupted."""
+        """Advance the schedule for a step that it has not seen: fp16 waits for the decision, and may be interrupted."""
         if self._schedule_due is None:
             return
         with uninterrupted:
@@ -132,12 +132,12 @@ class Engine:
     def zero_grad(self) -> None:
         """Drop gradients that no step has used, also those of a backward that did not finish.
 
-        The count of micro batches is back at the begin of the step. After a NonFiniteError of which nothing was
+        The count of micro batches returns to the begin of the step. After a NonFiniteError of which nothing was
         applied training goes on: that step counts as skipped.
 
         Raises:
             StateError: a backward has updated weights, all or some, in the place of `step()`.
-            NonFiniteError: of the last step, if nobody has seen it yet.
+            NonFiniteError: the last step failed, and no call has raised its error yet.
         """
         if self.optimizer is not None:
             with uninterrupted:
@@ -153,24 +153,24 @@ class Engine:
         return self.optimizer
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Nothing to do: over several ranks each backward reduces its own."""
+        """Do nothing: over several ranks each backward reduces its own gradients."""
 
     def train(self, mode: bool = True) -> Engine:
-        """The module's training mode."""
+        """Set the module's training mode."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """The module's evaluation mode."""
+        """Set the module's evaluation mode."""
         return self.train(False)
 
-    # --- the module's methods that must not give the module back ---
+    # --- methods of the module that return the module: here they return the engine ---
 
     def to(self, *places: Any, **more: Any) -> Engine:
-        """Itself, for the device and dtype it has; so do `cuda()`, `half()` and the like.
+        """Return the engine itself, for the device and dtype it has; so do `cuda()`, `half()` and the like.
 
         Raises:
-            StateError: it is to move, or to change its dtype.
+            StateError: the call would move the engine or change its dtype.
         """
         wanted = (*places, *(more[key] for key in ("device", "dtype", "tensor") if key in more))
         for place in wanted:
@@ -206,7 +206,7 @@ class Engine:
         collate_fn: Collate | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """A DataLoader of micro batches, as that of `initialize(training_data=...)`."""
+        """Make a DataLoader of micro batches, as `initialize(training_data=...)` does."""
         return make_loader(
             dataset,
             batch_size or self.train_micro_batch_size_per_gpu(),
@@ -224,11 +224,11 @@ class Engine:
         return self._accumulation.num_steps
 
     def train_micro_batch_size_per_gpu(self) -> int | None:
-        """As configured or set."""
+        """Samples per micro batch and rank, as configured or set."""
         return self._accumulation.batch.micro_batch_size
 
     def train_batch_size(self) -> int | None:
-        """As configured, resolved or set."""
+        """Samples per step over all ranks, as configured, resolved or set."""
         return self._accumulation.batch.train_batch_size
 
     def get_batch_info(self) -> tuple[int | None, int | None, int]:
@@ -243,7 +243,7 @@ class Engine:
         """Change the accumulation steps, between two steps; micro batches stay as they are.
 
         Raises:
-            ConfigError: not a multiple of the micro batch, or gradients are not kept from one to the next.
+            ConfigError: the size is not a multiple of the micro batch, or gradients are not kept from one to the next.
             StateError: some micro batches of a step have been taken.
         """
         self._accumulation.set_train_batch_size(train_batch_size, global_steps=self.global_steps)
@@ -260,7 +260,7 @@ class Engine:
         return self._accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Override the counting, until set again."""
+        """Say whether this is a boundary, in the place of the counting, until set again."""
         if not self._runtime.config.batch.managed:
             raise StateError(
                 "managed_gradient_accumulation is false: each step() is a boundary, and nothing else is"
@@ -269,7 +269,7 @@ class Engine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Micro batches inside are no boundary."""
+        """Inside the block no micro batch is a boundary."""
         previous = self._accumulation.override
         self._accumulation.override = False
         try:
@@ -280,7 +280,7 @@ class Engine:
     # --- what happened ---
 
     def get_global_grad_norm(self) -> float | None:
-        """Of the last step, before clipping; waits until it is known. None before the first."""
+        """The gradient norm of the last step before clipping; waits until it is known. None before the first step."""
         if self.optimizer is None or not self.optimizer.has_stepped:
             return None
         return self.optimizer.grad_norm()
@@ -294,15 +294,15 @@ class Engine:
         return [float(group["lr"]) for group in self._param_groups]
 
     def get_mom(self) -> list[Any]:
-        """The betas of each param group; of SGD its momentum, and 0.0 where there is none."""
+        """The betas of each param group; for SGD its momentum, and 0.0 where there is none."""
         return [group.get("betas", group.get("momentum", 0.0)) for group in self._param_groups]
 
     def get_type(self) -> list[Any]:
-        """What each param group holds as "type", else 0.0, as in DeepSpeed."""
+        """The value of "type" in each param group, or 0.0 without one, as in DeepSpeed."""
         return [group.get("type", 0.0) for group in self._param_groups]
 
     def optimizer_name(self) -> str | None:
-        """The class of the optimizer that was given, or the config's type."""
+        """The class name of the optimizer that was given, or the type in the configuration."""
         origin = None if self.optimizer is None else self.optimizer.origin
         config = self._runtime.config.optimizer
         return type(origin).__name__ if origin is not None else config.type if config is not None else None
@@ -318,7 +318,7 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Where the computation runs."""
+        """The device on which the computation runs."""
         return self._runtime.accelerator.device
 
     @property
@@ -328,7 +328,7 @@ class Engine:
 
     @property
     def global_samples(self) -> int:
-        """Samples of all steps, by the batch sizes of the config and of `set_train_batch_size()`."""
+        """Samples of all steps, by the batch sizes of the configuration and of `set_train_batch_size()`."""
         return self._accumulation.num_samples(self.global_steps)
 
     @property
@@ -351,9 +351,9 @@ class Engine:
         return {tier.value: self._runtime.reserved_bytes(tier) for tier in TierName}
 
     def last_step_report(self) -> StepReport:
-        """Seconds of the last step and what the computation lost in which wait.
+        """Return the seconds of the last step, and what the computation lost of them in which wait.
 
-        With CUDA that is the last step which the device has finished: nobody waits for it.
+        With CUDA this is the last step that the device has finished: the call does not wait for a later one.
         """
         return self._runtime.clock.last
 
@@ -378,7 +378,7 @@ class Engine:
 
     @property
     def state(self) -> EngineState:
-        """Whether it is open, has failed (and why any use says), is closed, or has given the model back."""
+        """The engine's state: open, failed (any use raises the reason), closed, or its model is given back."""
         return self._runtime.state
 
     # --- checkpoints ---
@@ -397,7 +397,7 @@ class Engine:
         offloadzero/checkpoint/states.py.
 
         Raises:
-            ConfigError: a tag that cannot be one, or a state that is no JSON.
+            ConfigError: a tag cannot be the name of a directory, or `client_state` cannot be written as JSON.
             CheckpointError: `tag` or `latest` is there already and is not of this package: it is left alone; or the
                 model has parameters or buffers that cannot be in it.
             StateError: a load did not come to its end, so the states are a mixture; or the engine is closed.
@@ -432,7 +432,7 @@ class Engine:
             (its path, client_state); (None, {}) only when `load_dir` has no checkpoint and no `tag` is given.
 
         Raises:
-            CheckpointError: it is not there, not whole, or does not fit the model. Nothing has changed then.
+            CheckpointError: the checkpoint is missing, not whole, or does not fit the model. Nothing has changed then.
             StateError: the engine is closed.
         """
         is_training = self.optimizer is not None and not load_module_only
@@ -458,7 +458,7 @@ class Engine:
         return str(found.path), found.meta.client_state
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
-        """One safetensors file with the weights in their training dtype; a file of that name is replaced."""
+        """Write one safetensors file with the weights in their training dtype; a file of that name is replaced."""
         self._checkpoints.save_weights(save_dir, save_filename)
         return True
 
@@ -475,7 +475,7 @@ class Engine:
                 values.pop(name, None)
         return values
 
-    _zero3_consolidated_16bit_state_dict = module_state_dict  # what Accelerate and the HF Trainer call
+    _zero3_consolidated_16bit_state_dict = module_state_dict  # Accelerate and the HF Trainer call this
 
     def load_module_state_dict(
         self,

@@ -1,6 +1,6 @@
-"""What an engine saves and takes over: weights, states, counters, schedule and param groups (floor 6).
+"""Saving and loading of an engine: weights, states, counters, schedule and param groups.
 
-Where several ranks train, the first one writes what it reads through all of them, and all load together or none does.
+Where several ranks train, the first one writes, and reads the others' parts through them; all ranks load, or none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from offloadzero.runtime import Runtime
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint that fits the engine, and what is taken over of it."""
+    """A checkpoint that fits the engine, and the parts of it that are taken over."""
 
     path: Path
     meta: Meta
@@ -43,14 +43,14 @@ class FoundCheckpoint:
 
 
 class EngineCheckpoints:
-    """Saves and loads all that an engine is."""
+    """Saves and loads all that belongs to an engine."""
 
     def __init__(self, runtime: Runtime, optimizer: OffloadedOptimizer | None) -> None:
         self._runtime = runtime
         self._optimizer = optimizer
         self._coordinator = runtime.coordinator
         self._accumulation = runtime.accumulation
-        self._half_loaded: StateError | None = None  # why the states are a mixture
+        self._half_loaded: StateError | None = None  # the error of a load that left a mixture of states
 
     def expect_savable(self, call: str) -> None:
         """Raise StateError where the engine is closed, or a load did not come to its end."""
@@ -83,7 +83,7 @@ class EngineCheckpoints:
         exclude_frozen: bool,
         lr_scheduler: Any,
     ) -> None:
-        """As `Engine.save_checkpoint` says."""
+        """Write a checkpoint as `Engine.save_checkpoint` says."""
         self.expect_savable("save_checkpoint")
         directory = directory_of("save_dir", save_dir)
         partial_step = self._coordinator.partial_step
@@ -126,14 +126,14 @@ class EngineCheckpoints:
         )
 
     def _dynamic_loss_scale(self) -> LossScaleState | None:
-        """None without loss scaling, and when the configuration fixes the scale."""
+        """The state of the dynamic loss scale; None without loss scaling, or with a scale that is fixed."""
         config = self._coordinator.policy.loss_scale
         if config is None or config.static:
             return None
         return loss_scale_state(self._coordinator.loss_scale_state())
 
     def save_weights(self, save_dir: str | Path, file_name: str) -> None:
-        """As `Engine.save_16bit_model` says."""
+        """Write the weights as `Engine.save_16bit_model` says."""
         self.expect_savable("save_16bit_model")
         path = directory_of("save_dir", save_dir) / file_name
         self._runtime.read_by_first(lambda: save_weights(self._states(), path))
@@ -150,9 +150,9 @@ class EngineCheckpoints:
         with_schedule: bool,
         lr_scheduler: Any,
     ) -> FoundCheckpoint | None:
-        """What `load` takes over; all of it has been compared with the engine, of which nothing has changed.
+        """Find the checkpoint for `load` and compare all of it with the engine, of which nothing changes.
 
-        None where `load_dir` has no checkpoint and no `tag` is given.
+        Returns None where `load_dir` has no checkpoint and no `tag` is given.
         """
         self._expect_open("load_checkpoint")
         directory = directory_of("load_dir", load_dir)
@@ -176,7 +176,7 @@ class EngineCheckpoints:
         return FoundCheckpoint(found.path, checkpoint.meta, plan, with_states, with_schedule, groups)
 
     def _expect_same(self, found: Found, taken: object) -> None:
-        """Raise CheckpointError on all ranks unless they load the same; `taken` says what."""
+        """Raise CheckpointError on all ranks unless they load the same; `taken` says what each of them loads."""
         odd = self._runtime.odd_ranks("checkpoints", repr((found.tag, taken)))
         if odd:
             raise CheckpointError(
@@ -185,7 +185,7 @@ class EngineCheckpoints:
             )
 
     def load(self, found: FoundCheckpoint, *, lr_scheduler: Any) -> None:
-        """Take it over. Gradients of a step that was begun are dropped before."""
+        """Take over a checkpoint that `find` has found. Gradients of a step that was begun are dropped before."""
         meta = found.meta
         with self._loading(found.path), self._runtime.together("load_checkpoint()"):
             found.plan.apply()
@@ -198,7 +198,7 @@ class EngineCheckpoints:
         self._coordinator.resolve(is_whole=found.with_states)
 
     def _go_on_from(self, meta: Meta) -> None:
-        """Take the counters. A step that was begun when it was saved begins anew: its gradients were not saved."""
+        """Set the counters. A step that was begun when they were saved begins anew: its gradients were not saved."""
         self._accumulation.resume(meta.micro_steps)
         saved = None if self._dynamic_loss_scale() is None else meta.loss_scale
         scale = self._coordinator.loss_scale_state() if saved is None else asdict(saved)
@@ -206,7 +206,7 @@ class EngineCheckpoints:
 
     @contextmanager
     def _loading(self, path: Path) -> Iterator[None]:
-        """What fails while values are written leaves a mixture, on which nothing may go on."""
+        """Inside the block values are written: after a failure the states are a mixture, and training cannot go on."""
         try:
             yield
         except BaseException as error:

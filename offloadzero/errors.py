@@ -1,4 +1,4 @@
-"""Everything offloadzero raises on purpose (floor 0: imports nothing of ours)."""
+"""The errors that offloadzero raises on purpose."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import reprlib
 from collections.abc import Iterable
 
 MAX_SHOWN_CHARS = 240
-_MAX_COMPARED_CHARS = 80  # of a word for which the nearest known one is looked up
+_MAX_COMPARED_CHARS = 80  # of a word that is compared with the known ones
 
 
 class _ShortRepr(reprlib.Repr):
-    """repr for messages: of anything, of bounded length, and it never raises."""
+    """A repr for messages: it takes any value, its length is bounded, and it never raises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def _nearest(word: object, known: Iterable[str]) -> list[str]:
 
 
 class OffloadError(Exception):
-    """Base of all errors of this package."""
+    """Base class of all errors of this package."""
 
 
 class ConfigError(OffloadError, ValueError):
@@ -75,7 +75,7 @@ class ConfigError(OffloadError, ValueError):
 
 
 class BudgetError(OffloadError, MemoryError):
-    """What was asked for does not fit a tier; the message holds the table of bytes."""
+    """A request does not fit a tier; the message holds the table of bytes."""
 
 
 class AioError(OffloadError, OSError):
@@ -115,7 +115,7 @@ class AioTimeoutError(AioError, TimeoutError):
 
 
 class CheckpointError(OffloadError, ValueError):
-    """A checkpoint that is not there, not whole or not ours, or does not fit the model: names file and reason."""
+    """A checkpoint is missing, not whole, of another program, or does not fit the model: names file and reason."""
 
 
 class NonFiniteError(OffloadError, ArithmeticError):
@@ -127,4 +127,4 @@ class StateError(OffloadError, RuntimeError):
 
 
 class RankError(OffloadError, RuntimeError):
-    """A collective of several ranks did not come to its end: names what it was for, and what another rank said."""
+    """A collective of several ranks did not come to its end: names its purpose, and the error of another rank."""

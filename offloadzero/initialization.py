@@ -1,4 +1,4 @@
-"""`initialize()`: an engine from DeepSpeed's arguments (floor 6)."""
+"""`initialize()`: an engine from DeepSpeed's arguments."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ def initialize(
 
 
 def _telling_others(world_size: int) -> AbstractContextManager[None]:
-    """What fails in the block is told to the other ranks, which wait for this one."""
+    """Tell an error of the block to the other ranks, which wait for this one."""
     if world_size == 1:
         return nullcontext()
-    from offloadzero.sharding.ranks import telling_others  # it loads torch.distributed
+    from offloadzero.sharding.ranks import telling_others  # imported here, as it loads torch.distributed
 
     return telling_others()
 
@@ -106,7 +106,7 @@ def _make_engine(
     lr_scheduler: SchedulerSource,
     collate_fn: Collate | None,
 ) -> tuple[Engine, OffloadedOptimizer | None, DataLoader[Any] | None, Any]:
-    """What `initialize()` gives back."""
+    """Make the four things that `initialize()` returns."""
     if optimizer is not None or settings.optimizer is not None:
         settings = settle_for_initialize(settings)
         for warning in settings.warnings:
@@ -129,19 +129,19 @@ def _make_engine(
     def make_scheduler(optimizer: OffloadedOptimizer) -> None:
         schedulers.append(_make_scheduler(lr_scheduler, settings, optimizer))
 
-    # The scheduler comes first: what is wrong with it must not cost the model its weights.
+    # The scheduler comes first: an error in it must not cost the model its weights.
     offloaded = _make_optimizer(model, optimizer, model_parameters, settings, before_take_over=make_scheduler)
     if offloaded is None:
         if lr_scheduler is not None:
             raise ConfigError("lr_scheduler", type(lr_scheduler).__name__, "None: there is no optimizer")
-        # No state of an optimizer: nothing to lay out compactly, and no difference which one has none.
+        # Without states of an optimizer there is nothing to lay out compactly.
         evaluation = replace(settings, state_layout="fp32")
         scheduler = None
         runtime = Runtime(model, evaluation, spec=ADAM, param_groups=(), current_hypers=tuple)
     else:
         (scheduler,) = schedulers
         runtime = offloaded.runtime
-    try:  # right here: nobody else has the runtime, and an interrupt may come with any call
+    try:  # at once: nothing else holds the runtime yet, and an interrupt may come with any call
         engine = Engine(runtime, offloaded, scheduler, loader)
     except BaseException:
         runtime.undo()
@@ -150,7 +150,7 @@ def _make_engine(
 
 
 def _of_rank(config: OffloadConfig, rank: int, world_size: int) -> OffloadConfig:
-    """The configuration of one rank: each computes on its own GPU, and the first one tells of the run."""
+    """The configuration of one rank: each computes on its own GPU, and only the first one reports on the run."""
     if config.world_size != world_size:
         allowed = f"{world_size}: load_config(..., world_size={world_size}) makes it for so many ranks"
         raise ConfigError("config.world_size", config.world_size, allowed)

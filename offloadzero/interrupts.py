@@ -1,11 +1,11 @@
-"""Ctrl-C and what it may interrupt (floor 0: imports nothing of ours).
+"""Ctrl-C, and the sections of code that it must not interrupt.
 
 [Note: interrupts]
 Python raises KeyboardInterrupt in the main thread at almost any call: also between "the ticket is made" and "the work
 is submitted". A change of state that must be whole runs under `uninterrupted`: an interrupt that comes inside is
 raised where the section ends, or in a blocking wait inside it (a function marked `interruptible`), so that a wait that
-never ends can always be left. What changes state around such a wait must be right when the wait raises; no other place
-need.
+never ends can always be left. Code that changes state around such a wait must be right when the wait raises; all other
+code in the section need not be.
 
     with uninterrupted:
         ticket = UpdateTicket()
@@ -13,16 +13,16 @@ need.
         pipeline.submit(...)
 
 A function may be interrupted where it begins, before its `with`. Where that would be too late, in a `finally` say, or
-in a hook whose caller has done its part, it is marked `uninterrupted_from_start`. What gives the caller something that
-has to be taken back later ends with `held` and not with `uninterrupted`: it does not raise, and the caller asks
-`raise_held()` where it can take that back.
+in a hook whose caller has done its part, the function is marked `uninterrupted_from_start`. A function that returns
+something which has to be taken back later uses `held` in the place of `uninterrupted`: `held` does not raise at its
+end, and the caller calls `raise_held()` where it can take the thing back.
 
 `UninterruptedThroughout()` is such a section whose waits end on their own: an interrupt that comes in one of them waits
-too, a second one does not.
+too; a second interrupt is raised there.
 
-What begins in one call and ends in another (a backward that updates weights, hook by hook) is held together by
-`uninterrupted.until`: an interrupt waits as long as what it refers to lives, in a blocking wait too. One that comes
-while another waits does not, so that a wait that never ends can be left there as well.
+Some changes begin in one call and end in another (a backward that updates weights, hook by hook). `uninterrupted.until`
+holds them together: it refers weakly to an object, and as long as that lives an interrupt waits, in a blocking wait
+too. A second interrupt does not wait, so that a wait that never ends can be left there as well.
 
 This works where Python's own handler of SIGINT is in force: `install()` puts one in its place that asks first. A
 handler of the user's own is left alone. What it raises, or a handler of another signal, is not held back:
@@ -48,7 +48,7 @@ class _Uninterrupted:
     def __init__(self) -> None:
         self.depth = 0
         self.pending = False
-        self.until: Callable[[], object] | None = None  # a weak reference
+        self.until: Callable[[], object] | None = None  # weak: interrupts wait as long as it lives
 
     # Neither method calls anything before it has done its work: Python looks for signals at calls.
 
@@ -61,12 +61,12 @@ class _Uninterrupted:
             self.raise_unless_waiting()
 
     def raise_unless_waiting(self) -> None:
-        """An interrupt that was held back is raised now, unless it waits for the end of `until`."""
+        """Raise an interrupt that was held back, unless it waits for the end of `until`."""
         if self.until is None or self.until() is None:
             self.raise_pending()
 
     def raise_pending(self) -> None:
-        """An interrupt that was held back is raised now, in the main thread."""
+        """Raise an interrupt that was held back, in the main thread."""
         self.pending = False
         if threading.get_ident() == threading.main_thread().ident:
             raise KeyboardInterrupt
@@ -74,7 +74,7 @@ class _Uninterrupted:
 
 
 class _Held:
-    """`uninterrupted` that does not raise at its end: who comes next does."""
+    """A section like `uninterrupted` that does not raise at its end: the next section does, or `raise_held`."""
 
     __slots__ = ()
 
@@ -90,7 +90,7 @@ held = _Held()
 
 
 class UninterruptedThroughout:
-    """`uninterrupted` in blocking waits as well: only a second interrupt is raised there. For one use."""
+    """A section like `uninterrupted` whose waits hold an interrupt back, too, but not a second one. Used once."""
 
     __slots__ = ("__weakref__", "_around")
 
@@ -113,7 +113,7 @@ def raise_held() -> None:
 
 
 _waits: set[CodeType] = set()
-# Those about to begin a section.
+# Functions that are about to begin a section.
 _beginnings: set[CodeType] = {
     _Uninterrupted.__enter__.__code__,
     _Held.__enter__.__code__,
@@ -123,16 +123,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def interruptible(function: _Function) -> _Function:
-    """Marks a blocking wait: an interrupt that comes in its own frame is raised there, under `uninterrupted` too.
+    """Mark a blocking wait: an interrupt that comes in its own frame is raised there, under `uninterrupted` too.
 
-    It must be right wherever that happens, and look at `uninterrupted.pending` before it blocks.
+    The function must be right wherever that happens, and must look at `uninterrupted.pending` before it blocks.
     """
     _waits.add(function.__code__)
     return function
 
 
 def uninterrupted_from_start(function: _Function) -> _Function:
-    """Marks a function whose body is one section: what comes before its `with` waits as what comes inside does."""
+    """Mark a function whose body is one section: an interrupt before its `with` waits like one inside it."""
     _beginnings.add(function.__code__)
     return function
 
@@ -158,7 +158,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Python's own handler again, if ours is in force. On another thread than the main one it stays."""
+    """Put Python's own handler back, if ours is in force. On another thread than the main one ours stays."""
     is_main = threading.get_ident() == threading.main_thread().ident
     if is_main and signal.getsignal(signal.SIGINT) is _on_sigint:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""What launchers and command lines of DeepSpeed scripts expect of a process (floor 1)."""
+"""The parts of a process that launchers and command lines of DeepSpeed scripts expect."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from offloadzero.errors import ConfigError
 
 log = logging.getLogger("offloadzero")
 
-DEFAULT_PORT = 29500  # DeepSpeed's and torch's
+DEFAULT_PORT = 29500  # the default of DeepSpeed and of torch
 
-# Who starts several processes says so in one of these.
+# A launcher of several processes sets one of these variables.
 _WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def local_rank() -> int:
-    """As the launcher set it; 0 without one."""
+    """The rank on this machine, as the launcher set it; 0 without a launcher."""
     return _environment_number("LOCAL_RANK", default=0)
 
 
 def expect_one_process(call: str) -> None:
-    """Refuse `call`, which knows one process, on one of several ranks: each would train a model of its own.
+    """Refuse `call`, which works on one process only, on one of several ranks: each would train a model of its own.
 
     Raises:
         ConfigError: naming the variable, or torch's process group, that says so.
@@ -38,7 +38,7 @@ def expect_one_process(call: str) -> None:
 
 
 def join_group() -> tuple[int, int]:
-    """This rank and the number of ranks: of torch's process group, which is made where a launcher asks for several.
+    """Return this rank and the number of ranks; make torch's process group where a launcher asks for several.
 
     Raises:
         ConfigError: a launcher says that there are several ranks, and not which this is.
@@ -54,7 +54,7 @@ def join_group() -> tuple[int, int]:
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,  # noqa: ARG001 (DeepSpeed's signature)
-    distributed_port: int = DEFAULT_PORT,  # noqa: ARG001 (the launcher's MASTER_PORT holds)
+    distributed_port: int = DEFAULT_PORT,  # noqa: ARG001 (the launcher's MASTER_PORT is used)
     verbose: bool = True,  # noqa: ARG001
     timeout: timedelta | None = None,
     init_method: str | None = None,
@@ -114,7 +114,7 @@ def _environment_number(name: str, *, default: int) -> int:
 
 
 def _sizes() -> dict[str, int]:
-    """Numbers of ranks, by who says them."""
+    """The numbers of ranks, by the launcher's variable or the process group that gives them."""
     sizes = {name: _environment_number(name, default=1) for name in _WORLD_SIZES}
     if _group_is_up():
         sizes["torch.distributed.get_world_size()"] = _distributed().get_world_size()

@@ -1,13 +1,13 @@
-"""How an engine ends: closed, collected, interrupted, forked away from (floor 5).
+"""The ends of an engine: closed, collected by Python, interrupted, or forked away from.
 
 [Note: the end of an engine]
 `Resources` has what an engine holds of the machine: threads, files, memory. It knows nothing of the model, the hooks
-or the optimizer, and no thread of an engine does while it waits for work; so an engine that nobody can reach any more,
-model and all, is collected like any other object, and its resources are closed then. The collector may run on any
-thread and at any allocation: the closing runs on a thread of its own.
+or the optimizer, and neither does any thread of an engine while it waits for work. So an engine that can no longer be
+reached, with its model, is collected like any other object, and its resources are closed then. The collector may run on
+any thread and at any allocation: therefore the closing runs on a thread of its own.
 
-What holds a model's parameters or its hooks must not be held from here. And a parameter must not hold the engine in a
-way that Python's collector does not see: hooks on gradients, `grad` and `data` live in C++.
+Nothing here may hold an object that holds a model's parameters or its hooks. And a parameter must not hold the engine
+in a way that Python's collector does not see: hooks on gradients, `grad` and `data` live in C++.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from offloadzero.memory.tickets import Failures, Latch
 
 
 class EngineState(Enum):
-    """What can be done with an engine."""
+    """The states of an engine, by what can be done with it."""
 
     OPEN = "open"
-    FAILED = "failed"  # it does not go on, or not yet: any use that trains says why
+    FAILED = "failed"  # it does not go on, or not yet: any use that trains raises the reason
     CLOSED = "closed"  # its weights are gone
     RESTORED = "restored"  # its weights are the model's own again
 
 
 class Resources:
-    """What one engine holds of the machine: [Note: the end of an engine]."""
+    """The threads, files and memory that one engine holds: [Note: the end of an engine]."""
 
     def __init__(self, failures: Failures) -> None:
         self.failures = failures
         self._pid = os.getpid()
         self._parts: list[Callable[[], None]] = []
         self._closed = Latch()
-        self._collected = Latch()  # set when the thread that closed it holds nothing of it any more
+        self._collected = Latch()  # set when the closing thread no longer holds anything of the engine
         self._finalizer: weakref.finalize[..., object] | None = None
 
     def add(self, close: Callable[[], None]) -> None:
-        """A part and how it is closed; must bear to be closed again, and use only parts added before."""
+        """Add a part and the call that closes it. The call may come twice, and uses only parts added before."""
         self._parts.append(close)
 
     @property
     def is_open(self) -> bool:
-        """Whether there is anything to close; not in a forked child: it is all the parent's."""
+        """Whether there is anything to close. A forked child has nothing: all of it is the parent's."""
         return not self._closed.is_set and os.getpid() == self._pid
 
     def close(self) -> None:
@@ -60,14 +60,14 @@ class Resources:
         if not self.is_open:
             return
         failures = self.failures
-        # After a failure some things never come: nobody is to wait for them.
+        # After a failure some work never comes: no wait for it may block.
         failures.given_up = failures.given_up or failures.first is not None
         first: BaseException | None = None
         threads = [thread.close for thread in reversed(failures.threads)]
         for close in (*threads, *reversed(self._parts)):
             first = self._close_part(close) or first
         if self._finalizer is not None:
-            self._finalizer.detach()  # or it would keep the failure, and what its traceback holds
+            self._finalizer.detach()  # it would keep the failure and its traceback alive
         failures.threads = []
         self._parts = []
         self._closed.set()
@@ -89,7 +89,7 @@ class Resources:
     # --- an engine that is collected ---
 
     def close_when_collected(self, owner: object) -> None:
-        """Close when `owner` is gone."""
+        """Close the resources when `owner` is gone."""
         self._finalizer = weakref.finalize(owner, self._close_in_background)
         self._finalizer.atexit = False  # the exit has a handler of its own
 
@@ -101,7 +101,7 @@ class Resources:
 
     def _close_collected(self) -> None:
         unseen = self.failures.unseen()
-        # Nobody can read what its updates would still write.
+        # The updates still under way would write weights that can no longer be read.
         self.failures.record(StateError("the engine was collected"))
         try:
             self.close()
@@ -112,7 +112,7 @@ class Resources:
             raise unseen  # to sys.unraisablehook, which prints it
 
     def wait_collected(self) -> None:
-        """Block until it is closed, and what it held is given back."""
+        """Block until the engine is closed, and all that it held is given back."""
         self._collected.wait()
 
 
@@ -122,7 +122,7 @@ _closing: set[Resources] = set()
 def wait_for_collected() -> None:
     """Block until the engines that were collected are closed, their files gone and their memory given back.
 
-    At the exit of the process, too: a thread that is still in C++ then would end it with SIGABRT.
+    The exit of the process calls this, too: a thread that is still in C++ then would end it with SIGABRT.
     """
     for resources in list(_closing):
         resources.wait_collected()

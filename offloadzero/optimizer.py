@@ -1,4 +1,4 @@
-"""The PyTorch-native form: `model, optimizer = offload(model, optimizer, config)` (floor 6)."""
+"""The PyTorch-native form: `model, optimizer = offload(model, optimizer, config)`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ log = logging.getLogger("offloadzero")
 
 ConfigSource = Mapping[str, Any] | str | Path | OffloadConfig
 
-# Without its decorator, which imports torch.compile to keep it out: 1.5 s and 70 MiB.
+# torch's method without its decorator, which imports torch.compile to keep it out: 1.5 s and 70 MiB.
 _add_param_group: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
@@ -71,7 +71,7 @@ def offload(
     if could_update_in_backward:
         try:
             _log_kept_gradients(offloaded.runtime.plan.kept_grad_bytes)
-        except BaseException:  # nobody has the engine
+        except BaseException:  # nothing else holds the engine yet
             offloaded.runtime.undo()
             raise
     return model, offloaded
@@ -108,7 +108,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> 
 
 
 def check_parameters(model: nn.Module, param_groups: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse an optimizer that holds what is not the model's: nothing would train it."""
+    """Refuse an optimizer with a parameter that is not the model's: nothing would train it."""
     names = {id(param): name for name, param in model.named_parameters()}
     held = {id(param) for group in param_groups for param in group["params"]}
     num_foreign = len(held - names.keys())
@@ -135,7 +135,7 @@ def check_parameters(model: nn.Module, param_groups: Iterable[Mapping[str, Any]]
 def _refuse_step(
     successor: weakref.ref[OffloadedOptimizer], origin: torch.optim.Optimizer, *_: object
 ) -> None:
-    """A step pre-hook of `origin`: it has no states, and no gradients reach it. Its successor has the same hooks."""
+    """Refuse `step()` of `origin`, as its pre-hook: its states and gradients are gone. `successor` shares its hooks."""
     if successor() is None or isinstance(origin, OffloadedOptimizer):
         return
     raise StateError(
@@ -144,7 +144,7 @@ def _refuse_step(
     )
 
 
-# By these names: torch runs the first two, around `step()`.
+# The attributes of torch's optimizers that hold hooks; torch runs those of the first two around `step()`.
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -158,7 +158,7 @@ _HOOKS = (
 def _spec_and_defaults(
     origin: torch.optim.Optimizer | None, config: OffloadConfig
 ) -> tuple[AnySpec, dict[str, Any]]:
-    """The defaults are there for schedulers that cycle a momentum and look in them for its name."""
+    """Return the optimizer's spec and defaults. Schedulers that cycle a momentum look for its name in the defaults."""
     if origin is not None:
         return spec_of(origin), origin.defaults
     if config.optimizer is None:
@@ -186,17 +186,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         keeps_gradients: bool = False,
         is_of_all_trainable: bool = False,
     ) -> None:
-        """Args:
-        origin: the optimizer whose groups these are; without one they are the config's.
-        before_take_over: may still fail: the model is as it was.
-        keeps_gradients: until they are dropped, as torch does; else the step drops them, as DeepSpeed does.
-        is_of_all_trainable: no script has chosen the parameters: one that is frozen now has no states, and is an error
-            when it requires gradients later.
+        """Take over the states of `model`.
+
+        Args:
+            origin: the optimizer whose groups these are; without one they are the config's.
+            before_take_over: called first. It may fail: the model is then as it was.
+            keeps_gradients: gradients stay until they are dropped, as in torch; else the step drops them, as in
+                DeepSpeed.
+            is_of_all_trainable: no script has chosen the parameters: one that is frozen now has no states, and it is an
+                error when it requires gradients later.
         """
         self.spec, defaults = _spec_and_defaults(origin, config)
         self.spec.expect_layout(config.state_layout)
         expect_rates(param_groups)
-        self.spec.hypers(param_groups, "optimizer")  # what the first step would refuse
+        self.spec.hypers(param_groups, "optimizer")  # raises now what the first step would refuse
         check_parameters(model, param_groups)
         super().__init__(param_groups, dict(defaults))
         self.param_groups = param_groups  # the caller's own dicts: schedulers made on them stay connected
@@ -206,7 +209,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self, name, getattr(origin, name)
             )  # the same dicts: handles that scripts hold remove from both
         self._scaled = False
-        self.has_stepped = False  # in this process
+        self.has_stepped = False  # counts steps of this process only
         if before_take_over is not None:
             before_take_over(self)
         self.runtime = Runtime(
@@ -222,20 +225,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         try:
             if origin is not None:
                 origin.register_step_pre_hook(functools.partial(_refuse_step, weakref.ref(self)))
-        except BaseException:  # nobody has the engine
+        except BaseException:  # nothing else holds the engine yet
             self.runtime.undo()
             raise
         if origin is not None:
-            origin.state.clear()  # some make their states before the first step: they are here now
+            origin.state.clear()  # some make states before the first step: here the tiers hold them
 
     @property  # type: ignore[override]
     def state(self) -> States:
-        """The states by parameter: read from their tiers, and written there."""
+        """The states by parameter: items are read from the tiers, and written there."""
         return self._state
 
     @state.setter
     def state(self, value: Any) -> None:
-        """Only torch's constructor sets it: to a dict of its own, which is not used."""
+        """Ignore the dict that torch's constructor sets. Only the constructor sets this attribute."""
         if hasattr(self, "_state"):
             if value is not self._state:
                 refuse_states()
@@ -243,7 +246,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._state = States(self._states_of)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """A copy would have neither states nor gradients."""
+        """Refuse to be copied: a copy would have neither states nor gradients."""
         raise StateError(
             "an offloaded optimizer cannot be copied or pickled: its states live in their tiers, and gradients reach "
             "this one only. optimizer.state_dict() is what load_state_dict() takes, here or in torch"
@@ -255,7 +258,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     # --- the loop ---
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """fp16: `optimizer.scale(loss).backward()`, as with torch.amp.GradScaler. Otherwise the loss itself."""
+        """Scale a loss for fp16: `optimizer.scale(loss).backward()`, as torch.amp.GradScaler does; else return it."""
         self._scaled = True
         factor = self.runtime.coordinator.loss_scale
         return loss if factor == 1.0 else loss * factor
@@ -278,7 +281,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Apply the gradients. Returns before the update is done.
 
         Raises:
-            NonFiniteError, AioError: of this or an earlier step's update; the latest at the next use.
+            NonFiniteError, AioError: the update of this step or of an earlier one failed. The next use raises such an
+                error at the latest.
         """
         loss = None
         if closure is not None:
@@ -288,7 +292,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.runtime.coordinator.step()
             self.has_stepped = True
             if self.origin is not None:
-                # A torch scheduler that was made on it asks it whether a step came before the scheduler's.
+                # A torch scheduler that was made on `origin` asks it whether a step came before the scheduler's own.
                 self.origin._opt_called = True  # type: ignore[attr-defined]
         return loss
 
@@ -299,12 +303,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Raises:
             StateError: a backward has updated weights, all or some, in the place of `step()`.
-            NonFiniteError: of the last step, if nobody has seen it yet.
+            NonFiniteError: the last step failed, and no call has raised its error yet.
         """
         self.runtime.coordinator.discard_gradients(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while the optimizer is being made: the units are laid out once."""
+        """Add a group, only while the optimizer is being made: the units are laid out once."""
         if hasattr(self, "runtime"):
             raise StateError("add_param_group after offload(): add the group before")
         _add_param_group(self, param_group)
@@ -377,10 +381,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return read_states(self.runtime.weights, *place)
 
     def state_dict(self) -> dict[str, Any]:
-        """The format of torch's optimizer, all of it in host memory, with the fp32 master weights beside it.
+        """Return the format of torch's optimizer, all of it in host memory, with the fp32 master weights beside it.
 
-        The compact layout adds the moments' codes and scales, from which loading continues with the same bits. What an
-        operation writes into these tensors is written to the states, as in torch.
+        The compact layout adds the moments' codes and scales, from which loading continues with the same bits. A change
+        of these tensors in place is written to the states, as in torch.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -407,9 +411,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the format of `state_dict()` or of torch's optimizer (whose weights stay what they are).
 
-        As in torch a parameter of which there is no state begins anew: with the states of a first step. The compact
-        layout takes codes where there are any and the moments are theirs, else it rounds the fp32 moments; the fp32
-        layout ignores codes.
+        As in torch a parameter without a state in the dict begins anew: with the states of a first step. The compact
+        layout takes codes where the dict has them and they belong to its moments, else it rounds the fp32 moments; the
+        fp32 layout ignores codes.
 
         Raises:
             ConfigError: something does not fit, or an option is refused; nothing has changed then.

@@ -1,4 +1,4 @@
-"""Loading an optimizer's state dict: all of it is compared with the optimizer before the first write (floor 6)."""
+"""Loading an optimizer's state dict: all of it is compared with the optimizer before the first write."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 from offloadzero.update.spec import AnySpec
 
-_REMAINDER = "master_remainder"  # in a state of CPUAdam's and its like: what bf16 lacks of the master weight
+_REMAINDER = "master_remainder"  # key of the bits that bf16 lacks of the master weight, in CPUAdam's states
 
-Numbered = Iterable[tuple[int, Record, ParamSlot]]  # by a parameter's number among those of all groups
+Numbered = Iterable[tuple[int, Record, ParamSlot]]  # the number is the parameter's among those of all groups
 
 
 @dataclass(frozen=True)
 class _SlotLoad:
-    """The state of one parameter; without values it begins anew, as one does that torch has no state of."""
+    """The state of one parameter to be written. Without values it begins anew, as in torch without a state."""
 
     record: Record
     slot: ParamSlot
@@ -34,7 +34,7 @@ class _SlotLoad:
 
     @property
     def group_index(self) -> int:
-        """Of the optimizer's param_groups."""
+        """The index of the parameter's group in the optimizer's param_groups."""
         if self.slot.group_index is None:
             raise AssertionError(f"{self.slot.name} is frozen")
         return self.slot.group_index
@@ -57,7 +57,7 @@ class _SlotLoad:
 
 @dataclass(frozen=True)
 class OptimizerLoad:
-    """What is written where; everything in it fits."""
+    """The states and options that a load writes; all of them fit the optimizer."""
 
     slots: Sequence[_SlotLoad]
     options: Sequence[Mapping[str, Any]]  # by group
@@ -81,10 +81,10 @@ def plan_optimizer_load(
     """Compare a state dict with an optimizer.
 
     Args:
-        groups: the optimizer's.
-        numbered: its trainable parameters.
-        spec: of the optimizer.
-        fixed_options: of every group, whatever the dict says.
+        groups: the param groups of the optimizer.
+        numbered: the trainable parameters of the optimizer.
+        spec: the spec of the optimizer.
+        fixed_options: the options that every group keeps, whatever the dict says.
 
     Raises:
         ConfigError: names the group or the parameter, and what does not fit.
@@ -96,7 +96,7 @@ def plan_optimizer_load(
     keys = list(chain.from_iterable(saved["params"] for saved in state_dict["param_groups"]))
     states: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
     loads = [
-        # torch takes an empty one for none, and has some whose tensors are None
+        # torch takes an empty state for none, and some of its states hold None in the place of tensors.
         _planned(record, slot, states.get(keys[number]) or {})
         for number, record, slot in numbered
     ]
@@ -144,7 +144,7 @@ def _planned(record: Record, slot: ParamSlot, values: Mapping[str, Any]) -> _Slo
 
 
 def _expect_no_others(record: Record, slot: ParamSlot, values: Mapping[str, Any]) -> None:
-    """Refuse a state that would be dropped: another optimizer has made it."""
+    """Refuse a state that would be dropped because another optimizer has made it."""
     spec = record.spec
     codes = spec.codes
     known = {"step", "master", _REMAINDER, *spec.state_keys}
@@ -160,7 +160,7 @@ def _expect_no_others(record: Record, slot: ParamSlot, values: Mapping[str, Any]
 
 
 def _step(record: Record, slot: ParamSlot, values: Mapping[str, Any]) -> int:
-    """A state that does not count its steps has seen one at least."""
+    """Return the number of steps. A state that does not count them has seen one at least."""
     step = _present(record, slot, "step", values) if record.spec.counts_steps else values.get("step", 1)
     return step_count(f"{slot.name}.step", step)
 

@@ -1,7 +1,7 @@
-"""The states of an offloaded optimizer as scripts see them, `optimizer.state` and `state_dict()` (floor 6).
+"""The states of an offloaded optimizer as scripts see them, in `optimizer.state` and `state_dict()`.
 
 Both hold copies in host memory that write through, as those of a model's state dict do: `exp_avg.mul_(0.5)` changes the
-state. One that an update has passed by is not written any more, that is an error.
+state. A copy that is older than the last update is not written any more: writing to it is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offloadzero.update.records import Record
 
 
 class _State:
-    """Where one state of one parameter is written."""
+    """The place to which one state of one parameter is written."""
 
     def __init__(self, weights: WeightAccess, record: Record, slot: ParamSlot, key: str) -> None:
         self.name = f"{slot.name}.{key}"
@@ -35,13 +35,13 @@ class _State:
 
     @property
     def history(self) -> tuple[int, ...]:
-        """Changes with each change of this value."""
+        """Numbers that differ after each change of this value."""
         slot = self._slot
         num_writes = slot.num_writes if self._key == "master" else slot.num_state_writes.get(self._key, 0)
         return self._weights.num_updates(self._record), slot.step, num_writes
 
     def write(self, value: torch.Tensor) -> None:
-        """Commit a value."""
+        """Write a value to its home."""
         if self._key == "step":
             self._slot.step = step_count(self.name, value)
         elif self._key == "master":
@@ -56,7 +56,7 @@ class _State:
 
 
 def step_count(name: str, value: Any) -> int:
-    """The number of steps that a state holds, which is a tensor in torch."""
+    """Return the number of steps that a state holds, in torch as a tensor."""
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -79,25 +79,25 @@ def read_states(weights: WeightAccess, record: Record, slot: ParamSlot) -> dict[
 
 
 class StateDict(dict[str, Any]):
-    """`optimizer.state_dict()`. Its `copy()` copies the tensors, too.
+    """The dict that `optimizer.state_dict()` returns. Its `copy()` copies the tensors, too.
 
-    An optimizer of torch takes over what its `load_state_dict` is given, and would write into the states of ours; it
-    calls `copy()` first.
+    An optimizer of torch keeps the tensors that its `load_state_dict` is given, and its steps would write into these
+    states; but it calls `copy()` first.
     """
 
     def copy(self) -> dict[str, Any]:
-        """Independent of the optimizer."""
+        """Return a copy that is independent of the optimizer."""
         return copy.deepcopy(dict(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return copy.deepcopy(dict(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return OrderedDict, (), None, None, iter(self.items())  # what torch.load() takes for safe
+        return OrderedDict, (), None, None, iter(self.items())  # a form that torch.load() takes for safe
 
 
 class ParamStates(dict[str, torch.Tensor]):
-    """`optimizer.state[param]`: an item that is assigned is written, and none can be added or removed."""
+    """The value of `optimizer.state[param]`: assigning to an item writes it; items can neither be added nor removed."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return copy.deepcopy(dict(self), memo)
@@ -120,25 +120,25 @@ class ParamStates(dict[str, torch.Tensor]):
         self._refuse(key)
 
     def pop(self, key: str, *_: Any) -> NoReturn:
-        """Refused: the optimizer needs it."""
+        """Refuse: the optimizer needs the item."""
         self._refuse(key)
 
     def popitem(self) -> NoReturn:
-        """Refused: the optimizer needs it."""
+        """Refuse: the optimizer needs the item."""
         self._refuse("popitem()")
 
     def clear(self) -> NoReturn:
-        """Refused: the optimizer needs them."""
+        """Refuse: the optimizer needs the items."""
         self._refuse("clear()")
 
     def setdefault(self, key: str, default: Any = None) -> Any:  # noqa: ARG002 (dict's signature)
-        """The item; one that is not there cannot be added."""
+        """Return the item; one that does not exist cannot be added."""
         if key not in self:
             self._refuse(key)
         return self[key]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return OrderedDict, (), None, None, iter(self.items())  # what torch.load() takes for safe
+        return OrderedDict, (), None, None, iter(self.items())  # a form that torch.load() takes for safe
 
     def _refuse(self, key: str) -> NoReturn:
         raise StateError(
@@ -148,9 +148,9 @@ class ParamStates(dict[str, torch.Tensor]):
 
 
 class States(defaultdict[torch.Tensor, Any]):
-    """Empty, as the states live in the tiers; an item is read from there.
+    """The mapping `optimizer.state`: it looks empty, as the states live in the tiers, and reads an item from there.
 
-    It says that it is empty because those who iterate over it move what they find to the device.
+    It looks empty because scripts that iterate over it move the tensors that they find to the device.
     """
 
     def __init__(self, read: Callable[[torch.Tensor], dict[str, Any]]) -> None:
@@ -161,7 +161,7 @@ class States(defaultdict[torch.Tensor, Any]):
         return ParamStates(self._read(param))
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As `states[key]`, with a default for what the optimizer does not hold."""
+        """Return `states[key]`, or a default for a parameter that the optimizer does not hold."""
         try:
             return self[key]
         except KeyError:
@@ -174,31 +174,31 @@ class States(defaultdict[torch.Tensor, Any]):
         refuse_states()
 
     def clear(self) -> NoReturn:
-        """Refused: there is nothing here to clear."""
+        """Refuse: there is nothing here to clear."""
         refuse_states()
 
     def update(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: the states are not here."""
+        """Refuse: the states are not here."""
         refuse_states()
 
     def __ior__(self, other: Any) -> NoReturn:  # type: ignore[misc]
         refuse_states()
 
     def pop(self, *_: Any) -> NoReturn:
-        """Refused: the states are not here."""
+        """Refuse: the states are not here."""
         refuse_states()
 
     def popitem(self) -> NoReturn:
-        """Refused: the states are not here."""
+        """Refuse: the states are not here."""
         refuse_states()
 
     def setdefault(self, key: Any, default: Any = None) -> NoReturn:  # noqa: ARG002 (dict's signature)
-        """Refused: the states are not here."""
+        """Refuse: the states are not here."""
         refuse_states()
 
 
 def refuse_states() -> NoReturn:
-    """Of what would replace states that are not here."""
+    """Make the error of a call that would replace states which are not here."""
     raise StateError(
         "optimizer.state of an offloaded optimizer cannot be replaced, the states live in their tiers: write into "
         'optimizer.state[param]["exp_avg"], or use load_state_dict() or '

@@ -1,4 +1,4 @@
-"""The param groups of an offloaded optimizer as the configuration gives them (floor 6)."""
+"""The param groups of an offloaded optimizer as the configuration gives them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def group_defaults(config: OptimizerConfig) -> dict[str, Any]:
 
 
 def expect_rates(param_groups: Iterable[Mapping[str, Any]]) -> None:
-    """A rate that the configuration leaves at "auto" has to come with the groups."""
+    """Raise ConfigError for a group without a rate where the configuration leaves the rate at "auto"."""
     if any(group["lr"] is None for group in param_groups):
         raise ConfigError("optimizer.params.lr", "auto", f"{UNRESOLVED}; or pass an optimizer")

@@ -1,4 +1,4 @@
-"""One offloaded model from its start to its end (floor 6)."""
+"""One offloaded model from its start to its end."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.records import Record
 from offloadzero.update.spec import AnySpec, UpdateForm, device_form
 
-if TYPE_CHECKING:  # it loads torch.distributed, which not every build of torch has
+if TYPE_CHECKING:  # imported late, as it loads torch.distributed, which not every build of torch has
     from offloadzero.several_ranks import SeveralRanks
 
 log = logging.getLogger("offloadzero")
@@ -73,15 +73,15 @@ class Runtime:
         keeps_after_step: bool = False,
         is_of_all_trainable: bool = False,
     ) -> None:
-        """Take the states of `model` over: its parameters are placeholders from here on.
+        """Take the states of `model` over: its parameters are placeholders from then on.
 
         Args:
-            spec: of the optimizer.
-            param_groups: of a torch optimizer; parameters in none of them are frozen.
+            spec: the spec of the optimizer.
+            param_groups: the groups of a torch optimizer; parameters in none of them are frozen.
             current_hypers: reads the hyperparameters by group index.
-            before_backward: raises what must not be so when a backward begins.
-            keeps_after_step: gradients stay until they are dropped, unless the update runs in backward: torch's loop,
-                without the engine's `step()` after each micro batch.
+            before_backward: raises if no backward may begin now.
+            keeps_after_step: gradients stay until they are dropped, unless the update runs in backward. This is torch's
+                loop, without the engine's `step()` after each micro batch.
             is_of_all_trainable: a parameter that is in no group may not be unfrozen.
 
         Raises:
@@ -197,7 +197,7 @@ class Runtime:
         self.executor, self.weights, self.activations = parts.executor, parts.weights, parts.activations
         self.accumulation, self.coordinator = parts.accumulation, parts.coordinator
         self.parts = parts
-        with interrupts.uninterrupted:  # half of them could not be taken off again
+        with interrupts.uninterrupted:  # hooks that are half in place could not be removed again
             self.hooks = ModelHooks(
                 self.model,
                 cut,
@@ -212,7 +212,7 @@ class Runtime:
         _move_buffers(self.model, self.accelerator.device)
 
     def reserved_bytes(self, tier: TierName) -> int:
-        """Of the plan, and of the activation checkpoints so far."""
+        """Bytes that the plan reserves in a tier, and the activation checkpoints so far."""
         beside = self.activations.reserved() if self.activations is not None else {}
         return self.plan.tier_bytes(tier) + beside.get(tier, 0)
 
@@ -234,7 +234,7 @@ class Runtime:
         return "\n".join(lines)
 
     def _description(self) -> dict[str, object]:
-        """What holds for the whole run, for the run directory."""
+        """The facts that hold for the whole run, for the run directory."""
         tiers = {
             tier.value: [
                 {"what": line.what, "num_bytes": line.num_bytes}
@@ -252,7 +252,7 @@ class Runtime:
         }
 
     def read_by_first(self, work: Callable[[], None]) -> None:
-        """Do what reads all states and is done once: of several ranks the first does it, and all call this."""
+        """Do work that reads all states and is done once. All ranks call this; the first one does the work."""
         if self.several is None:
             work()
         else:
@@ -263,11 +263,11 @@ class Runtime:
         return flag if self.several is None else self.several.is_on_some(flag)
 
     def odd_ranks(self, what: str, text: str) -> list[int]:
-        """The ranks of which `text` is not that of the first one; `what` says in messages what is compared."""
+        """The ranks whose `text` differs from that of the first one; `what` names the compared things in messages."""
         return [] if self.several is None else self.several.departures({what: text})[what]
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """What fails on one rank only is an error on all of them, at the end of the block."""
+        """A block that fails on all ranks, at its end, where it fails on one of them."""
         return nullcontext() if self.several is None else self.several.together(what)
 
     def synchronize(self) -> None:
@@ -277,7 +277,7 @@ class Runtime:
 
     @property
     def state(self) -> EngineState:
-        """What can be done with the engine now."""
+        """The engine's state: what can be done with it now."""
         if self._is_restored:
             return EngineState.RESTORED
         if not self.resources.is_open and not self.failures.is_foreign:
@@ -286,9 +286,9 @@ class Runtime:
         return EngineState.FAILED if is_stopped else EngineState.OPEN
 
     def close(self) -> None:
-        """Finish all updates, stop the threads, remove the files. Raises the first failure nobody has seen.
+        """Finish all updates, stop the threads, remove the files. Raises the first failure that no call has raised yet.
 
-        In a forked child it does nothing: threads and files are the parent's. One that was interrupted may be repeated.
+        In a forked child it does nothing: threads and files are the parent's. It may be interrupted and called again.
         """
         if not self.resources.is_open:
             return
@@ -315,7 +315,7 @@ class Runtime:
         """Make the model an ordinary one again, with its weights as they are now, and close the engine.
 
         Each parameter gets the dtype and the device that it had before; one that was fp32 gets its fp32 master. Raises
-        the first failure nobody has seen, and StateError when the engine is closed.
+        the first failure that no call has raised yet, and StateError when the engine is closed.
         """
         if self.state in (EngineState.CLOSED, EngineState.RESTORED):
             raise StateError(f"the engine of this model is {self.state.value}: there is nothing to restore")
@@ -334,7 +334,7 @@ class Runtime:
         self.close()
 
     def undo(self) -> None:
-        """The engine could not be built: the model is as it was."""
+        """Undo a start that failed, so that the model is as it was."""
         _live.discard(self)
         try:
             if self.hooks is not None:
@@ -362,29 +362,30 @@ class Runtime:
 def _join_ranks(device: torch.device, config: OffloadConfig, failures: Failures) -> SeveralRanks:
     from offloadzero.several_ranks import join_ranks
 
-    # Before what ends torch's process group, which is older: to close takes collectives.
+    # Registered again, to run before the end of torch's process group, which was registered earlier: closing takes
+    # collectives.
     atexit.register(_close_at_exit)
     return join_ranks(device, config, failures)
 
 
 def _keep(values: torch.Tensor) -> None:
-    """One rank agrees with itself."""
+    """Do nothing: one rank agrees with itself."""
 
 
-# Those whose hooks are on a model.
+# The runtimes whose hooks are on a model, and those that were closed.
 _live: weakref.WeakSet[Runtime] = weakref.WeakSet()
 _closed: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 def _script_error() -> BaseException | None:
-    """What ends the script, if an error does: the one that is being handled, or has ended the main thread."""
+    """The error that ends the script, if one does: it is being handled, or has ended the main thread."""
     error = sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     return None if isinstance(error, SystemExit) and not error.code else error
 
 
 @atexit.register
 def _close_at_exit() -> None:
-    """A failure that nobody has seen must not end in exit status 0."""
+    """Close all engines. A failure that no call has raised must not end in exit status 0."""
     for runtime in list(_live):
         try:
             runtime.close()
@@ -397,7 +398,7 @@ def _close_at_exit() -> None:
 
 
 def _refuse_second(model: nn.Module) -> None:
-    """A model that is offloaded already, or whose weights went with its engine."""
+    """Raise StateError for a model that is offloaded already, or whose weights went with its engine."""
     for runtime in (*_live, *_closed):
         if runtime.state is EngineState.RESTORED:
             continue
@@ -430,7 +431,7 @@ def _group_of(param_groups: Sequence[Mapping[str, object]]) -> dict[int, int]:
 
 
 def _expect_storable(records: Sequence[Record]) -> None:
-    """A dtype that no checkpoint can hold is refused now, and not when the first one is saved."""
+    """Raise now for a dtype that no checkpoint can hold, and not when the first one is saved."""
     for record in records:
         if not is_known_dtype(record.dtype):
             raise ConfigError(
@@ -474,13 +475,13 @@ def plan_records(
     form: UpdateForm,
     num_checkpointed: int,
 ) -> MemoryPlan:
-    """The plan of a model that is cut into `records`, whose gradients get the dtype in which they add up.
+    """Plan the memory of a model that is cut into `records`, whose gradients get the dtype in which they add up.
 
     `available` is by tier; the other arguments are those of `plan_memory`. Raises BudgetError.
     """
     wanted = DTYPES[config.precision.grad_accum_dtype]
     for record in records:
-        # Of one micro batch per step nothing is added up: the parameter's dtype holds the gradient exactly.
+        # With one micro batch per step nothing is added up: the parameter's dtype holds the gradient exactly.
         record.grad_dtype = wanted if wanted is not None and keeps_gradients(config) else record.dtype
     placement = None
     if config.placement.auto:
@@ -498,7 +499,7 @@ def plan_records(
 
 
 def _available(device: Device, *, movable_bytes: int, num_local_ranks: int) -> dict[TierName, int]:
-    """Bytes by tier; of a device whose memory is the host's there is no entry.
+    """Bytes that are free, by tier; a device that shares the host's memory has no entry.
 
     `movable_bytes` are those of parameters in host memory: they are freed as the arenas fill. The ranks of a machine
     share its memory.

@@ -1,4 +1,4 @@
-"""The names of a record's segments and of the tiers they live on, which every floor above uses (floor 0)."""
+"""The names of a record's segments and of the tiers they live on, which the whole package uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SegmentKind(str):
 
     PARAM: ClassVar[SegmentKind]
     MASTER: ClassVar[SegmentKind]
-    SCALES: ClassVar[SegmentKind]  # of the compact layout
+    SCALES: ClassVar[SegmentKind]  # the scales of the compact layout
     GRAD: ClassVar[SegmentKind]
     STATES: ClassVar[SegmentKind]  # in rules of placement: the master and every state of the optimizer
     _known: ClassVar[dict[str, SegmentKind]] = {}

@@ -1,4 +1,4 @@
-"""What is other where several ranks train one model: the parts of their engines, and what is refused (floor 6)."""
+"""The parts of an engine that are different where several ranks train one model, and the settings refused there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SeveralRanks:
     """Makes the parts of an engine that know the other ranks, in the place of those that do not."""
 
     def __init__(self, ranks: Ranks, config: OffloadConfig, failures: Failures) -> None:
-        """Has the other ranks told of the first one of `failures`."""
+        """Make the parts for these ranks, and have the other ranks told of the first one of `failures`."""
         self.ranks = ranks
         self._config = config
         self._failures = failures
@@ -42,7 +42,7 @@ class SeveralRanks:
 
     @property
     def shard(self) -> ShardSpec:
-        """What this rank keeps of gradients and states: ZeRO's stages 1 to 3 divide them."""
+        """The part of gradients and states that this rank keeps: ZeRO's stages 1 to 3 divide them."""
         return self.ranks.spec if self._config.zero_stage >= 1 else WHOLE
 
     @property
@@ -51,20 +51,20 @@ class SeveralRanks:
         return self._config.zero_stage >= 3
 
     def close(self) -> None:
-        """Leave the other ranks. After a failure a group may wait in a collective, and its end for that: it stays."""
+        """Leave the other ranks. After a failure the group stays: to end it may wait for a collective for ever."""
         if self._failures.first is None:
             self.ranks.close()
 
     def agree(self, values: torch.Tensor) -> None:
-        """Make a host tensor that of the first rank."""
+        """Overwrite a host tensor with that of the first rank."""
         self.ranks.control.broadcast(values, "the first values")
 
     def agree_on_buffers(self, model: nn.Module) -> None:
-        """The model's buffers become those of the first rank. What has no values yet (meta) is passed over."""
+        """Overwrite the model's buffers with those of the first rank. Buffers without values (meta) are passed over."""
         places = [(module, name) for module in model.modules() for name in module._buffers]
         done: dict[
             int, torch.Tensor
-        ] = {}  # what takes the place of a buffer, by its id: several modules may share one
+        ] = {}  # the replacement of a buffer, by its id: several modules may share one
         for module, name in places:
             buffer = module._buffers[name]
             if buffer is None or buffer.device.type == "meta":
@@ -74,7 +74,7 @@ class SeveralRanks:
             module._buffers[name] = done[id(buffer)]
 
     def _agreed(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The buffer with the first rank's values; of a sparse one that has others another, as the layout needs it."""
+        """Return the buffer with the first rank's values. A sparse one whose values differ is replaced, not written."""
         is_dense = buffer.layout is torch.strided
         shown = buffer.detach() if is_dense else buffer.detach().to_dense()
         own = shown.to("cpu", copy=True).contiguous()
@@ -109,7 +109,7 @@ class SeveralRanks:
                 raise ConfigError(name, f"that of rank {self.ranks.spec.rank}", allowed)
 
     def departures(self, texts: Mapping[str, str]) -> dict[str, list[int]]:
-        """By key, the ranks that have another text than the first one. All ranks have the same keys."""
+        """The ranks whose text differs from the first one's, by key. All ranks have the same keys."""
         spec = self.ranks.spec
         said = torch.zeros(spec.world_size, len(texts), dtype=torch.int64)
         said[spec.rank] = torch.tensor([digest(text) for text in texts.values()])
@@ -124,7 +124,7 @@ class SeveralRanks:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """RankError at the end of the block where another rank has failed in it. All ranks have such a block."""
+        """Raise RankError at the end of the block where another rank has failed in it. All ranks have such a block."""
         spec = self.ranks.spec
         failed = torch.zeros(spec.world_size, dtype=torch.uint8)
         failed[spec.rank] = 1
@@ -139,7 +139,7 @@ class SeveralRanks:
 
     @staticmethod
     def read_by_first(weights: WeightAccess, work: Callable[[], None]) -> None:
-        """The first rank does `work`, which reads states through `weights`; the others answer."""
+        """Do `work`, which reads states through `weights`, on the first rank; the others answer its reads."""
         if not isinstance(weights, GatheredWeights):
             raise AssertionError(f"{type(weights).__name__} reads the states of one rank")
         weights.read_by_first(work)
@@ -148,37 +148,37 @@ class SeveralRanks:
 
     @property
     def executor(self) -> Any:
-        """Makes an `Executor`."""
+        """The call that makes an `Executor`."""
         return functools.partial(GatheringExecutor, ranks=self.ranks)
 
     def weights(self, records: Sequence[Record]) -> Any:
-        """Makes a `WeightAccess`."""
+        """The call that makes a `WeightAccess`."""
         return functools.partial(GatheredWeights, ranks=self.ranks, records=records)
 
     @property
     def decider(self) -> Any:
-        """Makes a `Decider`."""
+        """The call that makes a `Decider`."""
         return functools.partial(AgreeingDecider, ranks=self.ranks)
 
     @property
     def collector(self) -> type[GradientCollector]:
-        """Makes a `GradientCollector`."""
+        """The call that makes a `GradientCollector`."""
         return ReducingCollector
 
     @property
     def landing(self) -> Any:
-        """Makes a `Landing`."""
+        """The call that makes a `Landing`."""
         name = self._config.communication_dtype
         dtype = None if name is None else _DTYPES[name]
         return functools.partial(ReducedLanding, ranks=self.ranks, communication_dtype=dtype)
 
     def coordinator(self, store: TieredStore) -> Any:
-        """Makes a `StepCoordinator`."""
+        """The call that makes a `StepCoordinator`."""
         return functools.partial(ReducingCoordinator, ranks=self.ranks, store=store)
 
 
 def _of_all_ranks(config: OffloadConfig) -> OffloadConfig:
-    """The configuration without what may differ from rank to rank."""
+    """The configuration without the values that may differ from rank to rank."""
     return replace(
         config,
         update=replace(config.update, num_threads=None, cores=()),
@@ -192,14 +192,14 @@ def _of_all_ranks(config: OffloadConfig) -> OffloadConfig:
 
 
 def join_ranks(device: torch.device, config: OffloadConfig, failures: Failures) -> SeveralRanks:
-    """The ranks of torch's default process group. Raises ConfigError for what is not built over several."""
+    """Join the ranks of torch's default process group. Raises ConfigError for settings not built over several."""
     expect_built(config)
     make_current(device)
     return SeveralRanks(make_ranks(device), config, failures)
 
 
 def expect_built(config: OffloadConfig) -> None:
-    """Refuse what would not be right over several ranks."""
+    """Refuse settings that would not be right over several ranks."""
     several = f"over {config.world_size} ranks"
     if config.placement.auto:
         raise ConfigError(

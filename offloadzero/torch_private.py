@@ -1,4 +1,4 @@
-"""Every private name of torch that the package uses, looked up once (floor 0: imports nothing of ours).
+"""Every private name of torch that the package uses, looked up once.
 
 [Note: torch versions]
 These names carry no promise, so the versions of torch that are known to have them are stated here and nowhere else in
@@ -50,12 +50,12 @@ top_saved_tensors_default_hooks: Callable[[bool], tuple[PackHook, UnpackHook] | 
     "_C._autograd._top_saved_tensors_default_hooks"
 )
 
-# The node that backward runs on this thread, None outside of it; and the number of the running backward.
+# The node that backward runs on this thread, None outside of a backward; and the number of the running backward.
 current_autograd_node: Callable[[], torch.autograd.graph.Node | None] = _look_up("_C._current_autograd_node")
 current_graph_task_id: Callable[[], int] = _look_up("_C._current_graph_task_id")
 NO_GRAPH_TASK = -1
 
-# How many hold a storage (by its `_cdata`), the tensor that is asked included.
+# The number of holders of a storage (by its `_cdata`), the tensor that is asked included.
 storage_use_count: Callable[[int], int] = _look_up("_C._storage_Use_Count")
 has_storage: Callable[[torch.Tensor], bool] = _look_up("_C._has_storage")
 
@@ -63,7 +63,7 @@ has_storage: Callable[[torch.Tensor], bool] = _look_up("_C._has_storage")
 foreach_zero: Callable[[Sequence[torch.Tensor]], None] = _look_up("_foreach_zero_")
 foreach_copy: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = _look_up("_foreach_copy_")
 
-# Whether one tensor can be given the memory of another: what a module asks before it moves its parameters.
+# Whether one tensor can be given the memory of another: a module asks this before it moves its parameters.
 may_share_memory: Any = _look_up("_has_compatible_shallow_copy_type")
 
 _to_dlpack: Callable[[torch.Tensor], Any] = _look_up("_C._to_dlpack")
@@ -71,11 +71,11 @@ _from_dlpack: Callable[[Any], torch.Tensor] = _look_up("_C._from_dlpack")
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a storage of its own, whose holders can be counted; it keeps the memory."""
+    """Return the same memory as a storage of its own, whose holders can be counted; it keeps the memory alive."""
     return _from_dlpack(_to_dlpack(tensor))
 
 
-# What a tensor subclass is made of.
+# The function that makes instances of a tensor subclass.
 DisableTorchFunctionSubclass: Any = _look_up("_C.DisableTorchFunctionSubclass")
 make_wrapper_subclass: Callable[..., Any] = _look_up("Tensor._make_wrapper_subclass")
 make_subclass: Callable[..., Any] = _look_up("Tensor._make_subclass")
@@ -86,7 +86,7 @@ prim_device: Any = _look_up("ops.prim.device.default")  # asks a tensor subclass
 
 @functools.cache
 def autocast_key(device_type: str) -> Any:
-    """The dispatch keys that have autocast look at a tensor as at one of this type of device."""
+    """The dispatch keys by which autocast takes a tensor for one of this type of device."""
     keys: Any = _look_up("_C.DispatchKey")
     key = getattr(keys, f"Autocast{device_type.upper()}", keys.Undefined)
     return _look_up("_C.DispatchKeySet")(key)
@@ -101,7 +101,7 @@ _REASON = "weights of an offloaded model are fetched here; torch.export takes an
 
 
 def skip_frame(function: Callable[..., Any], *, with_calls: bool) -> None:
-    """Have the compiler run `function` as it is; and what it calls too, or compile that."""
+    """Have the compiler run `function` as it is, and with `with_calls` also the functions that it calls."""
     setattr(function, "_torchdynamo_disable", True)  # noqa: B010 (no inlining either: a graph ends here)
     setattr(function, "_torchdynamo_disable_msg", _REASON)  # noqa: B010
     action = _eval_frame._FrameAction
@@ -110,7 +110,7 @@ def skip_frame(function: Callable[..., Any], *, with_calls: bool) -> None:
 
 
 def import_compiler() -> None:
-    """As torch.utils.checkpoint does in its first call.
+    """Import the compiler, as torch.utils.checkpoint does in its first call.
 
     While it is imported, errors are raised and caught whose tracebacks are cycles: the frames of the first call, with
     its inputs, would stay until Python's collector runs.
@@ -124,9 +124,9 @@ is_tracing: Callable[[], bool] = _look_up("_C._is_tracing")
 # The innermost of the transforms of torch.func that run, None where none does.
 running_transform: Callable[[], Any] = _look_up("_C._functorch.peek_interpreter_stack")
 
-# For a class whose __torch_function__ does nothing.
+# The value for a class whose __torch_function__ does nothing.
 disabled_torch_function_impl: Any = _look_up("_C._disabled_torch_function_impl")
-# `tensor.data` itself, whatever the tensor's class. Who calls them disables torch functions.
+# The plain `tensor.data`, whatever the tensor's class. Callers disable torch functions.
 get_data: Callable[[torch.Tensor], torch.Tensor] = _look_up("_C.TensorBase.data").__get__
 set_data: Callable[[torch.Tensor, torch.Tensor], None] = _look_up("_C.TensorBase.data").__set__
 
@@ -147,7 +147,7 @@ grouped_matmul: Any = torch.ops.aten._grouped_mm
 
 
 def fake_tensor_mode() -> AbstractContextManager[Any]:
-    """Inside, tensors have shapes, dtypes and storages of a size, but no memory. Imported late: it loads sympy."""
+    """Make a mode in which tensors have shapes, dtypes and sizes, but no memory. Imported late: it loads sympy."""
     mode: Any = importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode
     return mode()  # type: ignore[no-any-return]
 
@@ -158,7 +158,7 @@ def default_process_group_store() -> Any:
 
 
 def timeout_of_process_group() -> timedelta:
-    """Of the default process group; a new group does not inherit it."""
+    """The timeout of the default process group; a new group does not inherit it."""
     group = _look_up("distributed.distributed_c10d._get_default_group")()
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout

@@ -1,4 +1,4 @@
-"""`Init`, `GatheredParameters` and the full-state accessors, with DeepSpeed's names (floor 6)."""
+"""`Init`, `GatheredParameters` and the full-state accessors, with DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Init:
             OffloadConfig() if source is None else load_config(source, world_size=launch.join_group()[1])
         )
         self._enabled = enabled
-        self._dtype = dtype  # without one a parameter keeps all its bits until the engine takes it over
+        self._dtype = dtype  # None: a parameter keeps all its bits until the engine takes it over
         self._directories = self._spill_directories(remote_device)
         self._freed = FreedMemory()
         self._originals: list[tuple[type[nn.Module], Callable[..., None]]] = []
@@ -74,7 +74,7 @@ class Init:
             self._release_all(module)
 
     def _spill_directories(self, remote_device: str | None) -> Counter[Path]:
-        """With the bytes that wait in each; none when they wait in memory."""
+        """The directories for spilled parameters, with the bytes in each; none when parameters wait in memory."""
         is_named = remote_device == TierName.NVME.value
         if not (is_named or (remote_device is None and waits_on_nvme(self._settings))):
             return Counter()
@@ -84,7 +84,7 @@ class Init:
         return Counter(dict.fromkeys(self._settings.nvme_paths, 0))
 
     def _next_directory(self, num_bytes: int) -> Path | None:
-        """All drives take their share, as they do of the homes."""
+        """Choose the directory with the fewest bytes, so that all drives take their share, as they do of the homes."""
         if not self._directories:
             return None
         directory = min(self._directories, key=self._directories.__getitem__)
@@ -101,7 +101,7 @@ class Init:
             setattr(nn.Module, "__init_subclass__", classmethod(_wrap_new_subclass))  # noqa: B010
             self._original_apply = nn.Module.apply
             setattr(nn.Module, "apply", _gathering_apply(nn.Module.apply))  # noqa: B010
-        except BaseException:  # without an entry there is no exit
+        except BaseException:  # without an entry there would be no exit
             self._unwrap_all()
             raise
         return self
@@ -119,7 +119,7 @@ class Init:
             setattr(cls, "__init__", original)  # noqa: B010
         self._originals = []
         if "__init_subclass__" in nn.Module.__dict__:
-            del nn.Module.__init_subclass__  # object's again
+            del nn.Module.__init_subclass__  # object's own method shows again
         if self._original_apply is not None:
             setattr(nn.Module, "apply", self._original_apply)  # noqa: B010
         Init._active = None
@@ -142,7 +142,7 @@ class Init:
         setattr(cls, "__init__", init)  # noqa: B010 (assigning to a method is what this does)
 
     def _release_all(self, module: nn.Module) -> None:
-        """All or none: when a drive is full, say, what has left comes back."""
+        """Move all parameters away, or none: when a drive is full, say, those that have left come back."""
         waited = {id(param) for param in module.parameters() if spilled_weight(param)}
         try:
             for child in module.modules():
@@ -184,7 +184,7 @@ def _wrap_new_subclass(cls: type[nn.Module], /, **kwargs: Any) -> None:
 
 
 def _gathering_apply(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """`module.apply(fn)` that brings each module's own parameters back for its call."""
+    """Make the `module.apply(fn)` that brings each module's own parameters back for its call."""
 
     @functools.wraps(apply)
     def gathering(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
@@ -204,7 +204,7 @@ def _gathering_apply(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module
 
 @dataclass(frozen=True, eq=False)
 class _Built:
-    """A gathered parameter of a model that is not offloaded yet: its value at entry and where that was."""
+    """A gathered parameter of a model that is not offloaded yet: its value at entry, and the place it came from."""
 
     param: nn.Parameter
     value: torch.Tensor
@@ -241,7 +241,7 @@ class GatheredParameters:
         try:
             for param in self._params:
                 self._gather(param)
-        except BaseException:  # they do not fit together: nothing stays behind
+        except BaseException:  # the parameters do not fit together: none may stay behind
             with UninterruptedThroughout():
                 for runtime, record, slot in self._gathered:
                     runtime.weights.scatter(record, slot)
@@ -265,7 +265,7 @@ class GatheredParameters:
                 "all ranks read it"
             )
         with UninterruptedThroughout():
-            if runtime.weights.gather(record, slot):  # else a block around this one has it
+            if runtime.weights.gather(record, slot):  # else an outer block has gathered it
                 self._gathered.append((runtime, record, slot))
 
     @uninterrupted_from_start
@@ -278,7 +278,7 @@ class GatheredParameters:
             if not self._may_edit and not torch.equal(built.value, built.param.data):
                 changed.append(built.origin.name)
                 built.param.data = built.value
-            if can_spill(built.param):  # else somebody has inside the block
+            if can_spill(built.param):  # else code inside the block has spilled it
                 spill(built.param, name=built.origin.name, directory=built.origin.directory)
         self._built = []
         if changed and error is None:
@@ -288,7 +288,7 @@ class GatheredParameters:
             )
 
     def _scatter(self) -> list[str]:
-        """The parameters are away again; the names of those that were changed and may not be."""
+        """Put the parameters away again; return the names of those that were changed without permission."""
         changed: list[str] = []
         for runtime, record, slot in self._gathered:
             value = runtime.weights.scatter(record, slot)
@@ -301,7 +301,7 @@ class GatheredParameters:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do: a parameter read outside its module is fetched at the read."""
+    """Do nothing: a parameter read outside its module is fetched at the read."""
 
 
 def _located(param: nn.Parameter) -> tuple[Runtime, Record, ParamSlot]:
@@ -320,7 +320,7 @@ def _kind(record: Record, optim_state_key: str) -> SegmentKind:
 
 
 def _expect_shape(slot: ParamSlot, value: torch.Tensor) -> None:
-    """Raises ConfigError unless `value` has the parameter's shape, or is all of it as a vector."""
+    """Raise ConfigError unless `value` has the parameter's shape, or is all of it as a vector."""
     if value.shape not in (slot.shape, torch.Size((slot.num_elements,))):
         raise ConfigError(
             slot.name, tuple(value.shape), f"shape {tuple(slot.shape)}, or as many elements in one row"
@@ -328,7 +328,7 @@ def _expect_shape(slot: ParamSlot, value: torch.Tensor) -> None:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """The fp32 master weight: a new host tensor in the parameter's shape."""
+    """Return the fp32 master weight: a new host tensor in the parameter's shape."""
     runtime, record, slot = _located(param)
     return runtime.weights.read_master(record, slot)
 
@@ -341,7 +341,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """A state such as "exp_avg": a new fp32 host tensor in the parameter's shape; None for a frozen parameter."""
+    """Return a state such as "exp_avg": a new fp32 host tensor in the parameter's shape, or None for a frozen one."""
     runtime, record, slot = _located(param)
     kind = _kind(record, optim_state_key)
     return runtime.weights.read_state(record, slot, kind) if slot.trainable else None
@@ -355,7 +355,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The gradient accumulated since the last step: a new fp32 host tensor; None where there is none.
+    """Return the gradient accumulated since the last step: a new fp32 host tensor; None where there is none.
 
     Raises:
         StateError: the weights are updated in backward, and the gradient is gone.
@@ -376,7 +376,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         param.grad.copy_(value)
 
 
-# The local forms: this process's part of each parameter as a vector, which of one process is all of it.
+# The local forms: this process's part of each parameter as a vector, which with one process is all of it.
 
 
 def _expect_all_is_local(param: nn.Parameter, call: str) -> None:
@@ -387,7 +387,7 @@ def _expect_all_is_local(param: nn.Parameter, call: str) -> None:
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """The fp32 master weight as a vector: a new host tensor."""
+    """Return the fp32 master weight as a vector: a new host tensor."""
     _expect_all_is_local(param, "safe_get_local_fp32_param")
     return safe_get_full_fp32_param(param).reshape(-1)
 
@@ -399,7 +399,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """A state such as "exp_avg" as a vector: a new fp32 host tensor; None for a frozen parameter."""
+    """Return a state such as "exp_avg" as a vector: a new fp32 host tensor; None for a frozen parameter."""
     _expect_all_is_local(param, "safe_get_local_optimizer_state")
     state = safe_get_full_optimizer_state(param, optim_state_key)
     return None if state is None else state.reshape(-1)
@@ -412,7 +412,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The gradient accumulated since the last step as a vector: a new fp32 host tensor; None where there is none."""
+    """Return the gradient accumulated since the last step as a vector: a new fp32 host tensor, or None without one."""
     _expect_all_is_local(param, "safe_get_local_grad")
     grad = safe_get_full_grad(param)
     return None if grad is None else grad.reshape(-1)
