@@ -1,1 +1,1 @@
-"""The arithmetic of gradients and updates away from the native kernels: torch operations, Triton (floor 3)."""
+"""The arithmetic of gradients and updates outside of the native kernels: in torch operations, and in Triton."""

@@ -1,4 +1,4 @@
-"""The compact state in torch operations, on any device: encode, decode, and what a step needs (floor 3).
+"""The compact state in torch operations, on any device: encoding, decoding, and the pieces of a step.
 
 The format and the sequence of operations are those of [Note: compact state], [Note: compact arithmetic] and
 [Note: dithered codes] in csrc/cpu_adam/cpu_adam.h, one torch operation for each of theirs, so the results are the
@@ -24,7 +24,7 @@ from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
 from offloadzero.kernel_arguments.scalars import AdamScalars
 
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
-SMALLEST_SCALED = 2.0**-100  # as largest magnitude of a block, and as step size
+SMALLEST_SCALED = 2.0**-100  # a step size or a block's largest magnitude below it counts as 0
 SIGN, MAGNITUDE, INFINITY_BITS = -(1 << 31), (1 << 31) - 1, 255 << 23  # of fp32 patterns
 _BITS_OF_1, BITS_OF_2 = 127 << 23, 128 << 23
 SPAN_M, SPAN_S = 14.75, 2.984375  # y - 1 of the largest magnitude of a block
@@ -32,7 +32,7 @@ SHIFT_M, SHIFT_S = 18, 16  # mantissa bits of y below those of its code
 
 
 def join(param: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master weights of bf16 parameters and int8 remainders: a new tensor."""
+    """Return the fp32 master weights of bf16 parameters and int8 remainders: a new tensor."""
     return ((param.view(torch.int16).to(torch.int32) << 16) + (remainder.to(torch.int32) << 8)).view(
         torch.float32
     )
@@ -40,26 +40,26 @@ def join(param: Tensor, remainder: Tensor) -> Tensor:
 
 def split(weights: Tensor, param: Tensor, remainder: Tensor) -> None:
     """Write fp32 master weights as bf16 parameters and int8 remainders."""
-    # Rounding a NaN of full payload up would make it zero.
+    # A NaN with all payload bits set would become zero when it is rounded up.
     bits = torch.where(weights.isnan(), torch.nan, weights).view(torch.int32) + 0x80
     param.view(torch.int16).copy_((bits + 0x8000) >> 16)
     remainder.copy_((bits >> 8) & 0xFF)
 
 
 def decode_exp_avg(codes: Tensor, scale: Tensor) -> Tensor:
-    """fp32 first moments, shape (n,), of int8 codes (sign and magnitude), shape (n,), and one scale per block."""
+    """Return the fp32 first moments, shape (n,), of int8 codes (sign and magnitude), and a scale per block."""
     x = _expand(codes & 0x7F, SHIFT_M) - 2.0
     return torch.where(codes < 0, -x, x) * _per_element(scale, codes.numel())
 
 
 def decode_exp_avg_sq(codes: Tensor, scale: Tensor) -> Tensor:
-    """fp32 second moments, shape (n,), of uint8 codes, shape (n,), and one scale per block."""
+    """Return the fp32 second moments, shape (n,), of uint8 codes, and a scale per block."""
     s = (_expand(codes, SHIFT_S) - 2.0) * _per_element(scale, codes.numel())
     return s * s
 
 
 def encode_exp_avg(exp_avg: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest int8 codes, shape (n,), and scales, one per block, of fp32 first moments, shape (n,)."""
+    """Return the nearest int8 codes, shape (n,), and scales, one per block, of fp32 first moments, shape (n,)."""
     spare = Workspace.allocate(exp_avg)
     load(spare.m, exp_avg)
     codes, scale = spare.encode_exp_avg(1 << (SHIFT_M - 1))
@@ -67,7 +67,7 @@ def encode_exp_avg(exp_avg: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def encode_exp_avg_sq(root: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest uint8 codes, shape (n,), and scales, one per block, of square roots of second moments, shape (n,)."""
+    """Return the nearest uint8 codes and the scales, one per block, of roots of second moments; shapes are (n,)."""
     spare = Workspace.allocate(root)
     load(spare.s, root)
     codes, scale = spare.encode_root(1 << (SHIFT_S - 1))
@@ -75,17 +75,17 @@ def encode_exp_avg_sq(root: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sqrt(values: Tensor) -> Tensor:
-    """Correctly rounded fp32 square root: torch's vectorised one on the CPU is not."""
+    """Return the correctly rounded fp32 square root; torch's vectorised one on the CPU is not."""
     return sqrt_(values.clone())
 
 
 def sqrt_(values: Tensor) -> Tensor:
-    """`sqrt` in place; on the CPU, where only tests take it, by way of fp64."""
+    """Compute `sqrt` in place; on the CPU, where only tests take it, by way of fp64."""
     return values.sqrt_() if values.device.type != "cpu" else values.copy_(values.double().sqrt_())
 
 
 def code_dither(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What a step adds to the patterns of exp_avg and exp_avg_sq: int32, each of shape (COMPACT_BLOCK,)."""
+    """The int32 numbers that a step adds to the patterns of exp_avg and exp_avg_sq, each of shape (COMPACT_BLOCK,)."""
     place = torch.arange(COMPACT_BLOCK, device=device)
     reversed_bits = torch.zeros_like(place)
     for bit in range(7):
@@ -100,12 +100,12 @@ def code_dither(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def dither_phases(step: int) -> tuple[int, int]:
-    """Where a step's dithers of exp_avg and exp_avg_sq begin, modulo 2^32: [Note: dithered codes]."""
+    """The begin of a step's dithers of exp_avg and exp_avg_sq, modulo 2^32: [Note: dithered codes]."""
     return step * 0x9E3779B9 % 2**32, step * 0x6A09E667 % 2**32
 
 
 class CompactFactors(NamedTuple):
-    """What a step multiplies with: fp32 numbers made of those of AdamScalars in fp32."""
+    """The factors of a step: fp32 numbers made from those of AdamScalars in fp32."""
 
     grad_m: float
     grad_s: float
@@ -114,13 +114,13 @@ class CompactFactors(NamedTuple):
 
 
 def compact_factors(scalars: AdamScalars) -> CompactFactors:
-    """The `per call` part of [Note: compact arithmetic]."""
+    """Compute the `per call` part of [Note: compact arithmetic]."""
     grad_scale = 1.0 if scalars.with_l2 else scalars.grad_scale
     root, floor = scalars.inv_sqrt_bias_correction2, math.inf
     if scalars.step_size >= SMALLEST_SCALED:
         root, floor = root / scalars.step_size, scalars.eps / scalars.step_size
     exact = (scalars.one_minus_beta1 * grad_scale, scalars.sqrt_one_minus_beta2 * grad_scale, root, floor)
-    # One rounding: doubles hold such products, and quotients with more than twice the bits.
+    # Rounded once: doubles hold such products exactly, and quotients with more than twice the bits.
     return CompactFactors(*torch.tensor(exact, dtype=torch.float64).float().tolist())
 
 
@@ -139,13 +139,13 @@ class Workspace(NamedTuple):
 
     @staticmethod
     def allocate(values: Tensor) -> Workspace:
-        """On the device of flat `values`, for their number."""
+        """Allocate the arrays on the device of flat `values`, for their number."""
         shape = (-(-values.numel() // COMPACT_BLOCK), COMPACT_BLOCK)
         dtypes = (*[torch.float32] * 5, *[torch.float64] * 4)
         return Workspace(*(torch.empty(shape, dtype=dtype, device=values.device) for dtype in dtypes))
 
     def fma(self, out: Tensor, a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
-        """out = a * b + c rounded once: [Note: fused multiply-add in fp64]. `out` may be one of the others."""
+        """Compute out = a * b + c rounded once: [Note: fused multiply-add in fp64]. `out` may be one of the others."""
         d0, d1, total, d3 = self.d0, self.d1, self.d2, self.d3
         product = d0.copy_(a)
         product.mul_(d1.copy_(b) if isinstance(b, Tensor) else b)
@@ -154,7 +154,7 @@ class Workspace(NamedTuple):
         back = torch.sub(total, product, out=d3)
         addend.sub_(back)
         error = product.sub_(torch.sub(total, back, out=d3)).add_(addend)
-        # Away from zero is up in the bits; the error of what is not finite is NaN.
+        # In the bits, away from zero is up. The error of a number that is not finite is NaN.
         towards = error.sign_().mul_(torch.sign(total, out=d1)).nan_to_num_(0.0)
         bits, is_even = total.view(torch.int64), d3.view(torch.int64)
         torch.bitwise_and(bits, 1, out=is_even).bitwise_xor_(1)
@@ -162,9 +162,9 @@ class Workspace(NamedTuple):
         return out.copy_(total)
 
     def encode_exp_avg(self, dither: Tensor | int) -> tuple[Tensor, Tensor]:
-        """Codes of `m` as int32 in the low 8 bits and scales, shape (blocks, 1); `m`, `g` and `t` are lost.
+        """Return codes of `m` as int32 in the low 8 bits and scales, shape (blocks, 1); `m`, `g` and `t` are lost.
 
-        Of a block with a number that is not finite they are 0 and NaN. `dither`, int32 of shape (COMPACT_BLOCK,),
+        In a block with a number that is not finite codes are 0, the scale is NaN. `dither`, int32 of (COMPACT_BLOCK,),
         decides which codes are rounded up.
         """
         m_bits, signs, codes = (array.view(torch.int32) for array in (self.m, self.g, self.t))
@@ -179,9 +179,9 @@ class Workspace(NamedTuple):
         return codes, _scale(largest, SPAN_M).masked_fill(is_lost, math.nan)
 
     def encode_root(self, dither: Tensor | int) -> tuple[Tensor, Tensor]:
-        """Codes of `s`, the roots of second moments, as int32 and scales, shape (blocks, 1); `s` and `t` are lost.
+        """Return codes of `s`, roots of second moments, as int32 and scales, shape (blocks, 1); `s` and `t` are lost.
 
-        Of a block that holds NaN they are 1 and NaN. `dither` is as for `encode_exp_avg`.
+        In a block that holds NaN the codes are 1 and the scale is NaN. `dither` is as for `encode_exp_avg`.
         """
         codes = self.t.view(torch.int32)
         largest_bits = torch.bitwise_and(self.s.view(torch.int32), MAGNITUDE, out=codes).amax(1, keepdim=True)
@@ -202,7 +202,7 @@ def load(array: Tensor, source: Tensor) -> Tensor:
 
 
 def _inverse(largest: Tensor, span: float) -> Tensor:
-    # Not span / largest: torch takes the reciprocal first, and rounds twice.
+    # span / largest would round twice: torch takes the reciprocal first.
     return torch.full_like(largest, span) / largest.clamp(min=SMALLEST_SCALED)
 
 
@@ -212,7 +212,7 @@ def _scale(largest: Tensor, span: float) -> Tensor:
 
 
 def _expand(codes: Tensor, shift: int) -> Tensor:
-    """2 + X(c), or 2 + Y(c), of codes c >= 0: F and G of [Note: compact arithmetic]."""
+    """Return 2 + X(c), or 2 + Y(c), of codes c >= 0: F and G of [Note: compact arithmetic]."""
     return ((codes.to(torch.int32) << shift) + BITS_OF_2).view(torch.float32)
 
 

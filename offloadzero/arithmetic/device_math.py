@@ -1,9 +1,9 @@
-"""The arithmetic of gradients and updates where the memory is: native kernels on the host, others on a device (3).
+"""The arithmetic of gradients and updates where the memory is: native kernels on the host, torch's on a device.
 
 [Note: one arithmetic]
 An update on a device repeats the native kernel's operations one by one (see [Note: Adam arithmetic] in
 csrc/cpu_adam), so it and one on the host give the same bits as far as the chip's fp32 multiply, add, divide and square
-root are correctly rounded, which CUDA's are. Its forms: [Note: forms of the update] in update/device_adam.py.
+root are correctly rounded, which CUDA's are. [Note: forms of the update] in update/device_adam.py lists its forms.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from offloadzero.arithmetic import compact_math
 from offloadzero.memory import device as devices
 from offloadzero.native import cpu_adam
 
-NORM_ELEMENTS = 1 << 20  # of a gradient on a device at once: 8 MiB of fp64
+NORM_ELEMENTS = 1 << 20  # of a gradient on a device that are squared at once: 8 MiB of fp64
 
 
 def sq_norm(grad: torch.Tensor, *, num_threads: int | None = None) -> float:
-    """Sum of squares of a flat gradient; not finite if an element is not. Blocks the host on CUDA."""
+    """Return the sum of squares of a flat gradient; not finite if an element is not. Blocks the host on CUDA."""
     if devices.is_host_memory(grad):
         return cpu_adam.sq_norm(grad, num_threads=num_threads)
     return sq_norms(grad, ((0, grad.numel()),))[0]
@@ -33,7 +33,7 @@ def sq_norms(
     num_threads: int | None = None,
     scratch: torch.Tensor | None = None,
 ) -> Sequence[float]:
-    """`sq_norm` of parts [start, stop) of a flat gradient, given in ascending order. Blocks the host once on CUDA.
+    """Return `sq_norm` of ascending parts [start, stop) of a flat gradient. Blocks the host once on CUDA.
 
     Args:
         scratch: uint8, of `norm_scratch_bytes(parts)` at least, for a gradient on a device; allocated if None.
@@ -48,14 +48,14 @@ def sq_norms(
 def sq_norms_in_pieces(
     grad: torch.Tensor, parts: Sequence[tuple[int, int]], scratch: torch.Tensor | None = None
 ) -> Sequence[float]:
-    """`sq_norms` in operations that every device has: torch would widen a whole gradient to fp64, these a piece."""
+    """Compute `sq_norms` piece by piece, in operations that every device has; torch would widen all of it to fp64."""
     if scratch is None:
         scratch = torch.empty(norm_scratch_bytes(parts), dtype=torch.uint8, device=grad.device)
     pieces = [(i, low, high) for i, part in enumerate(parts) for low, high in _cut(*part)]
     sums, room = scratch.view(torch.float64).tensor_split([len(pieces)])
     first, squares = 0, room[:0]
     for place, (_, low, high) in enumerate(pieces):
-        if high > first + squares.numel():  # as many pieces as there is room for are squared at once
+        if high > first + squares.numel():  # fills the room for squared pieces before it sums them
             first = low
             squares = room[: parts[-1][1] - first]
             squares.copy_(grad[first : first + squares.numel()]).square_()
@@ -67,7 +67,7 @@ def sq_norms_in_pieces(
 
 
 def norm_scratch_bytes(parts: Sequence[tuple[int, int]]) -> int:
-    """What `sq_norms` takes on a device: as much in fp64 as is squared at once, and a sum for each piece."""
+    """The bytes that `sq_norms` needs on a device: fp64 for all that is squared at once, and a sum for each piece."""
     num_pieces = sum(1 for part in parts for _ in _cut(*part))
     extent = parts[-1][1] - parts[0][0] if parts else 0
     return (num_pieces + min(extent, NORM_ELEMENTS)) * torch.float64.itemsize
@@ -79,7 +79,7 @@ def _cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def accumulate(acc: torch.Tensor, grad: torch.Tensor, *, num_threads: int | None = None) -> None:
-    """acc += grad, rounded to acc's dtype."""
+    """Compute acc += grad, rounded to acc's dtype."""
     if devices.is_host_memory(acc):
         cpu_adam.accumulate(acc, grad, num_threads=num_threads)
     else:
@@ -87,7 +87,7 @@ def accumulate(acc: torch.Tensor, grad: torch.Tensor, *, num_threads: int | None
 
 
 def join_master(param: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
-    """The fp32 master weights of (bf16, int16 or int8 remainder), (fp16, fp32) or (fp32, None): a new tensor."""
+    """Return the fp32 master weights of (bf16, int16 or int8 remainder), (fp16, fp32) or (fp32, None): a new tensor."""
     if master is None:
         return param.clone()
     if master.dtype == torch.int8:

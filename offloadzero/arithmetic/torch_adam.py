@@ -1,4 +1,4 @@
-"""Adam in torch operations on any device, in pieces, in scratch that the caller gives (floor 3).
+"""Adam in torch operations on any device, piece by piece, in scratch memory that the caller gives.
 
 The sequences of operations are those of [Note: Adam arithmetic] and [Note: compact arithmetic] in
 csrc/cpu_adam/cpu_adam.h, one torch operation for each of theirs, written into arrays of the scratch. Beside the scratch
@@ -121,7 +121,7 @@ def _compact_adam_step(
 
 
 class _CompactPiece(NamedTuple):
-    """Whole blocks of a record and its gradient, but for the last one's end; `scales` of shape (blocks, 2)."""
+    """Whole blocks of a record and its gradient (the record's end may be short); `scales` of shape (blocks, 2)."""
 
     param_i16: Tensor
     grad: Tensor
@@ -160,7 +160,7 @@ def _step_piece(
 
 
 def _update_exp_avg(spare: Workspace, codes: Tensor, unit: Tensor, factors: CompactFactors) -> None:
-    """m = F * S + (g * grad_m - copysign(2 * S, F)), with the codes in m and S in `unit`."""
+    """Compute m = F * S + (g * grad_m - copysign(2 * S, F)), with the codes in m and S in `unit`."""
     expanded, minus_twice = spare.t.view(torch.int32), spare.s.view(torch.int32)
     torch.bitwise_and(codes, 0x7F, out=expanded).bitwise_left_shift_(SHIFT_M).bitwise_or_(BITS_OF_2)
     torch.bitwise_and(codes, SIGN, out=minus_twice)
@@ -171,9 +171,9 @@ def _update_exp_avg(spare: Workspace, codes: Tensor, unit: Tensor, factors: Comp
 
 
 def _update_root(spare: Workspace, codes: Tensor, unit: Tensor, factors: CompactFactors) -> None:
-    """s = sqrt((Y * R)^2 + (g * grad_s)^2), with the codes in s and R in `unit`; g is lost."""
+    """Compute s = sqrt((Y * R)^2 + (g * grad_s)^2), with the codes in s and R in `unit`; g is overwritten."""
     codes.bitwise_left_shift_(SHIFT_S).bitwise_or_(BITS_OF_2)
-    # What the note writes as fma(G, R, -(2 * R)): Y(k) * R rounded once.
+    # The note writes this as fma(G, R, -(2 * R)), which is Y(k) * R rounded once.
     root = spare.s.sub_(2.0).mul_(unit)
     from_grad = spare.g.mul_(factors.grad_s)
     sqrt_(spare.fma(spare.s, root, root, from_grad.mul_(from_grad)))
@@ -191,5 +191,5 @@ def _store_weights(piece: _CompactPiece, spare: Workspace) -> None:
 
 
 def _store(array: Tensor, target: Tensor) -> None:
-    """Write elements into a record's segment; integers keep their low bits."""
+    """Write elements into a record's segment; integers are cut to their low bits."""
     target.copy_(array.view(-1)[: target.numel()])

@@ -1,4 +1,4 @@
-"""Updates in torch operations go through a record in pieces, in scratch that the caller gives (floor 3)."""
+"""The pieces in which updates in torch operations go through a record, in scratch that the caller gives."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ FP32_SCRATCH_BYTES = 3 * 4  # per element of a piece with fp32 states: weights, 
 class Fp32Piece(NamedTuple):
     """Elements of a record with fp32 states, and room for their update."""
 
-    weights: Tensor  # fp32 master weights; what is in them when the step is done is written back
+    weights: Tensor  # fp32 master weights; the step leaves the new ones here, which are written back
     states: tuple[Tensor, ...]  # to be written in place
-    spare: Tensor  # of the scratch
+    spare: Tensor  # a part of the scratch
     given_grad: Tensor  # in its own dtype, not to be written
-    grad: Tensor  # of the scratch
+    grad: Tensor  # a part of the scratch
 
     def scaled_grad(self, grad_scale: float) -> Tensor:
-        """The gradient in fp32 times `grad_scale`, in `grad`."""
+        """Return the gradient in fp32 times `grad_scale`, in the memory of `grad`."""
         return self.grad.copy_(self.given_grad).mul_(grad_scale)
 
 
 def fp32_pieces(
     param: Tensor, grad: Tensor, states: Sequence[Tensor], *, master: Tensor | None, scratch: Tensor
 ) -> Iterator[Fp32Piece]:
-    """The pieces of flat tensors of one device; the weights of one are written when the next is asked for.
+    """Yield the pieces of flat tensors of one device; the weights of one are written when the next is asked for.
 
     Args:
         scratch: uint8 of at least COMPACT_BLOCK * FP32_SCRATCH_BYTES; its size is that of the pieces.
@@ -55,7 +55,7 @@ def _join(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tenso
 
 
 def _split(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor) -> None:
-    """Write fp32 master weights into a record's parameter and master; the weights are lost."""
+    """Write fp32 master weights into a record's parameter and master; `weights` is overwritten."""
     if master is None or master.dtype == torch.float32:
         if master is not None:
             master.copy_(weights)
@@ -68,17 +68,17 @@ def _split(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tens
 
 
 def set_where_nan(weights: Tensor, spare: Tensor) -> None:
-    """Give NaN the host's pattern: a device's has all bits set, and rounded up is zero."""
+    """Give NaN the host's bit pattern: a device's has all bits set, and becomes zero when it is rounded up."""
     weights.masked_fill_(torch.ne(weights, weights, out=mask_in(spare)), math.nan)
 
 
 def mask_in(spare: Tensor) -> Tensor:
-    """A bool per element of an fp32 array, in its memory."""
+    """Return a bool per element of an fp32 array, in the array's memory."""
     return spare.view(torch.bool).flatten()[: spare.numel()].view(spare.shape)
 
 
 def cut(scratch: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
-    """Arrays of so many bytes per element, for as many whole blocks as fit."""
+    """Cut the scratch into arrays of so many bytes per element, for as many whole blocks as fit."""
     num_elements = scratch.numel() // sum(sizes) // COMPACT_BLOCK * COMPACT_BLOCK
     if not num_elements:
         raise AssertionError(f"{scratch.numel()} bytes of scratch hold no block of {COMPACT_BLOCK} elements")
@@ -86,6 +86,6 @@ def cut(scratch: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
 
 
 def pieces(num_elements: int, piece_elements: int) -> Iterator[slice]:
-    """Ranges of at most `piece_elements`."""
+    """Yield ranges of at most `piece_elements`."""
     for start in range(0, num_elements, piece_elements):
         yield slice(start, min(start + piece_elements, num_elements))

@@ -1,4 +1,4 @@
-"""Adam on a device as one fused Triton kernel per state layout (floor 3). The only file that imports Triton.
+"""Adam on a device as one fused Triton kernel per state layout. No other file imports Triton.
 
 [Note: the kernel's bits in Triton]
 The operations are those of [Note: Adam arithmetic] and [Note: compact arithmetic] in csrc/cpu_adam/cpu_adam.h, in their
@@ -6,8 +6,8 @@ order. Four things would change bits:
 - a product and a sum contracted to a fused multiply-add: `enable_fp_fusion` is off (the compact layout asks for its own
   by name);
 - approximate quotients and roots: `div_rn` and `sqrt_rn` are correctly rounded;
-- subnormal numbers flushed to zero, as Triton 3.4 does in just these two and later ones do not: the first try finds it,
-  [Note: forms of the update];
+- subnormal numbers flushed to zero, as Triton 3.4 does in just these two and later versions do not: the first try finds
+  this out, [Note: forms of the update];
 - a NaN rounded up to zero: a device's has all bits set, and half a unit more is -0. NaN gets the pattern of the host's
   before it is split.
 
@@ -26,7 +26,7 @@ from offloadzero.arithmetic.compact_math import compact_factors, dither_phases
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
 from offloadzero.kernel_arguments.scalars import AdamScalars
 
-# Elements of one program; with 4 warps 8 of a thread, which are 16 bytes of bf16.
+# Elements of one program: with 4 warps a thread has 8, which are 16 bytes of bf16.
 ADAM_BLOCK = 1024
 COMPACT_ROWS = 16  # blocks of COMPACT_BLOCK elements
 
@@ -134,13 +134,13 @@ def _bits_of(x):
 
 @triton.jit
 def _fma(x, y, z):
-    """x * y + z rounded once, in fp32 also where an interpreter takes a subnormal argument for fp64."""
+    """Compute x * y + z rounded once, in fp32 also where an interpreter takes a subnormal argument for fp64."""
     return tl.fma(tl.cast(x, tl.float32), tl.cast(y, tl.float32), tl.cast(z, tl.float32))
 
 
 @triton.jit
 def _load_grad(grad, at, here):
-    """The gradient in fp32. bf16 is its upper half; older interpreters take subnormal bf16 for zero."""
+    """Return the gradient in fp32. bf16 is its upper half; older interpreters take subnormal bf16 for zero."""
     x = tl.load(grad + at, mask=here, other=0.0)
     if x.dtype == tl.bfloat16:
         x = _float_of(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
@@ -149,7 +149,7 @@ def _load_grad(grad, at, here):
 
 @triton.jit
 def _rounded(x, dtype: tl.constexpr):
-    """fp32 in a parameter's dtype, to nearest even; interpreters cut off what bf16 has no bits for."""
+    """Return fp32 in a parameter's dtype, to nearest even; interpreters cut off the bits that bf16 lacks."""
     if dtype == tl.bfloat16:
         bits = _bits_of_weight(x)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -159,7 +159,7 @@ def _rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def _bits_of_weight(x):
-    """The pattern of a weight: [Note: the kernel's bits in Triton]."""
+    """Return the pattern of a weight: [Note: the kernel's bits in Triton]."""
     return tl.where(x != x, _NAN_BITS, _bits_of(x))
 
 
@@ -184,7 +184,7 @@ def _adam(
     WITH_L2: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """[Note: Adam arithmetic]; `decay` is the factor of the weights, or with L2 what they add to the gradient."""
+    """Do [Note: Adam arithmetic]; `decay` is the weights' factor, or with L2 the share of them in the gradient."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < num_elements
     if IS_SPLIT:
@@ -238,7 +238,7 @@ def _compact_adam(
     WITH_L2: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
 ):
-    """[Note: compact arithmetic]; a row is a block. The last may be short: zeros change no maximum."""
+    """Do [Note: compact arithmetic]; a row is a block. The last may be short: zeros change no maximum."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = tl.arange(0, _BLOCK)
     at = row[:, None] * _BLOCK + place[None, :]
@@ -287,7 +287,7 @@ def _scale_and_inverse(largest, TO_SCALE: tl.constexpr, SPAN: tl.constexpr):  # 
 
 @triton.jit
 def _codes_m(m, place, phase):
-    """Codes and scales of first moments: all of a row that holds one that is not finite are 0, and its scale is NaN."""
+    """Return codes and scales of first moments; in a row with one that is not finite codes are 0, the scale is NaN."""
     largest_bits = tl.max(_bits_of(m) & _MAGNITUDE, axis=1)
     is_finite = largest_bits < _INFINITY_BITS
     scale, inverse = _scale_and_inverse(
@@ -296,7 +296,7 @@ def _codes_m(m, place, phase):
     m = tl.where(is_finite[:, None], m, 0.0)
     sign = _bits_of(m) & _SIGN
     y = _fma(m, inverse[:, None], _float_of(sign | _BITS_OF_1))
-    # The place in 7 bits from the other end, at the top.
+    # The place in 7 bits from the other end, shifted to the top.
     reversed_place = (place & 1) << 6 | (place & 2) << 4 | (place & 4) << 2 | (place & 8)
     reversed_place |= (place & 16) >> 2 | (place & 32) >> 4 | (place & 64) >> 6
     dither = ((((reversed_place << 25) + phase) >> 18 & 0x3FFF) << 4) + 8
@@ -308,7 +308,7 @@ def _codes_m(m, place, phase):
 
 @triton.jit
 def _codes_s(s, place, phase):
-    """Codes and scales of roots of second moments: all of a row that holds NaN are 1, and its scale is NaN."""
+    """Return codes and scales of roots of second moments; in a row that holds NaN codes are 1, the scale is NaN."""
     largest_bits = tl.max(_bits_of(s) & _MAGNITUDE, axis=1)
     is_nan = largest_bits > _INFINITY_BITS
     largest = tl.where(is_nan, 0.0, _float_of(largest_bits))

@@ -15,13 +15,13 @@ _STEPS = "gradient_accumulation_steps"
 
 
 def read_batch(top: Block, *, world_size: int) -> BatchConfig:
-    """Raises ConfigError, with the product, where the three keys and `world_size` contradict each other."""
+    """Read the three sizes. Raises ConfigError, with the product, where they and `world_size` contradict each other."""
     train, micro, steps = (top.read(key, _read_size, None) for key in (_TRAIN, _MICRO, _STEPS))
     batch = resolve_batch(train, micro, steps, world_size=world_size)
     follows = {
         _TRAIN: batch.train_batch_size is not None,
         _MICRO: batch.micro_batch_size is not None,
-        _STEPS: train is not None and micro is not None,  # that a size alone means one step is no resolution
+        _STEPS: train is not None and micro is not None,  # one size alone resolves no "auto"
     }
     return replace(
         batch,

@@ -1,4 +1,4 @@
-"""One JSON object checked against its table of known keys, with typed access to what is to be used."""
+"""One JSON object, checked against its table of known keys, with typed access to its values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AUTO = "auto"
 
 
 def is_auto(value: object) -> bool:
-    """Whether the word "auto" stands where somebody was to put a value."""
+    """Whether a value is the word "auto"."""
     return isinstance(value, str) and value == AUTO
 
 
@@ -25,8 +25,8 @@ class Block:
     """The values of one JSON object under the names of its table.
 
     Building one raises ConfigError for an unknown key, a refused value, or two spellings of one key that
-    disagree; it appends one line per accepted key to `notices`. null counts as absent. So does "auto", with a
-    notice, but for the keys that have an "auto" of their own, or to which it matters who resolves it.
+    disagree; it appends one line per accepted key to `notices`. null counts as absent. So does "auto", with a notice,
+    except for keys that have an "auto" of their own, or whose "auto" is resolved by their reader.
     """
 
     def __init__(self, path: str, value: object, *, table: KeyTable, notices: list[str]) -> None:
@@ -94,13 +94,13 @@ class Block:
         return self._values.get(name)
 
     def read(self, name: str, reader: Callable[..., T], default: D, **bounds: Any) -> T | D:
-        """`reader(dotted key, value, **bounds)`, or `default` when the key is absent."""
+        """Return `reader(dotted key, value, **bounds)`, or `default` when the key is absent."""
         if name not in self._values:
             return default
         return reader(self.dotted(name), self._values[name], **bounds)
 
     def sub_block(self, name: str, *, table: KeyTable, notices: list[str]) -> Block:
-        """The nested object `name`; an empty one when it is absent."""
+        """Return the nested object `name`, or an empty one when it is absent."""
         value: Mapping[str, Any] = self._values.get(name, {})
         return Block(self.dotted(name), value, table=table, notices=notices)
 

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON (the facts of version 0.19.8) read into the schema."""
+"""Reads a DeepSpeed JSON (as version 0.19.8 does) into the schema."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from offloadzero.segments import SegmentKind, TierName
 
 DEFAULT_GRADIENT_CLIPPING = 1.0
 MIN_SUB_GROUP_ELEMENTS = 65_536
-# O_DIRECT wants lengths and offsets in multiples of the logical block, at most a page; chunks of 4096
+# O_DIRECT needs lengths and offsets in multiples of the logical block, at most a page; chunks of 4096
 # elements keep every segment of a chunk on that grid.
 ALIGNMENT = 4096
-MAX_BLOCK_BYTES = 2**30  # the file engine's
+MAX_BLOCK_BYTES = 2**30  # the limit of the file engine
 
 _DTYPES = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
@@ -42,12 +42,12 @@ _OFFLOAD_TIERS = {"cpu": TierName.HOST, "nvme": TierName.NVME}
 
 @dataclass
 class Reading:
-    """What one load gathers beside the configuration itself."""
+    """The side results of one load: notices, and the nvme directories that the keys name."""
 
     notices: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     nvme_paths: list[NvmePath] = field(default_factory=list)
-    # Keys that would have had to name a directory; one of them is blamed when nobody names any.
+    # Keys that would have had to name a directory; the error blames one of them when no key names any.
     nvme_path_wanted: list[str] = field(default_factory=list)
 
     def block(self, path: str, value: object) -> Block:
@@ -58,7 +58,7 @@ class Reading:
 
 
 def read_deepspeed(top: Block, *, world_size: int, reading: Reading) -> OffloadConfig:
-    """All keys but our own block; nvme paths and notices go to `reading`. Raises ConfigError."""
+    """Read all keys but the `offloadzero` block; nvme paths and notices go to `reading`. Raises ConfigError."""
     precision = _read_precision(top, reading)
     for name in ("activation_checkpointing", "checkpoint", "tensor_parallel"):
         reading.sub_block(top, name, name)
@@ -94,7 +94,7 @@ def _read_clipping(top: Block, reading: Reading) -> float | None:
 
 
 def _read_steps_per_print(top: Block) -> int | None:
-    # accelerate writes infinity for "never".
+    # accelerate writes infinity to mean "never".
     if top.raw("steps_per_print") == math.inf:
         return None
     return top.read("steps_per_print", read_int, None, minimum=1)
@@ -156,7 +156,7 @@ class _Zero:
 
 
 def _read_zero(top: Block, reading: Reading) -> _Zero:
-    """The oldest form is a bare `"zero_optimization": true`, which is stage 1."""
+    """Read the block, also in its oldest form, a bare `"zero_optimization": true`, which means stage 1."""
     if isinstance(top.raw("zero_optimization"), bool):
         block = reading.block("zero_optimization", {"stage": top.raw("zero_optimization")})
     else:
@@ -179,7 +179,7 @@ def _read_stage(block: Block) -> int:
 
 
 def _offload_block(zero: Block, name: str, old_name: str, reading: Reading) -> Block:
-    """The offload block, or the one its old boolean name stands for."""
+    """Read the offload block, or make the one that its old boolean name stands for."""
     path = f"zero_optimization.{name}"
     if not zero.read(old_name, read_bool, False):
         return reading.sub_block(zero, name, path)
@@ -191,7 +191,7 @@ def _offload_block(zero: Block, name: str, old_name: str, reading: Reading) -> B
 
 
 def _read_placement(zero: _Zero, reading: Reading) -> PlacementConfig:
-    """A segment that no rule names stays on the device."""
+    """Read the rules of placement. A segment that no rule names stays on the device."""
     param_tier = _offload_tier(zero.param, stage=zero.stage, min_stage=3, reading=reading)
     optimizer_tier = _offload_tier(zero.optimizer, stage=zero.stage, min_stage=1, reading=reading)
     ratio = zero.optimizer.read(
@@ -224,7 +224,7 @@ def _offload_tier(block: Block, *, stage: int, min_stage: int, reading: Reading)
 
 
 def _read_pin_memory(zero: _Zero) -> bool:
-    """One arena serves both blocks: pinned unless every wish that is written down says no."""
+    """Decide for the one arena that serves both blocks: it is pinned unless every block with the key says no."""
     wishes = [
         zero.block.read("cpu_offload_use_pin_memory", read_bool, None),
         zero.param.read("pin_memory", read_bool, None),
@@ -242,7 +242,7 @@ def _read_units(zero: Block) -> UnitConfig:
 
 
 def _read_update(zero: Block, reading: Reading) -> UpdateConfig:
-    """`sub_group_size` bounds a tile from above: its usual 1e9 must not become a buffer of 1e9 elements."""
+    """Read the settings of the update. `sub_group_size` only bounds a tile: 1e9, its usual value, is no buffer size."""
     default = UpdateConfig()
     given: int | None = zero.read("sub_group_size", read_int, None, minimum=1)
     if given is None:

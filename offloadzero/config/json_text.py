@@ -1,7 +1,7 @@
 """The text of a configuration file: JSON, with the comments and trailing commas that DeepSpeed's files may have.
 
-DeepSpeed reads its file as Hjson. Of that, comments (`#`, `//`, `/* */`) and a comma after the last member are
-read here; keys and texts without quotes and missing commas are not, since there a typo is another value.
+DeepSpeed reads its file as Hjson. Of Hjson's additions, comments (`#`, `//`, `/* */`) and a comma after the last member
+are read here. Keys and texts without quotes and missing commas are refused: with them a typo would be another value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TOKEN = re.compile(
     r"|/",
     re.DOTALL,
 )
-# Python reads no integer of more than 4300 digits; what is longer than any number here is kept as text.
+# Python reads no integer of more than 4300 digits; a longer one than any number in use is kept as text.
 MAX_INTEGER_CHARS = 400
 
 
@@ -31,11 +31,11 @@ class Pairs(list[tuple[str, Any]]):
 
 
 class LongNumber(str):
-    """The digits of an integer too long to be one."""
+    """The digits of an integer that is too long to be read as one."""
 
 
 def parse_json(text: str, *, name: str) -> Any:
-    """The values of `text`, objects as Pairs; `name` is the file's, for errors. Raises ConfigError."""
+    """Return the values of `text`, objects as Pairs; `name` is the file's, for errors. Raises ConfigError."""
     try:
         return json.loads(_plain_json(text, name=name), object_pairs_hook=Pairs, parse_int=_read_integer)
     except json.JSONDecodeError as error:
@@ -51,7 +51,7 @@ def _read_integer(digits: str) -> int | LongNumber:
 
 
 def _plain_json(text: str, *, name: str) -> str:
-    """`text` with spaces for comments and trailing commas: every other character stays at its line and column."""
+    """Return `text` with spaces for comments and trailing commas: every other character keeps its line and column."""
     pieces = list(_without_comments(text, name=name))
     for index in _trailing_commas(pieces):
         pieces[index] = " "
@@ -73,7 +73,7 @@ def _without_comments(text: str, *, name: str) -> Iterator[str]:
 def _trailing_commas(pieces: list[str]) -> Iterator[int]:
     """Indices of the commas between a value and the end of its object or list."""
     comma: int | None = None
-    before = "["  # the last character that counts; no comma follows an opening bracket
+    before = "["  # the last character that is not space or comment; no comma follows an opening bracket
     for index, piece in enumerate(pieces):
         if piece == ",":
             comma = index if before not in "[{,:" else None

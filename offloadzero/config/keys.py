@@ -1,4 +1,4 @@
-"""Every key the loader knows, what it does here, and why: the single source of docs/config.md's tables.
+"""Every key that the loader knows, its effect here, and the reason: the single source of docs/config.md's tables.
 
 A table maps the path of a JSON object ("" is the top level) to its keys. A key in no table is a ConfigError.
 """
@@ -12,10 +12,10 @@ from types import MappingProxyType
 
 
 class Action(str, Enum):
-    """What the loader does with a key."""
+    """The loader's treatment of a key."""
 
     USE = "use"  # honoured as DeepSpeed means it
-    MAP = "map"  # read as a setting of ours
+    MAP = "map"  # read as a setting of this package
     ALIAS = "alias"  # another spelling of the key that the note names
     ACCEPT = "accept"  # checked for its type, changes nothing, one line in OffloadConfig.notices
     REFUSE = "refuse"  # a ConfigError with the reason, unless the value says "off"
@@ -35,7 +35,7 @@ class Kind(str, Enum):
 class KeySpec:
     """One known key. A value in `off` asks for nothing: no line when accepted, no error when refused.
 
-    `auto_is_absent`: "auto" leaves our default, and a notice says so; else its reader knows what it means.
+    `auto_is_absent`: "auto" leaves the default, and a notice says so; else the key's reader understands "auto".
     """
 
     action: Action

@@ -1,4 +1,4 @@
-"""`load_config`: a DeepSpeed JSON, with or without our own block, into one frozen OffloadConfig."""
+"""`load_config`: a DeepSpeed JSON, with or without an `offloadzero` block, into one frozen OffloadConfig."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def load_config(
 
 
 def read_config_file(path: str | Path) -> dict[str, Any]:
-    """The object in a JSON file as `load_config` reads it, without comments and trailing commas. Raises ConfigError."""
+    """Return the object in a JSON file, read as `load_config` reads it, comments and all. Raises ConfigError."""
     return plain_values(_read_json_file(path))
 
 

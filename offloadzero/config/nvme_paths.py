@@ -23,7 +23,7 @@ class NvmePath:
 
 
 def read_nvme_paths(key: str, value: object) -> tuple[NvmePath, ...]:
-    """One path or a list of them, `~` expanded; an empty list is a ConfigError."""
+    """Read one path or a list of them, `~` expanded; an empty list is a ConfigError."""
     if isinstance(value, (str, os.PathLike)):
         return (NvmePath(key, read_path(key, value)),)
     if not isinstance(value, (list, tuple)) or not value:
@@ -33,15 +33,15 @@ def read_nvme_paths(key: str, value: object) -> tuple[NvmePath, ...]:
 
 
 def unite_nvme_paths(paths: Iterable[NvmePath]) -> tuple[Path, ...]:
-    """Distinct usable directories, absolute, in order of first mention; ConfigError for one that cannot be used.
+    """Return the distinct usable directories, absolute, in order of first mention; ConfigError for an unusable one.
 
-    One that does not exist yet is usable where the directory above it is: `create_nvme_directories`.
+    A directory that does not exist yet is usable where the directory above it exists: `create_nvme_directories`.
     """
     united: dict[str, Path] = {}
     for entry in paths:
         try:
             _check_directory(entry)
-            path = entry.path.absolute()  # files are made later too, and the process may go elsewhere
+            path = entry.path.absolute()  # used later, perhaps in another directory
         except OSError as error:
             raise ConfigError(entry.key, str(entry.path), f"cannot be used: {error.strerror}") from error
         united.setdefault(os.path.realpath(entry.path), path)
@@ -49,7 +49,7 @@ def unite_nvme_paths(paths: Iterable[NvmePath]) -> tuple[Path, ...]:
 
 
 def create_nvme_directories(paths: Iterable[Path]) -> None:
-    """Create those that do not exist yet, and say so. The directory above must be there."""
+    """Create the directories that do not exist yet, and say so in the log. The directory above must exist."""
     for path in paths:
         try:
             path.mkdir()

@@ -25,7 +25,7 @@ _ADAM: Mapping[str, Any] = MappingProxyType(
         "bias_correction": True,
     }
 )
-# By type, the arguments it takes and their defaults; its update: offloadzero.update.specs.
+# For each type, the arguments it takes and their defaults; offloadzero.update.specs has its update.
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "Adam": _ADAM,
@@ -43,7 +43,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 # Arguments that torch's param groups have under another name.
 _GROUP_NAMES = {"adam_w_mode": "decoupled_weight_decay"}
-# DeepSpeed's own and torch.optim's (2.13): names a script may carry over.
+# Arguments of DeepSpeed's own and of torch.optim (2.13) that a script may carry over.
 KNOWN_OPTIMIZERS = (
     *(
         "Lamb",
@@ -61,12 +61,12 @@ KNOWN_OPTIMIZERS = (
 
 
 UNRESOLVED = 'a number: "auto" is for the Hugging Face Trainer to resolve, and nobody has'
-# What the Trainer puts for "auto"; None is each group's own rate, which it has put there too.
+# The values that the Trainer puts for "auto"; None is each group's own rate, which it has put there too.
 _AUTO_RATES: Mapping[str, float | None] = MappingProxyType({"warmup_min_lr": 0.0, "warmup_max_lr": None})
 
 
 def read_optimizer(top: Block, notices: list[str]) -> OptimizerConfig | None:
-    """None without an `optimizer` block, or with an empty one. Raises ConfigError."""
+    """Read the block; None without one, or with an empty one. Raises ConfigError."""
     if not top.raw("optimizer"):
         return None
     block = top.sub_block("optimizer", table=DEEPSPEED_KEYS["optimizer"], notices=notices)
@@ -89,7 +89,7 @@ def _expect_arguments(name: str, params: Block) -> None:
 
 
 def _read_type(block: Block) -> str:
-    """The canonical spelling; DeepSpeed compares these names without regard to case."""
+    """Read the type in its canonical spelling; like DeepSpeed it compares the names without regard to case."""
     key = block.dotted("type")
     available = ", ".join(OPTIMIZERS)
     if "type" not in block:
@@ -123,7 +123,7 @@ def _read_magnitude(key: str, value: object) -> float:
     return read_float(key, value, minimum=0, maximum=MAX_FP32)
 
 
-# By name, whatever the optimizer.
+# Arguments by name, whatever the optimizer.
 _READERS: Mapping[str, Callable[[str, object], Any]] = MappingProxyType(
     {
         "lr": _read_lr,
@@ -142,9 +142,9 @@ _READERS: Mapping[str, Callable[[str, object], Any]] = MappingProxyType(
 
 
 def read_scheduler(top: Block, notices: list[str]) -> SchedulerConfig | None:
-    """None without a `scheduler` block, or with an empty one.
+    """Read the block; None without one, or with an empty one.
 
-    The schedule's own parameters are checked where it is built, and so is what "auto" means to it.
+    The schedule's own parameters, and an "auto" among them, are checked where the schedule is built.
     """
     if not top.raw("scheduler"):
         return None
@@ -159,7 +159,7 @@ def read_scheduler(top: Block, notices: list[str]) -> SchedulerConfig | None:
 
 
 def resolve_scheduler(scheduler: SchedulerConfig) -> SchedulerConfig:
-    """The same without "auto": a warmup then goes from 0 to each parameter group's own rate.
+    """Return the schedule without "auto": a warmup then goes from 0 to each parameter group's own rate.
 
     Raises:
         ConfigError: any other parameter is "auto"; a default would be another schedule than the one meant.

@@ -1,4 +1,4 @@
-"""The `offloadzero` block: settings of our own, applied over what the DeepSpeed keys say."""
+"""The `offloadzero` block: settings of this package, applied over those of the DeepSpeed keys."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?", re.ASCII)
 
 
 def read_own_block(top: Block, base: OffloadConfig, *, reading: Reading) -> OffloadConfig:
-    """`base` with the own block's settings over it; nvme paths go to `reading`. Raises ConfigError."""
+    """Return `base` with the block's settings over it; nvme paths go to `reading`. Raises ConfigError."""
     own = top.sub_block(_ROOT, table=OWN_KEYS[_ROOT], notices=reading.notices)
     state_layout = own.read("state_layout", read_enum, base.state_layout, allowed=STATE_LAYOUTS)
     if state_layout == "compact" and base.precision.param_dtype == "fp16":
@@ -86,7 +86,7 @@ def _read_budgets(block: Block) -> BudgetConfig:
 
 
 def _read_placement(own: Block, base: PlacementConfig, reading: Reading) -> PlacementConfig:
-    """Our rules come after those of the offload blocks, so they win; "auto" takes the place of all of them."""
+    """Read the placement. These rules come after those of the offload blocks, so they win; "auto" replaces them all."""
     if "placement" not in own:
         return base
     if own.raw("placement") == AUTO:
@@ -101,7 +101,7 @@ def _read_placement(own: Block, base: PlacementConfig, reading: Reading) -> Plac
 
 
 def _read_rules(key: str, value: object, reading: Reading) -> tuple[PlacementRule, ...]:
-    """A tier for every record segment, an object of tiers by segment, or a list of rules with globs."""
+    """Read a tier for every record segment, an object of tiers by segment, or a list of rules with globs."""
     if isinstance(value, str):
         tier = TierName(read_enum(key, value, (*_TIERS, AUTO)))
         return (PlacementRule(tiers=MappingProxyType(dict.fromkeys(RECORD_SEGMENTS, tier))),)
@@ -140,7 +140,7 @@ def _read_units(block: Block, base: UnitConfig) -> UnitConfig:
 
 
 def _read_activations(own: Block, reading: Reading) -> ActivationConfig | None:
-    """The block, even an empty one, switches checkpointing on."""
+    """Read the block. Its presence, even empty, switches checkpointing on."""
     if "activation_checkpoints" not in own:
         return None
     block = _part(own, "activation_checkpoints", reading)
@@ -223,7 +223,7 @@ def _read_observe(block: Block) -> ObserveConfig:
 
 
 def _read_steps(key: str, value: object) -> tuple[tuple[int, int], ...]:
-    """A step, a range such as "3-5", or a list of them."""
+    """Read one step, a range such as "3-5", or a list of them."""
     entries = value if isinstance(value, (list, tuple)) else (value,)
     return tuple(_read_step_range(key, entry) for entry in entries)
 

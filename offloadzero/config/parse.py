@@ -1,7 +1,7 @@
 """Typed readers of JSON values: each names the full dotted key in its ConfigError.
 
 JSON writers print large counts as floats (`5e8`, `0.9 * h * h`), so an integral float is an integer here;
-true and false are never numbers, but 0 and 1 are booleans where one is asked for, as in DeepSpeed.
+true and false are never numbers, but 0 and 1 are booleans where a boolean is expected, as in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BYTE_UNITS: Mapping[str, int] = MappingProxyType(
     }
 )
 
-# Samples, micro batches, threads: what is beyond is a mistake, and nothing that is counted gets there.
+# The largest count of samples, micro batches or threads: a larger one is a mistake, and no counter gets there.
 MAX_COUNT = 2**31 - 1
 _BYTE_SIZE = re.compile(r"([0-9]{1,40}(?:\.[0-9]{1,40})?) *([A-Za-z]*)", re.ASCII)
 _BYTE_SIZE_ALLOWED = 'a whole number of bytes, or text such as "16GiB" (2**30 each) or "512MB" (10**6 each)'
@@ -53,14 +53,14 @@ def _is_whole(value: object) -> TypeGuard[int | float]:
 
 
 def read_bool(key: str, value: object) -> bool:
-    """true, false, or the numbers 1 and 0. Raises ConfigError for anything else."""
+    """Read true, false, or the numbers 1 and 0. Raises ConfigError for anything else."""
     if not isinstance(value, (bool, int, float)) or value not in (0, 1):
         raise ConfigError(key, value, "allowed true, false")
     return bool(value)
 
 
 def read_int(key: str, value: object, *, minimum: int | None = None, maximum: int | None = None) -> int:
-    """An integer or an integral float within the bounds (both inclusive)."""
+    """Read an integer or an integral float within the bounds (both inclusive)."""
     allowed = _range_text("a whole number", minimum, maximum)
     if not _is_whole(value):
         raise ConfigError(key, value, allowed)
@@ -73,7 +73,7 @@ def read_int(key: str, value: object, *, minimum: int | None = None, maximum: in
 def read_float(
     key: str, value: object, *, minimum: float | None = None, maximum: float | None = None
 ) -> float:
-    """A finite number within the bounds (both inclusive)."""
+    """Read a finite number within the bounds (both inclusive)."""
     allowed = _range_text("a finite number", minimum, maximum)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(key, value, allowed)
@@ -89,14 +89,14 @@ def read_float(
 
 
 def read_str(key: str, value: object) -> str:
-    """Text that is not empty."""
+    """Read a text that is not empty."""
     if not isinstance(value, str) or not value:
         raise ConfigError(key, value, "text that is not empty")
     return value
 
 
 def read_enum(key: str, value: object, allowed: Iterable[str]) -> str:
-    """One of the words `allowed`, compared exactly."""
+    """Read one of the words `allowed`, compared exactly."""
     words = list(allowed)
     if not isinstance(value, str) or value not in words:
         raise ConfigError(key, value, "allowed " + ", ".join(words), known_values=words)
@@ -104,7 +104,7 @@ def read_enum(key: str, value: object, allowed: Iterable[str]) -> str:
 
 
 def read_num_bytes(key: str, value: object, *, minimum: int = 0, maximum: int | None = None) -> int:
-    """A byte size: a whole number, or a number with a unit of `BYTE_UNITS` ("16GiB", "1.5 GB").
+    """Read a byte size: a whole number, or a number with a unit of `BYTE_UNITS` ("16GiB", "1.5 GB").
 
     A bare "16G" is refused: tools disagree whether it means 10**9 or 2**30. A fraction of a byte is refused.
     """
@@ -127,7 +127,7 @@ def read_num_bytes(key: str, value: object, *, minimum: int = 0, maximum: int | 
 
 
 def read_path(key: str, value: object) -> Path:
-    """The path of a file or directory that the system can be asked for, `~` expanded."""
+    """Read a path of a file or directory that the system accepts, and expand `~`."""
     text = read_str(key, os.fspath(value) if isinstance(value, os.PathLike) else value)
     try:
         encoded = os.fsencode(text)
@@ -139,12 +139,12 @@ def read_path(key: str, value: object) -> Path:
         raise ConfigError(key, value, "a path: it must not contain a NUL character")
     try:
         return Path(text).expanduser()
-    except RuntimeError as error:  # a user nobody knows
+    except RuntimeError as error:  # `~name` of a user that does not exist
         raise ConfigError(key, value, f"a path: {error}") from error
 
 
 def read_str_list(key: str, value: object) -> tuple[str, ...]:
-    """A list of texts, or one text alone."""
+    """Read a list of texts, or one text alone."""
     if isinstance(value, str):
         return (read_str(key, value),)
     if not isinstance(value, (list, tuple)):
@@ -153,7 +153,7 @@ def read_str_list(key: str, value: object) -> tuple[str, ...]:
 
 
 def read_mapping(key: str, value: object) -> Mapping[str, Any]:
-    """A JSON object; keys must be text."""
+    """Read a JSON object; its keys must be text."""
     if not isinstance(value, Mapping):
         raise ConfigError(key, value, "a JSON object {...}")
     for name in value:

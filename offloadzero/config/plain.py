@@ -1,6 +1,6 @@
-"""Whatever was passed as a configuration, copied into plain dicts and lists of bounded size (or refused).
+"""The object given as a configuration, copied into plain dicts and lists of bounded size (or refused).
 
-Everything after this works on JSON values alone: no cycles, no depth at which recursion ends, no numbers that
+The code after this works on JSON values alone: no cycles, no depth at which recursion ends, no numbers that
 cannot be printed, no keys that are not text, and each key once.
 """
 
@@ -21,12 +21,12 @@ _OPAQUE_BELOW = "scheduler.params."
 
 
 def plain_values(source: Mapping[Any, Any] | Pairs) -> dict[str, Any]:
-    """A copy of `source`: dicts, lists, texts, paths, numbers, true, false, null. Raises ConfigError."""
+    """Return a copy of `source`: dicts, lists, texts, paths, numbers, true, false, null. Raises ConfigError."""
     return _Copier().copy_object("", source, depth=0)
 
 
 class _Copier:
-    """Copies one source; counts its values and knows which containers it is inside of."""
+    """Copies one source; counts its values and remembers the containers that it is inside of."""
 
     def __init__(self) -> None:
         self._num_values = 0

@@ -1,4 +1,4 @@
-"""The frozen configuration: every part of the engine owns one dataclass here (floor 1).
+"""The frozen configuration: every part of the engine has one dataclass here.
 
 All sizes are in bytes unless a name says otherwise. Objects are built by `offloadzero.config.load_config`,
 which validates; nothing below re-checks what the loader has checked.
@@ -18,8 +18,8 @@ from offloadzero.segments import SegmentKind, TierName
 class BatchConfig:
     """train_batch_size = micro_batch_size * gradient_accumulation_steps * world size, already resolved.
 
-    `managed` False: the caller decides when a step is complete. `unresolved`: the keys that are "auto" and do not
-    follow from the others.
+    `managed` False: the caller decides when a step is complete. `unresolved`: the keys whose value is "auto" and does
+    not follow from the others.
     """
 
     train_batch_size: int | None = None
@@ -42,7 +42,7 @@ class LossScaleConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """`param_dtype` None keeps the model's own dtypes; `grad_accum_dtype` None is the parameter's dtype."""
+    """The dtypes. `param_dtype` None keeps the model's own dtypes; `grad_accum_dtype` None is the parameter's dtype."""
 
     param_dtype: str | None = None  # "bf16" | "fp16" | "fp32"
     loss_scale: LossScaleConfig | None = None  # only with fp16
@@ -53,7 +53,7 @@ class PrecisionConfig:
 class OptimizerConfig:
     """The JSON's `optimizer` block: a type, and all options of a param group under torch's names.
 
-    `params["lr"]` None: "auto", which nobody has resolved.
+    `params["lr"]` None: the value is "auto", and has not been resolved.
     """
 
     type: str
@@ -87,9 +87,9 @@ class PlacementRule:
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """Rules in order. `host_update_ratio` is the share of the optimizer state kept off the device.
+    """The rules, in order. `host_update_ratio` is the share of the optimizer state kept off the device.
 
-    `auto`: the planner chooses every home from the budgets, and the other two are not looked at.
+    `auto`: the planner chooses every home from the budgets, and ignores the rules and the ratio.
     """
 
     rules: tuple[PlacementRule, ...] = ()
@@ -99,7 +99,7 @@ class PlacementConfig:
 
 @dataclass(frozen=True)
 class UnitConfig:
-    """How units are cut: `patterns` are globs of module names, empty = the default cut."""
+    """The cut into units: `patterns` are globs of module names, empty = the default cut."""
 
     patterns: tuple[str, ...] = ()
     # Leaf modules outside the repeated blocks with at least this many elements are units of their own.
@@ -119,14 +119,14 @@ class ActivationConfig:
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    """`in_backward`: "auto" updates a unit as soon as its gradient has landed when that is exact."""
+    """Settings of updates. `in_backward`: "auto" updates a unit as soon as its gradient has landed if that is exact."""
 
     in_backward: bool | None = None  # None = auto
     on_nonfinite: str = "error"  # "error" | "skip"; fp16 always skips
     chunk_elements: int = 4 * 1024 * 1024
     num_chunks_in_flight: int = 3
     num_threads: int | None = None  # None = the cores this process may use, or `cores`
-    cores: tuple[int, ...] = ()  # CPUs that the update's threads keep to; empty = any
+    cores: tuple[int, ...] = ()  # CPUs to which the update's threads are bound; empty = any
 
 
 @dataclass(frozen=True)
@@ -137,13 +137,13 @@ class AioConfig:
     block_size: int = 1024 * 1024
     queue_depth: int = 32
     num_threads: int = 1
-    checksums: bool = False  # of what swap files hold, verified when it is read
-    transfer_timeout_s: float | None = None  # None: none
+    checksums: bool = False  # swap files get checksums, verified when they are read
+    transfer_timeout_s: float | None = None  # None: no limit
 
 
 @dataclass(frozen=True)
 class ObserveConfig:
-    """What of each step is shown. `trace_steps` are ranges of steps, both ends included."""
+    """The parts of each step that are recorded or printed. `trace_steps` are ranges of steps, both ends included."""
 
     step_line: bool = False
     run_dir: Path | None = None
@@ -157,21 +157,21 @@ class OffloadConfig:
 
     batch: BatchConfig = field(default_factory=BatchConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    gradient_clipping: float | None = None  # 0.0: off; None: not given, so the way of starting decides
+    gradient_clipping: float | None = None  # 0.0: off; None: initialize() and offload() have own defaults
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     zero_stage: int = 0
     world_size: int = 1  # ranks that train the model together
     communication_dtype: str | None = (
-        None  # "bf16" | "fp16" | "fp32", of gradients between ranks; None: their own
+        None  # "bf16" | "fp16" | "fp32", of gradients between ranks; None: each gradient's own
     )
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     budgets: BudgetConfig = field(default_factory=BudgetConfig)
     nvme_paths: tuple[Path, ...] = ()
     pin_memory: bool = True
-    state_layout: str = "fp32"  # "fp32" | "compact": of the optimizer states of bf16 parameters
+    state_layout: str = "fp32"  # "fp32" | "compact": the layout of the optimizer states of bf16 parameters
     units: UnitConfig = field(default_factory=UnitConfig)
-    activation_checkpoints: ActivationConfig | None = None  # None: autograd keeps what it needs
+    activation_checkpoints: ActivationConfig | None = None  # None: autograd keeps the inputs that it needs
     update: UpdateConfig = field(default_factory=UpdateConfig)
     aio: AioConfig = field(default_factory=AioConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
@@ -181,6 +181,6 @@ class OffloadConfig:
     poison_released_leases: bool = False  # fill released leases with NaN (tests)
     device: str | None = None  # None = "cuda" if there is one, else "cpu"
     steps_per_print: int | None = None
-    # One line per DeepSpeed key that is accepted and changes nothing here, or was left at "auto".
+    # One line for each DeepSpeed key that is accepted and changes nothing here, or was left at "auto".
     notices: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()  # what a user has to see: a value taken that may not be the one meant
+    warnings: tuple[str, ...] = ()  # for the user: a value may not be the one meant

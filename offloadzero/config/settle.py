@@ -1,4 +1,4 @@
-"""What the two ways of starting make of a configuration where it leaves something open."""
+"""The values that `initialize()` and `offload()` give to settings that a configuration leaves open."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offloadzero.errors import ConfigError
 
 
 def settle_for_initialize(config: OffloadConfig) -> OffloadConfig:
-    """DeepSpeed's defaults, where they matter with a warning.
+    """Fill in DeepSpeed's defaults, and warn of those that change the training.
 
     Raises:
         ConfigError: the number of micro batches per step is "auto" and does not follow from the batch sizes.
@@ -31,7 +31,7 @@ def settle_for_initialize(config: OffloadConfig) -> OffloadConfig:
 
 
 def settle_for_offload(config: OffloadConfig) -> OffloadConfig:
-    """As in torch: what the configuration does not ask for is not done to the gradients. The script has the rest."""
+    """Leave gradients alone unless the configuration says otherwise, as in torch; the script does the rest."""
     given = (("optimizer", config.optimizer), ("scheduler", config.scheduler))
     unused = [
         f"{key}: not used: offload() trains with the optimizer that it is given"

@@ -1,1 +1,1 @@
-"""Arguments of the optimizer kernels: hyperparameters, tensors, the blocks of the compact state (floor 1)."""
+"""Arguments of the optimizer kernels: hyperparameters, tensors, the blocks of the compact state."""

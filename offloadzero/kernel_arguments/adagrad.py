@@ -1,4 +1,4 @@
-"""Hyperparameters of Adagrad, and the scalars of one step (floor 1)."""
+"""Hyperparameters of Adagrad, and the scalars of one step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AdagradHyper:
             check_at_least_0(name, getattr(self, name))
 
     def scalars(self, *, step: int, grad_scale: float = 1.0) -> AdamScalars:
-        """The fp32 scalars of step number `step`, from 1."""
+        """Return the fp32 scalars of step number `step`, from 1."""
         if step < 1:
             raise ConfigError("step", step, "allowed integers >= 1")
         lr = self.lr / (1.0 + (step - 1) * self.lr_decay)

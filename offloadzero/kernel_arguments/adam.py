@@ -1,4 +1,4 @@
-"""Hyperparameters of Adam and AdamW, and the scalars of one step (floor 1)."""
+"""Hyperparameters of Adam and AdamW, and the scalars of one step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AdamHyper:
 
 
 def adam_scalars(hyper: AdamHyper, *, step: int, grad_scale: float = 1.0) -> AdamScalars:
-    """The fp32 scalars of step number `step` (the first is 1), for any device that repeats the arithmetic.
+    """Return the fp32 scalars of step number `step` (the first is 1), for any device that repeats the arithmetic.
 
     `decay` is 1 - lr * weight_decay when decoupled and 1 otherwise.
     """

@@ -1,4 +1,4 @@
-"""The blocks of the compact optimizer state: how many elements share a pair of scales, and which (floor 1)."""
+"""The blocks of the compact optimizer state: how many elements share a pair of scales, and which."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ BYTES_PER_PARAM = 5.0 + 2 * 4 / COMPACT_BLOCK
 
 
 def num_scales(num_elements: int) -> int:
-    """Elements of the scales of that many parameters: (exp_avg, exp_avg_sq) per block."""
+    """The number of scales of that many parameters: a pair (exp_avg, exp_avg_sq) per block."""
     return -(-num_elements // COMPACT_BLOCK) * 2
 
 

@@ -1,4 +1,4 @@
-"""Hyperparameters of Lion, and the scalars of one step (floor 1)."""
+"""Hyperparameters of Lion, and the scalars of one step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LionHyper:
                 raise ConfigError(name, value, "allowed numbers in [0, 1)")
 
     def scalars(self, *, grad_scale: float = 1.0) -> AdamScalars:
-        """The fp32 scalars of a step."""
+        """Return the fp32 scalars of a step."""
         decay = 1.0 - self.lr * self.weight_decay
         exact = (
             grad_scale,

@@ -1,4 +1,4 @@
-"""The scalars of one optimizer step, rounded as the kernels take them (floor 1)."""
+"""The scalars of one optimizer step, rounded as the kernels take them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class AdamScalars(NamedTuple):
     """The scalars of one step, each computed in double and rounded to fp32 once.
 
     The fields are those of the struct in csrc/cpu_adam/cpu_adam.h, in its order; the notes on arithmetic there
-    say how they are used. Lion and Adagrad leave those they have no use for at 0.
+    say how they are used. Lion and Adagrad leave the fields that they do not use at 0.
     """
 
     grad_scale: float
@@ -33,7 +33,7 @@ class AdamScalars(NamedTuple):
 
     @property
     def with_l2(self) -> bool:
-        """Whether the weights are added to the gradient."""
+        """Whether the weight decay is added to the gradient (L2)."""
         return not self.decoupled and self.weight_decay != 0.0
 
 
@@ -41,7 +41,7 @@ _FLOATS = struct.Struct("<12f")  # the standard sizes: native "f" does not repor
 
 
 def round_scalars(exact: Sequence[float], *, decoupled: bool, given: object) -> AdamScalars:
-    """The fields of AdamScalars but the last, rounded to fp32; raises ConfigError naming `given` if one overflows."""
+    """Round all fields of AdamScalars but the last to fp32; raises ConfigError naming `given` if one overflows."""
     try:
         rounded = _FLOATS.unpack(_FLOATS.pack(*exact))
     except OverflowError:

@@ -1,4 +1,4 @@
-"""Hyperparameters of SGD with momentum, and the scalars of one step (floor 1)."""
+"""Hyperparameters of SGD with momentum, and the scalars of one step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SgdHyper:
             raise ConfigError("nesterov", True, "needs a momentum above 0 and a dampening of 0")
 
     def scalars(self, *, step: int, grad_scale: float = 1.0) -> AdamScalars:
-        """The fp32 scalars of step number `step`, from 1: the first gradient is not dampened."""
+        """Return the fp32 scalars of step number `step`, from 1: the first gradient is not dampened."""
         if step < 1:
             raise ConfigError("step", step, "allowed integers >= 1")
         exact = (
@@ -36,7 +36,7 @@ class SgdHyper:
         return round_scalars(exact, decoupled=False, given=(self, grad_scale))
 
     def _factors(self, step: int) -> tuple[float, float, float, float]:
-        """Of the buffer and of the gradient: first in the new buffer, then in the update."""
+        """The factors of the buffer and of the gradient: two for the new buffer, then two for the update."""
         if self.momentum == 0.0:
             return 1.0, 0.0, 0.0, 1.0
         if self.nesterov:

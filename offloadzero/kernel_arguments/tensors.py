@@ -1,4 +1,4 @@
-"""Tensors as arguments of compiled code: checked, then an address and a number (floor 1)."""
+"""Tensors as arguments of compiled code: checked, then an address and a number."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LAYOUT_CODE: dict[tuple[torch.dtype, torch.dtype | None], int] = {
 
 
 def describe(tensor: Tensor) -> str:
-    """A tensor in an error message."""
+    """Return the description of a tensor for an error message."""
     layout = "contiguous" if tensor.is_contiguous() else "non-contiguous"
     return f"{layout} {tensor.dtype} on {tensor.device}, shape {tuple(tensor.shape)}"
 
 
 def address(name: str, tensor: Tensor, num_elements: int) -> int:
-    """The address of a dense CPU tensor of `num_elements` elements; raises ConfigError for any other."""
+    """Return the address of a dense CPU tensor of `num_elements` elements; raises ConfigError for any other."""
     if not tensor.is_cpu or tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ConfigError(name, describe(tensor), "must be a contiguous CPU tensor")
     if tensor.numel() != num_elements:
@@ -39,7 +39,7 @@ def address(name: str, tensor: Tensor, num_elements: int) -> int:
 
 
 def typed_address(name: str, tensor: Tensor, num_elements: int, dtype: torch.dtype) -> int:
-    """`address` of a tensor of that dtype."""
+    """Return the `address` of a tensor, which must have that dtype."""
     if tensor.dtype != dtype:
         raise ConfigError(name, describe(tensor), f"must be {dtype}")
     return address(name, tensor, num_elements)

@@ -1,4 +1,4 @@
-"""DeepSpeed's learning-rate schedules as torch schedulers, and the builder of any schedule by name (floor 3)."""
+"""DeepSpeed's learning-rate schedules as torch schedulers, and the builder of any schedule by name."""
 
 from offloadzero.lr_schedules.schedules import (
     DEEPSPEED_SCHEDULES,

@@ -1,7 +1,7 @@
-"""A schedule from a configuration is tried on a stand-in before the optimizer gets it (floor 3).
+"""The trial of a configured schedule on a stand-in, before the optimizer gets the schedule.
 
-torch's schedules check few of their parameters: StepLR with a step size of 0 divides by it, and MultiStepLR looks
-at its milestones, at a step that comes after the weights have changed. Here that is a ConfigError at the start.
+torch's schedules check few of their parameters: StepLR with a step size of 0 divides by it, and MultiStepLR reads
+its milestones only at a step that comes after the weights have changed. Here that is a ConfigError at the start.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from offloadzero.errors import ConfigError
 
 _PARAMS_KEY = "scheduler.params"
 
-# How torch's constructors spell the types that they do not check.
+# The spellings that torch's constructors use for the types they do not check.
 _WHOLE = ("int", "int | None", "Optional[int]")
 _NUMBER = ("float",)
 _WHOLE_LIST = tuple(f"{kind}[int]" for kind in ("Iterable", "Sequence", "list", "List"))
 
-# Without its decorator, which imports torch.compile to keep it out: 1.5 s and 70 MiB.
+# torch's method without its decorator, which imports torch.compile to keep it out: 1.5 s and 70 MiB.
 _add_param_group: Callable[..., None] = inspect.unwrap(Optimizer.add_param_group)
 
 
 class _StandIn(Optimizer):
-    """The hyperparameters of another optimizer's groups, and nothing to update."""
+    """An optimizer with the hyperparameters of another one's groups, and nothing to update."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__([_without_weights(group) for group in optimizer.param_groups], {})
@@ -42,7 +42,7 @@ class _StandIn(Optimizer):
         _add_param_group(self, param_group)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing."""
+        """Do nothing."""
 
 
 def _without_weights(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def rehearse(config: SchedulerConfig, cls: type[LRScheduler], optimizer: Optimiz
         The schedule's parameters, whole numbers that were written as floats as integers.
 
     Raises:
-        ConfigError: a parameter that is no number where one is asked for, or with which the schedule fails.
+        ConfigError: a parameter is no number where one is required, or the schedule fails with it.
     """
     signature = inspect.signature(cls).parameters
     params = {
@@ -64,10 +64,10 @@ def rehearse(config: SchedulerConfig, cls: type[LRScheduler], optimizer: Optimiz
         for name, value in config.params.items()
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the schedule itself repeats them
+        warnings.simplefilter("ignore")  # the schedule itself repeats the warnings
         stand_in = _StandIn(optimizer)
         schedule = _attempt("refuses them", config, lambda: cls(stand_in, **copy.deepcopy(params)))
-        if not isinstance(schedule, ReduceLROnPlateau):  # which steps on a metric
+        if not isinstance(schedule, ReduceLROnPlateau):  # it steps on a metric
             stand_in.step()
             _attempt("fails with them at its first step", config, schedule.step)
     for group in stand_in.param_groups:
@@ -82,7 +82,7 @@ def _attempt(how: str, config: SchedulerConfig, call: Callable[[], Any]) -> Any:
         return call()
     except ConfigError:
         raise
-    except Exception as error:  # of torch's code, or the caller's function
+    except Exception as error:  # an error of torch's code, or of the caller's function
         what = f"{config.type} {how}: {type(error).__name__}: {error}"
         raise ConfigError(_PARAMS_KEY, dict(config.params), what) from error
 
@@ -114,7 +114,7 @@ def _read_whole(key: str, value: Any) -> int:
 
 
 def _check_finite(key: str, value: object) -> None:
-    """No infinity and no NaN, at any depth."""
+    """Raise ConfigError for an infinity or a NaN, at any depth."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(key, value, "a finite number")
     if isinstance(value, (list, tuple)):

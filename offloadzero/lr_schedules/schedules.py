@@ -1,4 +1,4 @@
-"""DeepSpeed's learning-rate schedules as torch schedulers, and the builder of any schedule by name (floor 3).
+"""DeepSpeed's learning-rate schedules as torch schedulers, and the builder of any schedule by name.
 
 Source of the formulas: deepspeed/runtime/lr_schedules.py (0.19) and, behind OneCycle and LRRangeTest, Smith,
 "A disciplined approach to neural network hyper-parameters: Part 1", arXiv 1803.09820.
@@ -82,7 +82,7 @@ class _IterationSchedule(LRScheduler):
 
 
 class WarmupLR(_IterationSchedule):
-    """From `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps` iterations, then constant.
+    """A rise from `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps` iterations, then a constant rate.
 
     Each rate is a number, or a list with one for each parameter group; `warmup_max_lr` None is each group's own
     rate. rate(i) = min + (max - min) * fraction(i), see `warmup_fraction`. Raises ConfigError.
@@ -106,7 +106,7 @@ class WarmupLR(_IterationSchedule):
         super().__init__(optimizer, last_batch_iteration=last_batch_iteration)
 
     def fraction(self, iteration: int) -> float:
-        """How far from the minimum to the maximum the rate is, in [0, 1]."""
+        """The rate's distance from the minimum as a share of that to the maximum, in [0, 1]."""
         return warmup_fraction(iteration, num_steps=self.warmup_num_steps, warmup_type=self.warmup_type)
 
     def rates(self, iteration: int) -> list[float]:
@@ -115,7 +115,7 @@ class WarmupLR(_IterationSchedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """WarmupLR, then down linearly to `warmup_min_lr` at iteration `total_num_steps`.
+    """WarmupLR, followed by a linear fall to `warmup_min_lr` at iteration `total_num_steps`.
 
     After the warmup of n = max(2, warmup_num_steps) iterations, with T = total_num_steps, fraction(i) =
     max(0, (T - i) / max(1, T - n)).
@@ -169,7 +169,7 @@ class WarmupCosineLR(_IterationSchedule):
         super().__init__(optimizer, last_batch_iteration=last_batch_iteration)
 
     def ratio(self, iteration: int) -> float:
-        """The rate over the group's own rate."""
+        """The rate divided by the group's own rate."""
         if iteration < 0:
             return 0.0
         num_warmup = max(2, self.warmup_num_steps)
@@ -188,7 +188,7 @@ class WarmupCosineLR(_IterationSchedule):
 
 
 class LRRangeTest(_IterationSchedule):
-    """Rises without end, to find the rate at which training diverges.
+    """A rise without end, to find the rate at which training diverges.
 
     rate(i) = min_lr * (1 + step_rate * x), x = (i + 1) / step_size, rounded down when `staircase`.
     """
@@ -317,7 +317,7 @@ DEEPSPEED_SCHEDULES: Mapping[str, type[LRScheduler]] = MappingProxyType(
 
 
 def build_lr_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
-    """The schedule `config.type` names: one of DeepSpeed's, or any class of torch.optim.lr_scheduler.
+    """Build the schedule that `config.type` names: one of DeepSpeed's, or any class of torch.optim.lr_scheduler.
 
     A torch schedule that needs more than the configuration can say (ReduceLROnPlateau wants a metric at each
     step) is built; `engine.step({"metrics": loss})` hands it over.
@@ -362,7 +362,7 @@ def _check_params(config: SchedulerConfig, cls: type[LRScheduler]) -> None:
 
 
 def warmup_fraction(iteration: int, *, num_steps: int, warmup_type: str) -> float:
-    """How far a warmup has come at DeepSpeed's `iteration`, in [0, 1].
+    """The progress of a warmup at DeepSpeed's `iteration`, in [0, 1].
 
     With n = max(2, num_steps): 0 at iteration -1, log(i + 1) / log(n) ("log") or i / n ("linear") while
     i < n, then 1.

@@ -1,4 +1,4 @@
-"""The typed face of the compact optimizer state: 5 bytes per parameter and two scales per block (floor 2).
+"""The compact optimizer state as typed calls: 5 bytes per parameter and two scales per block.
 
 A record of n parameters is five flat CPU tensors: `param` (bf16), `remainder_i8` (int8), `exp_avg_i8` (int8),
 `exp_avg_sq_u8` (uint8), each of n elements, and `scales` (fp32) of `num_scales(n)`. [Note: compact state] in

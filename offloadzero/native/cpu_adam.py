@@ -1,4 +1,4 @@
-"""The typed face of the optimizer kernels: which instruction set runs, calls on checked tensors (floor 2).
+"""The optimizer kernels as typed calls on checked tensors, and the choice of their instruction set.
 
 All tensors are contiguous CPU tensors of the same number of elements, at any address that their element size
 allows; their shape does not matter. A tensor that does not fit raises ConfigError (a ValueError) naming the
@@ -57,12 +57,12 @@ def _choose_isa() -> tuple[Isa, str]:
 
 
 def isa_supported(isa: Isa) -> bool:
-    """True if this CPU, its operating system and this build have the instruction set."""
+    """Whether this CPU, its operating system and this build have the instruction set."""
     return _cpu_adam.isa_supported(_ISA_CODE[isa])
 
 
 def active_isa() -> Isa:
-    """The instruction set in use: the widest there is, or the one OFFLOADZERO_ISA names on first use.
+    """Return the instruction set in use: the widest there is, or the one OFFLOADZERO_ISA names on first use.
 
     Raises ConfigError if OFFLOADZERO_ISA names one that does not exist or that this CPU lacks.
     """
@@ -70,7 +70,7 @@ def active_isa() -> Isa:
 
 
 def isa_reason() -> str:
-    """Why `active_isa` is what it is, in words."""
+    """Return the reason for the choice of `active_isa`, in words."""
     return _choose_isa()[1]
 
 
@@ -78,7 +78,7 @@ _default_num_threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
 
 
 def get_default_num_threads() -> int:
-    """Threads of a call that names no number: at first the CPUs this process may run on."""
+    """Return the number of threads for calls that name none: at first that of the CPUs this process may run on."""
     return _default_num_threads
 
 
@@ -105,7 +105,7 @@ def set_cores(cores: Collection[int]) -> None:
 
 
 def check_num_threads(num_threads: int | None) -> int:
-    """The number itself, or the default for None; raises ConfigError for one that is not allowed."""
+    """Return the number, or the default for None; raises ConfigError for one that is not allowed."""
     if num_threads is None:
         return _default_num_threads
     if not 1 <= num_threads <= _MAX_THREADS:
@@ -114,12 +114,12 @@ def check_num_threads(num_threads: int | None) -> int:
 
 
 def isa_code(isa: Isa | None) -> int:
-    """The kernels' number of an instruction set; None is the active one."""
+    """Return the kernels' number of an instruction set; None is the active one."""
     return _ISA_CODE[_choose_isa()[0] if isa is None else isa]
 
 
 class GradCheck(str, Enum):
-    """What a step does about gradients that are not finite.
+    """The treatment of gradients that are not finite.
 
     OFF: nothing. REPORT: the step returns the gradient's squared norm, computed in the same pass over memory
     (NaN or Inf exactly when an element is); the step is done whatever it is. REFUSE: the norm is computed first,
@@ -139,7 +139,7 @@ def checked_step(
     num_threads: int | None,
     isa: Isa | None,
 ) -> float | None:
-    """Run `step(with_sq_norm)` as `grad_check` says; None, or the squared norm of the unscaled gradient."""
+    """Run `step(with_sq_norm)` as `grad_check` says; return None, or the squared norm of the unscaled gradient."""
     if grad_check is not GradCheck.REFUSE:
         return step(grad_check is GradCheck.REPORT)
     squared = sq_norm(grad, num_threads=num_threads, isa=isa)
@@ -194,9 +194,9 @@ def adam_step(
 
 
 def sq_norm(grad: Tensor, *, num_threads: int | None = None, isa: Isa | None = None) -> float:
-    """Sum of squares of a bf16, fp16 or fp32 tensor, in double and in a fixed order of additions.
+    """Return the sum of squares of a bf16, fp16 or fp32 tensor, in double and in a fixed order of additions.
 
-    Finite exactly when every element is: the squares of finite elements cannot overflow a double's sum.
+    It is finite exactly when every element is: the squares of finite elements cannot overflow a double's sum.
     """
     num_elements = grad.numel()
     return _cpu_adam.sq_norm(
@@ -215,7 +215,7 @@ def sq_norms(
     num_threads: int | None = None,
     isa: Isa | None = None,
 ) -> tuple[float, ...]:
-    """`sq_norm` of each of the parts [start, stop) of a tensor, in one call that takes the GIL once."""
+    """Return `sq_norm` of each of the parts [start, stop) of a tensor, in one call that takes the GIL once."""
     num_elements = grad.numel()
     return _cpu_adam.sq_norms(
         float_code("grad", grad),
@@ -228,7 +228,7 @@ def sq_norms(
 
 
 def accumulate(acc: Tensor, grad: Tensor, *, num_threads: int | None = None, isa: Isa | None = None) -> None:
-    """acc = round(float(acc) + float(grad)), to nearest even; each of the two is bf16, fp16 or fp32."""
+    """Compute acc = round(float(acc) + float(grad)), to nearest even; each of the two is bf16, fp16 or fp32."""
     num_elements = acc.numel()
     _cpu_adam.accumulate(
         float_code("acc", acc),

@@ -1,4 +1,4 @@
-"""The typed face of the Lion and Adagrad kernels; see `native.cpu_adam` for what all kernels share (floor 2)."""
+"""The Lion and Adagrad kernels as typed calls; see `native.cpu_adam` for the rules that all kernels share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lion_step(
     num_threads: int | None = None,
     isa: Isa | None = None,
 ) -> float | None:
-    """One Lion step in place, in one pass over memory; dtypes and result as of `cpu_adam.adam_step`."""
+    """One Lion step in place, in one pass over memory; dtypes and result are those of `cpu_adam.adam_step`."""
     scalars = hyper.scalars(grad_scale=grad_scale)
     arguments = moment_arguments(param, grad, ("exp_avg", exp_avg), master, scalars, num_threads, isa)
     return checked_step(
@@ -52,7 +52,7 @@ def adagrad_step(
     num_threads: int | None = None,
     isa: Isa | None = None,
 ) -> float | None:
-    """One Adagrad step in place, in one pass over memory; dtypes and result as of `cpu_adam.adam_step`.
+    """One Adagrad step in place, in one pass over memory; dtypes and result are those of `cpu_adam.adam_step`.
 
     `square_sum` (fp32) is the sum of the squared gradients; `step` counts from 1.
     """
@@ -76,7 +76,7 @@ def moment_arguments(
     num_threads: int | None,
     isa: Isa | None,
 ) -> _Arguments:
-    """What the kernels of optimizers with one fp32 moment take; `moment` is its name, for errors, and it."""
+    """The arguments of the kernels with one fp32 moment, here `moment`; its name is used in errors."""
     num_elements = param.numel()
     return (
         layout_code(param, master),

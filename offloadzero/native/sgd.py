@@ -1,4 +1,4 @@
-"""The typed face of the SGD kernel; see `native.cpu_adam` for what all kernels share (floor 2)."""
+"""The SGD kernel as typed calls; see `native.cpu_adam` for the rules that all kernels share."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def sgd_step(
     num_threads: int | None = None,
     isa: Isa | None = None,
 ) -> float | None:
-    """One step of SGD in place, in one pass over memory; dtypes and result as of `cpu_adam.adam_step`.
+    """One step of SGD in place, in one pass over memory; dtypes and result are those of `cpu_adam.adam_step`.
 
-    Without momentum `momentum_buffer` (fp32) stays what it is; `step` counts from 1.
+    Without momentum `momentum_buffer` (fp32) is not changed; `step` counts from 1.
     """
     scalars = hyper.scalars(step=step, grad_scale=grad_scale)
     moment = ("momentum_buffer", momentum_buffer)

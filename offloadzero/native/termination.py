@@ -1,8 +1,9 @@
-"""Files that go with the process when SIGTERM or SIGHUP ends it (floor 2).
+"""Files that are removed when SIGTERM or SIGHUP ends the process.
 
 As long as there is such a file, the default action of these signals is replaced by one that removes the files and then
-dies of the signal all the same: at once, whatever the process waits for. A handler of the user's own stays in force,
-whether it was there before or comes later; then the file goes when the process ends in order, or at the next start.
+lets the signal end the process all the same: at once, whatever the process waits for. A handler of the user's own stays
+in force, whether it was there before or comes later; then the file goes when the process ends in order, or at the next
+start.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ class DoomedFile:
         self._spare.atexit = False  # the file may still be there when the interpreter goes
 
     def spare(self) -> None:
-        """The file is gone, or stays."""
+        """Remove the file from the list: it is gone already, or it is to stay."""
         self._spare()
 
 
 def is_installed() -> bool:
-    """Whether SIGTERM removes files of ours now."""
+    """Whether SIGTERM would remove files of this process now."""
     return _termination.is_installed()

@@ -1,4 +1,4 @@
-"""DeepSpeed's names for the CPU optimizers (floor 5)."""
+"""DeepSpeed's names for the CPU optimizers."""
 
 from offloadzero.ops import adagrad, adam, lion
 

@@ -1,4 +1,4 @@
-"""DeepSpeedCPUAdagrad: CPUAdagrad with DeepSpeed's arguments (floor 5)."""
+"""DeepSpeedCPUAdagrad: CPUAdagrad with DeepSpeed's arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeedCPUAdam: CPUAdam with DeepSpeed's arguments in DeepSpeed's order (floor 5)."""
+"""DeepSpeedCPUAdam: CPUAdam with DeepSpeed's arguments in DeepSpeed's order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeedCPULion: CPULion with DeepSpeed's arguments and defaults (floor 5)."""
+"""DeepSpeedCPULion: CPULion with DeepSpeed's arguments and defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of DeepSpeed's optimizers that have one value here (floor 5)."""
+"""A check for arguments of DeepSpeed's optimizers that can have only one value here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from offloadzero.errors import ConfigError
 
 
 def expect_only(name: str, value: object, *, allowed: object, hint: str = "") -> None:
-    """Raises ConfigError for any value but `allowed`."""
+    """Raise ConfigError for any value but `allowed`."""
     if value != allowed:
         raise ConfigError(name, value, f"allowed: {allowed}{hint}")

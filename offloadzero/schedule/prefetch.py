@@ -1,13 +1,13 @@
-"""What to fetch and what to give up: a pure function of the trace (floor 3; no torch).
+"""The choice of units to fetch and to give up: a pure function of the trace, without torch.
 
 [Note: as few fetches as possible, each early]
 The order of use is known, so the unit that leaves is the one whose next use is furthest away (Belady 1966), seen
-from the use before the one that the fetch is for: that is when it must start at the latest, with the unit of that
-use in place. A fetch starts as soon as its victim is needed no more before then, which for a stack of layers is
-many uses ahead. It does not start by taking another victim, needed again sooner, which would have to come back
-(Cao, Felten, Karlin, Li 1995: prefetching as early as possible costs fetches that prefetching as Belady replaces
-does not). So a fetch never displaces a unit that is needed earlier than the fetched one, and no order of fetches
-in which every unit arrives before its use has fewer.
+from the use before the one that the fetch is for: that is the latest moment at which the fetch must start, with the
+unit of that use in place. A fetch starts as soon as its victim is not needed before that use, which for a stack of
+layers is many uses ahead. It does not start by taking another victim that is needed sooner and would have to come back
+(Cao, Felten, Karlin, Li 1995: prefetching as early as possible costs fetches that prefetching as Belady replaces does
+not). So a fetch never displaces a unit that is needed earlier than the fetched one, and no order of fetches in which
+every unit arrives before its use has fewer.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Fetch:
 
 Move = Evict | Fetch
 
-NEVER = 1 << 60  # a distance
+NEVER = 1 << 60  # the distance of a use that never comes
 
 
 def next_uses(upcoming: Iterable[int], *, among: Collection[int] | None = None) -> dict[int, int]:
-    """Distance of the next use (0 = next) of each unit, or of those `among` them; who does not occur is absent."""
+    """The distance of the next use (0 = next) of each unit, or of those `among` them; unused units are absent."""
     distances: dict[int, int] = {}
     sought = None if among is None else set(among)
     for distance, unit in enumerate(upcoming):
@@ -59,10 +59,10 @@ def eviction_order(candidates: Collection[int], distances: Mapping[int, int]) ->
 def choose_victims(
     candidates: Collection[int], distances: Mapping[int, int], *, num_bytes: Mapping[int, int], wanted: int
 ) -> list[int]:
-    """Whom of `candidates` to give up for `wanted` bytes: the furthest next uses, without those not needed.
+    """Choose which of `candidates` to give up for `wanted` bytes: those with the furthest next uses, and no more.
 
     Of units of different sizes the furthest may be too small to matter once a nearer, larger one leaves: it
-    stays. All of them if they are not enough.
+    then stays. All candidates are given up if they are not enough.
     """
     victims: list[int] = []
     gained = 0
@@ -92,16 +92,16 @@ def plan_prefetch(
 
     Args:
         upcoming: units in the order of their use after the present one.
-        later: uses after those, for which nothing is fetched yet; but who has one stays longer than who has none.
+        later: uses after those. Nothing is fetched for them yet, but a unit in them stays longer than one that is not.
         num_bytes: bytes of each unit's lease.
         present: units that hold a lease (ready or on their way).
         protected: present units that must not be given up now.
-        in_use: the one of them that may be given up after the present use.
-        free_bytes: bytes in no lease.
+        in_use: the protected unit that may be given up after the present use.
+        free_bytes: bytes that no lease holds.
     """
     held = set(present)
     staying = set(protected) - {in_use}
-    needed = set(protected)  # now, or before the use that is looked at
+    needed = set(protected)  # now, or before the use that the loop looks at
     previous = in_use
     moves: list[Move] = []
     for position, unit in enumerate(upcoming):
@@ -111,9 +111,9 @@ def plan_prefetch(
             if wanted > 0:
                 movable = held - staying - {previous}
                 if sum(num_bytes[other] for other in movable - needed) < wanted:
-                    break  # for most calls the end: what follows looks a whole step ahead
+                    break  # most calls end here: the following uses are a whole step ahead
                 distances = next_uses(chain(upcoming[position:], later), among=movable)
-                for other in needed:  # of those never used again, who is needed before leaves last
+                for other in needed:  # of units without a next use, those needed before leave last
                     distances.setdefault(other, NEVER - 1)
                 victims = choose_victims(movable, distances, num_bytes=num_bytes, wanted=wanted)
             gained = free_bytes + sum(num_bytes[victim] for victim in victims)

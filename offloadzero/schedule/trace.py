@@ -1,11 +1,11 @@
-"""The order in which units are used (floor 3; no torch).
+"""The order in which units are used, recorded without torch.
 
 [Note: departures]
-A step that uses another unit than the order has next has left something out, put something in, or turned around
-early. It goes on, in this order of trust: where a remembered order continues that began in the same way; where
-the order has the last two uses one after the other; at the unit's next use. The last is a mere guess: if the use
-after it is what would have come without the departure, the cursor goes back there. So a change of order costs a
-stall or two where it happens, and one that comes back now and then no more than that each time.
+A step that uses another unit than the order has next has left something out, put something in, or turned around early.
+The cursor then goes on at the first of these places that exists: where a remembered order continues that began in the
+same way; where the order has the last two uses one after the other; at the unit's next use. The last of them is a mere
+guess: if the use after it is the one that would have come without the departure, the cursor goes back there. So a
+change of order costs a stall or two where it happens, and a change that recurs now and then costs no more each time.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 NUM_REMEMBERED = 8  # steps
-MAX_USES = 1 << 16  # recorded of one step: a loop that never steps must not fill memory
+MAX_USES = 1 << 16  # recorded of one step: a loop that never calls step() must not fill memory
 
 
 class Trace:
     """The order of use of one optimizer step (or one evaluation), with a cursor at the present use.
 
-    It starts as a guess: the units forward and, `there_and_back`, backward. What was really used is remembered
-    for some steps. A step begins with the order most frequent among them, of equals the latest.
+    It starts as a guess: the units forward and, `there_and_back`, backward. The real orders of some steps are
+    remembered. A step begins with the most frequent of them, and of equally frequent ones with the latest.
     """
 
     def __init__(self, units: Sequence[int], *, there_and_back: bool = True) -> None:
         self.order: tuple[int, ...] = (*units, *reversed(units)) if there_and_back else tuple(units)
-        self.cursor = -1  # nothing was used yet
+        self.cursor = -1  # nothing has been used yet
         self._sure = -1  # the last cursor that was no guess
         self._present: int | None = None
         self._recorded: list[int] = []
@@ -34,7 +34,7 @@ class Trace:
         self._alike: list[tuple[int, ...]] = []  # remembered orders that may have begun as this step has
 
     def advance(self, unit: int) -> None:
-        """`unit` is used now. The cursor moves to where the order has this use; [Note: departures]."""
+        """Move the cursor to where the order has this use of `unit`, which happens now: [Note: departures]."""
         if unit == self._present:
             return
         previous, self._present = self._present, unit
@@ -48,7 +48,7 @@ class Trace:
             self._depart(previous, unit)
 
     def end_use(self) -> None:
-        """The present use is over: if the next is of the same unit, it is a use of its own."""
+        """End the present use: if the next one is of the same unit, it is a use of its own."""
         self._present = None
 
     def _take_up_known_order(self) -> bool:
@@ -81,7 +81,7 @@ class Trace:
     def upcoming_in_step(self) -> tuple[int, ...]:
         """The uses after the present one, up to the end of this step.
 
-        What comes after the step is updated first: fetching it now would fetch weights that are stale then.
+        Units used after the step are updated first: weights fetched for them now would be stale by then.
         """
         return self.order[self.cursor + 1 :]
 
@@ -91,7 +91,7 @@ class Trace:
         return self.order[position] if position < len(self.order) else None
 
     def finish_step(self) -> None:
-        """The step is over: what was recorded is remembered."""
+        """End the step, and remember the order that was recorded."""
         if self._recorded:
             self._past.appendleft(tuple(self._recorded))
         # Of equally frequent orders Counter keeps the one it met first, the latest, in front.

@@ -1,1 +1,1 @@
-"""Which part of the model's states each rank keeps (floor 3)."""
+"""The parts of the model's states that each rank keeps, and the collectives between the ranks."""

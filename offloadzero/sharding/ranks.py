@@ -1,19 +1,21 @@
-"""The ranks that train one model together, and their collectives (floor 3). Only this file calls torch's.
+"""The ranks that train one model together, and their collectives. No other file calls torch's.
 
 [Note: collectives in one order]
 Collectives of one process group match by their order. So each thread that issues any has a group of its own, a
-`Channel`, and what it issues is a function of what all ranks have in common: the order of use of the units, the order
-of the records, what was agreed on before. Nothing that depends on time decides which comes next. Since a rank whose
-script takes another branch would match another unit's bytes, the order of fetches is summed up as they are submitted,
-and the sums are compared before the weights are gathered, a few bytes in host memory: a departure is an error on all
-ranks before any computes with it, or, where one rank waits for what the others never send, that of the group's timeout.
-What scripts write is summed up, too, and compared there and at each step: each rank keeps its part of it only.
+`Channel`, and its collectives are a function of facts that all ranks have in common: the order of use of the units, the
+order of the records, results that they have agreed on before. Their order never depends on time. But a rank whose
+script takes another branch would match another unit's bytes. Therefore the order of fetches is summed up as they are
+submitted, and the sums, a few bytes in host memory, are compared before the weights are gathered: a departure is an
+error on all ranks before any computes with it, or, where one rank waits for collectives that the others never issue,
+the error is that of the group's timeout. The values that scripts write are summed up, too, and compared there and at
+each step, as each rank keeps only its part of them.
 
 [Note: errors of other ranks]
-Where a rank's engine fails it leaves the text in the store of torch's process group. A rank that waits for a collective
+When a rank's engine fails it leaves the text in the store of torch's process group. A rank that waits for a collective
 looks there now and then, so it stops with that text, long before the group's timeout. A rank that is gone closes its
 connections, which ends the collectives of the others. Process groups are made by all ranks together, in a wait that
-looks nowhere, so before that each says in the store that it has come so far; one that cannot start says why.
+does not look into the store. So before that each rank notes in the store that it has come so far; one that cannot start
+notes the reason.
 """
 
 from __future__ import annotations
@@ -42,17 +44,17 @@ from offloadzero.torch_private import default_process_group_store, timeout_of_pr
 
 log = logging.getLogger("offloadzero")
 
-LOOK_UP_S = 0.5  # between two looks of a wait at what the other ranks say
+LOOK_UP_S = 0.5  # between two looks of a wait at the store
 
-# Newer versions of torch have other names for them, and warn of the old ones.
+# Newer versions of torch have other names for these functions, and warn of the old ones.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-_numbers = itertools.count()  # of the models of this process, which all ranks make in one order
+_numbers = itertools.count()  # numbers of the models of this process, which all ranks make in one order
 
 
 class _Board:
-    """Where the first rank that fails leaves its text for the others: [Note: errors of other ranks]."""
+    """The place where the first rank that fails leaves its text for the others: [Note: errors of other ranks]."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -65,7 +67,7 @@ class _Board:
     latest: ClassVar[Callable[[], _Board | None]] = lambda: None
 
     def join(self, world_size: int, timeout: timedelta) -> None:
-        """Return when all ranks have called this. RankError where one cannot start, or does not come."""
+        """Return when all ranks have called this. Raises RankError where one cannot start, or does not come."""
         what = f"the start of an engine (rank {self._rank} of {world_size})"
         here = [f"{self._key}/{rank} is here" for rank in range(world_size)]
         until_s = time.monotonic() + timeout.total_seconds()
@@ -88,7 +90,7 @@ class _Board:
         try:
             with self._lock:
                 self._store.compare_set(self._key, "", text)
-        except RuntimeError as unreachable:  # the rank that holds the store is gone: the others notice that
+        except RuntimeError as unreachable:  # the rank that holds the store is gone, which the others notice
             log.warning("the other ranks could not be told of the failure: %s", unreachable)
 
     def look(self, what: str) -> None:
@@ -100,11 +102,11 @@ class _Board:
             raise RankError(f"{what} is given up: the engine of rank {self._rank} has failed")
 
     def text(self) -> str | None:
-        """What the first rank that failed has said."""
+        """The text that the first failed rank has left."""
         try:
             with self._lock:
                 said = self._store.get(self._key) if self._store.check([self._key]) else None
-        except RuntimeError:  # the rank that holds the store is gone: the collective itself says so
+        except RuntimeError:  # the rank that holds the store is gone: the collective itself raises
             return None
         return None if said is None else bytes(said).decode(errors="replace")
 
@@ -113,27 +115,27 @@ class Channel:
     """The collectives of one thread, in a process group of its own: [Note: collectives in one order]."""
 
     def __init__(self, group: Any, spec: ShardSpec, board: _Board, *, is_on_host: bool) -> None:
-        """`is_on_host`: the tensors are in host memory, and a collective is over when its wait is."""
+        """Use `group`. `is_on_host`: tensors are in host memory, and a collective is over when its wait returns."""
         self._group = group
         self._spec = spec
         self._board = board
         self._is_on_host = is_on_host
 
     def all_gather(self, whole: Tensor, label: str) -> None:
-        """`whole`, shape (n,), gets the part of each rank, of which this one's is in its place there."""
+        """Fill `whole`, shape (n,), with the parts of all ranks; this rank's part lies in its place there already."""
         data = whole.view(torch.uint8)  # not every backend knows every dtype
         start, stop = self._spec.kept_range(data.numel())
         self._run(f"{label}: the all-gather", lambda: _all_gather(data, data[start:stop], **self._options))
 
     def reduce_scatter(self, whole: Tensor, label: str) -> Tensor:
-        """The sum over the ranks of this rank's part of `whole`, shape (n,), which is overwritten."""
+        """Return the sum over the ranks of this rank's part of `whole`, shape (n,), which is overwritten."""
         start, stop = self._spec.kept_range(whole.numel())
         part = whole[start:stop]
         self._run(f"{label}: the reduce-scatter", lambda: _reduce_scatter(part, whole, **self._options))
         return part
 
     def all_reduce(self, values: Tensor, label: str, *, largest: bool = False) -> None:
-        """`values` become their sums over the ranks, or the largest ones."""
+        """Replace `values` by their sums over the ranks, or by the largest ones."""
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         self._run(f"{label}: the all-reduce", lambda: dist.all_reduce(values, op=op, **self._options))
 
@@ -153,15 +155,15 @@ class Channel:
         expect_same_writes(writes_by_rank, label)
 
     def broadcast(self, values: Tensor, label: str) -> None:
-        """`values` become those of the first rank."""
+        """Replace `values` by those of the first rank."""
         data = values.view(-1).view(torch.uint8)
         if data.numel():
             self._run(f"{label}: the broadcast", lambda: dist.broadcast(data, 0, **self._options))
 
     def close(self) -> None:
-        """Give the group's threads and connections back, after its last collective; once more does nothing."""
+        """Give the group's threads and connections back, after its last collective. A second call does nothing."""
         group, self._group = self._group, None
-        if group is not None and dist.is_initialized():  # else it went with torch's
+        if group is not None and dist.is_initialized():  # else it ended with torch's group
             dist.destroy_process_group(group)
 
     @property
@@ -178,10 +180,10 @@ class Channel:
             if self._is_on_host:
                 self._wait(work, what)
             else:
-                work.wait()  # the stream does
+                work.wait()  # makes the stream wait, not the host
         except RankError:
             raise
-        except KeyboardInterrupt:  # the collective is left, and the others in it
+        except KeyboardInterrupt:  # the collective is abandoned, and all others of the group
             self._board.report(StateError(f"KeyboardInterrupt in {what}"))
             raise
         except RuntimeError as error:
@@ -200,13 +202,13 @@ class Channel:
                 work.wait(look_up)
                 return
             except RuntimeError:
-                # Work that has failed need not be complete: what tells its errors from a wait's end is the time.
+                # Work that has failed need not be complete: only the time tells its errors from the end of a wait.
                 if work.is_completed() or time.monotonic() - begun_s < LOOK_UP_S / 2:
                     raise
             self._board.look(what)
 
     def _said_within(self, wait_s: float) -> str | None:
-        """What another rank says of its end, which may come a little later than the end."""
+        """Return the text of a failed rank, which may come a little later than its end."""
         until_s = time.monotonic() + wait_s
         while (text := self._board.text()) is None and time.monotonic() < until_s:
             time.sleep(LOOK_UP_S / 10)
@@ -218,17 +220,17 @@ class Ranks:
     """The ranks of one model; each channel is used by one thread."""
 
     spec: ShardSpec
-    local_world_size: int  # of this machine's ranks
+    local_world_size: int  # ranks on this machine
     weights: Channel  # fetches of units
-    orders: Channel  # of these, compared before each; host memory
+    orders: Channel  # the comparison before each fetch; host memory
     updates: Channel  # new weights of units that stay
     gradients: Channel
-    decisions: Channel  # over steps; host memory
-    control: Channel  # the script's thread and that of its backward, host memory
-    states: Channel  # what scripts read; host memory
+    decisions: Channel  # the decisions over steps; host memory
+    control: Channel  # used by the script's thread and that of its backward; host memory
+    states: Channel  # states that scripts read; host memory
     board: _Board
     order: OrderSum = field(default_factory=lambda: OrderSum())
-    writes: OrderSum = field(default_factory=lambda: OrderSum())  # of what scripts write
+    writes: OrderSum = field(default_factory=lambda: OrderSum())  # the sum of the values that scripts write
 
     @property
     def is_first(self) -> bool:
@@ -243,7 +245,7 @@ class Ranks:
 
 
 class OrderSum:
-    """A number that two orders of collectives share only if they are the same: [Note: collectives in one order]."""
+    """A number that is the same for two orders of collectives only if they are the same orders."""
 
     MODULUS = (1 << 61) - 1
 
@@ -251,12 +253,12 @@ class OrderSum:
         self.value = 0
 
     def note(self, index: int) -> None:
-        """A collective over the record of that number comes next, or a write with that digest."""
+        """Count a collective over the record of that number, or a write with that digest, as the next one."""
         self.value = (self.value * 1_000_003 + index + 1) % self.MODULUS
 
 
 def make_ranks(device: torch.device) -> Ranks:
-    """The ranks of torch's default process group. All of them call this in the same order."""
+    """Join the ranks of torch's default process group. All of them call this in the same order."""
     spec = ShardSpec(dist.get_rank(), dist.get_world_size())
     timeout = timeout_of_process_group()
     board = _Board(spec.rank)
@@ -279,8 +281,8 @@ def make_ranks(device: torch.device) -> Ranks:
         states=channel("gloo"),
         board=board,
     )
-    # NCCL makes a communicator at its first collective. On the threads of several channels that would come in any
-    # order, and while kernels of another run, which may wait for each other: here it comes in one order, with none.
+    # NCCL makes a communicator at its first collective. On the threads of several channels these would come in any
+    # order, beside kernels of another run, which may wait for each other. Here they come in one order, with no kernels.
     for each in (ranks.weights, ranks.updates, ranks.gradients):
         each.all_reduce(torch.zeros(1, device=device), "the first collective")
     return ranks
@@ -288,13 +290,13 @@ def make_ranks(device: torch.device) -> Ranks:
 
 @contextmanager
 def telling_others() -> Iterator[None]:
-    """A start of an engine: what fails in the block is told to the ranks that wait in theirs."""
+    """Inside the block an engine starts: a failure is told to the ranks that wait in their blocks."""
     before = _Board.latest()
     try:
         yield
     except BaseException as error:
         board = _Board.latest()
-        if board is None or board is before:  # it has not come to the making of one
+        if board is None or board is before:  # the start has not come as far as making one
             board = _Board(dist.get_rank())
         board.report(error)
         raise
@@ -306,12 +308,12 @@ def digest(text: str) -> int:
 
 
 def odd_ranks(by_rank: Sequence[object]) -> list[int]:
-    """The ranks that have something else than the first one."""
+    """The ranks whose value differs from the first one's."""
     return [rank for rank, value in enumerate(by_rank) if value != by_rank[0]]
 
 
 def expect_same_writes(by_rank: Sequence[int], label: str) -> None:
-    """Raise StateError unless the sums of what the ranks' scripts have written are one."""
+    """Raise StateError unless the sums over the values that scripts have written are the same on all ranks."""
     odd = odd_ranks(by_rank)
     if odd:
         raise StateError(

@@ -1,4 +1,4 @@
-"""The part of a unit's flat elements that one rank keeps (floor 3)."""
+"""The part of a unit's flat elements that one rank keeps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class ShardSpec:
     """One rank of a group that divides flat elements evenly; in a group of one it keeps all of them.
 
-    Sizes of what is divided are called full, those of the rank's own part kept.
+    Sizes of undivided elements are called full, those of the rank's own part kept.
     """
 
     rank: int = 0
@@ -20,7 +20,7 @@ class ShardSpec:
             raise AssertionError(f"rank {self.rank} of {self.world_size}")
 
     def kept_elements(self, full_elements: int) -> int:
-        """Elements of this rank's part of so many."""
+        """The number of elements in this rank's part of `num_elements`."""
         kept, rest = divmod(full_elements, self.world_size)
         if rest:
             raise AssertionError(f"{full_elements} elements are no whole number of {self.world_size} shards")
@@ -32,12 +32,12 @@ class ShardSpec:
         return self.rank * kept, (self.rank + 1) * kept
 
     def clipped(self, start: int, stop: int, full_elements: int) -> tuple[int, int]:
-        """What of [start, stop) is in this rank's part of so many elements, counted from where that begins.
+        """Return the part of [start, stop) that this rank keeps, counted from the begin of its own part.
 
-        Empty where nothing is, and in the part's order then.
+        Where it keeps none of it, this is an empty range at the nearer end of its part.
         """
         first, last = self.kept_range(full_elements)
         return min(max(start, first), last) - first, min(max(stop, first), last) - first
 
 
-WHOLE = ShardSpec()  # of the only rank
+WHOLE = ShardSpec()  # the spec of a process that trains alone
