@@ -49,7 +49,7 @@ class _Fault:
 
 
 class _Faults:
-    """Faults waiting for their block; counted in the loop's thread, injected from any."""
+    """Faults that wait for their block; they are counted in the loop's thread, and injected from any."""
 
     def __init__(self) -> None:
         self._armed: list[tuple[str, int, int]] = []
@@ -111,7 +111,7 @@ class AiofilesFile:
 
 @dataclass(eq=False)
 class AiofilesOperation:
-    """One operation. The loop's thread runs it; any thread may ask, or find it late."""
+    """One operation. The loop's thread runs it; any thread may ask for its state, or find that it is late."""
 
     file: AiofilesFile
     is_write: bool
@@ -280,7 +280,7 @@ class AiofilesEngine:
 
     async def _close_file(self, file: AiofilesFile) -> None:
         self._files.discard(file)
-        # RuntimeError: an interpreter on its way out starts no more work in threads; its end closes the file.
+        # RuntimeError: an ending interpreter starts no more work in threads; its end closes the file.
         with contextlib.suppress(RuntimeError):
             await file.handle.close()
 
@@ -317,7 +317,7 @@ class AiofilesEngine:
     async def _transfer(
         self, operation: AiofilesOperation, view: memoryview, offset: int, fault: _Fault
     ) -> tuple[int, int]:
-        """Moves a whole block. (errno or 0, bytes moved)."""
+        """Move a whole block. Returns (errno or 0, bytes moved)."""
         num_done = num_stalls = 0
         error, short_bytes = fault.error, fault.short_bytes
         while num_done < len(view):
@@ -336,7 +336,7 @@ class AiofilesEngine:
                     return failure.errno or errno.EIO, num_done
                 num_moved = None
             except RuntimeError:
-                # The interpreter is on its way out: the thread pool takes no more work.
+                # An ending interpreter: the thread pool takes no more work.
                 return errno.ECANCELED, num_done
             short_bytes = None
             if num_moved == 0 and not operation.is_write:
@@ -349,7 +349,7 @@ class AiofilesEngine:
         return 0, num_done
 
     async def _move(self, operation: AiofilesOperation, view: memoryview, offset: int) -> int | None:
-        """One seek and one transfer. None: it would have blocked."""
+        """Do one seek and one transfer. None: it would have blocked."""
         file = operation.file
         async with file.position_lock:
             await file.handle.seek(offset)

@@ -26,12 +26,12 @@ class FaultKind(str, Enum):
     """Faults of `AioEngine.inject`, in the order of the compiled module's enum."""
 
     ERRNO = "errno"
-    """It fails with errno `value` before any transfer (EINTR and EAGAIN are retried, as real ones are)."""
+    """The block fails with errno `value` before any transfer (EINTR and EAGAIN are retried, as real ones are)."""
     SHORT = "short"
-    """Its first transfer reports `value` bytes at most."""
+    """The block's first transfer reports `value` bytes at most."""
     DELAY = "delay"
-    """Its completion is seen `value` milliseconds late, and so long it has its place in the queue, as on a slow
-    drive; other blocks go on in the other places."""
+    """The block's completion is seen `value` milliseconds late, and it keeps its place in the queue so long, as on a
+    slow drive; other blocks go on in the other places."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class FileCore(Protocol):
 
     @property
     def alignment(self) -> int:
-        """Bytes; 1 where the file is not direct."""
+        """The alignment of direct transfers in bytes; 1 where the file is not direct."""
 
     @property
     def direct_refusal(self) -> int:
-        """The errno that direct I/O was refused with; 0: it was not, or was not asked for."""
+        """The errno that direct I/O was refused with; 0: it was not refused, or not asked for."""
 
     def num_bytes(self) -> int: ...
     def preallocate(self, start: int, num_bytes: int, /) -> None: ...
@@ -64,8 +64,8 @@ class FileCore(Protocol):
 class OperationCore(Protocol):
     """A submitted operation of one backend.
 
-    wait() gives (errno or 0, file offset of the error), or None when the time is over; a negative timeout is
-    none. times(): AioTicket.times.
+    wait() returns (errno or 0, file offset of the error), or None when the time is over; a negative timeout is
+    no limit. times(): see AioTicket.times.
     """
 
     def done(self) -> bool: ...
@@ -102,5 +102,5 @@ class EngineCore(Protocol):
 
 
 def errno_name(code: int) -> str:
-    """ "EPERM" for 1, and so on."""
+    """Return the name of an error number: "EPERM" for 1, and so on."""
     return errno_codes.errorcode.get(code, str(code))

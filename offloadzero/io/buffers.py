@@ -1,4 +1,4 @@
-"""Where the caller's buffers lie in memory."""
+"""The places of the caller's buffers in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from offloadzero.errors import ConfigError
 
 
 class Memory(NamedTuple):
-    """Where a buffer lies, and the object that keeps it there."""
+    """The place of a buffer in memory, and the object that keeps it there."""
 
     address: int
     num_bytes: int
@@ -16,7 +16,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(buffer: Any, *, must_be_writable: bool) -> Memory:
-    """The memory of a contiguous CPU tensor, numpy array or object with the buffer protocol. Raises ConfigError."""
+    """Return the memory of a contiguous CPU tensor, numpy array or buffer. Raises ConfigError."""
     if hasattr(buffer, "data_ptr"):
         return _memory_of_tensor(buffer)
     import numpy as np

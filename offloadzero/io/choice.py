@@ -1,4 +1,4 @@
-"""Which backend of AioEngine this machine allows, and why that one."""
+"""The choice of a backend of AioEngine that this machine allows, and its reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _BackendRefused(Exception):  # noqa: N818 (a signal inside this file)
 
 
 class Choice(NamedTuple):
-    """An engine core, its backend, and why that one."""
+    """An engine core, its backend, and the reason for that choice."""
 
     core: EngineCore
     backend: AioBackend
@@ -49,9 +49,9 @@ def _make_core(backend: AioBackend, options: EngineOptions) -> EngineCore:
 
 
 def choose_backend(asked: AioBackend, options: EngineOptions) -> Choice:
-    """The backend asked for, or under AUTO the first that works, logged once per process.
+    """Return the backend asked for, or under AUTO the first that works, logged once per process.
 
-    Raises ConfigError: it, or under AUTO each of them, is not available here.
+    Raises ConfigError: that backend, or under AUTO each of them, is not available here.
     """
     if asked is not AioBackend.AUTO:
         try:

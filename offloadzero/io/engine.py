@@ -62,9 +62,9 @@ class AioFile:
     direct: bool
     """Whether transfers bypass the page cache."""
     direct_reason: str
-    """Why, or why not: "O_DIRECT", "O_DIRECT: EINVAL", "asked for", ..."""
+    """The reason: "O_DIRECT", "O_DIRECT: EINVAL", "asked for", ..."""
     alignment: int
-    """Bytes. Transfers whose offset and size are multiples of it need no copy; 1 when not direct."""
+    """Transfers whose offset and size are multiples of this many bytes need no copy; 1 when not direct."""
 
     def __init__(self, core: FileCore, path: str, engine: AioEngine, *, direct_reason: str) -> None:
         self._core = core
@@ -77,7 +77,7 @@ class AioFile:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the file now. Raises AioError."""
+        """Return the size of the file now. Raises AioError."""
         core = self._open_core()
         try:
             return core.num_bytes()
@@ -85,9 +85,9 @@ class AioFile:
             raise self._error(error, "fstat", 0) from error
 
     def preallocate(self, num_bytes: int, *, start: int = 0) -> None:
-        """Reserves space so that the file has at least `num_bytes`; its bytes stay as they are.
+        """Reserve space so that the file has at least `num_bytes`; its bytes stay as they are.
 
-        `start`: none of what is before it. From there on nothing may be reserved yet, unless it is 0.
+        start: bytes before it are not reserved. From there on nothing may be reserved yet, unless `start` is 0.
 
         Raises AioError: ENOSPC when the filesystem has no room, and the file is then as before.
         """
@@ -102,7 +102,7 @@ class AioFile:
             raise self._error(error, "preallocate", num_bytes) from error
 
     def sync(self) -> None:
-        """Blocks until what finished writes have written is on stable storage. Raises AioError."""
+        """Block until finished writes are on stable storage. Raises AioError."""
         core = self._open_core()
         try:
             core.sync()
@@ -110,7 +110,7 @@ class AioFile:
             raise self._error(error, "fdatasync", 0) from error
 
     def close(self) -> None:
-        """No further operations; the descriptor closes with the last one in flight. Idempotent."""
+        """Allow no further operations; the descriptor closes with the last one in flight. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._core.close()
@@ -184,7 +184,7 @@ class AioTicket:
         return self._core.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Blocks until the operation is complete. May be called again, with the same result.
+        """Block until the operation is complete. May be called again, with the same result.
 
         Raises AioError (label, operation, path, offset and num_bytes of the operation, errno) when it failed,
         AioTimeoutError when it took longer than the engine allows, TimeoutError when it is not complete within
@@ -198,7 +198,7 @@ class AioTicket:
             raise self._error(error, error_offset)
 
     def times(self) -> tuple[float, float] | None:
-        """When its first block was taken up and its last finished, on time.monotonic(); None before the end."""
+        """Return when its first block was taken up and its last finished, on time.monotonic(); None before the end."""
         return self._core.times()
 
     def _await_outcome(self, timeout_s: float | None) -> tuple[int, int]:
@@ -255,9 +255,9 @@ class AioEngine:
     """
 
     backend: AioBackend
-    """The one in use, never AUTO."""
+    """The backend in use, never AUTO."""
     reason: str
-    """Why that one: "asked for", "the kernel allows it", or what the better ones were refused with."""
+    """The reason for it: "asked for", "the kernel allows it", or the refusals of the better ones."""
 
     def __init__(
         self,
@@ -288,7 +288,7 @@ class AioEngine:
         self.block_size = block_size
         self.queue_depth = queue_depth
         self.num_threads = num_threads
-        # What the kernel may still touch, by token: outlives a dropped ticket.
+        # Memory that the kernel may still touch, by token: it outlives a dropped ticket.
         self._held: dict[int, object] = {}
         self._tokens = itertools.count(1)
         self._is_closed = False
@@ -303,11 +303,11 @@ class AioEngine:
         direct: bool = True,
         name: str | None = None,
     ) -> AioFile:
-        """Opens a file for reading and, unless `readonly`, writing.
+        """Open a file for reading and, unless `readonly`, writing.
 
-        create: make it, with mode 0600, if it is missing; an existing one keeps its bytes.
+        create: make the file, with mode 0600, if it is missing; an existing one keeps its bytes.
         direct: past the page cache (O_DIRECT) where filesystem and backend can; `AioFile.direct_reason` says why not.
-        name: what errors call the file, where the path does not tell.
+        name: the file's name in errors, where the path does not tell.
         Raises AioError when the file cannot be opened.
         """
         self._check_usable()
@@ -330,12 +330,12 @@ class AioEngine:
         return f"O_DIRECT: {errno_name(refusal)}" if refusal else "O_DIRECT"
 
     def register_parts(self, buffer: Any) -> int:
-        """Lets the kernel pin the buffer's pages now, once, instead of at every transfer to or from it.
+        """Let the kernel pin the buffer's pages now, once, instead of at every transfer to or from it.
 
         buffer: as in read(), writable; any part of it may then be transferred. It stays pinned, and referenced,
-        until unregister_buffer() or close(). Each of `num_threads` counts it against RLIMIT_MEMLOCK. What the kernel
-        does not take whole is pinned as far as it does: gives the number of bytes that are. `buffers_reason` says why
-        not all, and transfers of the rest pin as they go.
+        until unregister_buffer() or close(). Each of `num_threads` counts it against RLIMIT_MEMLOCK. Where the kernel
+        does not take all of it, a part is pinned: the number of its bytes is returned, `buffers_reason` has the reason,
+        and transfers of the rest pin their pages as they go.
 
         Raises ConfigError (it overlaps a registered one), StateError.
         """
@@ -348,13 +348,13 @@ class AioEngine:
 
     @property
     def buffers_reason(self) -> str:
-        """The fate of the last buffer: "none registered", "registered", or why it, or a part of it, is not:
+        """The fate of the last buffer: "none registered", "registered", or the reason why all or a part of it is not:
         "io_uring: ENOMEM (RLIMIT_MEMLOCK is 65536 bytes)", "native_aio has none".
         """
         return self._registration.reason
 
     def unregister_buffer(self, buffer: Any) -> None:
-        """Unpins what was pinned of a buffer, after the transfers in flight. Raises ConfigError."""
+        """Unpin the pinned part of a buffer, after the transfers in flight. Raises ConfigError."""
         self._check_usable()
         memory = memory_of(buffer, must_be_writable=True)
         if memory.num_bytes and not self._registration.remove(memory):
@@ -369,7 +369,7 @@ class AioEngine:
         priority: int = 0,
         label: str = "",
     ) -> AioTicket:
-        """Fills `buffer` from the file's bytes at `offset`; the buffer belongs to the engine until wait().
+        """Fill `buffer` from the file's bytes at `offset`; the buffer belongs to the engine until wait().
 
         buffer: a contiguous CPU tensor, numpy array, or writable object with the buffer protocol.
         priority: lower runs first. label: the tensor's name, for errors.
@@ -386,7 +386,7 @@ class AioEngine:
         priority: int = 0,
         label: str = "",
     ) -> AioTicket:
-        """Writes `buffer` to the file at `offset`, growing the file if need be; otherwise as read().
+        """Write `buffer` to the file at `offset`, growing the file if need be; otherwise as read().
 
         A finished write has been accepted by the file; `AioFile.sync` makes it survive a power failure.
         Writes in flight together must not overlap.
@@ -394,17 +394,17 @@ class AioEngine:
         return self._submit(True, file, buffer, offset, priority, label)
 
     def stats(self) -> dict[str, int]:
-        """Totals since the engine was made.
+        """Return totals since the engine was made.
 
-        bytes_read, bytes_written: of operations that succeeded. operations: that ended. blocks: begun.
+        bytes_read, bytes_written: of operations that succeeded. operations: ended ones. blocks: begun ones.
         retries: transfers repeated or continued (short, EINTR, EAGAIN). bounced: blocks that were copied.
-        fixed: transfers to or from registered buffers. registered_bytes: of those buffers, now.
+        fixed: transfers to or from registered buffers. registered_bytes: bytes of those buffers now.
         """
         self._check_process()
         return self._core.stats()
 
     def inject(self, kind: str, nth: int, value: int) -> None:
-        """For tests: a FaultKind that hits the nth block to begin from now (1: the next), once."""
+        """Inject a fault, for tests: a FaultKind that hits the nth block to begin from now (1: the next), once."""
         self._check_usable()
         fault = _parse(FaultKind, "kind", kind)
         if nth < 1:
@@ -414,12 +414,12 @@ class AioEngine:
         self._core.inject(list(FaultKind).index(fault), nth, value)
 
     def clear_faults(self) -> None:
-        """Forgets injected faults that have hit no block yet."""
+        """Forget injected faults that have hit no block yet."""
         self._check_usable()
         self._core.clear_faults()
 
     def close(self, *, cancel: bool = False) -> None:
-        """Finishes every operation submitted, ends the threads. Idempotent; does nothing in a forked child.
+        """Finish every operation submitted and end the threads. Idempotent; does nothing in a forked child.
 
         cancel: blocks that have not started are dropped instead, and their operations fail with ECANCELED.
         The interpreter's exit closes engines that are still open in this way.
@@ -440,7 +440,7 @@ class AioEngine:
         self.close()
 
     def __del__(self) -> None:
-        # Before the dictionary of held buffers goes: the kernel may be writing to them.
+        # Closed before the dictionary of held buffers is dropped: the kernel may be writing to them.
         self.close()
 
     def _submit(
@@ -460,7 +460,7 @@ class AioEngine:
         if offset < 0 or offset + memory.num_bytes >= 1 << 63:
             raise ConfigError("offset", offset, "must not be negative or end past 2**63")
         token = next(self._tokens)
-        # Held before the kernel hears of it.
+        # Held before the kernel knows of the buffer.
         self._held[token] = memory.owner
         self._release_finished()
         try:

@@ -1,8 +1,8 @@
-"""Memory that an engine's kernel queues know: pinned once instead of at every transfer.
+"""Memory that is registered with an engine's kernel queues: pinned once instead of at every transfer.
 
 [Note: registered in parts]
 io_uring counts what it has registered against RLIMIT_MEMLOCK (8 MiB for ordinary users), once for each thread of the
-engine, and takes it whole or not at all. So memory that need not be registered whole goes in parts: where one is
+engine, and takes it whole or not at all. So memory that need not be registered whole goes in parts: where a part is
 refused for want of memory its half is tried, down to MIN_PART_BYTES. A block that lies in two parts travels like one
 that lies in none: the kernel pins its pages for that one transfer.
 """
@@ -18,13 +18,13 @@ from typing import NamedTuple
 from offloadzero.io.backends import AioBackend, EngineCore, errno_name
 from offloadzero.io.buffers import Memory
 
-MAX_PART_BYTES = 1 << 30  # what the kernel takes as one
-MIN_PART_BYTES = 2 << 20  # a huge page: it is counted whole
+MAX_PART_BYTES = 1 << 30  # the most that the kernel takes as one part
+MIN_PART_BYTES = 2 << 20  # a huge page, which the kernel counts whole
 
 
 class _Entry(NamedTuple):
     memory: Memory
-    parts: list[int]  # their addresses; those the kernel has refused are not among them
+    parts: list[int]  # their addresses, without those that the kernel has refused
 
 
 class Registration:
@@ -38,9 +38,9 @@ class Registration:
         self._entries: dict[int, _Entry] = {}  # by address
 
     def add(self, memory: Memory) -> int:
-        """As many of its bytes as the kernel takes: [Note: registered in parts].
+        """Register as many bytes of the memory as the kernel takes: [Note: registered in parts].
 
-        Raises ValueError: it overlaps what is there.
+        Raises ValueError: the memory overlaps a registered one.
         """
         parts: list[int] = []
         done, size, refusal = 0, MAX_PART_BYTES, ""
@@ -62,7 +62,7 @@ class Registration:
         return done
 
     def remove(self, memory: Memory) -> bool:
-        """False: it is not there."""
+        """Remove the memory at an address; False where none is registered there."""
         with self._lock:
             entry = self._entries.get(memory.address)
             if entry is None:
@@ -73,7 +73,7 @@ class Registration:
         return True
 
     def clear(self) -> None:
-        """The engine is closed, and has unregistered all of it."""
+        """Forget all memory: the engine is closed, and has unregistered it."""
         with self._lock:
             self._entries.clear()
 
@@ -88,7 +88,7 @@ class Registration:
             yield
 
     def _register(self, address: int, num_bytes: int) -> int:
-        """0, or the errno of the refusal, which `reason` names."""
+        """Register one part; return 0, or the errno of the refusal, which `reason` names."""
         try:
             self._core.register_buffer(address, num_bytes)
         except OSError as error:

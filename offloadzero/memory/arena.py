@@ -1,7 +1,7 @@
-"""Arenas, leases and pools: fixed memory reserved at start (floor 3).
+"""Arenas, leases and pools: fixed memory that is reserved at the start.
 
 [Note: staggered arrays]
-An update reads and writes four or five arrays in step. Where they lie at equal offsets modulo 2 MiB (a huge page)
+An update reads and writes four or five arrays in step. If they lie at equal offsets modulo 2 MiB (a huge page),
 Adam in fp32 takes 1.6 times as long (two cores of Zen 4, 2.26 instead of 3.63 Gparam/s). Arrays of 2^k elements one
 after the other do lie so; with a page between them they do not.
 """
@@ -24,27 +24,27 @@ from offloadzero.memory import device as devices
 from offloadzero.memory.pages import map_pages
 from offloadzero.memory.tickets import FINISHED, LOOK_UP_S, Failures, Ticket
 
-ALIGN_BYTES = 4096  # what O_DIRECT wants of addresses; a multiple of what copies and kernels want
+ALIGN_BYTES = 4096  # O_DIRECT's rule for addresses; a multiple of that of copies and kernels
 
 
 def align_up(num_bytes: int, alignment: int = ALIGN_BYTES) -> int:
-    """`num_bytes` rounded up to a multiple of `alignment`."""
+    """Return `num_bytes` rounded up to a multiple of `alignment`."""
     return -(-num_bytes // alignment) * alignment
 
 
 def staggered(num_bytes: int) -> int:
-    """Bytes from the start of one of several arrays that are used together to the next: [Note: staggered arrays]."""
+    """The distance in bytes between the starts of arrays that are used together: [Note: staggered arrays]."""
     return align_up(num_bytes) + ALIGN_BYTES
 
 
 def room_for(sizes: Iterable[int]) -> int:
-    """Bytes in which leases of these sizes, taken in this order, find room wherever the ones before them lie.
+    """The bytes in which leases of these sizes, taken in this order, fit wherever the earlier ones lie.
 
-    Leases do not move: n of them leave up to n + 1 holes, none of which need be the size of all.
+    Leases do not move: n of them leave up to n + 1 holes, none of which need be as large as the free bytes together.
     """
     room = taken = 0
     for num_holes, size in enumerate(map(align_up, sizes), start=1):
-        # The largest hole is smaller than `size` only if all of them together are no larger than this.
+        # The largest hole can be smaller than `size` only if all holes together are no larger than this.
         too_little = num_holes * max(0, size - ALIGN_BYTES)
         room = max(room, taken + too_little + min(size, ALIGN_BYTES))
         taken += size
@@ -52,17 +52,17 @@ def room_for(sizes: Iterable[int]) -> int:
 
 
 def allocate_host(num_bytes: int) -> torch.Tensor:
-    """Host memory of exactly `num_bytes`, page-aligned, zero: uint8, shape (num_bytes,)."""
+    """Allocate host memory of exactly `num_bytes`, page-aligned, zero: uint8, shape (num_bytes,)."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     mapping = map_pages(num_bytes)
-    # open(2): direct I/O into a private mapping while the process forks (a DataLoader's workers) can go astray.
+    # open(2): direct I/O into a private mapping can go astray while the process forks (a DataLoader's workers do).
     mapping.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def _view(buffer: torch.Tensor, offset: int, dtype: torch.dtype, num_elements: int) -> torch.Tensor:
-    # Kept by who calls, and used in training, though the first use may be an evaluation in inference mode.
+    # The caller keeps the memory for training, though its first use may be an evaluation in inference mode.
     with torch.inference_mode(False):
         return buffer[offset : offset + num_elements * dtype.itemsize].view(dtype)
 
@@ -78,7 +78,7 @@ class Lease:
         self._released = False
 
     def view(self, dtype: torch.dtype, num_elements: int, *, start_byte: int = 0) -> torch.Tensor:
-        """`num_elements` of `dtype` from `start_byte` on: shape (num_elements,)."""
+        """Return `num_elements` of `dtype` from `start_byte` on: shape (num_elements,)."""
         size = num_elements * dtype.itemsize
         if start_byte + size > self.num_bytes:
             raise AssertionError(f"{self.label}: view of {start_byte}+{size} in {self.num_bytes} bytes")
@@ -101,16 +101,16 @@ class Holes:
     """The free ranges of an address space: best fit first, neighbours merge. Not thread-safe."""
 
     def __init__(self, num_bytes: int = 0) -> None:
-        self.num_bytes = num_bytes  # free ones, perhaps not in one piece
+        self.num_bytes = num_bytes  # the free bytes, perhaps not in one piece
         self._ranges: list[tuple[int, int]] = [(0, num_bytes)] if num_bytes else []  # (offset, size)
 
     @property
     def largest_bytes(self) -> int:
-        """Free ones in one piece."""
+        """The free bytes in one piece."""
         return max((size for _, size in self._ranges), default=0)
 
     def take(self, num_bytes: int) -> int | None:
-        """The offset of `num_bytes`, free until now; None when no range is large enough."""
+        """Take a free range of `num_bytes` and return its offset; None when no range is large enough."""
         fitting = [(size, offset) for offset, size in self._ranges if size >= num_bytes]
         if not fitting:
             return None
@@ -122,7 +122,7 @@ class Holes:
         return offset
 
     def give(self, offset: int, num_bytes: int) -> None:
-        """A range is free (again)."""
+        """Add a range to the free ones."""
         start, size = offset, num_bytes
         apart = []
         for hole in self._ranges:
@@ -145,32 +145,32 @@ class Arena:
         self._poison = poison
         self._lock = threading.Lock()
         self._holes = Holes(buffer.numel())
-        # Leases come back to the same few places.
+        # The views are kept, as leases come back to the same few places.
         self._view_at = functools.lru_cache(maxsize=256)(functools.partial(_view, buffer))
 
     @property
     def num_bytes(self) -> int:
-        """Capacity."""
+        """The capacity in bytes."""
         return self.buffer.numel()
 
     def view(self, offset: int, dtype: torch.dtype, num_elements: int) -> torch.Tensor:
-        """`num_elements` of `dtype` from byte `offset` on: shape (num_elements,)."""
+        """Return `num_elements` of `dtype` from byte `offset` on: shape (num_elements,)."""
         return self._view_at(offset, dtype, num_elements)
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in no lease (perhaps not in one piece)."""
+        """The bytes in no lease (perhaps not in one piece)."""
         return self._holes.num_bytes
 
     def try_lease(self, num_bytes: int, label: str) -> Lease | None:
-        """A lease of `num_bytes` (rounded up to the alignment), or None when no hole is large enough."""
+        """Lease `num_bytes` (rounded up to the alignment); None when no hole is large enough."""
         size = align_up(max(num_bytes, 1))
         with self._lock:
             offset = self._holes.take(size)
         return None if offset is None else Lease(self, offset, size, label)
 
     def lease(self, num_bytes: int, label: str) -> Lease:
-        """Like `try_lease`; raises BudgetError."""
+        """Lease like `try_lease`; raises BudgetError when no hole is large enough."""
         lease = self.try_lease(num_bytes, label)
         if lease is None:
             raise BudgetError(
@@ -196,7 +196,7 @@ class PooledBuffer:
         self.last_use: Ticket = FINISHED
 
     def view(self, dtype: torch.dtype, num_elements: int, *, start_byte: int = 0) -> torch.Tensor:
-        """`num_elements` of `dtype` from `start_byte` on: shape (num_elements,)."""
+        """Return `num_elements` of `dtype` from `start_byte` on: shape (num_elements,)."""
         return self._view_at(start_byte, dtype, num_elements)
 
 
@@ -211,16 +211,16 @@ class BufferPool:
         self._failures = failures
         self._poison = poison
         self._free = deque(PooledBuffer(lease.bytes) for lease in leases)
-        # Open when a buffer may be free. A wait takes no buffer, so one that is interrupted loses none.
+        # Not taken when a buffer may be free. A wait takes no buffer, so an interrupted one loses none.
         self._given = threading.Lock()
 
     @property
     def num_free(self) -> int:
-        """Buffers that `take` would give at once."""
+        """The number of buffers that `take` would give at once."""
         return len(self._free)
 
     def take_within(self, wait_s: float) -> PooledBuffer | None:
-        """A free buffer, or None where none is given back for so long."""
+        """Take a free buffer; None where none is given back for so long."""
         until_s = time.monotonic() + wait_s
         while (buffer := self.try_take()) is None:
             if not self._wait_given() and self._failures.first is not None:
@@ -232,7 +232,7 @@ class BufferPool:
         return buffer
 
     def take(self) -> PooledBuffer:
-        """A free buffer; blocks. Raises the engine's failure if there is one, which does not count as seen by that.
+        """Take a free buffer; blocks. Raises the engine's failure if there is one, without counting it as seen.
 
         After a failure buffers may never come back, so the wait looks up now and then.
         """
@@ -250,20 +250,20 @@ class BufferPool:
         return self._given.acquire(timeout=LOOK_UP_S)
 
     def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # somebody else did
+        with contextlib.suppress(RuntimeError):  # another thread did
             self._given.release()
 
     def try_take(self) -> PooledBuffer | None:
-        """A free buffer or None."""
+        """Take a free buffer; None where there is none."""
         try:
             return self._free.popleft()
         except IndexError:
             return None
 
     def give_back(self, buffer: PooledBuffer, *, last_use: Ticket = FINISHED) -> None:
-        """The next taker must wait for `last_use` before it writes."""
+        """Give a buffer back. The next taker must wait for `last_use` before it writes."""
         buffer.last_use = last_use
-        # In CUDA's memory the fill would run later, and the next taker waits for `last_use` only.
+        # In CUDA's memory the fill would run later, and the next taker waits for `last_use` alone.
         if self._poison and devices.is_host_memory(buffer.bytes) and last_use.done():
             buffer.bytes.fill_(0xFF)
         self._free.append(buffer)

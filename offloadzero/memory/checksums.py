@@ -1,23 +1,23 @@
-"""A checksum for each block of the NVMe tier, kept in host memory (floor 3).
+"""A checksum for each block of the NVMe tier, kept in host memory.
 
 [Note: checksums of swap files]
-A drive that gives back other bytes than it was given, by a flipped bit, a lost or a misdirected write, or a process
-that writes into the file, changes weights and says nothing. With checksums each block of BLOCK_BYTES has a CRC-32C in
-host memory: computed from the caller's buffer when a write is submitted, compared with the caller's buffer when a
+A drive may give back other bytes than it was given: by a flipped bit, a lost or a misdirected write, or a process
+that writes into the file. This changes weights without an error. With checksums each block of BLOCK_BYTES has a CRC-32C
+in host memory: computed from the caller's buffer when a write is submitted, compared with the caller's buffer when a
 read is waited for. CRC-32C finds every change of up to 32 bits in a row and misses one random change in 2^32; CPUs
 compute it faster than drives read. A copy in host memory, unlike one beside the data, also finds a block that holds
-what was written there before.
+the data of an earlier write.
 
-What is verified is exact:
+These bytes are verified:
 
 - An entry is the CRC of the first `covered` bytes of its block; a block holds one extent's data at most, as extents
   begin on the grid. Most are covered whole, the last of an extent as far as its data goes.
 - A block that was never written reads as zeros, and is verified as such.
 - A read that takes only a part of what an entry covers reads the block once more from its beginning, verifies that,
-  and compares the part with the caller's bytes.
+  and compares that part with the caller's bytes.
 - A write that leaves a part of what an entry covers as it is reads that part first and verifies it, so damage is
   found and never covered up by a new CRC.
-- What lies behind the covered bytes was not written since the extent was last given away (`forget`) and is not
+- The bytes behind the covered ones were not written since the extent was last given away (`forget`). They are not
   verified.
 
 The last two make a transfer that begins or ends inside a covered block wait for others in the same block. The chunks
@@ -41,33 +41,33 @@ from offloadzero.memory.arena import align_up
 from offloadzero.memory.tickets import Ticket
 
 BLOCK_BYTES = 4096
-_UNKNOWN = 0xFFFF  # covered: of a block whose content is anything
+_UNKNOWN = 0xFFFF  # as covered bytes: the content of the block is not known
 _ENTRY_BYTES = 4 + 2
 
 Sums = np.ndarray[Any, np.dtype[np.uint32]]
 
 
 def checksum_bytes(num_bytes: int) -> int:
-    """Host memory that the checksums of `num_bytes` take."""
+    """The bytes of host memory that the checksums of `num_bytes` take."""
     return align_up(-(-num_bytes // BLOCK_BYTES) * _ENTRY_BYTES)
 
 
 def crc32c_blocks(data: torch.Tensor) -> Sums:
-    """Of each block of a uint8 tensor, shape (n,); the last may be shorter."""
+    """The CRC of each block of a uint8 tensor, shape (n,); the last may be shorter."""
     sums = np.empty(-(-data.numel() // BLOCK_BYTES), dtype=np.uint32)
     _aio.crc32c_blocks(data.data_ptr(), data.numel(), BLOCK_BYTES, sums.ctypes.data, False)
     return sums
 
 
 def crc32c(data: torch.Tensor) -> int:
-    """Of at most one block."""
+    """The CRC of at most one block."""
     (crc,) = crc32c_blocks(data)
     return int(crc)
 
 
 @dataclass(frozen=True)
 class Transfers:
-    """How the tier moves bytes, and what a place in it is called."""
+    """The tier's calls that move bytes, and its name for a place."""
 
     read: Callable[[int, torch.Tensor], Ticket]  # from a byte of the tier's space on
     write: Callable[[int, torch.Tensor], Ticket]
@@ -77,7 +77,7 @@ class Transfers:
 
 @dataclass(frozen=True)
 class _Part:
-    """Bytes [begin, end) of one block; `at` is where they lie in the transfer."""
+    """Bytes [begin, end) of one block; `at` is their place in the transfer."""
 
     block: int
     begin: int
@@ -117,14 +117,14 @@ class Checksums:
         self._sums = np.zeros(0, dtype=np.uint32)
         self._covered = np.zeros(0, dtype=np.uint16)
         self._zero_sum = crc32c(torch.zeros(BLOCK_BYTES, dtype=torch.uint8))
-        # Of blocks that are read or written in part: the last transfer.
+        # The last transfer of each block that is read or written in part.
         self._in_part: dict[int, Ticket] = {}
         self._in_part_lock = threading.Lock()
-        self._table_lock = threading.Lock()  # of the two arrays, which grow
+        self._table_lock = threading.Lock()  # protects the two arrays, which grow
         self.grow(num_bytes)
 
     def grow(self, num_bytes: int) -> None:
-        """Fresh blocks, up to `num_bytes` in all."""
+        """Add fresh blocks, up to `num_bytes` in all."""
         with self._table_lock:
             more = -(-num_bytes // BLOCK_BYTES) - len(self._sums)
             if more > 0:
@@ -132,17 +132,17 @@ class Checksums:
                 self._covered = np.concatenate((self._covered, np.zeros(more, dtype=np.uint16)))
 
     def forget(self, start: int, num_bytes: int) -> None:
-        """The range is given away: what it holds is nobody's."""
+        """Give the range away: its bytes are no longer verified."""
         with self._table_lock:
             self._covered[start // BLOCK_BYTES : -(-(start + num_bytes) // BLOCK_BYTES)] = _UNKNOWN
 
     def _entry(self, block: int) -> tuple[int, int]:
-        """Checksum and covered bytes."""
+        """Return a block's checksum and covered bytes."""
         with self._table_lock:
             return int(self._sums[block]), int(self._covered[block])
 
     def _enter(self, block: int, sums: Sums, covered: int) -> None:
-        """New entries from `block` on."""
+        """Set the entries from `block` on."""
         with self._table_lock:
             self._sums[block : block + len(sums)] = sums
             self._covered[block : block + len(sums)] = covered
@@ -150,7 +150,7 @@ class Checksums:
     # --- writing ---
 
     def write(self, start: int, data: torch.Tensor, transfers: Transfers) -> Ticket:
-        """Write, and remember what was written."""
+        """Write, and remember the checksums."""
         first, last = _whole_blocks(start, data.numel())
         if first < last:
             whole = data[first * BLOCK_BYTES - start : last * BLOCK_BYTES - start]
@@ -166,7 +166,7 @@ class Checksums:
         return ticket
 
     def _merge(self, part: _Part, piece: torch.Tensor, transfers: Transfers) -> None:
-        """The entry of a block of which a part is written. Raises AioError."""
+        """Set the entry of a block of which a part is written. Raises AioError."""
         self._settle(part.block)
         expected, covered = self._entry(part.block)
         if part.begin or (covered != _UNKNOWN and covered > part.end):
@@ -187,7 +187,7 @@ class Checksums:
     # --- reading ---
 
     def read(self, start: int, data: torch.Tensor, transfers: Transfers) -> Ticket:
-        """Read; the ticket verifies."""
+        """Read; the ticket verifies the bytes."""
         runs, again_parts = self._plan_read(start, data.numel())
         if not again_parts:
             return CheckedRead(self, transfers.read(start, data), data, runs, (), transfers)
@@ -197,7 +197,7 @@ class Checksums:
         return CheckedRead(self, ticket, data, runs, again, transfers)
 
     def _plan_read(self, start: int, num_bytes: int) -> tuple[list[_Run], list[_Part]]:
-        """What the caller's bytes are compared with, as it is now, and the parts that must be read again."""
+        """Find the checksums for the caller's bytes, as they are now, and the parts that must be read again."""
         first, last = _whole_blocks(start, num_bytes)
         runs: list[_Run] = []
         again: list[_Part] = []
@@ -236,7 +236,7 @@ class Checksums:
     def verify(
         self, data: torch.Tensor, runs: list[_Run], again: tuple[_Again, ...], transfers: Transfers
     ) -> None:
-        """Compare what was read with what was written. Raises AioError."""
+        """Compare the bytes that were read with the checksums. Raises AioError."""
         for run in runs:
             index = _aio.crc32c_find_mismatch(
                 data.data_ptr() + run.at, run.num_bytes, BLOCK_BYTES, run.expected.ctypes.data
@@ -254,7 +254,7 @@ class Checksums:
     def _check_beginning(
         self, block: int, data: torch.Tensor, covered: int, expected: int, transfers: Transfers
     ) -> None:
-        """`data` is the beginning of the block: all of what is covered, and perhaps more."""
+        """Compare the beginning of the block, all covered bytes and perhaps more, with its checksum."""
         if covered == _UNKNOWN:
             return
         if covered == 0:
@@ -266,7 +266,7 @@ class Checksums:
 
 @dataclass(eq=False)
 class CheckedRead:
-    """A read whose bytes are verified by the first who waits for it."""
+    """A read whose bytes are verified by the first thread that waits for it."""
 
     _checksums: Checksums
     _ticket: Ticket
@@ -299,12 +299,12 @@ class CheckedRead:
 
 
 def _whole_blocks(start: int, num_bytes: int) -> tuple[int, int]:
-    """The first whole block of the range, and the one after the last; they may be in the wrong order."""
+    """Return the first whole block of the range and the one after the last, which is lower when there is none."""
     return -(-start // BLOCK_BYTES), (start + num_bytes) // BLOCK_BYTES
 
 
 def _parts(start: int, num_bytes: int) -> Iterator[_Part]:
-    """The blocks that the range covers in part: its first, its last, both or neither."""
+    """Yield the blocks that the range covers in part: its first, its last, both or neither."""
     end = start + num_bytes
     for block in sorted({start // BLOCK_BYTES, end // BLOCK_BYTES}):
         origin = block * BLOCK_BYTES

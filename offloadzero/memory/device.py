@@ -1,9 +1,9 @@
-"""What is asynchronous about a device: streams, events, memory, copies (floor 3). Only this file names torch.cuda.
+"""The asynchronous parts of a device: streams, events, memory, copies. No other file names torch.cuda.
 
 [Note: devices]
-What runs on a device is launched on a stream and runs later, in the stream's order. An event recorded on a stream is
+Work on a device is launched on a stream and runs later, in the stream's order. An event recorded on a stream is
 reached when everything launched there before has run; another stream or the host waits for it. The CPU as a device has
-no streams: what was launched has run, and there is nothing to wait for. Everything above asks a `Device`, so another
+no streams: launched work has run, and there is nothing to wait for. All other code asks a `Device`, so another
 one can take its place: a CUDA device, any that torch.accelerator knows, the simulated one of the tests.
 """
 
@@ -30,20 +30,20 @@ class Event(Protocol):
     """A point in a stream's order."""
 
     def query(self) -> bool:
-        """Whether it has been reached."""
+        """Whether the point has been reached."""
 
     def synchronize(self) -> None:
-        """Block the host until it is reached."""
+        """Block the host until the point is reached."""
 
 
 class Stream(Protocol):
-    """Runs what is launched on it in order; equal ones are the same one."""
+    """Runs the work that is launched on it in order; equal objects are the same stream."""
 
     def wait_event(self, event: Event) -> None:
-        """What is launched on it from now on runs behind `event`."""
+        """Make later work of this stream run behind `event`."""
 
     def synchronize(self) -> None:
-        """Block the host until it is idle."""
+        """Block the host until the stream is idle."""
 
 
 class Device(Protocol):
@@ -52,30 +52,30 @@ class Device(Protocol):
     torch_device: torch.device
 
     def name(self) -> str | None:
-        """What its maker calls it; None of the CPU."""
+        """The maker's name of the device; None for the CPU."""
 
     def new_stream(self, name: str) -> Stream | None:
-        """A stream for one lane, by name; None if the device has none."""
+        """Make a stream for one lane, by name; None if the device has no streams."""
 
     def current_stream(self) -> Stream | None:
-        """The stream on which the calling thread launches."""
+        """Return the stream on which the calling thread launches."""
 
     def launching_on(self, stream: Stream) -> AbstractContextManager[object]:
-        """Inside, the calling thread launches on `stream`, and this device is its current one."""
+        """Inside the block the calling thread launches on `stream`, and this device is its current one."""
 
     def record(self, stream: Stream, *, timed: bool = False, again: Event | None = None) -> Event:
-        """An event at the end of what was launched on `stream`. Waiting for it on the host does not spin.
+        """Record an event at the end of the work launched on `stream`. Waiting for it on the host does not spin.
 
-        `again`: one, timed as this, that nobody uses any more. It may be taken instead of a new one.
+        `again`: an event that is no longer used, timed as this one. It may be recorded instead of a new one.
         """
 
     def elapsed_s(self, first: Event, last: Event) -> float:
-        """Seconds between two timed events that have been reached."""
+        """Return the seconds between two timed events that have been reached."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Device memory: uint8, shape (num_bytes,). It belongs to the calling thread's current stream.
+        """Allocate device memory: uint8, shape (num_bytes,). It belongs to the calling thread's current stream.
 
-        Who lets go of it promises that no other stream uses it any more.
+        Before the memory is dropped no other stream may use it any more.
         """
 
     def pin(self, buffer: torch.Tensor, *, label: str) -> None:
@@ -85,7 +85,7 @@ class Device(Protocol):
         """Undo `pin`."""
 
     def new_pinned(self, dtype: torch.dtype) -> torch.Tensor:
-        """One element of pinned host memory, shape ()."""
+        """Allocate one element of pinned host memory, shape ()."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Launch the copy of equal bytes between host and device on the calling thread's current stream."""
@@ -94,73 +94,73 @@ class Device(Protocol):
         """Block until the device is idle."""
 
     def free_bytes(self) -> int | None:
-        """Memory that can be taken now; None if it is the host's."""
+        """The bytes that can be taken now; None if they are the host's."""
 
     def check_not_capturing(self) -> None:
-        """StateError while the calling thread's stream records a graph: a graph cannot hold our transfers."""
+        """Raise StateError while the calling thread's stream records a graph: a graph cannot hold transfers."""
 
 
 class CpuDevice:
-    """The CPU as the device: the same engine with real threads, and nothing asynchronous about a kernel."""
+    """The CPU as the device: the same engine with real threads, where every kernel has run when its launch returns."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
 
     def name(self) -> str | None:
-        """It has none here."""
+        """None: the CPU has no name here."""
         return None
 
     def new_stream(self, name: str) -> Stream | None:  # noqa: ARG002
-        """There is none."""
+        """None: the CPU has no streams."""
         return None
 
     def current_stream(self) -> Stream | None:
-        """There is none."""
+        """None: the CPU has no streams."""
         return None
 
     def launching_on(self, stream: Stream) -> AbstractContextManager[object]:
-        """Never asked for: there are no streams."""
+        """Raise AssertionError: there are no streams."""
         raise AssertionError(stream)
 
     def record(self, stream: Stream, *, timed: bool = False, again: Event | None = None) -> Event:
-        """Never asked for: there are no streams."""
+        """Raise AssertionError: there are no streams."""
         raise AssertionError(stream, timed, again)
 
     def elapsed_s(self, first: Event, last: Event) -> float:
-        """Never asked for: there are no events."""
+        """Raise AssertionError: there are no events."""
         raise AssertionError((first, last))
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Ordinary memory, zero, touched when first used."""
+        """Allocate ordinary memory, zero, touched when first used."""
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(map_pages(num_bytes), dtype=torch.uint8)
 
     def pin(self, buffer: torch.Tensor, *, label: str) -> None:
-        """Nothing to do."""
+        """Do nothing: the CPU needs no pinned memory."""
 
     def unpin(self, buffer: torch.Tensor) -> None:
-        """Nothing to do."""
+        """Do nothing: nothing was pinned."""
 
     def new_pinned(self, dtype: torch.dtype) -> torch.Tensor:
-        """All memory is the host's."""
+        """Allocate ordinary memory, as all memory is the host's."""
         return torch.empty((), dtype=dtype)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """A memcpy outside the GIL: torch's own copy would start a second OpenMP team on the lane."""
+        """Copy with a memcpy outside the GIL: torch's own copy would start a second OpenMP team on the lane."""
         from offloadzero.native import cpu_adam
 
         cpu_adam.copy(target, source)
 
     def synchronize(self) -> None:
-        """Nothing is ever outstanding."""
+        """Do nothing: no work is ever outstanding."""
 
     def free_bytes(self) -> int | None:
-        """It is the host's."""
+        """None: the memory is the host's."""
         return None
 
     def check_not_capturing(self) -> None:
-        """There are no graphs."""
+        """Do nothing: there are no graphs."""
 
 
 class StreamDevice:
@@ -170,91 +170,91 @@ class StreamDevice:
         self.torch_device = device
 
     def name(self) -> str | None:
-        """torch.accelerator has no names."""
+        """The name that torch has for the device: torch.accelerator knows no other."""
         return str(self.torch_device)
 
     def new_stream(self, name: str) -> Stream | None:  # noqa: ARG002
-        """A stream of torch's."""
+        """Make a stream of torch's."""
         return cast("Stream", torch.Stream(self.torch_device))
 
     def current_stream(self) -> Stream | None:
-        """torch's current stream of this device."""
+        """Return torch's current stream of this device."""
         return cast("Stream", torch.accelerator.current_stream(self.torch_device))
 
     def launching_on(self, stream: Stream) -> AbstractContextManager[object]:
-        """torch's streams are context managers."""
+        """Return the stream itself: torch's streams are context managers."""
         return cast("torch.Stream", stream)
 
     def record(self, stream: Stream, *, timed: bool = False, again: Event | None = None) -> Event:
-        """An event of torch's."""
+        """Record an event of torch's."""
         event = cast("torch.Event | None", again) or torch.Event(self.torch_device, enable_timing=timed)
         event.record(cast("torch.Stream", stream))
         return event
 
     def elapsed_s(self, first: Event, last: Event) -> float:
-        """The device's own clock: an fp32 of milliseconds."""
+        """Return the difference by the device's own clock: an fp32 number of milliseconds, here in seconds."""
         return cast("torch.Event", first).elapsed_time(cast("torch.Event", last)) / 1e3
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """From torch's caching allocator."""
+        """Allocate from torch's caching allocator."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def pin(self, buffer: torch.Tensor, *, label: str) -> None:
-        """torch has no general way to register memory: copies go through the driver's own buffers."""
+        """Do nothing: torch has no general way to register memory, and copies go through the driver's own buffers."""
         device = self.torch_device.type
         log.warning("%s: %d bytes stay unpinned, torch registers none for %s", label, buffer.nbytes, device)
 
     def unpin(self, buffer: torch.Tensor) -> None:
-        """Nothing was pinned."""
+        """Do nothing: nothing was pinned."""
 
     def new_pinned(self, dtype: torch.dtype) -> torch.Tensor:
-        """From torch's pinned allocator."""
+        """Allocate from torch's pinned allocator."""
         return torch.empty((), dtype=dtype, pin_memory=True)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """torch's own, asynchronous where the host memory is pinned."""
+        """Copy as torch does: asynchronously where the host memory is pinned."""
         target.copy_(source, non_blocking=True)
 
     def synchronize(self) -> None:
-        """All streams of the device."""
+        """Block until all streams of the device are idle."""
         torch.accelerator.synchronize(self.torch_device)
 
     def free_bytes(self) -> int | None:
-        """By torch's count."""
+        """The free bytes by torch's count."""
         free, _ = torch.accelerator.get_memory_info(self.torch_device)
         return free
 
     def check_not_capturing(self) -> None:
-        """Only CUDA has graphs that are captured."""
+        """Do nothing: only CUDA has graphs that are captured."""
 
 
 class CudaDevice(StreamDevice):
-    """A CUDA device: what torch.accelerator has no words for."""
+    """A CUDA device, with the functions that torch.accelerator lacks."""
 
     def name(self) -> str | None:
-        """As the driver calls it."""
+        """The driver's name of the device."""
         return torch.cuda.get_device_name(self.torch_device)
 
     def new_stream(self, name: str) -> Stream | None:  # noqa: ARG002
-        """A stream of torch's pool."""
+        """Make a stream from torch's pool."""
         return cast("Stream", torch.cuda.Stream(self.torch_device))
 
     def current_stream(self) -> Stream | None:
-        """torch's current stream of this device."""
+        """Return torch's current stream of this device."""
         return cast("Stream", torch.cuda.current_stream(self.torch_device))
 
     def launching_on(self, stream: Stream) -> AbstractContextManager[object]:
-        """Sets the device as well."""
+        """Launch on `stream` inside the block, with the device set as well."""
         return torch.cuda.stream(cast("torch.cuda.Stream", stream))
 
     def record(self, stream: Stream, *, timed: bool = False, again: Event | None = None) -> Event:
-        """One whose waits sleep: threads that spin would take the cores from the launching thread."""
+        """Record an event whose waits sleep: threads that spin would take the cores from the launching thread."""
         event = cast("torch.cuda.Event | None", again) or torch.cuda.Event(enable_timing=timed, blocking=True)
         event.record(cast("torch.cuda.Stream", stream))
         return event
 
     def pin(self, buffer: torch.Tensor, *, label: str) -> None:
-        """cudaHostRegister at the exact size: torch's pinned allocator rounds up to powers of two."""
+        """Pin with cudaHostRegister at the exact size: torch's pinned allocator rounds up to powers of two."""
         if buffer.numel():
             begun_s = time.perf_counter()
             populate(buffer, num_threads=len(os.sched_getaffinity(0)))
@@ -275,7 +275,7 @@ class CudaDevice(StreamDevice):
             )
 
     def unpin(self, buffer: torch.Tensor) -> None:
-        """cudaHostUnregister."""
+        """Unpin with cudaHostUnregister."""
         if buffer.numel():
             with torch.cuda.device(self.torch_device):
                 status = torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
@@ -283,13 +283,13 @@ class CudaDevice(StreamDevice):
                 raise OffloadError(f"cudaHostUnregister failed: error {int(status)}")
 
     def free_bytes(self) -> int | None:
-        """By the driver's count."""
+        """The free bytes by the driver's count."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return free
 
     def check_not_capturing(self) -> None:
-        """A replayed graph would use leases that hold other units by then."""
-        with torch.cuda.device(self.torch_device):  # whose current stream is asked for
+        """Raise StateError in a capture: a replayed graph would use leases that hold other units by then."""
+        with torch.cuda.device(self.torch_device):  # the current stream of this device is asked for
             is_capturing = torch.cuda.is_current_stream_capturing()
         if is_capturing:
             raise StateError(
@@ -299,7 +299,7 @@ class CudaDevice(StreamDevice):
 
 
 def _refused(label: str, num_bytes: int, reason: str) -> str:
-    """Of memory that the system does not lock."""
+    """Make the message about memory that the system does not lock."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
     return (
@@ -311,12 +311,12 @@ def _refused(label: str, num_bytes: int, reason: str) -> str:
 
 
 def is_host_memory(tensor: torch.Tensor) -> bool:
-    """Whether host code may touch a tensor's bytes, once what writes them is complete."""
+    """Whether host code may touch a tensor's bytes, once the work that writes them is complete."""
     return tensor.device.type == "cpu"
 
 
 def device_of_rank(name: str | None, local_rank: int) -> str | None:
-    """The name of the device that one of several ranks of a machine computes on, where `name` leaves that open."""
+    """The device's name for one of several ranks of a machine, where `name` does not say which device it is."""
     there = torch.accelerator.current_accelerator(check_available=True)
     if there is None or name not in (None, there.type):
         return name
@@ -324,7 +324,7 @@ def device_of_rank(name: str | None, local_rank: int) -> str | None:
 
 
 def find_device(name: str | None) -> Device:
-    """The device called "cpu", "cuda", "cuda:N" or as torch.accelerator calls it; None takes CUDA where there is one.
+    """Return the device called "cpu", "cuda", "cuda:N" or as torch.accelerator calls it; None: CUDA if there is one.
 
     Raises:
         ConfigError: there is no such device.
@@ -343,13 +343,13 @@ def find_device(name: str | None) -> Device:
 
 
 def make_current(device: torch.device) -> None:
-    """What names no device computes on this one from here on, in the calling thread; so do torch's collectives."""
+    """Make this the calling thread's device for work that names none; torch's collectives use it, too."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Of a CUDA device, as /sys names it; None of others, and where torch does not know it."""
+    """The address of a CUDA device in /sys; None for other devices, and where torch does not know it."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)

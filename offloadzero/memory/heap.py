@@ -1,4 +1,4 @@
-"""Giving freed memory back to the machine (floor 3)."""
+"""A return of freed memory to the machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def _find_malloc_trim() -> Callable[[int], int] | None:
-    """glibc's; other C libraries have none."""
+    """Return glibc's malloc_trim; other C libraries have none."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None:
         return None
@@ -30,13 +30,13 @@ class FreedMemory:
         self._freed_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """`num_bytes` were freed."""
+        """Count `num_bytes` that were freed."""
         self._freed_bytes += num_bytes
         if self._freed_bytes >= self._trim_bytes:
             self.trim()
 
     def trim(self) -> None:
-        """Return what is free now."""
+        """Return the memory that is free now to the machine."""
         self._freed_bytes = 0
         if _malloc_trim is not None:
             _malloc_trim(0)

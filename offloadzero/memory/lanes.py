@@ -1,4 +1,4 @@
-"""Threads that transfer in order, and the tickets and fences that order them with the computation (floor 3).
+"""Threads that transfer in order, and the tickets and fences that order transfers with the computation.
 
 [Note: lanes]
 A lane runs transfers in the order of their submission, on a thread of its own. The thread first waits (on the
@@ -7,14 +7,14 @@ it then launches the copy on the lane's stream and records an event; the ticket'
 event and `order_compute()` makes the calling thread's current stream wait for it instead. With the CPU as the device
 the thread copies by itself, so a missing wait is a real race there too.
 
-A fence marks what has been launched so far on the streams that compute with the model, [Note: streams that compute]:
-a lane that overwrites memory which those kernels read waits for the fence first. On the CPU everything launched has
-been executed already, so fences are empty.
+A fence marks the work launched so far on the streams that compute with the model, [Note: streams that compute]:
+a lane that overwrites memory which those kernels read waits for the fence first. On the CPU launched work has been
+executed already, so fences are empty.
 
 [Note: streams that compute]
-Usually that is one, in backward as in forward. A script may use more, and then a unit that has arrived for one of them
-has not for another, and leaves when all have done with it. So each stream on which a unit is used is noted: it waits
-for the unit's arrival, and fences lie on all of those that this step and the one before have used.
+Usually one stream computes, in backward as in forward. A script may use more. Then a unit that has arrived for one
+stream has not arrived for another, and it leaves when all streams have done with it. So each stream on which a unit is
+used is noted: it waits for the unit's arrival, and fences lie on all streams that this step and the one before used.
 
 [Note: timing on a lane]
 A copy is recorded on the timeline by itself, without what its task waited for. On a device with streams two events
@@ -54,7 +54,7 @@ class LaneTicket:
 
     @classmethod
     def of(cls, device: Device, event: Event, *, timed: bool = False) -> LaneTicket:
-        """Of what was launched before `event`."""
+        """Make the ticket of the work launched before `event`."""
         ticket = cls(device)
         ticket._finish(event, timed=timed)
         return ticket
@@ -79,7 +79,7 @@ class LaneTicket:
             self._event.synchronize()
 
     def order_compute(self, stream: Stream | None = None) -> None:
-        """What is launched from now on runs after the transfer: on `stream`, None: where the calling thread does."""
+        """Order later work of `stream` (None: the calling thread's current one) behind the transfer."""
         self._wait_launched()
         if self._event is not None:
             stream = stream or self._device.current_stream()
@@ -97,7 +97,7 @@ class LaneTicket:
 
 
 def order_compute_after(ticket: Ticket) -> None:
-    """What the calling thread launches from now on runs after `ticket`: on the stream where that is enough."""
+    """Order later work of the calling thread behind `ticket`: on the stream where that is enough."""
     if isinstance(ticket, LaneTicket):
         ticket.order_compute()
     elif isinstance(ticket, AllOf):
@@ -110,9 +110,9 @@ def order_compute_after(ticket: Ticket) -> None:
 
 
 Task = Callable[[], None]
-HOST = CpuDevice()  # of lanes that launch nothing
+HOST = CpuDevice()  # for lanes that launch nothing
 
-# The timeline's lane of the copies on each lane of ours.
+# The timeline's name for the copies of each lane.
 COPY_LANES = {
     "fetch": timeline.H2D,
     "state-h2d": timeline.H2D,
@@ -124,7 +124,7 @@ COPY_LANES = {
 
 
 class _Here(threading.local):
-    """What the calling thread is doing: the lane it belongs to and the label of its task."""
+    """The calling thread's present work: the lane it belongs to and the label of its task."""
 
     lane = timeline.COMPUTE
     label = "copy"
@@ -152,8 +152,7 @@ class Lane:
         self, task: Task, *, after: Sequence[Ticket] = (), fence: Fence = NO_FENCE, label: str = "copy"
     ) -> LaneTicket:
         """Run `task` once every ticket of `after` is done and, on the stream, behind `fence`.
-
-        `label` names its copies on the timeline.
+        `label` names the task's copies on the timeline.
         """
         if self._closed:
             raise StateError(f"{label}: the engine of this model is closed (lane {self.name})")
@@ -162,14 +161,14 @@ class Lane:
         return ticket
 
     def start(self, begin: Callable[[], Ticket], *, label: str) -> Promise:
-        """Run `begin`, which starts what others finish: done when the ticket that it gives is."""
+        """Run `begin`, which starts work that other threads finish: done when the ticket that it returns is."""
         started = Promise()
 
         def task() -> None:
             try:
                 started.fulfil(begin())
             except BaseException as error:
-                self._failures.record(error)  # before anyone who waits can see it
+                self._failures.record(error)  # before any waiting thread can see it
                 started.fail(error)
                 raise
 
@@ -177,7 +176,7 @@ class Lane:
         return started
 
     def close(self) -> None:
-        """Finish what was submitted and stop the thread. One that was interrupted may be repeated."""
+        """Finish the submitted tasks and stop the thread. After an interrupt it may be called again."""
         self._closed = True
         self._tasks.put(None)
         if self._thread.is_alive():
@@ -199,8 +198,8 @@ class Lane:
             except BaseException as error:
                 self._failures.record(error)
                 failure = error
-            # Nothing of the task may outlive it: its buffers go back to their owners. Who sees the ticket finished and
-            # lets go of memory that the copy has read is the last to hold it.
+            # Nothing of the task may outlive it, as its buffers go back to their owners. A thread that sees the ticket
+            # finished and drops memory that the copy has read must be the last to hold it.
             del item, task, after, fence
             ticket._finish(event, failure, timed=failure is None)
             del ticket, event, failure
@@ -225,11 +224,11 @@ class Accelerator:
         self.asynchronous = device
         self._computing: list[Stream] = []  # in this step
         self._computed: list[Stream] = []  # in the last
-        self._clock: DeviceClock | None = None  # made when it is asked first
+        self._clock: DeviceClock | None = None  # made on first use
         self._making_clock = threading.Lock()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """One allocation of device memory: uint8, shape (num_bytes,)."""
+        """Allocate device memory at once: uint8, shape (num_bytes,)."""
         return self.asynchronous.allocate(num_bytes)
 
     def pin(self, buffer: torch.Tensor, *, label: str) -> None:
@@ -241,27 +240,27 @@ class Accelerator:
         self.asynchronous.unpin(buffer)
 
     def lane(self, name: str, failures: Failures) -> Lane:
-        """A thread, with a stream of its own where the device has streams."""
+        """Make a thread, with a stream of its own where the device has streams."""
         return Lane(name, failures, self.asynchronous)
 
     @property
     def has_streams(self) -> bool:
-        """Whether what is launched may run later."""
+        """Whether launched work may run later."""
         return self.asynchronous.current_stream() is not None
 
     def note_stream(self) -> Stream | None:
-        """The calling thread computes on its current stream: [Note: streams that compute]. None on the CPU."""
+        """Note that the calling thread's current stream computes: [Note: streams that compute]. None on the CPU."""
         stream = self.asynchronous.current_stream()
         if stream is not None and stream not in self._computing:
             self._computing.append(stream)
         return stream
 
     def end_step(self) -> None:
-        """Streams on which the last two steps did not compute are forgotten."""
+        """Forget the streams on which the last two steps did not compute."""
         self._computed, self._computing = self._computing, []
 
     def fence(self) -> Fence:
-        """Marks what has been launched so far on the calling thread's current stream and on those that compute."""
+        """Mark the work launched so far on the calling thread's current stream and on the streams that compute."""
         stream = self.asynchronous.current_stream()
         if stream is None:
             return NO_FENCE
@@ -272,19 +271,19 @@ class Accelerator:
         return [self.asynchronous.record(stream) for stream in streams]
 
     def join_streams(self, stream: Stream | None = None) -> None:
-        """What is launched on `stream` from now on runs after all that `fence` marks. None: the calling thread's."""
+        """Order later work of `stream` (None: the calling thread's) behind all that `fence` marks."""
         stream = stream or self.asynchronous.current_stream()
         if stream is not None:
             for event in self.fence():
                 stream.wait_event(event)
 
     def computed(self) -> Ticket:
-        """Done when all that `fence` marks is complete."""
+        """A ticket that is done when all that `fence` marks is complete."""
         tickets = [LaneTicket.of(self.asynchronous, event) for event in self.fence()]
         return tickets[0] if len(tickets) == 1 else AllOf(tickets)
 
     def launched(self) -> Ticket:
-        """Done when what the calling thread has launched so far on its current stream is complete: for lanes."""
+        """A ticket, for lanes, of the work that the calling thread has launched so far on its current stream."""
         stream = self.asynchronous.current_stream()
         if stream is None:
             return FINISHED
@@ -297,7 +296,7 @@ class Accelerator:
             self.asynchronous.copy(target, source)
 
     def span(self, lane: str, name: str, num_bytes: int) -> AbstractContextManager[None]:
-        """Record what the device does of the work launched inside: [Note: timing on a lane]."""
+        """Record the device's time for the work launched inside the block: [Note: timing on a lane]."""
         stream = self.asynchronous.current_stream() if self.timeline.is_on else None
         if stream is None:
             return self.timeline.span(lane, name, num_bytes)
@@ -323,7 +322,7 @@ class Accelerator:
         self.timeline.add_unfinished(lane, name, times, num_bytes)
 
     def marks(self) -> Marks | None:
-        """For the clock of the steps; None where nothing runs later than it is launched."""
+        """The marks for the clock of the steps; None where nothing runs later than it is launched."""
         return StreamMarks(self.asynchronous, self._device_clock()) if self.has_streams else None
 
     def _device_clock(self) -> DeviceClock:
@@ -333,7 +332,7 @@ class Accelerator:
             return self._clock
 
     def read_later(self, scalar: torch.Tensor) -> Callable[[], float]:
-        """A call that gives the value which `scalar` (one element) has now; blocks until it is computed."""
+        """Return a call for the present value of `scalar` (one element); the call blocks until it is computed."""
         if self.asynchronous.current_stream() is None:
             value = scalar.item()
             return lambda: value

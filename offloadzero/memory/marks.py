@@ -1,18 +1,19 @@
-"""When a device did what: times of its events on time.perf_counter(), read when they are reached (floor 3).
+"""The times of a device's events on time.perf_counter(), read when the events are reached.
 
 [Note: the device's clock]
-The device tells how long after one event another was reached. So the host's time of one event gives that of all: the
-reference. It lies on a stream that is never busy, where it is reached as soon as it is recorded: a few looks at it find
-out when, and where they do not (the driver is busy) the reference before it does for longer. Only the first one is
-waited for, when the engine is made. The difference of two events is an fp32 of milliseconds, so the reference is a new
-one now and then.
+The device tells how long after one event another was reached. So the host's time of one event, the reference, gives
+that of all. The reference lies on a stream that is never busy, where it is reached as soon as it is recorded: a few
+looks find out when. Where they do not (the driver is busy) the reference before it is used for longer. Only the first
+one is waited for, when the engine is made. The difference of two events is an fp32 number of milliseconds, so a new
+reference is taken now and then.
 
 Events that have been read are recorded again: making one takes longer than recording it.
 
 [Note: the end of a wait]
-The mark at the end of a wait costs no event. The stream goes on when what it was told to wait for is reached, and those
-events, of copies and updates on their lanes, are timed anyway; and not before the host goes on, which launches what
-comes next. The last of these times is the end; none of them is after the beginning where nothing stood still.
+The mark at the end of a wait costs no event. The stream goes on when the events are reached that it waits for, and
+those events, of copies and updates on their lanes, are timed anyway; and it does not go on before the host, which
+launches the work that comes next. The last of these times is the end. None of them is after the beginning where
+nothing stood still.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from offloadzero.observe.stream_clock import Mark
 
 MAX_REFERENCE_AGE_S = 30.0  # within it the device's clock resolves 2 us
 NUM_LOOKS = 50  # at a new reference, each of about a microsecond
-LOOK_EVERY = 256  # marks: without steps nobody else looks
+LOOK_EVERY = 256  # marks: without steps no other code looks
 MAX_POOL = 1024  # events that wait to be recorded again
 
 
 class DeviceClock:
-    """Times of events: [Note: the device's clock]. Of a device that has streams; from any thread."""
+    """The times of a device's events: [Note: the device's clock]. The device has streams; any thread may ask."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._stream = device.new_stream("clock")  # one for good: torch's streams come from a pool of 32
+        self._stream = device.new_stream("clock")  # a single one: torch's streams come from a pool of 32
         if self._stream is None:
             raise AssertionError("a device without streams has no events")
         self._pool: deque[Event] = deque(maxlen=MAX_POOL)
@@ -46,7 +47,7 @@ class DeviceClock:
         self._lock = threading.Lock()
 
     def record(self, stream: Stream) -> Event:
-        """At the end of what was launched on `stream`."""
+        """Record an event at the end of the work launched on `stream`."""
         try:
             again = self._pool.popleft()
         except IndexError:
@@ -54,11 +55,11 @@ class DeviceClock:
         return self._device.record(stream, timed=True, again=again)
 
     def recycle(self, event: Event) -> None:
-        """Nobody uses it any more."""
+        """Keep an event that is no longer used, to record it again."""
         self._pool.append(event)
 
     def at_s(self, event: Event) -> float | None:
-        """When the device reached it, on time.perf_counter(); None while it has not. Waits for nothing."""
+        """The time at which the device reached it, on time.perf_counter(); None before. Waits for nothing."""
         if not event.query():
             return None
         with self._lock:
@@ -78,7 +79,7 @@ class DeviceClock:
 
 
 class _Awaited(threading.local):
-    """What the calling thread has told its stream to wait for since its named wait began; None outside of one."""
+    """The events that the calling thread's stream waits for since its named wait began; None outside of one."""
 
     events: list[Event] | None = None
 
@@ -87,13 +88,13 @@ _awaited = _Awaited()
 
 
 def note_awaited(event: Event) -> None:
-    """The calling thread has told its stream to wait for a timed event."""
+    """Note that the calling thread's stream has been told to wait for a timed event."""
     if _awaited.events is not None:
         _awaited.events.append(event)
 
 
 class EventMark(Mark):
-    """One whose time is that of an event."""
+    """A mark whose time is that of an event."""
 
     __slots__ = ("event",)
 
@@ -102,7 +103,7 @@ class EventMark(Mark):
         self.event = event
 
     def find(self, clock: DeviceClock) -> bool:
-        """Give it its time; whether it has been reached."""
+        """Set the mark's time; return whether the event has been reached."""
         self.at_s = clock.at_s(self.event)
         if self.at_s is not None:
             clock.recycle(self.event)
@@ -121,7 +122,7 @@ class WaitEnd(Mark):
         self.host_s = host_s
 
     def find(self, clock: DeviceClock) -> bool:
-        """The same."""
+        """Set the mark's time; return whether all events of the wait have been reached."""
         times_s = [self.first.at_s, *(clock.at_s(event) for event in self.events)]
         reached_s = [at_s for at_s in times_s if at_s is not None]
         if len(reached_s) == len(times_s):
@@ -131,28 +132,28 @@ class WaitEnd(Mark):
 
 
 class StreamMarks:
-    """Marks in what is computed, on whatever stream that is; read in the order in which they were made."""
+    """Marks in the computation, on any stream, read in the order in which they were made."""
 
     def __init__(self, device: Device, clock: DeviceClock) -> None:
         self._device = device
         self._clock = clock
-        self._lock = threading.Lock()  # of those who look
+        self._lock = threading.Lock()  # taken by the thread that looks
         self._pending: deque[EventMark | WaitEnd] = deque()
 
     def record(self) -> Mark:
-        """Behind what the calling thread has launched on its current stream."""
+        """Make a mark behind the work that the calling thread has launched on its current stream."""
         stream = self._device.current_stream()
         if stream is None:
             raise AssertionError("a device with events has streams")
         return self._add(EventMark(self._clock.record(stream)))
 
     def begin_wait(self) -> object:
-        """What the stream is told to wait for counts from now on; gives what `end_wait` takes."""
+        """Begin to note the events that the stream waits for; the result goes to `end_wait`."""
         before, _awaited.events = _awaited.events, []
         return before
 
     def end_wait(self, first: Mark, before: object) -> Mark:
-        """Where the stream goes on that has stood still since `first`, which it has reached before."""
+        """Make a mark where the stream goes on after the wait since `first`, a mark that it has reached before."""
         events, _awaited.events = _awaited.events or [], cast("list[Event] | None", before)
         return self._add(WaitEnd(first, events, time.perf_counter()))
 
@@ -163,7 +164,7 @@ class StreamMarks:
         return mark
 
     def look(self) -> None:
-        """Give those marks their time that the device has reached. Waits for nothing."""
+        """Set the time of the marks that the device has reached. Waits for nothing."""
         self._clock.renew()
         with self._lock:
             while self._pending and self._pending[0].find(self._clock):

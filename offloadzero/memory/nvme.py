@@ -1,12 +1,13 @@
-"""The NVMe tier: extents in preallocated files, striped over the given directories (floor 3).
+"""The NVMe tier: extents in preallocated files, striped over the given directories.
 
 [Note: the gap]
-A model that was built under `zero.Init` waits on the very drives where its states are to live. Were all of their space
-reserved beside it, a drive would have to hold both. So each file begins with a gap, as large as what waits on its
-drive: that much is not reserved at first, and with what waits it adds up to the files' size, which is checked before
-anything is moved. Units then come home from the last to the first. What a unit leaves behind on the drive shortens the
-gap from its end; and since a unit takes no less in its home than it took while it waited, its home lies behind the gap
-by then. (Where it does take less, frozen weights in bf16 that waited in fp32, the gap ends where its home begins.)
+A model that was built under `zero.Init` waits on the very drives where its states are to live. If all of their space
+were reserved beside it, a drive would have to hold both. So each file begins with a gap, as large as the parameters
+that wait on its drive: that much is not reserved at first, and together with them the reserved part adds up to the
+files' size, which is checked before anything is moved. Units then come home from the last to the first. The space that
+a unit leaves on the drive shortens the gap from its end; and since a unit takes no less in its home than it took while
+it waited, its home lies behind the gap by then. (Where it does take less, frozen weights in bf16 that waited in fp32,
+the gap ends where its home begins.)
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ def stripe_pieces(offset: int, num_bytes: int, num_files: int) -> Iterator[Piece
 
 
 def file_bytes(num_bytes: int, num_files: int) -> int:
-    """Of each of so many files that hold `num_bytes` together."""
+    """The size of each of `num_files` files that hold `num_bytes` together."""
     return num_bytes if num_files == 1 else -(-num_bytes // (STRIPE_BYTES * num_files)) * STRIPE_BYTES
 
 
 def bytes_before(offset: int, file_index: int, num_files: int) -> int:
-    """How many of the first `offset` bytes of the striped space are in one of its files."""
+    """The number of the first `offset` bytes of the striped space that lie in one of its files."""
     if num_files == 1:
         return offset
     stripe, inside = divmod(offset, STRIPE_BYTES)
@@ -86,7 +87,7 @@ def bytes_before(offset: int, file_index: int, num_files: int) -> int:
 
 @contextlib.contextmanager
 def _room_for(num_bytes: int, directory: Path, num_waiting_bytes: int) -> Iterator[None]:
-    """What says that there is no room is a BudgetError with these figures."""
+    """Turn an error of the block that says there is no room into a BudgetError with these figures."""
     try:
         yield
     except OSError as error:
@@ -114,19 +115,19 @@ class _BackingFile:
             raise
 
     def preallocate(self, num_bytes: int, *, gap: int = 0) -> None:
-        """Room for `num_bytes` of data, those of the gap aside."""
+        """Reserve room for `num_bytes` of data, except for the gap."""
         self.gap = min(gap, num_bytes)
         if self.gap < num_bytes or not num_bytes:
             self.file.preallocate(MARK_BYTES + num_bytes, start=MARK_BYTES + self.gap if self.gap else 0)
 
     def shorten_gap(self, num_bytes: int) -> None:
-        """To `num_bytes`, if it is longer."""
+        """Shorten the gap to `num_bytes`, if it is longer."""
         if num_bytes < self.gap:
             self.file.preallocate(MARK_BYTES + self.gap, start=MARK_BYTES + num_bytes)
             self.gap = num_bytes
 
     def close(self) -> None:
-        """Once more does nothing."""
+        """Close the file and remove it. A second call does nothing."""
         try:
             self.file.close()
         finally:
@@ -135,7 +136,7 @@ class _BackingFile:
 
 @dataclass(frozen=True)
 class _Registered:
-    """Of one buffer for transfers: how much of it the file engine has registered, and why not the rest."""
+    """The result of registering one buffer: the bytes that the file engine has taken, and why not the rest."""
 
     num_bytes: int
     asked_bytes: int
@@ -145,8 +146,8 @@ class _Registered:
 class NvmeTier:
     """A striped address space of `num_bytes`, reserved on disk before anything is written.
 
-    `waiting` are bytes by drive (`st_dev`) that will be free when what waits there has come home. As many are reserved
-    only then, by `reserve`: [Note: the gap]. Fresh extents read as zeros.
+    `waiting`: bytes by drive (`st_dev`) that will be free when the parameters that wait there have come home. As many
+    bytes are reserved only then, by `reserve`: [Note: the gap]. Fresh extents read as zeros.
 
     Raises BudgetError when a filesystem has no room, AioError for other failures.
     """
@@ -176,7 +177,7 @@ class NvmeTier:
         self.engine = AioEngine(
             backend=aio.backend,
             block_size=aio.block_size,
-            queue_depth=aio.queue_depth * aio.num_threads,  # the engine's is of all its threads
+            queue_depth=aio.queue_depth * aio.num_threads,  # the engine's depth is that of all its threads
             num_threads=aio.num_threads,
             transfer_timeout_s=aio.transfer_timeout_s,
         )
@@ -199,14 +200,14 @@ class NvmeTier:
                 backing.preallocate(per_file, gap=gap)
 
     def reserve(self, extents: Iterable[Extent], *, waiting: Mapping[int, int]) -> None:
-        """Reserve the space of `extents` and all behind them, and of the rest what is not `waiting` any more."""
+        """Reserve the space of `extents` and all behind them, and of the rest all but the bytes still `waiting`."""
         first = min((extent.offset for extent in extents), default=self.num_bytes)
         for index, (backing, gap) in enumerate(zip(self._files, self._gaps(waiting), strict=True)):
             with _room_for(backing.gap, backing.path.parent, gap):
                 backing.shorten_gap(min(gap, bytes_before(first, index, len(self._files))))
 
     def _gaps(self, waiting: Mapping[int, int]) -> list[int]:
-        """By file; files on one drive share what waits there."""
+        """The gap of each file; files on one drive share the bytes that wait there."""
         drives = [os.fstat(backing.swap.descriptor).st_dev for backing in self._files]
         return [waiting.get(drive, 0) // drives.count(drive) // ALIGN_BYTES * ALIGN_BYTES for drive in drives]
 
@@ -234,7 +235,7 @@ class NvmeTier:
         return f"{how_much} ({reasons})"
 
     def register(self, buffer: torch.Tensor, *, may_pin: bool) -> None:
-        """`buffer` (host) is for transfers: its pages are pinned now, as far as the kernel takes them."""
+        """Register a host buffer for transfers: its pages are pinned now, as far as the kernel takes them."""
         if may_pin:
             num_bytes = self.engine.register_parts(buffer)
             reason = self.engine.buffers_reason
@@ -255,7 +256,7 @@ class NvmeTier:
             self.engine.unregister_buffer(buffer)
 
     def allocate(self, dtype: torch.dtype, num_elements: int, label: str) -> Extent:
-        """The next bytes of the files, rounded up to whole blocks."""
+        """Allocate the next bytes of the files, rounded up to whole blocks."""
         size = align_up(num_elements * dtype.itemsize)
         if self._next_offset + size > self.num_bytes:
             raise BudgetError(f"{label}: {size:,} bytes past the {self.num_bytes:,} bytes reserved on nvme")
@@ -264,7 +265,7 @@ class NvmeTier:
         return extent
 
     def grow(self, num_bytes: int) -> None:
-        """Reserve `num_bytes` in all; what the extents hold stays. Raises like the constructor."""
+        """Reserve `num_bytes` in all; the extents keep their data. Raises like the constructor."""
         self.num_bytes = align_up(num_bytes)
         self._preallocate(_NOTHING)
         if self._checksums is not None:
@@ -293,12 +294,12 @@ class NvmeTier:
         return self._checksums.write(begin, data, transfers)
 
     def forget(self, extent: Extent) -> None:
-        """What the extent holds is nobody's any more."""
+        """Give the extent's data up: they are no longer verified."""
         if self._checksums is not None:
             self._checksums.forget(extent.offset, extent.num_bytes)
 
     def _begin(self, verb: str, home: Home, start: int, num_bytes: int) -> int:
-        """The byte of the striped space at which a transfer begins. Raises AioError past the home's end."""
+        """Return the byte of the striped space at which a transfer begins. Raises AioError past the home's end."""
         extent = home.extent
         if extent is None:
             raise AssertionError(f"{home.label} has no extent")
@@ -326,7 +327,7 @@ class NvmeTier:
         )
 
     def _submit(self, verb: str, start: int, data: torch.Tensor, *, priority: int, label: str) -> Ticket:
-        """Move bytes from `start` of the striped space on."""
+        """Submit a transfer of bytes from `start` of the striped space on."""
         submit = self.engine.read if verb == "read" else self.engine.write
         tickets = [
             submit(
@@ -344,12 +345,12 @@ class NvmeTier:
         return tickets[0] if len(tickets) == 1 else AllOf(tickets)
 
     def _file_place(self, offset: int) -> tuple[str, int]:
-        """Path and offset in the file of one byte of the striped space."""
+        """The path of the file with one byte of the striped space, and the offset in it."""
         (piece,) = stripe_pieces(offset, 1, len(self._files))
         return str(self._files[piece.file_index].path), MARK_BYTES + piece.file_offset
 
     def close(self) -> None:
-        """End all transfers and remove the files; in a forked child nothing: they are the parent's."""
+        """End all transfers and remove the files. In a forked child it does nothing: they are the parent's."""
         if os.getpid() != self._pid:
             return
         _open_tiers.discard(self)

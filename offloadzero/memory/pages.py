@@ -1,4 +1,4 @@
-"""Pages of host memory: taken from the system, and given their memory before they are locked (floor 3)."""
+"""Pages of host memory: taken from the system, and filled with memory before they are locked."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-_MADV_POPULATE_WRITE = 23  # not in Python's mmap
-_libc = ctypes.CDLL(None)  # its calls let go of the GIL
+_MADV_POPULATE_WRITE = 23  # Python's mmap module lacks it
+_libc = ctypes.CDLL(None)  # its calls release the GIL
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def map_pages(num_bytes: int) -> mmap.mmap:
-    """`num_bytes` > 0 that read as zero, huge pages where the system has them; none has memory until it is touched."""
+    """Map `num_bytes` > 0 that read as zero, as huge pages where possible; a page has memory once it is touched."""
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
 
 
 def populate(buffer: torch.Tensor, *, num_threads: int) -> None:
-    """Give host memory that begins on a page its pages, by several threads; what is in it stays.
+    """Give the pages of host memory that begins on a page their memory, by several threads; its content stays.
 
-    To lock memory does it otherwise, on the calling thread alone. Linux before 5.14 cannot: nothing happens then.
+    Locking memory does this otherwise, on the calling thread alone. Linux before 5.14 lacks the call: nothing is done.
     """
     if not buffer.numel():
         return

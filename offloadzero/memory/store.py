@@ -1,4 +1,4 @@
-"""The tiered store: every segment has one home, and one way in and out of it (floor 3)."""
+"""The tiered store: every segment has one home, and one way in and out of it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Segment(Home):
 
 @dataclass(frozen=True)
 class StoreSizes:
-    """Bytes to reserve before the first step; in host memory the checksums of nvme count, where there are any."""
+    """The bytes to reserve before the first step; host memory includes the checksums of nvme, where there are any."""
 
     device: int
     host: int
     nvme: int
-    waiting: Mapping[int, int] = field(default_factory=dict)  # on the drives of nvme, by `st_dev`: `NvmeTier`
+    waiting: Mapping[int, int] = field(default_factory=dict)  # on nvme's drives, by `st_dev`: see `NvmeTier`
 
 
 class TieredStore:
@@ -85,22 +85,22 @@ class TieredStore:
 
     @property
     def h2d(self) -> Lane:
-        """The lane of states to the device."""
+        """The lane that copies states to the device."""
         return self.on_device.h2d
 
     @property
     def d2h(self) -> Lane:
-        """The lane of states from the device."""
+        """The lane that copies states from the device."""
         return self.on_device.d2h
 
     def pin(self) -> None:
-        """Page-lock the host arena. Done when the first weights are in it: pinning takes all pages at once."""
+        """Page-lock the host arena, after the first weights are in it: pinning takes all pages at once."""
         if not self._pinned:
             self.accelerator.pin(self.host.buffer, label="the host arena")
             self._pinned = True
 
     def register(self, leases: Sequence[Lease], *, may_pin: bool) -> None:
-        """Tell the file engine of host leases that its transfers go to and from: pinned once, not at each of them."""
+        """Register host leases with the file engine that transfers them: pinned once, not at each transfer."""
         if self.nvme is None:
             return
         for start, stop in _joined(leases):
@@ -109,7 +109,7 @@ class TieredStore:
     def create(
         self, record: str, kind: SegmentKind, dtype: torch.dtype, num_elements: int, tier: TierName
     ) -> Segment:
-        """Reserve a segment's home; its content is zero."""
+        """Reserve a segment's home; it holds zeros."""
         label = f"{record}.{kind.value}"
         backing = self.tiers.get(tier)
         if backing is None:
@@ -125,7 +125,7 @@ class TieredStore:
         )
 
     def reserve(self, segments: Iterable[Segment], *, waiting: Mapping[int, int]) -> None:
-        """Reserve on nvme the homes of `segments`, and what is `waiting` there no more. Raises BudgetError."""
+        """Reserve on nvme the homes of `segments`, and the bytes that are no longer `waiting`. Raises BudgetError."""
         if self.nvme is not None:
             extents = (segment.extent for segment in segments if segment.extent is not None)
             self.nvme.reserve(extents, waiting=waiting)
@@ -135,7 +135,7 @@ class TieredStore:
     ) -> Ticket:
         """Copy elements [start, start + target.numel()) of a home into host memory.
 
-        A caller that launched kernels which write a home on the device waits for them first.
+        A caller that launched kernels which write a home on the device waits for them before the call.
 
         Args:
             target: host, contiguous, the home's dtype; shape (n,).
@@ -160,7 +160,7 @@ class TieredStore:
 
 
 def _joined(leases: Sequence[Lease]) -> list[tuple[int, int]]:
-    """Where they lie in their arena: [start, stop) of each run without a gap."""
+    """Yield the ranges [start, stop) of the leases in their arena, joined where there is no gap between them."""
     runs: list[tuple[int, int]] = []
     for lease in sorted(leases, key=lambda lease: lease.offset):
         start, stop = lease.offset, lease.offset + lease.num_bytes

@@ -1,25 +1,25 @@
-"""Swap files: made so that nobody can plant one, removed so that nobody else's is touched (floor 3).
+"""Swap files, made so that no other process can plant one, and removed so that no other file is touched.
 
 [Note: swap files]
 A swap file has a name, though an unnamed one (O_TMPFILE) would vanish with its process in every case: a terabyte that
-`ls` and `du` do not show is hard to account for, an error should name a file that one can look at, and what the file
-holds can be handed on only under a name. It gets the name last:
+`ls` and `du` do not show is hard to account for, an error should name a file that one can look at, and the file's data
+can be handed on only under a name. The file gets the name last:
 
 1. It is made unnamed, with mode 0600, checked to be ours, locked (flock), and its mark is written to disk.
-2. linkat() gives it its name, which must be a new one. Whoever sees the name sees the mark and the lock.
+2. linkat() gives it its name, which must be a new one. A process that sees the name also sees the mark and the lock.
 
 So a process that is killed leaves either nothing or a marked file without a lock, whenever it is killed. The mark is
 the first block: a magic number, 16 random bytes that the name repeats, a format version. A later start removes a file
-only if name and mark agree, it is a regular file of this user, and nobody holds its lock; links are not followed, and
-a file of somebody else with a similar name has no such mark.
+only if name and mark agree, it is a regular file of this user, and no process holds its lock. Links are not followed,
+and another user's file with a similar name has no such mark.
 
-Where a filesystem has no O_TMPFILE (NFS, some FUSE), the file is made under its name with O_EXCL. Killed before the
-mark is written it is empty: an unlocked empty file with the full pattern of our names is removed as well, which loses
-no byte of anybody's. A start that looks in just between takes the new file for such a one; its maker notices that it
-has no name any more, and makes another.
+Where a filesystem has no O_TMPFILE (NFS, some FUSE), the file is made under its name with O_EXCL. If its process is
+killed before the mark is written the file is empty: an unlocked empty file with the full pattern of our names is
+removed as well, which loses no data. A start that looks at just that moment takes the new file for such a one; its
+maker notices that it has no name any more, and makes another.
 
-The name cannot be guessed and holds the process number for people only: two containers may have the same.
-All use goes through the descriptor (/proc/self/fd): what happens to the name meanwhile does not matter.
+The name cannot be guessed. Its process number is only for people: two containers may have the same.
+All use goes through the descriptor (/proc/self/fd): changes of the name meanwhile do not matter.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from offloadzero.interrupts import uninterrupted
 
 log = logging.getLogger("offloadzero.nvme")
 
-MARK_BYTES = 4096  # the data begins behind it, on the grid of direct I/O
+MARK_BYTES = 4096  # the data begin behind it, on the grid of direct I/O
 FORMAT_VERSION = 1
 
 _MAGIC = b"offloadzero-swap"
 _ID_BYTES = 16
 _NAME = re.compile(rf"offloadzero-[0-9]+-([0-9a-f]{{{2 * _ID_BYTES}}})\.bin")
 _MODE = 0o600
-# What open() says of O_TMPFILE where the filesystem or the kernel does not have it (open(2), BUGS), and linkat() of
-# a descriptor where there is no /proc or no second name.
+# The errors of open() with O_TMPFILE where the filesystem or the kernel does not have it (open(2), BUGS), and of
+# linkat() of a descriptor where there is no /proc or no second name.
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 _NO_LINK = (errno.ENOENT, errno.EOPNOTSUPP, errno.EPERM, errno.ENOSYS, errno.EXDEV)
 _MAX_TRIES = 16
 
 
 class SwapFile:
-    """An open file of this process: locked while it is, `MARK_BYTES` long at first."""
+    """An open file of this process, locked as long as it is open, and `MARK_BYTES` long at first."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises AioError: it cannot be made, or what was made is not this user's alone."""
+        """Make the file. Raises AioError: it cannot be made, or it is not this user's alone."""
         file_id = secrets.token_bytes(_ID_BYTES)
         self.path = directory / f"offloadzero-{os.getpid()}-{file_id.hex()}.bin"
         self.descriptor = -1
         try:
-            self.path = self.path.absolute()  # the process may have gone elsewhere when it is removed
+            self.path = self.path.absolute()  # removed later, perhaps from another directory
             with uninterrupted, _directory(directory) as at:
                 self.descriptor = _make_linked(at, self.path, file_id)
                 if self.descriptor < 0:
@@ -83,12 +83,12 @@ class SwapFile:
 
     @property
     def num_bytes(self) -> int:
-        """Its size now."""
+        """The file's size now."""
         return os.fstat(self.descriptor).st_size
 
     def remove(self) -> None:
-        """Give up the lock and the name, unless somebody has put another file there. Idempotent."""
-        with uninterrupted:  # or the number may be another file's when it is closed
+        """Give up the lock and the name, unless the name is another file's now. Idempotent."""
+        with uninterrupted:  # or its number may be another file's when it is closed
             descriptor, self.descriptor = self.descriptor, -1
             if descriptor < 0:
                 return
@@ -118,7 +118,7 @@ def remove_stale_files(directory: Path) -> list[Path]:
                 if match is not None and _remove_stale(at, name, bytes.fromhex(match[1])):
                     removed.append(directory / name)
     except FileNotFoundError:
-        return []  # making a file there says so
+        return []  # making a file in that directory raises the error
     except PermissionError as error:
         log.warning("%s: cannot look for files of processes that are gone: %s", directory, error.strerror)
     if removed:
@@ -136,7 +136,7 @@ def _directory(path: Path) -> Iterator[int]:
 
 
 def _make_linked(at: int, path: Path, file_id: bytes) -> int:
-    """Steps 1 and 2 of the note; -1 where the filesystem does not have them."""
+    """Do steps 1 and 2 of the note; return -1 where the filesystem does not have them."""
     try:
         descriptor = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, _MODE, dir_fd=at)
     except OSError as error:
@@ -153,7 +153,7 @@ def _make_linked(at: int, path: Path, file_id: bytes) -> int:
             return -1
         raise
     except BaseException:
-        if os.fstat(descriptor).st_nlink:  # an interrupt has come when it had its name
+        if os.fstat(descriptor).st_nlink:  # an interrupt has come after it got its name
             os.unlink(path.name, dir_fd=at)
         os.close(descriptor)
         raise
@@ -161,13 +161,13 @@ def _make_linked(at: int, path: Path, file_id: bytes) -> int:
 
 
 def _make_named(at: int, path: Path, file_id: bytes) -> int:
-    """The fallback of the note."""
+    """Do the fallback of the note."""
     flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     for _ in range(_MAX_TRIES):
         descriptor = os.open(path.name, flags, _MODE, dir_fd=at)
         is_made = False
         try:
-            # A start that looks for stale files may hold the lock for a moment, or have removed the file.
+            # A start that looks for stale files may hold the lock for a moment, or may have removed the file.
             with contextlib.suppress(BlockingIOError):
                 _take(descriptor, path)
                 is_made = os.fstat(descriptor).st_nlink > 0
@@ -194,7 +194,7 @@ def _discard(at: int, name: str, descriptor: int) -> None:
 
 def _take(descriptor: int, path: Path) -> None:
     """Lock a new file, and make sure that it is this user's alone: a mount may say otherwise."""
-    os.fchmod(descriptor, _MODE)  # whatever the umask
+    os.fchmod(descriptor, _MODE)  # whatever the umask is
     status = os.fstat(descriptor)
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != _MODE:
         raise AioError(
@@ -212,7 +212,7 @@ def _take(descriptor: int, path: Path) -> None:
 def _write_mark(descriptor: int, file_id: bytes) -> None:
     mark = _mark(file_id) + FORMAT_VERSION.to_bytes(4, "little")
     os.pwrite(descriptor, mark.ljust(MARK_BYTES, b"\0"), 0)
-    os.fdatasync(descriptor)  # or the power fails, and the name is there and the mark is not
+    os.fdatasync(descriptor)  # else a power failure could leave the name without the mark
 
 
 def _mark(file_id: bytes) -> bytes:
@@ -220,8 +220,8 @@ def _mark(file_id: bytes) -> bytes:
 
 
 def _remove_stale(at: int, name: str, file_id: bytes) -> bool:
-    """Whether the file was one of ours that nobody uses, and is gone now."""
-    # Not blocked by a pipe, and a device is not even asked.
+    """Remove the file if it is an unused one of this user; return whether it is gone now."""
+    # The flags keep a pipe from blocking; a device is not even opened.
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         status = os.stat(name, dir_fd=at, follow_symlinks=False)
@@ -243,7 +243,7 @@ def _remove_stale(at: int, name: str, file_id: bytes) -> bool:
         os.unlink(name, dir_fd=at)
         return True
     except (BlockingIOError, FileNotFoundError):
-        return False  # its process lives; another start was quicker
+        return False  # its process lives, or another start was quicker
     finally:
         os.close(descriptor)
 

@@ -1,10 +1,10 @@
-"""Handles of asynchronous work: only `wait()` blocks (floor 3).
+"""Handles of asynchronous work: only `wait()` blocks.
 
 [Note: waits look up]
-A ticket is fulfilled by another thread. When that thread is gone (the process has forked) or was never given the
-work (an interrupt came between a ticket's birth and its submission) it never is, and a wait for it must still end.
-So every wait looks up now and then: inside `Failures.handed_over()` it raises the engine's first failure, on a
-background thread it ends when the engine has been given up.
+A ticket is fulfilled by another thread. When that thread is gone (the process has forked) or was never given the work
+(an interrupt came between a ticket's birth and its submission) it never is, and a wait for it must still end. So every
+wait checks now and then whether its work can still come: inside `Failures.handed_over()` it raises the engine's first
+failure, on a background thread it ends when the engine has been given up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Protocol
 from offloadzero.errors import OffloadError, StateError
 from offloadzero.interrupts import interruptible, uninterrupted
 
-LOOK_UP_S = 0.5  # between two looks of a wait
+LOOK_UP_S = 0.5  # between two checks of a wait
 
 
 class Ticket(Protocol):
@@ -33,18 +33,18 @@ class Ticket(Protocol):
 
 
 class _Here(threading.local):
-    """What a wait of the calling thread looks up: raises when what it waits for will not come."""
+    """The check of a wait of the calling thread, which raises when the awaited work will not come."""
 
     look_up: Callable[[], None] | None = None
-    outside: Callable[[], None] | None = None  # of `handed_over`
+    outside: Callable[[], None] | None = None  # the check outside of `handed_over`
 
 
 _here = _Here()
 
 
 class Latch:
-    """Set once, waited for by many: a bare lock, made when someone waits. A threading.Event costs 20 times as much,
-    and one whose wait is interrupted at the wrong place can keep its lock for good.
+    """A flag that is set once and waited for by many: a bare lock, made on the first wait. A threading.Event costs 20
+    times as much, and one whose wait is interrupted at the wrong place can keep its lock for good.
     """
 
     __slots__ = ("_closed", "is_set")
@@ -52,10 +52,10 @@ class Latch:
 
     def __init__(self) -> None:
         self.is_set = False
-        self._closed: threading.Lock | None = None  # taken until it is set
+        self._closed: threading.Lock | None = None  # held until the flag is set
 
     def set(self) -> None:
-        """Let everyone through; once more does nothing."""
+        """Set the flag and let all waits end. A second call does nothing."""
         with self._setting:
             if not self.is_set:
                 self.is_set = True
@@ -64,12 +64,12 @@ class Latch:
 
     @interruptible
     def wait(self) -> None:
-        """Block until it is set: [Note: waits look up]."""
+        """Block until the flag is set: [Note: waits look up]."""
         while not self.is_set:
             if uninterrupted.pending:
                 uninterrupted.raise_unless_waiting()
             closed = self._closed_until_set()
-            # One that is interrupted with the lock in its hands stops nobody for long: the others see `is_set`.
+            # A thread interrupted while it holds the lock stops no other for long: the others see `is_set`.
             if closed.acquire(timeout=LOOK_UP_S):
                 closed.release()  # the next one's turn
             elif not self.is_set and _here.look_up is not None:
@@ -92,7 +92,7 @@ class Finished:
         """Return at once."""
 
     def done(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
 
@@ -100,7 +100,7 @@ FINISHED = Finished()
 
 
 class AllOf:
-    """Done when all of `tickets` are; raises the first failure, after all have come to an end.
+    """A ticket that is done when all of `tickets` are; raises the first failure, after all have come to an end.
 
     Waiting for every ticket even when one has failed keeps buffers alive under transfers still in flight.
     """
@@ -134,28 +134,28 @@ class Promise:
         self._latch = Latch()
 
     def fulfil(self, then: Ticket = FINISHED) -> None:
-        """The work was done, or was handed on to `then`."""
+        """Mark the work as done, or as handed on to `then`."""
         self._then = then
         self._latch.set()
 
     def fail(self, error: BaseException) -> None:
-        """The work failed."""
+        """Mark the work as failed."""
         self._error = error
         self._latch.set()
 
     def wait_fulfilled(self) -> None:
-        """Block until fulfilled, and not for what it was handed on to."""
+        """Block until fulfilled, but not for the tickets that the work was handed on to."""
         self._latch.wait()
         if self._error is not None:
             raise self._error
 
     def wait_handed_on(self) -> Ticket:
-        """Block until fulfilled; gives what it was handed on to."""
+        """Block until fulfilled; return the tickets that the work was handed on to."""
         self.wait_fulfilled()
         return self._then
 
     def wait(self) -> None:
-        """Block until fulfilled, then for what it was handed on to."""
+        """Block until fulfilled, then for the tickets that the work was handed on to."""
         self.wait_fulfilled()
         self._then.wait()
 
@@ -168,33 +168,33 @@ class Thread(Protocol):
     """A background thread of an engine."""
 
     def close(self) -> None:
-        """Finish what was submitted and stop. May be called again, after an interrupt say."""
+        """Finish the submitted work and stop. May be called again, after an interrupt say."""
 
 
 class Failures:
-    """What all parts of one engine share: its first failure, its background threads, the process it belongs to.
+    """The facts that all parts of one engine share: its first failure, its background threads, and its process.
 
     The first failure of any background thread is raised by every later use of the engine: a failed write must stop the
-    step even when nobody waits for that very write.
+    step even when no caller waits for that very write.
 
-    What stops the training and has damaged nothing (a gradient that is not finite) is no failure: every use that
-    trains raises it, states can be read and saved, and it can be `resolved`.
+    An error that stops the training but has damaged nothing (a gradient that is not finite) is no failure: every use
+    that trains raises it, states can be read and saved, and it can be `resolved`.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.first: BaseException | None = None
-        self.was_raised = False  # whether the caller has seen it
-        self.stop: OffloadError | None = None  # why training does not go on, though the states can be read
+        self.was_raised = False  # to the caller
+        self.stop: OffloadError | None = None  # stops the training, while states can be read
         self.stop_was_raised = False
         self.is_foreign = False  # this process is a forked child of the engine's
-        self.given_up = False  # nobody will use the engine any more: background threads wait for nothing
+        self.given_up = False  # the engine will not be used any more: background threads wait for nothing
         self.threads: list[Thread] = []  # in the order of their making: a later one may use earlier ones
-        self.tell: Callable[[BaseException], None] | None = None  # is told of the first failure
+        self.tell: Callable[[BaseException], None] | None = None  # called with the first failure
         _known.add(self)
 
     def record(self, error: BaseException, *, cause: BaseException | None = None) -> None:
-        """Remember `error` unless another came first. `cause`: what others are told of in its place."""
+        """Remember `error` unless another came first. `cause`: the error that the other ranks are told in its place."""
         with self._lock:
             is_first = self.first is None
             if is_first:
@@ -203,36 +203,36 @@ class Failures:
             self.tell(error if cause is None else cause)
 
     def spoil(self, error: BaseException) -> None:
-        """Like `record`, of an error that the caller sees anyway."""
+        """Record an error that the caller sees anyway."""
         self.was_raised = True
         self.record(error)
 
     def stop_training(self, error: OffloadError) -> None:
-        """Every use that trains raises `error` until it is resolved."""
+        """Let every use that trains raise `error` until it is resolved."""
         with self._lock:
             if self.stop is None:
                 self.stop, self.stop_was_raised = error, False
 
     def resolve(self) -> None:
-        """What has stopped the training is out of the way."""
+        """Let training go on after an error that has stopped it."""
         self.stop = None
 
     def handed_over(self) -> AbstractContextManager[None]:
-        """A wait whose failure reaches the caller: what failed first is raised, and counts as seen.
+        """A block with a wait whose failure reaches the caller: the first failure is raised, and counts as seen.
 
-        In a forked child it raises at once: who would fulfil the ticket is in the parent.
+        In a forked child the block raises at once: the thread that would fulfil the ticket is in the parent.
         """
         return _HandedOver(self)
 
     def whole(self, what: str) -> AbstractContextManager[None]:
-        """A change of the engine's state that is done whole: what interrupts it makes the engine unusable.
+        """A block that changes the engine's state as a whole: an interruption makes the engine unusable.
 
-        Errors of this package are no interruption: they are raised before anything has changed, or are on record.
+        Errors of this package are no interruption: they are raised before a change has begun, or are on record.
         """
         return _Whole(self, what)
 
     def in_background(self) -> None:
-        """The calling thread is one of the engine's: its waits end when the engine has been given up."""
+        """Mark the calling thread as the engine's: its waits end when the engine has been given up."""
         _here.look_up = _here.outside = self._check_given_up
 
     def check(self) -> None:
@@ -249,7 +249,7 @@ class Failures:
             raise self.first
 
     def unseen(self) -> BaseException | None:
-        """What the caller has not been told."""
+        """The failure that the caller has not been told."""
         if self.first is not None and not self.was_raised:
             return self.first
         return self.stop if not self.stop_was_raised else None
@@ -259,8 +259,8 @@ class Failures:
             raise StateError("the engine was given up before this came") from self.first
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: the threads and the host memory are the parent's."""
-        self._lock = threading.Lock()  # a thread that the child does not have may have held it
+        """Adapt to a forked child: the threads and the host memory are the parent's."""
+        self._lock = threading.Lock()  # a thread that the child lacks may have held it
         self.is_foreign = True
         self.was_raised = True
         self.threads = []
@@ -274,7 +274,7 @@ _known: weakref.WeakSet[Failures] = weakref.WeakSet()
 
 
 def _in_forked_child() -> None:
-    Latch._setting = threading.Lock()  # a thread that the child does not have may have held it
+    Latch._setting = threading.Lock()  # a thread that the child lacks may have held it
     _here.look_up = _here.outside = None
     for failures in list(_known):
         failures._leave_to_parent()
@@ -296,7 +296,7 @@ class _HandedOver:
         _here.look_up = failures.check_readable
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        # Not what was before: where an interrupt kept an earlier one from leaving, that is another engine's.
+        # The check from outside, and not the one before: an interrupt may have left another engine's there.
         _here.look_up = _here.outside
         failures = self._failures
         if isinstance(error, Exception) and error is not failures.stop:

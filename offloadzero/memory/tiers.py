@@ -1,11 +1,11 @@
-"""Tiers: places with a capacity where data have their homes (floor 3).
+"""Tiers: places with a capacity where data have their homes.
 
 [Note: what is asked of a tier]
-Code that moves or computes data asks a tier for what it can do, and never for its name: whether kernels of the device
+Code that moves or computes data asks a tier for its abilities, and never for its name: whether kernels of the device
 address it, whether code on the host does, and for reads and writes. Names belong to the configuration and to the plan.
 
 The memory of a device counts as the device's alone. With the CPU as the device code on the host could address it, but
-would go another way than it does with any other device.
+that would be another way than with any other device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offloadzero.memory.lanes import NO_FENCE, Accelerator, Fence, LaneTicket
 from offloadzero.memory.tickets import FINISHED, Failures, Ticket
 from offloadzero.segments import TierName
 
-# What the computation waits for overtakes what only has to be home in time.
+# Transfers that the computation waits for overtake those that only have to be home in time.
 FETCH_PRIORITY = 0
 UPDATE_PRIORITY = 1
 
@@ -41,18 +41,18 @@ class Tier(Protocol):
 
     @property
     def name(self) -> TierName:
-        """Its name in the configuration and in the plan."""
+        """The tier's name in the configuration and in the plan."""
 
     @property
     def is_device(self) -> bool:
-        """Whether kernels that are launched on the device address it."""
+        """Whether kernels that are launched on the device address the tier."""
 
     @property
     def is_host_memory(self) -> bool:
-        """Whether code on the host addresses it. Copies between it and the device need no staging."""
+        """Whether code on the host addresses the tier. Copies between it and the device then need no staging."""
 
     def allocate(self, dtype: torch.dtype, num_elements: int, label: str) -> Place:
-        """A place of its own, which holds zeros. Raises BudgetError."""
+        """Allocate a place, which holds zeros. Raises BudgetError."""
 
     def read(
         self, home: Home, target: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY
@@ -102,21 +102,21 @@ class Home:
 
     @property
     def memory(self) -> torch.Tensor:
-        """The memory of a home that is memory, shape (num_elements,)."""
+        """The memory of a home in memory, shape (num_elements,)."""
         if isinstance(self.place, Extent):
             raise AssertionError(f"{self.label} lives on {self.tier.value}, not in memory")
         return self.place
 
     @property
     def extent(self) -> Extent | None:
-        """The range of the files of a home that is none."""
+        """The range of the files of a home on file."""
         return self.place if isinstance(self.place, Extent) else None
 
 
 class DeviceTier:
     """The device's memory, with a lane in each direction for states.
 
-    State traffic has lanes of its own. Fetches wait for updates on theirs; an update that had to queue behind such a
+    State traffic has lanes of its own. Fetches wait for updates on their lanes; an update that queued behind such a
     fetch would never end.
     """
 
@@ -129,12 +129,12 @@ class DeviceTier:
         self._accelerator = accelerator
         self._is_fresh = (
             accelerator.asynchronous.free_bytes() is None
-        )  # the host's: zero, and not touched yet
+        )  # of the host's memory: zero, and not touched yet
         self.h2d = accelerator.lane("state-h2d", failures)
         self.d2h = accelerator.lane("state-d2h", failures)
 
     def allocate(self, dtype: torch.dtype, num_elements: int, label: str) -> torch.Tensor:
-        """Memory of the device's arena. Homes are its first leases: what is fresh is zero, and not in memory yet."""
+        """Allocate memory of the device's arena. Homes are its first leases: their bytes are zero and untouched."""
         home = self.arena.lease(num_elements * dtype.itemsize, label).view(dtype, num_elements)
         if not self._is_fresh:
             home.zero_()
@@ -149,7 +149,7 @@ class DeviceTier:
         start: int = 0,
         priority: int = UPDATE_PRIORITY,  # noqa: ARG002
     ) -> Ticket:
-        """A copy on the d2h lane. Kernels that write the home are complete."""
+        """Start a copy on the d2h lane. Kernels that write the home must be complete."""
         source = home.memory[start : start + target.numel()]
         return self.d2h.submit(lambda: self._accelerator.copy(target, source), label=home.label)
 
@@ -161,7 +161,7 @@ class DeviceTier:
         start: int = 0,
         priority: int = UPDATE_PRIORITY,  # noqa: ARG002
     ) -> Ticket:
-        """A copy on the h2d lane."""
+        """Start a copy on the h2d lane."""
         return self.copy_in(home.memory[start : start + source.numel()], source, label=home.label)
 
     def copy_in(
@@ -187,7 +187,7 @@ class HostTier:
         self.arena = arena
 
     def allocate(self, dtype: torch.dtype, num_elements: int, label: str) -> torch.Tensor:
-        """Memory of the host's arena, which is fresh, hence zero: [Note: staggered arrays]."""
+        """Allocate memory of the host's arena, which is fresh, hence zero: [Note: staggered arrays]."""
         return self.arena.lease(staggered(num_elements * dtype.itemsize), label).view(dtype, num_elements)
 
     def read(
@@ -198,7 +198,7 @@ class HostTier:
         start: int = 0,
         priority: int = UPDATE_PRIORITY,  # noqa: ARG002
     ) -> Ticket:
-        """A copy on the calling thread."""
+        """Copy on the calling thread."""
         target.copy_(home.memory[start : start + target.numel()])
         return FINISHED
 
@@ -210,6 +210,6 @@ class HostTier:
         start: int = 0,
         priority: int = UPDATE_PRIORITY,  # noqa: ARG002
     ) -> Ticket:
-        """A copy on the calling thread."""
+        """Copy on the calling thread."""
         home.memory[start : start + source.numel()].copy_(source)
         return FINISHED

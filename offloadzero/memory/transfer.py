@@ -1,19 +1,19 @@
-"""The way of data between a home and the device, through pinned memory where the home asks for that (floor 3).
+"""The way of data between a home and the device, through pinned memory where the home asks for that.
 
 [Note: one way in and out]
 A home in host memory and the device exchange their data in one copy, on the stream of a lane. Data on file pass through
 a staging buffer in pinned memory:
 
-- in: the reading lane's thread waits for what comes first (the unit's update, the input's write), takes a buffer,
+- in: the reading lane's thread waits for earlier work (the unit's update, the input's write), takes a buffer,
   submits the read and hands its ticket on; the lane to the device waits for that and launches the copy. The buffer goes
   back with the copy as its last use.
 - out: the lane from the device copies into a buffer; the writing lane's thread waits for the copy, then for the write,
   and gives the buffer back.
 
-So reads and copies of several homes overlap, in the order of their submission. Who submits waits for nothing and gets
-the ticket of the last lane, a LaneTicket: the device waits for it by an event.
+So reads and copies of several homes overlap, in the order of their submission. The submitting thread waits for nothing
+and gets the ticket of the last lane, a LaneTicket: the device waits for it by an event.
 
-What an update needs of a home on the host goes through the store alone (`TieredStore.read`, `write`): its slots are
+The data that an update on the host needs go through the store alone (`TieredStore.read`, `write`): its slots are
 pinned memory already.
 """
 
@@ -31,33 +31,33 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.memory.tiers import FETCH_PRIORITY, Home
 
-Copy = Callable[[torch.Tensor, torch.Tensor], None]  # to the first from the second
+Copy = Callable[[torch.Tensor, torch.Tensor], None]  # copies to the first tensor from the second
 
 
 class Staging(Protocol):
     """Pinned memory through which data pass between files and the device."""
 
     def take(self, num_bytes: int, label: str) -> PooledBuffer:
-        """A buffer of `num_bytes` at least, which nothing uses any more; blocks. May raise BudgetError."""
+        """Take a buffer of at least `num_bytes` that is no longer used; blocks. May raise BudgetError."""
 
     def give_back(self, buffer: PooledBuffer, *, last_use: Ticket = FINISHED) -> None:
-        """The buffer is free once `last_use` is done."""
+        """Give a buffer back, which is free once `last_use` is done."""
 
 
 class PoolStaging:
-    """The buffers of a pool, each large enough for whatever passes."""
+    """The buffers of a pool, each large enough for any transfer."""
 
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
 
     def take(self, num_bytes: int, label: str) -> PooledBuffer:  # noqa: ARG002
-        """The pool's next buffer."""
+        """Take the pool's next buffer."""
         buffer = self._pool.take()
         buffer.last_use.wait()
         return buffer
 
     def give_back(self, buffer: PooledBuffer, *, last_use: Ticket = FINISHED) -> None:
-        """Back to the pool."""
+        """Give the buffer back to the pool."""
         self._pool.give_back(buffer, last_use=last_use)
 
 
@@ -65,7 +65,7 @@ class PoolStaging:
 class Staged:
     """Data in pinned memory on their way from a file to the device, or `delivered` there by other copies."""
 
-    copy: Copy  # what brings them to the device
+    copy: Copy  # brings them to the device
     buffer: PooledBuffer | None = None
     data: torch.Tensor | None = None
     delivered: Sequence[Ticket] | None = None
@@ -77,7 +77,7 @@ class Fetcher:
     def __init__(
         self, store: TieredStore, *, lane: Lane, reader: Lane | None, staging: Staging | None
     ) -> None:
-        """`lane` copies to the device. Without `reader` and `staging` all homes are in host memory."""
+        """Make a fetcher. `lane` copies to the device. Without `reader` and `staging` all homes are in host memory."""
         self._store = store
         self._accelerator = store.accelerator
         self._lane = lane
@@ -98,15 +98,15 @@ class Fetcher:
         """Copy a home into `target`, device, shape (home.num_elements,).
 
         Args:
-            after: what writes the home.
-            fence: behind which `target` may be written.
+            after: tickets of the work that writes the home.
+            fence: `target` may be written behind it.
             label: names the copy on the timeline.
-            delivered: for a home on file: blocks until it is known whether something else copies the data to `target`,
-                and gives the tickets of those copies, or None when nothing does.
-            copy: what brings the home's data to `target`, which may be of another size then; None: one copy.
+            delivered: for a home on file: blocks until it is known whether other copies bring the data to `target`,
+                and returns their tickets, or None when there are none.
+            copy: brings the home's data to `target`, which may then be of another size; None: one copy.
         """
         copy = copy or self._accelerator.copy
-        targets = [target]  # the lane lets go of it before the ticket is done
+        targets = [target]  # the lane drops its reference before the ticket is done
         if home.is_in_memory:
             source = home.memory
             return self._lane.submit(
@@ -119,7 +119,7 @@ class Fetcher:
         return self._lane.submit(lambda: self._unstage(staged, read, targets.pop()), fence=fence, label=label)
 
     def close(self) -> None:
-        """Finish what was submitted and stop the threads."""
+        """Finish the submitted fetches and stop the threads."""
         if self._reader is not None:
             self._reader.close()
         self._lane.close()
@@ -144,7 +144,7 @@ class Fetcher:
         return self._store.read(home, staged.data, priority=FETCH_PRIORITY)
 
     def _unstage(self, staged: Staged, read: Ticket, target: torch.Tensor) -> None:
-        """Copy to the device what was read; on the lane's thread."""
+        """Copy the data that were read to the device; on the lane's thread."""
         try:
             read.wait()
             for copied in staged.delivered or ():
@@ -166,8 +166,8 @@ class Fetcher:
 class Sent:
     """Data on their way from the device to a home."""
 
-    copied: LaneTicket  # the device's memory has been read; a home in host memory holds them
-    written: Ticket  # a home on file holds them
+    copied: LaneTicket  # the device's memory has been read; a home in host memory holds the data
+    written: Ticket  # a home on file holds the data
 
 
 class Sender:
@@ -176,7 +176,7 @@ class Sender:
     def __init__(
         self, store: TieredStore, *, lane: Lane, writer: Lane | None, staging: Staging | None
     ) -> None:
-        """`lane` copies from the device. Without `writer` and `staging` all homes are in host memory."""
+        """Make a sender. `lane` copies from the device. Without `writer` and `staging` all homes are in host memory."""
         self._store = store
         self._accelerator = store.accelerator
         self._lane = lane
@@ -184,9 +184,9 @@ class Sender:
         self._staging = staging
 
     def submit(self, source: torch.Tensor, find_home: Callable[[], Home], *, label: str) -> tuple[Home, Sent]:
-        """Start to copy `source`, device, shape (n,), to the home that is found for it when there is staging for it.
+        """Start to copy `source`, device, shape (n,), to the home found for it once there is staging for it.
 
-        What has been launched so far may still write `source`. What is raised takes nothing.
+        Work launched so far may still write `source`. When the call raises, it has taken nothing.
         """
         buffer = None if self._staging is None else self._staging.take(source.nbytes, label)
         try:
@@ -220,7 +220,7 @@ class Sender:
         return writer.submit(write, after=[copied], label=label)
 
     def close(self) -> None:
-        """Finish what was submitted and stop the threads."""
+        """Finish the submitted copies and stop the threads."""
         self._lane.close()
         if self._writer is not None:
             self._writer.close()
