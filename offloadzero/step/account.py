@@ -1,14 +1,14 @@
-"""One step's account: what it is taken with, and what became of it (floor 5).
+"""The account of one step: its hyperparameters, and the part of it that was applied.
 
 [Note: what an interrupted step leaves]
-`step()` first does all that waits or may raise, and changes nothing by it; then it hands the gradients over, which is
-done whole. So a step was taken or it was not. Where gradients are applied at the step, a backward that did not end, or
-a gradient that is not finite, has changed no state: `zero_grad()` drops what is left and training goes on.
+`step()` first does all that waits or may raise, and this changes nothing; then it hands the gradients over, which is
+done as a whole. So a step was taken or it was not. Where gradients are applied at the step, a backward that did not
+end, or a gradient that is not finite, has changed no state: `zero_grad()` drops the gradients and training goes on.
 
 Where they are applied in backward, an interrupt that comes after the first update has begun waits for the end of that
-backward, and `step()` closes the step. After a second one, or a gradient that is not finite, some units may have taken
-the step and others not. That is no state to train on. It can be read and saved, and the error says which units are
-which; a checkpoint that is loaded replaces it.
+backward, and `step()` closes the step. After a second interrupt, or a gradient that is not finite, some units may have
+taken the step and others not. Training cannot go on from that state. It can be read and saved, and the error says which
+units are which; a checkpoint that is loaded replaces it.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from offloadzero.update.spec import Hyper
 
 Hypers = Sequence[Hyper]  # by group index
 
-MAX_NAMES = 12  # of units, in a message
+MAX_NAMES = 12  # units named in a message
 
 
 def names_text(names: Sequence[str]) -> str:
-    """Units in a message."""
+    """Return the names of units for a message."""
     shown = ", ".join(names[:MAX_NAMES])
     return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
 
 
 @dataclass(eq=False)
 class Account:
-    """One step: its hyperparameters, and what became of it: [Note: what an interrupted step leaves]."""
+    """One step: its hyperparameters, and the units that it has updated: [Note: what an interrupted step leaves]."""
 
     step: int
     hypers: Hypers = ()
     applied: list[str] = field(default_factory=list)  # units that backward has updated, by name
-    refused: OffloadError | None = None  # why it updates no more
+    refused: OffloadError | None = None  # the error for which backward updates no more units
 
 
 class Accounts:
-    """Says what of a step is in the weights, and stops the training over one that goes no further."""
+    """Knows which units of a step were updated, and stops the training over a step that goes no further."""
 
     def __init__(self, failures: Failures, units: Sequence[str]) -> None:
-        """`units` are the names of those that train."""
+        """Make the accounts. `units` are the names of the units that train."""
         self._failures = failures
         self._units = tuple(units)
-        self.stopped = Account(0)  # the one that has stopped the training, if `Failures.stop` says it is
+        self.stopped = Account(0)  # the account that has stopped the training, if `Failures.stop` says so
 
     def stop(self, account: Account, error: OffloadError) -> None:
-        """The step goes no further, and no other begins."""
+        """Stop the step here, and let no other begin."""
         account.refused = error
         self.stopped = account
         self._failures.stop_training(error)
 
     def refuse(self, account: Account, names: Sequence[str]) -> None:
-        """The step goes no further: the gradients of the units of those names are not finite."""
+        """Stop the step here: the gradients of the units of those names are not finite."""
         error = NonFiniteError(
             f"step {account.step}: the gradient of {names_text(names)} holds NaN or Inf; {self.applied_text(account)}. "
             + ("" if account.applied else "zero_grad() lets training go on without this step. ")
@@ -66,7 +66,7 @@ class Accounts:
         self.stop(account, error)
 
     def applied_text(self, account: Account) -> str:
-        """Which units a step that was not applied as a whole has updated."""
+        """Return a text about the units that a step has updated which was not applied as a whole."""
         applied = list(account.applied)
         others = [name for name in self._units if name not in applied]
         if not applied:

@@ -1,4 +1,4 @@
-"""Counts micro batches: which one is the last of its step (floor 5)."""
+"""A counter of micro batches that knows which one is the last of its step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ class Accumulation:
     def __init__(
         self, batch: BatchConfig, *, keeps_gradients: bool, ends_with_step: bool, world_size: int = 1
     ) -> None:
-        """Args:
-        keeps_gradients: from one micro batch to the next, so that there may be several to a step.
-        ends_with_step: a micro batch ends with the engine's `step()`.
+        """Begin to count.
+
+        Args:
+            keeps_gradients: gradients stay from one micro batch to the next, so a step may have several.
+            ends_with_step: a micro batch ends with the engine's `step()`.
         """
         self.batch = batch
         self.ends_with_step = ends_with_step
-        self.num_backwards = 0  # of the present step: those that have come to their end
+        self.num_backwards = 0  # of the present step, which have come to their end
         self.override: bool | None = None
         self.num_micro_steps = 0
         self._keeps_gradients = keeps_gradients
         self._world_size = world_size
         self._window_start = 0  # the first micro step of the present step
-        self._steps_before, self._samples_before = 0, 0  # of batch sizes before this one
+        self._steps_before, self._samples_before = 0, 0  # counts up to the last change of the batch size
 
     @property
     def num_steps(self) -> int:
@@ -39,13 +41,13 @@ class Accumulation:
 
     @property
     def num_taken(self) -> int:
-        """Micro batches of the present step that have been counted."""
+        """The micro batches of the present step that have been counted."""
         return self.num_micro_steps - self._window_start
 
     def is_boundary(self) -> bool:
         """Whether the present micro batch is the last of its step.
 
-        Where accumulation is not managed no one knows before `step()` is called: it is none.
+        Where accumulation is not managed the answer is False: it is not known before `step()` is called.
         """
         if not self.ends_with_step:
             return (self.num_backwards + 1) % self.num_steps == 0
@@ -71,19 +73,19 @@ class Accumulation:
         self.num_backwards += 1
 
     def drop_backwards(self) -> None:
-        """The step was taken, or its gradients were dropped."""
+        """Begin to count backwards anew: the step was taken, or its gradients were dropped."""
         self.num_backwards = 0
 
     def restart(self) -> None:
-        """The gradients of the present step were dropped: its micro batches come again."""
+        """Begin the present step anew: its gradients were dropped, and its micro batches come again."""
         self.num_micro_steps = self._window_start
 
     def resume(self, num_micro_steps: int) -> None:
-        """Go on from a checkpoint, with a whole window: no gradients come with it."""
+        """Go on from a checkpoint at the begin of a step: no gradients come with it."""
         self.num_micro_steps = self._window_start = num_micro_steps
 
     def num_samples(self, global_steps: int) -> int:
-        """Samples of `global_steps` steps, as far as batch sizes are known; a micro batch without one counts 1."""
+        """Return the samples of `global_steps` steps, where a micro batch of unknown size counts 1."""
         per_step = self.batch.train_batch_size or self.num_steps
         return self._samples_before + (global_steps - self._steps_before) * per_step
 

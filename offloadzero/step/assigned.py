@@ -1,16 +1,16 @@
-"""Gradients that scripts have assigned or dropped, brought home before the step (floor 5).
+"""Gradients that scripts have assigned or dropped, brought home before the step.
 
 [Note: gradients assigned from gradients]
-`a.grad, b.grad = b.grad, a.grad` and `p.grad = p.grad.t()` put tensors into `param.grad` that stand for what is in a
-home, another parameter's or its own. So each home is read by all who read it before something else is put there. Where
-parameters have passed their gradients on in a ring, one of them is copied first. One value is in memory at a time, and
-one such copy.
+`a.grad, b.grad = b.grad, a.grad` and `p.grad = p.grad.t()` put tensors into `param.grad` that stand for a gradient in
+some home, another parameter's or the parameter's own. So each home is read by all that are assigned from it before it
+is overwritten. Where parameters have passed their gradients on in a ring, one of them is copied first. One value is in
+memory at a time, and one such copy.
 
-A swap is brought home before the next backward, too: where that brings a parameter's gradient, the home is that one's
-alone. What several parameters wear, or whose own parameter wears it as well, stays: there autograd adds for all of
-them, as it does in torch.
+A swap is brought home before the next backward, too: where that backward brings a parameter's gradient, the home is for
+that one alone. A gradient that is the `grad` of several parameters, its own among them or not, stays: there autograd
+adds for all of them, as it does in torch.
 
-A parameter that is interrupted on the way has the plain value in its `grad`, and the next step takes that.
+If an interrupt comes on the way, the parameter has the plain value in its `grad`, and the next step takes that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Place = TypeVar("Place")
 
 
 class Change(NamedTuple):
-    """A parameter whose `param.grad` is not what backward has brought: None was dropped."""
+    """A parameter whose `param.grad` differs from the gradient that backward has brought; None: it was dropped."""
 
     state: RecordGradient
     handle: GradientHandle
@@ -38,9 +38,9 @@ class Change(NamedTuple):
 
 
 def assignment_order(reads: Mapping[Place, Place]) -> Iterator[tuple[Place, bool]]:
-    """An order in which each place is assigned after all have read it; `reads` gives what each is assigned from.
+    """Order assignments so that each place is assigned after all have read it; `reads` gives the source of each.
 
-    With True: what it is assigned from is to be copied, and the place comes again when it can be assigned.
+    A place with True: its source is to be copied now, and the place comes again when it can be assigned.
     """
     num_readers = Counter(source for target, source in reads.items() if source != target)
 
@@ -56,16 +56,17 @@ def assignment_order(reads: Mapping[Place, Place]) -> Iterator[tuple[Place, bool
     for target in [target for target in reads if not num_readers[target]]:
         yield from assign(target)
     for target, source in reads.items():
-        if num_readers[target] > 0:  # in a ring
+        if num_readers[target] > 0:  # the place is in a ring
             yield target, True
             num_readers[source] -= 1
             yield from assign(source)
 
 
 def passed_on(changes: Sequence[Change]) -> list[Change]:
-    """Those to bring home before another backward: gradients that one parameter has got and its own has not kept.
+    """Choose what to bring home before another backward: gradients that another parameter has got, and only that one.
 
-    With those that have given them away, as dropped: what they wear by now is for their next gradient, or the step.
+    The parameters that gave them away come along as dropped: their present `grad` is for their next gradient, or the
+    step.
     """
     changed = {change.handle.source for change in changes}
     worn = [(change, change.grad) for change in changes if isinstance(change.grad, GradientTensor)]
@@ -87,7 +88,7 @@ def passed_on(changes: Sequence[Change]) -> list[Change]:
 
 
 def bring_home(changes: Sequence[Change], access: GradientAccess) -> None:
-    """What was assigned is the gradient, what was dropped left out: [Note: gradients assigned from gradients]."""
+    """Make assigned gradients the gradients, and leave dropped ones out: [Note: gradients assigned from gradients]."""
     by_source: dict[GradientSource, Change] = {change.handle.source: change for change in changes}
     reads = {
         source: change.grad.source
@@ -106,7 +107,7 @@ def bring_home(changes: Sequence[Change], access: GradientAccess) -> None:
 
 
 def _take(change: Change, access: GradientAccess, *, keep: bool, is_to_be_copied: bool) -> None:
-    """Take what stands for a gradient; `keep`: it goes on to, and stays in `param.grad`."""
+    """Store the gradient that `param.grad` stands for; `keep`: it goes on to stand for it."""
     param = change.handle.param
     with DisableTorchFunctionSubclass():
         value = param.grad

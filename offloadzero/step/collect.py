@@ -1,27 +1,27 @@
-"""Gradients taken from autograd, unit by unit, into leases on the device (floor 5).
+"""The collection of gradients from autograd, unit by unit, in leases on the device.
 
 [Note: what a backward leaves that does not finish]
-The hooks run under `uninterrupted`: what autograd has brought is taken, or a wait inside was left. Each wait comes
-before the change that it is for, so what is raised there leaves a gradient that is either not taken yet or on its way
-home; dropping the gradients is then all that there is to do. What a hook never saw (another hook raised) is known by
+The hooks run under `uninterrupted`: a gradient that autograd has brought is taken, unless a wait inside was left. Each
+wait comes before the change that it is for, so an error there leaves a gradient that is either not taken yet or on its
+way home; dropping the gradients is then enough. A gradient that a hook never saw (another hook raised) is recognised by
 the number of its backward, and is not added to.
 
 [Note: a script's own gradient]
 A tensor that a script has put into `param.grad` before backward, a view of a flat buffer say, is added to in place by
-autograd and is the script's to read and write afterwards. It stays where it is and is copied home at the step. It is
-known by two things: it was written in place, and somebody besides `param.grad` holds it or its storage.
+autograd and belongs to the script afterwards. It stays where it is and is copied home at the step. Two things tell it:
+it was written in place, and something besides `param.grad` holds it or its storage.
 
 [Note: small gradients wait]
 A copy of a few kilobytes costs its launch, and half of a block's parameters are that small (norms, biases). Their
-gradients are copied together, on a GPU in one launch where they lie as their parameters do, when the last one of their
-unit is there, when backward is over, or when somebody asks for one. They are on their way as all others are:
-`param.grad` stands for them. They are copied on the stream on which they came, which also frees their memory. What
-comes on another stream, in a graph, as a part of something larger, or as what is added to an earlier gradient (which
-autograd does not make its own) is copied at once.
+gradients are copied together, on a GPU in one launch where they lie as their parameters do: when the last one of their
+unit is there, when backward is over, or when a script asks for one. Until then they count as on their way, as all
+others do: `param.grad` stands for them. They are copied on the stream on which they came, which also frees their
+memory. A gradient is copied at once if it comes on another stream, in a graph, as a part of something larger, or in
+addition to an earlier one (autograd does not make such a gradient its own).
 
 [Note: gradients that others have seen]
-A hook that a script has put on a parameter before ours is called before ours and may keep `param.grad`, to edit it
-after backward. Then the tensor is the script's own. Nothing else comes between autograd and our hook.
+A script's hook that was put on a parameter before the engine's is called before it and may keep `param.grad`, to edit
+it after backward. Then the tensor is the script's own. Nothing else comes between autograd and the engine's hook.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from offloadzero.update.records import Record
 log = logging.getLogger("offloadzero.gradients")
 
 MAX_WAITING_BYTES = 64 << 10  # a gradient that is no larger waits: [Note: small gradients wait]
-MAX_WAITING_UNIT_BYTES = 1 << 20  # of all that wait in a unit
+MAX_WAITING_UNIT_BYTES = 1 << 20  # of all waiting gradients of a unit
 
 _BESIDE_THE_PLAN = (
     "%s: its gradient comes while all %d gradient leases wait for the rest of other units' gradients: it takes a "
@@ -84,12 +84,14 @@ class GradientCollector:
         previous_update: Callable[[int], Ticket],
         updates_in_backward: bool,
     ) -> None:
-        """Args:
-        handles: of the parameters' gradients, by record and slot.
-        device_leases: those that units take turns in.
-        own_leases: by the index of a record: the one lease that is its alone.
-        previous_update: the last update of a record, which may still read its gradient's home.
-        updates_in_backward: a gradient is consumed as it lands.
+        """Make the collector.
+
+        Args:
+            handles: of the parameters' gradients, by record and slot.
+            device_leases: leases that units take turns in.
+            own_leases: by the index of a record, the one lease that belongs to it alone.
+            previous_update: the last update of a record, which may still read its gradient's home.
+            updates_in_backward: a gradient is consumed as it lands.
         """
         self._gradients = gradients
         self._handles = handles
@@ -104,32 +106,32 @@ class GradientCollector:
         self._small = {index: _small_slots(gradient.record) for index, gradient in gradients.items()}
         self._num_filling = 0
         self._told: set[int] = set()
-        self.backward = -1  # whose gradients are taken: its number, while it runs
+        self.backward = -1  # the number of the backward whose gradients are taken, while it runs
         self._is_nested = False  # a checkpoint has run a backward of its own inside it
         self._records_graph = False  # backward(create_graph=True)
 
     def expect_seen(self, index: int, number: int) -> None:
-        """Others' hooks see the parameter's gradient before ours does: [Note: gradients that others have seen]."""
+        """Note that a script's hook sees the parameter's gradient first: [Note: gradients that others have seen]."""
         self._handles[index][
             number
-        ].is_seen = not self._updates_in_backward  # where it is gone after backward
+        ].is_seen = not self._updates_in_backward  # with updates in backward the gradient is gone after it
 
     # --- in backward ---
 
     def add(self, index: int, number: int) -> RecordGradient | None:
-        """Take what backward has put into a parameter's `grad`, and put there what stands for it.
+        """Take the gradient that backward has put into a parameter's `grad`, and put a tensor there that stands for it.
 
-        The parameter by numbers: of its record, and of its slot there. Gives the record's gradient if with this one
-        it has all of them.
+        The parameter is given by the numbers of its record and of its slot there. Returns the record's gradient if this
+        one was its last.
         """
         with DisableTorchFunctionSubclass():
             handle = self._handles[index][number]
             param = handle.param
             grad = param.grad
             state = self._gradients[index]
-            in_graph: torch.Tensor | None = None  # of an earlier backward, in which it stays
-            is_added = False  # to what this backward has brought before
-            is_fresh = True  # and nobody else's: autograd takes over what nobody holds, or copies it
+            in_graph: torch.Tensor | None = None  # in the graph of an earlier backward, where it stays
+            is_added = False  # to a gradient that this backward has brought before
+            is_fresh = True  # and held by nothing else: autograd takes over such a tensor, or copies it
             if type(grad) is not torch.Tensor or number in state.present or grad._version or handle.is_seen:
                 is_fresh = False
                 if handle.is_own(grad):
@@ -156,7 +158,7 @@ class GradientCollector:
             self._copy_waiting(state)
             if is_added:
                 _add(handle.slot, grad, state.targets[number])
-            else:  # a hook of the script's has dropped or replaced that
+            else:  # a hook of the script's has dropped or replaced that one
                 state.targets[number].copy_(grad)
             return None
         if is_fresh and number in self._small[index] and self._may_wait(state, grad):
@@ -167,7 +169,7 @@ class GradientCollector:
         return state if self._is_complete(state) else None
 
     def _keep_with_script(self, state: RecordGradient, number: int) -> RecordGradient | None:
-        """A gradient that came, and of which there is nothing to take: its unit does not wait for it."""
+        """Leave a gradient that came with the script: there is nothing to take, and its unit does not wait for it."""
         if self._updates_in_backward or state.record.is_reduced:
             return None
         if state.kept_in != self.backward:
@@ -184,7 +186,7 @@ class GradientCollector:
 
     @staticmethod
     def _bring(state: RecordGradient, handle: GradientHandle, number: int, grad: torch.Tensor) -> None:
-        """To where it lies until it leaves the device."""
+        """Copy a gradient into the lease (or home) in which it lies until it leaves the device."""
         if state.lease is None and number in state.present:
             _add(handle.slot, grad, state.targets[number], factor=state.factors.pop(number, 1.0))
             return
@@ -195,7 +197,7 @@ class GradientCollector:
             raise
 
     def _may_wait(self, state: RecordGradient, grad: torch.Tensor) -> bool:
-        """Whether a small gradient of nobody else's may be kept: [Note: small gradients wait]."""
+        """Whether a small gradient that nothing else holds may wait: [Note: small gradients wait]."""
         if self._records_graph or grad.layout is not torch.strided:
             return False
         if grad.untyped_storage().nbytes() > grad.nbytes:  # it is a part of something larger
@@ -211,26 +213,26 @@ class GradientCollector:
         copy_waiting(state, self._store.accelerator.asynchronous)
 
     def begin_backward(self) -> None:
-        """The gradients of the running backward are taken from here on."""
+        """Take the gradients of the running backward from here on."""
         self._is_nested = self.backward >= 0
         self.backward = current_graph_task_id()
         self._records_graph = torch.is_grad_enabled()
 
     def end_backward(self) -> None:
-        """The next gradient is another backward's."""
+        """End the backward: the next gradient is another's."""
         self.backward = -1
         self._is_nested = False
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether gradients of a backward are taken."""
+        """Whether gradients of a backward are being taken."""
         return self.backward >= 0
 
     @staticmethod
     def _contribution(
         state: RecordGradient, handle: GradientHandle, grad: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """What there is to take where `param.grad` was not empty before: [Note: the life of param.grad]."""
+        """Return the gradient to take where `param.grad` was not empty before: [Note: the life of param.grad]."""
         slot, source = handle.slot, handle.source
         if handle.is_own(grad):
             contribution, source.contribution = source.contribution, None
@@ -240,7 +242,7 @@ class GradientCollector:
                 state.forget(slot)
             return contribution.grad
         if isinstance(grad, GradientTensor) and grad.source is source:
-            handle.param.grad = grad.read()  # a view of it, of other rows and columns say
+            handle.param.grad = grad.read()  # a view of it, with other rows and columns say
             source.contribution = None
             return None
         source.contribution = None  # another tensor is the gradient now
@@ -257,7 +259,7 @@ class GradientCollector:
         record = state.record
         home = state.device_home
         if home is not None:
-            # An update of the last step may still read it, or who measures what earlier micro batches brought.
+            # An update of the last step may still read the home, or the thread that measures earlier micro batches.
             state.free = AllOf([self._previous_update(record.index), state.landed])
             with self._clock.waiting("update"), self._store.failures.handed_over():
                 order_compute_after(state.free)
@@ -277,7 +279,7 @@ class GradientCollector:
             foreach_zero(padding)  # in one launch
 
     def _order_stream(self, state: RecordGradient) -> None:
-        """A second stream that brings gradients waits for the memory, too."""
+        """Let a second stream that brings gradients wait for the memory, too."""
         stream = self._store.accelerator.note_stream()
         if stream not in state.streams:
             state.streams.append(stream)
@@ -287,7 +289,7 @@ class GradientCollector:
         leases = self._leases_of(record)
         lease = leases.try_take()
         if lease is None and leases is self._device_leases and self._num_filling >= leases.num_buffers:
-            # Every lease waits for gradients that may come after this one's: waiting would never end.
+            # Every lease waits for gradients that may come after this one: waiting would never end.
             lease = self._temporary_lease(leases, record)
         elif lease is None:
             lease = self._wait_for_lease(leases, record)
@@ -316,7 +318,7 @@ class GradientCollector:
         log.warning(_BESIDE_THE_PLAN, record.name, num_leases, num_bytes)
 
     def _leases_of(self, record: Record) -> BufferPool:
-        """Those that units take turns in, or the one of the record's own."""
+        """The leases that units take turns in, or the one of the record's own."""
         return self._own_leases.get(record.index, self._device_leases)
 
     def _is_shared(self, record: Record, lease: PooledBuffer) -> bool:
@@ -325,7 +327,7 @@ class GradientCollector:
     # --- out of the leases ---
 
     def hand_over(self, state: RecordGradient, *, closes: bool) -> Brought:
-        """What has arrived of a record's gradient is in the window, and its lease is no longer this object's.
+        """Put the gradient of a record that has arrived into the window, and give up its lease.
 
         `closes`: no other micro batch of the window follows.
         """
@@ -345,7 +347,7 @@ class GradientCollector:
         return Brought(state, flat, lease, self._leases_of(record), arrived, earlier, factors)
 
     def abandon(self) -> None:
-        """What has arrived and was not handed over is no gradient; that backward is over."""
+        """Drop the gradients that have arrived and were not handed over; their backward is over."""
         for state in self._gradients.values():
             if state.lease is not None and not state.lease.temporary:
                 leases = self._leases_of(state.record)
@@ -355,7 +357,7 @@ class GradientCollector:
 
 
 def _slot_views(gradients: Iterable[RecordGradient]) -> dict[int, SlotViews]:
-    """Of each record; records of one layout that take turns in leases share theirs."""
+    """The views of each record's gradients; records of one layout that take turns in leases share theirs."""
     views = {}
     shared: dict[Hashable, SlotViews] = {}
     for gradient in gradients:
@@ -369,7 +371,7 @@ def _slot_views(gradients: Iterable[RecordGradient]) -> dict[int, SlotViews]:
 
 
 def _small_slots(record: Record) -> frozenset[int]:
-    """The slots whose gradients wait for the rest of their unit: no more of them than may be kept meanwhile."""
+    """The slots whose gradients wait for the rest of their unit, as many as may be kept meanwhile."""
     small, num_bytes = [], 0
     for slot in record.trainable_slots:
         size = slot.num_elements * record.dtype.itemsize
@@ -380,7 +382,7 @@ def _small_slots(record: Record) -> frozenset[int]:
 
 
 def _add(slot: ParamSlot, grad: torch.Tensor, target: torch.Tensor, *, factor: float = 1.0) -> None:
-    """Add a gradient to what is there, which is to be multiplied by `factor` first."""
+    """Add a gradient to `target`, which is multiplied by `factor` first."""
     expect_dense(slot, grad)
     if factor != 1.0:
         target.mul_(factor)
@@ -388,18 +390,18 @@ def _add(slot: ParamSlot, grad: torch.Tensor, target: torch.Tensor, *, factor: f
 
 
 def _holders(grad: torch.Tensor) -> tuple[int, int]:
-    """References to a tensor, and to its storage."""
+    """The numbers of references to a tensor, and to its storage."""
     return sys.getrefcount(grad), storage_use_count(grad.untyped_storage()._cdata)
 
 
 def _is_held(grad: torch.Tensor) -> bool:
-    """Whether somebody holds `param.grad`, or its storage, besides the parameter and two calls of ours."""
+    """Whether something holds `param.grad`, or its storage, besides the parameter and two calls of this file."""
     return any(map(operator.gt, _holders(grad), _unheld()))
 
 
 @functools.cache
 def _unheld() -> tuple[int, int]:
-    """Versions of torch count differently."""
+    """The numbers of references without another holder, which differ between versions of torch."""
     param = torch.nn.Parameter(torch.zeros(1))
     param.grad = torch.zeros(1)
 

@@ -1,19 +1,19 @@
-"""When gradients become updates: the one that knows all stages of a step (floor 5).
+"""The coordinator of a step, which knows all of its stages and turns gradients into updates.
 
 [Note: a gradient's way]
 A parameter's gradient is copied into its unit's gradient lease on the device the moment autograd has it, or, where it
-is small, together with the others of its unit (collect.py).
-When the unit's last gradient has arrived the lease goes to the host in one copy, and from there, on the landing
-thread, into its home, where micro batches add up (landing.py). What is left at the end of backward, because some
-parameters took no part, lands then; parameters without a gradient are left out of the norm and of the update, as
-torch.optim leaves out parameters whose grad is None. A gradient whose update runs on the device is accumulated in its
-home there and never leaves. `param.grad` stands for it all the way: [Note: the life of param.grad].
+is small, together with the others of its unit (collect.py). When the unit's last gradient has arrived the lease goes to
+the host in one copy, and from there, on the landing thread, into its home, where micro batches add up (landing.py). If
+some parameters take no part, the rest of their units' gradients lands at the end of backward; parameters without a
+gradient are left out of the norm and of the update, as torch.optim leaves out parameters whose grad is None. A gradient
+whose update runs on the device is accumulated in its home there and never leaves. `param.grad` stands for it all the
+way: [Note: the life of param.grad].
 
 [Note: one direction]
-A stage knows the next one and none before it: what it has done it returns, or hands on. The hook on a gradient asks the
+A stage knows the next one and none before it: it returns its result, or hands it on. The hook on a gradient asks the
 collector, and tells the coordinator when a backward begins and when a record's gradient is complete. The coordinator
-makes a job and hands it to the landing, that to the decider, that to the update pipeline; the job gives back what it
-holds itself.
+makes a job and hands it to the landing, which hands it to the decider, and that to the update pipeline; the job itself
+gives back the memory that it holds.
 
 [Note: two ways to step]
 *In backward*: a record is updated as soon as its gradient has landed; `step()` only closes the account. Exact
@@ -62,7 +62,7 @@ from offloadzero.update.staging import needs_slot
 
 @dataclass(frozen=True)
 class StepPolicy:
-    """What decides over a step."""
+    """The settings that decide how steps are taken."""
 
     update_in_backward: bool
     keeps_gradients: bool  # from one backward to the next
@@ -70,7 +70,7 @@ class StepPolicy:
 
 
 class _Backward:
-    """A backward that takes gradients. autograd calls it at the end, and drops it when the backward fails."""
+    """A backward that takes gradients. Autograd calls the object at its end, and drops it when the backward fails."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
@@ -82,10 +82,10 @@ class _Backward:
 
 
 class _Running:
-    """Knows of a `_Backward` whether it may still come to its end."""
+    """Knows whether a `_Backward` may still come to its end."""
 
-    # Autograd's thread needs the interpreter's lock for it and no more. Who asks while another thread really is in its
-    # backward, which no script should, waits that long for the answer.
+    # Autograd's thread needs no more than the interpreter's lock to drop it. If another thread really is in its
+    # backward, which no script should do, the question waits that long.
     LETS_GO_WITHIN_S = 2.0
 
     def __init__(self, backward: _Backward) -> None:
@@ -93,7 +93,7 @@ class _Running:
         self.reference = weakref.ref(backward, lambda _: is_over.set())
 
     def ask(self, clock: StepClock) -> bool:
-        """Whether it runs.
+        """Whether the backward runs.
 
         The error of a failed backward is raised where `backward()` was called as soon as it is known. With a device
         autograd's own thread may hold the failed graph for a moment longer.
@@ -130,9 +130,11 @@ class StepCoordinator:
         current_hypers: Callable[[], Hypers],
         before_backward: Callable[[], None] | None,
     ) -> None:
-        """Args:
-        current_hypers: reads the hyperparameters by group index from the optimizer's param_groups.
-        before_backward: raises what must not be so when a backward begins.
+        """Connect the stages.
+
+        Args:
+            current_hypers: reads the hyperparameters by group index from the optimizer's param_groups.
+            before_backward: raises if no backward may begin now.
         """
         self.policy = policy
         self.global_steps = 0
@@ -150,26 +152,26 @@ class StepCoordinator:
         self._clock = clock
         self._current_hypers = current_hypers
         self._in_backward = False
-        self._closes_window = True  # the running backward is of the last micro batch
-        self._backward: _Running | None = None  # the one that runs, unless it has failed
-        self._jobs: dict[int, UpdateJob] = {}  # that backward has begun
+        self._closes_window = True  # whether the running backward is that of the last micro batch
+        self._backward: _Running | None = None  # the running backward, unless it has failed
+        self._jobs: dict[int, UpdateJob] = {}  # the jobs that backward has begun
         self._account = Account(0)  # of the step whose updates backward begins
         self._last = StepJobs(self._account)
         records = [gradient.record for gradient in self._gradients.values()]
-        # Those whose states an update reads first.
+        # The records whose states are read first by an update.
         self._staged_records = {record.index: record for record in records if needs_slot(record)}
 
     # --- backward ---
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss for the next backward; waits for the last decision when it is dynamic."""
+        """The factor of the loss for the next backward; waits for the last decision when the scale is dynamic."""
         if self.policy.loss_scale is not None:
             self._wait_decided()
         return self._decider.scale.scale
 
     def loss_scale_state(self) -> dict[str, float]:
-        """For checkpoints; waits for the last decision."""
+        """The state of loss scaling for checkpoints; waits for the last decision."""
         self._wait_decided()
         scale = self._decider.scale
         return {
@@ -179,14 +181,14 @@ class StepCoordinator:
         }
 
     def restore(self, global_steps: int, skipped_steps: int, loss_scale: Mapping[str, float]) -> None:
-        """Go on from a checkpoint."""
+        """Take over the counters and the loss scale of a checkpoint."""
         self.global_steps = global_steps
         self._decider.restore(skipped_steps, loss_scale)
 
     def begin_backward(self, index: int, number: int) -> None:
-        """The first gradient of a backward, or of one inside of it, is in its parameter's `grad`.
+        """Begin a backward, or one inside of it, whose first gradient is in its parameter's `grad`.
 
-        The parameter by numbers: of its record, and of its slot there.
+        The parameter is given by the numbers of its record and of its slot there.
         """
         with DisableTorchFunctionSubclass():
             first = self._window.set_aside(index, number)
@@ -213,7 +215,7 @@ class StepCoordinator:
         return self._backward is not None and self._backward.ask(self._clock)
 
     def begin_window(self) -> None:
-        """Before the first micro batch of a step, where the step drops gradients: nothing of earlier ones is left."""
+        """Drop earlier gradients before the first micro batch of a step, where the step drops gradients."""
         self._failures.check()
         if self._accumulation.num_backwards or self._jobs:
             return
@@ -221,7 +223,7 @@ class StepCoordinator:
             self.discard_gradients()
 
     def expect_whole(self) -> None:
-        """Refuse to go on from a backward that did not finish, unless all that it has left was dropped since."""
+        """Refuse to go on from a backward that did not finish, unless all of its gradients were dropped since."""
         if not self._in_backward:
             return
         self._expect_one_step()
@@ -241,7 +243,7 @@ class StepCoordinator:
         self._failures.check()
 
     def _wait_begun(self) -> None:
-        """Block until it is known which of the updates that backward has begun are applied."""
+        """Block until it is known which of the updates that backward has begun will be applied."""
         if not self._jobs:
             return
         with self._clock.waiting("gradient landing"), self._failures.handed_over():
@@ -250,7 +252,7 @@ class StepCoordinator:
 
     @property
     def partial_step(self) -> str | None:
-        """What of a step is in the states that is not counted as one; None: nothing, they are whole."""
+        """A text about updates in the states that belong to no counted step; None: there are none."""
         if self._jobs and not self._is_running():
             self._wait_begun()
         if self._failures.stop is not None and self._accounts.stopped.applied:
@@ -262,7 +264,7 @@ class StepCoordinator:
         return f"step {self._account.step} was applied in backward, and step() was not called"
 
     def give_up_step(self) -> None:
-        """Drop the step that was begun, whatever of it was applied: a checkpoint replaces the states."""
+        """Drop the step that was begun, even if a part of it was applied: a checkpoint replaces the states."""
         with uninterrupted:
             self._jobs = {}
             self._executor.close_updates()
@@ -272,7 +274,7 @@ class StepCoordinator:
             self._window.drop()
 
     def resolve(self, *, is_whole: bool) -> None:
-        """Go on after `give_up_step`; unless `is_whole`, only from states that were all those of one step."""
+        """Go on after `give_up_step`, also after a partial step if `is_whole`: the new states are those of one step."""
         if is_whole or not self._accounts.stopped.applied:
             self._failures.resolve()
 
@@ -300,8 +302,8 @@ class StepCoordinator:
         self._account = Account(self.global_steps + 1, hypers)
         if last_micro_batch and not self._updates_now:
             order = self._executor.step_order(list(self._staged_records))
-            # The forward has waited for the last update of each unit it used, not for those of the others: what
-            # is still being written back must not be read.
+            # The forward has waited for the last update of each unit it used, not for those of the others: states that
+            # are still being written back must not be read.
             home = itertools.takewhile(lambda index: self._executor.update_ticket(index).done(), order)
             self._pipeline.read_ahead([self._staged_records[index] for index in home])
         backward = _Backward(self._end_backward)
@@ -313,7 +315,7 @@ class StepCoordinator:
         return self.policy.update_in_backward and self._closes_window
 
     def _end_backward(self) -> None:
-        self._backward = None  # whatever is raised now, it runs no more
+        self._backward = None  # after an error below, too, it no longer runs
         try:
             self._send_rest()
         finally:
@@ -324,13 +326,13 @@ class StepCoordinator:
         self._accumulation.end_backward()
 
     def complete(self, gradient: RecordGradient) -> None:
-        """All that backward brings of a record's gradient has been collected: send it home.
+        """Send home the gradient of a record, of which this backward brings no more.
 
-        First come the waits. What is raised there leaves everything as it was; from then on nothing is raised.
+        The waits come first. An error there leaves everything as it was; after them there are no errors.
         """
         self._gradients_complete(gradient)
         place = None if gradient.lease is None else self._landing.reserve(gradient)
-        before = self._executor.update_ticket(gradient.record.index)  # the job's replaces it
+        before = self._executor.update_ticket(gradient.record.index)  # the job's ticket replaces it
         try:
             job = self._begin_job(gradient)
         except BaseException:
@@ -341,7 +343,7 @@ class StepCoordinator:
         self._landing.send(brought, place, before=before, job=job)
 
     def _send_rest(self) -> None:
-        """Backward is over: send home what it has brought of records of which some parameter took no part.
+        """Send home, at the end of backward, the gradients of records some of whose parameters took no part.
 
         The last micro batch closes records that only earlier ones have reached, too.
         """
@@ -349,7 +351,7 @@ class StepCoordinator:
             if gradient.arrived:
                 self.complete(gradient)
             elif self._closes_window and gradient.present and not gradient.closed:
-                # It says nothing of this micro batch, which may have read the weights all the same.
+                # It has no gradient of this micro batch, whose operations may have read the weights all the same.
                 self._gradients_complete(gradient)
                 self._landing.close(gradient, job=self._begin_job(gradient))
 
@@ -360,13 +362,13 @@ class StepCoordinator:
         self._executor.gradients_complete(record.index)
 
     def _begin_job(self, gradient: RecordGradient) -> UpdateJob | None:
-        """What follows the landing, if the update runs in backward."""
+        """Begin the job that follows the landing, if the update runs in backward."""
         if not self._updates_now:
             return None
         job = self._make_job(gradient, self._account)
         self._executor.begin_update(gradient.record.index, job.ticket, in_backward=True)
         self._jobs[gradient.record.index] = job
-        # Half of the updates are no state to stop at.
+        # Training cannot stop with half of the updates done.
         uninterrupted.until = None if self._backward is None else self._backward.reference
         return job
 
@@ -375,7 +377,7 @@ class StepCoordinator:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were not applied."""
+        """The steps that were not applied."""
         return self._decider.num_skipped
 
     # --- step ---
@@ -399,14 +401,14 @@ class StepCoordinator:
             account = Account(self.global_steps + 1, self._current_hypers())
             for gradient in self._gradients.present():
                 self._executor.wait_updatable(gradient.record.index)
-        # All that may raise has been done. From here on nothing waits.
+        # All calls that may raise are done. From here on nothing waits.
         with self._failures.whole("step()"):
             self._take_step(account)
         self._clock.finish_step(self.global_steps)
 
     def _take_step(self, account: Account) -> None:
         for gradient in self._gradients.present():
-            if gradient.is_unmeasured and not gradient.closed:  # a step before the last micro batch
+            if gradient.is_unmeasured and not gradient.closed:  # the step comes before the last micro batch
                 self._landing.measure(gradient, gradient.landed)
         gradients, jobs = self._window.close(), self._jobs
         self._jobs = {}
@@ -422,7 +424,7 @@ class StepCoordinator:
         self._executor.finish_step()
 
     def _step_at_once(self, account: Account, jobs: Sequence[UpdateJob]) -> StepJobs:
-        reads = self._executor.reads()  # an evaluation since backward, say
+        reads = self._executor.reads()  # of an evaluation since backward, say
         for job in jobs:
             self._executor.begin_update(job.record.index, job.ticket)
         order = self._executor.step_order([job.record.index for job in jobs])
@@ -447,8 +449,8 @@ class StepCoordinator:
             self._accumulation.drop_backwards()
 
     def _expect_droppable(self) -> None:
-        """Refuse where the weights have some of the gradients. What has stopped the training and was seen is over."""
-        self._wait_begun()  # the landing thread says what was applied, and what stops the training
+        """Refuse where the weights have some of the gradients. Resolve an error that was raised."""
+        self._wait_begun()  # the landing thread says which were applied, and what stops the training
         stop = self._failures.stop
         if stop is None or self._accounts.stopped.applied or not self._failures.stop_was_raised:
             self._expect_one_step()
@@ -460,23 +462,23 @@ class StepCoordinator:
                 )
             return
         if self._last.account is self._accounts.stopped and self._last.jobs and self._last.decision is None:
-            self._decider.count_skip()  # step() had closed it
+            self._decider.count_skip()  # step() had closed the step
         self._failures.resolve()
 
-    # --- what was decided ---
+    # --- results of decisions ---
 
     def _wait_decided(self) -> None:
         with self._clock.waiting("decision"), self._failures.handed_over():
             self._last.decided.wait()
 
     def _wait_last_landed(self) -> None:
-        """What is decided as gradients land is decided over all of the last step."""
+        """Wait until all of the last step has been decided, where that is done as gradients land."""
         with self._clock.waiting("gradient landing"), self._failures.handed_over():
             for gradient in self._last.gradients:
                 gradient.landed.wait()
 
     def was_applied(self) -> bool:
-        """Whether the last step changed the weights; waits for the decision."""
+        """Whether the last step has changed the weights; waits for the decision."""
         self._wait_decided()
         if self._last.decision is not None:
             return self._last.decision.apply

@@ -1,4 +1,4 @@
-"""Whether what has landed is applied: finite or not, clipping, loss scaling (floor 5)."""
+"""The decision whether landed gradients are applied: finite or not, clipping, loss scaling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_SKIPS_TOLD, TELL_SKIPS_EVERY = 10, 100
 
 
 def tells_skip(num_skips: int) -> bool:
-    """Whether the log tells of the skip of that number, from 1: a run that only skips does not flood it."""
+    """Whether the log tells of the skip of that number, from 1: a run that only skips does not flood the log."""
     return num_skips <= NUM_SKIPS_TOLD or num_skips % TELL_SKIPS_EVERY == 0
 
 
@@ -38,18 +38,18 @@ class Decider:
         skip_nonfinite: bool,
         loss_scale: LossScaleConfig | None,
     ) -> None:
-        """`max_norm`: 0 = no clipping."""
+        """Make the decider. `max_norm` 0 means no clipping."""
         self._accounts = accounts
         self._failures = failures
         self._max_norm = max_norm
         self._skip_nonfinite = skip_nonfinite
         self._is_scaled = loss_scale is not None
         self.scale = LossScale.initial(loss_scale)
-        self.num_skipped = 0  # steps so far
+        self.num_skipped = 0  # in all steps so far
         self._num_skips = 0  # in this process
 
     def restore(self, num_skipped: int, scale: Mapping[str, float]) -> None:
-        """Go on from a checkpoint."""
+        """Take over the loss scale and the counter of a checkpoint."""
         self.num_skipped = num_skipped
         self.scale = replace(
             self.scale,
@@ -59,11 +59,11 @@ class Decider:
         )
 
     def count_skip(self) -> None:
-        """A step that was closed was not applied."""
+        """Count a closed step that was not applied."""
         self.num_skipped += 1
 
     def decide_one(self, job: UpdateJob) -> bool:
-        """Whether a job that backward has made is applied, now that its gradient is home; it has begun or is over."""
+        """Decide over a job of backward whose gradient is home; return whether it has begun, else it is cancelled."""
         account = job.account
         if account.refused is None:
             account.refused = self._failures.stop  # of the step before
@@ -77,13 +77,13 @@ class Decider:
         return True
 
     def decide(self, step: StepJobs) -> list[UpdateJob]:
-        """Wait until all gradients of a step are home, and decide: the jobs that are applied, in their order."""
+        """Wait until all gradients of a step are home, and decide; return the jobs to apply, in their order."""
         try:
             jobs = self._decide(step)
             step.decided.fulfil()
             return jobs
         except BaseException as error:
-            self._failures.record(error)  # before anyone who waits can see it
+            self._failures.record(error)  # before any waiting thread can see it
             for job in step.jobs:
                 job.ticket.fail(error)
             step.decided.fail(error)
@@ -104,7 +104,7 @@ class Decider:
             return step.in_order()
         names = self._non_finite(step)
         if not self._skip_nonfinite:
-            self._accounts.refuse(step.account, names)  # before anyone who waits can see it
+            self._accounts.refuse(step.account, names)  # before any waiting thread can see it
         self.count_skip()
         self._tell_skip(step, names, scale.scale)
         for job in step.jobs:
@@ -112,7 +112,7 @@ class Decider:
         return []
 
     def _sq_norms(self, step: StepJobs) -> Sequence[float]:
-        """What the step is decided by."""
+        """The squared norms on which the decision rests."""
         return step.sq_norms()
 
     def _non_finite(self, step: StepJobs) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""The hook on a parameter's gradient: the gradient is collected, and the step is told where that matters (floor 5)."""
+"""The hook on a parameter's gradient, which has the collector take it and tells the coordinator of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GradientHook = Callable[[torch.Tensor], None]
 
 
 class GradientHooks:
-    """Makes the hooks of parameters. It holds the coordinator, which none of them does."""
+    """Makes the hooks of parameters. This object holds the coordinator; no hook does."""
 
     def __init__(self, coordinator: StepCoordinator, timeline: Timeline) -> None:
         self._coordinator = coordinator
@@ -27,7 +27,7 @@ class GradientHooks:
         self._take = _timed(take, timeline) if timeline.is_on else take
 
     def of(self, record: Record, slot: ParamSlot) -> GradientHook:
-        """For autograd to call when the parameter's gradient is in `param.grad`."""
+        """Make the function that autograd calls when the parameter's gradient is in `param.grad`."""
         if not slot.trainable:
             return _leave
         if slot.param._post_accumulate_grad_hooks:
@@ -36,17 +36,17 @@ class GradientHooks:
 
 
 def _taking(coordinator: StepCoordinator) -> Callable[[int, int, torch.Tensor], None]:
-    # Weakly: the parameter holds the hook in C++, where Python's collector does not see it.
+    # A weak reference: the parameter holds the hook in C++, where Python's collector does not see it.
     reference = weakref.ref(coordinator)
 
-    # One function for all parameters, which finds theirs by numbers: by the time that one of their own is called
-    # again, it has left the processor's caches.
+    # One function serves all parameters and finds theirs by numbers: by the time that a function of a parameter's own
+    # is called again, it has left the processor's caches.
 
-    # What autograd has put into `param.grad` is taken before an interrupt is raised.
+    # A gradient that autograd has put into `param.grad` is taken before an interrupt is raised.
 
     @uninterrupted_from_start
     def take(index: int, number: int, _: torch.Tensor) -> None:
-        # `with uninterrupted` by hand: its two calls take as long as all that is found out here.
+        # `with uninterrupted` is written out here: its two calls would take as long as the rest.
         uninterrupted.depth += 1
         try:
             step = reference()
@@ -77,4 +77,4 @@ def _timed(
 
 
 def _leave(_: torch.Tensor) -> None:
-    """No group of the optimizer holds it: as in torch, it has a gradient and nobody uses it."""
+    """Do nothing: no group of the optimizer holds the parameter, so, as in torch, its gradient is not used."""

@@ -1,4 +1,4 @@
-"""One record's job in one step, handed on from stage to stage: landing, update, home (floor 5)."""
+"""The job of one record in one step, handed on from stage to stage: landing, update, home."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from offloadzero.update.records import UpdateRange
 class UpdateJob:
     """Applies a record's gradient once it is home: a RecordUpdate.
 
-    The coordinator makes it. Whoever it is handed to ends it: `begin` hands it to the update, `cancel` and `fail` are
-    the end. Its ticket is what a fetch of the unit waits for.
+    The coordinator makes it. The stage that has it last ends it: `begin` hands it to the update, `cancel` and `fail`
+    are the end. A fetch of the unit waits for its ticket.
     """
 
     def __init__(self, gradient: RecordGradient, account: Account, *, before: Ticket) -> None:
-        """`before`: the update of the record before this one, which may not be home yet."""
+        """Make a job. `before`: the record's update before this one, which may not be home yet."""
         self.gradient = gradient
         self._before = before
         self.record = gradient.record
         self.account = account
         self.ticket = UpdateTicket()
-        # Known when it begins:
+        # Known when the job begins:
         self.ranges: Sequence[UpdateRange] = ()
         self.grad_scale = 1.0
         self._grad: torch.Tensor | Segment | None = None
@@ -47,8 +47,8 @@ class UpdateJob:
         return self._grad
 
     def begin(self, *, grad_scale: float) -> None:
-        """Its parameters take the step, with the gradient as it is now."""
-        self._before = FINISHED  # the update itself waits for that one
+        """Begin the update: its parameters take the step, with the gradient as it is now."""
+        self._before = FINISHED  # the update itself waits for the one before
         counts = [self.record.spec.counts_update(hyper) for hyper in self.hypers]
         for slot in self.gradient.present_slots:
             slot.step += counts[slot.group_index or 0]
@@ -60,22 +60,22 @@ class UpdateJob:
         self.grad_scale = grad_scale
 
     def release_gradient(self) -> None:
-        """The gradient has been read, or will not be."""
+        """Give back the gradient's memory: it has been read, or will not be."""
         self.gradient.release()
 
     def cancel(self) -> None:
-        """There will be no update: the values are those before the step."""
+        """End the job without an update: the values are those before the step."""
         self.release_gradient()
         self.ticket.fulfil(self._before)
 
     def fail(self, error: BaseException) -> None:
-        """It has failed on its way."""
+        """End the job with an error."""
         self.ticket.fail(error)
         self.release_gradient()
 
 
 class StepJobs:
-    """The jobs of one step, in the records' order, and what was decided over them."""
+    """The jobs of one step, in the records' order, and the decision over them."""
 
     def __init__(
         self,
@@ -85,9 +85,11 @@ class StepJobs:
         reads: Ticket = FINISHED,
         order: Sequence[int] = (),
     ) -> None:
-        """Args:
-        reads: of the weights before the step.
-        order: of the records, in which they are updated if all of them are; empty: nothing is left to decide.
+        """Take the jobs of a step.
+
+        Args:
+            reads: done when the weights before the step have been read.
+            order: of the records, in which they are updated if all of them are; empty: nothing is left to decide.
         """
         self.account = account
         self.jobs = tuple(jobs)
@@ -96,7 +98,7 @@ class StepJobs:
         self.decided = Promise()
         if not order:
             self.decided.fulfil()
-        self.decision: StepDecision | None = None  # None: each was decided over by itself, as it landed
+        self.decision: StepDecision | None = None  # None: each job was decided by itself, as it landed
 
     def in_order(self) -> list[UpdateJob]:
         """The jobs, in the order in which they are updated."""
@@ -105,9 +107,9 @@ class StepJobs:
 
     @property
     def gradients(self) -> list[RecordGradient]:
-        """What the step was taken with."""
+        """The gradients with which the step was taken."""
         return [job.gradient for job in self.jobs]
 
     def sq_norms(self) -> list[float]:
-        """The squared norms of all that has landed."""
+        """The squared norms of all gradients that have landed."""
         return [sq_norm for job in self.jobs for sq_norm in job.gradient.sq_norms_by_slot()]

@@ -1,4 +1,4 @@
-"""Gradients from the device to their home, where micro batches add up (floor 5)."""
+"""The way of gradients from the device to their homes, where micro batches add up."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from offloadzero.update.records import update_ranges
 
 
 class Place(NamedTuple):
-    """Where a gradient's bytes arrive on the host; `in_place`: that is where it stays, `buffer` included."""
+    """The place where a gradient's bytes arrive on the host; `in_place`: they stay there, `buffer` included."""
 
     flat: torch.Tensor
     buffer: Borrowed | None
     in_place: bool
 
     def give_back(self) -> None:
-        """Nothing will land there."""
+        """Give the buffer back: nothing will land in it."""
         if self.buffer is not None:
             self.buffer.give_back()
 
@@ -51,11 +51,15 @@ class Landing:
         decider: Decider,
         pipeline: UpdatePipeline,
     ) -> None:
-        """Args:
-        passing, staging: host buffers of gradients without a home; for gradients that are added to one already there.
-        norm_scratch: device memory in which the norms of gradients there are taken, if that takes any.
-        cores: CPUs that landing keeps to; empty: any.
-        decider, pipeline: say whether a job whose gradient is home is applied, and take it then.
+        """Make the landing with its threads.
+
+        Args:
+            passing: host buffers of gradients without a home.
+            staging: host buffers of gradients that are added to one at home.
+            norm_scratch: device memory in which the norms of gradients there are taken, if that takes any.
+            cores: CPUs that landing keeps to; empty: any.
+            decider: says whether a job whose gradient is home is applied.
+            pipeline: takes such a job.
         """
         self._store = store
         self._passing = passing
@@ -66,7 +70,7 @@ class Landing:
         self._decider = decider
         self._pipeline = pipeline
         self._d2h = store.accelerator.lane("gradient-d2h", store.failures)
-        # With a stream of its own: norms of gradients on the device do not queue behind the computation.
+        # The lane has a stream of its own: norms of gradients on the device do not queue behind the computation.
         self._lane = store.accelerator.lane("landing", store.failures)
         if cores:
             self._lane.submit(lambda: set_cores(cores))
@@ -74,7 +78,7 @@ class Landing:
     # --- in backward ---
 
     def reserve(self, gradient: RecordGradient) -> Place:
-        """Where what backward brings of a record will land; waits for a buffer."""
+        """Reserve the place where a record's gradient of this backward will land; waits for a buffer."""
         record, home = gradient.record, gradient.home
         same_dtype = record.grad_dtype == record.dtype
         if not gradient.present and same_dtype and home is not None and home.is_in_host_memory:
@@ -86,19 +90,19 @@ class Landing:
     def _take_host(self, pool: BufferPool) -> Borrowed:
         buffer = pool.try_take()
         if buffer is None:
-            # Updates are slower than backward: this is where backward waits for them.
+            # Updates may be slower than backward: here backward waits for them.
             with self._clock.waiting("gradient buffer on the host"), self._store.failures.handed_over():
                 buffer = pool.take()
         return Borrowed(buffer, pool)
 
     def send(self, brought: Brought, place: Place | None, *, before: Ticket, job: UpdateJob | None) -> None:
-        """Take what backward has brought of a record home; `job` follows it. Waits for nothing.
+        """Take a record's gradient of this backward home; `job` follows it. Waits for nothing.
 
-        `place`: None where it is where it stays. `before`: after that its home may be written.
+        `place` None: the gradient is in its home already. `before`: the home may be written after it.
         """
         gradient, lease = brought.gradient, brought.lease
         if lease is None and not gradient.closed:
-            # Its norm is the whole window's: the next micro batch waits for nothing.
+            # Its norm is taken for the whole window: the next micro batch waits for nothing.
             gradient.landed = self._store.accelerator.computed()
             gradient.is_unmeasured = True
             return
@@ -138,13 +142,13 @@ class Landing:
         return self._d2h.submit(copy, fence=accelerator.fence(), label=brought.gradient.record.name)
 
     def close(self, gradient: RecordGradient, *, job: UpdateJob | None) -> None:
-        """No micro batch adds to what is home; `job` follows when what has been launched so far has run."""
+        """Close the window of a gradient at home; `job` follows when all work launched so far has run."""
         gradient.closed = True
-        # What has landed before comes first: one after the other.
+        # Landed earlier gradients come first: one after the other.
         self.measure(gradient, self._store.accelerator.computed(), job=job)
 
     def measure(self, gradient: RecordGradient, after: Ticket, *, job: UpdateJob | None = None) -> None:
-        """Take the norms of what is home after `after`."""
+        """Measure the gradient at home, after `after`."""
         gradient.landed = done = Promise()
         self._land(gradient, done, [after], None, job)
 
@@ -160,10 +164,11 @@ class Landing:
         *,
         held: object = None,
     ) -> None:
-        """`held` is what the copy reads: the allocator would give it to the next kernel as soon as it was let go.
+        """Merge and measure a gradient on the landing thread, then hand `job` on.
 
-        What lands is what is there now: by the time that it does, scripts may have dropped gradients that a step, with
-        a copy of `gradient`, is decided by.
+        The slots are those of now: by the time of the landing, scripts may have dropped gradients that a step, with a
+        copy of `gradient`, still rests on. `held` is the memory that the copy reads, which the allocator would
+        otherwise give to the next kernel.
         """
         places = None if gradient.is_full else sorted(gradient.present)
 
@@ -179,7 +184,7 @@ class Landing:
                     self._pipeline.submit(job)
                 done.fulfil()
             except BaseException as error:
-                self._store.failures.record(error)  # before anyone who waits can see it
+                self._store.failures.record(error)  # before any waiting thread can see it
                 done.fail(error)
                 if job is not None:
                     job.ticket.fail(error)
@@ -189,9 +194,9 @@ class Landing:
         self._lane.submit(task)
 
     def _measure(self, gradient: RecordGradient, places: Sequence[int] | None) -> None:
-        """Take the norms of the slots at `places` (None: all) while the gradient is in memory.
+        """Measure the slots at `places` (None: all) while the gradient is in memory.
 
-        A gradient that lives on NVMe is put away.
+        A gradient that lives on NVMe is then written there.
         """
         grad = gradient.in_memory()
         if grad is None:
@@ -222,9 +227,9 @@ class Landing:
         earlier: frozenset[int],
         factors: Mapping[int, float],
     ) -> None:
-        """Copy what is the first of its window, add what is at the places `earlier`, which its home holds already.
+        """Copy gradients that are the first of their window, and add those at the places `earlier` to the home's.
 
-        `factors` are those of what the home holds, by slot.
+        `factors`, by slot, multiply the home's gradient before the addition.
         """
         record, home, brought = gradient.record, gradient.home, place.flat
         on_file = home is not None and not home.is_in_memory
@@ -248,7 +253,7 @@ class Landing:
         earlier: frozenset[int],
         factors: Mapping[int, float],
     ) -> None:
-        """`brought` to `acc`, both shape (kept_trainable,), as `_merge` says."""
+        """Add `brought` to `acc`, both of shape (kept_trainable,), as `_merge` says."""
         record = gradient.record
         slots = record.trainable_slots
         for part in update_ranges(record, [slots[each] for each in arrived if each not in earlier]):

@@ -1,14 +1,13 @@
-"""Reading and writing a parameter's gradient wherever it is: what `param.grad` asks for (floor 5).
+"""Reads and writes of a parameter's gradient wherever it is, as `param.grad` needs them.
 
 [Note: the life of param.grad]
 Each trainable parameter has one `GradientTensor`, made once, which the hook on its gradient puts into `param.grad`. It
-stands for what the record's gradient holds of the parameter: in the device lease until the unit's gradients are
-complete, then landing, then at home, earlier micro batches included.
-
-Nothing intercepts `param.grad = None` or `param.grad = tensor`. They are seen when it matters: when the next gradient
-of the parameter arrives, and at the step. The tensor itself: the gradient is what is kept. None: it was dropped, and
-takes no part in the norm and in the update. Another tensor: that is the gradient, and it stays the script's own (it may
-be a view of a buffer that the script goes on to write into).
+stands for the parameter's part of the record's gradient: in the device lease until the unit's gradients are complete,
+then landing, then at home, earlier micro batches included. complete, then landing, then at home, earlier micro batches
+included. Nothing intercepts `param.grad = None` or `param.grad = tensor`. They are seen when it matters: when the next
+gradient of the parameter arrives, and at the step. If `param.grad` is the tensor itself, the kept gradient counts. If
+it is None, the gradient was dropped, and takes no part in the norm and in the update. If it is another tensor, that one
+is the gradient, and it stays the script's own (it may be a view of a buffer that the script goes on to write into).
 
 In a later backward of a window autograd adds to `param.grad` in place. The tensor keeps that contribution for the hook,
 which takes it as it takes a first one; nothing is read.
@@ -50,11 +49,11 @@ KEEP_KEY = '"offloadzero": {"update": {"in_backward": false}}'
 
 
 class Contribution(NamedTuple):
-    """What autograd has added and the hook has not taken yet; `is_all`: with what was there before."""
+    """A gradient that autograd has added and the hook has not taken; `is_all`: it includes the earlier ones."""
 
     grad: Tensor
     is_all: bool
-    backward: int  # that has brought it
+    backward: int  # the number of the backward that has brought it
 
 
 class ParamGradient:
@@ -94,7 +93,7 @@ class ParamGradient:
         self.device = device
         self.is_dropped = False
         self.contribution: Contribution | None = None
-        self.num_tensors = 0  # that were made of it: views are more
+        self.num_tensors = 0  # tensors made of it: with views there are more than one
 
     def _expect(self) -> GradientAccess:
         access = self._access()
@@ -106,11 +105,11 @@ class ParamGradient:
         return access
 
     def read(self) -> Tensor:
-        """The value now, on the device; not to be written into."""
+        """Return the present value, on the device; not to be written into."""
         return self._expect().read(self)
 
     def read_to_write(self) -> Tensor:
-        """The value now, in memory of its own."""
+        """Return the present value, in memory of its own."""
         return self._expect().read(self).clone()
 
     def write(self, value: Tensor) -> None:
@@ -118,19 +117,19 @@ class ParamGradient:
         self.contribution = self._expect().write(self, value)
 
     def norm(self) -> float | None:
-        """The 2-norm; None where it is not known without reading."""
+        """The 2-norm; None where only a read would tell it."""
         return self._expect().norm(self)
 
     def scale(self, factor: float) -> bool:
-        """Keep a factor; False where that would give other numbers than multiplying."""
+        """Keep a factor; return False where it would give other numbers than a multiplication."""
         return self._expect().scale(self, factor)
 
     def clear(self) -> None:
-        """Make it zero."""
+        """Make the gradient zero."""
         self.contribution = self._expect().clear(self)
 
     def accept(self, contribution: Tensor) -> bool:
-        """Whether `contribution` is what autograd adds to the gradient: then the hook takes it."""
+        """Take `contribution` for the hook if autograd is adding it to the gradient; return whether it is."""
         accepted = self._expect().accepted(self, contribution)
         if accepted is not None:
             self.contribution = accepted
@@ -142,14 +141,14 @@ class ParamGradient:
         return access is not None and not self.is_dropped and access.is_worn(self, tensor)
 
     def left_by(self, tensor: Tensor) -> None:
-        """`tensor` was given other memory: the parameter must not wear it for this gradient."""
+        """Make a new tensor for this gradient, as `tensor` was given other memory."""
         handle = self.handle()
         if handle is not None and handle.tensor is tensor:
             handle.tensor = GradientTensor(self)
 
 
 class GradientHandle:
-    """A parameter's gradient tensor, which stands for `source` always, and whether the parameter wears it."""
+    """The tensor that stands for a parameter's gradient, `source`, and its relation to `param.grad`."""
 
     __slots__ = ("__weakref__", "_make", "is_seen", "param", "slot", "source", "taken_in", "tensor")
 
@@ -168,23 +167,24 @@ class GradientHandle:
         self.taken_in = -1  # the last backward in which the hook took a gradient
 
     def is_own(self, grad: Tensor | None) -> bool:
-        """Whether `grad` is this gradient: the tensor, or what `detach()` or `view_as()` gave of it."""
+        """Whether `grad` is this gradient: the tensor, or a result of its `detach()` or `view_as()`."""
         return grad is self.tensor or (
             isinstance(grad, GradientTensor) and grad.source is self.source and grad.is_whole
         )
 
     def drop(self) -> None:
-        """`param.grad` is another now: who still holds this one must not take the next one for it."""
+        """Drop the gradient: tensors of it that are still held must not take the next one for it."""
         source = self.source
         source.contribution = None
-        # The tensor by this handle and by the call. The source by the tensor, this handle, this function and the call.
+        # References to the tensor: this handle, the call. To the source: the tensor, this handle, this function, the
+        # call.
         if getrefcount(self.tensor) > 2 or (source.num_tensors > 1 and getrefcount(source) > 4):
             source.is_dropped = True
             self._renew()
 
 
 def drop_gradients(handles: Iterable[GradientHandle]) -> None:
-    """`param.grad = None` and `drop()` of many, most of which nobody holds. The caller disables torch functions."""
+    """Set `param.grad` to None and `drop()` for many handles, most of them held by nothing. Torch functions are off."""
     for handle in handles:
         handle.param.grad = None
         source = handle.source
@@ -199,10 +199,10 @@ def expect_dense(slot: ParamSlot, grad: Tensor) -> None:
 
 
 class _AtEnd:
-    """Called at the end of a backward, and gone with one that fails."""
+    """A callback for the end of a backward, which is gone when that backward fails."""
 
     def __call__(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
 
 class GradientAccess:
@@ -218,7 +218,7 @@ class GradientAccess:
         previous_update: Callable[[int], Ticket],
         updates_in_backward: bool,
     ) -> None:
-        """`previous_update` gives a record's last update."""
+        """Make the access. `previous_update` gives a record's last update."""
         self._store = store
         self._device = store.accelerator.device
         self._clock = clock
@@ -229,7 +229,7 @@ class GradientAccess:
         self._running: dict[int, weakref.ref[_AtEnd]] = {}  # backwards, by number
 
     def handles(self, record: Record) -> tuple[GradientHandle, ...]:
-        """A new handle for each trainable slot."""
+        """Make a new handle for each trainable slot."""
 
         def handle(slot: ParamSlot) -> GradientHandle:
             def make(handle: GradientHandle) -> ParamGradient:
@@ -262,13 +262,13 @@ class GradientAccess:
             )
         copy_waiting(state, self._store.accelerator.asynchronous)
         if self._store.accelerator.has_streams:
-            self._store.accelerator.note_stream()  # what the caller launches on it next is a use of the lease
+            self._store.accelerator.note_stream()  # later launches of the caller on it use the lease
         return state, slot
 
-    # --- what param.grad asks for ---
+    # --- calls from param.grad ---
 
     def read(self, source: ParamGradient) -> Tensor:
-        """The value in the parameter's dtype and shape, on the device; it may be the home itself."""
+        """Return the value in the parameter's dtype and shape, on the device; it may be the home itself."""
         state, slot = self._located(source)
         contribution = source.contribution
         if contribution is not None and contribution.is_all:
@@ -278,24 +278,24 @@ class GradientAccess:
             value = self._at_home(state, slot) if added is None else self._with_earlier(state, slot, added)
         else:
             value = state.targets[slot.index] if added is None else state.targets[slot.index] + added
-            if state.lease is not None:  # else that is the home
+            if state.lease is not None:  # else the flat gradient is the home
                 value = self._with_earlier(state, slot, value)
         return value.to(source.dtype).view(slot.shape)
 
     def write(self, source: ParamGradient, value: Tensor) -> Contribution | None:
-        """Put the value where the gradient is; gives the contribution that the hook takes then."""
+        """Write the value to the gradient's place; return the contribution that the hook takes then."""
         state, slot = self._located(source)
         if source.contribution is not None:
             return source.contribution._replace(grad=value, is_all=True)
         if slot.index in state.arrived:
             state.targets[slot.index].copy_(value)
-            state.forget(slot)  # what is at home
+            state.forget(slot)  # drops the part at home
         else:
             self.store(state, slot, value)
         return None
 
     def norm(self, source: ParamGradient) -> float | None:
-        """The 2-norm as measured; None while it is in a lease, or has not been measured."""
+        """The 2-norm as measured; None for a gradient in a lease, or one that has not been measured."""
         state, slot = self._located(source)
         if source.contribution is not None or slot.index in state.arrived or state.is_unmeasured:
             return None
@@ -323,7 +323,7 @@ class GradientAccess:
         return True
 
     def clear(self, source: ParamGradient) -> Contribution | None:
-        """Zeros, which are written only if they are still there at the step; gives what `write` does."""
+        """Make it zeros, which are written only if they still stand at the step; return like `write`."""
         state, slot = self._located(source)
         if source.contribution is not None or slot.index in state.arrived or self._updates_in_backward:
             return self.write(source, torch.zeros(slot.shape, dtype=source.dtype, device=self._device))
@@ -332,7 +332,7 @@ class GradientAccess:
         return None
 
     def accepted(self, source: ParamGradient, grad: Tensor) -> Contribution | None:
-        """The contribution of a backward, if autograd adds `grad` right now, in the place of what one has left."""
+        """Return the contribution of a backward if autograd adds `grad` right now, replacing a left-over one."""
         node = current_autograd_node()
         backward, left, handle = current_graph_task_id(), source.contribution, source.handle()
         if node is None or handle is None or handle.taken_in == backward:
@@ -347,7 +347,7 @@ class GradientAccess:
         return Contribution(grad, is_all=False, backward=backward)
 
     def _note_running(self, backward: int) -> None:
-        """The running backward, by its number: autograd keeps what is to be called at its end as long as it runs."""
+        """Remember the running backward: autograd keeps its callbacks alive as long as it runs."""
         if not self._runs(backward):
             at_end = _AtEnd()
             queue_backward_callback(at_end)
@@ -355,7 +355,7 @@ class GradientAccess:
             self._running[backward] = weakref.ref(at_end)
 
     def _runs(self, backward: int) -> bool:
-        """Whether a backward runs that has brought gradients: it may be another, in a hook of which this one is."""
+        """Whether a backward runs that has brought gradients; this one may run inside it, in a hook."""
         end = self._running.get(backward)
         return end is not None and end() is not None
 
@@ -375,7 +375,7 @@ class GradientAccess:
             raise AssertionError(f"{slot.name}: its gradient has no home")
         self._wait_landed(state)
         with self._clock.waiting("update"), self._store.failures.handed_over():
-            self._previous_update(state.record.index).wait()  # may still read the home
+            self._previous_update(state.record.index).wait()  # it may still read the home
         flat = value.detach().reshape(-1)
         if not home.is_in_memory:
             target = flat.to("cpu", home.dtype).contiguous()
@@ -385,12 +385,12 @@ class GradientAccess:
             target = home.memory[slot.offset : slot.offset + slot.num_elements]
             target.copy_(flat)
         state.forget(slot)
-        # On the device, too, this waits until the value is there.
+        # This waits until the value is there, also on the device.
         state.sq_norms[slot.index] = device_math.sq_norm(target, num_threads=self._num_threads)
         state.present |= {slot.index}
 
     def _at_home(self, state: RecordGradient, slot: ParamSlot) -> Tensor:
-        """What has landed, in the home's dtype, flat, on the device; with the kept factor."""
+        """Return the landed gradient with its factor, flat, in the home's dtype, on the device."""
         home = state.home
         if home is None:
             raise AssertionError(f"{slot.name}: its gradient has no home")
@@ -408,7 +408,7 @@ class GradientAccess:
         return value if factor == 1.0 else value * factor
 
     def _with_earlier(self, state: RecordGradient, slot: ParamSlot, grad: Tensor) -> Tensor:
-        """A contribution of the running backward with those before it."""
+        """Return a contribution of the running backward, with earlier ones added."""
         if slot.index not in state.present:
             return grad
         earlier = self._at_home(state, slot).view(slot.shape)

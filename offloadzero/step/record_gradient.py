@@ -1,4 +1,4 @@
-"""The gradient of one record: what it holds, and what was measured of it (floor 5)."""
+"""The gradient of one record: its memory, and its measured norms."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Borrowed:
         self._pool = pool
 
     def view(self, dtype: torch.dtype, num_elements: int) -> torch.Tensor:
-        """Its first elements: shape (num_elements,)."""
+        """Return the buffer's first elements: shape (num_elements,)."""
         return self._buffer.view(dtype, num_elements)
 
     def give_back(self) -> None:
-        """Whoever takes it next may write it at once."""
+        """Give the buffer back, which may be written at once."""
         self._pool.give_back(self._buffer)
 
 
@@ -50,29 +50,29 @@ class RecordGradient:
     arrived: list[int] = field(default_factory=list)  # indices of the slots whose gradient is there
     waiting: list[tuple[int, torch.Tensor]] = field(
         default_factory=list
-    )  # those of them that are not copied yet, and their gradients
-    waiting_stream: Stream | None = None  # on which these came
+    )  # of these, the ones not copied yet, with their gradients
+    waiting_stream: Stream | None = None  # the stream on which these came
     copying: threading.Lock = field(default_factory=threading.Lock)  # held while they are copied
     kept: set[int] = field(default_factory=set)  # slots whose gradient came and is the script's own
-    kept_in: int = -1  # the backward of which that is known
-    free: Ticket = FINISHED  # what used the memory before; each stream that writes it comes after that
-    streams: list[Stream | None] = field(default_factory=list)  # those that have waited for it
+    kept_in: int = -1  # the backward for which `kept` is known
+    free: Ticket = FINISHED  # the former use of the memory; each stream that writes it waits for that
+    streams: list[Stream | None] = field(default_factory=list)  # streams that have waited for `free`
     # In the window:
     present: frozenset[int] = frozenset()  # indices of the slots that have a gradient
     factors: dict[int, float] = field(
         default_factory=dict
-    )  # by slot: what scripts have multiplied by, unless 1
-    zeroed: set[int] = field(default_factory=set)  # those that stand for zeros, whatever the home holds
+    )  # by slot: the product of factors that scripts have applied, unless 1
+    zeroed: set[int] = field(default_factory=set)  # slots whose gradient is zero, whatever the home holds
     landed: Ticket = FINISHED
-    sq_norms: list[float] = field(default_factory=list)  # of what has landed, by slot, without the factors
-    is_unmeasured: bool = False  # they lack what is on the device since the last micro batch
+    sq_norms: list[float] = field(default_factory=list)  # of landed gradients, by slot, without factors
+    is_unmeasured: bool = False  # the norms lack the part on the device since the last micro batch
     closed: bool = False  # its last micro batch is landing
     passing: Borrowed | None = None  # the host buffer of a gradient without a home
 
     def __post_init__(self) -> None:
-        # Where it is kept until the step; None: it is consumed as it lands.
+        # The place until the step; None: the gradient is consumed as it lands.
         self.home: Segment | None = self.record.segments.get(SegmentKind.GRAD)
-        # Where it is taken from autograd; None: in a lease.
+        # The place into which it is taken from autograd; None: a lease.
         self.device_home = (
             self.home
             if self.home is not None and self.home.is_on_device and not self.record.is_reduced
@@ -94,7 +94,7 @@ class RecordGradient:
         return (slot for slot in self.record.trainable_slots if slot.index in self.present)
 
     def forget(self, slot: ParamSlot) -> None:
-        """What the home holds of a parameter is its gradient no more."""
+        """Take the home's part of a parameter for its gradient no longer."""
         self.present -= {slot.index}
         self.factors.pop(slot.index, None)
         self.zeroed.discard(slot.index)
@@ -107,18 +107,18 @@ class RecordGradient:
         return self.sq_norms[slot.index] * factor * factor
 
     def sq_norms_by_slot(self) -> list[float]:
-        """The squared norms of all that has landed: what the step is decided by."""
+        """The squared norms of all landed gradients, on which the decision over the step rests."""
         if self.is_full and not self.factors and not self.zeroed:
             return self.sq_norms
         return [self.sq_norm_of(slot) for slot in self.present_slots]
 
     @property
     def is_finite(self) -> bool:
-        """Whether all that has landed is."""
+        """Whether all landed gradients are finite."""
         return all(map(math.isfinite, self.sq_norms_by_slot()))
 
     def ranges(self) -> list[UpdateRange]:
-        """What has a gradient, as ranges of the record (with the steps done so far)."""
+        """The parts with a gradient, as ranges of the record (with the steps done so far)."""
         if self.is_full and not self.factors:
             return all_ranges(self.record)
         return update_ranges(self.record, self.present_slots, factors=self.factors)
@@ -131,23 +131,23 @@ class RecordGradient:
         return None if home is None or not home.is_in_memory else home.memory
 
     def release(self) -> None:
-        """It was read, or is not wanted: the buffer of one without a home is another's."""
+        """Give back the buffer of a gradient without a home: it was read, or is not wanted."""
         buffer, self.passing = self.passing, None
         if buffer is not None:
             buffer.give_back()
 
     def as_of_now(self) -> RecordGradient:
-        """For a step of which the gradient outlives the update: what scripts do to it from now on is not in there.
+        """Return a copy for a step after which the gradient stays: later changes by scripts do not show in it.
 
-        The measured norms are shared: whoever changes what is at home waits for the last update first.
+        The measured norms are shared: a change at home must wait for the last update first.
         """
         return replace(self, factors=dict(self.factors), zeroed=set(self.zeroed), passing=None)
 
 
 def copy_waiting(gradient: RecordGradient, device: Device) -> None:
-    """Bring gradients that wait to where they lie until they leave the device: [Note: small gradients wait].
+    """Copy waiting gradients to the place until they leave the device: [Note: small gradients wait].
 
-    A script's thread that looks at a gradient may come here while autograd's adds the next one.
+    A script's thread that looks at a gradient may do this while autograd's thread adds the next one.
     """
     if not gradient.waiting:
         return
@@ -174,22 +174,22 @@ class WindowGradients(dict[int, RecordGradient]):
         super().__init__({record.index: RecordGradient(record) for record in records if record.num_trainable})
 
     def present(self) -> list[RecordGradient]:
-        """Those of which something is home, or on its way there, in the records' order."""
+        """The gradients that are home in whole or part, or on their way, in the records' order."""
         return [gradient for gradient in self.values() if gradient.present]
 
     def renew(self) -> None:
-        """A new window: what still lands comes before what lands next."""
+        """Begin a new window: gradients that still land come before the next ones."""
         for index, gradient in list(self.items()):
             self[index] = RecordGradient(gradient.record, landed=gradient.landed)
 
 
 class Brought(NamedTuple):
-    """What one backward has brought of a record's gradient, on its way home from the device."""
+    """The gradient of a record from one backward, on its way home from the device."""
 
     gradient: RecordGradient
     flat: torch.Tensor  # on the device, shape (num_trainable,)
-    lease: PooledBuffer | None  # in which that lies; None: it is home
-    leases: BufferPool  # which the lease goes back to, unless it is temporary
-    places: Sequence[int]  # that have got a gradient
-    earlier: frozenset[int]  # places of those that had one
-    factors: Mapping[int, float]  # by place: of what their home holds, unless 1
+    lease: PooledBuffer | None  # the lease of `flat`; None: it is in its home
+    leases: BufferPool  # the lease goes back to them, unless it is temporary
+    places: Sequence[int]  # places that have got a gradient
+    earlier: frozenset[int]  # places that had one before
+    factors: Mapping[int, float]  # by place: the factor of the gradient at home, unless 1

@@ -1,13 +1,13 @@
-"""The order in which gradients are reduced over the ranks: a pure function of what they agreed on (floor 5).
+"""The order in which gradients are reduced over the ranks: a pure function of facts that all ranks agree on.
 
 [Note: when a gradient is reduced]
-A unit's gradient may be reduced as soon as it is complete, and the ranks must do so in one order. So there is one in
-which units are expected, and a complete gradient waits for those before it. A unit that some rank completes only at
-the end of a backward (an expert that got no token there) would hold up all others: at the end of each backward the
-ranks say which units they had complete before, and one that was not is expected no more. What is left then follows in
-the records' order, by those that some rank has a gradient of.
+A unit's gradient may be reduced as soon as it is complete, and the ranks must do so in one order. So units are expected
+in a certain order, and a complete gradient waits for those before it. A unit that some rank completes only at the end
+of a backward (an expert that got no token there) would hold up all others. So at the end of each backward the ranks say
+which units they had complete before, and a unit that was not is no longer expected. The units that are left then follow
+in the records' order, if some rank has a gradient of them.
 
-The first backward expects the records' order backwards, later ones what the first rank saw in that one.
+The first backward expects the reversed order of the records, later ones the order that the first rank saw in it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class ReduceOrder:
     def __init__(self, records: Iterable[int]) -> None:
         self._records = tuple(records)
         self._expected = self._records[::-1]
-        self._next = 0  # of the expected ones: those before have gone
+        self._next = 0  # index into the expected ones: those before it have gone
         self._gone: set[int] = set()
-        self._complete: dict[int, None] = {}  # in their order
+        self._complete: dict[int, None] = {}  # in the order of their completion
 
     @property
     def completed(self) -> Sequence[int]:
@@ -33,13 +33,13 @@ class ReduceOrder:
         return tuple(self._complete)
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Begin a backward."""
         self._next = 0
         self._gone.clear()
         self._complete.clear()
 
     def complete(self, record: int, name: str) -> list[int]:
-        """A record's gradient is complete; gives those that are reduced now."""
+        """Note that a record's gradient is complete; return the records that are reduced now."""
         if record in self._complete:
             raise StateError(
                 f"{name} gets its gradients a second time in one backward (a reentrant checkpoint around a shared "
@@ -54,7 +54,7 @@ class ReduceOrder:
         return now
 
     def rest(self, present: Collection[int]) -> list[int]:
-        """At the end of the backward: those that are reduced then, of the ones of which some rank has a gradient."""
+        """Return the records to reduce at the end of the backward; `present`: some rank has a gradient of them."""
         late = [record for record in self._expected[self._next :] if record in present]
         return [
             *late,
@@ -62,7 +62,7 @@ class ReduceOrder:
         ]
 
     def has_gone(self, record: int) -> bool:
-        """Whether it was reduced in this backward."""
+        """Whether the record was reduced in this backward."""
         return record in self._gone
 
     def learn(self, order: Sequence[int]) -> None:
@@ -70,5 +70,5 @@ class ReduceOrder:
         self._expected = tuple(order)
 
     def expect_only(self, everywhere: Collection[int]) -> None:
-        """Expect no more what some rank completed at the end only."""
+        """Expect only the records that all ranks had complete before the end."""
         self._expected = tuple(record for record in self._expected if record in everywhere)

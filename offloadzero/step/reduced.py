@@ -1,11 +1,11 @@
-"""Gradients that are means over several ranks: collected, reduced, landed and decided over together (floor 5).
+"""Gradients that are means over several ranks: collected, reduced, landed and decided over together.
 
 [Note: what the ranks agree on]
-At the end of each backward they tell each other which parameters have got a gradient, and whether the window closes: a
-parameter that some rank has used has a gradient on all, zeros where it was not used, as DDP has it. At the step they
-add up the squares of their shards, so that norm, clipping, loss scale and the skip of what is not finite are one
-decision. The number of the step, a digest of its hyperparameters and one of what scripts have written come along: ranks
-that differ in one stop.
+At the end of each backward the ranks tell each other which parameters have got a gradient, and whether the window
+closes: a parameter that some rank has used has a gradient on all of them, zeros where it was not used, as with DDP. At
+the step they add up the squares of their shards, so that norm, clipping, loss scale and the skip of a step that is not
+finite are one decision. The number of the step, a digest of its hyperparameters and one of the values that scripts have
+written come along: ranks that differ in one of them stop.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ log = logging.getLogger("offloadzero.gradients")
 
 
 class ReducingCollector(GradientCollector):
-    """Takes gradients into leases, wherever their home is: each backward's are reduced by themselves."""
+    """Takes gradients into leases, wherever their home is: the gradients of each backward are reduced by themselves."""
 
-    # A lease may wait for a rank that comes to its reduction at the end of backward only, and that rank for this one's
-    # next fetch. So the wait has an end; what follows takes more memory and gives the same numbers.
+    # A lease may wait for a rank that comes to its reduction only at the end of backward, while that rank waits for
+    # this one's next fetch. So the wait has an end, after which a gradient takes more memory and has the same numbers.
     LEASE_WITHIN_S = 2.0
 
     def _wait_for_lease(self, leases: BufferPool, record: Record) -> PooledBuffer:
@@ -63,7 +63,7 @@ class ReducingCollector(GradientCollector):
         )
 
     def fill(self, gradient: RecordGradient, places: Sequence[int]) -> None:
-        """Slots of which another rank has a gradient, and this one none, have zeros here."""
+        """Make zeros of the slots of which another rank has a gradient, and this one none."""
         if gradient.flat is None:
             self._begin(gradient)
         for place in places:
@@ -76,20 +76,20 @@ class ReducingCollector(GradientCollector):
 
 
 class ReducedLanding(Landing):
-    """Reduces gradients on their way home: each rank keeps its shard, or, where nothing is divided, all of them."""
+    """Reduces gradients on their way home: each rank keeps its shard, or all of them where nothing is divided."""
 
     def __init__(
         self, store: TieredStore, *, ranks: Ranks, communication_dtype: torch.dtype | None, **more: Any
     ) -> None:
-        """`communication_dtype`: between the ranks; None: the parameters'."""
+        """Make the landing. `communication_dtype` is used between the ranks; None: the parameters' dtype."""
         super().__init__(store, **more)
         self._ranks = ranks
         self._dtype = communication_dtype
 
     def send(self, brought: Brought, place: Place | None, *, before: Ticket, job: UpdateJob | None) -> None:
-        """Reduce what backward has brought of a record and take it home. Waits for nothing.
+        """Reduce a record's gradient of this backward and take it home. Waits for nothing.
 
-        `place` is found when it is known what there is to bring. `before`: after that its home may be written.
+        `place` must be None: it is found after the reduction. `before`: the home may be written after it.
         """
         gradient, lease = brought.gradient, brought.lease
         if lease is None or place is not None:
@@ -103,7 +103,7 @@ class ReducedLanding(Landing):
         def reduce() -> None:
             try:
                 part = self._reduced(gradient.record, brought.flat)
-                before.wait()  # after the collective, in which others wait for this rank
+                before.wait()  # after the collective, in which other ranks wait for this one
                 arrived.append(self._bring(brought, part))
             finally:
                 if not lease.temporary:
@@ -117,7 +117,7 @@ class ReducedLanding(Landing):
         self._land(gradient, done, [copied], merge, job, held=lease)
 
     def _reduced(self, record: Record, flat: Tensor) -> Tensor:
-        """The mean over the ranks of what this one keeps: divided first, as torch's DistributedDataParallel does."""
+        """Return this rank's part of the mean over the ranks: divided first, as DistributedDataParallel does."""
         wire = flat if self._dtype is None else flat.to(self._dtype)
         wire.div_(self._ranks.spec.world_size)
         label = f"{record.name}.grad"
@@ -128,7 +128,7 @@ class ReducedLanding(Landing):
         return wire.to(record.dtype)
 
     def _bring(self, brought: Brought, part: Tensor) -> Place:
-        """On the lane from the device, whose stream has reduced `part`."""
+        """Copy or add `part` to its place; on the lane from the device, whose stream has reduced it."""
         gradient, home = brought.gradient, brought.gradient.home
         record = gradient.record
         if home is None:
@@ -155,7 +155,7 @@ class AgreeingDecider(Decider):
         self._writes: dict[Account, int] = {}
 
     def note_writes(self, account: Account) -> None:
-        """The step is taken now: what scripts write later belongs to the next one."""
+        """Note that the step is taken now: later writes of scripts belong to the next one."""
         self._writes[account] = self._ranks.writes.value
 
     def _sq_norms(self, step: StepJobs) -> Sequence[float]:
@@ -200,7 +200,7 @@ class ReducingCoordinator(StepCoordinator):
         self._ranks = ranks
         self._order = ReduceOrder(self._gradients)
         self._has_learnt = False
-        # New weights of units that stay whole on the device.
+        # The lane of new weights of units that stay whole on the device.
         self._publishing: Lane = store.accelerator.lane("new-weights", store.failures)
 
     def _begin_backward(self) -> None:
@@ -208,7 +208,7 @@ class ReducingCoordinator(StepCoordinator):
         self._order.begin()
 
     def complete(self, gradient: RecordGradient) -> None:
-        """All that backward brings of a record's gradient has been collected: reduce what is next."""
+        """Reduce the gradients that are next, now that a record's is collected."""
         self._gradients_complete(gradient)
         record = gradient.record
         for index in self._order.complete(record.index, record.name):
@@ -237,10 +237,7 @@ class ReducingCoordinator(StepCoordinator):
         self._executor.end_backward()
 
     def _agree_on_present(self) -> tuple[dict[int, frozenset[int]], list[int]]:
-        """What this backward has brought.
-
-        By record, the slots of which some rank has got a gradient; and the records that all ranks had complete before.
-        """
+        """Return the slots with a gradient on some rank, by record, and the records complete on all ranks before."""
         gradients: WindowGradients = self._gradients
         counts = [len(gradient.sq_norms) for gradient in gradients.values()]
         flags = torch.zeros(sum(counts) + len(counts) + 2, dtype=torch.uint8)
@@ -279,7 +276,7 @@ class ReducingCoordinator(StepCoordinator):
         self._has_learnt = True
 
     def step(self) -> None:
-        """Apply the window's gradients, those of all ranks."""
+        """Apply the window's gradients, which are those of all ranks."""
         self._window.expect_unchanged(self._ranks.spec.world_size)
         super().step()
 
@@ -298,7 +295,7 @@ class ReducingCoordinator(StepCoordinator):
         super().give_up_step()
 
     def _expect_backward_ended(self) -> None:
-        """After an error or Ctrl-C in backward the other ranks are in collectives that this one does not come to."""
+        """Raise after an error or Ctrl-C in backward: the other ranks wait in collectives that will not complete."""
         self._failures.check_readable()
         if self._in_backward:
             lost = StateError(
@@ -320,7 +317,7 @@ class ReducingCoordinator(StepCoordinator):
         return step
 
     def _published(self, job: UpdateJob) -> Ticket:
-        """Done when the device has the weights that all ranks have updated."""
+        """Return a ticket that is done when the device has the weights that all ranks have updated."""
         whole = job.record.whole_param
         if whole is None:
             return job.ticket

@@ -1,4 +1,4 @@
-"""Whether a step is applied and with which factor: pure functions (floor 5)."""
+"""The decision whether a step is applied and with which factor, as pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offloadzero.config import LossScaleConfig
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What the gradients say. `grad_scale` multiplies every gradient element (unscale and clip in one)."""
+    """The decision over a step. `grad_scale` multiplies every gradient element (unscale and clip in one)."""
 
     apply: bool
     grad_scale: float
@@ -48,7 +48,7 @@ class LossScale:
 
     @staticmethod
     def initial(config: LossScaleConfig | None) -> LossScale:
-        """The state before the first step; None is no scaling."""
+        """The state before the first step; None without scaling."""
         if config is None:
             config = LossScaleConfig(static=1.0)
         scale = config.static or 2.0**config.initial_scale_power

@@ -1,4 +1,4 @@
-"""The gradients of one accumulation window, and what scripts have made of them (floor 5)."""
+"""The gradients of one accumulation window, and the changes that scripts make to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from offloadzero.update.flat_layout import ParamSlot
 
 
 class GradientWindow:
-    """Settles what scripts have done to `param.grad` with what is at home: [Note: the life of param.grad]."""
+    """Brings the changes that scripts make to `param.grad` home: [Note: the life of param.grad]."""
 
     def __init__(
         self,
@@ -32,9 +32,11 @@ class GradientWindow:
         keeps_after_step: bool,
         may_not_train: Sequence[ParamSlot],
     ) -> None:
-        """Args:
-        keeps_after_step: gradients stay until they are dropped, as torch's do; else the step drops them.
-        may_not_train: parameters that the optimizer would train, had they not been frozen when the model was offloaded.
+        """Open the first window.
+
+        Args:
+            keeps_after_step: gradients stay until they are dropped, as torch's do; else the step drops them.
+            may_not_train: parameters of the optimizer that were frozen when the model was offloaded.
         """
         self.gradients = gradients
         self.handles = {index: access.handles(gradient.record) for index, gradient in gradients.items()}
@@ -51,10 +53,10 @@ class GradientWindow:
                         return True
         return False
 
-    # --- its end ---
+    # --- the end of a window ---
 
     def close(self) -> list[RecordGradient]:
-        """Its gradients, in the records' order, for a step that takes them."""
+        """Return the window's gradients, in the records' order, for a step that takes them."""
         present = self.gradients.present()
         if self._keeps_after_step:
             return [gradient.as_of_now() for gradient in present]
@@ -62,12 +64,12 @@ class GradientWindow:
         return present
 
     def drop(self) -> None:
-        """A new window, in which no parameter has a gradient yet."""
+        """Begin a new window, in which no parameter has a gradient yet."""
         self.gradients.renew()
         self.drop_tensors()
 
     def drop_tensors(self) -> None:
-        """No parameter has a gradient any more."""
+        """Set every parameter's gradient to None."""
         with DisableTorchFunctionSubclass():
             for handles in self.handles.values():
                 drop_gradients(handles)
@@ -75,7 +77,7 @@ class GradientWindow:
                 slot.param.grad = None
 
     def zero(self) -> None:
-        """A new window, in which the gradients that are there are zero."""
+        """Begin a new window, in which the present gradients are zero."""
         self.gradients.renew()
         others: list[tuple[RecordGradient, GradientHandle, torch.Tensor]] = []
         zeroed: set[GradientSource] = set()
@@ -91,21 +93,21 @@ class GradientWindow:
                     others.append((self.gradients[index], handle, grad))
         for gradient, handle, grad in others:
             source = grad.source if isinstance(grad, GradientTensor) else None
-            if source in zeroed:  # another parameter's gradient, which both go on to wear
+            if source in zeroed:  # another parameter's gradient, which both still have as `grad`
                 handle.param.grad = grad.detach() if grad.requires_grad else grad
             elif isinstance(source, ParamGradient):
-                _wear_zeros(gradient, handle)  # nobody's gradient is at home there any more
+                _wear_zeros(gradient, handle)  # that gradient is in no home any more
             else:
                 _zero(grad)
 
     # --- before a backward, before a step ---
 
     def set_aside(self, index: int, number: int) -> SetAside:
-        """The gradient with which a backward begins: that of a parameter, by its record and its slot there."""
+        """Set aside the gradient with which a backward begins; numbers give the parameter's record and slot."""
         return SetAside(self.handles[index][number])
 
     def settle(self) -> None:
-        """Before the step: what scripts have assigned comes home, what they have dropped is left out."""
+        """Bring assigned gradients home before the step, and leave dropped ones out."""
         others = []
         for change in self._changed():
             if change.handle.is_own(change.grad):
@@ -115,7 +117,7 @@ class GradientWindow:
         bring_home(others, self._access)
 
     def settle_passed_on(self) -> None:
-        """Before another backward of the window: [Note: gradients assigned from gradients]."""
+        """Bring swapped gradients home before another backward: [Note: gradients assigned from gradients]."""
         if self.gradients.present():
             others = [change for change in self._changed() if not change.handle.is_own(change.grad)]
             bring_home(passed_on(others), self._access)
@@ -130,12 +132,12 @@ class GradientWindow:
             self._access.store(gradient, slot, zeros)
 
     def _changed(self) -> Iterator[Change]:
-        """The parameters, with `param.grad`, where that is not the gradient that backward has brought."""
+        """Yield the parameters whose `param.grad` is not the gradient that backward has brought."""
         for index, gradient in self.gradients.items():
             handles = self.handles[index]
             is_whole = gradient.is_full and not gradient.zeroed
             with DisableTorchFunctionSubclass():
-                # Of most records nothing is left to look at.
+                # For most records nothing is left to look at.
                 grads = [(h, h.param.grad) for h in handles if not is_whole or h.param.grad is not h.tensor]
             for handle, grad in grads:
                 is_present = handle.slot.index in gradient.present
@@ -145,10 +147,10 @@ class GradientWindow:
                 elif grad is not None or is_present:
                     yield Change(gradient, handle, grad)
 
-    # --- what is refused ---
+    # --- refusals ---
 
     def expect_untouched(self) -> None:
-        """Where the update has run in backward, a gradient that was dropped or assigned since is an error."""
+        """Refuse a gradient that was dropped or assigned where the update has already run in backward."""
         for gradient, handle, grad in self._changed():
             if handle.is_own(grad):
                 continue
@@ -160,7 +162,7 @@ class GradientWindow:
             )
 
     def expect_unchanged(self, world_size: int) -> None:
-        """Where gradients are those of several ranks, one that a rank has dropped or assigned is an error."""
+        """Refuse a gradient that a rank has dropped or assigned where gradients are those of several ranks."""
         for _, handle, grad in self._changed():
             raise StateError(
                 f"{handle.slot.name}.grad was {'dropped' if grad is None else 'assigned'} before step(): it is "
@@ -168,7 +170,7 @@ class GradientWindow:
             )
 
     def expect_frozen(self) -> None:
-        """A parameter that was frozen when the model was offloaded has no states to train it with."""
+        """Refuse to train a parameter that was frozen when the model was offloaded: it has no states."""
         with DisableTorchFunctionSubclass():
             for slot in self._may_not_train:
                 if slot.param.requires_grad:
@@ -179,7 +181,8 @@ class GradientWindow:
 
 
 class SetAside:
-    """What autograd has put into a parameter's `grad`: out of sight until it is known whether its backward may begin.
+    """A gradient that autograd has put into `param.grad`, out of sight until it is known whether its backward may
+    begin.
 
     The caller disables torch functions.
     """
@@ -189,32 +192,32 @@ class SetAside:
         self._grad = grad = handle.param.grad
         self._is_remote = isinstance(grad, GradientTensor)
         if not handle.is_own(grad):
-            handle.param.grad = None  # as it was before this backward, unless it is the script's own
+            handle.param.grad = None  # its state before this backward, unless the tensor is the script's own
 
     def show_assigned(self) -> None:
-        """A gradient tensor, which a script has put there, is in its place again."""
+        """Put a gradient tensor that a script has assigned back in its place."""
         if self._is_remote:
             self._handle.param.grad = self._grad
 
     def show(self) -> None:
-        """It is in its place again, whatever it is."""
+        """Put any other tensor back in its place."""
         if not self._is_remote:
             self._handle.param.grad = self._grad
 
     def drop(self) -> None:
-        """What this backward has brought is not taken, and must not be there for the next one."""
+        """Forget this backward's gradient, so that it is not there for the next one."""
         self._handle.source.contribution = None
 
 
 def _wear_zeros(gradient: RecordGradient, handle: GradientHandle) -> None:
-    """The gradient is there, in no graph, and zero."""
+    """Make the gradient zero, in no graph."""
     handle.param.grad = handle.tensor
     gradient.present |= {handle.slot.index}
     gradient.zeroed.add(handle.slot.index)
 
 
 def _zero(grad: torch.Tensor) -> None:
-    """A script's own gradient, which may be a view: as torch.optim's zero_grad does it."""
+    """Make a script's own gradient zero as torch.optim's zero_grad does; it may be a view."""
     if grad.grad_fn is not None:
         grad.detach_()
     else:
