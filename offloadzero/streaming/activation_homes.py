@@ -1,6 +1,6 @@
-"""The homes of the inputs of checkpointed units between forward and backward (floor 5).
+"""The homes of the inputs of checkpointed units between forward and backward.
 
-Their memory and file: [Note: how much inputs take] in offloadzero/streaming/activation_memory.py.
+[Note: how much inputs take] in offloadzero/streaming/activation_memory.py explains their memory and file.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class InputSpace(Protocol):
     tier: TierName
 
     def take(self, dtype: torch.dtype, num_elements: int, label: str, *, call: int) -> Home:
-        """A home for an input of the call of this number. Raises BudgetError."""
+        """Take a home for an input of the call of this number. Raises BudgetError."""
 
     def give_back(self, home: Home) -> None:
-        """The home is used no more."""
+        """Give a home back."""
 
     def reserved(self) -> dict[TierName, int]:
-        """Bytes taken so far beside the plan."""
+        """The bytes taken so far beside the plan."""
 
     def file_engine(self) -> str | None:
-        """The file engine that moves the inputs, and how, if any does so far."""
+        """The file engine that moves the inputs, and how, once one does."""
 
     def close(self) -> None:
         """Give the memory and the file back."""
@@ -53,7 +53,7 @@ class InputSpace(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class InputCopy:
-    """One input at home."""
+    """One input in its home."""
 
     homes: InputHomes
     home: Home
@@ -62,7 +62,7 @@ class InputCopy:
 
     @property
     def copied(self) -> LaneTicket:
-        """Done when the device's memory has been read."""
+        """A ticket that is done when the device's memory has been read."""
         return self.sent.copied
 
     def fetch(self, target: torch.Tensor, fence: Fence) -> LaneTicket:
@@ -76,11 +76,11 @@ class InputCopy:
 
 
 class InputHomes:
-    """Inputs in one tier: [Note: one way in and out]."""
+    """The transfers of inputs to and from one tier: [Note: one way in and out]."""
 
     def __init__(self, space: InputSpace, *, sender: Sender, fetcher: Fetcher) -> None:
         self.space = space
-        self.num_ahead = INPUTS_AHEAD[space.tier]  # calls that are fetched ahead
+        self.num_ahead = INPUTS_AHEAD[space.tier]  # calls whose inputs are fetched ahead
         self.sender = sender
         self.fetcher = fetcher
 
@@ -102,7 +102,7 @@ class InputHomes:
 
 @dataclass(frozen=True, eq=False)
 class EndedCell:
-    """The rest of a cell: its home, and device memory that a copy may still read, a fetch still write."""
+    """The rest of a cell: its home, and device memory that a copy may still read or a fetch still write."""
 
     copy: InputCopy
     users: Ticket
@@ -118,11 +118,11 @@ class EndedCells:
         self._entries: deque[EndedCell] = deque()
 
     def note(self, entry: EndedCell) -> None:
-        """From any thread, at any time."""
+        """Add a cell; any thread may do it, at any time."""
         self._entries.append(entry)
 
     def release(self, *, wait: bool = False) -> None:
-        """Give back the homes that no transfer uses any more; `wait` until that is all of them."""
+        """Give back the homes that no transfer uses any more; with `wait` all of them."""
         for _ in range(len(self._entries)):
             entry = self._entries.popleft()
             if wait and not entry.users.done():
@@ -137,7 +137,7 @@ class EndedCells:
 def _take_planned(
     slots: Slots, ended: EndedCells, tier: TierName, num_bytes: int, label: str, call: int
 ) -> int:
-    """An offset in the call's slot; where there is none, in that of another. Raises BudgetError."""
+    """Take a place in the call's slot, or in that of another; return the offset. Raises BudgetError."""
     offset = slots.take(call, num_bytes)
     if offset is None:
         ended.release(wait=True)
@@ -160,7 +160,7 @@ class HostSpace:
         self._ended = ended
         self._poison = store.poison
         self._free: list[torch.Tensor] = []
-        self._buffers: dict[int, torch.Tensor] = {}  # those of homes, by address
+        self._buffers: dict[int, torch.Tensor] = {}  # the buffers of homes, by address
         self._planned: tuple[torch.Tensor, Slots] | None = None
         if memory.planned is not None:
             buffer = memory.planned.host.buffer
@@ -181,7 +181,7 @@ class HostSpace:
         return buffer[offset : offset + align_up(num_bytes)]
 
     def _take_grown(self, num_bytes: int, label: str) -> torch.Tensor:
-        """The smallest free buffer that is large enough, or a new one in place of a free one that is not."""
+        """Take the smallest free buffer that is large enough, or a new one in place of a free one that is not."""
         if not any(buffer.numel() >= num_bytes for buffer in self._free):
             self._ended.release(wait=True)
         fitting = [index for index, buffer in enumerate(self._free) if buffer.numel() >= num_bytes]
@@ -218,7 +218,7 @@ class HostSpace:
 
 
 class FileSpace:
-    """Inputs on files of their own, which grow as the first step shows the sizes or have the plan's."""
+    """Inputs on files of their own, of the planned size or growing as the first step shows the sizes."""
 
     tier = TierName.NVME
 
@@ -259,7 +259,7 @@ class FileSpace:
         )
 
     def _take_grown(self, size: int, label: str) -> int:
-        """A free range of the file, which grows when there is none."""
+        """Take a free range of the file, which grows when there is none."""
         offset = self._holes.take(size)
         if offset is None:
             self._ended.release(wait=True)
@@ -271,7 +271,9 @@ class FileSpace:
                 self._memory.reserve.add(checksum_bytes(size), f"{label}: checksums")
             if self.files is None:
                 self.files = self._open(size)
-                for buffer in self._memory.buffers.values():  # nothing is read yet, so none comes meanwhile
+                for (
+                    buffer
+                ) in self._memory.buffers.values():  # nothing is read yet, so no buffer is added meanwhile
                     self.register(buffer)
             else:
                 self.files.grow(offset + size)
@@ -286,13 +288,13 @@ class FileSpace:
         (self._holes if self._slots is None else self._slots).give(extent.offset, extent.num_bytes)
 
     def expect_planned(self, num_bytes: int, label: str) -> None:
-        """BudgetError where an input is larger than what is planned: it fits in no staging buffer either."""
+        """Raise BudgetError where an input is larger than planned: it fits in no staging buffer either."""
         planned = self._memory.planned
         if planned is not None and self._slots is not None and num_bytes > planned.input_bytes:
             raise beyond_plan(TierName.NVME, num_bytes, label, self._slots)
 
     def register(self, buffer: torch.Tensor) -> None:
-        """Tell the file engine, once there is one, of memory that its transfers go to and from."""
+        """Register memory for transfers with the file engine, once there is one."""
         if self.files is not None:
             self.files.register(buffer, may_pin=self._memory.pin)
 
@@ -319,12 +321,12 @@ class FileSpace:
 
 
 class InputStaging:
-    """Pinned buffers that grow to the size of what they are taken for, in one direction."""
+    """Pinned buffers for one direction that grow to the sizes they are taken for."""
 
     def __init__(
         self, space: FileSpace, memory: HostMemory, store: TieredStore, clock: StepClock | None
     ) -> None:
-        """`clock` counts the waits for a buffer, where those are the training's."""
+        """Make the buffers. `clock` counts the waits for one, where those are the training's."""
         self._space = space
         self._memory = memory
         self._failures = store.failures
@@ -335,11 +337,11 @@ class InputStaging:
 
     @property
     def num_free(self) -> int:
-        """Buffers that are in no use."""
+        """The number of buffers that are not in use."""
         return self._pool.num_free
 
     def take(self, num_bytes: int, label: str) -> PooledBuffer:
-        """A buffer of `num_bytes` at least. Raises BudgetError."""
+        """Take a buffer of at least `num_bytes`. Raises BudgetError."""
         self._space.expect_planned(num_bytes, label)
         buffer = self._pool.try_take()
         if buffer is None:
@@ -360,18 +362,18 @@ class InputStaging:
             return self._pool.take()
 
     def _grown(self, buffer: PooledBuffer, num_bytes: int, label: str) -> PooledBuffer:
-        """A new object, as the old one's views must go with its memory."""
+        """Make a new object, as the old one's views must go with its memory."""
         if buffer.bytes.numel():
             self._space.unregister(buffer.bytes)
             self._memory.free(buffer.bytes)
-        if self._memory.planned is not None:  # of one size for good: they find room whatever comes first
+        if self._memory.planned is not None:  # all of one size: they find room in any order
             num_bytes = max(num_bytes, self._memory.planned.input_bytes)
         grown = PooledBuffer(self._memory.allocate(num_bytes, f"{label}: staging"))
         self._space.register(grown.bytes)
         return grown
 
     def give_back(self, buffer: PooledBuffer, *, last_use: Ticket = FINISHED) -> None:
-        """The next taker waits for `last_use`."""
+        """Give a buffer back; the next taker waits for `last_use`."""
         self._pool.give_back(buffer, last_use=last_use)
 
 
@@ -380,7 +382,7 @@ def _no_buffer() -> PooledBuffer:
 
 
 def homes_in_host_memory(memory: HostMemory, ended: EndedCells, *, store: TieredStore) -> InputHomes:
-    """Inputs that leave the device for host memory."""
+    """Make the homes of inputs that leave the device for host memory."""
     d2h = store.accelerator.lane("activation-d2h", store.failures)
     h2d = store.accelerator.lane("activation-h2d", store.failures)
     return InputHomes(
@@ -400,7 +402,7 @@ def homes_on_file(
     paths: Sequence[Path],
     aio: AioConfig,
 ) -> InputHomes:
-    """Inputs that leave the device for files of their own."""
+    """Make the homes of inputs that leave the device for files of their own."""
     space = FileSpace(
         memory,
         ended,
@@ -417,7 +419,7 @@ def homes_on_file(
     fetcher = Fetcher(
         store,
         lane=store.accelerator.lane("activation-h2d", store.failures),
-        # It may allocate pinned memory: with CUDA that belongs on the device of the lanes.
+        # The call may allocate pinned memory: with CUDA that belongs on the device of the lanes.
         reader=store.accelerator.lane("activation-read", store.failures),
         staging=InputStaging(space, memory, store, None),
     )

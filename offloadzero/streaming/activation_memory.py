@@ -1,16 +1,17 @@
-"""Memory for the inputs of checkpointed units: of the plan, or taken as the first step shows the sizes (floor 5).
+"""Memory for the inputs of checkpointed units: planned, or taken as the first step shows the sizes.
 
 [Note: how much inputs take]
-Nobody knows before the first forward how large a unit's inputs are, but the user does: micro batch x length x width x
-2 bytes, as a rule. Where `offloadzero.activation_checkpoints.input_bytes` says so, what inputs take in every tier is a
-part of the plan, reserved before the first step, with a slot of that size for each call; what does not fit in there is
-an error that names the key. Where it does not, buffers are taken beside the plan in the first step, within the budgets
-of host and nvme, used again in every later one, and counted by `reserved_bytes()` and `memory_table()`.
+The engine cannot know before the first forward how large a unit's inputs are, but the user does: micro batch x length x
+width x 2 bytes, as a rule. Where `offloadzero.activation_checkpoints.input_bytes` says so, the memory of inputs in
+every tier is a part of the plan, reserved before the first step, with a slot of that size for each call; an input that
+does not fit in there is an error that names the key. Where the key is missing, buffers are taken beside the plan in the
+first step, within the budgets of host and nvme, used again in every later one, and counted by `reserved_bytes()` and
+`memory_table()`.
 
 [Note: fetched inputs]
 An input that has come back is lent to the recomputation: autograd saves it, a script may keep it. So each lies in a
-storage of its own, and its memory is used again when nobody else holds that. By then all that reads it has been
-launched; the next fetch writes behind a fence.
+storage of its own, and its memory is used again when nothing else holds that storage. By then all operations that read
+it have been launched; the next fetch writes behind a fence.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from offloadzero.torch_private import storage_use_count, with_own_storage
 
 @dataclass(frozen=True, eq=False)
 class PlannedMemory:
-    """What the plan holds for inputs: [Note: how much inputs take]."""
+    """The memory that the plan has for inputs: [Note: how much inputs take]."""
 
-    input_bytes: int  # of one call
+    input_bytes: int  # of one call's inputs
     device: torch.Tensor
     host: Arena
     nvme_bytes: int
 
     def slots(self, num_bytes: int) -> Slots:
-        """Those of `num_bytes` of a tier, one for each call: [Note: a slot each]."""
+        """Divide `num_bytes` of a tier into slots, one for each call: [Note: a slot each]."""
         return Slots(num_bytes // self.input_bytes, self.input_bytes)
 
 
 def beyond_plan(tier: TierName, num_bytes: int, label: str, slots: Slots) -> BudgetError:
-    """The error of an input that has no room in what is planned."""
+    """Make the error of an input that has no room in the planned memory."""
     return BudgetError(
         f"{label}: {INPUT_BYTES_KEY}: {align_up(num_bytes):,} bytes do not fit in what is planned on {tier.value} for "
         f"the inputs of checkpointed units ({slots.free_bytes:,} of {slots.num_bytes:,} bytes are free, at most "
@@ -58,7 +59,7 @@ def beyond_plan(tier: TierName, num_bytes: int, label: str, slots: Slots) -> Bud
 
 
 class Reserve:
-    """Counts what a tier's checkpoints take beside the plan, and refuses what does not fit."""
+    """Counts the bytes of a tier's checkpoints beside the plan, and refuses those that do not fit."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class Reserve:
         planned_bytes: int,
         available_bytes: Callable[[], int] | None = None,
     ) -> None:
-        """`available_bytes`: those that the machine has now, of a tier that shares them with others."""
+        """Begin at 0. `available_bytes`: the machine's free bytes, of a tier that is shared with other programs."""
         self.tier = tier
         self._available_bytes = available_bytes
         self.num_bytes = 0
@@ -76,13 +77,13 @@ class Reserve:
         self._planned_bytes = planned_bytes
 
     def add(self, num_bytes: int, label: str) -> None:
-        """`num_bytes` more (or less). Raises BudgetError."""
+        """Count `num_bytes` more (or fewer). Raises BudgetError."""
         if num_bytes > 0:
             self.check(num_bytes, label)
         self.num_bytes += num_bytes
 
     def check(self, num_bytes: int, label: str) -> None:
-        """Raises BudgetError when `num_bytes` more do not fit."""
+        """Raise BudgetError when `num_bytes` more do not fit."""
         taken = f"{format_bytes(self.num_bytes)} of activation checkpoints are taken"
         if self._budget is not None:
             needed = self._planned_bytes + self.num_bytes + num_bytes
@@ -113,7 +114,7 @@ class HostMemory:
     lock: threading.Lock = field(default_factory=threading.Lock)  # the reading thread grows its staging
 
     def allocate(self, num_bytes: int, label: str) -> torch.Tensor:
-        """Uint8, of `num_bytes` at least. Raises BudgetError."""
+        """Allocate uint8 memory of at least `num_bytes`. Raises BudgetError."""
         size = align_up(num_bytes)
         with self.lock:
             if self.planned is not None:
@@ -151,8 +152,8 @@ class _FetchBuffer:
 
     def __init__(self, memory: torch.Tensor, *, stream: Stream | None = None, offset: int = 0) -> None:
         self.bytes = memory
-        self.stream = stream  # that it was taken on, and belongs to for the allocator
-        self.offset = offset  # in what is planned
+        self.stream = stream  # the stream on which it was taken; to the allocator it belongs to that
+        self.offset = offset  # in the planned memory
         self._storage = int(memory.untyped_storage()._cdata)
         self._num_own = storage_use_count(self._storage)
 
@@ -161,7 +162,7 @@ class _FetchBuffer:
         return self.bytes.numel()
 
     def is_held(self) -> bool:
-        """Whether somebody else has a tensor over it."""
+        """Whether a tensor of other code lies over it."""
         return storage_use_count(self._storage) > self._num_own
 
 
@@ -169,25 +170,25 @@ class FetchMemory(Protocol):
     """Device memory for inputs that come back: [Note: fetched inputs]. Not thread-safe."""
 
     def reserved(self) -> dict[TierName, int]:
-        """Bytes taken beside the plan."""
+        """The bytes taken beside the plan."""
 
     def take(self, num_bytes: int, label: str, *, call: int) -> torch.Tensor:
-        """Uint8, shape (num_bytes,): lent until no tensor over it is left. What was launched may still read it."""
+        """Lend uint8 memory, shape (num_bytes,), until no tensor over it is left. Launched work may still read it."""
 
 
 class GrowingFetchMemory:
-    """Taken as it is needed, beside the plan."""
+    """Device memory that is taken as it is needed, beside the plan."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._buffers: list[_FetchBuffer] = []
 
     def reserved(self) -> dict[TierName, int]:
-        """Bytes taken so far."""
+        """The bytes taken so far."""
         return {TierName.DEVICE: sum(buffer.num_bytes for buffer in self._buffers)}
 
     def take(self, num_bytes: int, label: str, *, call: int) -> torch.Tensor:  # noqa: ARG002
-        """The smallest free buffer that is large enough, or a new one in place of a free one that is not."""
+        """Lend the smallest free buffer that is large enough, or a new one in place of a free one that is not."""
         size = align_up(num_bytes)
         free = [buffer for buffer in self._buffers if not buffer.is_held()]
         fitting = [buffer for buffer in free if buffer.num_bytes >= size]
@@ -195,13 +196,13 @@ class GrowingFetchMemory:
             return min(fitting, key=lambda buffer: buffer.num_bytes).bytes[:num_bytes]
         if free:
             self._let_go(free[0])
-        free.clear()  # nothing here may hold it while the larger one is taken
+        free.clear()  # no reference may keep it while the larger one is taken
         stream = self._accelerator.asynchronous.current_stream()
         self._buffers.append(_FetchBuffer(self._accelerator.allocate(size), stream=stream))
         return self._buffers[-1].bytes[:num_bytes]
 
     def _let_go(self, buffer: _FetchBuffer) -> None:
-        """Back to the allocator, which may give it to its stream at once: behind what others read there."""
+        """Return a buffer to the allocator, which may lend it to its stream at once: behind reads on other streams."""
         self._accelerator.join_streams(buffer.stream)
         self._buffers.remove(buffer)
 
@@ -210,20 +211,22 @@ NUM_SPARE = 64
 
 
 class PlannedFetchMemory:
-    """A slot for each call that is fetched, in what is planned: [Note: a slot each]."""
+    """A slot of the planned memory for each call that is fetched: [Note: a slot each]."""
 
     def __init__(self, planned: PlannedMemory) -> None:
         self._memory = planned.device
         self._slots = planned.slots(planned.device.numel())
         self._lent: list[_FetchBuffer] = []
-        self._spare: dict[tuple[int, int], _FetchBuffer] = {}  # by place: free, for inputs of the same size
+        self._spare: dict[
+            tuple[int, int], _FetchBuffer
+        ] = {}  # free ones by place, for inputs of the same size
 
     def reserved(self) -> dict[TierName, int]:
-        """None: it is all in the plan."""
+        """Return nothing: all of it is in the plan."""
         return {}
 
     def take(self, num_bytes: int, label: str, *, call: int) -> torch.Tensor:
-        """In the call's slot. Raises BudgetError."""
+        """Lend memory in the call's slot. Raises BudgetError."""
         self._take_back()
         offset = self._slots.take(call, num_bytes)
         if offset is None:

@@ -1,18 +1,19 @@
-"""The inputs of checkpointed units between forward and backward: on the device, the host or NVMe (floor 5).
+"""The inputs of checkpointed units between forward and backward: on the device, the host or NVMe.
 
 [Note: an input's way]
-What a checkpointed unit gets as input is a *cell*. Its copy to the home tier starts when the unit's forward does; the
+An input of a checkpointed unit is a *cell*. Its copy to the home tier starts when the unit's forward does; the
 device's memory is given up a few units later, behind the copy on the compute stream, so that the launching thread
-waits for nothing. Backward asks for the cells in reverse order: a cell that still has its device memory gives that,
+waits for nothing. Backward asks for the cells in reverse order: a cell that still has its device memory returns that,
 any other is fetched, and the ones before it are fetched ahead.
 
-What all that takes: [Note: how much inputs take] in offloadzero/streaming/activation_memory.py. A cell ends
-with the graph that holds it, on any thread and perhaps in the middle of an allocation: its end only appends to a
-deque, and the next input that comes takes what is free there.
+[Note: how much inputs take] in offloadzero/streaming/activation_memory.py explains the memory for all that. A cell
+ends with the graph that holds it, on any thread and perhaps in the middle of an allocation: its end only appends to a
+deque, and the next input that comes takes the memory that is free there.
 
 [Note: inputs changed in place]
 A copy on the way would read half of a change. So a source is held, with its version, until it is given up on the
-training thread: what has changed by then is refused. A change after that does not reach the copy, which is complete.
+training thread: a source that has changed by then is refused. A later change does not reach the copy, which is
+complete.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ NUM_SENDING = 2  # inputs whose device memory is held for their copies
 
 
 class CellState(Enum):
-    """Where an input is."""
+    """The place of an input."""
 
     KEPT = "kept"  # on the device, perhaps with a copy on its way or at home
     AWAY = "away"
@@ -75,10 +76,10 @@ class Call:
 
 
 class _Cell:
-    """One input of one call, or of several that got the very same tensor."""
+    """One input of one call, or of several calls that got the very same tensor."""
 
     def __init__(self, tensor: torch.Tensor, label: str, ended: EndedCells, *, stream: Stream | None) -> None:
-        """`stream`: the one that has computed the tensor, to which the allocator gives its memory again."""
+        """Hold an input. `stream` has computed the tensor, and the allocator gives its memory to that stream again."""
         self.label = label
         self.stream = stream
         self.size, self.stride, self.dtype = tensor.size(), tensor.stride(), tensor.dtype
@@ -88,7 +89,7 @@ class _Cell:
         self.state = CellState.KEPT
         self.copy: InputCopy | None = None
         self.target: torch.Tensor | None = None
-        self.fetched: Ticket = FINISHED  # of the last fetch
+        self.fetched: Ticket = FINISHED  # the ticket of the last fetch
         self._ended = ended
 
     def check_unchanged(self) -> None:
@@ -115,7 +116,7 @@ class _Cell:
 
 @dataclass(frozen=True, eq=False)
 class KeptInput:
-    """What autograd keeps instead of an input."""
+    """The object that autograd keeps instead of an input."""
 
     call: Call
     cell: _Cell
@@ -133,7 +134,7 @@ class ActivationStore:
         store: TieredStore,
         clock: StepClock,
     ) -> None:
-        """`home` None keeps them on the device; `fetched` is where the others come back to."""
+        """Make the store. `home` None keeps the inputs on the device; other inputs come back into `fetched`."""
         self._home = home
         self._fetched = fetched
         self._ended = ended
@@ -148,7 +149,7 @@ class ActivationStore:
         self._sending: deque[weakref.ref[_Cell]] = deque()
 
     def wants(self, tensor: torch.Tensor) -> bool:
-        """Whether this input is one that moves."""
+        """Whether this input is one that moves to the store."""
         return (
             type(tensor) is torch.Tensor
             and tensor.device == self._accelerator.device
@@ -164,7 +165,7 @@ class ActivationStore:
             self._failures.check()
             self._give_up_sources()
             self._ended.release()
-            self._numbered(call)  # also one that finds all its inputs known
+            self._numbered(call)  # counts a call whose inputs are all known, too
             cell = self._find_or_make(call, tensor)
             call.cells.append(weakref.ref(cell))
             return KeptInput(call, cell)
@@ -192,7 +193,7 @@ class ActivationStore:
         return cell
 
     def _give_up_sources(self) -> None:
-        """What has been copied leaves the device, and all but the last few at once: behind their copies."""
+        """Let copied inputs leave the device, and of the others all but the last few, behind their copies."""
         while self._sending:
             cell = self._sending[0]()
             if cell is not None and cell.copy is not None:
@@ -208,7 +209,7 @@ class ActivationStore:
     # --- backward ---
 
     def load(self, kept: KeptInput) -> torch.Tensor:
-        """The input, in the shape, strides and dtype it had. Called once for each recomputation."""
+        """Return the input, in the shape, strides and dtype it had. Called once for each recomputation."""
         with self._lock:
             self._failures.check()
             cell = kept.cell
@@ -225,7 +226,7 @@ class ActivationStore:
                 if not cell.fetched.done():
                     with self._clock.waiting("activation fetch"):
                         order_compute_after(cell.fetched)
-            self._failures.check_readable()  # one that has failed is done
+            self._failures.check_readable()  # a failed ticket counts as done
             return tensor
 
     def _fetch_ahead(self, call: Call) -> None:
@@ -245,7 +246,7 @@ class ActivationStore:
         memory = self._fetched.take(cell.size.numel() * cell.dtype.itemsize, cell.label, call=call)
         target = memory.view(cell.dtype).as_strided(cell.size, cell.stride)
         if self._poison:
-            self._accelerator.join_streams()  # they may still read what is about to be poisoned
+            self._accelerator.join_streams()  # they may still read the memory that is poisoned now
             target.fill_(float("nan"))
         flat = target.as_strided((target.numel(),), (1,))
         cell.fetched = cell.copy.fetch(flat, self._accelerator.fence())
@@ -255,13 +256,13 @@ class ActivationStore:
     # --- the whole ---
 
     def reserved(self) -> dict[TierName, int]:
-        """Bytes taken so far beside the plan, by tier."""
+        """The bytes taken so far beside the plan, by tier."""
         if self._home is None:
             return {}
         return {**self._fetched.reserved(), **self._home.space.reserved()}
 
     def file_engine(self) -> str | None:
-        """Which one moves the inputs, and how, if any does so far."""
+        """The file engine that moves the inputs, and how, once one does."""
         return self._home.space.file_engine() if self._home is not None else None
 
     def close(self) -> None:
@@ -282,9 +283,9 @@ def make_activation_store(
     nvme_paths: Sequence[Path],
     aio: AioConfig,
 ) -> ActivationStore:
-    """The store whose homes are on `tier`.
+    """Make the store whose homes are on `tier`.
 
-    `budgets` and `planned_bytes` have the host's and NVMe's bytes; `planned` is what the plan has for inputs, if any.
+    `budgets` and `planned_bytes` have the host's and NVMe's bytes; `planned` is the memory planned for inputs, if any.
     """
     ended = EndedCells(clock=clock, failures=store.failures)
     home: InputHomes | None = None

@@ -1,7 +1,7 @@
-"""The use of units: each is on the device before it is used, and changes only when it is in no use (floor 5).
+"""The use of units: each is on the device before it is used, and changes only when it is in no use.
 
-The residency policy says which units are there, which stay and which leave; their leases do that. What computes or
-writes says here which unit it is about.
+The residency policy decides which units are there, which stay and which leave; their leases carry that out. Code that
+computes with a unit or writes it calls the executor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from offloadzero.update.records import Record
 
 
 class Executor:
-    """Has units on the device while they are used, and unchanged."""
+    """Keeps units on the device while they are used, and unchanged."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Executor:
         self._store = store
         self._has_streams = store.accelerator.has_streams
         self._clock = clock
-        # With CUDA backward runs on a thread of autograd's, beside what the script's own thread may do meanwhile.
+        # With CUDA backward runs on a thread of autograd's, while the script's own thread may call, too.
         self._lock = threading.RLock()
         self.units = leased_units(records, store)
         self.residency = self._make_residency(unit_arena.num_bytes)
@@ -58,12 +58,12 @@ class Executor:
         )
         self._homes = [unit for unit in self.units if unit.residency is HOME]
         self.pins = self.residency.pins  # for reading
-        self.gathered: set[int] = set()  # the units some of whose parameters a script has gathered
-        self._updated_early: set[int] = set()  # by this step's backward
-        self._num_forwards = 0  # of sites, one inside the other
+        self.gathered: set[int] = set()  # units of which a script has gathered some parameters
+        self._updated_early: set[int] = set()  # units updated by this step's backward
+        self._num_forwards = 0  # the number of nested forwards of sites
         self._outermost_evaluates = False
-        self._forward_thread = 0  # of the running forward
-        # [low, high): addresses at which a saved tensor is a weight of ours.
+        self._forward_thread = 0  # the thread of the running forward
+        # [low, high): the addresses at which a saved tensor is a weight of this engine.
         self.address_range = (
             store.device.buffer.data_ptr(),
             store.device.buffer.data_ptr() + store.device.num_bytes,
@@ -78,7 +78,7 @@ class Executor:
     # --- use ---
 
     def touch(self, index: int, *, guard: bool = False, evaluating: bool = False) -> None:
-        """Unit `index` is used now: wait for it if it is not there, and start what comes next.
+        """Use unit `index` now: wait for it if it is not there, and start to fetch the next ones.
 
         `guard` protects it as long as the running operation may read it: [Note: what protects a lease].
         `evaluating`: the use is no part of a training step, and leaves the recorded order of steps alone.
@@ -104,7 +104,7 @@ class Executor:
     def _use(
         self, unit: LeasedUnit, stream: Stream | None, what: str, *, evaluating: bool, ends_guards: bool
     ) -> None:
-        """`what` it is used in, for the timeline."""
+        """Use the unit; `what` names the kind of use on the timeline."""
         begun = self._clock.begin(what, unit.record.name) if self._has_streams else None
         index = unit.record.index
         self.residency.begin_use(index, evaluating=evaluating)
@@ -116,9 +116,9 @@ class Executor:
             self.leases.complete_fetch(unit, stream, since=begun)
 
     def uses_again(self, unit: LeasedUnit) -> bool:
-        """Take what `touch(guard=True)` finds for most weights: the unit used last, and nothing else is guarded.
+        """Do `touch(guard=True)` in the case of most weights: the unit was used last, and nothing else is guarded.
 
-        Whichever node runs now: what it guards would be dropped and guarded again.
+        The running node does not matter: its guard would be dropped and set again.
         """
         index = unit.record.index
         residency = self.residency
@@ -148,7 +148,7 @@ class Executor:
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether a use now is no part of a training step: the outermost forward runs without gradients.
+        """Whether a use now belongs to no training step: the outermost forward runs without gradients.
 
         A forward without gradients inside one with them (a teacher, a target) is part of the step.
         """
@@ -157,14 +157,14 @@ class Executor:
         return not torch.is_grad_enabled() and current_autograd_node() is None
 
     def expect_no_capture(self) -> None:
-        """StateError where a forward begins inside the capture of a graph."""
+        """Raise StateError where a forward begins inside the capture of a graph."""
         if self._has_streams and not self._num_forwards:
             self._store.accelerator.asynchronous.check_not_capturing()
 
     def enter_forward(self, indices: Sequence[int], *, is_root: bool) -> None:
-        """A site that needs `indices` begins its forward; its parameters are ordinary ones until `leave_forward`.
+        """Begin the forward of a site that needs `indices`; its parameters are ordinary ones until `leave_forward`.
 
-        What is raised leaves everything as it was. Not to be interrupted.
+        An error leaves everything as it was. The call must not be interrupted.
         """
         if not self._num_forwards:
             self._forward_thread = threading.get_ident()
@@ -203,13 +203,13 @@ class Executor:
             )
 
     def leave_forward(self, indices: Sequence[int]) -> None:
-        """The site's forward is over."""
+        """End the site's forward."""
         self._num_forwards -= 1
         for index in indices:
             self.unpin(index)
 
     def pin(self, index: int, *, evaluating: bool = False) -> None:
-        """Touch and keep until `unpin`; the parameters are those of the unit."""
+        """Touch a unit and keep it until `unpin`; the parameters then lie in the unit's memory."""
         unit = self.units[index]
         self.pins[index] += 1
         try:
@@ -221,7 +221,7 @@ class Executor:
             unit.enter_forward()
 
     def unpin(self, index: int) -> None:
-        """The site's forward is over."""
+        """End a `pin`."""
         if self.pins[index] < 1:
             raise StateError(f"{self.units[index].record.name} is not pinned")
         self.pins[index] -= 1
@@ -229,20 +229,20 @@ class Executor:
             self.units[index].leave_forward()
 
     def written_in_forward(self, index: int) -> list[int]:
-        """The slots of a pinned unit whose parameters were written in place; empty while another forward needs it."""
+        """The slots of a pinned unit whose parameters were written in place; none while another forward needs it."""
         return self.units[index].places_written() if self.pins[index] == 1 else []
 
     # --- reads outside of sites ---
 
     def on_device(self, index: int) -> torch.Tensor | None:
-        """The unit's parameters for an operation now, shape (num_elements,); None where a read of the home is better.
+        """Return the unit's parameters for an operation now, shape (num_elements,); None where its home should be read.
 
-        That is between steps, when a fetch for one parameter would drive out what the next step needs, and where every
-        lease is in use.
+        That is so between steps, when a fetch for one parameter would drive out units that the next step needs, and
+        where every lease is in use.
         """
         unit = self.units[index]
         if unit.residency is not HOME and not self.is_running:
-            return None  # in another thread's forward, too: what is on the device may leave while it is read
+            return None  # in another thread's forward, too: units on the device may leave during the read
         if not self.pins[index]:
             try:
                 self.touch(index, guard=True, evaluating=self.is_evaluating)
@@ -251,13 +251,13 @@ class Executor:
         return unit.flat
 
     def num_updates(self, index: int) -> int:
-        """Of the unit, begun so far."""
+        """The number of the unit's updates begun so far."""
         return self.units[index].generation - self.units[index].edits
 
     def show(self, index: int, *, place: int, as_copy: bool) -> None:
         """Bring a unit to the device for a read of one parameter and point its parameters there.
 
-        `as_copy`: that parameter at a copy of its own, for what may be kept longer than the unit stays.
+        `as_copy`: that parameter points at a copy of its own, for a value that may be kept longer than the unit stays.
         """
         unit = self.units[index]
         try:
@@ -269,12 +269,12 @@ class Executor:
             unit.show_copy(place)
 
     def gather(self, index: int, place: int, value: torch.Tensor) -> None:
-        """The parameter of slot `place` is an ordinary one in `value` until `scatter`."""
+        """Make the parameter of slot `place` an ordinary one in `value` until `scatter`."""
         self.units[index].gather(place, value)
         self.gathered.add(index)
 
     def scatter(self, index: int, place: int) -> torch.Tensor:
-        """Undo `gather`; gives the memory that the parameter has now."""
+        """Undo `gather`; return the memory that the parameter has now."""
         unit = self.units[index]
         value = unit.scatter(place)
         if not unit.gathered:
@@ -282,24 +282,24 @@ class Executor:
         return value
 
     def gathered_in(self, index: int) -> dict[int, torch.Tensor]:
-        """By slot: the memory of the parameters that a script has gathered."""
+        """The memory of the parameters that a script has gathered, by slot."""
         return self.units[index].gathered
 
     def gradients_complete(self, index: int) -> None:
-        """No operation of this backward reads the unit's weights any more."""
+        """End the unit's use: no operation of this backward reads its weights any more."""
         with self._lock:
             self.residency.end_use(index)
             self.leases.prefetch()
             self.residency.plan_ahead()
 
     def read_home(self, unit: LeasedUnit) -> torch.Tensor:
-        """The unit's parameters in memory of their own on the device, shape (num_elements,)."""
+        """Read the unit's parameters into memory of their own on the device, shape (num_elements,)."""
         return self._fetches.read_home(unit)
 
     # --- updates ---
 
     def update_ticket(self, index: int) -> Ticket:
-        """The last update of the unit."""
+        """The ticket of the unit's last update."""
         return self.units[index].updated
 
     def wait_updatable(self, index: int) -> None:
@@ -309,9 +309,9 @@ class Executor:
             self.leases.wait_arrived(self.units[index])
 
     def begin_update(self, index: int, ticket: Ticket, *, in_backward: bool = False) -> None:
-        """The unit's trainable weights are about to change: its next use comes after `ticket`.
+        """Announce a change of the unit's trainable weights: its next use comes after `ticket`.
 
-        `in_backward`: before the script has called step(), so it must not see them yet.
+        `in_backward`: the script has not called step() yet, so it must not see them.
         """
         with self._lock:
             if in_backward:  # else `wait_updatable` has looked
@@ -321,15 +321,15 @@ class Executor:
                 self._updated_early.add(index)
 
     def close_updates(self) -> None:
-        """The step whose updates backward has begun is over, or will not be."""
+        """Forget the updates that backward has begun: their step is over, or will not be."""
         self._updated_early.clear()
 
     def reads(self) -> Ticket:
-        """Done when what the calling thread has launched so far, which may read any weights, has run."""
+        """Return a ticket of the work that the calling thread has launched so far, which may read any weights."""
         return self._store.accelerator.computed()
 
     def begin_edit(self, index: int) -> None:
-        """Any of the unit's weights are about to be written by the caller.
+        """Announce that the caller is about to write any of the unit's weights.
 
         In its module's forward the unit stays, and the caller writes it there as well.
         """
@@ -353,22 +353,22 @@ class Executor:
                 self.leases.release(unit)
 
     def step_order(self, indices: Sequence[int]) -> list[int]:
-        """`indices` in the order in which a step uses them first; what never leaves the device comes first."""
+        """Sort `indices` by their first use in a step; units that never leave the device come first."""
         return self.residency.step_order(indices)
 
     def expect_no_late_write(self, index: int) -> None:
-        """Raise if the home of the unit lacks what was written through a kept view: [Note: kept views]."""
+        """Raise if a write through a kept view has not reached the unit's home: [Note: kept views]."""
         self.units[index].expect_no_late_write()
 
     def _wait_for_kept(self) -> None:
-        """What scripts keep of resident weights shows the update as soon as step() has returned."""
+        """Wait for updates of resident weights that scripts keep views of: step() returns with them done."""
         for unit in self._homes:
             if not unit.updated.done() and unit.stays_kept():
                 with self._clock.waiting("update"), self._store.failures.handed_over():
                     order_compute_after(unit.updated)
 
     def finish_step(self) -> None:
-        """All updates of this step have begun: start what the next forward needs."""
+        """End the step, all of whose updates have begun: start to fetch units for the next forward."""
         self._wait_for_kept()
         with self._lock:
             self._store.accelerator.end_step()
@@ -384,12 +384,12 @@ class Executor:
 
     @property
     def resident_units(self) -> Collection[str]:
-        """Names of the units on the device now (for reports and tests)."""
+        """The names of the units on the device now (for reports and tests)."""
         return [u.record.name for u in self.units if u.residency is not RELEASED]
 
 
 def leased_units(records: Sequence[Record], store: TieredStore) -> list[LeasedUnit]:
-    """A unit for each record: on the device if its parameters live there, else released."""
+    """Make a unit for each record: on the device if its parameters live there, else released."""
     by_layout: dict[Hashable, LayoutViews] = {}
     units: list[LeasedUnit] = []
     for record in records:

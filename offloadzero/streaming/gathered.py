@@ -1,14 +1,14 @@
-"""Units whose parameters come from the shards of all ranks: their fetches, their order, what is read of them (floor 5).
+"""Units whose parameters come from the shards of all ranks: their fetches, their order, and reads of them.
 
 [Note: what a rank fetches]
 Each rank brings its shard of a unit from its own home into the shard's place in the unit's lease, over its own link and
 from its own drive, and an all-gather in place fills the rest in. All of it is one task of the lane `fetch`, so the
 collectives come in the order in which the fetches were submitted: [Note: collectives in one order].
 
-That order must follow from the order of use alone. Elsewhere a unit that has arrived, and that nothing has used, may
+That order must follow from the order of use alone. With a single rank a unit that has arrived but has not been used may
 leave again at once; when it has arrived is a matter of time. Here it counts as arriving until the computation has
-waited for it. And where elsewhere a unit that has all of its gradients is free to leave right then, which ranks whose
-data go different ways (experts that got no token) see at different moments, here the end of the use is the next use,
+waited for it. And with a single rank a unit that has all of its gradients is free to leave right then; ranks whose
+data go different ways (experts that got no token) see this at different moments. Here the end of a use is the next use,
 or the end of the backward.
 """
 
@@ -37,7 +37,7 @@ from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.kept import gathered_regions, kept_place, kept_regions
 from offloadzero.update.records import Record
 
-# What a rank is about to do with the others: a read by the record's number, of its own or one that leads, or
+# The next act of a rank: a read, by the record's number, of its own or one that leads the others, or one of
 _ENDED, _FAILED, _FOLLOWS = -1, -2, -3
 
 
@@ -66,7 +66,7 @@ class GatheredFetches(UnitFetches):
     def _gather(
         self, record: Record, order: int, writes: int, target: torch.Tensor, kept: torch.Tensor
     ) -> None:
-        """On the lane's thread; `order` sums up the fetches up to this one, `writes` what was written before it."""
+        """Gather a unit on the lane's thread; `order` sums up the fetches until then, `writes` the writes."""
         label = f"{record.name}.param"
         self._ranks.orders.expect_same(order, writes, label)
         shards = kept_regions(record, kept)
@@ -76,7 +76,7 @@ class GatheredFetches(UnitFetches):
             self._ranks.weights.all_gather(region, label)
 
     def read_home(self, unit: LeasedUnit) -> torch.Tensor:
-        """The unit's parameters in memory of their own on the device, shape (num_elements,)."""
+        """Read the unit's parameters into memory of their own on the device, shape (num_elements,)."""
         if not unit.record.is_gathered:
             return super().read_home(unit)
         record, device = unit.record, self._store.accelerator.device
@@ -87,7 +87,7 @@ class GatheredFetches(UnitFetches):
 
 
 class OrderedResidency(ResidencyPolicy):
-    """Decides by the order of use alone: [Note: what a rank fetches]."""
+    """The residency policy that decides by the order of use alone: [Note: what a rank fetches]."""
 
     @staticmethod
     def _is_arriving(unit: LeasedUnit) -> bool:
@@ -95,7 +95,7 @@ class OrderedResidency(ResidencyPolicy):
 
 
 class GatheringExecutor(Executor):
-    """Has units on the device of which each rank keeps a shard."""
+    """The executor of units of which each rank keeps a shard."""
 
     def __init__(
         self,
@@ -117,25 +117,27 @@ class GatheringExecutor(Executor):
         return GatheredFetches(self._store, staging=staging, clock=self._clock, ranks=self._ranks)
 
     def gradients_complete(self, index: int) -> None:
-        """The use goes on until the next one, or the end of the backward: [Note: what a rank fetches]."""
+        """Do nothing: the use goes on until the next one, or the end of the backward: [Note: what a rank fetches]."""
 
     def end_backward(self) -> None:
-        """No operation of this backward reads any weights any more; all ranks have come to its end."""
+        """End the uses of this backward, whose end all ranks have reached."""
         if self.residency.current >= 0:
             super().gradients_complete(self.residency.current)
 
 
 class GatheredWeights(WeightAccess):
-    """Reads what all ranks keep of a parameter or a state: all of them read the same, in the same order.
+    """Reads the shards of a parameter or a state on all ranks, which read the same ones in the same order.
 
     [Note: ranks say what they read]
-    A read adds up what the ranks keep, so one that reads something else would get a mixture, or, of another size, end
-    the process inside of gloo. Before each read every rank says what it is about to do, in numbers of a fixed size: a
-    departure is an error on all of them, before any value is touched.
+    A read adds up the shards of all ranks, so a rank that reads something else would get a mixture, or, with another
+    size, end the process inside of gloo. Before each read every rank tells the others what it is about to do, in
+    numbers of a fixed
+    size: a departure is an error on all of them, before any value is touched.
 
     [Note: the first rank reads, the others follow]
-    What one rank does alone with all values, to write a checkpoint say, the first one does in `read_by_first`: what it
-    says before each read leads the others, which answer until it says that it has come to its end, or why not.
+    Some work with all values is done by one rank alone, the writing of a checkpoint say. The first rank does it in
+    `read_by_first`: its announcement before each read leads the others, which answer until it announces the end, or an
+    error.
     """
 
     def __init__(
@@ -154,9 +156,9 @@ class GatheredWeights(WeightAccess):
         self._has_departed = False
 
     def read_by_first(self, work: Callable[[], None]) -> None:
-        """The first rank does `work`: [Note: the first rank reads, the others follow]. All ranks call this.
+        """Do `work` on the first rank: [Note: the first rank reads, the others follow]. All ranks call this.
 
-        Raises what that raises; on the other ranks RankError with its text.
+        Raises the error of `work`; on the other ranks a RankError with its text.
         """
         if not self._ranks.is_first:
             self._follow()
@@ -166,7 +168,7 @@ class GatheredWeights(WeightAccess):
             try:
                 work()
             except BaseException as error:
-                if not self._has_departed:  # the others know that
+                if not self._has_departed:  # else the others know already
                     self._give_up(f"{type(error).__name__}: {error}".encode())
                 raise
             self._say(_ENDED)
@@ -194,7 +196,7 @@ class GatheredWeights(WeightAccess):
                 self._follows = False
 
     def _say(self, what: int, place: int = 0, kind: int = 0, *, num_said: int = 0) -> list[int]:
-        """Tell the others what comes next: [Note: ranks say what they read]. Gives what the first rank says."""
+        """Tell the others the next act: [Note: ranks say what they read]. Returns that of the first rank."""
         spec = self._ranks.spec
         said = torch.zeros(spec.world_size, 5, dtype=torch.int64)
         said[spec.rank] = torch.tensor([what, place, kind, num_said, self._leads])
@@ -212,7 +214,7 @@ class GatheredWeights(WeightAccess):
         return first[:-1]
 
     def _text(self, what: int, place: int, kind: int, _: int, leads: int) -> str:
-        """What one that says this is about to do."""
+        """Describe an act in an error message."""
         if what in (_FOLLOWS, _ENDED, _FAILED):
             return "saves"
         record = self._records[what]
@@ -220,7 +222,7 @@ class GatheredWeights(WeightAccess):
         return f"reads {name}{' to save it' if leads else ''}"
 
     def _write(self, record: Record, slot: ParamSlot, parts: Mapping[SegmentKind, torch.Tensor]) -> None:
-        """Each rank writes what it keeps of the same values; that they are the same shows at the next fetch or step."""
+        """Write this rank's part of `parts`. A rank that writes other values is found at the next fetch or step."""
         for kind, values in parts.items():
             data = values.detach().contiguous().view(torch.uint8)
             name = f"{record.index} {slot.index} {kind.value}".encode()
@@ -238,5 +240,5 @@ class GatheredWeights(WeightAccess):
         if place.num_elements:
             kept = target[place.skipped : place.skipped + place.num_elements]
             self._store.read(segment, kept, start=place.start).wait()
-        # Each byte is one rank's, and zero elsewhere.
+        # Each byte comes from one rank, and is zero on the others.
         self._ranks.states.all_reduce(data, f"{slot.name}.{segment.kind.value}")

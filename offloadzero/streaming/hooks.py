@@ -1,4 +1,4 @@
-"""The only file that touches nn.Module and autograd hooks (floor 5).
+"""The only file that touches nn.Module and autograd hooks.
 
 [Note: hooks]
 A *site* is a module whose forward needs units. Its `forward` is wrapped: before it the units are pinned on the device
@@ -7,20 +7,20 @@ exception), they are popped and unpinned. It is `forward` and not a pair of modu
 `module.forward` recomputes just that: transformers checkpoints its layers so. The compiler does not trace into the
 wrapper, but into what it calls: each site's forward is a graph of its own.
 
-What autograd saves for backward and lies in a lease becomes a handle (unit, offset, size, stride), so a lease can
-be given to another unit right after the forward. Unpacking the handle in backward fetches the unit again: that is
-the pre-backward hook. It needs no hook on outputs, hence tuples, dicts, dataclasses, modules called twice and
+A tensor that autograd saves for backward and that lies in a lease becomes a handle (unit, offset, size, stride), so a
+lease can be given to another unit right after the forward. Unpacking the handle in backward fetches the unit again:
+that is the pre-backward hook. It needs no hook on outputs, hence tuples, dicts, dataclasses, modules called twice and
 outputs without gradient are no special cases.
 
-Saved-tensor hooks do not nest: only the innermost pair runs. Under an outer pair that is not ours (activation
-checkpointing, save_on_cpu) ours hands everything that is no weight on to it; without that, checkpointing would
+Saved-tensor hooks do not nest: only the innermost pair runs. Under an outer pair of other code (activation
+checkpointing, save_on_cpu) the pair here hands every tensor that is no weight on to it; otherwise checkpointing would
 silently keep all activations.
 
 Parameters read outside their sites are `AwayParameter`s: [Note: a parameter away] in offloadzero/parameters/weight.py.
 For operations that do not look at the class (an autograd Function in C++) `F.linear(x, self.wte.weight)` in another
-module's forward is caught at the read as well: the dict behind `module.weight` brings the unit to the device. Our
-saved-tensor hooks turn what autograd saves of it into a handle; under a foreign pair of hooks the read gets a private
-copy, which autograd may keep as long as it likes.
+module's forward is caught at the read as well: the dict behind `module.weight` brings the unit to the device. The
+saved-tensor hooks turn the weight that autograd saves into a handle; under a foreign pair of hooks the read gets a
+private copy, which autograd may keep as long as it likes.
 
 [Note: checkpointed units]
 A checkpointed unit's forward runs under torch's non-reentrant checkpointing, and the site's wrapper runs inside: the
@@ -75,7 +75,7 @@ _item = dict.__getitem__  # `super()` takes as long as the look-up
 
 
 class _WatchedParameters(dict[str, nn.Parameter | None]):
-    """`module._parameters` that brings a unit to the device when a forward reads one of its parameters."""
+    """The dict `module._parameters`, which brings a unit to the device when a forward reads a parameter of it."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], hooks: ModelHooks) -> None:
         super().__init__(parameters)
@@ -85,7 +85,7 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param: nn.Parameter | None = _item(self, name)
-        if param is not None and type(param) is not PresentParameter:  # else in its forward: it is there
+        if param is not None and type(param) is not PresentParameter:  # else its module is in its forward
             index = self._record_of.get(id(param))
             if index is not None and not self._pins[index]:
                 self._on_read(index, param)
@@ -116,14 +116,14 @@ class _Forward:
         module.forward = self
 
     def remove(self) -> None:
-        """Take it off again; the last one that was put on comes first."""
+        """Restore the module's forward; the last object put on comes first."""
         if self._own is None:
             del self._module.forward
         else:
             self._module.forward = self._own
 
     def __getattr__(self, name: str) -> Any:
-        """It has no code of its own; who looks for it wants to compile the module's."""
+        """Raise AttributeError: the object has no code of its own. A compiler asks for the module's."""
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if name in ("__code__", "__globals__") and caller.startswith(_EXPORTERS):
             _refuse_export()
@@ -141,7 +141,7 @@ class _Forward:
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._own is not None:
             return self._own.__reduce_ex__(protocol)
-        return getattr, (self._module, "forward")  # the class's: the copy has none of its own yet
+        return getattr, (self._module, "forward")  # the class's forward: the copy has none of its own yet
 
 
 class _SiteForward(_Forward):
@@ -165,12 +165,12 @@ class _SiteForward(_Forward):
             self._leave(has_pushed)
 
     def _enter(self) -> bool:
-        """Pin the units; whether saved-tensor hooks were pushed. What is raised leaves everything as it was."""
+        """Pin the units; return whether saved-tensor hooks were pushed. An error leaves everything as it was."""
         hooks = self._hooks
         if is_tracing():
             _refuse_export()
         with held:
-            hooks.executor.expect_no_capture()  # before a mark would be part of it
+            hooks.executor.expect_no_capture()  # before a mark would become a part of it
             self._timeline.enter_model()
             with self._timeline.launching():
                 hooks.commit_gathered(self._records)
@@ -217,8 +217,8 @@ class _CheckpointedForward(_Forward):
             try:
                 return self._forward(*args, **kwargs)
             except BaseException as error:
-                # Not through torch's frames: up to some version they leave its saved-tensor hooks in force until the
-                # error's traceback is gone, and take the innermost pair off then, whosever it is.
+                # Not through torch's frames: some versions leave its saved-tensor hooks in force until the error's
+                # traceback is gone, and then pop the innermost pair, whichever it is.
                 failure = error
 
         with held:
@@ -228,7 +228,7 @@ class _CheckpointedForward(_Forward):
                 raise_held()
             result = checkpoint(run, *leaves, use_reentrant=False)
         except Exception:
-            if failure is None:  # else torch missed what was to come after it
+            if failure is None:  # else torch missed the frames after the error
                 raise
         finally:
             pop_saved_tensors_default_hooks()
@@ -237,18 +237,18 @@ class _CheckpointedForward(_Forward):
             try:
                 raise failure
             finally:
-                failure = None  # which would be a cycle
+                failure = None  # the reference would be a cycle
         return result
 
 
-# The compiler goes from a site's wrapper to what it wraps, and into nothing else of ours.
+# The compiler goes from a site's wrapper to the wrapped forward, and into nothing else of this package.
 skip_frame(_SiteForward.__call__, with_calls=False)
 for _function in (_SiteForward._enter, _SiteForward._leave, _WatchedParameters.__getitem__):
     skip_frame(_function, with_calls=True)
 
 
 class _StateDictHook:
-    """A hook of one module's state dict; a copy of the module has none that does anything."""
+    """A hook of one module's state dict; in a copy of the module it does nothing."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call: Callable[..., None] | None = call
@@ -285,11 +285,14 @@ class ModelHooks:
         checkpointed: Mapping[str, nn.Module],
         activations: ActivationStore | None,
     ) -> None:
-        """Args:
-        gradient_hook: makes the hook on a parameter's gradient, which must not hold the engine; itself it does: while
-            the model is there, its engine is.
-        checkpointed: modules by their units' names.
-        activations: takes their inputs.
+        """Attach everything to `model`.
+
+        Args:
+            gradient_hook: makes the hook on a parameter's gradient. The hook must not hold the engine; `gradient_hook`
+            itself
+                may: as long as the model exists, its engine does.
+            checkpointed: modules by their units' names.
+            activations: takes the inputs of these.
         """
         self.executor = executor
         self._saved_weights = SavedWeights(executor)
@@ -311,7 +314,7 @@ class ModelHooks:
         self._forwards: list[_Forward] = []
         try:
             self._attach(model, cut, checkpointed)
-        except BaseException:  # nobody has it who could take off what is on
+        except BaseException:  # no one else could remove the hooks that are in place
             self.remove()
             raise
 
@@ -321,7 +324,7 @@ class ModelHooks:
         sites = list(cut.sites)
         if not any(site.module is model for site in sites):
             sites.insert(0, Site("", model, ()))  # for its saved-tensor hooks
-        # One by one: what is on when the next one fails must be known.
+        # One by one: if one fails, those in place must be known.
         for site in sites:
             self._forwards.append(_SiteForward(site, self))
         for name, module in checkpointed.items():
@@ -363,13 +366,13 @@ class ModelHooks:
     # --- reads ---
 
     def on_read(self, index: int, param: nn.Parameter) -> None:
-        """A module's parameter is read, of a unit that no forward has pinned."""
+        """Bring a unit to the device for the read of a module's parameter, unless a forward has pinned it."""
         if self.executor.is_running:
             may_be_kept = torch.is_grad_enabled() and self._own_innermost() is None
             self.executor.show(index, place=self._slot_of[id(param)].index, as_copy=may_be_kept)
 
     def _own_innermost(self) -> _SavedTensorHooks | None:
-        """The innermost saved-tensor hooks if they are this engine's."""
+        """The innermost saved-tensor hooks, if they are this engine's."""
         top = top_saved_tensors_default_hooks(False)
         owner = getattr(top[0], "__self__", None) if top is not None else None
         is_own = isinstance(owner, _SavedTensorHooks) and owner.weights is self._saved_weights
@@ -378,13 +381,13 @@ class ModelHooks:
     # --- writes ---
 
     def commit_gathered(self, records: Sequence[int]) -> None:
-        """A forward computes with what a script has made of gathered parameters."""
+        """Write home the changes of a script to gathered parameters, before a forward computes with them."""
         if self.executor.gathered:
             for index in self.executor.gathered.intersection(records):
                 self._weights.commit_gathered(self._records[index])
 
     def commit_written(self, records: Sequence[int]) -> None:
-        """What operations wrote into parameters in their own forward stays."""
+        """Write home the changes of operations to parameters in their own forward."""
         for index in records:
             places = self.executor.written_in_forward(index)
             if places:
@@ -393,7 +396,7 @@ class ModelHooks:
     # --- saved tensors ---
 
     def push_saved_tensor_hooks(self) -> bool:
-        """Ours become the innermost pair and hand on to the pair that was; False if they are it already."""
+        """Push this engine's pair, which hands on to the innermost one; False if that is this engine's already."""
         if self._own_innermost() is not None:
             return False
         hooks = _SavedTensorHooks(
@@ -403,7 +406,7 @@ class ModelHooks:
         return True
 
     def push_input_hooks(self, name: str) -> None:
-        """The pair that takes the inputs of unit `name`: [Note: checkpointed units]."""
+        """Push the pair that takes the inputs of unit `name`: [Note: checkpointed units]."""
         others = self._own_innermost() or _SavedTensorHooks(
             self._saved_weights, top_saved_tensors_default_hooks(False), timeline=self.timeline
         )
@@ -427,7 +430,7 @@ class ModelHooks:
             if slot.trainable:
                 self.executor.expect_step_taken(record.index)
             weight = weight_of(param)
-            # Tied ones share a copy: who writes a file looks at the memory to write them once.
+            # Tied parameters share a copy: a writer of files compares the memory to write them once.
             same = (
                 [one for one in state_dict.values() if is_copy_of(one, weight)]
                 if id(param) in self._tied
@@ -450,7 +453,7 @@ class ModelHooks:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Write one module's own weights to their homes; torch finds them gone and reports them missing."""
+        """Write one module's own weights to their homes; `_forgive_missing` then corrects torch's report."""
         if metadata.get("assign_to_params_buffers"):
             allowed = "False: an offloaded model keeps its parameters, and takes the values"
             raise ConfigError("load_state_dict(assign)", True, allowed)
@@ -459,7 +462,7 @@ class ModelHooks:
             value = state_dict.get(prefix + name)
             slot = self._slot_of.get(id(param))
             if value is None or slot is None or value.shape != slot.shape:
-                continue  # torch reports what does not fit
+                continue  # torch reports values that do not fit
             self._weights.write(self._records[self.record_of[id(param)]], slot, value)
             weight_of(param).count_write()
             del state_dict[prefix + name]
@@ -470,7 +473,7 @@ class ModelHooks:
 
 
 class _SavedTensorHooks:
-    """One pair of saved-tensor hooks; `outer` is a foreign pair that gets what is no weight of ours."""
+    """One pair of saved-tensor hooks; `outer` is a foreign pair for tensors that are no weights of the engine."""
 
     def __init__(
         self, weights: SavedWeights, outer: Sequence[Callable[[Any], Any]] | None, *, timeline: Timeline
@@ -482,8 +485,9 @@ class _SavedTensorHooks:
         self._load = weights.load
         self._outer = outer
 
-    # Called for every saved tensor: what times them costs nothing when nobody looks. Not attributes: a method of its
-    # own in an object is a cycle, and the collector would decide when a checkpoint's inputs, which `_outer` holds, go.
+    # Called for every saved tensor: their timing costs nothing when the timeline is off. These are no attributes: a
+    # bound method in its own object is a cycle, and the collector would decide when a checkpoint's inputs, held by
+    # `_outer`, go.
 
     @property
     def pack(self) -> Callable[[torch.Tensor], Any]:
@@ -497,7 +501,7 @@ class _SavedTensorHooks:
 
     @property
     def is_under_foreign(self) -> bool:
-        """Whether a pair that is not ours gets what is no weight."""
+        """Whether a foreign pair gets tensors that are no weights."""
         return self._outer is not None
 
     def _timed_pack(self, tensor: torch.Tensor) -> Any:
@@ -509,7 +513,7 @@ class _SavedTensorHooks:
             return self._unpack(packed)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        kind = type(tensor)  # a look at it takes a tenth of what isinstance() takes
+        kind = type(tensor)  # takes a tenth of the time of isinstance()
         if (
             kind is not torch.Tensor
             and kind is not PresentParameter
@@ -521,14 +525,14 @@ class _SavedTensorHooks:
             return self._save(tensor, address)
         if self._outer is not None:
             return self._outer[0](tensor)
-        # An output that kept its grad_fn here would keep its own graph alive. `data` is a `detach()` that does not let
-        # go of the interpreter's lock; autograd does not look at the version of what hooks give back.
+        # An output that kept its grad_fn here would keep its own graph alive. `data` is a `detach()` that does not
+        # release the interpreter's lock; autograd does not look at the version of tensors that hooks return.
         return tensor.data if tensor.requires_grad else tensor
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is SavedWeight and packed.owner == self._low:
             weight = self._load(packed, may_recompute=self._outer is not None)
-            # A backward that records its own graph (create_graph=True) saves what it is given, without hooks of ours.
+            # A backward that records its own graph (create_graph=True) saves its inputs without these hooks.
             return weight.clone() if torch.is_grad_enabled() else weight
         if self._outer is not None and not isinstance(packed, RemoteTensor):
             return self._outer[1](packed)  # type: ignore[no-any-return]
@@ -541,7 +545,7 @@ class _InputHooks:
     def __init__(
         self, call: Call, activations: ActivationStore, weights: SavedWeights, others: _SavedTensorHooks
     ) -> None:
-        """`others` gets what does not move: weights of ours, indices, small tensors."""
+        """Take the inputs of `call`. `others` gets tensors that do not move: weights, indices, small tensors."""
         self._call = call
         self._activations = activations
         self._is_weight = weights.is_weight
@@ -558,8 +562,8 @@ class _InputHooks:
         )
 
 
-# The compiler compiles what C++ calls back into, too, where a compiled frame has called it: what these do depends on
-# addresses that are others at each call.
+# The compiler also compiles functions that C++ calls back, where a compiled frame has called it. The results of these
+# depend on addresses that differ at each call.
 for _hook in (
     _SavedTensorHooks._pack,
     _SavedTensorHooks._timed_pack,

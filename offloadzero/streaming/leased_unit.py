@@ -1,23 +1,24 @@
-"""A unit between its home and the device: where it is, and the ways to look at it there (floor 5).
+"""A unit between its home and the device: its present place, and the views of its parameters there.
 
 [Note: views are kept]
-To make a view of a weight costs more than to use it, and a unit comes back to the same few leases. So views are kept,
+Making a view of a weight costs more than using it, and a unit comes back to the same few leases. So views are kept,
 by the address of the unit; and units of one layout that take turns in the leases share theirs: a stack of blocks has
 the views of one block, which stay in the processor's cache.
 
 [Note: kept views]
-What a module's own forward makes of its weights without a copy (`w.t()`, `w[0]`, `torch.detach(w)`) shares their
-memory, and a script may keep it: return it, hang it on the module, put it into an autograd Function's context. While
-the unit stays it is right. When the unit leaves, its memory becomes another's. So the views of a unit have a storage of
-their own at each address, made over the lease's memory, and torch counts who holds it: a count above our own says that
-something is kept, at the cost of one look. Only then are the holders looked for, among all of Python's objects, and
-each becomes a `KeptView`, a tensor that reads and writes the weight wherever it is. What only C++ holds is an error.
+A module's own forward may make views of its weights without a copy (`w.t()`, `w[0]`, `torch.detach(w)`). They share the
+weights' memory, and a script may keep them: return them, hang them on the module, put them into an autograd Function's
+context. While the unit stays they are right. When the unit leaves, its memory becomes another's. So the views of a unit
+have a storage of their own at each address, made over the lease's memory, and torch counts its holders: a count above
+the engine's own says that something is kept, at the cost of one look. Only then are the holders looked for, among all
+of Python's objects, and each becomes a `KeptView`, a tensor that reads and writes the weight wherever it is. A view
+that only C++ holds is an error.
 
-A resident unit stays where it is, and what is kept of it is alive. Its updates run behind step(), so step() waits for
-those of a unit of which something is kept.
+A resident unit stays where it is, and kept views of it stay valid. Its updates run behind step(), so step() waits for
+those of a unit that has kept views.
 
 A write through a kept view between the forward and the moment when the unit leaves goes to memory that is given up:
-an error, at the next look at the unit.
+the next look at the unit raises an error.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ from offloadzero.torch_private import (
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
-MAX_WEIGHT_VIEWS = 256  # kept of a layout
-MAX_ADDRESSES = 256  # of leases
+MAX_WEIGHT_VIEWS = 256  # kept for each layout
+MAX_ADDRESSES = 256  # addresses of leases
 
 
 class Residency(Enum):
-    """Where the parameters of a unit are, seen from the device."""
+    """The place of a unit's parameters, as the device sees it."""
 
     RELEASED = "released"
     FETCHING = "fetching"
@@ -73,11 +74,13 @@ class LayoutViews:
         placeholder = torch.full((), fill, dtype=record.dtype, device=device)
         self._slots = record.slots
         self.placeholders = tuple(placeholder.expand(slot.shape) for slot in record.slots)
-        self.weights: dict[tuple[Any, ...], WeightView] = {}  # what autograd saves: `new_weight` makes them
+        self.weights: dict[
+            tuple[Any, ...], WeightView
+        ] = {}  # the forms that autograd saves, made by `new_weight`
         self._at: dict[int, UnitViews] = {}
 
     def at(self, address: int, flat: torch.Tensor) -> UnitViews:
-        """The views of a unit in `flat`, at `address`, which must be memory that lasts as long as this object."""
+        """Return the views of a unit in `flat`, at `address`; the memory must last as long as this object."""
         views = self._at.get(address)
         if views is None:
             if len(self._at) == MAX_ADDRESSES:
@@ -86,7 +89,7 @@ class LayoutViews:
         return views
 
     def new_weight(self, unit: LeasedUnit, key: tuple[Any, ...]) -> WeightView:
-        """`key`: byte offset in the unit, dtype, size and stride."""
+        """Make a form of saved weights. `key`: byte offset in the unit, dtype, size and stride."""
         if len(self.weights) == MAX_WEIGHT_VIEWS:
             self.weights.clear()
             for views in self._at.values():
@@ -103,18 +106,18 @@ class UnitViews:
             self.flat = with_own_storage(flat.view(torch.uint8)).view(flat.dtype)
             self.params = tuple(slot.view_in(self.flat) for slot in slots)
         self._flats = {flat.dtype: self.flat}
-        self.weights: dict[WeightView, torch.Tensor] = {}  # as autograd has saved them
+        self.weights: dict[WeightView, torch.Tensor] = {}  # the forms that autograd has saved
         self._storage = int(self.flat.untyped_storage()._cdata)
         self._num_own = storage_use_count(self._storage)
 
     def num_holders(self) -> int:
-        """Tensors (and storages) that share the memory with these views."""
+        """The number of tensors (and storages) that share the memory with these views."""
         return storage_use_count(self._storage) - self._num_own - len(self.weights)
 
     def saved(
         self, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], start: int
     ) -> torch.Tensor:
-        """As autograd has saved a weight, `start` elements of `dtype` from the unit's first byte."""
+        """Return a weight in the form that autograd saved, `start` elements of `dtype` from the unit's first byte."""
         with torch.inference_mode(False), torch.no_grad():
             flat = self._flats.get(dtype)
             if flat is None:
@@ -123,7 +126,7 @@ class UnitViews:
             return flat.as_strided(size, stride, start)
 
     def holders(self) -> list[torch.Tensor]:
-        """Those of them that are ordinary tensors of Python's."""
+        """The holders that are ordinary tensors of Python's."""
         own = {id(one) for one in (*self._flats.values(), *self.params, *self.weights.values())}
         return [one for one in tensors_over(self._storage) if id(one) not in own]
 
@@ -139,36 +142,37 @@ class LeasedUnit:
     home: Segment
     num_bytes: int
     owner: int  # the address of the engine's device memory
-    frozen_from: int  # bytes of what an update changes: the frozen weights come last
+    frozen_from: int  # bytes that an update changes: the frozen weights come last
     flat: torch.Tensor | None = None  # the parameters on the device, shape (num_elements,)
     views: UnitViews | None = None  # of `flat`
-    is_kept: bool = False  # something else looked at `flat` when the last forward ended: [Note: kept views]
-    address: int = 0  # of `flat`; 0: none
+    is_kept: bool = False  # `flat` had other holders when the last forward ended: [Note: kept views]
+    address: int = 0  # the address of `flat`; 0: none
     lease: Lease | None = None
     fetched: LaneTicket | None = None
     arrived_for: list[Stream | None] = field(default_factory=list)  # the streams that have waited for it
-    updated: Ticket = FINISHED  # the last update; a fetch or a use comes after it
+    updated: Ticket = FINISHED  # the ticket of the last update, before any fetch or use
     generation: int = 0  # counts updates: a saved tensor of an older one is refused
-    edits: int = 0  # the same for frozen weights, which no update changes: counts writes by the user
-    shown_at: int = -1  # the address at which the parameters themselves point; 0: placeholders; -1: various
+    edits: int = 0  # counts the user's writes, in the same way for frozen weights
+    shown_at: int = -1  # the address to which the parameters point; 0: placeholders; -1: various
     gathered: dict[int, torch.Tensor] = field(
         default_factory=dict
     )  # by slot: the memory it has for the script
-    versions: tuple[int, ...] = ()  # of the parameters, when their module's forward began
+    versions: tuple[int, ...] = ()  # the parameters' versions when their module's forward began
 
     def __post_init__(self) -> None:
         with DisableTorchFunctionSubclass():
-            # Each shares its parameter's version, and is quicker to ask than a parameter that is away.
+            # Each shares its parameter's version, and answers faster than a parameter that is away.
             self._clocks = [torch.detach(param) for param in self.params]
         self._starts = [slot.offset * self.record.dtype.itemsize for slot in self.record.slots]
-        # torch.utils.swap_tensors() would leave the parameter without its place here; it refuses what is held weakly.
+        # torch.utils.swap_tensors() would leave the parameter without its place here; it refuses tensors with weak
+        # references.
         self._not_to_be_swapped = [weakref.ref(param) for param in self.params]
         self._originals = [type(param) for param in self.params]
         self._present = [classes_of(original)[0] for original in self._originals]
         self._away = [classes_of(original)[1] for original in self._originals]
 
     def put_at(self, flat: torch.Tensor | None) -> None:
-        """The parameters are on the device, or no more."""
+        """Set the parameters' memory on the device; None: they are not there."""
         self.flat = flat
         self.address = 0 if flat is None else flat.data_ptr()
         self.views = None if flat is None else self.layout_views.at(self.address, flat)
@@ -179,7 +183,7 @@ class LeasedUnit:
     def show(self) -> None:
         """Point the parameters at the unit's memory, or at a placeholder that keeps their shape.
 
-        The placeholder is one NaN expanded: autograd's shape checks hold, and a use that nobody foresaw shows.
+        The placeholder is one NaN expanded: autograd's shape checks hold, and an unforeseen use shows.
         """
         if self.shown_at != self.address:
             self._point()
@@ -202,20 +206,20 @@ class LeasedUnit:
         self.shown_at = -1
 
     def enter_forward(self) -> None:
-        """The module of the parameters computes: [Note: a parameter away]."""
+        """Make the parameters ordinary ones for the forward of their module: [Note: a parameter away]."""
         if self.shown_at != self.address:
             self._point()
         for param, present in zip(self.params, self._present, strict=True):
             param.__class__ = present
-        # Else what was written through a kept view is committed with this forward's writes.
+        # Else writes through a kept view are committed with this forward's writes.
         if not self.is_kept:
             self.versions = tuple([clock._version for clock in self._clocks])
 
     def leave_forward(self) -> None:
-        """The parameters are away again."""
+        """Make the parameters `AwayParameter`s again."""
         for param, away in zip(self.params, self._away, strict=True):
             param.__class__ = away
-        # What the forward wrote is committed already.
+        # The forward's writes are committed already.
         self.is_kept = self.views is not None and self.views.num_holders() > len(self.params)
         if self.is_kept:
             self.versions = tuple([clock._version for clock in self._clocks])
@@ -229,10 +233,10 @@ class LeasedUnit:
             return []
         return [i for i, (now, then) in enumerate(zip(versions, self.versions, strict=True)) if now != then]
 
-    # --- what a forward's views are when it is over: [Note: kept views] ---
+    # --- views of a forward that is over: [Note: kept views] ---
 
     def expect_no_late_write(self) -> None:
-        """Raise if a kept view was written when the forward that made it was over, and nothing has committed that."""
+        """Raise if a kept view was written after the forward that made it, and the write is not committed."""
         if self.is_kept and (written := self.places_written()):
             raise StateError(
                 f"{self.record.slots[written[0]].name} was written through a view that its module's forward made, "
@@ -240,11 +244,11 @@ class LeasedUnit:
             )
 
     def stays_kept(self) -> bool:
-        """Whether something else than its parameters looks at the unit, which is on the device."""
+        """Whether tensors other than the parameters look at the unit, which is on the device."""
         return self.views is not None and self.views.num_holders() > len(self.params) - len(self.gathered)
 
     def give_up(self, views: UnitViews) -> None:
-        """The memory of `views`, which were the unit's until now, becomes another's."""
+        """Give up the memory of the unit's former `views`: tensors over it become kept views."""
         if not views.num_holders():
             return
         for tensor in views.holders():
@@ -264,7 +268,7 @@ class LeasedUnit:
         keep_view(tensor, self.params[place], byte_offset - self._starts[place])
 
     def gather(self, place: int, value: torch.Tensor) -> None:
-        """The parameter of slot `place` is an ordinary one with memory of its own."""
+        """Make the parameter of slot `place` an ordinary one with memory of its own."""
         self.gathered[place] = value
         self._show_gathered(place)
 
@@ -276,7 +280,7 @@ class LeasedUnit:
         self.shown_at = -1
 
     def scatter(self, place: int) -> torch.Tensor:
-        """Undo `gather`; gives the memory that the parameter has now."""
+        """Undo `gather`; return the memory that the parameter has now."""
         param = self.params[place]
         value = param.data
         del self.gathered[place]
@@ -285,29 +289,29 @@ class LeasedUnit:
         self.show()
         return value
 
-    # --- where the parameters are ---
+    # --- the parameters' place ---
 
     def holds(self, address: int) -> bool:
-        """Whether `address` is that of one of its parameters on the device."""
+        """Whether `address` lies in the unit's parameters on the device."""
         return 0 <= address - self.address < self.num_bytes
 
     def save(self, tensor: torch.Tensor, address: int) -> SavedWeight:
-        """A handle for a tensor at `address`, where weights of this unit are."""
+        """Make a handle for a tensor at `address`, where weights of this unit are."""
         key = (address - self.address, tensor.dtype, tensor.size(), tensor.stride())
         view = self.layout_views.weights.get(key) or self.layout_views.new_weight(self, key)
         version = self._clocks[view.place]._version
-        # An update leaves the frozen ones as they are.
+        # An update does not change frozen weights.
         generation = self.edits if view.is_frozen else self.generation
         return SavedWeight(self.owner, self.record.index, generation, view, version)
 
     def place_at(self, byte_offset: int) -> int:
-        """The slot whose parameter lies there."""
+        """The slot of the parameter at a byte offset."""
         return bisect_right(self._starts, byte_offset) - 1
 
     def expect_as_saved(self, saved: SavedWeight) -> None:
-        """Raise if the weight that autograd has saved is another now.
+        """Raise if the weight that autograd has saved has changed since.
 
-        It looks at versions itself, but not of what saved-tensor hooks have taken.
+        Autograd looks at versions itself, but not for tensors that saved-tensor hooks have taken.
         """
         view = saved.view
         if (self.edits if view.is_frozen else self.generation) != saved.generation:
@@ -328,7 +332,7 @@ class LeasedUnit:
 
 
 class WeightView:
-    """A way in which saved tensors look at a unit's weights, and these tensors at the addresses of its leases."""
+    """A form in which tensors of a unit's weights are saved, and these tensors at the addresses of its leases."""
 
     def __init__(
         self,
@@ -346,7 +350,7 @@ class WeightView:
         self._stride = stride
 
     def of(self, unit: LeasedUnit) -> torch.Tensor:
-        """The tensor, now that the unit is on the device."""
+        """Return the tensor, now that the unit is on the device."""
         if unit.views is None:
             raise StateError(f"{unit.record.name} is not on the device")
         weights = unit.views.weights
@@ -357,7 +361,7 @@ class WeightView:
         return weight
 
     def view_in(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor in the unit's parameters, shape (num_elements,)."""
+        """Return the tensor in the unit's parameters, shape (num_elements,)."""
         typed = flat.view(self._dtype)
         start = typed.storage_offset() + self._byte_offset // self._dtype.itemsize
         return typed.as_strided(self._size, self._stride, start)
@@ -365,10 +369,10 @@ class WeightView:
 
 @dataclass(eq=False, slots=True)
 class SavedWeight:
-    """What autograd keeps instead of a weight: where it lies in its unit."""
+    """The object that autograd keeps instead of a weight: the weight's place in its unit."""
 
     owner: int  # the address of its engine's device memory: models may be nested in each other's forward
     unit: int
     generation: int
     view: WeightView
-    version: int  # of the parameter
+    version: int  # the version of the parameter

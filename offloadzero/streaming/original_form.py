@@ -1,10 +1,10 @@
-"""The parameters as they were before their model was offloaded, and the way back (floor 5).
+"""The parameters as they were before their model was offloaded, and the way back.
 
 [Note: the original form]
 A model gives its memory up unit by unit as its states move to their homes, so that nothing is there twice. When the
 engine cannot be built after all, or hands the model back, the values come from the homes. They are the same bits with
-one exception: what a home holds in less than it was given (a frozen fp32 weight under bf16 has no master; the compact
-layout rounds the master to 24 bits) comes back as rounded as it would have been trained.
+one exception: a value whose home holds fewer bits (a frozen fp32 weight under bf16 has no master; the compact layout
+rounds the master to 24 bits) comes back as rounded as it would have been trained.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from offloadzero.update.records import Record
 
 
 class OriginalForm:
-    """Which dtype and device the parameters had, and which records have taken their values."""
+    """The dtype and device that the parameters had, and the records that have taken their values."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self._records = records
@@ -40,14 +40,14 @@ class OriginalForm:
     def load(self, store: TieredStore, *, agree: Callable[[torch.Tensor], None]) -> None:
         """Move all values to their homes, one record at a time: the last first, [Note: the gap] in memory/nvme.py.
 
-        `agree` makes values those of the first rank, where there are several.
+        `agree` overwrites values with those of the first rank, where there are several ranks.
         """
         freed = FreedMemory()
         waiting = file_bytes(slot.param for record in self._records for slot in record.slots)
         for record in reversed(self._records):
             waiting -= file_bytes(slot.param for slot in record.slots)
             for slot in record.slots:
-                restore(slot.param)  # one that waits outside the module
+                restore(slot.param)  # a parameter that waits outside the module
             values = [slot.param.data for slot in record.slots]
             try:
                 store.reserve(record.segments.values(), waiting=waiting)
@@ -61,7 +61,7 @@ class OriginalForm:
         freed.trim()
 
     def restore(self) -> None:
-        """Put the values of the homes back into the parameters; nobody may write the homes meanwhile."""
+        """Put the values of the homes back into the parameters; the homes must not be written meanwhile."""
         while self._taken:
             record, store = self._taken[-1]
             if record.shard.world_size > 1:
@@ -74,13 +74,13 @@ class OriginalForm:
             for slot in record.slots:
                 dtype, device = self._forms[id(slot.param)]
                 restore_parameter(slot.param)
-                # A tensor of its own: the record's would stay as long as any parameter of it.
+                # A tensor of its own: a view of the record's memory would keep all of it.
                 slot.param.data = _value(slot, param, master, dtype).to(device, dtype, copy=True)
             self._taken.pop()
 
 
 def _give_up(record: Record) -> None:
-    """This rank alone has not all values of the record: its parameters are NaN."""
+    """Make the record's parameters NaN, as this rank alone does not have all of their values."""
     for slot in record.slots:
         restore_parameter(slot.param)
         slot.param.data = torch.full((), float("nan")).to(record.dtype).expand(slot.shape)

@@ -1,10 +1,10 @@
-"""The weights among the tensors that autograd saves: their handles, and the way back to them (floor 5).
+"""The weights among the tensors that autograd saves: their handles, and the return from these to the weights.
 
 [Note: weights that find no room]
-The plan has room for what sites need together; a node of backward may need more, weights of several units. What finds
-no room then is read from its home into memory of its own. While the node waits for a recomputation, which needs the
-room for its sites, it holds such a copy from the start. (Where the configuration has units checkpointed, the plan
-has room for both unless a device budget is too small for that.)
+The plan has room for the units that sites need together; a node of backward may need weights of more units. A weight
+that finds no room then is read from its home into memory of its own. While the node waits for a recomputation, which
+needs the room for its sites, it holds such a copy from the start. (Where the configuration has units checkpointed, the
+plan has room for both unless a device budget is too small for that.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offloadzero.streaming.leased_unit import HOME, LeasedUnit, SavedWeight
 
 
 class SavedWeights:
-    """Turns weights that are saved into handles, and handles into the weights, fetched again if need be."""
+    """Turns weights that are saved into handles, and handles into weights, fetched again if need be."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -31,18 +31,20 @@ class SavedWeights:
         homes = sorted((u for u in executor.units if u.residency is HOME), key=lambda unit: unit.address)
         self._homes = [unit.record.index for unit in homes]
         self._home_addresses = [unit.address for unit in homes]
-        # [low, high): addresses at which a saved tensor is a weight of ours.
+        # [low, high): the addresses at which a saved tensor is a weight of this engine.
         self.address_range = executor.address_range
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in device memory of ours."""
+        """Whether `tensor` lies in device memory of this engine."""
         low, high = self.address_range
         return low <= tensor.data_ptr() < high
 
     def save(self, tensor: torch.Tensor, address: int) -> SavedWeight:
-        """A handle for a tensor that is a weight; `address` is its `data_ptr()`."""
+        """Make a handle for a tensor that is a weight; `address` is its `data_ptr()`."""
         unit = self._units[self._residency.current]  # most likely
-        if not 0 <= address - unit.address < unit.num_bytes:  # `unit.holds(address)`, in half the time
+        if (
+            not 0 <= address - unit.address < unit.num_bytes
+        ):  # not `unit.holds(address)`, which takes twice as long
             unit = self._unit_at(address)
         return unit.save(tensor, address)
 
@@ -55,9 +57,9 @@ class SavedWeights:
         raise StateError("a tensor saved for backward lies in a released lease")
 
     def load(self, saved: SavedWeight, *, may_recompute: bool = False) -> torch.Tensor:
-        """The weight that `saved` stands for, fetched again if need be: [Note: weights that find no room].
+        """Return the weight that `saved` stands for, fetched again if need be: [Note: weights that find no room].
 
-        `may_recompute`: forwards may run before the operation that it is for.
+        `may_recompute`: forwards may run before the operation that needs the weight.
         """
         index = saved.unit
         unit = self._units[index]

@@ -1,11 +1,11 @@
-"""Parameters that share memory with other parameters or with buffers (floor 5).
+"""Parameters that share memory with other parameters or with buffers.
 
 [Note: memory that is shared]
-In torch two parameters over the same elements are one weight: what is written into one is seen in the other. Offloaded,
-each has a home of its own, and they would drift apart without a word. So an element that belongs to a parameter that is
-trained, and to another parameter or to a buffer, is refused by both names. Parameters that share one storage, each
-with elements of its own (one flat buffer), train as in torch; only what a script goes on to write into the buffer does
-not reach them. So do frozen ones that share elements: nobody updates them. Of both there is a notice.
+In torch two parameters over the same elements are one weight: a write to one is seen in the other. Offloaded, each has
+a home of its own, and they would silently drift apart. So an element that belongs to a parameter that is trained, and
+to another parameter or to a buffer, is refused by both names. Parameters that share one storage, each with elements of
+its own (one flat buffer), train as in torch; only later writes of a script to the buffer do not reach them. Frozen
+parameters that share elements train, too, as no update changes them. Of both cases there is a notice.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from offloadzero.torch_private import DisableTorchFunctionSubclass, has_storage
 
 log = logging.getLogger("offloadzero")
 
-_SLACK_BYTES = 4096  # what an allocation may be larger than the tensor it was made for
+_SLACK_BYTES = 4096  # an allocation may be larger by so much than the tensor it was made for
 
 
 @dataclass(frozen=True)
 class _Span:
     """The memory of one tensor: byte addresses [start, stop) of one kind of device, gaps included."""
 
-    place: int  # in the model
+    place: int  # the number of the tensor in the model
     name: str
     start: int
     stop: int
@@ -62,7 +62,7 @@ class _Members:
     num_bytes: int = 0
 
     def give_notice(self) -> None:
-        """Unless the storage was made for one parameter."""
+        """Log the notice, unless the storage was made for one parameter."""
         if len(self.names) == 1 and self.storage_bytes <= self.num_bytes + _SLACK_BYTES:
             return
         num_more = len(self.names) - 1
@@ -80,14 +80,14 @@ def expect_memory_of_its_own(model: nn.Module, *, group_of: Mapping[int, int]) -
     `group_of`: id of a parameter -> its optimizer group; others are not trained.
 
     Raises:
-        ConfigError: names both.
+        ConfigError: two of them share elements; the message names both.
     """
     by_device: dict[torch.device, list[_Span]] = {}
     by_storage: dict[int, _Members] = {}
     with DisableTorchFunctionSubclass():
         for place, (name, tensor, is_param) in enumerate(_tensors(model)):
             if tensor.layout is not torch.strided or not has_storage(tensor) or not tensor.data_ptr():
-                continue  # of no elements, on the meta device, or of a class of its own
+                continue  # it has no elements, is on the meta device, or is of a class of its own
             is_trained = is_param and tensor.requires_grad and id(tensor) in group_of
             span = _span(place, name, tensor, is_param=is_param, is_trained=is_trained)
             by_device.setdefault(tensor.device, []).append(span)
@@ -119,9 +119,9 @@ def _span(place: int, name: str, tensor: torch.Tensor, *, is_param: bool, is_tra
 
 
 def _first_sharing(spans: Sequence[_Span]) -> tuple[_Span, _Span] | None:
-    """Of those that share what they must not, the first in the order of the model: addresses differ from run to run."""
+    """Return a pair that must not share elements, the first in the model's order: addresses differ from run to run."""
     first: tuple[_Span, _Span] | None = None
-    reaching: list[_Span] = []  # that begin before the present one and may reach it
+    reaching: list[_Span] = []  # those that begin before the present one and may reach it
     for span in sorted(spans, key=lambda span: (span.start, span.stop)):
         reaching = [one for one in reaching if one.stop > span.start]
         for one in reaching:
@@ -139,7 +139,7 @@ def _places(pair: tuple[_Span, _Span]) -> tuple[int, int]:
 
 
 def _share_elements(one: _Span, other: _Span) -> bool:
-    """Of two whose spans overlap: columns of one matrix may interleave."""
+    """Whether two tensors with overlapping spans share elements: columns of one matrix may interleave."""
     if one.is_dense and other.is_dense:
         return True
     first, stop = min(one.start, other.start), max(one.stop, other.stop)

@@ -1,4 +1,4 @@
-"""Parameters that left memory while their model was being built (floor 5).
+"""Parameters that left memory while their model was being built.
 
 `zero.Init` hands large parameters over as soon as their module exists; the runtime takes them back one unit at a
 time. They wait with all bits they were initialised with, so a model built under `Init` trains exactly as one that
@@ -6,7 +6,7 @@ was not; on NVMe each has a file of its own until then. Meanwhile such a paramet
 value, writes arrive ([Note: a parameter away] in parameters/weight.py), and it is trained or saved as any other.
 
 [Note: one place at a time]
-A parameter wears its weight before its memory goes, and gets its memory before the weight goes: an interrupt between
+A parameter gets its weight object before its memory goes, and its memory before that object goes: an interrupt between
 any two lines leaves it with its value.
 """
 
@@ -62,7 +62,7 @@ class SpilledWeight:
 
     @property
     def host_bytes(self) -> int:
-        """Of the value; 0 when it is on a file."""
+        """The bytes of the value in host memory; 0 when it is on a file."""
         return 0 if self._value is None else self._value.nbytes
 
     @property
@@ -72,20 +72,20 @@ class SpilledWeight:
 
     @property
     def file_bytes(self) -> int:
-        """On the drive; 0 when the value is in memory."""
+        """The bytes of the value on the drive; 0 when it is in memory."""
         return 0 if self._file is None else align_up(self.shape.numel() * self.dtype.itemsize)
 
     @property
     def history(self) -> tuple[int, int]:
-        """Changes with each write."""
+        """A number that changes with each write."""
         return 0, self._num_writes
 
     def read(self) -> torch.Tensor:
-        """The value on the parameter's device; not to be written."""
+        """Return the value on the parameter's device; not to be written."""
         return self._stored().to(self.device).contiguous()
 
     def read_to_write(self) -> torch.Tensor:
-        """The value on the parameter's device, in memory of its own."""
+        """Return the value on the parameter's device, in memory of its own."""
         value = self.read()
         return value.clone() if self._file is None else value
 
@@ -99,14 +99,14 @@ class SpilledWeight:
                 self._stored().copy_(value.detach())
 
     def count_write(self) -> None:
-        """Nothing: a graph over a parameter that is away asks for its `history`."""
+        """Do nothing: a graph over a parameter that is away asks for its `history`."""
 
     def alias(self) -> Alias:
-        """What stands for the value until `assign`."""
+        """Return the tensor that stands for the value until `assign`."""
         return self._alias.of(self)
 
     def assign(self, value: torch.Tensor) -> None:
-        """`param.data = value`, of any shape, dtype and device, as of an ordinary parameter."""
+        """Do `param.data = value`, of any shape, dtype and device, as for an ordinary parameter."""
         param = self._param()
         if param is None or value is param or self._alias.stands_for(value):
             return
@@ -129,7 +129,7 @@ class SpilledWeight:
             self._drop()
 
     def give_back(self, param: nn.Parameter) -> None:
-        """The parameter holds its value itself; the file is gone, and the drive has its space back."""
+        """Let the parameter hold its value itself; remove the file, and give the drive its space back."""
         value = self._stored()
         with DisableTorchFunctionSubclass():
             set_data(param, value.to(self.device))
@@ -180,12 +180,12 @@ class _UnnamedFile:
                 position += os.pwrite(self._descriptor, view[position:], position)
             except OSError as error:
                 raise self._error("write", position, len(view), error.errno or 0) from error
-        # Written pages are to leave memory, not to pile up in the page cache.
+        # Written pages are sent on to the drive, so that they do not pile up in the page cache.
         os.fdatasync(self._descriptor)
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """A new host tensor of the contents."""
+        """Return a new host tensor of the contents."""
         target = torch.empty(shape, dtype=dtype, device="cpu")
         view = _as_bytes(target)
         position = 0
@@ -200,8 +200,8 @@ class _UnnamedFile:
         return target
 
     def close(self) -> None:
-        """The drive has its space back."""
-        if os.getpid() == self._pid:  # else it is the parent's still
+        """Close the file and give the drive its space back."""
+        if os.getpid() == self._pid:  # else it is still the parent's
             os.ftruncate(self._descriptor, 0)  # closing alone frees the space some time later on XFS
         self._close()
 
@@ -222,7 +222,7 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _wear(param: nn.Parameter, weight: SpilledWeight) -> None:
-    """`weight` answers for the parameter; what it holds itself is one element in its shape."""
+    """Let `weight` answer for the parameter, which itself holds one element in its shape."""
     offload_parameter(param, weight)
     placeholder = torch.full((), float("nan"), device="cpu").to(weight.device, weight.dtype)
     with DisableTorchFunctionSubclass():
@@ -246,13 +246,13 @@ def spill(param: nn.Parameter, *, name: str, directory: Path | None) -> None:
 
 
 def spilled_weight(param: torch.Tensor) -> SpilledWeight | None:
-    """Where the value of a spilled parameter is; None if it is not spilled."""
+    """Return the weight object of a spilled parameter; None if it is not spilled."""
     weight = weight_of(param) if is_offloaded(param) else None
     return weight if isinstance(weight, SpilledWeight) else None
 
 
 def restore(param: nn.Parameter) -> SpilledWeight | None:
-    """Put a spilled value back into the parameter; returns where it was, None if it was not spilled."""
+    """Put a spilled value back into the parameter; return its weight object, None if it was not spilled."""
     weight = spilled_weight(param)
     if weight is not None:
         weight.give_back(param)
@@ -260,7 +260,7 @@ def restore(param: nn.Parameter) -> SpilledWeight | None:
 
 
 def file_bytes(params: Iterable[nn.Parameter]) -> Counter[int]:
-    """What the parameters' values take on drives now, by `st_dev`."""
+    """The bytes of the parameters' values on drives now, by `st_dev`."""
     found: Counter[int] = Counter()
     for param in params:
         weight = spilled_weight(param)
@@ -270,7 +270,7 @@ def file_bytes(params: Iterable[nn.Parameter]) -> Counter[int]:
 
 
 def host_bytes(param: nn.Parameter) -> int:
-    """Host memory that the parameter's value takes now."""
+    """The bytes of host memory that the parameter's value takes now."""
     weight = spilled_weight(param)
     if weight is not None:
         return weight.host_bytes

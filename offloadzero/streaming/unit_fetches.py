@@ -1,4 +1,4 @@
-"""The fetches of units into their leases, after their last update (floor 5)."""
+"""The fetches of units into their leases, after their last update."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class UnitFetches:
     def submit(self, unit: LeasedUnit, target: torch.Tensor) -> LaneTicket:
         """Fetch a unit, after its last update, into `target`, device, shape (num_elements,).
 
-        What has been launched till now may still use that memory.
+        Work that has been launched till now may still use that memory.
         """
         fence = self._store.accelerator.fence()
         delivered = None if unit.home.is_in_host_memory else self._ask_for_delivery(unit, target, fence)
@@ -47,7 +47,7 @@ class UnitFetches:
         )
 
     def read_home(self, unit: LeasedUnit) -> torch.Tensor:
-        """The unit's parameters in memory of their own on the device, shape (num_elements,)."""
+        """Read the unit's parameters into memory of their own on the device, shape (num_elements,)."""
         home = torch.empty(unit.record.num_elements, dtype=unit.record.dtype, device="cpu")
         with self._clock.waiting("fetch"), self._store.failures.handed_over():
             unit.updated.wait()
@@ -57,9 +57,9 @@ class UnitFetches:
     def _ask_for_delivery(
         self, unit: LeasedUnit, target: torch.Tensor, fence: Fence
     ) -> Callable[[], Sequence[Ticket] | None] | None:
-        """[Note: delivery] of the coming update's parameters to `target`, if there is one yet to begin.
+        """Ask the unit's next update, if it has not begun, to deliver its parameters to `target`: [Note: delivery].
 
-        Gives a call that blocks until the update is over, with what `Fetcher.submit` wants to know of it.
+        Returns a call for `Fetcher.submit` that blocks until the update is over and returns its copies.
         """
         updated = unit.updated
         if not isinstance(updated, UpdateTicket):
@@ -78,7 +78,7 @@ class UnitFetches:
             updated.wait_fulfilled()
             if delivery.is_complete:
                 return delivery.copies
-            AllOf(delivery.copies).wait()  # the lease may be another unit's soon
+            AllOf(delivery.copies).wait()  # the lease may soon be another unit's
             return None
 
         return delivered

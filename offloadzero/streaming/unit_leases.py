@@ -1,7 +1,7 @@
-"""Units in their leases: fetched, arrived, released (floor 5).
+"""The leases of units: fetched into, arrived, released.
 
-Work launched on a stream is covered by fences: a fetch into a lease waits, on its stream, for what had been launched
-on the [Note: streams that compute] when the lease was given up.
+Fences cover the work launched on a stream: a fetch into a lease waits, on its stream, for the work that had been
+launched on the [Note: streams that compute] when the lease was given up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offloadzero.streaming.unit_fetches import UnitFetches
 
 
 class UnitLeases:
-    """Moves units as the residency policy says, and tells it what is there."""
+    """Moves units as the residency policy decides, and tells it which are there."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class UnitLeases:
         fetches: UnitFetches,
         clock: StepClock,
     ) -> None:
-        """`arena`: the part of the device's memory from which the leases are cut."""
+        """Take the `arena`, the part of the device's memory from which the leases are cut."""
         self._units = units
         self._store = store
         self.arena = arena
@@ -42,7 +42,7 @@ class UnitLeases:
         self._clock = clock
 
     def prefetch(self) -> None:
-        """Start what comes next."""
+        """Start the moves that are next."""
         for move in self._residency.plan(self.arena.free_bytes):
             unit = self._units[move.unit]
             if isinstance(move, Evict):
@@ -55,9 +55,9 @@ class UnitLeases:
             self.start_fetch(unit, lease)
 
     def lease_on_demand(self, unit: LeasedUnit, *, ends_guards: bool) -> Lease:
-        """A lease for a unit that is used now.
+        """Return a lease for a unit that is used now.
 
-        `ends_guards`: a forward begins, so what was read outside of forwards has been used.
+        `ends_guards`: a forward begins, so parameters read outside of forwards have been used.
         """
         name, size = unit.record.name, unit.num_bytes
         while (lease := self.arena.try_lease(size, name)) is None:
@@ -72,7 +72,7 @@ class UnitLeases:
                 continue
             if not arriving:
                 raise self._no_room(name, size)
-            for other in arriving:  # fetched for later: their room is needed now
+            for other in arriving:  # units fetched for later: their room is needed now
                 self.complete_fetch(other, self._store.accelerator.note_stream())
         return lease
 
@@ -101,13 +101,13 @@ class UnitLeases:
         self._residency.entered(unit.record.index)
 
     def complete_fetch(self, unit: LeasedUnit, stream: Stream | None, *, since: Mark | None = None) -> None:
-        """What is launched on `stream` from now on finds the unit there."""
+        """Order later work of `stream` behind the unit's arrival."""
         if unit.fetched is None:
             raise AssertionError(f"{unit.record.name} is not being fetched")
         if not unit.fetched.done():
             with self._store.failures.handed_over(), self._clock.waiting("fetch", since=since):
                 unit.fetched.order_compute()
-        self._store.failures.check_readable()  # one that has failed is done
+        self._store.failures.check_readable()  # a failed ticket counts as done
         unit.residency = READY
         unit.arrived_for.append(stream)
 
@@ -122,7 +122,7 @@ class UnitLeases:
                 unit.fetched.wait()
 
     def release(self, unit: LeasedUnit) -> None:
-        """Give the unit's lease up; what has been launched may still read it."""
+        """Give the unit's lease up; launched work may still read it."""
         if unit.lease is None:
             raise AssertionError(f"{unit.record.name} holds no lease")
         lease, unit.lease = unit.lease, None
@@ -136,8 +136,8 @@ class UnitLeases:
             try:
                 unit.give_up(views)
             except StateError as error:
-                # A release may be half of something: the next use raises it.
+                # An error in a release may leave it half done: the next use raises it.
                 self._store.failures.record(error)
         if self._store.poison:
-            self._store.accelerator.join_streams()  # they may still read what is about to be poisoned
+            self._store.accelerator.join_streams()  # they may still read the memory that is poisoned now
         lease.release()

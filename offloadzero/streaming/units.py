@@ -1,4 +1,4 @@
-"""Cutting a module into units, without changing it (floor 5)."""
+"""The cut of a module into units, which does not change it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Site:
 
 @dataclass(frozen=True)
 class UnitCut:
-    """The records of a model, the sites that need them, and what must be on the device at once."""
+    """The records of a model, the sites that need them, and the units that must be on the device together."""
 
     records: tuple[Record, ...]
     sites: tuple[Site, ...]
-    together: tuple[tuple[int, ...], ...]  # in the order in which they come
+    together: tuple[tuple[int, ...], ...]  # in the order in which forwards use them
     # Modules that own parameters directly.
     owners: tuple[nn.Module, ...]
 
@@ -66,15 +66,15 @@ def cut_units(
     Args:
         group_of: id of a parameter -> index of its optimizer group; parameters that are absent are frozen.
         param_dtype: dtype of all floating-point parameters; None keeps each parameter's own.
-        spec: of the optimizer.
+        spec: the spec of the optimizer.
         compact: the compact layout for the states of bf16 parameters.
-        shard: of gradients and states.
-        gathers_params: the parameters are divided in the same way, but for those of the resident unit.
+        shard: this rank's part of gradients and states.
+        gathers_params: the parameters are divided in the same way, except for those of the resident unit.
         is_reduced: gradients are means over several ranks.
 
     Raises:
-        ConfigError: the model has no parameters, some that cannot be moved, or one that shares memory with another
-            tensor of the model; a pattern matches nothing; no trainable parameter can be compact.
+        ConfigError: the model has no parameters, has some that cannot be moved, or one that shares memory with
+            another tensor of the model; a pattern matches nothing; no trainable parameter can be compact.
     """
     _expect_movable(model)
     expect_memory_of_its_own(model, group_of=group_of)
@@ -121,10 +121,10 @@ def cut_units(
 def checkpointed_modules(
     model: nn.Module, cut: UnitCut, units: UnitConfig, patterns: Sequence[str]
 ) -> dict[str, nn.Module]:
-    """The modules of the units whose name matches one of `patterns`; of all unit roots when there is none.
+    """Return the modules of the units whose name matches one of `patterns`, or of all unit roots without patterns.
 
     Raises:
-        ConfigError: a pattern matches no unit, or one that is never called as a module.
+        ConfigError: a pattern matches no unit, or a unit that is never called as a module.
     """
     names = {record.unit_name for record in cut.records} - {REST}
     key = "offloadzero.activation_checkpoints.units"
@@ -153,7 +153,9 @@ def _expect_movable(model: nn.Module) -> None:
             )
             raise ConfigError(name or "model", module.original_name, allowed)
     for name, param in model.named_parameters():
-        has_no_shape: bool = is_lazy(param)  # asked for by itself: it would narrow the type to none
+        has_no_shape: bool = is_lazy(
+            param
+        )  # a variable of its own: in an `if` it would narrow the type to none
         if has_no_shape:
             allowed = (
                 "parameters with a shape: run a forward, which gives it one, before offload() or initialize()"
@@ -170,7 +172,7 @@ def _expect_trainable_dtype(
         if dtype not in MASTER_DTYPES:
             allowed = ", ".join(map(_dtype_name, MASTER_DTYPES))
             raise ConfigError(f"{name}.dtype", _dtype_name(dtype), f"trainable parameters: {allowed}")
-        grad_dtype = getattr(param, "grad_dtype", param.dtype)  # older versions of torch have none
+        grad_dtype = getattr(param, "grad_dtype", param.dtype)  # older versions of torch lack it
         if grad_dtype != param.dtype:
             allowed = f"{_dtype_name(param.dtype)}: a gradient has the dtype of its parameter"
             raise ConfigError(f"{name}.grad_dtype", grad_dtype and _dtype_name(grad_dtype), allowed)
@@ -193,7 +195,7 @@ def _num_elements(module: nn.Module) -> int:
 
 
 def _unit_roots(model: nn.Module, config: UnitConfig) -> dict[int, str]:
-    """id of each unit's root module -> its name."""
+    """Return the name of each unit, by the id of its root module."""
     if not config.patterns:
         return {id(module): name for name, module in _repeated(model, "")}
     roots: dict[int, str] = {}
@@ -215,7 +217,7 @@ def _unit_roots(model: nn.Module, config: UnitConfig) -> dict[int, str]:
 
 
 def _repeated(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The elements of the outermost containers of modules of one class."""
+    """Yield the elements of the outermost containers of modules of one class."""
     children = [(n, child) for n, child in module.named_children() if _num_elements(child)]
     is_container = isinstance(module, nn.ModuleList | nn.Sequential)
     classes = {type(child) for _, child in children}
@@ -230,7 +232,7 @@ def _repeated(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 def _assign_parameters(
     model: nn.Module, roots: Mapping[int, str], min_leaf_elements: int
 ) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """Unit name -> its parameters, in the order of the model's modules."""
+    """Return the parameters of each unit, by its name, in the order of the model's modules."""
     owned: dict[str, list[tuple[str, nn.Parameter]]] = {}
     seen: set[int] = set()
 
@@ -266,7 +268,7 @@ def _by_dtype(
 def _sites(
     model: nn.Module, records: Sequence[Record], record_of: Mapping[int, int]
 ) -> tuple[tuple[Site, ...], tuple[tuple[int, ...], ...]]:
-    """Each module needs what its own parameters and those of its unit need, unless an outer site has it."""
+    """Make the sites: a module needs the records of its own parameters and of its unit that no outer site has."""
     unit_records: dict[str, set[int]] = {}
     for record in records:
         unit_records.setdefault(record.unit_name, set()).add(record.index)
@@ -281,7 +283,7 @@ def _sites(
         )
         needed -= set(held) if name else set()
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            needed = set()  # nobody calls it: its children are the sites
+            needed = set()  # it is never called: its children are the sites
         ordered = tuple(sorted(needed, key=lambda index: (-records[index].param_bytes, index)))
         held = tuple(dict.fromkeys((*held, *ordered)))
         if needed:  # a module that several others share is one site, and comes beside each of them

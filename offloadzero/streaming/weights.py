@@ -1,9 +1,9 @@
-"""Weights and optimizer states in and out of their homes, one parameter at a time (floor 5).
+"""Weights and optimizer states in and out of their homes, one parameter at a time.
 
 [Note: a write is whole]
 A weight is two segments, the parameter and the rest of its master, and on the device a third place while its module is
 in its forward; a moment of the compact layout is two. Each write is one section: an interrupt comes before or after it,
-in its waits too. What ends it nevertheless, a second interrupt say, makes the engine unusable.
+also when it waits. If a second interrupt, say, ends the write nevertheless, the engine becomes unusable.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class WeightAccess:
     def load_initial(record: Record, store: TieredStore, *, agree: Callable[[torch.Tensor], None]) -> None:
         """Write the module's present values to the record's homes and free them in the module.
 
-        fp32 values keep all their bits: what the parameter's dtype cannot hold goes to the master. `agree` makes values
-        those of the first rank, where there are several.
+        fp32 values keep all their bits: those that the parameter's dtype cannot hold go to the master. `agree`
+        overwrites values with those of the first rank, where there are several ranks.
         """
         layout = record.layout()
         param = torch.zeros(record.num_elements, dtype=record.dtype, device="cpu")
@@ -82,11 +82,11 @@ class WeightAccess:
     # --- parameters ---
 
     def read(self, record: Record, slot: ParamSlot) -> torch.Tensor:
-        """The parameter in its own dtype: a new host tensor in its shape."""
+        """Read the parameter in its own dtype: a new host tensor in its shape."""
         return self._read(record, slot, SegmentKind.PARAM).view(slot.shape)
 
     def read_master(self, record: Record, slot: ParamSlot) -> torch.Tensor:
-        """The fp32 master weight: a new host tensor in the parameter's shape."""
+        """Read the fp32 master weight: a new host tensor in the parameter's shape."""
         param = self._read(record, slot, SegmentKind.PARAM)
         master = None
         if slot.trainable and SegmentKind.MASTER in record.segments:
@@ -111,7 +111,7 @@ class WeightAccess:
             slot.num_writes += 1
             self._write(record, slot, parts)
 
-    # --- what scripts do with parameters ---
+    # --- operations of scripts on parameters ---
 
     def attach(self, records: Iterable[Record]) -> None:
         """Answer for the parameters of `records` outside their forwards: [Note: a parameter away]."""
@@ -121,11 +121,11 @@ class WeightAccess:
 
     @property
     def device(self) -> torch.device:
-        """Where the computation runs."""
+        """The device on which the computation runs."""
         return self._store.accelerator.device
 
     def num_updates(self, record: Record) -> int:
-        """Updates of the record begun so far."""
+        """The number of the record's updates begun so far."""
         return self._executor.num_updates(record.index)
 
     def is_in_forward(self, record: Record) -> bool:
@@ -133,9 +133,9 @@ class WeightAccess:
         return self._executor.pinned_parameters(record.index) is not None
 
     def value(self, record: Record, slot: ParamSlot, *, to_write: bool = False) -> torch.Tensor:
-        """The parameter on the device, in its shape, for an operation that is launched next.
+        """Return the parameter on the device, in its shape, for an operation that is launched next.
 
-        `to_write`: in memory of its own; else it may be the unit's, and is not to be written.
+        `to_write`: in memory of its own; otherwise it may be the unit's, and must not be written.
         """
         if slot.trainable:
             self._executor.expect_step_taken(record.index)
@@ -146,7 +146,7 @@ class WeightAccess:
         return value.clone() if to_write else value
 
     def replace(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> None:
-        """Write what a script made of a parameter. Elements whose bits are unchanged keep their fp32 master."""
+        """Write a script's changes to a parameter. Elements whose bits are unchanged keep their fp32 master."""
         new = value.detach().to("cpu").reshape(-1)
         if slot.trainable and SegmentKind.MASTER in record.segments:
             changed = _bits(new) != _bits(self.read(record, slot).reshape(-1))
@@ -160,11 +160,11 @@ class WeightAccess:
                 slot.view_in(flat).copy_(value)
 
     def commit_forward(self, record: Record, places: Iterable[int]) -> None:
-        """Write what operations made of these slots' parameters in place, in the forward that now ends."""
+        """Write the changes made in place to these slots' parameters in the forward that now ends."""
         flat = self._executor.pinned_parameters(record.index)
         if flat is None:
             raise AssertionError(f"{record.name} is in no forward")
-        # One section, its reads too, which are waits: nobody would know later what is not committed.
+        # One section, with its reads, which may block: after an interrupt the missing commits would be unknown.
         with UninterruptedThroughout():
             for place in places:
                 slot = record.slots[place]
@@ -172,10 +172,10 @@ class WeightAccess:
                 self._commit_in_place(record, slot, new)
 
     def _commit_in_place(self, record: Record, slot: ParamSlot, new: torch.Tensor) -> None:
-        """Write what a forward has made of a parameter, where it may have written the home itself.
+        """Write the changes made in a forward to a parameter, also where the forward has written the home itself.
 
-        Nobody has the former value then, so what changed is found by the master alone: an fp32 one shows it. A
-        remainder stays what it is, less than half a step of the new value, but where no such number is.
+        Then the former value is lost, and only the master tells which elements changed: an fp32 one shows it. A
+        remainder stays as it is, less than half a step of the new value, except where there is no such number.
         """
         segment = record.segments.get(SegmentKind.MASTER)
         parts = {SegmentKind.PARAM: new}
@@ -190,7 +190,7 @@ class WeightAccess:
         self._write(record, slot, parts)
 
     def commit_gathered(self, record: Record) -> None:
-        """Write what a script made of gathered parameters before their module computes with them."""
+        """Write a script's changes to gathered parameters before their module computes with them."""
         for place, value in self._executor.gathered_in(record.index).items():
             self.replace(record, record.slots[place], value)
 
@@ -202,18 +202,18 @@ class WeightAccess:
         return True
 
     def scatter(self, record: Record, slot: ParamSlot) -> torch.Tensor:
-        """Undo `gather`; gives what the parameter holds now."""
+        """Undo `gather`; return the value that the parameter holds now."""
         return self._executor.scatter(record.index, slot.index)
 
     def differs(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> bool:
-        """Whether the parameter has other bits than `value`."""
+        """Whether the parameter's bits differ from those of `value`."""
         home = self.read(record, slot)
         return not torch.equal(_bits(value.detach().to("cpu").reshape(-1)), _bits(home.reshape(-1)))
 
     # --- optimizer states ---
 
     def read_state(self, record: Record, slot: ParamSlot, kind: SegmentKind) -> torch.Tensor:
-        """A state of the optimizer: a new fp32 host tensor in the parameter's shape."""
+        """Read a state of the optimizer: a new fp32 host tensor in the parameter's shape."""
         values = self._read(record, slot, kind)
         if record.codes is not None:
             values = record.codes.decode(kind, values, self._read(record, slot, SegmentKind.SCALES))
@@ -233,7 +233,7 @@ class WeightAccess:
             self._write(record, slot, parts)
 
     def reset_states(self, record: Record, slot: ParamSlot, group: Mapping[str, object]) -> None:
-        """All states become what they are before the first step under the options of `group`; codes and scales too."""
+        """Reset all states, with codes and scales, to those before the first step under the options of `group`."""
         parts = {}
         for kind in (*record.spec.states, *([SegmentKind.SCALES] if record.compact else [])):
             part = segment_slice(kind, slot.offset, slot.offset + slot.num_elements)
@@ -248,7 +248,7 @@ class WeightAccess:
             self._write(record, slot, parts)
 
     def read_codes(self, record: Record, slot: ParamSlot) -> dict[str, torch.Tensor]:
-        """The states of the compact layout as they are, by name (`StateCodes.specs`); empty in the fp32 layout."""
+        """Read the states of the compact layout as stored, by name (`StateCodes.specs`); empty in the fp32 layout."""
         if record.codes is None:
             return {}
         return {
@@ -259,7 +259,7 @@ class WeightAccess:
     def write_codes(
         self, record: Record, slot: ParamSlot, codes: StateCodes, values: Mapping[str, torch.Tensor]
     ) -> None:
-        """Set all states to what `read_codes` gave, here or in a run of either layout."""
+        """Set all states to a result of `read_codes`, of this run or of one in either layout."""
         expect_codes(slot, codes, values)
         flat = {kind: values[name].reshape(-1) for name, kind, _, _ in codes.specs(slot.shape)}
         if record.codes is None:
@@ -289,12 +289,12 @@ class WeightAccess:
         return target
 
     def _read_home(self, record: Record, slot: ParamSlot, segment: Segment, target: torch.Tensor) -> None:
-        """All of a slot's elements of a segment."""
+        """Read all of a slot's elements of a segment."""
         place = kept_place(record, slot, segment.kind)
         self._store.read(segment, target, start=place.start).wait()
 
     def _write(self, record: Record, slot: ParamSlot, parts: Mapping[SegmentKind, torch.Tensor]) -> None:
-        """All of `parts`: [Note: a write is whole]."""
+        """Write all of `parts`: [Note: a write is whole]."""
         segments = {kind: self._segment(record, slot, kind) for kind in parts}
         with UninterruptedThroughout(), self._clock.waiting("state access"):
             with self._store.failures.handed_over():
@@ -315,7 +315,7 @@ class WeightAccess:
                 record.edits.end()
 
     def _begin_write(self, record: Record, slot: ParamSlot, segment: Segment, source: torch.Tensor) -> Ticket:
-        """Of `source`, all of a slot's elements, what is kept here."""
+        """Begin to write the part of `source`, all of a slot's elements, that is kept here."""
         place = kept_place(record, slot, segment.kind)
         if not place.num_elements:
             return FINISHED
@@ -324,7 +324,7 @@ class WeightAccess:
 
 
 class SlotWeight:
-    """One parameter as a script's operations reach it: a `Weight` of offloadzero.parameters."""
+    """One parameter for a script's operations: a `Weight` of offloadzero.parameters."""
 
     def __init__(self, access: WeightAccess, record: Record, slot: ParamSlot) -> None:
         self._access = access
@@ -349,38 +349,38 @@ class SlotWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where the computation runs."""
+        """The device on which the computation runs."""
         return self._access.device
 
     @property
     def history(self) -> tuple[int, int]:
-        """Updates of the unit begun so far, and writes of this parameter."""
+        """The numbers of the unit's updates begun so far, and of writes to this parameter."""
         return self._access.num_updates(self._record), self._slot.num_writes
 
     def read(self) -> torch.Tensor:
-        """The value on the device; not to be written."""
+        """Return the value on the device; not to be written."""
         return self._access.value(self._record, self._slot)
 
     def read_to_write(self) -> torch.Tensor:
-        """The value on the device, in memory of its own."""
+        """Return the value on the device, in memory of its own."""
         return self._access.value(self._record, self._slot, to_write=True)
 
     def write(self, value: torch.Tensor) -> None:
-        """Commit a value."""
+        """Write a value to its home."""
         self._access.replace(self._record, self._slot, value)
 
     def count_write(self) -> None:
-        """In its module's forward, where graphs begin that need the value; a write elsewhere makes all graphs stale."""
+        """Count a write in the module's forward, where graphs begin; a write elsewhere makes all graphs stale."""
         if self._access.is_in_forward(self._record):
             with DisableTorchFunctionSubclass():
                 increment_version(self._slot.param)
 
     def alias(self) -> Alias:
-        """What stands for the value until `assign`."""
+        """Return the tensor that stands for the value until `assign`."""
         return self._alias.of(self)
 
     def assign(self, value: torch.Tensor) -> None:
-        """`param.data = value`: of the same shape, dtype and device."""
+        """Do `param.data = value`, with the same shape, dtype and device."""
         if self._alias.stands_for(value):
             return
         if value.dtype != self.dtype:
@@ -395,11 +395,11 @@ class SlotWeight:
         value = value.detach().clone()
         self._alias.fix(self)
         self.write(value)
-        self.count_write()  # a graph over the former memory would go on with that in torch: refused
+        self.count_write()  # refused: in torch a graph over the former memory would go on with it
 
 
 def expect_codes(slot: ParamSlot, codes: StateCodes, values: Mapping[str, torch.Tensor]) -> None:
-    """Raise ConfigError unless they have the dtypes and shapes of `codes.specs`."""
+    """Raise ConfigError unless the codes have the dtypes and shapes of `codes.specs`."""
     for name, _, dtype, shape in codes.specs(slot.shape):
         if values[name].shape != shape or values[name].dtype != dtype:
             given = f"{values[name].dtype} {tuple(values[name].shape)}"
@@ -407,7 +407,7 @@ def expect_codes(slot: ParamSlot, codes: StateCodes, values: Mapping[str, torch.
 
 
 def are_codes_of(slot: ParamSlot, codes: StateCodes, values: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the codes among `values`, as `read_codes` gave them, are those of the states among them."""
+    """Whether the codes among `values`, as `read_codes` returns them, belong to the states among them."""
     expect_codes(slot, codes, values)
     scales = values[SegmentKind.SCALES].reshape(-1)
     return all(
@@ -427,7 +427,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A parameter without a master, rounded as a trained one is: a checkpoint's weights are the same bits in both."""
+    """Return a parameter without a master, rounded as a trained one is, so that checkpoints have the same bits."""
     if (flat.dtype, dtype) != (torch.float32, torch.bfloat16):
         return flat.to(dtype).contiguous()
     param, remainder = torch.empty_like(flat, dtype=dtype), torch.empty_like(flat, dtype=torch.int16)
