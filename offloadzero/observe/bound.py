@@ -1,26 +1,26 @@
-"""The least time a step could have taken on this machine, and how near it came: pure functions (floor 1).
+"""The least time that a step can take on this machine, and the share of it in the time taken.
 
 [Note: the bound]
 T_bound = max over the lanes of T_lane; overlap efficiency = T_bound / T_step.
 
 T_lane of a lane that moves bytes is its bytes of the step over the best rate that one of the steps so far has
 shown. A step's rate is its bytes over the time in which the lane had at least one transfer running.
-T_compute is what is left of the step without its named waits: on the training thread, or where the device has streams
+T_compute is the time of the step without its named waits: on the training thread, or where the device has streams
 on those that compute, [Note: the device's time].
 
 Where the device is the CPU, computation, copies, landings and updates share the cores, and what counts is their
 sum. Wall times of threads that take each other's turns would count a second twice, so the sum is the process's CPU
 time over the cores it may use (`cores`). Beside it only the drive is a lane of its own.
 
-Whatever slows the training thread down without being a named wait, such as another process on its cores, counts
+Any slowness of the training thread that is no named wait, due to another process on its cores say, counts
 as computation: the efficiency says how well transfers and updates hide, not how fast the computation is.
 
 On a device with streams a step begins and ends when the device gets there, and a wait is the time for which its stream
-stood still, whoever waited: a fetch that the stream reaches when it is there costs nothing. A thread that launches too
+stood still: a fetch that is there before the stream reaches it costs nothing. A thread that launches too
 slowly makes the stream idle inside a unit; that counts as computation, as its own slowness does on the CPU.
 
-A drive reads and writes at once, so each direction is a lane of its own; a virtual drive has often one limit for
-both. `"observe": {"nvme_shared": true}` makes them one lane, `nvme`. That bound is the higher one: say so only
+A drive reads and writes at once, so each direction is a lane of its own; a virtual drive often has one limit for
+both. `"observe": {"nvme_shared": true}` makes them one lane, `nvme`. That bound is the higher one: set it only
 where `offloadzero bench nvme` has shown that mixed traffic is no faster than reads or writes alone.
 """
 
@@ -46,19 +46,19 @@ class LaneUse:
 
 @dataclass(frozen=True)
 class Bound:
-    """`seconds` is the largest of `lanes_s`, and `lane` the one that has it."""
+    """The bound of a step: `seconds` is the largest of `lanes_s`, and `lane` has it."""
 
     seconds: float
     lane: str
     lanes_s: Mapping[str, float]
 
     def efficiency(self, step_s: float) -> float:
-        """T_bound / T_step."""
+        """T_bound / T_step, the overlap efficiency."""
         return self.seconds / step_s if step_s > 0 else 0.0
 
 
 def busy_seconds(intervals: Iterable[tuple[float, float]], *, start_s: float, end_s: float) -> float:
-    """Seconds of [start_s, end_s] that at least one of the intervals covers."""
+    """The seconds of [start_s, end_s] that at least one of the intervals covers."""
     busy_s, reached_s = 0.0, start_s
     for low_s, high_s in sorted(intervals):
         low_s, high_s = max(low_s, reached_s), min(high_s, end_s)
@@ -69,7 +69,7 @@ def busy_seconds(intervals: Iterable[tuple[float, float]], *, start_s: float, en
 
 
 def use_by_lane(spans: Iterable[Span], *, nvme_shared: bool) -> dict[str, LaneUse]:
-    """Bytes and busy seconds of the lanes that move bytes, over the spans' whole length."""
+    """Return bytes and busy seconds of the lanes that move bytes, over the spans' whole length."""
     by_lane: dict[str, list[Span]] = {}
     for span in spans:
         if span.lane in (COMPUTE, WAIT):
@@ -91,13 +91,13 @@ class BestRates:
         self.by_lane: dict[str, float] = {}
 
     def learn(self, uses: Mapping[str, LaneUse]) -> None:
-        """Take one step's rates in."""
+        """Take in one step's rates."""
         for lane, use in uses.items():
             if use.busy_s > 0:
                 self.by_lane[lane] = max(self.by_lane.get(lane, 0.0), use.num_bytes / use.busy_s)
 
     def seconds(self, uses: Mapping[str, LaneUse]) -> dict[str, float]:
-        """The least seconds each lane needs for the bytes of `uses`; lanes without a rate are left out."""
+        """Return the least seconds each lane needs for the bytes of `uses`; lanes without a rate are left out."""
         rates = self.by_lane
         return {lane: use.num_bytes / rates[lane] for lane, use in uses.items() if rates.get(lane, 0.0) > 0}
 
@@ -105,7 +105,7 @@ class BestRates:
 def lane_seconds(
     transfers_s: Mapping[str, float], *, step_s: float, wait_s: float, cores_s: float | None
 ) -> dict[str, float]:
-    """Seconds by lane; `cores_s` is None where the device is not the CPU: [Note: the bound]."""
+    """Return the seconds by lane; `cores_s` is None where the device is not the CPU: [Note: the bound]."""
     compute_s = max(step_s - wait_s, 0.0)
     if cores_s is None:
         return {COMPUTE: compute_s, **transfers_s}
@@ -114,11 +114,11 @@ def lane_seconds(
 
 
 def step_bound(lanes_s: Mapping[str, float]) -> Bound:
-    """The lane that needs longest sets the bound; `lanes_s` must not be empty."""
+    """Return the bound, which the slowest lane sets; `lanes_s` must not be empty."""
     lane = max(lanes_s, key=lambda name: lanes_s[name])
     return Bound(lanes_s[lane], lane, dict(lanes_s))
 
 
 def largest_waits(waits_s: Mapping[str, float], count: int = 3) -> list[tuple[str, float]]:
-    """The longest waits, longest first."""
+    """Return the longest waits, longest first."""
     return sorted(waits_s.items(), key=lambda item: (-item[1], item[0]))[:count]

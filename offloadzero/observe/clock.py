@@ -1,6 +1,6 @@
-"""Where a step's time goes: each blocking wait of the training thread has a name (floor 1).
+"""The account of a step's time: each blocking wait of the training thread has a name.
 
-On a device that runs behind that thread the same is told of the streams that compute: [Note: the device's time].
+On a device that runs behind that thread the account is of the streams that compute: [Note: the device's time].
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from offloadzero.observe.timeline import OFF, Timeline
 
 
 class _Waiting:
-    """Counts the time from its entry to its exit, each unit in each step: a generator takes four times as long."""
+    """Counts the time from its entry to its exit, at each use of a unit: a generator takes four times as long."""
 
     __slots__ = ("_clock", "_name", "_start_s")
 
@@ -41,10 +41,10 @@ class StepClock:
         on_end: Callable[[], None] | None = None,
         on_step: Callable[[StepReport], StepReport] | None = None,
     ) -> None:
-        """Both are called on the training thread: `on_end` when a step ends there, `on_step` with its report, to
-        which it may add.
+        """Make the clock. Both calls come on the training thread: `on_end` when a step ends there, `on_step` with its
+        report, to which it may add.
 
-        On the CPU that is one after the other, on a device with streams the report comes later.
+        On the CPU one follows the other; on a device with streams the report comes later.
         """
         self.timeline = timeline
         self._on_end = on_end
@@ -56,19 +56,19 @@ class StepClock:
         self._stream: StreamClock | None = None
 
     def follow(self, marks: Marks) -> None:
-        """What counts from now on is the time of the streams that compute."""
+        """Count the time of the streams that compute from now on."""
         self._stream = StreamClock(marks, self.timeline)
         if self.timeline.is_on:
             self.timeline.stream = self._stream
 
     def begin(self, what: str, name: str) -> Mark | None:
-        """What is launched from now on is the unit's forward, say; None where nobody looks, or on the CPU."""
+        """Name the work launched from now on, the unit's forward say; None where it is not recorded, or on the CPU."""
         if self._stream is None or not self.timeline.is_on:
             return None
         return self._stream.begin(f"{what} {name}")
 
     def waiting(self, name: str, *, since: Mark | None = None) -> AbstractContextManager[None]:
-        """Count the time spent inside under `name`. `since`: a mark behind which nothing was launched."""
+        """Count the time inside the block under `name`. `since`: a mark after which nothing was launched."""
         if self._stream is not None:
             return StreamWaiting(self._stream, self.timeline, name, since)
         return _Waiting(self, name)
@@ -79,7 +79,7 @@ class StepClock:
             self._waits_s[name] = self._waits_s.get(name, 0.0) + end_s - start_s
 
     def restart(self) -> None:
-        """The first step begins now."""
+        """Begin the first step now."""
         self._started_s = time.perf_counter()
         if self._stream is not None:
             self._stream.restart()
@@ -100,7 +100,7 @@ class StepClock:
         self._report(report)
 
     def settle(self, *, wait: bool = False) -> None:
-        """Report the steps that the device has finished by now; `wait` until that is all of them."""
+        """Report the steps that the device has finished by now; with `wait` all of them."""
         if self._stream is not None:
             for report in self._stream.settle(wait=wait):
                 self._report(report)

@@ -1,8 +1,8 @@
-"""After each step: its bound, its line, its record, and the trace of chosen ones (floor 1).
+"""The reports after each step: its bound, its printed line, its record, and the trace of chosen steps.
 
 [Note: a step's record is written one step late]
 The loss of a step is known when the device has computed it, and transfers that began in a step may end in the
-next. So the record and the trace of step N are written when step N + 1 ends, or when the engine closes; nobody
+next. So the record and the trace of step N are written when step N + 1 ends, or when the engine closes; no thread
 waits for the device. The printed line needs neither and comes at once; on a device with streams it comes when the
 device has run the step: [Note: the device's time].
 """
@@ -41,7 +41,7 @@ class _Finished:
 
 @dataclass
 class _Launched:
-    """What the training thread knows of a step when it has launched it."""
+    """The facts about a step that the training thread knows when it has launched it."""
 
     losses: list[ReadLoss]
     launch_s: float
@@ -52,10 +52,10 @@ RESOLUTION_S = 1e-6  # of a step's end
 
 
 class StepMonitor:
-    """Turns each step's report and spans into what the configuration asks to see."""
+    """Turns each step's report and spans into the output that the configuration asks for."""
 
     def __init__(self, config: ObserveConfig) -> None:
-        """Raises ConfigError when the run directory cannot be written."""
+        """Open the run directory. Raises ConfigError when it cannot be written."""
         self._config = config
         self._device_is_cpu = True
         self._num_cores = len(os.sched_getaffinity(0))
@@ -72,7 +72,7 @@ class StepMonitor:
         self._process_cpu_s = time.process_time()
 
     def begin(self, description: Mapping[str, Any], *, device_is_cpu: bool) -> None:
-        """Training starts: `description` holds for the whole run."""
+        """Begin the training: `description` holds for the whole run."""
         self._device_is_cpu = device_is_cpu
         if self._directory is not None:
             self._directory.write_run({"num_cores": self._num_cores, **description})
@@ -85,15 +85,15 @@ class StepMonitor:
         return self._directory is not None
 
     def add_loss(self, read: ReadLoss) -> None:
-        """The loss of a micro batch of the running step; `read` is called when the next step has ended."""
+        """Add the loss of a micro batch of the running step; `read` is called when the next step has ended."""
         self.timeline.lap("loss")
         self._losses.append(read)
 
     def on_end(self) -> None:
-        """The training thread has ended a step; its report comes when it has run."""
+        """Note the end of a step on the training thread; its report comes when it has run."""
         if not self.is_on:
             return
-        if self.timeline.stream is None:  # else the clock of the streams has seen to it
+        if self.timeline.stream is None:  # else the clock of the streams has done it
             self.timeline.lap("step")
         losses, self._losses = self._losses, []
         now_s, before_s = time.process_time(), self._process_cpu_s
@@ -102,7 +102,7 @@ class StepMonitor:
         self._launched.append(_Launched(losses, self.timeline.take_launch_s(), cores_s))
 
     def on_step(self, report: StepReport) -> StepReport:
-        """A step has run; called on the training thread. Returns its report, with its bound where one is known."""
+        """Report a step that has run, on the training thread. Returns its report, with its bound where one is known."""
         if not self.is_on:
             return report
         found = self._account(report, self._launched.popleft())
@@ -157,7 +157,7 @@ class StepMonitor:
             print(line, flush=True)
 
     def _write(self, later_spans: list[Span]) -> None:
-        """The step before, now that its loss is known."""
+        """Write the step before, whose loss is known now."""
         finished, self._finished = self._finished, None
         if finished is None or self._directory is None:
             return
@@ -175,7 +175,7 @@ class StepMonitor:
             )
 
     def close(self) -> None:
-        """Write the last step; call when its transfers have ended."""
+        """Write the last step; called when its transfers have ended."""
         if self._directory is not None:
             last = self._finished.report.step if self._finished is not None else 0
             self._write(self.timeline.take(last)[0])
@@ -183,7 +183,7 @@ class StepMonitor:
 
 
 def step_line(report: StepReport, found: bound.Bound) -> str:
-    """`step 12: 0.412 s, bound 0.391 s (nvme read), overlap 94.9 %, waits: fetch 12.1 ms, update 3.0 ms`."""
+    """Return a line such as `step 12: 0.412 s, bound 0.391 s (nvme read), overlap 94.9 %, waits: fetch 12.1 ms`."""
     waits = [f"{name} {1e3 * seconds:.1f} ms" for name, seconds in bound.largest_waits(report.waits_s)]
     return (
         f"step {report.step}: {report.step_s:.3f} s, bound {found.seconds:.3f} s ({found.lane}), "

@@ -1,4 +1,4 @@
-"""The files of an observed run: run.json, steps.jsonl, trace_step_N.json (floor 1).
+"""The files of an observed run: run.json, steps.jsonl, trace_step_N.json.
 
 [Note: files of a run]
 run.json       the run: format, device, cores, units, bytes per tier
@@ -30,7 +30,7 @@ _TRACKS_PER_LANE = 1000
 
 
 def trace_file_name(step: int) -> str:
-    """Of one step's trace."""
+    """Return the name of the trace of a step."""
     return f"trace_step_{step}.json"
 
 
@@ -38,10 +38,10 @@ class RunDirectory:
     """Writes the files of one run; a line is in the file when `write_step` returns."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError when nothing can be written there."""
+        """Open the directory. Raises ConfigError when it cannot be written."""
         self.path = path
         try:
-            self.path = path = path.absolute()  # the process may go elsewhere
+            self.path = path = path.absolute()  # the process may change its directory
             path.mkdir(parents=True, exist_ok=True)
             (path / STEPS_FILE).open("a").close()
         except OSError as error:
@@ -50,28 +50,28 @@ class RunDirectory:
             ) from error
 
     def write_run(self, description: Mapping[str, Any]) -> None:
-        """What holds for the whole run."""
+        """Write the facts that hold for the whole run."""
         value = {"format": FORMAT, "format_version": FORMAT_VERSION, **description}
         (self.path / RUN_FILE).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
     def write_step(self, record: Mapping[str, Any]) -> None:
-        """One line."""
+        """Write one step's line."""
         with (self.path / STEPS_FILE).open("a", encoding="utf-8") as steps:
             steps.write(json.dumps(record, allow_nan=False) + "\n")
 
     def write_trace(self, step: int, spans: Iterable[Span], *, start_s: float, end_s: float) -> None:
-        """The lanes of one step that ran from `start_s` to `end_s`."""
+        """Write the lanes of one step that ran from `start_s` to `end_s`."""
         value = trace_events(step, spans, start_s=start_s, end_s=end_s)
         (self.path / trace_file_name(step)).write_text(json.dumps(value), encoding="utf-8")
 
 
 def json_number(value: float | None) -> float | None:
-    """JSON knows no NaN and no infinity: null stands for both."""
+    """Return a number for JSON, which knows no NaN and no infinity: null stands for both."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def tracks(spans: Sequence[Span]) -> list[int]:
-    """For each span the track of its lane: the first on which it overlaps none before it."""
+    """Return for each span the track of its lane: the first on which it overlaps no span before it."""
     ends_s: list[float] = []
     result = [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda i: (spans[i].start_s, spans[i].end_s)):
@@ -85,7 +85,7 @@ def tracks(spans: Sequence[Span]) -> list[int]:
 
 
 def trace_events(step: int, spans: Iterable[Span], *, start_s: float, end_s: float) -> dict[str, Any]:
-    """The Trace Event Format's JSON object. Time zero is the first span's start or the step's."""
+    """Return the Trace Event Format's JSON object. Time zero is the first span's start or the step's."""
     by_lane: dict[str, list[Span]] = {}
     for span in spans:
         by_lane.setdefault(COMPUTE if span.lane == WAIT else span.lane, []).append(span)

@@ -1,4 +1,4 @@
-"""What is known of a step when it has run (floor 1)."""
+"""The report of a step that has run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from offloadzero.observe.bound import Bound
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step: its wall time and the seconds that the computation stood still, by the wait's name.
+    """One optimizer step: its wall time, and the seconds for which the computation stood still, by wait.
 
     It began at `start_s` on time.perf_counter(). `bound` is the least time that its busiest lane needs; None where
     nothing is recorded (`offloadzero.observe`, or the logger `offloadzero.steps` at level INFO).
@@ -33,5 +33,5 @@ class StepReport:
 
     @property
     def end_s(self) -> float:
-        """When it ended, on time.perf_counter()."""
+        """The time of its end, on time.perf_counter()."""
         return self.start_s + self.step_s

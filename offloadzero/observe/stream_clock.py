@@ -1,19 +1,20 @@
-"""Where a step's time goes on a device that runs behind the thread that launches (floor 1).
+"""The account of a step's time on a device that runs behind the thread that launches.
 
 [Note: the device's time]
-On a device with streams the clock of the training thread says when it launched, not when anything ran. So a step, the
-computation of each unit and each wait begin and end at a *mark*: an event behind what was launched so far on the stream
-that computes. A wait begins at the mark before the stream is told to wait and ends when what it waits for is there:
-nothing else lies between, so this is how long the stream stood still. A wait of the host counts in the same way: what
-of it the stream had work for costs nothing and is none.
+On a device with streams the clock of the training thread tells when it launched work, not when the work ran. So a step,
+the computation of each unit and each wait begin and end at a *mark*: an event behind the work launched so far on the
+stream that computes. A wait begins at the mark before the stream is told to wait and ends when the awaited work is
+done: nothing else lies between, so this is how long the stream stood still. A wait of the host counts in the same way:
+for the time in which the stream has work it costs nothing and does not count.
 
-A mark is an event on the stream, except at the end of a wait, which others tell: [Note: the end of a wait]. A unit that
-is fetched begins at the mark before its wait, which ends what was computed before it; in backward its gradient's lease
-may be waited for, too. That is one event for each unit in forward and two in backward, where the run is observed, and
-only those before a wait where it is not. A unit that stays on the device has one in each pass, at its end.
+A mark is an event on the stream, except at the end of a wait, whose time other events tell: [Note: the end of a wait].
+A unit that is fetched begins at the mark before its wait, which ends the computation before it; in backward its
+gradient's lease may be waited for, too. That is one event for each unit in forward and two in backward, where the run
+is observed, and only those before a wait where it is not. A unit that stays on the device has one in each pass, at its
+end.
 
-Marks are read, in their order, when the device has reached them; nobody waits for that. So the report of a step comes
-one or a few steps late, on the training thread, with the same words and the same meaning as on the CPU.
+Marks are read, in their order, when the device has reached them; no thread waits for that. So the report of a step
+comes one or a few steps late, on the training thread, with the same words and the same meaning as on the CPU.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from offloadzero.observe.timeline import COMPUTE, WAIT, Timeline
 
 _STEP = "step"  # a kind of entry beside the lanes
 BETWEEN = "between units"  # computed where no unit has begun
-SETTLE_EVERY = 256  # entries: without steps nobody else does
+SETTLE_EVERY = 256  # entries: without steps no other call settles them
 
 
 class Mark:
-    """A point in what the device computes; `at_s`: when it was reached, on time.perf_counter(), once that is known."""
+    """A point in the device's work; `at_s`: the time at which it was reached, on time.perf_counter(), once known."""
 
     __slots__ = ("at_s",)
 
@@ -45,16 +46,16 @@ class Marks(Protocol):
     """Makes marks, and finds out when they were reached."""
 
     def record(self) -> Mark:
-        """Behind what the calling thread has launched on its current stream."""
+        """Make a mark behind the work that the calling thread has launched on its current stream."""
 
     def look(self) -> None:
-        """Give those marks their time that the device has reached. Waits for nothing."""
+        """Set the time of the marks that the device has reached. Waits for nothing."""
 
     def begin_wait(self) -> object:
-        """The calling thread's stream is about to wait; gives what `end_wait` takes."""
+        """Announce a wait of the calling thread's stream; the result goes to `end_wait`."""
 
     def end_wait(self, first: Mark, before: object) -> Mark:
-        """Where it goes on; `first` is the mark before the wait."""
+        """Make a mark where the stream goes on; `first` is the mark before the wait."""
 
     def wait(self) -> None:
         """Block until the device has reached all marks."""
@@ -62,7 +63,7 @@ class Marks(Protocol):
 
 @dataclass(slots=True)
 class _Entry:
-    """What lies between two marks."""
+    """The time between two marks."""
 
     lane: str
     name: str
@@ -81,12 +82,12 @@ class StreamClock:
         self._entries: deque[_Entry] = deque()
         self._waits_s: dict[str, float] = {}  # of the step that is read
         self._reports: list[StepReport] = []  # of steps that have run, for `settle`
-        self._open = self._began = marks.record()  # of what is computed now; of the step that is launched now
+        self._open = self._began = marks.record()  # of the present computation; of the present step
         self._begun: str | None = None  # a unit's name, if it has begun with a mark
-        self._unnamed: list[_Entry] = []  # parts of what is computed now, cut by waits
+        self._unnamed: list[_Entry] = []  # parts of the present computation, cut by waits
 
     def restart(self) -> None:
-        """The first step begins now."""
+        """Begin the first step now."""
         with self._lock:
             self._entries.clear()
             self._waits_s.clear()
@@ -95,17 +96,17 @@ class StreamClock:
             self._begun = None
             self._open = self._began = self._marks.record()
 
-    # --- what is launched ---
+    # --- launched work ---
 
     def begin(self, name: str) -> Mark:
-        """What is launched from now on is `name`: a unit that is about to be waited for, perhaps."""
+        """Name the work launched from now on `name`: a unit that may still have to be waited for."""
         with self._lock:
             mark = self._close(BETWEEN)
             self._begun = name
             return mark
 
     def end(self, name: str, *, is_part: bool = False) -> None:
-        """What was launched since the last mark was `name`, or the unit that has begun.
+        """Name the work launched since the last mark `name`, or after the unit that has begun.
 
         `is_part`: the unit that has begun goes on.
         """
@@ -114,9 +115,10 @@ class StreamClock:
                 self._close(name)
 
     def begin_wait(self, first: Mark | None) -> tuple[Mark, object]:
-        """The stream, or the thread that launches, is about to wait. `first`: a mark behind which nothing was launched.
+        """Announce a wait of the stream, or of the thread that launches. `first`: a mark after which nothing was
+        launched.
 
-        Gives what `end_wait` takes.
+        Returns the argument of `end_wait`.
         """
         if first is None:
             with self._lock:
@@ -124,21 +126,21 @@ class StreamClock:
         return first, self._marks.begin_wait()
 
     def end_wait(self, name: str, begun: tuple[Mark, object]) -> None:
-        """It has been told to, or the thread has done so."""
+        """Note that the stream has been told to wait, or that the thread has done so."""
         with self._lock:
             first, before = begun
             self._open = last = self._marks.end_wait(first, before)
             self._append(_Entry(WAIT, name, first, last))
 
     def finish_step(self, step: int) -> None:
-        """A step has been launched."""
+        """Note that a step has been launched."""
         with self._lock:
             last = self._close("step")
             self._append(_Entry(_STEP, "", self._began, last, step))
             self._began = last
 
     def _close(self, name: str) -> Mark:
-        """What is computed now ends here: the unit that has begun, else `name`."""
+        """Close the present computation: that of the unit that has begun, else of `name`."""
         last = self._cut()
         for entry in self._unnamed:
             entry.name = self._begun or name
@@ -159,10 +161,10 @@ class StreamClock:
         if len(self._entries) % SETTLE_EVERY == 0:
             self._read()
 
-    # --- what has run ---
+    # --- work that has run ---
 
     def settle(self, *, wait: bool = False) -> list[StepReport]:
-        """The steps that the device has finished since the last call; `wait` until that is all of them."""
+        """Return the steps that the device has finished since the last call; with `wait` all of them."""
         with self._lock:
             if wait:
                 self._marks.wait()
@@ -191,12 +193,12 @@ class StreamClock:
 
 
 class StreamWaiting:
-    """Counts how long the stream stands still from its entry to its exit."""
+    """Counts the time for which the stream stands still from its entry to its exit."""
 
     __slots__ = ("_begun", "_clock", "_name", "_since", "_start_s", "_timeline")
 
     def __init__(self, clock: StreamClock, timeline: Timeline, name: str, since: Mark | None) -> None:
-        """`since`: a mark behind which nothing was launched."""
+        """Prepare the count. `since`: a mark after which nothing was launched."""
         self._clock = clock
         self._timeline = timeline
         self._name = name

@@ -1,4 +1,4 @@
-"""What ran on which lane, from when to when, and how many bytes it moved (floor 1).
+"""The spans of work on each lane: their times, and the bytes that they moved.
 
 [Note: lanes of the timeline]
 compute      the training thread: forward and backward of the units, without its named waits
@@ -42,7 +42,7 @@ _NOTHING = nullcontext()
 
 
 class Span(NamedTuple):
-    """One interval on time.perf_counter(); `step` is the one in which it ended."""
+    """One interval on time.perf_counter(); it ended in step `step`."""
 
     lane: str
     name: str
@@ -56,7 +56,7 @@ class Laps(Protocol):
     """The account of the streams that compute, where there are any: [Note: the device's time]."""
 
     def end(self, name: str, *, is_part: bool = False) -> None:
-        """What was launched since the last mark was `name`."""
+        """Name the work launched since the last mark `name`."""
 
 
 class _Running:
@@ -99,7 +99,7 @@ class Timeline:
 
     def __init__(self, *, is_on: bool = False, max_spans: int = MAX_SPANS) -> None:
         self.is_on = is_on
-        self.launch_s = 0.0  # since it was last taken: Python of the hooks on the training thread
+        self.launch_s = 0.0  # Python of the hooks on the training thread, since it was last taken
         self.waited_s = 0.0  # in all named waits of that thread so far
         self.stream: Laps | None = None
         self._spans: deque[tuple[str, str, float, float, int]] = deque(maxlen=max_spans)
@@ -115,31 +115,31 @@ class Timeline:
         return _Running(self, lane, name, num_bytes) if self.is_on else _NOTHING
 
     def add(self, lane: str, name: str, start_s: float, end_s: float, num_bytes: int = 0) -> None:
-        """Record an interval that is known."""
+        """Record an interval whose times are known."""
         if self.is_on:
             self._spans.append((lane, name, start_s, end_s, num_bytes))
 
     def add_unfinished(
         self, lane: str, name: str, times: Callable[[], Times | None], num_bytes: int = 0
     ) -> None:
-        """Record what is still under way: `times()` gives (start, end) once it has ended, before that None."""
+        """Record work that is under way: `times()` returns (start, end) once it has ended, before that None."""
         if self.is_on:
             self._unfinished.append((lane, name, times, num_bytes))
 
     # --- the training thread ---
 
     def waited(self, name: str, start_s: float, end_s: float) -> None:
-        """A named wait of the training thread."""
+        """Record a named wait of the training thread."""
         if self.is_on:
             self.add(WAIT, name, start_s, end_s)
             self.waited_s += end_s - start_s
             self._lap_waits.append((start_s, end_s))
 
     def lap(self, name: str, *, leaves_model: bool = False, is_part: bool = False) -> None:
-        """What the training thread did since the last lap, its waits cut out, was `name`.
+        """Name the training thread's work since the last lap, without its waits, `name`.
 
-        `leaves_model`: what follows up to the next `enter_model` belongs to the training loop. `is_part`: of what a
-        unit that has begun on a stream does.
+        `leaves_model`: the work up to the next `enter_model` belongs to the training loop. `is_part`: the lap is a part
+        of the work of a unit that has begun on a stream.
         """
         if not self.is_on:
             return
@@ -159,18 +159,18 @@ class Timeline:
             self.add(COMPUTE, name, position_s, now_s)
 
     def enter_model(self) -> None:
-        """A forward begins, or goes on in another module."""
+        """Note that a forward begins, or goes on in another module."""
         if self.is_on and self._is_outside:
             self.lap("training loop")
 
     def launching(self) -> AbstractContextManager[None]:
-        """Count the time inside as Python of the hooks; not to be nested."""
+        """Count the time inside the block as Python of the hooks; not to be nested."""
         return _Launching(self) if self.is_on else _NOTHING
 
     # --- when a step has ended ---
 
     def take(self, step: int, *, until_s: float = math.inf) -> tuple[list[Span], bool]:
-        """The spans that have ended since the last call, by `until_s`, and whether some were lost to the bound."""
+        """Return the spans that have ended since the last call, by `until_s`, and whether some were lost."""
         is_full = len(self._spans) == self._spans.maxlen or len(self._unfinished) == self._unfinished.maxlen
         ended = [self._spans.popleft() for _ in range(len(self._spans))]
         for _ in range(len(self._unfinished)):
@@ -185,7 +185,7 @@ class Timeline:
         return spans, is_full
 
     def take_launch_s(self) -> float:
-        """Seconds of Python in the hooks since the last call."""
+        """Return the seconds of Python in the hooks since the last call."""
         launch_s, self.launch_s = self.launch_s, 0.0
         return launch_s
 

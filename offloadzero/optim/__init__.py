@@ -1,4 +1,4 @@
-"""The update kernels as torch optimizers for parameters in host memory, usable alone (floor 4)."""
+"""The update kernels as torch optimizers for parameters in host memory, usable alone."""
 
 from offloadzero.optim.cpu_adagrad import CPUAdagrad
 from offloadzero.optim.cpu_adam import CPUAdam

@@ -1,4 +1,4 @@
-"""One parameter's Adam state in 5 bytes as tensors of a torch optimizer, and to and from the fp32 one (floor 4).
+"""A parameter's Adam state in 5 bytes, as tensors of a torch optimizer, with conversions from and to fp32.
 
 `master_remainder` (int8), `exp_avg_e2m5` (int8) and `exp_avg_sq_e1m7` (uint8) in the parameter's shape, and `scales`
 (fp32, two per block of the flat parameter); [Note: compact state] in csrc/cpu_adam/cpu_adam.h says what they mean.
@@ -26,19 +26,19 @@ def is_compact(state: Mapping[str, object]) -> bool:
 
 
 def zeros(param: Tensor) -> dict[str, Tensor]:
-    """The state of a contiguous bf16 parameter before its first step."""
+    """Make the state of a contiguous bf16 parameter before its first step."""
     state = {key: torch.zeros(param.shape, dtype=dtype) for key, dtype in CODE_DTYPES.items()}
     return {**state, _SCALES: torch.zeros(num_scales(param.numel()))}
 
 
 def flat_record(param: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The record that the kernels of `native.compact` take."""
+    """Return the record that the kernels of `native.compact` take."""
     remainder, exp_avg, exp_avg_sq, scales = (state[key].view(-1) for key in KEYS)
     return param.detach().view(-1), remainder, exp_avg, exp_avg_sq, scales
 
 
 def checked(name: str, param: Tensor, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of a saved compact state's tensors.
+    """Return copies of a saved compact state's tensors.
 
     Raises ConfigError that names `name` and the tensor if one is missing or has another shape or dtype.
     """
@@ -58,10 +58,10 @@ def checked(name: str, param: Tensor, saved: Mapping[str, Tensor]) -> dict[str, 
 
 
 def encoded(param: Tensor, exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The compact state nearest to `exp_avg` and `exp_avg_sq` (fp32) and `master_remainder` (int16) of a parameter.
+    """Return the compact state nearest to a parameter's `exp_avg`, `exp_avg_sq` and int16 `master_remainder`.
 
     The parameter keeps its value, so the remainder is cut off at 127: the master weight is off by at most 2^7 spacings
-    of fp32, or 2^8 in the 1 of 512 weights that lie that near to the next bf16 number. What is absent is 0.
+    of fp32, or 2^8 in the 1 of 512 weights that lie that near to the next bf16 number. A missing tensor counts as 0.
     """
     state = zeros(param)
     low = exact.get("master_remainder")
@@ -75,7 +75,7 @@ def encoded(param: Tensor, exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def decoded(param: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a compact state stands for: `exp_avg`, `exp_avg_sq` (fp32) and `master_remainder` (int16), exactly."""
+    """Return the exact values of a compact state: `exp_avg`, `exp_avg_sq` (fp32) and `master_remainder` (int16)."""
     master, exp_avg, exp_avg_sq = (torch.empty(param.shape) for _ in range(3))
     high = torch.zeros(param.shape, dtype=torch.bfloat16)
     compact_decode(*flat_record(high, state), *(t.view(-1) for t in (master, exp_avg, exp_avg_sq)))

@@ -1,4 +1,4 @@
-"""CPUAdagrad: Adagrad for parameters in host memory, as a torch optimizer (floor 4)."""
+"""CPUAdagrad: Adagrad for parameters in host memory, as a torch optimizer."""
 
 from __future__ import annotations
 

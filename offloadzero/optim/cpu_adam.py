@@ -1,4 +1,4 @@
-"""CPUAdam: Adam and AdamW for parameters in host memory, as a torch optimizer (floor 4).
+"""CPUAdam: Adam and AdamW for parameters in host memory, as a torch optimizer.
 
 It stands alone: no engine, no offload, any model on the CPU. bf16 and fp16 parameters are trained with exact
 fp32 master weights; bf16 parameters can be trained with a compact state instead.
@@ -148,7 +148,7 @@ class CPUAdam(CPUOptimizer):
         return super()._restored(name, param, {"step": step, **compact_tensors.decoded(param, copies)})
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle and deepcopy keep."""
+        """Return the attributes that pickle and deepcopy keep."""
         return {**super().__getstate__(), "state_layout": self.state_layout}
 
 

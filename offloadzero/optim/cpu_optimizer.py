@@ -1,4 +1,4 @@
-"""What the CPU optimizers share: parameters, fp32 master weights, state_dicts (floor 4)."""
+"""The base of the CPU optimizers: parameters, fp32 master weights, state_dicts."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class CPUOptimizer(Optimizer, ABC):
     def _update(
         self, param: Tensor, grad: Tensor, master: Tensor | None, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        """One step on flat tensors in memory order; `state` maps the names in MOMENTS to flat tensors.
+        """Do one step on flat tensors in memory order; `state` maps the names in MOMENTS to flat tensors.
 
         `state["step"]`, where steps are counted, is the number of this step as an int, from 1.
         """
 
     def _initial_moment(self, name: str, param: Tensor, group: dict[str, Any]) -> Tensor:  # noqa: ARG002
-        """A moment before the first step, in the parameter's shape and memory order."""
+        """Return a moment before the first step, in the parameter's shape and memory order."""
         return torch.zeros_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ class CPUOptimizer(Optimizer, ABC):
             state["step"] += 1
 
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """The parameter's state, with what is missing added."""
+        """Return the parameter's state, with missing tensors added."""
         state: dict[str, Any] = self.state[param]
         if self.COUNTS_STEPS and "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -140,7 +140,7 @@ class CPUOptimizer(Optimizer, ABC):
             self._restored_state = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle and deepcopy keep."""
+        """Return the attributes that pickle and deepcopy keep."""
         return {**super().__getstate__(), "num_threads": self.num_threads, "_restored_state": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -161,14 +161,14 @@ class CPUOptimizer(Optimizer, ABC):
             self._check_group({**self.defaults, **group})
         params = [param for group in self.param_groups for param in group["params"]]
         saved_keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        # Numbers of groups and parameters that differ are torch's to report, right after this.
+        # torch reports differing numbers of groups and parameters right after this.
         self._restored_state = [
             self._restored(f"state[{key}]", param, state_dict["state"].get(key, {}))
             for param, key in zip(params, saved_keys, strict=False)
         ]
 
     def _restored(self, name: str, param: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
-        """Copies of the saved tensors in the parameter's shape and memory order, in the state's dtypes."""
+        """Return copies of the saved tensors in the parameter's shape and memory order, in the state's dtypes."""
         restored: dict[str, Tensor] = {}
         dtypes = {**dict.fromkeys(self.MOMENTS, torch.float32), **_MASTER_DTYPES}
         for key, value in saved.items():
@@ -207,7 +207,7 @@ class CPUOptimizer(Optimizer, ABC):
             raise ConfigError(name, what, "must be dense in memory (no gaps, no element twice)")
 
     def _in_order_of(self, param: Tensor, grad: Tensor, *, name: str) -> Tensor:
-        """The gradient in the memory order of the parameter; a copy where they differ."""
+        """Return the gradient in the memory order of the parameter; a copy where they differ."""
         if grad.layout != torch.strided:
             message = f"{type(self).__name__} takes dense gradients only"
             raise ConfigError(f"{name}.grad", str(grad.layout), message)
@@ -219,7 +219,7 @@ class CPUOptimizer(Optimizer, ABC):
 
 
 def remainder_of(name: str, param: Tensor, master: Tensor, dtype: torch.dtype) -> Tensor:
-    """The part (int16, or int8 of the compact layout) of saved fp32 master weights that a bf16 parameter lacks."""
+    """Return the part of saved fp32 master weights that a bf16 parameter lacks, as int16 (int8 if compact)."""
     if master.shape != param.shape:
         raise ConfigError(f"{name}.master", tuple(master.shape), f"must have shape {tuple(param.shape)}")
     rounded = torch.empty(param.shape, dtype=param.dtype)
@@ -232,14 +232,14 @@ def remainder_of(name: str, param: Tensor, master: Tensor, dtype: torch.dtype) -
 
 
 def _is_placeholder(tensor: Tensor) -> bool:
-    """One NaN expanded to a shape: what a parameter holds itself while its value is elsewhere."""
+    """Whether a tensor is one NaN expanded to a shape: a parameter whose value is elsewhere holds that."""
     with DisableTorchFunctionSubclass():
         is_expanded = tensor.numel() > 1 and not any(tensor.stride())
         return is_expanded and bool(torch.detach(tensor).as_strided((), ()).isnan())
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """True if the elements fill one block of memory, each once, whatever the order of the strides."""
+    """Whether the elements fill one block of memory, each once, in any order of the strides."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -251,7 +251,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor as a vector, in memory order."""
+    """Return the elements of a dense tensor as a vector, in memory order."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.as_strided((tensor.numel(),), (1,))

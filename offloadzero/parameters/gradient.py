@@ -1,16 +1,16 @@
-"""`param.grad` of an offloaded parameter: a tensor that stands for the gradient wherever it is (floor 4).
+"""`param.grad` of an offloaded parameter: a tensor that stands for the gradient wherever it is.
 
 [Note: gradients as tensors]
 After backward `param.grad` is a `GradientTensor`. Like any remote tensor ([Note: remote tensors]) it reads, computes
-and writes back; what scripts do with the gradients of a whole model is answered without moving a byte:
+and writes back. The usual operations of scripts on the gradients of a whole model are answered without moving a byte:
 
 - the 2-norm, from the squares that were summed up when the gradient landed;
 - `mul_` by one number, and `div_` by a power of two, by a factor that the update's kernel multiplies by. In fp32 that
-  gives torch's bits. In bf16 and fp16 torch rounds the product to the gradient's dtype, the kept factor does not; what
-  is read of the gradient then is rounded as torch rounds it. Two factors become one only where the product is exact;
+  gives torch's bits. In bf16 and fp16 torch rounds the product to the gradient's dtype, the kept factor does not; a
+  later read of the gradient is rounded as torch rounds it. Two factors become one only where the product is exact;
 - `zero_`, and torch.amp.GradScaler's check and unscaling in one.
 
-That is all that `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `GradScaler` ask for.
+`torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `GradScaler` need no other operations.
 
 [Note: a gradient's device]
 When a tensor becomes `param.grad` torch asks it for its device three times. A remote tensor answers in Python, in
@@ -54,34 +54,34 @@ aten = torch.ops.aten
 class GradientSource(Source, Protocol):
     """One parameter's gradient, in a home, on its way there, or gone."""
 
-    num_tensors: int  # that have been made of it
+    num_tensors: int  # tensors that have been made of it
 
     def norm(self) -> float | None:
-        """The 2-norm; None where it is not known without reading."""
+        """The 2-norm; None where only a read would tell it."""
 
     def scale(self, factor: float) -> bool:
-        """Multiply by a number of fp32 without moving anything; False where that would give other numbers."""
+        """Multiply by a number of fp32 without moving anything; return False where that would give other numbers."""
 
     def clear(self) -> None:
-        """Make it zero."""
+        """Make the gradient zero."""
 
     def accept(self, contribution: Tensor) -> bool:
-        """Take what autograd adds; False where the addition is somebody else's."""
+        """Take a gradient that autograd adds; return False where the addition is by other code."""
 
     def is_worn(self, tensor: Tensor) -> bool:
         """Whether `tensor` is the parameter's `grad`."""
 
     def left_by(self, tensor: Tensor) -> None:
-        """`tensor` stands for this no more."""
+        """Note that `tensor` no longer stands for this gradient."""
 
 
 class _OtherMemory(FixedSource):
-    """What a gradient tensor stands for that was given other memory: it is nobody's gradient any more."""
+    """The value of a gradient tensor that was given other memory: it is no parameter's gradient any more."""
 
     num_tensors = 0
 
     def norm(self) -> None:
-        """Not known without reading."""
+        """None: only a read would tell it."""
 
     def scale(self, factor: float) -> bool:  # noqa: ARG002 (GradientSource's signature)
         return False
@@ -96,23 +96,23 @@ class _OtherMemory(FixedSource):
         return False
 
     def left_by(self, tensor: Tensor) -> None:
-        """Nobody keeps a tensor for it."""
+        """Do nothing: no tensor is kept for it."""
 
 
 class GradientTensor(RemoteTensor):
-    """What `param.grad` is: [Note: gradients as tensors]."""
+    """The tensor in `param.grad`: [Note: gradients as tensors]."""
 
     _source: GradientSource
 
     @staticmethod
     def __new__(cls, source: GradientSource, *arguments: Any, **options: Any) -> GradientTensor:
-        """Of a view: as `RemoteTensor`."""
+        """Make the tensor of a view, as `RemoteTensor` does."""
         source.num_tensors += 1
         return cast(GradientTensor, RemoteTensor.__new__(cls, source, *arguments, **options))
 
     @classmethod
     def _without_memory(cls, like: Tensor, device: torch.device, storage_offset: int) -> RemoteTensor:
-        """[Note: a gradient's device]."""
+        """Make a tensor without memory: [Note: a gradient's device]."""
         with_keys_of_device = make_wrapper_subclass(
             cls,
             like.shape,
@@ -129,7 +129,7 @@ class GradientTensor(RemoteTensor):
 
     @property
     def source(self) -> GradientSource:
-        """Where the value is."""
+        """The object that has the value."""
         return self._source
 
     @property
@@ -139,7 +139,7 @@ class GradientTensor(RemoteTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """The parameter's own gradient takes the value over; any other tensor looks at other memory from now on."""
+        """Let the parameter's own gradient take the value over; any other tensor looks at other memory from now on."""
         source = self._source
         if not source.is_worn(self):
             self._look_at(value)
@@ -201,7 +201,7 @@ class GradientTensor(RemoteTensor):
 
 
 class _Seen(GradientTensor):
-    """What stands for a gradient in one operation: [Note: a gradient's device]."""
+    """The tensor that stands for a gradient in one operation: [Note: a gradient's device]."""
 
     __torch_function__ = disabled_torch_function_impl
 
@@ -211,7 +211,7 @@ class _Seen(GradientTensor):
 
 
 class _See(torch.autograd.Function):
-    """What is seen of a gradient in whose graph an operation is."""
+    """The autograd function of a `_Seen` whose gradient is in a graph."""
 
     @staticmethod
     def forward(ctx: Any, gradient: GradientTensor) -> RemoteTensor:  # noqa: ARG004 (torch's signature)
@@ -227,7 +227,7 @@ def _seen(gradient: GradientTensor) -> RemoteTensor:
 
 
 class _Stand(torch.autograd.Function):
-    """What stands for a gradient, in the graph that the gradient is in."""
+    """The autograd function that makes a gradient's tensor in the graph that the gradient is in."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, source: GradientSource) -> GradientTensor:  # noqa: ARG004
@@ -239,21 +239,21 @@ class _Stand(torch.autograd.Function):
 
 
 def in_graph_of(grad: Tensor, source: GradientSource) -> GradientTensor:
-    """A gradient tensor that is differentiated as `grad` is, which a backward with create_graph=True has brought."""
+    """Make a gradient tensor that is differentiated as `grad`, the result of a backward with create_graph=True."""
     tensor: GradientTensor = _Stand.apply(grad, source)  # type: ignore[no-untyped-call]
     return tensor
 
 
 def as_fp32(value: float) -> float:
-    """The number of fp32 nearest to `value`."""
+    """Return the number of fp32 nearest to `value`."""
     with np.errstate(over="ignore"):
         return float(np.float32(value))
 
 
 def product_is_exact(one: float, other: float) -> bool:
-    """Whether to multiply by `one` and then by `other` (numbers of fp32) is to multiply by their product.
+    """Whether multiplying by `one` and then by `other` (numbers of fp32) equals multiplying by their product.
 
-    It is where one of them is a power of two: then only one of the multiplications rounds.
+    It does where one of them is a power of two: then only one of the multiplications rounds.
     """
     product = one * other
     return (_is_power_of_two(one) or _is_power_of_two(other)) and (
@@ -265,23 +265,23 @@ def _is_power_of_two(value: float) -> bool:
     return math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5
 
 
-# --- what is answered without the value ---
+# --- operations that need no value ---
 
 _NONE = object()  # no shortcut: the value is needed
 
 
 def _whole(gradient: Any) -> GradientSource | None:
-    """The source of a gradient tensor that is no view."""
+    """Return the source of a gradient tensor that is no view."""
     return gradient.source if isinstance(gradient, GradientTensor) and gradient.is_whole else None
 
 
 def _only(gradients: Sequence[Any]) -> GradientSource | None:
-    """The source of the one element of a list: longer ones come element by element."""
+    """Return the source of the one element of a list: longer lists come element by element."""
     return _whole(gradients[0]) if len(gradients) == 1 else None
 
 
 def _number(value: Any) -> float | None:
-    """The value of a number or of a 0-dim tensor, as it is now; None of anything else."""
+    """Return the present value of a number or of a 0-dim tensor; None for anything else."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if type(value) is not Tensor or value.dim() or not value.is_floating_point():
@@ -325,7 +325,7 @@ def _multiply(gradient: Any, factor: Any) -> Any:
 def _divide(gradient: Any, divisor: Any) -> Any:
     number = _number(divisor)
     if number is None or not _is_power_of_two(number):
-        return _NONE  # to multiply by the inverse rounds otherwise
+        return _NONE  # multiplying by the inverse rounds differently
     return gradient if _scale(_whole(gradient), 1.0 / number) else _NONE
 
 
@@ -354,7 +354,7 @@ def _add(gradient: Any, other: Any, *, alpha: Any = 1) -> Any:
 
 
 def _check_and_unscale(gradients: Sequence[Any], found_inf: Tensor, inverse_scale: Tensor) -> Any:
-    """GradScaler.unscale_: `found_inf` becomes 1 if an element of a list of gradients is not finite; all are scaled."""
+    """Do GradScaler.unscale_: `found_inf` becomes 1 if an element of the gradients is not finite; all are scaled."""
     if len(gradients) > 1:
         for gradient in gradients:
             aten._amp_foreach_non_finite_check_and_unscale_([gradient], found_inf, inverse_scale)

@@ -1,4 +1,4 @@
-"""What a script keeps of a weight's memory becomes a tensor that knows where the weight is (floor 4)."""
+"""The views of a weight's memory that a script keeps become tensors that know where the weight is."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from offloadzero.torch_private import has_storage, set_data
 
 
 def tensors_over(storage: int) -> list[Tensor]:
-    """Python's ordinary tensors over a storage, which is given by its address.
+    """Return Python's ordinary tensors over a storage, which is given by its address.
 
-    Looks at every object that the collector shows; those that `gc.freeze()` has set aside it does not: `show_frozen`.
+    Looks at every object that the collector shows; objects set aside by `gc.freeze()` are not among them:
+    `show_frozen`.
     """
-    # What is not exactly a torch.Tensor may lie about its class, or have no storage to ask for.
+    # An object of another class than torch.Tensor may lie about its class, or have no storage.
     tensors = [one for one in gc.get_objects() if type(one) is Tensor]
     return [one for one in tensors if _storage_of(one) == storage]
 
 
 def show_frozen() -> bool:
-    """Undo `gc.freeze()`; whether there was something to undo.
+    """Undo `gc.freeze()`; return whether there was something to undo.
 
-    It saves the collector time, and forked children memory. To freeze again would freeze whatever is garbage now, too.
+    Freezing saves the collector time, and forked children memory. To freeze again would also freeze present garbage.
     """
     if not gc.get_freeze_count():
         return False
@@ -41,9 +42,9 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 def keep_view(tensor: Tensor, param: nn.Parameter, byte_offset: int) -> None:
-    """`tensor` looks at the memory of `param`, from `byte_offset` on; from now on it looks at the parameter.
+    """Turn `tensor`, which looks at the memory of `param` from `byte_offset` on, into a view of the parameter.
 
-    For operations that do not look at the class (autograd's own, in C++) it has a copy of the present value.
+    For operations that do not look at the class (autograd's own, in C++) it holds a copy of the present value.
     """
     weight = weight_of(param)
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,7 +1,8 @@
-"""Tensors of ours on their way to another process: their values, in the message itself (floor 4).
+"""The package's tensors on their way to another process: their values, in the message itself.
 
-torch sends a tensor's memory as a file descriptor, which must stay open until the other process has taken it. What
-stands for a value has no memory of its own, and a copy made for the message is gone by then. So the bytes are sent.
+torch sends a tensor's memory as a file descriptor, which must stay open until the other process has taken it. A tensor
+that stands for a value has no memory of its own, and a copy made for the message is gone by then. So the bytes are
+sent.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Value = Callable[[Any], Tensor]
 
 
 def send_by_value(kind: type[Tensor], value: Value) -> None:
-    """Have multiprocessing send a tensor of exactly this class as what `value` gives: an ordinary tensor."""
+    """Have multiprocessing send a tensor of exactly this class as the result of `value`, an ordinary tensor."""
     ForkingPickler.register(kind, partial(_reduce, value))
 
 
@@ -34,7 +35,7 @@ def _reduce(value: Value, tensor: Tensor) -> Any:
 def _rebuild(
     bytes_: bytes, dtype: torch.dtype, shape: tuple[int, ...], device: str, requires_grad: bool | None
 ) -> Tensor:
-    """`requires_grad`: of a parameter; None of any other tensor."""
+    """Rebuild a tensor, as a parameter with that `requires_grad` unless it is None."""
     flat = torch.frombuffer(bytearray(bytes_), dtype=dtype) if bytes_ else torch.empty(0, dtype=dtype)
     tensor = flat.view(shape).to(device)
     return tensor if requires_grad is None else nn.Parameter(tensor, requires_grad=requires_grad)

@@ -1,19 +1,19 @@
-"""Tensors whose value lives elsewhere: what scripts hold of a weight or a gradient that is not on the device.
+"""Tensors whose value lives elsewhere: they stand for a weight or a gradient that is not on the device.
 
 [Note: remote tensors]
-A weight that is away and a gradient that has landed have no storage on the device. What a script is given of them
-(`param.data`, `param.grad`) is a tensor subclass without storage that knows where the value is. Each operation on it
+A weight that is away and a gradient that has landed have no storage on the device. A script gets for them (as
+`param.data`, `param.grad`) a tensor subclass without storage that knows where the value is. Each operation on it
 reads the value, computes with an ordinary tensor, and, where its schema says that it writes an argument, writes the
-value back. So nothing that a script keeps can become stale: it is as alive as an alias of a resident weight is.
+value back. So a kept tensor cannot become stale: it is as alive as an alias of a resident weight is.
 
 Views (`t.view(-1)`, `t[0]`, `t.t()`) are remote tensors of the same value: they remember how they were made, and
 replay it on the value when they are used. A write into a view reads the whole value, writes into the view of it, and
 writes the whole value back.
 
-What needs memory to point at (`data_ptr()`, a writable numpy array, `set_`) is an error that names the tensor. torch
-lets `other.data = tensor` through where both are of one backend, and `other` would have no memory from then on, and no
-Python either to say so. So to C++ a remote tensor is one of the meta backend, and asks Python for its device.
-Read-only copies (`numpy()`, `tolist()`, pickling, `copy.deepcopy`) give the value as it is now.
+Uses that need memory to point at (`data_ptr()`, a writable numpy array, `set_`) are errors that name the tensor. torch
+accepts `other.data = tensor` where both are of one backend, and `other` would then have no memory, and no Python code
+to say so. So to C++ a remote tensor is one of the meta backend, and asks Python for its device. Read-only copies
+(`numpy()`, `tolist()`, pickling, `copy.deepcopy`) give the present value.
 
 One operation at a time holds the value: memory is bounded by the largest parameter, not by the model. Operations on
 lists (`torch._foreach_*`) are taken element by element for that reason.
@@ -47,39 +47,39 @@ TorchOp = Any  # torch._ops.OpOverload: its class has no public name
 
 
 class Source(Protocol):
-    """Where the value of a remote tensor is."""
+    """The object that has the value of a remote tensor."""
 
     @property
     def name(self) -> str:
-        """For errors: `blocks.3.mlp.weight`, or its gradient."""
+        """The name in errors: `blocks.3.mlp.weight`, or its gradient."""
 
     @property
     def shape(self) -> torch.Size:
-        """Of the value."""
+        """The shape of the value."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the value."""
+        """The dtype of the value."""
 
     @property
     def device(self) -> torch.device:
-        """Where `read()` brings it."""
+        """The device to which `read()` brings the value."""
 
     def read(self) -> Tensor:
-        """The value now: contiguous, on the device, not to be written; there until two others have been read."""
+        """Return the value: contiguous, on the device, read-only; there until two other values have been read."""
 
     def read_to_write(self) -> Tensor:
-        """The value now, in memory that the caller may write and then give to `write`."""
+        """Return the value in memory that the caller may write and then give to `write`."""
 
     def write(self, value: Tensor) -> None:
-        """Replace the value by one of its shape and dtype. The memory is the source's from then on."""
+        """Replace the value by one of its shape and dtype. The memory then belongs to the source."""
 
 
 class FixedSource:
-    """A tensor that a script has given to `tensor.data`: written where it is, as its other holders see it."""
+    """A tensor that a script has given to `tensor.data`: written in place, for its other holders to see."""
 
     def __init__(self, name: str, value: Tensor, *, stride: tuple[int, ...]) -> None:
-        """`stride`: of the tensor that now looks at `value`; it keeps it."""
+        """Hold `value`. `stride` is that of the tensor that now looks at it, and keeps it."""
         self.name = name
         self.shape = value.shape
         self.dtype = value.dtype
@@ -89,18 +89,18 @@ class FixedSource:
 
     @property
     def history(self) -> tuple[int, int]:
-        """Changes with each change of the value."""
+        """Numbers that differ after each change of the value."""
         if isinstance(self._value, RemoteTensor):
             return getattr(self._value.source, "history", (-1, 0))
         return -1, 0 if self._value.is_inference() else self._value._version
 
     def read(self) -> Tensor:
-        """The value, as who reads it expects it to lie."""
+        """Return the value in the layout that a reader expects."""
         lies_so = self._value.stride() == self._stride and not isinstance(self._value, RemoteTensor)
         return self._value if lies_so else self.read_to_write()
 
     def read_to_write(self) -> Tensor:
-        """The value, in memory of its own."""
+        """Return the value in memory of its own."""
         like = torch.empty_strided(self.shape, self._stride, dtype=self.dtype, device="meta")
         return torch.empty_like(like, device=self.device).copy_(self._value)
 
@@ -110,15 +110,15 @@ class FixedSource:
 
 
 class _View:
-    """How a view is made of the tensor it is a view of."""
+    """The way to make a view of its tensor."""
 
     def __init__(self, function: TorchOp, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._function = function
-        self._arguments = arguments  # behind the tensor itself
+        self._arguments = arguments  # those after the tensor itself
         self._keywords = keywords
 
     def of(self, tensor: Tensor) -> Any:
-        """The view, or all views that the operation makes (`split`)."""
+        """Return the view, or all views that the operation makes (`split`)."""
         return self._function(tensor, *self._arguments, **self._keywords)
 
 
@@ -138,14 +138,14 @@ class WholeView:
     """A view of the whole value by its strides, as `as_strided` makes it."""
 
     def __init__(self, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> None:
-        """`offset`: elements of `dtype` from the start of the value."""
+        """Remember the view. `offset`: elements of `dtype` from the start of the value."""
         self._dtype = dtype
         self._size = size
         self._stride = stride
         self._offset = offset
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The view of a value, which is contiguous."""
+        """Return the view of a value, which is contiguous."""
         flat = tensor.view(-1).view(self._dtype)
         return flat.as_strided(self._size, self._stride, int(flat.storage_offset()) + self._offset)
 
@@ -173,7 +173,7 @@ class RemoteTensor(torch.Tensor):
         *,
         storage_offset: int = 0,
     ) -> RemoteTensor:
-        """`like` has the dtype, shape and strides of the last view (on the meta device)."""
+        """Make the tensor. `like` has the dtype, shape and strides of the last view (on the meta device)."""
         if like is None:
             like = torch.empty(source.shape, dtype=source.dtype, device="meta")
         tensor = cls._without_memory(like, source.device, storage_offset)
@@ -183,17 +183,17 @@ class RemoteTensor(torch.Tensor):
 
     @classmethod
     def _without_memory(cls, like: Tensor, device: torch.device, storage_offset: int) -> RemoteTensor:
-        """A tensor of this class, to which neither source nor views have been given."""
+        """Make a tensor of this class that has neither source nor views yet."""
         return asking_for_device(cls, like, device, storage_offset)
 
     @property
     def source(self) -> Source:
-        """Where the value is."""
+        """The object that has the value."""
         return self._source
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where `read()` brings it."""
+        """The device to which `read()` brings the value."""
         return self._source.device
 
     @property
@@ -210,7 +210,7 @@ class RemoteTensor(torch.Tensor):
         self._look_at(value)
 
     def _look_at(self, value: Tensor) -> None:
-        """As in torch: this tensor has other memory from now on, and the value that it stood for stays as it is."""
+        """Look at other memory from now on, as in torch; the value that the tensor stood for is not changed."""
         self._expect_alike(value)
         self._source, self._views = self._over(value.detach()), ()
 
@@ -227,12 +227,12 @@ class RemoteTensor(torch.Tensor):
         )
 
     def _over(self, value: Tensor) -> Source:
-        """What this tensor stands for once it looks at `value`."""
+        """Make the source of a tensor that looks at `value`."""
         return FixedSource(self._source.name, value, stride=self.stride())
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the value itself, or a view of all of it that has its shape and order."""
+        """Whether the tensor is the value itself, or a view of all of it with the same shape and order."""
         if not self._views:
             return True
         source = self._source
@@ -249,7 +249,7 @@ class RemoteTensor(torch.Tensor):
         return (kind or type(self))(source, self._views, like, storage_offset=int(self.storage_offset()))
 
     def read(self) -> Tensor:
-        """The value now, as an ordinary tensor that nobody else holds."""
+        """Return the present value as an ordinary tensor with no other holder."""
         return self._view_in(self._source.read_to_write())
 
     def _check_write(self) -> None:
@@ -276,10 +276,10 @@ class RemoteTensor(torch.Tensor):
             return _view(func, args, keywords)
         return _compute(func, args, keywords)
 
-    # --- what needs the value in memory ---
+    # --- methods that need the value in memory ---
 
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
-        """A read-only copy."""
+        """Return a read-only copy."""
         value = self.read()
         array: np.ndarray[Any, Any] = value.numpy(force=force)
         array.flags.writeable = False
@@ -292,15 +292,15 @@ class RemoteTensor(torch.Tensor):
         return array.astype(dtype)
 
     def tolist(self) -> Any:
-        """The value as nested lists."""
+        """Return the value as nested lists."""
         return self.read().tolist()
 
     def apply_(self, function: Callable[[Any], Any]) -> Tensor:
-        """Each element by a function of Python's."""
+        """Replace each element by the result of a Python function."""
         return self.copy_(self.read().apply_(function))
 
     def map_(self, other: Tensor, function: Callable[[Any, Any], Any]) -> Tensor:
-        """Each element, with that of another tensor, by a function of Python's."""
+        """Replace each element by a Python function of it and of another tensor's element."""
         return self.copy_(self.read().map_(other.detach().clone(), function))
 
     def new_tensor(
@@ -311,7 +311,7 @@ class RemoteTensor(torch.Tensor):
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> Tensor:
-        """A tensor of `data` with this one's dtype, where `read()` brings the value."""
+        """Return a tensor of `data` with this one's dtype, on the device to which `read()` brings the value."""
         return torch.tensor(
             data,
             dtype=dtype or self.dtype,
@@ -335,22 +335,22 @@ class RemoteTensor(torch.Tensor):
     ) -> str:
         try:
             return repr(self.read())
-        except OffloadError as error:  # a debugger looks at what an error leaves behind
+        except OffloadError as error:  # a debugger may show objects that an error has left behind
             return f"<{error}>"
 
     def __dlpack__(self, **_: Any) -> NoReturn:
         self._refuse("__dlpack__()")
 
     def data_ptr(self) -> int:
-        """There is no memory to point at."""
+        """Raise: there is no memory to point at."""
         self._refuse("data_ptr()")
 
     def untyped_storage(self) -> NoReturn:
-        """There is no storage."""
+        """Raise: there is no storage."""
         self._refuse("untyped_storage()")
 
     def share_memory_(self) -> NoReturn:
-        """There is no storage."""
+        """Raise: there is no storage."""
         self._refuse("share_memory_()")
 
     def _refuse(self, what: str) -> NoReturn:
@@ -366,7 +366,7 @@ send_by_value(RemoteTensor, RemoteTensor.read)
 def asking_for_device(
     kind: type[RemoteTensor], like: Tensor, device: torch.device, storage_offset: int
 ) -> RemoteTensor:
-    """A tensor without memory, whose device C++ asks Python for, and at which autocast looks as at one of `device`."""
+    """Make a tensor without memory: C++ asks Python for its device, and autocast treats it as one of `device`."""
     tensor: RemoteTensor = make_wrapper_subclass(
         kind,
         like.shape,
@@ -380,7 +380,7 @@ def asking_for_device(
     return tensor
 
 
-# What would give a remote tensor memory of its own, or another shape in place.
+# Operations that would give a remote tensor memory of its own, or another shape in place.
 _REFUSED = re.compile(
     r"(set_|resize_|resize_as_|as_strided|as_strided_|set_data|t_|transpose_|swapaxes_|swapdims_|squeeze_|unsqueeze_)(\.|$)"
 )
@@ -393,7 +393,7 @@ def _refuse_what_needs_memory(func: TorchOp, args: tuple[Any, ...]) -> None:
 
 
 def _view(func: TorchOp, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """A view of the same value. The first argument of all view operations is what they look at."""
+    """Make a view of the same value. The first argument of all view operations is the viewed tensor."""
     base = args[0]
     if not isinstance(base, RemoteTensor):
         return _compute(func, args, keywords)
@@ -406,7 +406,7 @@ def _view(func: TorchOp, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any
         kind = base._detached_type if func in _SAME else type(base)
         return kind(base._source, views, like, storage_offset=offset)
 
-    # As torch's: a view is an inference tensor where what it looks at is one, whatever the mode is by now.
+    # As in torch a view is an inference tensor where the viewed tensor is one, whatever the present mode.
     is_other = torch.is_inference_mode_enabled() and not base.is_inference()
     with torch.inference_mode(False) if is_other else contextlib.nullcontext():
         if isinstance(made, Tensor):
@@ -418,7 +418,7 @@ _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def _written(func: TorchOp) -> Callable[[int, str], bool]:
-    """Whether an argument of an operation, by place and name, is written."""
+    """Whether an argument of an operation, given by place and name, is written."""
     places = {
         i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
     }
@@ -427,7 +427,7 @@ def _written(func: TorchOp) -> Callable[[int, str], bool]:
 
 
 def _compute(func: TorchOp, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Run an operation on values: read what it takes, write what it has changed."""
+    """Run an operation on values: read its arguments, and write back the changed ones."""
     if _is_list_operation(func, args):
         return _one_by_one(func, args, keywords)
     leaves = leaves_of((args, keywords))
@@ -444,25 +444,25 @@ def _compute(func: TorchOp, args: tuple[Any, ...], keywords: dict[str, Any]) -> 
     return map_leaves(values.given_for, result)
 
 
-# Loops over a model allocate and free a value after the other, of many sizes.
+# A loop over a model allocates and frees one value after the other, of many sizes.
 _freed = FreedMemory(trim_bytes=32 * 1024 * 1024)
 
 
 class _Values:
-    """The values that one operation works with; of each source one, so that aliases stay aliases.
+    """The values for one operation, one for each source, so that aliases stay aliases.
 
-    What a source gives to read is there until two others have been read: in a step it is a unit's memory, which another
-    unit gets. An operation on more takes copies.
+    A value that a source returns is there until two others have been read: in a step it is a unit's memory, which
+    another unit gets. An operation on more values takes copies.
     """
 
     def __init__(self, *, copy: bool) -> None:
         self._copy = copy
         self._read: dict[int, Tensor] = {}  # by the id of the source
         self._written: dict[int, tuple[Source, Tensor]] = {}
-        self._given: list[tuple[Tensor, RemoteTensor]] = []  # what stands for a written argument
+        self._given: list[tuple[Tensor, RemoteTensor]] = []  # the tensors that stand for written arguments
 
     def of(self, argument: Any, *, write: bool) -> Any:
-        """The argument with values for remote tensors."""
+        """Return the argument with values in the place of remote tensors."""
         if isinstance(argument, RemoteTensor):
             return self._value(argument, write=write)
         if isinstance(argument, list | tuple):
@@ -485,18 +485,18 @@ class _Values:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the values."""
+        """The bytes of the values."""
         return sum(value.nbytes for value in self._read.values())
 
     def write_back(self) -> None:
-        """Write what the operation has changed."""
+        """Write back the values that the operation has changed."""
         for source, value in self._written.values():
             source.write(value)
 
     def given_for(self, result: Any) -> Any:
-        """What a script gets for a result: never memory that is another's soon."""
+        """Return the script's tensor for a result: never memory that is about to be another's."""
         for value, remote in self._given:
-            if value is result:  # of an in-place operation
+            if value is result:  # the result of an in-place operation
                 return remote
         if type(result) is Tensor and any(_shares_memory(result, value) for value in self._read.values()):
             return result.clone()  # `_unsafe_view` and others that say they copy
@@ -513,7 +513,7 @@ def _is_list_operation(func: TorchOp, args: tuple[Any, ...]) -> bool:
 
 
 def _one_by_one(func: TorchOp, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """A list operation, element by element: never more than one value of a list is in memory."""
+    """Do a list operation element by element, with never more than one value of a list in memory."""
     count = len(args[0])
 
     def at(index: int, argument: Any) -> Any:

@@ -1,9 +1,9 @@
-"""What state dicts hold of weights and optimizer states that are away: copies in host memory that write through.
+"""The tensors of state dicts for weights and optimizer states that are away: copies that write through.
 
 A state dict of an ordinary model shares memory with its parameters, so `model.state_dict()[name].mul_(2)` changes the
-model. Files are written from state dicts, so their tensors must have memory: these are copies, and what an operation
-writes into one is committed to the weight. They do not follow later updates; to write into one that an update has
-passed by is an error.
+model. Files are written from state dicts, so their tensors must have memory: these are copies in host memory, and a
+write into one is committed to the weight. They do not follow later updates; a write into a copy that is older than the
+last update is an error.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from offloadzero.torch_private import DisableTorchFunctionSubclass
 
 
 class Written(Protocol):
-    """What a copy is of: a weight, or a state of the optimizer."""
+    """The original of a copy: a weight, or a state of the optimizer."""
 
     name: str
     taken_with: str  # where scripts get such copies
 
     @property
     def history(self) -> tuple[int, ...]:
-        """Changes with each change of the value."""
+        """Numbers that differ after each change of the value."""
 
     def write(self, value: Tensor) -> None:
-        """Commit a value."""
+        """Write a value to its home."""
 
 
 class WrittenWeight:
@@ -48,17 +48,17 @@ class WrittenWeight:
 
     @property
     def history(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """The history of the weight."""
         return self.weight.history
 
     def write(self, value: Tensor) -> None:
-        """Commit a value."""
+        """Write a value to its home."""
         self.weight.write(value)
         self.weight.count_write()
 
 
 class _Copy:
-    """The copy of one value, and when it was taken."""
+    """The copy of one value, and the history at that time."""
 
     def __init__(self, value: Tensor, weight: Written) -> None:
         self.value = value
@@ -66,14 +66,14 @@ class _Copy:
         self._history = weight.history
 
     def is_current_copy_of(self, weight: Weight) -> bool:
-        """Whether it holds the value of `weight` as it is now."""
+        """Whether it holds the present value of `weight`."""
         target = self._weight
         return (
             isinstance(target, WrittenWeight) and target.weight is weight and weight.history == self._history
         )
 
     def commit(self) -> None:
-        """An operation has written into the copy."""
+        """Write the copy home, after an operation has written into it."""
         weight = self._weight
         if weight.history != self._history:
             raise StateError(
@@ -101,7 +101,7 @@ class StateTensor(torch.Tensor):
         with DisableTorchFunctionSubclass():
             tensors = [leaf for leaf in pytree.tree_leaves((args, keywords)) if isinstance(leaf, StateTensor)]
             versions = [tensor._version for tensor in tensors]
-            with UninterruptedThroughout():  # the copy is not written without the weight
+            with UninterruptedThroughout():  # an interrupt must not leave the copy written and the weight not
                 result = func(*args, **keywords)
                 for tensor, version in zip(tensors, versions, strict=True):
                     if tensor._version != version:
@@ -109,7 +109,7 @@ class StateTensor(torch.Tensor):
             return pytree.tree_map_only(Tensor, lambda one: _view_of(tensors, one), result)
 
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
-        """A read-only array: what is written into it would not be seen."""
+        """Return a read-only array: writes into it would not be seen."""
         array: np.ndarray[Any, Any] = self._plain().numpy(force=force)
         array = array.view()
         array.flags.writeable = False
@@ -143,15 +143,15 @@ send_by_value(StateTensor, StateTensor._plain)
 
 
 def is_copy_of(tensor: object, weight: Weight) -> bool:
-    """Whether a tensor is a copy of all of `weight` as it is now."""
+    """Whether a tensor is a copy of all of `weight` with its present value."""
     if not isinstance(tensor, StateTensor):
         return False
     return tensor._copy.is_current_copy_of(weight) and tensor.shape == weight.shape
 
 
 def state_tensor(value: Tensor, weight: Written) -> Tensor:
-    """A new copy of a weight or of an optimizer's state, for a state dict."""
-    with torch.inference_mode(False):  # the state dict may be used outside
+    """Make a copy of a weight or of an optimizer's state, for a state dict."""
+    with torch.inference_mode(False):  # the state dict may be used outside of inference mode
         value = value.clone() if value.is_inference() else value
         return _made(value, _Copy(value, weight))
 
@@ -163,7 +163,7 @@ def _made(tensor: Tensor, copy: _Copy) -> StateTensor:
 
 
 def _view_of(tensors: list[StateTensor], result: Tensor) -> Tensor:
-    """A result that shares memory with a copy is a view of it."""
+    """Make a result that shares memory with a copy a view of it."""
     if isinstance(result, StateTensor) or result.device.type == "meta":
         return result
     for tensor in tensors:

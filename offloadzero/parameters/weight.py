@@ -1,16 +1,16 @@
-"""Parameters of an offloaded model as scripts see them: inside their module's forward, and away from it.
+"""Parameters of an offloaded model as scripts see them: in their module's forward, and outside of it.
 
 [Note: a parameter away]
-Between the uses of its module a parameter has no value in memory: its `data` is one NaN expanded to its shape. It wears
-the class `AwayParameter` then, and whatever a script does with it arrives in `__torch_function__`: what needs no value
-(shape, dtype, grad, hooks) passes; for everything else a remote tensor stands for the parameter, so reads wait for
-the update and give the value at home, and writes are committed there. With gradients on, the remote tensor is
-connected to the parameter: what autograd saves of it is the remote tensor, no copy of a weight is kept for backward,
-and the gradient arrives at the parameter.
+Between the uses of its module a parameter has no value in memory: its `data` is one NaN expanded to its shape. Its
+class is then `AwayParameter`, and every operation of a script arrives in `__torch_function__`: those that need no value
+(shape, dtype, grad, hooks) pass; for all others a remote tensor stands for the parameter, so reads wait for the update
+and return the value at home, and writes are committed there. With gradients on, the remote tensor is connected to the
+parameter: autograd saves the remote tensor, no copy of a weight is kept for backward, and the gradient arrives at the
+parameter.
 
-In its module's forward it wears `PresentParameter`, an ordinary parameter for every operation and for the compiler.
-Only `data` and `detach()` are remote tensors there too: what they hand out may be kept, and the memory belongs to
-another unit soon.
+In its module's forward its class is `PresentParameter`, an ordinary parameter for every operation and for the compiler.
+Only `data` and `detach()` are remote tensors there too: their results may be kept, and the memory soon belongs to
+another unit.
 
 An operation that is written in C++ and takes the parameter itself (no Python function of torch) sees the NaN outside of
 the forward; inside a forward the read of a module's attribute brings the weight to the device for such operations.
@@ -48,22 +48,22 @@ class Weight(Source, Protocol):
 
     @property
     def history(self) -> tuple[int, int]:
-        """Changes with each change of this value, and no other's."""
+        """Numbers that differ after each change of this value, and only then."""
 
     def alias(self) -> Alias:
-        """The same object until `assign`."""
+        """Return the tensor that stands for the value, the same one until `assign`."""
 
     def count_write(self) -> None:
-        """autograd is to know that the value has been written, as of an operation on the parameter."""
+        """Tell autograd that the value has been written, as an operation on the parameter does."""
 
     def assign(self, value: Tensor) -> None:
         """`param.data = value`: the value is copied."""
 
 
 class Alias:
-    """What `param.data` gives stands for: the parameter's value, until the parameter is given other memory.
+    """The value behind `param.data`: the parameter's, until the parameter is given other memory.
 
-    `param.data = x` leaves those who hold the former `param.data` with the value that it had: what is then `fixed`.
+    `param.data = x` leaves holders of the former `param.data` with the value that it had, which is then `fixed`.
     """
 
     def __init__(self, weight: Weight) -> None:
@@ -76,24 +76,24 @@ class Alias:
 
     @property
     def history(self) -> tuple[int, int]:
-        """Changes with each change of this value."""
+        """Numbers that differ after each change of this value."""
         return self._weight.history if self._fixed is None else (-1, 0)
 
     @property
     def weight(self) -> Weight | None:
-        """Whose value it is; None once it is fixed."""
+        """The weight whose value it is; None once it is fixed."""
         return self._weight if self._fixed is None else None
 
     def fix(self, value: Tensor) -> None:
-        """The parameter has other memory from now on."""
+        """Keep the present value, as the parameter gets other memory."""
         self._fixed = value
 
     def read(self) -> Tensor:
-        """The value on the device."""
+        """Return the value on the device."""
         return self._weight.read() if self._fixed is None else self._fixed
 
     def read_to_write(self) -> Tensor:
-        """The value on the device, in memory of its own."""
+        """Return the value on the device, in memory of its own."""
         return self._weight.read_to_write() if self._fixed is None else self._fixed.clone()
 
     def write(self, value: Tensor) -> None:
@@ -104,7 +104,7 @@ class Alias:
             self._fixed = value
 
     def count_write(self) -> None:
-        """autograd is to know of a write."""
+        """Tell autograd of a write."""
         if self._fixed is None:
             self._weight.count_write()
 
@@ -116,7 +116,7 @@ class HeldAlias:
         self._held: weakref.ref[Alias] | None = None
 
     def of(self, weight: Weight) -> Alias:
-        """The same object until `fix`."""
+        """Return the alias, the same object until `fix`."""
         alias = self._now()
         if alias is None:
             alias = Alias(weight)
@@ -124,11 +124,11 @@ class HeldAlias:
         return alias
 
     def stands_for(self, value: Tensor) -> bool:
-        """Whether `value` is all of what the alias stands for: `param.data += x` has written it and now assigns it."""
+        """Whether `value` is all of the alias's value: `param.data += x` has written it and now assigns it."""
         return isinstance(value, RemoteTensor) and value.source is self._now() and value.is_whole
 
     def fix(self, weight: Weight) -> None:
-        """The parameter gets other memory: who holds the former `param.data` keeps the value that it has now."""
+        """Fix the alias, as the parameter gets other memory: holders of the former `param.data` keep its value."""
         alias = self._now()
         if alias is not None:
             alias.fix(weight.read_to_write())
@@ -139,7 +139,7 @@ class HeldAlias:
 
 
 class _Versioned:
-    """The value of an alias for `detach()`: unlike those of `data`, its writes are known to autograd."""
+    """The value of an alias for `detach()`: unlike writes through `data`, its writes are known to autograd."""
 
     def __init__(self, alias: Alias) -> None:
         self.alias = alias
@@ -164,12 +164,12 @@ class _Versioned:
 
 
 def value_of(away: Tensor) -> RemoteTensor:
-    """What stands for a parameter, or for a view of one that is kept."""
+    """Return the tensor that stands for a parameter, or for a kept view of one."""
     return RemoteTensor(weight_of(away).alias()) if isinstance(away, _Offloaded) else kept_value(away)
 
 
 class _LeafTensor(RemoteTensor):
-    """Stands for a parameter in a graph. As with any leaf, writing it is an error where gradients are recorded."""
+    """The tensor of a parameter in a graph. As with any leaf, writing it is an error where gradients are recorded."""
 
     @property
     def _detached_type(self) -> type[RemoteTensor]:
@@ -183,7 +183,7 @@ class _LeafTensor(RemoteTensor):
 
 
 class _AsRecorded:
-    """A weight in a graph: read in backward it must have the value that it had in the forward."""
+    """A weight in a graph: when backward reads it, it must have the value that it had in the forward."""
 
     def __init__(self, weight: Weight) -> None:
         self._weight = weight
@@ -210,7 +210,7 @@ class _AsRecorded:
 
 
 class _Connect(torch.autograd.Function):
-    """A remote tensor whose gradient is the parameter's, or the kept view's."""
+    """The autograd function of a remote tensor whose gradient is that of the parameter or the kept view."""
 
     @staticmethod
     def forward(ctx: Any, away: Tensor) -> Tensor:  # noqa: ARG004 (torch's signature)
@@ -226,7 +226,7 @@ class _Connect(torch.autograd.Function):
 
 
 class _Offloaded(nn.Parameter):
-    """What an offloaded parameter is in both of its classes."""
+    """The common part of both classes of an offloaded parameter."""
 
     def __init_subclass__(cls) -> None:
         send_by_value(cls, _Offloaded._resident_copy)
@@ -249,16 +249,16 @@ class _Offloaded(nn.Parameter):
             )
         return RemoteTensor(_Versioned(weight_of(self).alias()))
 
-    # C++ takes the memory of what these are called on, without a question.
+    # C++ takes the memory of the tensors of these methods without asking.
 
     def apply_(self, function: Callable[[Any], Any]) -> Tensor:
-        """Each element by a function of Python's."""
+        """Replace each element by the result of a Python function."""
         self._expect_no_gradient("apply_()")
         value_of(self).apply_(function)
         return self
 
     def map_(self, other: Tensor, function: Callable[[Any, Any], Any]) -> Tensor:
-        """Each element, with that of another tensor, by a function of Python's."""
+        """Replace each element by a Python function of it and of another tensor's element."""
         self._expect_no_gradient("map_()")
         value_of(self).map_(other, function)
         return self
@@ -270,7 +270,7 @@ class _Offloaded(nn.Parameter):
             )
 
     def set_(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: the memory of a weight is where its tier has it."""
+        """Refuse: the memory of a weight belongs to its tier."""
         raise StateError(
             f"{weight_of(self).name}: set_() would give the parameter memory of its own: write its value with copy_() "
             "under torch.no_grad(), or assign param.data"
@@ -284,7 +284,7 @@ class _Offloaded(nn.Parameter):
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> Tensor:
-        """A tensor of `data` with the parameter's dtype, on the device."""
+        """Return a tensor of `data` with the parameter's dtype, on the device."""
         return value_of(self).new_tensor(data, dtype, device, requires_grad, pin_memory)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -308,7 +308,7 @@ class PresentParameter(_Offloaded):
 
     @property
     def data(self) -> Tensor:
-        """The value, without a graph; for the compiler, which looks at what it is about to use, the memory itself."""
+        """The value, without a graph; for the compiler, which is about to use the memory, the memory itself."""
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if caller.startswith(_COMPILER):
             return get_data(self)
@@ -331,7 +331,7 @@ class AwayParameter(_Offloaded):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is may_share_memory and isinstance(args[0], _Offloaded):
-            return True  # `module.to()` assigns `data` then, which says what does not fit, and makes no new parameter
+            return True  # `module.to()` then assigns `data`, which checks it, and makes no new parameter
         if func in _NEED_NO_VALUE:
             if (
                 func in _ASKED_BY_VMAP
@@ -344,9 +344,9 @@ class AwayParameter(_Offloaded):
 
 
 class KeptView(torch.Tensor):
-    """A view that a module's own forward made of a weight, and that a script has kept after the weight has left.
+    """A view that a module's own forward made of a weight, and that a script keeps after the weight has left.
 
-    A view of the parameter for autograd as before; each operation reads and writes the weight wherever it is.
+    For autograd it is still a view of the parameter; each operation reads and writes the weight wherever it is.
     """
 
     VALUE = "_offloadzero_value"
@@ -380,14 +380,14 @@ send_by_value(KeptView, lambda kept: kept_value(kept).read())
 
 
 def kept_value(kept: Tensor) -> RemoteTensor:
-    """What stands for a kept view."""
+    """Return the tensor that stands for a kept view."""
     value: RemoteTensor = getattr(kept, KeptView.VALUE)
     return value
 
 
 def recorded(tensor: RemoteTensor | AwayParameter) -> RemoteTensor:
-    """What autograd keeps of a remote tensor: reading it in backward is an error if the value has changed."""
-    if isinstance(tensor, AwayParameter):  # a Function of the script's saves what it was given
+    """Return autograd's form of a remote tensor: reading it in backward is an error if the value has changed."""
+    if isinstance(tensor, AwayParameter):  # a Function of the script's saves its argument
         tensor = value_of(tensor)
     weight: Any = tensor.source
     is_weight = hasattr(weight, "history") and not isinstance(tensor, _LeafTensor)
@@ -400,7 +400,7 @@ def is_offloaded(param: Tensor) -> bool:
 
 
 def origin_of(value: Tensor) -> Weight | None:
-    """The weight whose memory `value` stands for: a parameter's, or what `data`, `detach()` and views gave of it."""
+    """Return the weight behind `value`: a parameter, its `data`, the result of `detach()`, or a view of these."""
     if is_offloaded(value):
         return weight_of(value)
     source: object = value.source if isinstance(value, RemoteTensor) else None
@@ -410,14 +410,14 @@ def origin_of(value: Tensor) -> Weight | None:
 
 
 def weight_of(param: Tensor) -> Weight:
-    """Where the value of an offloaded parameter is."""
+    """Return the `Weight` of an offloaded parameter."""
     weight: Weight = getattr(param, _ATTRIBUTE)
     return weight
 
 
 @functools.cache
 def classes_of(original: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
-    """What a parameter of class `original` wears present and away."""
+    """Return the classes of a parameter of class `original`, present and away."""
     if original is nn.Parameter:
         return PresentParameter, AwayParameter
     return (
@@ -427,13 +427,13 @@ def classes_of(original: type[nn.Parameter]) -> tuple[type[nn.Parameter], type[n
 
 
 def offload_parameter(param: nn.Parameter, weight: Weight) -> None:
-    """From here on `weight` answers for the parameter, and no other that did before."""
-    setattr(param, _ATTRIBUTE, weight)  # first: what wears the class without it could not be read
+    """Let `weight`, and no earlier one, answer for the parameter."""
+    setattr(param, _ATTRIBUTE, weight)  # first: an object of the class without it could not be read
     if is_offloaded(param):
         return
     try:
         param.__class__ = classes_of(type(param))[1]
-    except TypeError:  # a class that bars this is left as it is
+    except TypeError:  # a class that forbids this is left as it is
         delattr(param, _ATTRIBUTE)
         raise
 
@@ -458,7 +458,7 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[s
     own = _METHODS_OF_REMOTE.get(func)
     if own is not None:
         return own(value_of(args[0]), *args[1:], **keywords)
-    standing: dict[int, tuple[Tensor, Tensor]] = {}  # by their ids: what is away, and what stands for it
+    standing: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a tensor that is away, its stand-in
 
     def stand_in(leaf: Any) -> Any:
         if not isinstance(leaf, AwayParameter | KeptView):
@@ -485,7 +485,7 @@ def _remote(away: Tensor) -> Tensor:
     return value_of(away)
 
 
-# --- what needs no value
+# --- functions that need no value
 
 _GETTERS = (
     "_backward_hooks _base _cdata _grad _grad_fn _post_accumulate_grad_hooks _version device dtype grad grad_dtype "
@@ -506,19 +506,19 @@ _FUNCTIONS = (
 
 
 def _found(owner: Any, names: str, accessor: str = "") -> set[Any]:
-    """What this torch has of these names, as `__torch_function__` receives it."""
+    """Return those of these functions that this torch has, as `__torch_function__` receives them."""
     attributes = (getattr(owner, name, None) for name in names.split())
     found = (getattr(one, accessor, None) if accessor else one for one in attributes)
     return {one for one in found if one is not None}
 
 
-# What torch's own methods of these names would take from memory that is not there.
+# Methods of torch that would take values from memory that is not there.
 _METHODS_OF_REMOTE: Mapping[Any, Any] = {
     getattr(torch.Tensor, name): getattr(RemoteTensor, name)
     for name in ["numpy", "__array__", "tolist", "data_ptr", "untyped_storage", "share_memory_", "__dlpack__"]
 }
 
-_ASKED_BY_VMAP = (torch.Tensor.size, torch.Tensor.dim)  # of its arguments, before it wraps their memory
+_ASKED_BY_VMAP = (torch.Tensor.size, torch.Tensor.dim)  # called before it wraps the memory of its arguments
 _NEED_NO_VALUE = frozenset(
     _found(torch.Tensor, _GETTERS, "__get__")
     | _found(torch.Tensor, _SETTERS, "__set__")

@@ -1,1 +1,1 @@
-"""The update of the records, wherever their states live: optimizer specs, layouts, the pipeline (floor 4)."""
+"""The update of the records, wherever their states live: optimizer specs, layouts, the pipeline."""

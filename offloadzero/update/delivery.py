@@ -1,4 +1,4 @@
-"""New parameters go from their update straight to the lease that waits for them (floor 4).
+"""The delivery of new parameters from their update straight to the lease that waits for them.
 
 [Note: delivery]
 A unit whose parameters live on NVMe is fetched for the next forward as soon as there is a lease for it, often
@@ -30,9 +30,9 @@ from offloadzero.memory.tickets import Promise, Ticket
 
 
 class Delivery:
-    """Parameters [0, num_elements) of a record, asked for before they are known.
+    """Parameters [0, num_elements) of a record, asked for before they are computed.
 
-    `copy` starts to copy a chunk that begins at an element of the record to where it is wanted.
+    `copy` starts to copy a chunk that begins at an element of the record to its destination.
     """
 
     def __init__(self, copy: Callable[[int, torch.Tensor], Ticket], *, num_elements: int) -> None:
@@ -42,7 +42,7 @@ class Delivery:
         self.copies: list[Ticket] = []
 
     def put(self, start: int, params: torch.Tensor) -> Ticket:
-        """Give the parameters from `start` on, shape (n,), in host memory; it is read until the ticket is done."""
+        """Start to copy the parameters from `start` on, shape (n,), in host memory, read until the ticket is done."""
         copied = self._copy(start, params)
         self.copies.append(copied)
         if start == self._stop:
@@ -51,7 +51,7 @@ class Delivery:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all was given; certain once the update's ticket is fulfilled."""
+        """Whether all parameters were given; certain once the update's ticket is fulfilled."""
         return self._stop >= self._num_elements
 
 
@@ -66,7 +66,7 @@ class UpdateTicket(Promise):
         self._lock = threading.Lock()
 
     def ask(self, delivery: Delivery) -> bool:
-        """Have the new parameters delivered; False when it is too late for that."""
+        """Ask for delivery of the new parameters; return False when it is too late for that."""
         with self._lock:
             if self._has_begun or self._latch.is_set:
                 return False
@@ -74,7 +74,7 @@ class UpdateTicket(Promise):
             return True
 
     def begin(self) -> Delivery | None:
-        """The update begins (on the pipeline's thread): where its parameters are wanted, if anywhere."""
+        """Begin the update (on the pipeline's thread); return the delivery that was asked for, if any."""
         with self._lock:
             self._has_begun = True
             return self._delivery

@@ -1,4 +1,4 @@
-"""Which form of Adam updates the records that live on the device, and what scratch it takes (floor 4).
+"""The choice of the form in which Adam updates records on the device, and the scratch that it takes.
 
 [Note: forms of the update]
 All forms give the same bits: those of the kernels in csrc/cpu_adam. Where the device is the CPU they are those kernels.
@@ -27,9 +27,9 @@ from offloadzero.update.spec import FormChoice, UpdateForm, piece_scratch_bytes
 
 
 def choose_form(device_type: str, *, triton_problem: Callable[[], str | None]) -> FormChoice:
-    """The form for a type of device: [Note: forms of the update].
+    """Choose the form for a type of device: [Note: forms of the update].
 
-    `triton_problem` says why Triton cannot be used, None if it can; it is not asked where the device is the CPU.
+    `triton_problem` returns why Triton cannot be used, None if it can; it is not called where the device is the CPU.
     """
     if device_type == "cpu":
         return FormChoice(UpdateForm.NATIVE, "the device is the CPU")
@@ -40,7 +40,7 @@ def choose_form(device_type: str, *, triton_problem: Callable[[], str | None]) -
 
 
 def triton_problem(device: torch.device) -> str | None:
-    """Why Triton cannot update records on `device`; None if it can and gives the host kernel's bits."""
+    """Return why Triton cannot update records on `device`; None if it can and gives the host kernel's bits."""
     try:
         import offloadzero.arithmetic.triton_adam  # noqa: F401
     except ImportError as error:
@@ -48,13 +48,15 @@ def triton_problem(device: torch.device) -> str | None:
     try:
         with _is_current(device):
             differing = _differing_arrays(device)
-    except Exception as error:  # of its compiler, its driver, an architecture that it does not know
+    except (
+        Exception
+    ) as error:  # an error of its compiler, its driver, or an architecture that it does not know
         return f"Triton does not run here: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return f"Triton gives other bits here: {', '.join(differing)}" if differing else None
 
 
 def _is_current(device: torch.device) -> AbstractContextManager[None]:
-    """What Triton launches goes to the current device."""
+    """Make `device` the current one: Triton launches on that."""
     made: AbstractContextManager[None] = torch.get_device_module(device).device(device)
     return made
 
@@ -98,7 +100,7 @@ def adam_step(
     form: UpdateForm = UpdateForm.NATIVE,
     scratch: Tensor | None = None,
 ) -> None:
-    """One Adam step in place on flat tensors of one device; see `native.cpu_adam.adam_step`.
+    """Do one Adam step in place on flat tensors of one device; see `native.cpu_adam.adam_step`.
 
     With `scales` the state is compact: see `native.compact.compact_adam_step`.
 
@@ -186,12 +188,12 @@ def _native_step(
 
 # --- a first try ---
 
-_TRIAL_ELEMENTS = 1040  # more than one program has, and as aligned as ranges of records are
+_TRIAL_ELEMENTS = 1040  # more than one program has, and as aligned as the ranges of records
 _TRIAL_HYPER = AdamHyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-30, weight_decay=0.1)
 
 
 def _differing_arrays(device: torch.device) -> list[str]:
-    """Names of what two steps on the device leave in other bits than the host's kernels do; of both layouts."""
+    """The names of arrays that two steps leave with other bits than the host's kernels do; of both layouts."""
     differing = []
     for layout in ("fp32", "compact"):
         on_host = _trial_state(is_compact=layout == "compact")
@@ -213,7 +215,7 @@ def _differing_arrays(device: torch.device) -> list[str]:
 
 
 def _trial_values(seed: int) -> Tensor:
-    """fp32 of many magnitudes, subnormal ones among them."""
+    """Return fp32 values of many magnitudes, subnormal ones among them."""
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-140, 10, (_TRIAL_ELEMENTS,), generator=generator)
     return torch.ldexp(torch.randn(_TRIAL_ELEMENTS, generator=generator), exponents)

@@ -1,4 +1,4 @@
-"""Which parameter lies where in a unit's flat memory (floor 4)."""
+"""The places of parameters in a unit's flat memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 
-PARAM_ALIGN_BYTES = 64  # what torch's CPU allocator gives: kernels see the alignment they see without us
+PARAM_ALIGN_BYTES = 64  # as torch's CPU allocator: kernels see the alignment that they see without offloading
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class ParamSlot:
 
     @property
     def trainable(self) -> bool:
-        """Whether the optimizer updates it."""
+        """Whether the optimizer updates the parameter."""
         return self.group_index is not None
 
     def view_in(self, flat: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ class ParamSlot:
 
 
 class FlatViews(NamedTuple):
-    """What is where in a record's flat memory: by slot, and between the slots."""
+    """The views into a record's flat memory: by slot, and between the slots."""
 
     slots: tuple[torch.Tensor, ...]
     padding: tuple[torch.Tensor, ...]
@@ -51,8 +51,8 @@ class FlatViews(NamedTuple):
 class SlotViews:
     """The views of a record's parameters at the few fixed addresses where leases place it.
 
-    Making a view costs more than using it: they are kept, of the last addresses. Records of one layout that take turns
-    in the same leases may share them.
+    Making a view costs more than using it: the views at the last addresses are kept. Records of one layout that take
+    turns in the same leases may share them.
     """
 
     MAX_ADDRESSES = 256
@@ -63,7 +63,7 @@ class SlotViews:
         self._views: dict[int, FlatViews] = {}
 
     def at(self, flat: torch.Tensor) -> FlatViews:
-        """The views in `flat`, which must be memory that lasts as long as this object."""
+        """Return the views in `flat`; the memory must last as long as this object."""
         address = flat.data_ptr()
         views = self._views.get(address)
         if views is None:
@@ -74,7 +74,7 @@ class SlotViews:
         return views
 
     def of(self, flat: torch.Tensor) -> FlatViews:
-        """New views, of memory that may go."""
+        """Return new views of memory that need not last."""
         return FlatViews(
             tuple(slot.view_in(flat) for slot in self._slots),
             tuple(flat[start:stop] for start, stop in self._padding),
@@ -82,12 +82,12 @@ class SlotViews:
 
 
 def slot_layout(slots: Sequence[ParamSlot]) -> Hashable:
-    """Equal for slots that lie in the same way in records of the same dtype."""
+    """Return a key that is equal for slots that lie in the same way in records of the same dtype."""
     return tuple((slot.offset, slot.shape) for slot in slots)
 
 
 def granule(dtype: torch.dtype, *, compact: bool = False) -> int:
-    """A parameter begins in its record at a multiple of so many elements."""
+    """The number of elements of which a parameter's begin in its record is a multiple."""
     return COMPACT_BLOCK if compact else PARAM_ALIGN_BYTES // dtype.itemsize
 
 
@@ -95,7 +95,7 @@ def granule(dtype: torch.dtype, *, compact: bool = False) -> int:
 class FlatLayout:
     """Parameters of one dtype in flat memory; trainable ones come first.
 
-    `num_trainable` and `num_elements` are full sizes, whichever part of them a rank keeps, and count padding. Each
+    `num_trainable` and `num_elements` are full sizes, whichever part a rank keeps, and include padding. Each
     parameter begins at a multiple of `granule` elements.
     """
 
@@ -107,12 +107,12 @@ class FlatLayout:
 
     @cached_property
     def trainable_slots(self) -> tuple[ParamSlot, ...]:
-        """The slots the optimizer updates."""
+        """The slots that the optimizer updates."""
         return tuple(slot for slot in self.slots if slot.trainable)
 
     @cached_property
     def trainable_parts(self) -> tuple[tuple[int, int], ...]:
-        """By trainable slot: its elements [start, stop), without padding."""
+        """The elements [start, stop) of each trainable slot, without padding."""
         return tuple((slot.offset, slot.offset + slot.num_elements) for slot in self.trainable_slots)
 
     @cached_property
@@ -123,14 +123,14 @@ class FlatLayout:
 
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """Ranges [start, stop) between trainable parameters that belong to none."""
+        """The ranges [start, stop) between trainable parameters, which belong to none."""
         ends = (
             (s.offset + s.num_elements, s.offset + self.padded(s.num_elements)) for s in self.trainable_slots
         )
         return tuple((end, stop) for end, stop in ends if stop > end)
 
     def padded(self, num_elements: int) -> int:
-        """Elements a parameter takes here."""
+        """The number of elements that a parameter takes here."""
         return align_up(num_elements, self.granule)
 
 
@@ -141,15 +141,15 @@ def make_flat_layout(
     compact: bool,
     num_shards: int = 1,
 ) -> FlatLayout:
-    """Lay parameters (name, parameter, group index or None) out: trainable first, by group, then frozen.
+    """Lay out parameters (name, parameter, group index or None): trainable ones first, by group, then frozen ones.
 
     `compact`: the states have scales per block, so no block belongs to two parameters. Trainable and frozen elements
     are each a whole number of `num_shards` shards, and no block belongs to two of those.
     """
     param_align = granule(dtype, compact=compact)
-    # Whole file blocks in the smallest dtype, in each shard.
+    # Each shard is whole file blocks in the smallest dtype.
     record_align = (ALIGN_BYTES if compact else ALIGN_BYTES // 2) * num_shards
-    ordered = sorted(params, key=lambda item: (item[2] is None, item[2] or 0))  # stable
+    ordered = sorted(params, key=lambda item: (item[2] is None, item[2] or 0))  # the sort is stable
     slots: list[ParamSlot] = []
     position = 0
     num_trainable: int | None = None

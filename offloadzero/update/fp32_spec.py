@@ -1,4 +1,4 @@
-"""Optimizers with fp32 states whose step on a device is torch operations in pieces (floor 4)."""
+"""Optimizers with fp32 states whose step on a device is done by torch operations, piece by piece."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from offloadzero.update.spec import Buffers, H, OptimizerSpec, UpdateForm, piece
 
 
 class Fp32Spec(OptimizerSpec[H]):
-    """What is left to say: the hyperparameters, the states, the kernel, and its operations on a piece."""
+    """Base of such specs, which add the hyperparameters, the states, the kernel, and the operations on a piece."""
 
     scratch_bytes_per_element = FP32_SCRATCH_BYTES
 
     @abstractmethod
     def scalars(self, hyper: H, *, step: int, grad_scale: float) -> AdamScalars:
-        """The fp32 scalars of a step, which counts from 1."""
+        """Return the fp32 scalars of a step, which counts from 1."""
 
     @abstractmethod
     def native_step(
         self, buffers: Buffers, *, hyper: H, step: int, grad_scale: float, num_threads: int | None
     ) -> None:
-        """One step in place by the kernels of csrc/cpu_adam."""
+        """Do one step in place by the kernels of csrc/cpu_adam."""
 
     @abstractmethod
     def torch_step(self, piece: Fp32Piece, scalars: AdamScalars) -> None:
-        """One step of a piece: the kernel's operations, one by one."""
+        """Do one step of a piece: the kernel's operations, one by one."""
 
     def step(
         self,
@@ -43,7 +43,7 @@ class Fp32Spec(OptimizerSpec[H]):
         form: UpdateForm = UpdateForm.NATIVE,
         scratch: Tensor | None = None,
     ) -> None:
-        """One step in place on flat tensors of one memory."""
+        """Do one step in place on flat tensors of one memory."""
         if form is UpdateForm.TRITON:
             raise AssertionError(f"{self.name} has no fused kernel")
         if form is UpdateForm.NATIVE:

@@ -1,4 +1,4 @@
-"""Which elements of a parameter a rank keeps, and where they are in its homes (floor 4)."""
+"""The elements of a parameter that a rank keeps, and their places in its homes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offloadzero.update.records import Record
 
 
 class KeptPlace(NamedTuple):
-    """Elements of a slot in a home: `num_elements` from `start` on, which are those after the `skipped` first."""
+    """The place of a slot's elements in a home: `num_elements` from `start` on, after the slot's `skipped` first."""
 
     start: int
     num_elements: int
@@ -22,7 +22,7 @@ class KeptPlace(NamedTuple):
 
 
 def kept_place(record: Record, slot: ParamSlot, kind: SegmentKind) -> KeptPlace:
-    """What this rank keeps of a parameter in one of its segments."""
+    """The place of the part that this rank keeps of a parameter in one of its segments."""
     start, stop = slot.offset, slot.offset + slot.num_elements
     whole = segment_slice(kind, start, stop)
     if record.shard.world_size == 1 or (kind is SegmentKind.PARAM and not record.is_gathered):
@@ -40,21 +40,21 @@ def kept_place(record: Record, slot: ParamSlot, kind: SegmentKind) -> KeptPlace:
 
 
 def gathered_regions(record: Record, params: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What of a record's parameters, shape (num_elements,), is divided evenly: the trainable ones, the frozen ones."""
+    """The evenly divided regions of a record's parameters, shape (num_elements,): trainable ones, frozen ones."""
     for region in params.tensor_split([record.num_trainable]):
         if region.numel():
             yield region
 
 
 def kept_regions(record: Record, params: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The same, of those that this rank keeps, shape (state.kept_elements,)."""
+    """The parts of these regions that this rank keeps, shape (state.kept_elements,)."""
     for region in params.tensor_split([record.kept_trainable]):
         if region.numel():
             yield region
 
 
 def kept_params(record: Record, params: torch.Tensor) -> torch.Tensor:
-    """Of a record's parameters, shape (num_elements,), those that this rank keeps."""
+    """The elements that this rank keeps of a record's parameters, shape (num_elements,)."""
     if not record.is_gathered:
         return params
     ranges = [

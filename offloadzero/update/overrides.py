@@ -1,9 +1,10 @@
-"""What an optimizer does differently from the class whose update is computed here (floor 4).
+"""The methods of an optimizer that differ from the class whose update is computed here.
 
-The states of an optimizer are taken over and its groups are followed; none of its methods is ever called. One that a
-script has written (in a subclass, set on the optimizer itself, or in the place of the known class's own) would be
-dropped in silence, and other numbers come out. torch sets some itself: a wrapper that profiles, on the class; one that
-notes a call, on the optimizer that a learning-rate scheduler is made on. They are looked through.
+The states of an optimizer are taken over and its groups are followed; none of its methods is ever called. A method that
+a script has written (in a subclass, on the optimizer itself, or in the place of the known class's own) would be
+silently dropped, and the numbers would change. torch sets some methods itself: a profiling wrapper on the class, and a
+wrapper that counts calls on the optimizer that a learning-rate scheduler is made on. The check looks inside of these
+wrappers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from offloadzero.update.specs import KNOWN_CLASSES
 
-# What a class may have of its own without computing anything else.
+# Attributes that a class may have of its own without computing anything else.
 _HARMLESS = (
     "__abstractmethods__ __annotate__ __annotate_func__ __annotations__ __annotations_cache__ __dict__ __doc__ __eq__ "
     "__firstlineno__ __getstate__ __hash__ __init__ __init_subclass__ __module__ __parameters__ __qualname__ "
@@ -24,12 +25,12 @@ _HARMLESS = (
 )
 
 
-# What a loop calls. A class whose own of these was replaced has nothing else to be compared with.
+# The methods that a loop calls. A class whose own method was replaced has nothing else to be compared with.
 _CALLED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
 
 def overrides_text(optimizer: torch.optim.Optimizer) -> str:
-    """The methods that would never run, and where they were put; "" of an ordinary optimizer."""
+    """Name the methods that would never run, and where they were put; "" for an ordinary optimizer."""
     known = next(cls for cls in type(optimizer).__mro__ if cls in KNOWN_CLASSES)
     own: dict[str, Any] = {}
     for cls in reversed(type(optimizer).__mro__):
@@ -58,7 +59,7 @@ def _overriding(known: type, methods: Mapping[str, Any]) -> list[str]:
 
 
 def _is_replaced(known: type, name: str) -> bool:
-    """Whether what the class has, inside of torch's wrappers, is from another module than it and its bases."""
+    """Whether the class's method, inside of torch's wrappers, is from another module than the class and its bases."""
     method = inspect.unwrap(
         inspect.getattr_static(known, name), stop=lambda one: not _module_of(one).startswith("torch.")
     )
@@ -71,7 +72,7 @@ def _differs(known: type, name: str, value: Any) -> bool:
 
 
 def _without_torchs(method: Any) -> Any:
-    """Inside the wrappers that torch.optim puts around an optimizer's methods."""
+    """Return the method inside the wrappers that torch.optim puts around an optimizer's methods."""
     return inspect.unwrap(method, stop=lambda one: not _is_torchs(one)) if callable(method) else method
 
 
@@ -80,6 +81,6 @@ def _is_torchs(method: Callable[..., Any]) -> bool:
 
 
 def _module_of(method: Any) -> str:
-    """Where its code stands: `__module__` is what a wrapper has copied."""
+    """Return the module of the code: `__module__` is copied by wrappers."""
     module: str = getattr(method, "__globals__", {}).get("__name__", "")
     return module

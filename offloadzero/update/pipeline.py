@@ -1,4 +1,4 @@
-"""The update pipeline: optimizer steps over records whose segments live anywhere (floor 4).
+"""The update pipeline: optimizer steps over records whose segments live anywhere.
 
 [Note: update pipeline]
 One thread takes record updates in order and cuts each into chunks. Segments in host memory are updated in
@@ -34,7 +34,7 @@ from offloadzero.update.staging import ChunkStager, StagedChunk, chunk_bounds, n
 
 
 class RecordUpdate(Protocol):
-    """One record's update of one step: what the pipeline asks of it."""
+    """One record's update of one step, as the pipeline sees it."""
 
     @property
     def record(self) -> Record:
@@ -42,7 +42,7 @@ class RecordUpdate(Protocol):
 
     @property
     def ranges(self) -> Sequence[UpdateRange]:
-        """What of it has a gradient."""
+        """The parts with a gradient."""
 
     @property
     def hypers(self) -> Sequence[Hyper]:
@@ -57,14 +57,14 @@ class RecordUpdate(Protocol):
 
     @property
     def grad_scale(self) -> float:
-        """The gradient is multiplied by it."""
+        """The factor of the gradient."""
 
     @property
     def ticket(self) -> UpdateTicket:
-        """It is done when everything is home."""
+        """The ticket that is done when all results are home."""
 
     def release_gradient(self) -> None:
-        """The gradient has been read, or will not be. Called on the pipeline's threads, perhaps more than once."""
+        """Release the gradient, which has been read or will not be. Pipeline threads call this, perhaps twice."""
 
 
 @dataclass(eq=False)
@@ -77,16 +77,16 @@ class _Chunk:
     is_last: bool
     delivery: Delivery | None
     writes: list[Ticket]  # of all chunks of the update
-    previous: Ticket | None = None  # the update of the record before this one, whose writes come first
+    previous: Ticket | None = None  # the record's update before this one, whose writes come first
     data: StagedChunk | None = None
 
 
-# A call runs between updates; those that it gives are next.
+# A call runs between updates; the updates that it returns are next.
 _Work = RecordUpdate | Callable[[], Iterable[RecordUpdate] | None]
 
 
 def update_bytes(buffers: Mapping[SegmentKind, torch.Tensor]) -> int:
-    """Bytes that an update of these segments moves: all are read, all but the gradient are written."""
+    """The bytes that an update of these segments moves: all are read, all but the gradient are written."""
     return sum(b.nbytes * (1 if kind is SegmentKind.GRAD else 2) for kind, b in buffers.items())
 
 
@@ -106,8 +106,8 @@ class UpdatePipeline:
         """Start the thread.
 
         Args:
-            form: of the updates on the device.
-            scratch: what that form takes of the device's memory, if anything.
+            form: the form of the updates on the device.
+            scratch: the device memory that this form needs, if any.
         """
         self._store = store
         self._failures = store.failures
@@ -117,11 +117,11 @@ class UpdatePipeline:
         self._scratch = None if scratch is None else scratch.bytes
         self._stager = ChunkStager(store, slot_leases, chunk_elements=chunk_elements)
         self._device_lane = store.accelerator.lane("update-device", store.failures)
-        # What arrives: to put it there is one step, which no interrupt can halve. None: nothing more will come.
+        # Submitted work: appending is one step, which no interrupt can halve. None: nothing more will come.
         self._arriving: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._work: deque[_Work] = deque()  # the thread's own
-        self._chunks: deque[_Chunk] = deque()  # of the record being cut
-        self._last: dict[int, Ticket] = {}  # the last update that was begun of each record
+        self._work: deque[_Work] = deque()  # used by the thread alone
+        self._chunks: deque[_Chunk] = deque()  # of the record that is being cut
+        self._last: dict[int, Ticket] = {}  # the last begun update of each record
         self._closing = False
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="offloadzero-update", daemon=True)
@@ -131,19 +131,19 @@ class UpdatePipeline:
     def submit(self, work: _Work) -> None:
         """Queue an update, or a call that runs on the pipeline's thread between updates.
 
-        The updates that a call gives come before all others.
+        The updates that a call returns come before all others.
         """
         if self._closing:
             raise StateError("the engine of this model is closed: it updates nothing any more")
         self._arriving.put(work)
 
     def read_ahead(self, records: Sequence[Record]) -> None:
-        """The next step updates `records` in this order: [Note: reading ahead]."""
+        """Announce that the next step updates `records` in this order: [Note: reading ahead]."""
         if self._stager.num_slots:
             self.submit(lambda: self._stager.read_ahead(records))
 
     def close(self) -> None:
-        """Finish what was submitted and stop the thread. One that was interrupted may be repeated."""
+        """Finish the submitted work and stop the thread. After an interrupt it may be called again."""
         self._closing = True
         self._arriving.put(None)
         if self._thread.is_alive():
@@ -163,7 +163,7 @@ class UpdatePipeline:
             try:
                 if chunk is not None:
                     if chunk.previous is not None and not chunk.previous.done():
-                        while window:  # what it waits for may be among them
+                        while window:  # the awaited work may be among them
                             self._compute(window.popleft())
                         chunk.previous.wait()
                     self._start_reads(chunk)
@@ -174,10 +174,10 @@ class UpdatePipeline:
                 self._failures.record(error)
                 self._fail([*window, *([chunk] if chunk is not None else [])], error)
                 window.clear()
-            del chunk  # a thread that waits for work keeps nothing of the last
+            del chunk  # a waiting thread keeps nothing of the last chunk
 
     def _next_chunk(self, *, block: bool) -> _Chunk | None:
-        """The next chunk to start; None when there is none now (or, blocking, ever again)."""
+        """Return the next chunk to start; None when there is none now (or, blocking, ever again)."""
         while not self._chunks:
             self._take_arrived(block=block and not self._work)
             if not self._work or (not block and callable(self._work[0])):
@@ -194,7 +194,7 @@ class UpdatePipeline:
         return self._chunks.popleft()
 
     def _take_arrived(self, *, block: bool) -> None:
-        """Queue what has been submitted; `block`: wait for something unless nothing more will come."""
+        """Queue the submitted work; `block`: wait for some unless nothing more will come."""
         while not self._is_over:
             try:
                 work = self._arriving.get(block)
@@ -210,20 +210,20 @@ class UpdatePipeline:
         if self._failures.first is not None:
             self._fail_update(update, self._failures.first)
             return
-        # A forward has waited for its parameters, which may have been delivered, and not for what was written.
+        # A forward has waited for its parameters, which may have been delivered, but not for the writes.
         previous = self._last.get(update.record.index)
         self._last[update.record.index] = update.ticket
         if update.record.updates_on_device and isinstance(update.grad, torch.Tensor):
             self._update_on_device(update, update.grad)
             return
         bounds = [(r.start, r.stop) for r in update.ranges if r.start < r.stop]
-        if not bounds:  # only parameters of no elements have a gradient
+        if not bounds:  # only parameters without elements have a gradient
             self._finish(update, () if previous is None else (previous,))
             return
         delivery, writes = update.ticket.begin(), list[Ticket]()
         first, last = bounds[0][0], bounds[-1][1]
         num_elements = update.record.kept_trainable
-        # What is in host memory as it is needs no chunks: one call of the kernel.
+        # Segments in host memory need no chunks: one call of the kernel.
         chunk_elements = self._chunk_elements if self._is_staged(update) else num_elements
         for start, stop in chunk_bounds(first, last, chunk_elements, num_elements):
             self._chunks.append(

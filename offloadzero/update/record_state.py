@@ -1,4 +1,4 @@
-"""The persistent state of one rank's part of a unit: its segments, and where they live (floor 4).
+"""The persistent state of one rank's part of a unit: its segments and their homes.
 
 [Note: compact records]
 A bf16 record of n trainable elements in the compact layout has, beside the parameters, an 8-bit remainder, int8 and
@@ -46,13 +46,13 @@ class RecordState:
     shard: ShardSpec
     spec: AnySpec
     compact: bool
-    keeps_whole_params: bool = False  # of what is trained here a shard, of the parameters all
+    keeps_whole_params: bool = False  # a shard is trained here, but all parameters are kept
     grad_dtype: torch.dtype = torch.float32
     segments: dict[SegmentKind, Segment] = field(default_factory=dict)
 
     @property
     def kept_elements(self) -> int:
-        """Elements of the parameters here, with padding."""
+        """The number of elements of the parameters here, with padding."""
         return (
             self.flat.num_elements
             if self.keeps_whole_params
@@ -61,16 +61,16 @@ class RecordState:
 
     @property
     def kept_trainable(self) -> int:
-        """Those that the optimizer updates."""
+        """The number of elements here that the optimizer updates."""
         return self.shard.kept_elements(self.flat.num_trainable)
 
     @property
     def codes(self) -> StateCodes | None:
-        """What the states mean in the compact layout; None in the fp32 layout."""
+        """The codes of the states in the compact layout; None in the fp32 layout."""
         return self.spec.codes if self.compact else None
 
     def layout(self) -> dict[SegmentKind, tuple[torch.dtype, int]]:
-        """Dtype and number of elements of each segment beside the gradient."""
+        """The dtype and number of elements of each segment except the gradient."""
         segments = {SegmentKind.PARAM: (self.flat.dtype, self.kept_elements)}
         trainable = self.kept_trainable
         if trainable:
@@ -82,7 +82,7 @@ class RecordState:
         return segments
 
     def chunk_slice(self, kind: SegmentKind, start: int, stop: int) -> slice:
-        """What moves for a chunk [start, stop): with the last one goes the padding, so whole file blocks move."""
+        """The segments' elements of a chunk [start, stop). The last includes the padding: file blocks move whole."""
         part = segment_slice(kind, start, stop)
         if kind is SegmentKind.SCALES and stop == self.kept_trainable:
             return slice(part.start, self.layout()[kind][1])
@@ -90,5 +90,5 @@ class RecordState:
 
     @property
     def updates_on_device(self) -> bool:
-        """Whether every segment of the update lives on the device."""
+        """Whether all segments of the update live on the device."""
         return all(segment.is_on_device for segment in self.segments.values())

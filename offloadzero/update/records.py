@@ -1,4 +1,4 @@
-"""Records: a flat layout, the shard of it that this rank keeps, and its state under one optimizer (floor 4)."""
+"""Records: a flat layout, the shard of it that this rank keeps, and its state under one optimizer."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class UpdateRange:
 class Record:
     """Parameters of one dtype that are fetched and released together.
 
-    `flat` says where each lies, `shard` which part this rank keeps, `state` what is kept of it. `resident` records keep
-    their parameters on the device.
+    `flat` has the place of each, `shard` the part that this rank keeps, `state` the segments of that part. `resident`
+    records keep their parameters on the device.
     """
 
     index: int
@@ -45,18 +45,18 @@ class Record:
     resident: bool = False
     edits: Edits = field(default_factory=Edits)
     is_reduced: bool = False  # its gradient is the mean over several ranks
-    whole_param: Segment | None = None  # all parameters, of which the update's segment is a part
+    whole_param: Segment | None = None  # all parameters; the update's segment is a part of it
 
     @property
     def unit_name(self) -> str:
-        """A unit has one record for each dtype: `blocks.0`, `blocks.0#bfloat16`."""
+        """The unit's name: a unit has one record for each dtype, `blocks.0`, `blocks.0#bfloat16`."""
         return self.name.split("#")[0]
 
-    # --- of the flat layout, in full sizes; what does not change is looked up once ---
+    # --- of the flat layout, in full sizes; constant values are looked up once ---
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """The dtype of the parameters."""
         return self.flat.dtype
 
     @cached_property
@@ -66,37 +66,37 @@ class Record:
 
     @cached_property
     def num_elements(self) -> int:
-        """Elements of the parameters with padding."""
+        """The number of elements of the parameters with padding."""
         return self.flat.num_elements
 
     @cached_property
     def num_trainable(self) -> int:
-        """Elements that the optimizer updates, with padding: the first ones."""
+        """The number of elements that the optimizer updates, with padding: they are the first ones."""
         return self.flat.num_trainable
 
     @cached_property
     def param_bytes(self) -> int:
-        """Bytes of the parameters with padding."""
+        """The bytes of the parameters with padding."""
         return self.flat.num_elements * self.flat.dtype.itemsize
 
     @property
     def num_params(self) -> int:
-        """Elements of the parameters without padding."""
+        """The number of elements of the parameters without padding."""
         return sum(slot.num_elements for slot in self.slots)
 
     @cached_property
     def trainable_slots(self) -> tuple[ParamSlot, ...]:
-        """The slots the optimizer updates."""
+        """The slots that the optimizer updates."""
         return self.flat.trainable_slots
 
     @cached_property
     def trainable_parts(self) -> tuple[tuple[int, int], ...]:
-        """By trainable slot: its elements [start, stop), without padding."""
+        """The elements [start, stop) of each trainable slot, without padding."""
         return self.flat.trainable_parts
 
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """Ranges [start, stop) between trainable parameters that belong to none."""
+        """The ranges [start, stop) between trainable parameters, which belong to none."""
         return self.flat.padding
 
     # --- of the state, in the sizes that this rank keeps ---
@@ -108,22 +108,22 @@ class Record:
 
     @property
     def param_home(self) -> Segment:
-        """Where the parameters live that this rank keeps."""
+        """The home of the parameters that this rank keeps."""
         return self.whole_param or self.segments[SegmentKind.PARAM]
 
     @cached_property
     def kept_trainable(self) -> int:
-        """Elements that the optimizer updates here, with padding."""
+        """The number of elements that the optimizer updates here, with padding."""
         return self.state.kept_trainable
 
     @cached_property
     def kept_param_bytes(self) -> int:
-        """Bytes of the parameters here, with padding."""
+        """The bytes of the parameters here, with padding."""
         return self.state.kept_elements * self.flat.dtype.itemsize
 
     @cached_property
     def kept_parts(self) -> tuple[tuple[int, int], ...]:
-        """`trainable_parts`, as far as they are here: elements of the shard. Empty ones are in their order, too."""
+        """`trainable_parts`, cut to this shard and counted in it. Empty parts keep their place in the order."""
         clip, total = self.shard.clipped, self.flat.num_trainable
         return tuple(clip(start, stop, total) for start, stop in self.flat.trainable_parts)
 
@@ -139,12 +139,12 @@ class Record:
 
     @property
     def codes(self) -> StateCodes | None:
-        """What they mean; None in the fp32 layout."""
+        """The codes of the states; None in the fp32 layout."""
         return self.state.codes
 
     @cached_property
     def segments(self) -> dict[SegmentKind, Segment]:
-        """What has a home, by its name."""
+        """The segments that have a home, by name."""
         return self.state.segments
 
     @property
@@ -158,15 +158,15 @@ class Record:
 
     @property
     def updates_on_device(self) -> bool:
-        """Whether every segment of the update lives on the device."""
+        """Whether all segments of the update live on the device."""
         return self.state.updates_on_device
 
     def layout(self) -> dict[SegmentKind, tuple[torch.dtype, int]]:
-        """Dtype and number of elements of each segment beside the gradient."""
+        """The dtype and number of elements of each segment except the gradient."""
         return self.state.layout()
 
     def chunk_slice(self, kind: SegmentKind, start: int, stop: int) -> slice:
-        """What moves for a chunk [start, stop): with the last one goes the padding, so whole file blocks move."""
+        """The segments' elements of a chunk [start, stop). The last includes the padding: file blocks move whole."""
         return self.state.chunk_slice(kind, start, stop)
 
 
@@ -183,9 +183,9 @@ def make_record(
     keeps_whole_params: bool = False,
     is_reduced: bool = False,
 ) -> Record:
-    """Lay parameters (name, parameter, group index or None) out, and what `shard` keeps of them under an optimizer.
+    """Lay out parameters (name, parameter, group index or None), and the shard's part of them under an optimizer.
 
-    `compact` is the layout of the states; a dtype that has none keeps the fp32 layout.
+    `compact` is the layout of the states; a dtype without it keeps the fp32 layout.
     """
     compact = compact and spec.is_compact(dtype)
     flat = make_flat_layout(dtype, params, compact=compact, num_shards=shard.world_size)
@@ -221,7 +221,7 @@ def update_ranges(
 
 
 def all_ranges(record: Record) -> list[UpdateRange]:
-    """`update_ranges` of all trainable slots; in most steps those of a group have seen equally many."""
+    """Return `update_ranges` of all trainable slots; in most steps all of a group have the same count."""
     ranges: list[UpdateRange] = []
     for slots in record.flat.trainable_groups:
         first, last = slots[0], slots[-1]
@@ -233,7 +233,7 @@ def all_ranges(record: Record) -> list[UpdateRange]:
 
 
 def _kept(record: Record, ranges: list[UpdateRange]) -> list[UpdateRange]:
-    """What of ranges of the record is in its shard, as ranges of that."""
+    """Cut ranges of the record to its shard, and count them in that."""
     if record.shard.world_size == 1:
         return ranges
     clipped = ((part, record.shard.clipped(part.start, part.stop, record.num_trainable)) for part in ranges)

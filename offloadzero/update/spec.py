@@ -1,4 +1,4 @@
-"""What an optimizer is to the engine: its states, its hyperparameters and its step (floor 4).
+"""An optimizer as the engine sees it: its states, its hyperparameters and its step.
 
 [Note: an optimizer spec]
 A record's trainable elements keep, beside the parameter and its master, the states that the optimizer's spec names:
@@ -33,7 +33,7 @@ log = logging.getLogger("offloadzero.update")
 
 SCRATCH_ELEMENTS = 1 << 21  # of a piece of an update in torch operations, at most
 
-# What a trainable element of each parameter dtype keeps beside itself in the fp32 layout.
+# The dtype of the rest of a master weight in the fp32 layout, by the dtype of the parameter.
 MASTER_DTYPES: Mapping[torch.dtype, torch.dtype | None] = MappingProxyType(
     {
         torch.bfloat16: torch.int16,  # the low half of the fp32 pattern; the parameter is the high half
@@ -44,7 +44,7 @@ MASTER_DTYPES: Mapping[torch.dtype, torch.dtype | None] = MappingProxyType(
 
 
 class UpdateForm(str, Enum):
-    """How a record on the device is updated.
+    """The form of the update of a record on the device.
 
     NATIVE: the kernels of csrc/cpu_adam, where the device is the CPU. TRITON: one fused kernel. TORCH: torch operations
     in pieces, for optimizers that have no fused kernel and devices on which Triton does not run.
@@ -57,7 +57,7 @@ class UpdateForm(str, Enum):
 
 @dataclass(frozen=True)
 class FormChoice:
-    """A form and why it is that one."""
+    """A form and the reason for choosing it."""
 
     form: UpdateForm
     reason: str
@@ -79,8 +79,8 @@ CodeSpec = tuple[str, SegmentKind, torch.dtype, torch.Size]
 class StateCodes(ABC):
     """The compact layout of an optimizer's states: codes of 8 bits, and fp32 scales per block of elements.
 
-    `dtypes` are those of the segments beside the parameter, master and scales aside; `names` are theirs in state dicts
-    and checkpoints.
+    `dtypes` are those of the segments except parameter, master and scales; `names` are their names in state dicts and
+    checkpoints.
     """
 
     param_dtype: ClassVar[torch.dtype]
@@ -90,7 +90,7 @@ class StateCodes(ABC):
 
     @abstractmethod
     def num_scales(self, num_elements: int) -> int:
-        """Elements of the scales of so many elements."""
+        """The number of scales of so many elements."""
 
     @abstractmethod
     def scale_shape(self, num_elements: int) -> torch.Size:
@@ -98,21 +98,21 @@ class StateCodes(ABC):
 
     @abstractmethod
     def decode(self, kind: SegmentKind, codes: Tensor, scales: Tensor) -> Tensor:
-        """fp32 values of a parameter's flat codes and scales."""
+        """Return the fp32 values of a parameter's flat codes and scales."""
 
     @abstractmethod
     def encode(self, kind: SegmentKind, values: Tensor, scales: Tensor) -> Tensor:
-        """Codes of a parameter's flat fp32 state; its scales go into `scales`."""
+        """Return the codes of a parameter's flat fp32 state; its scales go into `scales`."""
 
     def specs(self, shape: torch.Size) -> tuple[CodeSpec, ...]:
-        """Name, segment, dtype and shape of what is stored of a parameter's states."""
+        """The name, segment, dtype and shape of each stored array of a parameter's states."""
         codes = ((self.names[kind], kind, dtype, shape) for kind, dtype in self.dtypes.items())
         scales = SegmentKind.SCALES
         return (*codes, (scales.value, scales, torch.float32, self.scale_shape(shape.numel())))
 
     @property
     def stored_dtypes(self) -> dict[str, torch.dtype]:
-        """Dtypes of what is stored, by name: the codes, and at last the scales."""
+        """The dtypes of the stored arrays, by name: the codes, and at last the scales."""
         return {name: dtype for name, _, dtype, _ in self.specs(torch.Size(()))}
 
 
@@ -120,15 +120,15 @@ class OptimizerSpec(ABC, Generic[H]):
     """An optimizer as the engine trains with it: [Note: an optimizer spec]."""
 
     name: ClassVar[str]
-    types: ClassVar[tuple[str, ...]]  # in the JSON
-    classes: ClassVar[tuple[type[torch.optim.Optimizer], ...]]  # whose param groups and states it continues
+    types: ClassVar[tuple[str, ...]]  # names in the JSON
+    classes: ClassVar[tuple[type[torch.optim.Optimizer], ...]]  # their param groups and states are continued
     states: ClassVar[tuple[SegmentKind, ...]]
     counts_steps: ClassVar[bool] = True  # whether torch's states have "step"
     begins_without: ClassVar[bool] = (
         False  # torch has no state before the first step, and a step asks for that
     )
     codes: ClassVar[StateCodes | None] = None  # the compact layout, where there is one
-    # Options of param groups that change the numbers and are not built, and what they may be.
+    # Options of param groups that change the numbers and are not built, and the values that they may have.
     refused_options: ClassVar[Mapping[str, object]] = MappingProxyType(
         {"maximize": False, "differentiable": False}
     )
@@ -138,13 +138,13 @@ class OptimizerSpec(ABC, Generic[H]):
 
     @abstractmethod
     def hyper(self, group: Mapping[str, Any], name: str) -> H:
-        """The hyperparameters of a group as of now: scripts and schedulers change them between steps.
+        """Return the hyperparameters of a group as of now: scripts and schedulers change them between steps.
 
-        Raises ConfigError for what the update would not compute. `name` is the group's, for errors.
+        Raises ConfigError for options that the update would not compute. `name` is the group's, for errors.
         """
 
     def hypers(self, groups: Iterable[Mapping[str, Any]], owner: str) -> list[H]:
-        """Those of all groups. `owner` is whose they are, for errors."""
+        """Return the hyperparameters of all groups. `owner` is whose they are, for errors."""
         found = []
         for index, group in enumerate(groups):
             name = f"{owner}.param_groups[{index}]"
@@ -159,22 +159,22 @@ class OptimizerSpec(ABC, Generic[H]):
                 raise ConfigError(f"{name}.{option}", group[option], f"allowed: {allowed}")
 
     def default_options(self, origin: torch.optim.Optimizer) -> dict[str, Any]:  # noqa: ARG002
-        """What the class of `origin` says of an update and its groups may not."""
+        """The options that belong to the class of `origin` and may be missing in its groups."""
         return {}
 
     def fixed_options(self, origin: torch.optim.Optimizer | None) -> dict[str, Any]:  # noqa: ARG002
-        """Options that a loaded group does not change."""
+        """The options that a loaded group does not change."""
         return {}
 
     def counts_update(self, hyper: H) -> bool:  # noqa: ARG002
-        """Whether an update under `hyper` is one that a parameter's step count has."""
+        """Whether an update under `hyper` adds to a parameter's step count."""
         return True
 
     # --- states ---
 
     @property
     def kinds(self) -> tuple[SegmentKind, ...]:
-        """All segments that a record may have, gradient among them, in the order in which people see them."""
+        """All segments that a record may have, the gradient among them, in the order of reports."""
         return (
             *(SegmentKind.PARAM, SegmentKind.MASTER),
             *self.states,
@@ -183,7 +183,7 @@ class OptimizerSpec(ABC, Generic[H]):
 
     @property
     def state_keys(self) -> tuple[str, ...]:
-        """The names in torch's state dict."""
+        """The names of the states in torch's state dict."""
         return (*self.states, *(("step",) if self.counts_steps else ()))
 
     def is_compact(self, dtype: torch.dtype) -> bool:
@@ -191,7 +191,7 @@ class OptimizerSpec(ABC, Generic[H]):
         return self.codes is not None and self.codes.param_dtype == dtype
 
     def state_dtypes(self, dtype: torch.dtype, *, compact: bool) -> dict[SegmentKind, torch.dtype]:
-        """What an element keeps beside a parameter of `dtype`, scales aside."""
+        """The dtypes that an element keeps beside a parameter of `dtype`, without scales."""
         if compact and self.codes is not None:
             return {SegmentKind.MASTER: self.codes.master_dtype, **self.codes.dtypes}
         master = MASTER_DTYPES[dtype]
@@ -199,7 +199,7 @@ class OptimizerSpec(ABC, Generic[H]):
         return states if master is None else {SegmentKind.MASTER: master, **states}
 
     def expect_layout(self, state_layout: str) -> None:
-        """Refuse a layout of the states that the optimizer has not."""
+        """Refuse a layout of the states that the optimizer lacks."""
         if state_layout == "compact" and self.codes is None:
             raise ConfigError("offloadzero.state_layout", state_layout, f"{self.name} has fp32 only")
 
@@ -214,19 +214,19 @@ class OptimizerSpec(ABC, Generic[H]):
             )
 
     def initial_value(self, kind: SegmentKind, group: Mapping[str, Any]) -> float:  # noqa: ARG002
-        """Every element of a state before the first step."""
+        """The value of every element of a state before the first step."""
         return 0.0
 
     # --- the step ---
 
     def choose_form(self, device: torch.device) -> FormChoice:
-        """How records on `device` are updated."""
+        """Choose the form of updates of records on `device`."""
         if device.type == "cpu":
             return FormChoice(UpdateForm.NATIVE, "the device is the CPU")
         return FormChoice(UpdateForm.TORCH, f"{self.name} has no fused kernel")
 
     def scratch_bytes(self, form: UpdateForm, num_elements: int, *, compact: bool) -> int:
-        """Bytes of the device that an update of so many elements takes beside the record and the gradient."""
+        """The device bytes that an update of so many elements takes beside the record and the gradient."""
         if form is not UpdateForm.TORCH:
             return 0
         return piece_scratch_bytes(num_elements, self._piece_bytes(compact=compact))
@@ -246,7 +246,7 @@ class OptimizerSpec(ABC, Generic[H]):
         form: UpdateForm = UpdateForm.NATIVE,
         scratch: Tensor | None = None,
     ) -> None:
-        """One step in place on flat tensors of one memory.
+        """Do one step in place on flat tensors of one memory.
 
         Args:
             step: counts from 1.
@@ -259,14 +259,14 @@ AnySpec = OptimizerSpec[Any]
 
 
 def piece_scratch_bytes(num_elements: int, bytes_per_element: int) -> int:
-    """The scratch of so many elements, or of the largest piece of them: a whole number of compact blocks."""
+    """The scratch for so many elements, or for the largest piece of them: a whole number of compact blocks."""
     blocks = -(-min(num_elements, SCRATCH_ELEMENTS) // COMPACT_BLOCK)
     return blocks * COMPACT_BLOCK * bytes_per_element
 
 
 @functools.cache
 def device_form(spec: AnySpec, device: torch.device) -> UpdateForm:
-    """The form of updates on a device; tried and logged once."""
+    """Return the form of updates on a device; tried and logged once."""
     choice = spec.choose_form(device)
     log.info("update of records on %s: %s (%s)", device, choice.form.value, choice.reason)
     return choice.form
@@ -276,12 +276,12 @@ def device_form(spec: AnySpec, device: torch.device) -> UpdateForm:
 
 
 def number(group: Mapping[str, Any], key: str, name: str) -> float:
-    """An option of the group called `name`: a number, or a tensor of one. Raises ConfigError."""
+    """Read an option of the group called `name`: a number, or a tensor of one. Raises ConfigError."""
     return _number(group[key], f"{name}.{key}")
 
 
 def betas(group: Mapping[str, Any], name: str) -> tuple[float, float]:
-    """The two decay rates of the group called `name`. Raises ConfigError."""
+    """Read the two decay rates of the group called `name`. Raises ConfigError."""
     values = group["betas"]
     if not isinstance(values, list | tuple) or len(values) != 2:
         raise ConfigError(f"{name}.betas", values, "two numbers")

@@ -1,13 +1,13 @@
-"""Chunks of records in pinned memory, on their way to and from their update (floor 4).
+"""Chunks of records in pinned memory, on their way to and from their update.
 
 [Note: reading ahead]
-While backward runs the drive has little to do, and which chunks the step will update first is known: those that
+While backward runs the drive has little to do, and it is known which chunks the step will update first: those that
 the next forward needs first. Their states are read then, into the slots that are free. When the update comes it
-takes a chunk that was read ahead if it is the one it needs and nobody has written the record since (`Edits.num_begun`);
-otherwise everything read ahead is dropped and read again. Nothing but time depends on it.
+takes a chunk that was read ahead if it is the one it needs and the record has not been written since
+(`Edits.num_begun`); otherwise everything read ahead is dropped and read again. Only time depends on it.
 
-What a script writes meanwhile comes after what was being read, and nothing is read ahead of a record while it is
-written (`Edits`): dropped or not, half of a write is no content that a file's checksums would know.
+A script's write comes after the reads that have begun, and nothing is read ahead of a record while it is written
+(`Edits`): even if dropped, a half-written chunk would not match a file's checksums.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StagedChunk:
     used_bytes: int = 0  # of the slot
 
     def matches(self, record: Record, start: int, stop: int) -> bool:
-        """Whether this is that chunk, as it is now."""
+        """Whether this is that chunk, with the record not written since."""
         return (self.record, self.start, self.stop) == (
             record,
             start,
@@ -57,7 +57,7 @@ class StagedChunk:
 
 
 def chunk_bounds(first: int, last: int, chunk_elements: int, num_elements: int) -> Iterator[tuple[int, int]]:
-    """Chunks [start, stop) that cover [first, last), on a fixed grid: file offsets stay whole blocks."""
+    """Yield chunks [start, stop) that cover [first, last), on a fixed grid: file offsets stay whole blocks."""
     for start in range(first // chunk_elements * chunk_elements, last, chunk_elements):
         yield start, min(start + chunk_elements, num_elements)
 
@@ -69,7 +69,7 @@ class ChunkStager:
         self._store = store
         self._chunk_elements = chunk_elements
         self.num_slots = len(slot_leases)  # chunks that can be staged at once
-        self._free = deque(_Slot(lease) for lease in slot_leases)  # the one freed first comes first
+        self._free = deque(_Slot(lease) for lease in slot_leases)  # the first freed comes first
         self._ahead: deque[StagedChunk] = deque()
 
     def stage(self, record: Record, start: int, stop: int) -> StagedChunk:
@@ -81,9 +81,9 @@ class ChunkStager:
         return self._read(record, start, stop)
 
     def read_ahead(self, records: Sequence[Record]) -> None:
-        """Read what an update of `records` in this order stages first, as far as slots are free now."""
+        """Read the chunks that an update of `records` in this order stages first, as far as slots are free now."""
         if self._ahead:
-            return  # of a step that was skipped or of gradients that were dropped
+            return  # chunks for a step that was skipped, or for gradients that were dropped
         for record in records:
             if not needs_slot(record):
                 continue
@@ -99,7 +99,7 @@ class ChunkStager:
                 self._ahead.append(chunk)
 
     def memory(self, chunk: StagedChunk, kind: SegmentKind, dtype: torch.dtype) -> torch.Tensor:
-        """More of the chunk's slot: uninitialised, the elements of segment `kind` that belong to the chunk."""
+        """More of the chunk's slot: uninitialised memory for the chunk's elements of segment `kind`."""
         if chunk.slot is None:
             if not self._free:
                 self._drop_ahead()
@@ -111,7 +111,7 @@ class ChunkStager:
         return view
 
     def write_back(self, chunk: StagedChunk, *, readers: Sequence[Ticket] = ()) -> list[Ticket]:
-        """Start to write what was staged; the slot is taken again when that and `readers` are complete."""
+        """Start to write the staged segments; the slot is free when the writes and `readers` are complete."""
         record = chunk.record
         writes = []
         for kind in chunk.staged:
@@ -139,14 +139,14 @@ class ChunkStager:
 
     def _drop_ahead(self) -> None:
         for chunk in self._ahead:
-            AllOf(chunk.reads).wait()  # its slot is taken again
+            AllOf(chunk.reads).wait()  # its slot will be used again
             if chunk.slot is not None:
                 self._free.append(chunk.slot)
         self._ahead.clear()
 
 
 def needs_slot(record: Record) -> bool:
-    """Whether its update brings states to host memory first."""
+    """Whether the record's update brings states to host memory first."""
     return not record.updates_on_device and any(
         not segment.is_in_host_memory
         for kind, segment in record.segments.items()

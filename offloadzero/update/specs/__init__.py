@@ -1,4 +1,4 @@
-"""The optimizers that the engine trains with, one file each: [Note: an optimizer spec] in update/spec.py (floor 4)."""
+"""The optimizers that the engine trains with, one file each: [Note: an optimizer spec] in update/spec.py."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ KNOWN_CLASSES = tuple(cls for spec in SPECS for cls in spec.classes)
 
 
 def spec_of_type(name: str) -> AnySpec:
-    """By the type in the JSON, which the loader has checked."""
+    """Return the spec for a type in the JSON, which the loader has checked."""
     return next(spec for spec in SPECS if name in spec.types)
 
 
 def spec_of(optimizer: torch.optim.Optimizer) -> AnySpec:
-    """Raises ConfigError for an optimizer of an unknown class."""
+    """Return the spec for an optimizer; raises ConfigError for one of an unknown class."""
     for spec in SPECS:
         if isinstance(optimizer, spec.classes):
             return spec
@@ -30,7 +30,7 @@ def spec_of(optimizer: torch.optim.Optimizer) -> AnySpec:
 
 
 def known_classes_text() -> str:
-    """Where the known classes are imported from."""
+    """Name the modules from which the known classes are imported."""
     return ", ".join(map(_public_name, KNOWN_CLASSES))
 
 

@@ -1,4 +1,4 @@
-"""Adagrad (Duchi et al. 2011) as torch.optim.Adagrad does it (floor 4)."""
+"""Adagrad (Duchi et al. 2011) as torch.optim.Adagrad does it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SUM = SegmentKind("sum")
 
 
 class AdagradSpec(Fp32Spec[AdagradHyper]):
-    """The sum of the squared gradients, which begins at `initial_accumulator_value`."""
+    """Adagrad: its state is the sum of the squared gradients, which begins at `initial_accumulator_value`."""
 
     name = "Adagrad"
     types = ("Adagrad",)
@@ -30,7 +30,7 @@ class AdagradSpec(Fp32Spec[AdagradHyper]):
     states = (SUM,)
 
     def hyper(self, group: Mapping[str, Any], name: str) -> AdagradHyper:
-        """The hyperparameters of a group."""
+        """Return the hyperparameters of a group."""
         return AdagradHyper(
             lr=number(group, "lr", name),
             lr_decay=number(group, "lr_decay", name),
@@ -39,22 +39,22 @@ class AdagradSpec(Fp32Spec[AdagradHyper]):
         )
 
     def expect_origin(self, origin: torch.optim.Optimizer, state_layout: str) -> None:
-        """torch's makes its states at once: those that are as it made them are begun here anew."""
+        """Accept torch's states, which exist at once, if they are unchanged: here they begin anew."""
         if not all(_is_fresh(state, initial) for state, initial in _states(origin)):
             super().expect_origin(origin, state_layout)
 
     def initial_value(self, kind: SegmentKind, group: Mapping[str, Any]) -> float:  # noqa: ARG002
-        """Every element of the sum before the first step."""
+        """The value of every element of the sum before the first step."""
         return number(group, "initial_accumulator_value", "optimizer.param_groups")
 
     def scalars(self, hyper: AdagradHyper, *, step: int, grad_scale: float) -> AdamScalars:
-        """The fp32 scalars of a step, which counts from 1."""
+        """Return the fp32 scalars of a step, which counts from 1."""
         return hyper.scalars(step=step, grad_scale=grad_scale)
 
     def native_step(
         self, buffers: Buffers, *, hyper: AdagradHyper, step: int, grad_scale: float, num_threads: int | None
     ) -> None:
-        """One step in place by the kernel."""
+        """Do one step in place by the kernel."""
         lion_adagrad.adagrad_step(
             buffers[SegmentKind.PARAM],
             buffers[SegmentKind.GRAD],
@@ -67,7 +67,7 @@ class AdagradSpec(Fp32Spec[AdagradHyper]):
         )
 
     def torch_step(self, piece: Fp32Piece, scalars: AdamScalars) -> None:
-        """[Note: Lion and Adagrad arithmetic] in csrc/cpu_adam/cpu_adam.h."""
+        """Do [Note: Lion and Adagrad arithmetic] in csrc/cpu_adam/cpu_adam.h."""
         weights, t, (v,) = piece.weights, piece.spare, piece.states
         g = piece.scaled_grad(scalars.grad_scale)
         if scalars.with_l2:
@@ -78,7 +78,7 @@ class AdagradSpec(Fp32Spec[AdagradHyper]):
 
 
 def _states(origin: torch.optim.Optimizer) -> Iterable[tuple[Mapping[str, Tensor], float]]:
-    """Those that are there, and what every element of a new sum is."""
+    """Return the states that exist, and the value of every element of a new sum."""
     for group in origin.param_groups:
         for param in group["params"]:
             if param in origin.state:

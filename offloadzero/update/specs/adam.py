@@ -1,4 +1,4 @@
-"""Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019): `decoupled_weight_decay` tells them apart (floor 4)."""
+"""Adam (Kingma & Ba 2015) and AdamW (Loshchilov & Hutter 2019): `decoupled_weight_decay` tells them apart."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ class AdamCodes(StateCodes):
     names = MappingProxyType({EXP_AVG: "exp_avg_e2m5", EXP_AVG_SQ: "exp_avg_sq_e1m7"})
 
     def num_scales(self, num_elements: int) -> int:
-        """One per block and moment."""
+        """The number of scales: one per block and moment."""
         return num_scales(num_elements)
 
     def scale_shape(self, num_elements: int) -> torch.Size:
-        """A row of two per block."""
+        """The shape of the scales: a row of two per block."""
         return torch.Size((num_scales(num_elements) // 2, 2))
 
     def decode(self, kind: SegmentKind, codes: Tensor, scales: Tensor) -> Tensor:
-        """fp32 values of a parameter's flat codes and scales."""
+        """Return the fp32 values of a parameter's flat codes and scales."""
         scale_m, scale_s = scales.view(-1, 2).unbind(1)
         if kind is EXP_AVG:
             return compact_math.decode_exp_avg(codes, scale_m)
         return compact_math.decode_exp_avg_sq(codes, scale_s)
 
     def encode(self, kind: SegmentKind, values: Tensor, scales: Tensor) -> Tensor:
-        """Codes of a parameter's flat fp32 moment; its scales go into `scales`."""
+        """Return the codes of a parameter's flat fp32 moment; its scales go into `scales`."""
         scale_m, scale_s = scales.view(-1, 2).unbind(1)
         if kind is EXP_AVG:
             codes, scale = compact_math.encode_exp_avg(values)
@@ -64,7 +64,7 @@ class AdamCodes(StateCodes):
 
 
 class AdamSpec(OptimizerSpec[AdamHyper]):
-    """Two moments of fp32, or of 8 bits in the compact layout."""
+    """Adam: its states are two moments in fp32, or in 8 bits in the compact layout."""
 
     name = "Adam"
     types = ("Adam", "AdamW")
@@ -75,7 +75,7 @@ class AdamSpec(OptimizerSpec[AdamHyper]):
     scratch_bytes_per_element = FP32_SCRATCH_BYTES
 
     def hyper(self, group: Mapping[str, Any], name: str) -> AdamHyper:
-        """The hyperparameters of a group."""
+        """Return the hyperparameters of a group."""
         beta1, beta2 = betas(group, name)
         return AdamHyper(
             lr=number(group, "lr", name),
@@ -88,11 +88,11 @@ class AdamSpec(OptimizerSpec[AdamHyper]):
         )
 
     def default_options(self, origin: torch.optim.Optimizer) -> dict[str, Any]:
-        """The class says how weight decay works; it must say so in the group to survive the class."""
+        """The kind of weight decay, which torch keeps in the class; here the group must have it."""
         return {"decoupled_weight_decay": isinstance(origin, torch.optim.AdamW)}
 
     def fixed_options(self, origin: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Whatever a loaded group says, weights decay as those of torch.optim.AdamW."""
+        """The kind of weight decay of torch.optim.AdamW, whatever a loaded group says."""
         return {"decoupled_weight_decay": True} if isinstance(origin, torch.optim.AdamW) else {}
 
     def expect_origin(self, origin: torch.optim.Optimizer, state_layout: str) -> None:
@@ -103,7 +103,7 @@ class AdamSpec(OptimizerSpec[AdamHyper]):
         super().expect_origin(origin, state_layout)
 
     def choose_form(self, device: torch.device) -> FormChoice:
-        """One fused kernel where it gives the host kernel's bits: [Note: forms of the update]."""
+        """Choose the fused kernel where it gives the host kernel's bits: [Note: forms of the update]."""
         return device_adam.choose_form(device.type, triton_problem=lambda: device_adam.triton_problem(device))
 
     def _piece_bytes(self, *, compact: bool) -> int:
@@ -120,7 +120,7 @@ class AdamSpec(OptimizerSpec[AdamHyper]):
         form: UpdateForm = UpdateForm.NATIVE,
         scratch: Tensor | None = None,
     ) -> None:
-        """One Adam step in place; with scales the state is compact."""
+        """Do one Adam step in place; with scales the state is compact."""
         device_adam.adam_step(
             buffers[SegmentKind.PARAM],
             buffers[SegmentKind.GRAD],

@@ -1,4 +1,4 @@
-"""Lion (Chen et al. 2023, arXiv 2302.06675); weight decay is decoupled (floor 4)."""
+"""Lion (Chen et al. 2023, arXiv 2302.06675); weight decay is decoupled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXP_AVG = SegmentKind("exp_avg")
 
 
 class LionSpec(Fp32Spec[LionHyper]):
-    """One moment."""
+    """Lion: its state is one moment."""
 
     name = "Lion"
     types = ("Lion",)
@@ -31,7 +31,7 @@ class LionSpec(Fp32Spec[LionHyper]):
     refused_options = MappingProxyType({"maximize": False})
 
     def hyper(self, group: Mapping[str, Any], name: str) -> LionHyper:
-        """The hyperparameters of a group."""
+        """Return the hyperparameters of a group."""
         beta1, beta2 = betas(group, name)
         return LionHyper(
             lr=number(group, "lr", name),
@@ -41,7 +41,7 @@ class LionSpec(Fp32Spec[LionHyper]):
         )
 
     def scalars(self, hyper: LionHyper, *, step: int, grad_scale: float) -> AdamScalars:  # noqa: ARG002
-        """The fp32 scalars, which are those of every step."""
+        """Return the fp32 scalars, which are those of every step."""
         return hyper.scalars(grad_scale=grad_scale)
 
     def native_step(
@@ -53,7 +53,7 @@ class LionSpec(Fp32Spec[LionHyper]):
         grad_scale: float,
         num_threads: int | None,
     ) -> None:
-        """One step in place by the kernel."""
+        """Do one step in place by the kernel."""
         lion_adagrad.lion_step(
             buffers[SegmentKind.PARAM],
             buffers[SegmentKind.GRAD],
@@ -65,7 +65,7 @@ class LionSpec(Fp32Spec[LionHyper]):
         )
 
     def torch_step(self, piece: Fp32Piece, scalars: AdamScalars) -> None:
-        """[Note: Lion and Adagrad arithmetic] in csrc/cpu_adam/cpu_adam.h; u is in the spare."""
+        """Do [Note: Lion and Adagrad arithmetic] in csrc/cpu_adam/cpu_adam.h; u is in the spare."""
         weights, (m,) = piece.weights, piece.states
         g = piece.scaled_grad(scalars.grad_scale)
         u = torch.mul(m, scalars.beta1, out=piece.spare).add_(g.mul_(scalars.one_minus_beta1))

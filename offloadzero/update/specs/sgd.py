@@ -1,4 +1,4 @@
-"""SGD with momentum as torch.optim.SGD does it (floor 4)."""
+"""SGD with momentum as torch.optim.SGD does it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOMENTUM_BUFFER = SegmentKind("momentum_buffer")
 
 
 class SgdSpec(Fp32Spec[SgdHyper]):
-    """The momentum buffer, which is there without momentum, too: schedulers may change it between steps."""
+    """SGD: its state is the momentum buffer, also without momentum, as schedulers may change that between steps."""
 
     name = "SGD"
     types = ("SGD",)
@@ -29,7 +29,7 @@ class SgdSpec(Fp32Spec[SgdHyper]):
     begins_without = True
 
     def hyper(self, group: Mapping[str, Any], name: str) -> SgdHyper:
-        """The hyperparameters of a group."""
+        """Return the hyperparameters of a group."""
         return SgdHyper(
             lr=number(group, "lr", name),
             momentum=number(group, "momentum", name),
@@ -39,17 +39,17 @@ class SgdSpec(Fp32Spec[SgdHyper]):
         )
 
     def counts_update(self, hyper: SgdHyper) -> bool:
-        """Torch makes the buffer in the first step with momentum, and dampens only what comes after that."""
+        """Whether the step has momentum: torch makes the buffer in the first such step, and dampens only later ones."""
         return hyper.momentum != 0.0
 
     def scalars(self, hyper: SgdHyper, *, step: int, grad_scale: float) -> AdamScalars:
-        """The fp32 scalars of a step, which counts from 1; 0: none had momentum."""
+        """Return the fp32 scalars of a step, which counts from 1; 0: no step had momentum."""
         return hyper.scalars(step=max(step, 1), grad_scale=grad_scale)
 
     def native_step(
         self, buffers: Buffers, *, hyper: SgdHyper, step: int, grad_scale: float, num_threads: int | None
     ) -> None:
-        """One step in place by the kernel."""
+        """Do one step in place by the kernel."""
         sgd.sgd_step(
             buffers[SegmentKind.PARAM],
             buffers[SegmentKind.GRAD],
@@ -62,7 +62,7 @@ class SgdSpec(Fp32Spec[SgdHyper]):
         )
 
     def torch_step(self, piece: Fp32Piece, scalars: AdamScalars) -> None:
-        """[Note: SGD arithmetic] in csrc/cpu_adam/cpu_adam.h."""
+        """Do [Note: SGD arithmetic] in csrc/cpu_adam/cpu_adam.h."""
         weights, t, (m,) = piece.weights, piece.spare, piece.states
         g = piece.scaled_grad(scalars.grad_scale)
         if scalars.with_l2:
