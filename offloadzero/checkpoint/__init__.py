@@ -1,1 +1,1 @@
-"""Checkpoints: safetensors and JSON, one unit in memory at a time (floor 5)."""
+"""Checkpoints: safetensors and JSON, one unit in memory at a time."""

@@ -1,10 +1,11 @@
-"""The persistent buffers of a model, whatever memory they stand on (floor 5).
+"""The persistent buffers of a model, in any form of memory.
 
 [Note: buffers that overlap]
-A buffer may be a view in which several elements are one in memory: `torch.zeros(1).expand(4)`. It is saved as what it
-shows, four elements; torch refuses to copy four elements back into one, and its own load_state_dict() fails there. The
-value is written through the view's distinct elements instead, so that whatever else looks at the same memory sees it
-too. A value that differs where the memory is one cannot be there: `can_hold` says so before anything is written.
+A buffer may be a view in which several elements are one in memory: `torch.zeros(1).expand(4)`. It is saved with the
+elements that it shows, four here; torch refuses to copy four elements back into one, and its own load_state_dict()
+fails there. The value is written through the view's distinct elements instead, so that other views of the same memory
+see it too. A value whose elements differ where the memory is one cannot be held: `can_hold` is asked before anything is
+written.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from offloadzero.errors import CheckpointError
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Persistent buffers by name."""
+    """Return the persistent buffers by name."""
     buffers: dict[str, torch.Tensor] = {}
     for module_name, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -29,7 +30,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def expect_dense(tensors: Mapping[str, torch.Tensor]) -> None:
-    """CheckpointError for one that is no array of values in memory."""
+    """Raise CheckpointError for a buffer that is no array of values in memory."""
     for name, tensor in tensors.items():
         is_meta = tensor.device.type == "meta"
         if tensor.layout is torch.strided and not tensor.is_nested and not is_meta:
@@ -42,7 +43,7 @@ def expect_dense(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def may_overlap(buffer: torch.Tensor) -> bool:
-    """Whether two elements may be one in memory. Never False for such a buffer."""
+    """Whether two elements may be one in memory. Never False for a buffer in which two are."""
     extent = 0
     for stride, size in sorted(zip(buffer.stride(), buffer.shape, strict=True)):
         if size > 1 and stride <= extent:
@@ -63,7 +64,7 @@ def _bits(value: torch.Tensor) -> bytes:
 
 
 def write_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    """Set it in place. What was made in inference mode is written in inference mode."""
+    """Set a buffer in place. One that was made in inference mode is written in inference mode."""
     for dim, stride in enumerate(buffer.stride()):
         if stride == 0 and buffer.shape[dim] > 1:
             buffer, value = buffer.narrow(dim, 0, 1), value.narrow(dim, 0, 1)

@@ -1,15 +1,15 @@
-"""What modules keep beside parameters and buffers: torch's get_extra_state() and set_extra_state() (floor 5).
+"""The states of modules beside parameters and buffers: torch's get_extra_state() and set_extra_state().
 
 [Note: extra state]
-torch puts what a module's get_extra_state() gives into its state_dict, as `MODULE._extra_state`, and torch.save pickles
-it. A checkpoint has no pickle: numbers, texts, None, lists, tuples and dicts go to meta.json ([Note: what JSON changes]
-in offloadzero/checkpoint/json_file.py), the tensors among them to extra_state.safetensors, and anything else is refused
-by its place when saving. A tensor is called after its place, `MODULE._extra_state:3.0`: item 0 of item 3, counted in
-lists, tuples and dicts alike; meta.json has None there.
+torch puts the result of a module's get_extra_state() into its state_dict, as `MODULE._extra_state`, and torch.save
+pickles it. A checkpoint has no pickle: numbers, texts, None, lists, tuples and dicts go to meta.json ([Note: what JSON
+changes] in offloadzero/checkpoint/json_file.py), the tensors among them to extra_state.safetensors, and anything else
+is refused by its place when saving. A tensor is called after its place, `MODULE._extra_state:3.0`: item 0 of item 3,
+counted in lists, tuples and dicts alike; meta.json has None there.
 
-As in torch, what one module has and the other side has not is an error of a strict load. Whether set_extra_state()
-takes a value is only known by calling it. So each is tried before anything is written, and gets its own state back; the
-value is set for good when the module's parameters and buffers are there, as in torch.
+As in torch, a state that only the model or only the checkpoint has is an error of a strict load. Whether
+set_extra_state() takes a value is only known by calling it. So each module is tried before anything is written, and
+gets its own state back; the value is set for good when the module's parameters and buffers are there, as in torch.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _VALUE, _TENSORS = "value", "tensors"
 
 @dataclass(frozen=True)
 class ExtraStates:
-    """`described`, by the module's key: the value without its tensors, and their places. `tensors`: by their names."""
+    """The extra states. `described`, by the module's key: value without tensors, and their places. `tensors`: named."""
 
     described: dict[str, Any]
     tensors: dict[str, torch.Tensor]
 
 
 def read_extra_states(model: nn.Module) -> ExtraStates:
-    """Copies of what all modules give; CheckpointError names what cannot be kept."""
+    """Return copies of the extra states of all modules; CheckpointError names values that cannot be kept."""
     described: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
     for key, module in _modules(model, "get_extra_state"):
@@ -58,7 +58,7 @@ def read_extra_states(model: nn.Module) -> ExtraStates:
 
 
 def _modules(model: nn.Module, method: str) -> Iterator[tuple[str, nn.Module]]:
-    """Those whose class has a method of its own, by the key of their state."""
+    """The modules whose class has a method of its own, by the key of their state."""
     for name, module in model.named_modules():
         if not _keeps_default(module, method):
             yield f"{name}.{KEY}" if name else KEY, module
@@ -69,12 +69,12 @@ def _keeps_default(module: nn.Module, method: str) -> bool:
 
 
 def tensor_name(key: str, place: str) -> str:
-    """What a tensor of an extra state is called in the file."""
+    """Return the name of a tensor of an extra state in the file."""
     return f"{key}:{place}"
 
 
 def _without_tensors(value: Any, place: str, tensors: dict[str, torch.Tensor], *, depth: int = 0) -> Any:
-    """The value with None in the place of each tensor, which goes to `tensors`."""
+    """Return the value with None in the place of each tensor, which goes to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors[place] = value.detach().to("cpu", copy=True)
         return None
@@ -96,11 +96,11 @@ def _inner(place: str, index: int) -> str:
     return f"{place}.{index}" if place else str(index)
 
 
-# --- and back ---
+# --- loading ---
 
 
 def described_tensors(described: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Name in the file -> (key, place). ValueError unless `described` is what `read_extra_states` gave."""
+    """Map names in the file to (key, place). ValueError unless `described` is a result of `read_extra_states`."""
     found = {}
     for key, entry in described.items():
         if not isinstance(entry, dict) or entry.keys() != {_VALUE, _TENSORS}:
@@ -130,7 +130,7 @@ def _items(value: Any) -> Collection[Any]:
 
 
 def whole_value(entry: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What get_extra_state() gave, with its tensors by place."""
+    """Return the result of get_extra_state(), with its tensors in their places."""
     return _with_tensors(entry[_VALUE], "", tensors)
 
 
@@ -152,14 +152,14 @@ def settable(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def try_extra_state(key: str, module: nn.Module, value: Any) -> None:
-    """CheckpointError unless the module takes the value. It has its own state then, as before."""
+    """Raise CheckpointError unless the module takes the value. Afterwards it has its own state, as before."""
     if _keeps_default(module, "get_extra_state"):
-        return  # it takes states and gives none: a trial could not be undone
+        return  # it takes states and returns none: a trial could not be undone
     before = _copy_of(module.get_extra_state())
     try:
         module.set_extra_state(_copy_of(before))
     except Exception:
-        return  # not even its own, which is None before there is any, say: a trial could not be undone
+        return  # it does not take its own, None at first say: a trial could not be undone
     try:
         module.set_extra_state(_copy_of(value))
     except Exception as error:
@@ -171,7 +171,7 @@ def try_extra_state(key: str, module: nn.Module, value: Any) -> None:
 
 
 def _copy_of(value: Any) -> Any:
-    """A deep one; of tensors too that torch does not copy deeply, the results of operations with gradients."""
+    """Return a deep copy, also of tensors that torch does not copy deeply, the results of operations with gradients."""
     return copy.deepcopy(value, {id(tensor): tensor.detach().clone() for tensor in _tensors_in(value)})
 
 

@@ -1,12 +1,12 @@
-"""Digests of files, made while they are written and streamed when they are checked (floor 5).
+"""Digests of files, made while they are written and streamed when they are checked.
 
 [Note: the digest of a file]
 SHA-256 of the SHA-256 digests of its pieces of 4 MiB, one after another: the pieces of one file are hashed side by
 side on several cores, and beside the write that carries them to the disk. It is there against damage and not against
-adversaries, so what counts is its cost. Measured on a Xeon: 1.78 GB/s on one core and 3.49 on two, 0.43 and 0.60 with
+adversaries, so its cost decides. Measured on a Xeon: 1.78 GB/s on one core and 3.49 on two, 0.43 and 0.60 with
 the SHA instructions switched off; blake2b 0.94 and 1.85, zlib's crc32 4.25 but 32 bits wide, a CRC-64 from tables in C
 2.28, a multiply-and-fold hash of our own in C 25. The last was left out: SHA-256 on a few cores is as fast as a drive
-writes, and nobody has to trust a hash that only we know.
+writes, and users need not trust a hash that is known only here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What the manifest says about one file."""
+    """The manifest's entry for one file."""
 
     num_bytes: int
     sha256: str  # [Note: the digest of a file]
@@ -47,7 +47,7 @@ class HashingPool:
         self._pool = ThreadPoolExecutor(num_threads, "offloadzero-sha256")
 
     def submit(self, function: Callable[..., T], *arguments: object) -> Future[T]:
-        """Run it on a thread; here when the interpreter is about to end (a last save in atexit)."""
+        """Run a call on a thread; here when the interpreter is about to end (a last save in atexit)."""
         try:
             return self._pool.submit(function, *arguments)
         except RuntimeError:
@@ -72,7 +72,7 @@ class _RunningDigest:
         self._num_bytes = 0
 
     def begin(self, data: memoryview, pool: HashingPool) -> list[Future[None]]:
-        """Hash `data` on the pool; it must stay until the futures are done, and the next call waits for that."""
+        """Hash `data` on the pool; it must stay until the futures are done, and the next call waits for them."""
         futures = []
         position = 0
         while position < len(data):
@@ -94,10 +94,10 @@ def _root(digests: Iterator[bytes]) -> str:
 
 
 class HashedFile:
-    """A new file that is hashed as it is written. AioError names it, the offset and the length."""
+    """A new file that is hashed as it is written. AioError names the file, the offset and the length."""
 
     def __init__(self, path: Path, pool: HashingPool, *, is_there: bool = False) -> None:
-        """`is_there`: an empty file of this name is; otherwise none may be."""
+        """Create the file. `is_there`: an empty file of this name exists; otherwise none may."""
         self.path = path
         self._pool = pool
         self._digest = _RunningDigest()
@@ -106,7 +106,7 @@ class HashedFile:
             self._file = path.open("r+b" if is_there else "xb")
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append."""
+        """Append to the file."""
         view = memoryview(data).cast("B")
         futures = self._digest.begin(view, self._pool)
         try:
@@ -119,7 +119,7 @@ class HashedFile:
         self._offset += len(view)
 
     def close(self) -> FileEntry:
-        """Everything is on the disk."""
+        """Close the file, with everything on the disk."""
         with self._named("fsync", 0):
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -128,7 +128,7 @@ class HashedFile:
 
     def abandon(self) -> None:
         """Let go of the file after a failure."""
-        with suppress(OSError):  # what could not be written has been said
+        with suppress(OSError):  # the failed write has been reported
             self._file.close()
 
     @contextmanager
@@ -146,7 +146,7 @@ class HashedFile:
 
 
 def file_size(path: Path) -> int:
-    """Of a regular file; CheckpointError for everything else."""
+    """Return the size of a regular file; CheckpointError for everything else."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -159,7 +159,7 @@ def file_size(path: Path) -> int:
 
 
 def read_bytes(path: Path, *, max_bytes: int) -> bytes:
-    """A small file; CheckpointError when it is no file, larger, or cannot be read."""
+    """Read a small file; CheckpointError when it is no file, larger, or cannot be read."""
     num_bytes = file_size(path)
     if num_bytes > max_bytes:
         raise CheckpointError(f"{path} has {num_bytes:,} bytes: more than {max_bytes:,}")
@@ -171,7 +171,7 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
 
 
 def check_file(path: Path, entry: FileEntry, pool: HashingPool) -> None:
-    """Read the file, a piece per thread at a time; CheckpointError unless it is what was written."""
+    """Read the file, a piece per thread at a time; CheckpointError unless it has the bytes that were written."""
     check_size(path, entry)
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -188,7 +188,7 @@ def check_file(path: Path, entry: FileEntry, pool: HashingPool) -> None:
 
 
 def check_size(path: Path, entry: FileEntry) -> None:
-    """CheckpointError unless the file is as long as what was written."""
+    """Raise CheckpointError unless the file is as long as it was when it was written."""
     num_bytes = file_size(path)
     if num_bytes != entry.num_bytes:
         raise CheckpointError(f"{path} has {num_bytes:,} bytes; {entry.num_bytes:,} were written")

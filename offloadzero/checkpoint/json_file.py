@@ -1,9 +1,9 @@
-"""JSON files of a checkpoint: read strictly, and values that JSON by itself would change (floor 5).
+"""JSON files of a checkpoint: read strictly, and with an encoding for values that JSON by itself would change.
 
 [Note: what JSON changes]
 A tuple comes back as a list and the key 30 as "30": a MultiStepLR whose milestones are texts never decays again. In
 meta.json a tuple is {"__tuple__": [...]}, a dict with keys that are no texts {"__dict__": [[key, value], ...]}, a
-Counter likewise; what comes back equals what was given. What is none of this is refused when saving.
+Counter likewise; the loaded value equals the saved one. Other values are refused when saving.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KINDS = (_TUPLE, _DICT, _COUNTER)
 
 
 def parse_json(raw: bytes, path: Path) -> dict[str, Any]:
-    """The object that `raw` holds; CheckpointError for everything else, whatever the bytes."""
+    """Return the object that `raw` holds; CheckpointError for everything else, whatever the bytes."""
     try:
         value = json.loads(raw.decode(), object_pairs_hook=_without_duplicates)
     except RecursionError:
@@ -47,13 +47,13 @@ def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def plain_scalar(value: Any) -> Any:
-    """The number in a tensor of one element or a scalar of numpy; everything else as it is."""
+    """Return the number in a tensor of one element or a scalar of numpy; everything else as it is."""
     is_scalar = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
     return value.item() if is_scalar else value
 
 
 def encode_plain(value: Any, where: str, *, depth: int = 0, scalars: bool = False) -> Any:
-    """`value` in what JSON keeps: [Note: what JSON changes]. `where` names it in the ConfigError.
+    """Return `value` in a form that JSON keeps: [Note: what JSON changes]. `where` names it in the ConfigError.
 
     `scalars`: numbers may be tensors of one element or numpy's; they come back as plain ones.
     """
@@ -91,7 +91,7 @@ def _encode_mapping(value: Mapping[Any, Any], where: str, *, depth: int, scalars
 
 
 def decode_plain(value: Any) -> Any:
-    """What `encode_plain` was given; ValueError or TypeError for what it never writes."""
+    """Return the argument of `encode_plain`; ValueError or TypeError for a text that it never writes."""
     if isinstance(value, list):
         return [decode_plain(item) for item in value]
     if not isinstance(value, dict):

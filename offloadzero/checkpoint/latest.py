@@ -1,17 +1,19 @@
-"""Which checkpoint is meant: by tag, or by the file `latest` (floor 5).
+"""The choice of a checkpoint: by tag, or by the file `latest`.
 
 [Note: the file latest]
-`latest` is DeepSpeed's: a text file with the newest checkpoint's tag and nothing else, so nothing in it can say whether
-it is whole: one flipped bit makes global_step5 of global_step4. So the checkpoint that it names says so too: it holds
-an empty file `is_latest`, which is taken from the one before when `latest` has changed. A kill between leaves two of
-them, and either is right. A `latest` that names another than those was damaged, or changed by hand: loading says so,
-and the tag can be given. (None, {}) comes back only where no checkpoint of ours is; everything else is an error, for
-a script that takes it for a fresh start would train from step 0 and save over its own run.
+`latest` is DeepSpeed's: a text file with the newest checkpoint's tag and nothing else. So its content cannot show
+whether it is intact: one flipped bit makes global_step5 of global_step4. Therefore the checkpoint that it names has a
+mark as well, an empty file `is_latest`, which is removed from the one before when `latest` has changed. A kill between
+the two leaves two marks, and either is right. A `latest` that names a checkpoint without one was damaged, or changed by
+hand: loading raises an error, and the tag can be given. (None, {}) is returned only where no checkpoint of ours is;
+everything else is an error, as a script that takes it for a fresh start would train from step 0 and save over its own
+run.
 
 [Note: which is the newest]
 When `latest` cannot be used, an error offers the checkpoint with the most steps, and of these the one saved last. Steps
-come first because a machine's clock may go back between two saves, and another machine's is another. Where somebody has
-gone back and trained on under new tags, the most steps may be the older run's: the others are named as well.
+come first because a machine's clock may go back between two saves, and another machine's clock differs. If training was
+resumed from an earlier checkpoint under new tags, the most steps may be those of the older run: the others are named as
+well.
 """
 
 from __future__ import annotations
@@ -59,13 +61,13 @@ class Found:
     path: Path
 
 
-# --- which ---
+# --- the choice ---
 
 
 def find_checkpoint(directory: Path, tag: str | None) -> Found | None:
-    """The checkpoint of `tag`, or the one that `latest` names: [Note: the file latest].
+    """Return the checkpoint of `tag`, or the one that `latest` names: [Note: the file latest].
 
-    None when no tag is given and no checkpoint of ours is there. CheckpointError for everything else that is not found.
+    None when no tag is given and no checkpoint of ours is there. CheckpointError for any other that is not found.
     """
     if tag is not None:
         return _find_tag(directory, tag)
@@ -108,7 +110,7 @@ def _find_latest(directory: Path) -> Found:
     if not os.path.lexists(path / IS_LATEST) and (
         os.path.lexists(path / MANIFEST)
         or any(os.path.lexists(other.path / IS_LATEST) for other in list_checkpoints(directory))
-    ):  # one of version 1 may be named where there are no others
+    ):  # there may be an unmarked one of version 1
         raise CheckpointError(
             f"{file} names {tag!r}, which was not saved as the latest: damaged, or changed by hand (then pass "
             f"tag={tag!r})"
@@ -117,14 +119,14 @@ def _find_latest(directory: Path) -> Found:
 
 
 def _path_of(directory: Path, tag: str) -> Path | None:
-    """Where the checkpoint is: under its name, or where a kill left it between two renames."""
+    """Return the checkpoint's path: under its name, or where a kill left it between two renames."""
     if os.path.lexists(directory / tag):
         return directory / tag
     for path in _entries(directory):
         unfinished = parse_unfinished(path.name)
         if unfinished is not None and (unfinished.stem, unfinished.kind) == (tag, REPLACED):
             return path
-    old = directory / f"{tag}.{REPLACED}"  # as version 1 called it
+    old = directory / f"{tag}.{REPLACED}"  # version 1 used this name
     return old if not_ours(old) is None else None
 
 
@@ -138,7 +140,7 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def _looks_like_checkpoint(path: Path) -> bool:
-    """Whether it is one of ours, or was before it was damaged."""
+    """Whether a directory is a checkpoint of ours, or was one before it was damaged."""
     try:
         if any(is_unit_file(name) for name in os.listdir(path)):
             return True
@@ -151,12 +153,12 @@ def _looks_like_checkpoint(path: Path) -> bool:
             read(path)
             return True
         except CheckpointError:
-            pass  # the other may say it
+            pass  # the other file may show it
     return False
 
 
 def list_checkpoints(directory: Path) -> list[Found]:
-    """All that are, or were, checkpoints of ours; the newest first: [Note: which is the newest]."""
+    """List all directories that are, or were, checkpoints of ours; the newest first: [Note: which is the newest]."""
     found: dict[str, Found] = {}
     for path in _entries(directory):
         unfinished = parse_unfinished(path.name)
@@ -170,29 +172,29 @@ def list_checkpoints(directory: Path) -> list[Found]:
 
 
 def _age(found: Found) -> tuple[int, int, str]:
-    """Smaller is newer: [Note: which is the newest]."""
+    """Return a sort key that is smaller for newer checkpoints: [Note: which is the newest]."""
     try:
         meta = read_meta(found.path)
         saved_unix_ns = meta.saved_unix_ns or (found.path / META).stat().st_mtime_ns
     except (CheckpointError, OSError):
-        return 0, 0, found.tag  # damaged: whatever is offered is not this one
+        return 0, 0, found.tag  # damaged: another one is offered
     return -meta.global_steps, -saved_unix_ns, found.tag
 
 
-# --- what to say ---
+# --- messages ---
 
 
 def offer(directory: Path, *, besides: Path | None = None) -> str:
-    """Sentences that name the newest checkpoint that is intact, and the others that seem to be.
+    """Return sentences that name the newest checkpoint that is intact, and the others that seem to be.
 
-    Reads as much as it takes to be sure of the first; of the others what is quick to see.
+    Reads enough to be sure of the first; the others get only the quick checks.
     """
     candidates = [found for found in list_checkpoints(directory) if found.path != besides]
     for index, found in enumerate(candidates):
         try:
             step = open_checkpoint(found.path).meta.global_steps
         except CheckpointError:
-            continue  # not this one
+            continue  # this one is damaged
         text = f"{found.tag!r} (step {step}) is intact: pass tag={found.tag!r} to load it"
         others = _complete(candidates[index + 1 :])
         return f"{text}. Complete by their sizes: {', '.join(others)}" if others else text
@@ -209,7 +211,7 @@ def _complete(candidates: Iterable[Found]) -> list[str]:
 
 
 def _known(directory: Path) -> str:
-    """A sentence that names all checkpoints, by what is quick to see."""
+    """Return a sentence that names all checkpoints, after quick checks only."""
     good, damaged = [], []
     for found in list_checkpoints(directory):
         try:
@@ -222,7 +224,7 @@ def _known(directory: Path) -> str:
 
 
 def open_found(directory: Path, found: Found) -> Checkpoint:
-    """Check all of it; the CheckpointError offers another that is intact."""
+    """Open a checkpoint after all checks; the CheckpointError offers another that is intact."""
     try:
         checkpoint = open_checkpoint(found.path)
     except CheckpointError as error:
@@ -236,11 +238,11 @@ def open_found(directory: Path, found: Found) -> Checkpoint:
     return checkpoint
 
 
-# --- to point to another ---
+# --- changing `latest` ---
 
 
 def expect_latest_replaceable(directory: Path) -> None:
-    """CheckpointError when `latest` is there and no checkpoint of ours is, or when it is no file."""
+    """Raise CheckpointError when `latest` exists without a checkpoint of ours, or is no file."""
     path = directory / LATEST
     if not os.path.lexists(path):
         return
@@ -257,7 +259,7 @@ def expect_latest_replaceable(directory: Path) -> None:
 
 
 def point_latest_to(directory: Path, tag: str) -> None:
-    """Let `latest` name a checkpoint, and the checkpoint say so."""
+    """Let `latest` name a checkpoint, and give that the mark."""
     expect_latest_replaceable(directory)
     with alone_in(directory):
         (directory / tag / IS_LATEST).touch()

@@ -1,4 +1,4 @@
-"""Taking a checkpoint over: all of it is compared with the model before the first value is written (floor 5)."""
+"""The loading of a checkpoint: all of it is compared with the model before the first value is written."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ log = logging.getLogger("offloadzero.checkpoint")
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is written where; everything in it fits."""
+    """The values that a load writes, with their places; all of them fit."""
 
     states: States
     checkpoint: Checkpoint
     slots: Sequence[tuple[Record, ParamSlot]]
-    with_states: frozenset[str]  # names of parameters whose state is taken too
+    with_states: frozenset[str]  # names of parameters whose states are loaded
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    extra_states: Mapping[str, tuple[nn.Module, Any]] = field(default_factory=dict)  # who takes what
+    extra_states: Mapping[str, tuple[nn.Module, Any]] = field(default_factory=dict)  # the values by module
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -84,9 +84,9 @@ def _read(checkpoint: Checkpoint, name: str, stored: StoredTensor) -> torch.Tens
 
 
 def plan_load(states: States, checkpoint: Checkpoint, *, strict: bool, with_states: bool) -> LoadPlan:
-    """Compare the checkpoint with the model. CheckpointError names what is missing, foreign, or of another shape.
+    """Compare the checkpoint with the model. CheckpointError names missing, foreign, or misshapen entries.
 
-    Not `strict`: what both have is taken, and must fit.
+    Not `strict`: entries that both have are loaded, and must fit.
     """
     expect_same_parameters(states)
     slots = [(record, slot) for record in states.records for slot in record.slots]
@@ -139,9 +139,9 @@ def _differences(
     *,
     with_states: bool,
 ) -> tuple[list[str], list[str]]:
-    """Names that the model has and the checkpoint has not, and the other way round.
+    """Return the names that only the model has, and those that only the checkpoint has.
 
-    What trained once may be frozen here: its moments are left alone.
+    A parameter that was trained may be frozen here: its moments are left alone.
     """
     known = {slot.name for slot in slots}
     trainable = {slot.name for slot in slots if slot.trainable}
@@ -189,11 +189,11 @@ def _check_codes(slot: ParamSlot, checkpoint: Checkpoint) -> None:
             )
 
 
-# --- what is no tensor ---
+# --- values that are no tensors ---
 
 
 def fit_param_groups(present: Sequence[Mapping[str, Any]], checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """The saved options of each group, in the types of those that are there. CheckpointError unless they fit."""
+    """Return the saved options of each group, with the present types. CheckpointError unless they fit."""
     saved = checkpoint.meta.param_groups
     if len(saved) != len(present):
         raise CheckpointError(
@@ -218,7 +218,7 @@ def fit_param_groups(present: Sequence[Mapping[str, Any]], checkpoint: Checkpoin
 
 
 def _same_kind(present: Any, saved: Any) -> bool:
-    """Whether `saved` can stand in the place of `present`."""
+    """Whether `saved` can replace `present`."""
     present = plain_scalar(present)
     if present is None:
         return True
@@ -237,7 +237,7 @@ def _same_kind(present: Any, saved: Any) -> bool:
 
 
 def try_schedule(scheduler: Any, checkpoint: Checkpoint) -> None:
-    """CheckpointError unless the learning-rate schedule takes its saved state. It is left as it is."""
+    """Raise CheckpointError unless the learning-rate schedule takes its saved state. It is not changed."""
     meta = checkpoint.meta
     _check_schedule(scheduler, meta, checkpoint)
     if meta.lr_scheduler is None:
@@ -273,10 +273,10 @@ def _check_schedule(scheduler: Any, meta: Meta, checkpoint: Checkpoint) -> None:
 
 
 def schedule_name(scheduler: Any) -> str | None:
-    """What a schedule with a state is called; None for one without, and for None."""
+    """Return the name of a schedule with a state; None for one without, and for None."""
     return type(scheduler).__qualname__ if callable(getattr(scheduler, "state_dict", None)) else None
 
 
 def loss_scale_state(values: Mapping[str, float]) -> LossScaleState:
-    """Of dynamic loss scaling, for the checkpoint."""
+    """Return the state of dynamic loss scaling, for the checkpoint."""
     return LossScaleState(float(values["scale"]), int(values["good_steps"]), int(values["hysteresis_left"]))

@@ -1,6 +1,6 @@
-"""manifest.json: which files a checkpoint has, how long they are, and their digests (floor 5).
+"""manifest.json: the files of a checkpoint, their sizes, and their digests.
 
-The manifest holds a digest of itself, and is only what `encode` writes, byte by byte: no bit of it can change unseen.
+The manifest holds a digest of itself, and must equal the bytes that `encode_manifest` writes: no changed bit is missed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def encode_manifest(files: Mapping[str, FileEntry]) -> bytes:
-    """The file's bytes."""
+    """Return the file's bytes."""
     listed = {name: {"bytes": entry.num_bytes, "sha256": entry.sha256} for name, entry in files.items()}
     return _encode({"format": _FORMAT, "piece_bytes": PIECE_BYTES, "files": listed})
 
@@ -34,7 +34,7 @@ def _encode(body: Mapping[str, Any]) -> bytes:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, FileEntry]:
-    """File name -> size and digest. CheckpointError when it is missing or not what was written."""
+    """Return size and digest by file name. CheckpointError when the file is missing or has been changed."""
     path = checkpoint / MANIFEST
     raw = read_bytes(path, max_bytes=MAX_MANIFEST_BYTES)
     values = parse_json(raw, path)
@@ -52,7 +52,7 @@ def read_manifest(checkpoint: Path) -> dict[str, FileEntry]:
 def _is_own(body: Mapping[str, Any], raw: bytes) -> bool:
     try:
         return _encode(body) == raw
-    except (ValueError, RecursionError):  # numbers that JSON reads and does not write
+    except (ValueError, RecursionError):  # numbers that JSON reads but does not write
         return False
 
 

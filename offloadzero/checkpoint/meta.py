@@ -1,4 +1,4 @@
-"""meta.json of a checkpoint: the mark that it is ours, the counters, and what is no tensor (floor 5)."""
+"""meta.json of a checkpoint: the mark of this package, the counters, and other values that are no tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LossScaleState:
-    """Of dynamic loss scaling."""
+    """The state of dynamic loss scaling."""
 
     scale: float
     good_steps: int
@@ -34,7 +34,7 @@ class LossScaleState:
 
 @dataclass(frozen=True)
 class Meta:
-    """What meta.json holds beside the format."""
+    """The content of meta.json beside the format."""
 
     global_steps: int
     micro_steps: int
@@ -44,8 +44,8 @@ class Meta:
     loss_scale: LossScaleState | None = None
     lr_scheduler: dict[str, Any] | None = None
     lr_scheduler_type: str | None = None
-    optimizer: str = "Adam"  # whose states it holds: the name of a spec
-    partial_step: str | None = None  # what of a step the states have beyond `global_steps`, in words
+    optimizer: str = "Adam"  # the name of the spec whose states it holds
+    partial_step: str | None = None  # updates in the states beyond `global_steps`, in words
     steps: dict[str, int] = field(default_factory=dict)  # updates so far of each trainable parameter
     extra_states: dict[str, Any] = field(default_factory=dict)  # [Note: extra state]
     saved_unix_ns: int = 0
@@ -53,7 +53,7 @@ class Meta:
 
 
 def client_dict(client_state: object) -> dict[str, Any]:
-    """The state that a caller gave; None is an empty one."""
+    """Return the state that a caller gave; None is an empty one."""
     if client_state is not None and not isinstance(client_state, Mapping):
         raise ConfigError("client_state", type(client_state).__name__, "a dict")
     return dict(client_state or {})
@@ -63,10 +63,10 @@ _PLAIN = ("client_state", "lr_scheduler", "param_groups", "extra_states")
 
 
 def encode_meta(meta: Meta) -> bytes:
-    """The file's bytes. ConfigError names what JSON cannot keep."""
+    """Return the file's bytes. ConfigError names values that JSON cannot keep."""
     values = {"format": FORMAT, **_as_dict(meta)}
     for key in _PLAIN:
-        # A rate may be a tensor that the script changes in place. A caller's own comes back as it was, or is refused.
+        # A rate may be a tensor that the script changes in place. A caller's own value is kept exactly, or refused.
         values[key] = encode_plain(values[key], key, scalars=key != "client_state")
     try:
         encoded = json.dumps(values, indent=1).encode()
@@ -79,19 +79,19 @@ def encode_meta(meta: Meta) -> bytes:
 
 
 def _as_dict(meta: Meta) -> dict[str, Any]:
-    """Field by name; the loss scale as a dict."""
+    """Return the fields by name; the loss scale as a dict."""
     values = {name: getattr(meta, name) for name in meta.__dataclass_fields__}
     values["loss_scale"] = None if meta.loss_scale is None else asdict(meta.loss_scale)
     return values
 
 
 def read_mark(checkpoint: Path) -> int:
-    """The version of a checkpoint of this package; CheckpointError when it is none."""
+    """Return the version of a checkpoint of this package; CheckpointError when the file is not of one."""
     return _version(_read(checkpoint), checkpoint / META)
 
 
 def read_meta(checkpoint: Path) -> Meta:
-    """meta.json, with every field of the right type; CheckpointError otherwise."""
+    """Read meta.json, with every field of the right type; CheckpointError otherwise."""
     path = checkpoint / META
     values = _read(checkpoint)
     version = _version(values, path)
@@ -109,7 +109,7 @@ def read_meta(checkpoint: Path) -> Meta:
         loss_scale=get("loss_scale", _optional(_loss_scale)),
         lr_scheduler=get("lr_scheduler", _optional(_dict)),
         lr_scheduler_type=get("lr_scheduler_type", _optional(_text)) if version >= 2 else None,
-        optimizer=get("optimizer", _text) if "optimizer" in values else "Adam",  # the only one there was
+        optimizer=get("optimizer", _text) if "optimizer" in values else "Adam",  # once the only one
         partial_step=get("partial_step", _optional(_text)) if "partial_step" in values else None,
         steps=get("steps", _counts),
         extra_states=get("extra_states", _dict) if "extra_states" in values else {},
@@ -166,7 +166,7 @@ class _Fields:
 
 
 class _WrongTypeError(Exception):
-    """A field is not what it must be."""
+    """A field has the wrong type."""
 
 
 def _whole(value: Any) -> int:

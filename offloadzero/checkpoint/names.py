@@ -1,8 +1,8 @@
-"""What a checkpoint may be called, and the names of what is unfinished (floor 5).
+"""The allowed names of checkpoints, and the names of unfinished ones.
 
 [Note: names that are marks]
 While a checkpoint is written, it is `.TAG.TOKEN.partial`; while one is replaced, the old one is `.TAG.TOKEN.replaced`.
-A kill leaves such names behind, and the next save clears them away. They must not be taken for somebody else's: half
+A kill leaves such names behind, and the next save removes them. They must not be mistaken for another program's: half
 of TOKEN is random and the other half a digest of that half and the tag, so that the name by itself is our mark. It is
 there from the first instant on, before anything could be written inside.
 """
@@ -19,17 +19,17 @@ from pathlib import Path
 from offloadzero.errors import ConfigError
 
 # The files of a checkpoint.
-META = "meta.json"  # our mark: what has none of ours is not ours
+META = "meta.json"  # our mark: a directory without it is not ours
 MANIFEST = "manifest.json"
 BUFFERS = "buffers.safetensors"
 EXTRA_STATE = "extra_state.safetensors"  # only where there are tensors for it
-IS_LATEST = "is_latest"  # empty: the file `latest` may name this one
-LOCK = ".lock"  # held by the process that writes it
+IS_LATEST = "is_latest"  # empty: the file `latest` may name this checkpoint
+LOCK = ".lock"  # held by the process that writes the checkpoint
 
 LATEST = "latest"
 PARTIAL = "partial"
 REPLACED = "replaced"
-MAX_TAG_BYTES = 200  # with what an unfinished one's name adds, a file name: 255 bytes
+MAX_TAG_BYTES = 200  # together with the rest of an unfinished one's name, a file name: 255 bytes
 
 _UNFINISHED = re.compile(rf"\.(.+)\.([0-9a-f]{{16}})([0-9a-f]{{16}})\.({PARTIAL}|{REPLACED})", re.DOTALL)
 
@@ -38,17 +38,17 @@ _UNIT = re.compile(r"unit-\d{4,}\.safetensors", re.ASCII)
 
 
 def unit_file(index: int) -> str:
-    """The file of the record with this index."""
+    """Return the name of the file of the record with this index."""
     return f"unit-{index:04}.safetensors"
 
 
 def is_unit_file(name: str) -> bool:
-    """Whether `unit_file` may have made it."""
+    """Whether `unit_file` may have made the name."""
     return _UNIT.fullmatch(name) is not None
 
 
 def is_data_file(name: str) -> bool:
-    """Whether a manifest may list it."""
+    """Whether a manifest may list the name."""
     return name in (META, BUFFERS, EXTRA_STATE) or is_unit_file(name)
 
 
@@ -59,7 +59,7 @@ def is_own_file(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """What `.STEM.TOKEN.KIND` says."""
+    """The parts of a name `.STEM.TOKEN.KIND`."""
 
     stem: str
     token: str
@@ -72,13 +72,13 @@ class Unfinished:
 
 
 def new_unfinished(stem: str) -> Unfinished:
-    """A name that nobody else has."""
+    """Return a name that no other process has."""
     random = secrets.token_hex(8)
     return Unfinished(stem, random + _digest(stem, random), PARTIAL)
 
 
 def parse_unfinished(name: str) -> Unfinished | None:
-    """None for every name that is not ours: [Note: names that are marks]."""
+    """Parse a name; None for one that is not ours: [Note: names that are marks]."""
     match = _UNFINISHED.fullmatch(name)
     if match is None:
         return None
@@ -92,7 +92,7 @@ def _digest(stem: str, random: str) -> str:
 
 
 def directory_of(key: str, path: object) -> Path:
-    """The directory that a caller named, absolute; ConfigError with `key` when it cannot be one."""
+    """Return the directory that a caller named, absolute; ConfigError with `key` when it cannot be one."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise ConfigError(key, path, "the path of a directory")
     if "\0" in os.fspath(path):
@@ -104,14 +104,14 @@ def directory_of(key: str, path: object) -> Path:
 
 
 def tag_text(tag: object) -> str:
-    """The tag that a caller gave: a text, or a number as DeepSpeed takes it."""
+    """Return the tag that a caller gave: a text, or a number as DeepSpeed takes it."""
     if not isinstance(tag, str | int):
         raise ConfigError("tag", tag, "a text")
     return str(tag)
 
 
 def tag_problem(tag: str) -> str | None:
-    """Why a checkpoint must not be called so; None if it may be."""
+    """Return why a tag cannot be used; None if it can."""
     problem = name_problem(tag)
     if problem is not None:
         return problem
@@ -131,7 +131,7 @@ def tag_problem(tag: str) -> str | None:
 
 
 def name_problem(tag: str) -> str | None:
-    """Why there can be no directory of this name, inside of the one that is asked; None if there can."""
+    """Return why there can be no directory of this name in the given one; None if there can."""
     if not tag:
         return "must not be empty"
     if "/" in tag or tag in (".", ".."):

@@ -1,14 +1,14 @@
-"""A checkpoint while it is written, how it takes its name, and what a kill leaves behind (floor 5).
+"""A checkpoint while it is written, the way it takes its name, and the leftovers of a kill.
 
 [Note: how a checkpoint takes its name]
-It is written into `.TAG.TOKEN.partial`. When every file is on the disk, one that is there already is renamed to
+It is written into `.TAG.TOKEN.partial`. When every file is on the disk, an existing checkpoint is renamed to
 `.TAG.TOKEN.replaced`, the new one to TAG, and the old one is removed. A kill at any instant leaves the last one whole:
-under its name, or, between the two renames, as `.replaced`, where the reader finds it and whence the next save brings
-it back. The next save also removes what is partial, if the process that wrote it is gone: it holds a lock on a file
-inside, which no other process, no other container and no number of a process that comes again can hold. On a
-filesystem without locks nothing is cleared away.
+under its name, or, between the two renames, as `.replaced`, where the reader finds it and from where the next save
+brings it back. The next save also removes a partial one if the process that wrote it is gone: that process holds a lock
+on a file inside, which no other process, in no other container and with no reused process number, can hold. On a
+filesystem without locks nothing is removed.
 
-What does not carry our mark is never touched: a directory is a checkpoint of ours if its meta.json says so, an
+A directory without our mark is never touched: a directory is a checkpoint of ours if its meta.json says so, an
 unfinished one if its name does ([Note: names that are marks]); and of both only our own files are removed, one by one.
 """
 
@@ -45,7 +45,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.E
 
 
 class PartialCheckpoint:
-    """A directory to write into, `path`, until `commit` gives it its name; otherwise it is removed on exit."""
+    """A directory to write into, `path`, until `commit` gives it its name; without a commit it is removed on exit."""
 
     def __init__(self, directory: Path, tag: str) -> None:
         self.tag = tag
@@ -58,11 +58,11 @@ class PartialCheckpoint:
         self._replaced = directory / Unfinished(tag, unfinished.token, REPLACED).name
 
     def commit(self) -> Path:
-        """Take the name: [Note: how a checkpoint takes its name]. The directory's path from now on."""
+        """Take the name: [Note: how a checkpoint takes its name]. Returns the directory's new path."""
         final = self._directory / self.tag
         sync_directory(self.path)
         with alone_in(self._directory):
-            expect_replaceable(final)  # once more: writing takes its time
+            expect_replaceable(final)  # once more: the writing has taken time
             if os.path.lexists(final):
                 final.rename(self._replaced)
             self.path.rename(final)
@@ -94,13 +94,13 @@ def _new_directory(directory: Path, tag: str) -> tuple[Path, int]:
         except FileNotFoundError:
             if not directory.is_dir():
                 raise
-            continue  # another process took it for abandoned before it had its lock
+            continue  # another process thought it abandoned before it had its lock
         if lock is not None:
             return path, lock
 
 
 def new_file(path: Path) -> tuple[Path, int]:
-    """A new locked file beside `path`, to be renamed to it; a descriptor that holds the lock while it is open."""
+    """Make a locked file beside `path`, to be renamed to it; the descriptor holds the lock while it is open."""
     while True:
         partial = path.parent / new_unfinished(path.name).name
         lock = _take_new(partial)
@@ -109,7 +109,7 @@ def new_file(path: Path) -> tuple[Path, int]:
 
 
 def _take_new(path: Path) -> int | None:
-    """Create and lock a file; None when another process took it for abandoned in the moment between."""
+    """Create and lock a file; None when another process thought it abandoned in the moment between."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
         if _try_lock(descriptor) is not False and _is_there(path, descriptor):
@@ -122,7 +122,7 @@ def _take_new(path: Path) -> int | None:
 
 
 def _try_lock(descriptor: int) -> bool | None:
-    """Whether the lock is ours now; None on a filesystem without locks."""
+    """Take the lock if it is free; return whether it is ours now, None on a filesystem without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -144,7 +144,7 @@ def _is_there(path: Path, descriptor: int) -> bool:
 
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Names in a directory change by one process at a time: this is for moments, not for the writing of files."""
+    """Hold the lock on a directory's names: for moments, not for the writing of files."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -157,11 +157,11 @@ def alone_in(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-# --- ours or not ---
+# --- ours or another program's ---
 
 
 def not_ours(path: Path) -> str | None:
-    """Why a directory is not a checkpoint of this package; None if it is one."""
+    """Return why a directory is not a checkpoint of this package; None if it is one."""
     if path.is_symlink():
         return "a symbolic link"
     if not path.is_dir():
@@ -174,7 +174,7 @@ def not_ours(path: Path) -> str | None:
 
 
 def expect_replaceable(final: Path) -> None:
-    """CheckpointError unless nothing is there, or a checkpoint of ours with nothing else in it."""
+    """Raise CheckpointError unless the path is free, or a checkpoint of ours with nothing else in it."""
     if not os.path.lexists(final):
         return
     reason = not_ours(final)
@@ -187,7 +187,7 @@ def expect_replaceable(final: Path) -> None:
 
 
 def _foreign_entries(path: Path) -> list[str]:
-    """What is in a checkpoint's directory and not ours: by its manifest, or by name if that cannot be read."""
+    """Return the foreign entries of a checkpoint's directory: by its manifest, or by name if that cannot be read."""
     try:
         listed = set(read_manifest(path))
     except CheckpointError:
@@ -202,14 +202,14 @@ def _foreign_entries(path: Path) -> list[str]:
         )
 
 
-# --- what a kill leaves behind ---
+# --- leftovers of a kill ---
 
 
 def clear_leftovers(directory: Path) -> None:
-    """Remove what dead processes left, and bring back what they were about to replace."""
+    """Remove the leftovers of dead processes, and bring back the checkpoints that they were about to replace."""
     found = [(parse_unfinished(name), directory / name) for name in sorted(os.listdir(directory))]
     ours = [(unfinished, path) for unfinished, path in found if unfinished and not path.is_symlink()]
-    # The old ones first: while the partial one of the same token is locked, its process is at it.
+    # The old ones first: while the partial one of the same token is locked, its process is at work.
     for unfinished, path in ours:
         if unfinished.kind == REPLACED and path.is_dir():
             successor = directory / Unfinished(unfinished.stem, unfinished.token, PARTIAL).name
@@ -223,7 +223,7 @@ def clear_leftovers(directory: Path) -> None:
                     _clear_partial(path)
     for path in sorted(directory.iterdir()):
         if os.path.lexists(path / LOCK) and not_ours(path) is None:
-            with _abandoned(path) as is_abandoned:  # killed between its last rename and this
+            with _abandoned(path) as is_abandoned:  # killed between its last rename and the removal
                 if is_abandoned:
                     _remove_lock(path)
 
@@ -239,22 +239,22 @@ def _clear_partial(path: Path) -> None:
         try:
             path.unlink()
         except FileNotFoundError:
-            return  # it was listed, and then its process gave it its name
+            return  # it was listed before its process gave it its name
     log.warning("removed %s, which a killed process left behind", path)
 
 
 @contextmanager
 def _abandoned(path: Path) -> Iterator[bool]:
-    """Whether no process writes a partial file or directory; none will while this lasts."""
+    """Yield whether no process writes a partial file or directory; in the block none begins to."""
     lock = path / LOCK if path.is_dir() else path
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
-        # Killed before it could make the lock; or it is about to: then it finds that another took the directory.
+        # Its process was killed before it made the lock, or is about to make it and will find the directory taken.
         yield not os.path.lexists(path) or not os.listdir(path)
         return
     except OSError:
-        yield False  # another user's
+        yield False  # it is another user's
         return
     try:
         yield _try_lock(descriptor) is True
@@ -278,7 +278,7 @@ def _remove_lock(path: Path) -> None:
 
 
 def _remove_own(path: Path) -> None:
-    """Remove our files and, when nothing else is in it, the directory. The lock goes last."""
+    """Remove our files and, when nothing else is in it, the directory. The lock is removed last."""
     try:
         names = os.listdir(path)
     except FileNotFoundError:
@@ -296,7 +296,7 @@ def _remove_own(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """The names in a directory are on the disk."""
+    """Write the names in a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

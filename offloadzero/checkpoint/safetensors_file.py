@@ -1,4 +1,4 @@
-"""Writing and reading the safetensors format without holding a file in memory (floor 5).
+"""Writing and reading the safetensors format without holding a file in memory.
 
 The format: eight bytes little-endian header length, a JSON header of name -> {dtype, shape, data_offsets}, the
 tensors' bytes one after another. The header comes first, so the writer is told all names and shapes at the start
@@ -61,7 +61,7 @@ class TensorEntry:
 
 
 def is_known_dtype(dtype: torch.dtype) -> bool:
-    """Whether the format can hold tensors of it."""
+    """Whether the format can hold tensors of that dtype."""
     return dtype in _DTYPE_NAMES
 
 
@@ -87,7 +87,7 @@ class SafetensorsWriter:
         pool: HashingPool,
         is_there: bool = False,
     ) -> None:
-        """`pool` hashes; `is_there`: an empty file of this name is, otherwise none may be."""
+        """Create the file. `pool` hashes; `is_there`: an empty file of this name exists; otherwise none may."""
         self.path = path
         self._expected = list(specs)
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -121,7 +121,7 @@ class SafetensorsWriter:
             self._file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> FileEntry:
-        """Everything is on the disk."""
+        """Close the file, with everything on the disk."""
         if self._expected:
             raise AssertionError(f"{self.path}: {len(self._expected)} tensors are missing")
         return self._file.close()
@@ -137,7 +137,7 @@ class SafetensorsWriter:
 
 
 class SafetensorsReader:
-    """Reads single tensors of one file. The header is checked when it is opened: CheckpointError whatever it holds."""
+    """Reads single tensors of one file. Opening it checks the header: CheckpointError, whatever the bytes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -188,11 +188,11 @@ class SafetensorsReader:
         return TensorEntry(_DTYPES[dtype], torch.Size(shape), start, stop)
 
     def names(self) -> list[str]:
-        """All tensors of the file."""
+        """The names of all tensors in the file."""
         return list(self.entries)
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor in host memory."""
+        """Return one tensor in host memory."""
         if name not in self.entries:
             raise CheckpointError(f"{self.path}: there is no {name}")
         entry = self.entries[name]

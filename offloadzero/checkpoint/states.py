@@ -1,22 +1,22 @@
-"""Saving all states of an offloaded model (floor 5).
+"""Saving all states of an offloaded model.
 
 [Note: checkpoint format]
 A checkpoint is a directory: `meta.json` (format, counters, the optimizer, param groups, schedules, the user's own
-state), one `unit-NNNN.safetensors` per record, `buffers.safetensors`, and what modules keep themselves ([Note: extra
+state), one `unit-NNNN.safetensors` per record, `buffers.safetensors`, and the modules' own states ([Note: extra
 state]). A trainable parameter is stored as its fp32 master under its own name, with the optimizer's states as
-`NAME.STATE` (of Adam `NAME.exp_avg` and `NAME.exp_avg_sq`); a frozen one in its dtype. Nothing depends on placement,
+`NAME.STATE` (for Adam `NAME.exp_avg` and `NAME.exp_avg_sq`); a frozen one in its dtype. Nothing depends on placement,
 units, dtype or budgets, so a checkpoint loads into any of them.
 
-Moments in the compact layout are stored as they are, for reading and rounding them again is not always the same
+Moments in the compact layout are stored as they are, as reading and rounding them again does not always give the same
 bits: `NAME.exp_avg_e2m5`, `NAME.exp_avg_sq_e1m7` and `NAME.scales` (fp32, one row of two per block) in the place of
-the two above. The names say what the bytes mean (bits of exponent and mantissa), so that codes of another kind are
-refused and not misread. What is in the file decides how it is read: a run in either layout loads either, and with the
-layout unchanged goes on bit by bit. From compact to fp32 the values are those of the codes, exactly; from fp32 to
+the two above. The names tell the meaning of the bytes (bits of exponent and mantissa), so that codes of another kind
+are refused and not misread. The file's content decides how it is read: a run in either layout loads either, and with
+the layout unchanged goes on bit by bit. From compact to fp32 the values are those of the codes, exactly; from fp32 to
 compact they are rounded as [Note: compact state] in csrc/cpu_adam/cpu_adam.h says.
 
-`manifest.json` lists the files with sizes and digests; `is_latest` is there in the one that `latest` names ([Note: the
-file latest]). How it takes its name: [Note: how a checkpoint takes its name]. What is checked before the first value
-of it is used: [Note: what is checked at load].
+`manifest.json` lists the files with sizes and digests; `is_latest` is in the checkpoint that `latest` names ([Note: the
+file latest]). [Note: how a checkpoint takes its name] is about its directory, [Note: what is checked at load] about the
+checks before the first value is used.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from offloadzero.update.records import Record
 
 @dataclass(frozen=True)
 class States:
-    """What a checkpoint covers."""
+    """The objects whose states a checkpoint holds."""
 
     model: nn.Module
     records: Sequence[Record]
@@ -72,7 +72,7 @@ class States:
 
 
 def _state_specs(record: Record, slot: ParamSlot) -> list[TensorSpec]:
-    """What is stored of a parameter's optimizer states."""
+    """The specs of the stored tensors of a parameter's optimizer states."""
     if record.codes is not None:
         codes = record.codes.specs(slot.shape)
         return [(f"{slot.name}.{name}", dtype, shape) for name, _, dtype, shape in codes]
@@ -80,9 +80,9 @@ def _state_specs(record: Record, slot: ParamSlot) -> list[TensorSpec]:
 
 
 def expect_same_parameters(states: States, *, besides_frozen: bool = False) -> None:
-    """CheckpointError for parameters of the model that have no states here; `besides_frozen`: those may be left out.
+    """Raise CheckpointError for parameters without states here; `besides_frozen`: frozen ones are allowed.
 
-    Compared by identity: another parameter may have taken the name of one that is offloaded.
+    They are compared by identity: another parameter may have taken the name of one that is offloaded.
     """
     names = {slot.name for record in states.records for slot in record.slots}
     known = {id(slot.param) for record in states.records for slot in record.slots}
@@ -99,11 +99,11 @@ def expect_same_parameters(states: States, *, besides_frozen: bool = False) -> N
         )
 
 
-# --- save ---
+# --- saving ---
 
 
 def _expect_storable(states: States) -> None:
-    """CheckpointError for what the model has chosen and the format cannot keep."""
+    """Raise CheckpointError for names and dtypes of the model that the format cannot keep."""
     frozen = [(s.name, r.dtype, s.shape) for r in states.records for s in r.slots if not s.trainable]
     expect_known_dtypes(frozen)
     _expect_keepable(persistent_buffers(states.model))
@@ -125,9 +125,9 @@ def save_states(
 ) -> Path:
     """Write a checkpoint `directory`/`tag`: [Note: checkpoint format]. `meta` gets its steps and its time here.
 
-    ConfigError for a tag that cannot be one and for what JSON cannot keep; CheckpointError for a dtype that the format
-    cannot, for parameters without states, and where `tag` or `latest` is there and is not ours. Nothing has been
-    written then.
+    ConfigError for a tag that cannot be used and for values that JSON cannot keep; CheckpointError for a dtype that the
+    format cannot keep, for parameters without states, and where `tag` or `latest` exists and is not ours. Nothing has
+    been written then.
     """
     problem = tag_problem(tag)
     if problem is not None:
@@ -157,7 +157,7 @@ def save_states(
 
 @contextmanager
 def _named(directory: Path, what_is_there: str) -> Iterator[None]:
-    """What the system refuses is a CheckpointError with path, reason and what is there now."""
+    """Turn an error of the system into a CheckpointError with path, reason and the present state of the directory."""
     try:
         yield
     except OSError as error:
@@ -212,7 +212,7 @@ def _make_directory(directory: Path) -> None:
 
 
 class _FileWriter:
-    """Writes the files of one checkpoint; `files` is its manifest."""
+    """Writes the files of one checkpoint; `files` becomes its manifest."""
 
     def __init__(self, path: Path, pool: HashingPool) -> None:
         self.files: dict[str, FileEntry] = {}
@@ -267,7 +267,7 @@ def _read_slot(states: States, record: Record, slot: ParamSlot) -> Iterator[torc
 
 
 def _read_states(states: States, record: Record, slot: ParamSlot) -> Iterator[torch.Tensor]:
-    """What `_state_specs` names."""
+    """Return the tensors that `_state_specs` names."""
     if record.codes is not None:
         yield from states.weights.read_codes(record, slot).values()
     else:
@@ -275,7 +275,7 @@ def _read_states(states: States, record: Record, slot: ParamSlot) -> Iterator[to
 
 
 def save_weights(states: States, path: Path) -> None:
-    """One safetensors file with every parameter in its own dtype, and the buffers; tied ones once."""
+    """Write one safetensors file with every parameter in its own dtype, and the buffers; tied ones once."""
     extra = read_extra_states(states.model).described
     if extra:
         warnings.warn(f"{path} is without {', '.join(extra)}: it holds weights only", stacklevel=3)

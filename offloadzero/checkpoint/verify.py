@@ -1,13 +1,13 @@
-"""Whether a checkpoint is what was written: every file, before anything of it is used (floor 5).
+"""The checks that a checkpoint is unchanged: every file, before anything of it is used.
 
 [Note: what is checked at load]
-The manifest against its own digest, then size and digest of each file it lists, then that no file of our names is
-there beside them; then each field of meta.json and the header of each file: that dtypes and shapes give the sizes,
-that no tensor is there twice, that each parameter with a step count has the tensors of a state, in their dtypes, and
-none without. Only what has passed all of it is compared with the model, and only what has passed that is written.
-There is no way around it. It reads every byte once more than loading does: that costs the checkpoint's size over the
-slower of the drive's and the digest's rate ([Note: the digest of a file]), and what fits into the page cache is then
-loaded from there.
+The manifest against its own digest, then size and digest of each file it lists, then that no file of our names is there
+beside them; then each field of meta.json and the header of each file: that dtypes and shapes give the sizes, that no
+tensor is there twice, that each parameter with a step count has the tensors of a state, in their dtypes, and none
+without. Only what has passed all of it is compared with the model, and only what has passed that is written. These
+checks cannot be skipped. They read every byte once more than loading does: that costs the checkpoint's size over the
+slower of the drive's and the digest's rate ([Note: the digest of a file]), and the part that fits into the page cache
+is then loaded from there.
 
 Another process may save under the same tag meanwhile, which puts another directory in the place of this one. Each file
 is read by its path, so after each the directory must be the one that was checked: values of two checkpoints never mix
@@ -49,14 +49,14 @@ from offloadzero.update.specs import SPECS
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is, and what."""
+    """The place of a stored tensor, its dtype and its shape."""
 
     file: Path
     entry: TensorEntry
 
 
 class OpenDirectory:
-    """The directory that was opened under a path: held, so that its inode is no other's meanwhile."""
+    """The directory that was opened under a path. It stays open, so that no other directory can get its inode."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -68,7 +68,7 @@ class OpenDirectory:
         self._status = os.fstat(descriptor)
 
     def expect_same(self) -> None:
-        """CheckpointError when the path names another by now: what was read since may be of either."""
+        """Raise CheckpointError when the path names another directory by now: later reads may be of either."""
         try:
             is_same = os.path.samestat(os.stat(self._path), self._status)
         except OSError:
@@ -79,7 +79,7 @@ class OpenDirectory:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that is whole. `states` holds, for each parameter that was trained, the optimizer's states or their codes."""
+    """A checkpoint that is whole. `states`: for each trained parameter the optimizer's states or their codes."""
 
     path: Path
     directory: OpenDirectory
@@ -88,16 +88,18 @@ class Checkpoint:
     weights: Mapping[str, StoredTensor] = field(default_factory=dict)
     states: Mapping[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
     buffers: Mapping[str, StoredTensor] = field(default_factory=dict)
-    extra_tensors: Mapping[str, StoredTensor] = field(default_factory=dict)  # of meta.extra_states
+    extra_tensors: Mapping[str, StoredTensor] = field(
+        default_factory=dict
+    )  # the tensors of meta.extra_states
 
     def identity(self) -> str:
-        """A text that two checkpoints share only if they hold the same: their digests, but for version 1's."""
+        """A text that two checkpoints share only if they hold the same: their digests, except in version 1."""
         files = [self.path / name for name in (MANIFEST, META) if os.path.lexists(self.path / name)]
         return " ".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Check all of it: [Note: what is checked at load]. CheckpointError names the file and the reason."""
+    """Open a checkpoint after [Note: what is checked at load]. CheckpointError names the file and the reason."""
     directory = OpenDirectory(path)
     try:
         if not os.path.lexists(path / MANIFEST):
@@ -111,7 +113,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_sizes(path: Path) -> Meta:
-    """The quick part of the checks: manifest, meta.json, and the size of each file."""
+    """Do the quick part of the checks: manifest, meta.json, and the size of each file."""
     if os.path.lexists(path / MANIFEST):
         _check_manifest(path, contents=False)
     return read_meta(path)
@@ -123,7 +125,7 @@ def _expect_version_1(path: Path) -> None:
 
 
 def _check_manifest(path: Path, *, contents: bool) -> list[str]:
-    """The names of the files that were written."""
+    """Check the manifest; return the names of the files that were written."""
     files = read_manifest(path)
     for name in (META, BUFFERS):
         if name not in files:
@@ -177,7 +179,7 @@ def _spec(path: Path, meta: Meta) -> AnySpec:
 
 
 def _state_dtypes(spec: AnySpec) -> dict[str, torch.dtype]:
-    """By name: fp32 states, in the parameter's shape, or the codes of the compact layout."""
+    """The dtypes by name: fp32 states, in the parameter's shape, or the codes of the compact layout."""
     return {
         **dict.fromkeys(spec.states, torch.float32),
         **(spec.codes.stored_dtypes if spec.codes is not None else {}),

@@ -1,1 +1,1 @@
-"""The command line: `offloadzero bench nvme | copy` (floor 7)."""
+"""The command line: `offloadzero bench`, `plan`, `doctor` and `report`."""

@@ -1,4 +1,4 @@
-"""`offloadzero bench adam`: the CPU optimizer beside what memory gives, torch and DeepSpeed (floor 7)."""
+"""`offloadzero bench adam`: the CPU optimizer compared with the memory's rate, torch and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ FORMAT_VERSION = 1
 MIN_PARAMS = 1 << 20
 PARAMS_MULTIPLE = 1 << 16
 IN_CACHE_PARAMS = 1 << 16  # 0.9 MiB of fp32 state and gradient, 0.45 MiB of compact: the second-level cache
-# Bytes that are alive per parameter: both records and a gradient; torch's four fp32 arrays.
+# Bytes in use per parameter: both records and a gradient; torch's four fp32 arrays.
 _BYTES_PER_PARAM_KEPT = 12 + 5 + 2  # both records and the gradient
 _BYTES_PER_PARAM = _BYTES_PER_PARAM_KEPT + 16
 _BYTES_PER_PARAM_DEEPSPEED = 20
 _PAUSE_S = 0.02  # until other runtimes' threads have stopped spinning
 
-# Does one sample and returns its seconds.
+# A call that takes one sample and returns its seconds.
 Sample = Callable[[], float]
 
 
@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured. `bytes_per_param` is its traffic: every byte read and every byte written."""
+    """One row of the results. `bytes_per_param` is its traffic: every byte read and every byte written."""
 
     what: str
     layout: str
@@ -67,7 +67,7 @@ Cases = list[tuple[Case, Sample]]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit status. Raises OffloadError."""
+    """Run the command and return the exit status. Raises OffloadError."""
     num_params, num_rounds = args.params, args.rounds
     _check(args)
     machine = describe_machine()
@@ -109,7 +109,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def timed(call: Callable[[], object], *, num_calls: int = 1) -> Sample:
-    """Seconds per call."""
+    """Return the seconds per call."""
 
     def sample() -> float:
         begun_s = time.perf_counter()
@@ -120,11 +120,11 @@ def timed(call: Callable[[], object], *, num_calls: int = 1) -> Sample:
     return sample
 
 
-# --- Ours and the ceiling ---
+# --- The kernels and the ceiling ---
 
 
 def kernel_cases(num_params: int, num_cores: int) -> Cases:
-    """Layouts x instruction sets x threads, the ceilings, and the kernels on data that stays in the cache."""
+    """Return the layouts x instruction sets x threads, the ceilings, and the kernels on data in the cache."""
     from offloadzero.native.cpu_adam import Isa, active_isa, isa_supported
 
     counts = sorted({*(n for n in (1, 2, 4, 8, 16, 32, 64) if n <= num_cores), num_cores})
@@ -160,7 +160,7 @@ class Records:
         memory = Arena("bench", allocate_host(num_params * _BYTES_PER_PARAM_KEPT + (1 << 20)), poison=False)
 
         def zeros(dtype: torch.dtype) -> torch.Tensor:
-            """In huge pages and a page apart, as in training."""
+            """Allocate zeros in huge pages and a page apart, as in training."""
             return memory.lease(staggered(num_params * dtype.itemsize), "array").view(dtype, num_params)
 
         exp_avg = zeros(torch.float32).normal_(0.0, 1e-4, generator=generator)
@@ -175,7 +175,7 @@ class Records:
         compact_encode(master, exp_avg, exp_avg_sq, *self.compact, self.scales)
 
     def adam(self, layout: str, isa: Any, num_threads: int, *, what: str = "ours") -> tuple[Case, Sample]:
-        """One step of a layout. What stays in the cache is timed over many calls."""
+        """Return the case of one step of a layout. Data in the cache are timed over many calls."""
         from offloadzero.kernel_arguments.compact import BYTES_PER_PARAM
         from offloadzero.native.compact import compact_adam_step
         from offloadzero.native.cpu_adam import adam_step
@@ -196,9 +196,9 @@ class Records:
         return case, timed(step, num_calls=1 if self.num_params > IN_CACHE_PARAMS else 200)
 
     def ceilings(self, layout: str, num_threads: int) -> Cases:
-        """The same arrays read and written in place with no arithmetic, with and without prefetching.
+        """Return the cases that read and write the same arrays without arithmetic, with and without prefetching.
 
-        The arrays hold their bits inverted after one pass: a sample is two.
+        One pass inverts the arrays' bits: a sample is two passes.
         """
         from offloadzero.native import _cpu_adam
         from offloadzero.native.cpu_adam import active_isa, isa_code
@@ -222,11 +222,11 @@ class Records:
         ]
 
 
-# --- Theirs ---
+# --- torch and DeepSpeed ---
 
 
 def torch_case(num_params: int, num_threads: int) -> tuple[Case, Sample]:
-    """torch's fused AdamW: fp32 parameters, gradients and moments."""
+    """Return the case of torch's fused AdamW: fp32 parameters, gradients and moments."""
     import torch
 
     param = torch.nn.Parameter(torch.randn(num_params) * 0.02)
@@ -246,7 +246,7 @@ def torch_case(num_params: int, num_threads: int) -> tuple[Case, Sample]:
 def deepspeed_worker(
     python: str | None, num_params: int, num_threads: int
 ) -> Iterator[tuple[Cases, dict[str, str] | None]]:
-    """The cases of DeepSpeed, in a process of its own; none without an interpreter for it."""
+    """Yield the cases of DeepSpeed, in a process of its own; none without an interpreter for it."""
     if python is None:
         yield [], None
         return
@@ -299,7 +299,7 @@ def _ask(worker: subprocess.Popen[str], python: str, step: str) -> Sample:
     def sample() -> float:
         if worker.stdin is None:
             raise AssertionError("the worker's questions are not piped")
-        # A worker that has ended reads nothing more: its status says why.
+        # A worker that has ended reads nothing more: its status tells the reason.
         with contextlib.suppress(BrokenPipeError):
             print(step, file=worker.stdin, flush=True)
         answer = _answer(worker, python)
@@ -315,7 +315,7 @@ def _ask(worker: subprocess.Popen[str], python: str, step: str) -> Sample:
 
 
 def measure(cases: Sequence[tuple[Case, Sample]], num_rounds: int) -> list[dict[str, Any]]:
-    """Rounds over all cases, interleaved; one before them warms up."""
+    """Run rounds over all cases, interleaved, after one that warms up."""
     seconds: dict[Case, list[float]] = {case: [] for case, _ in cases}
     for number in range(num_rounds + 1):
         print(f"round {number} of {num_rounds}", file=sys.stderr, flush=True)
@@ -339,7 +339,7 @@ def _row(case: Case, times: Sequence[float]) -> dict[str, Any]:
 
 
 def with_ceilings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of ours in memory with their GB/s as a share of the better ceiling of their layout and threads."""
+    """Add to the kernels' rows in memory their GB/s as a share of the better ceiling of their layout and threads."""
     ceilings: dict[tuple[str, int], float] = {}
     for row in rows:
         if row["what"].startswith("ceiling"):
@@ -354,7 +354,7 @@ def with_ceilings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """What a person reads."""
+    """Return the result as text."""
     machine, rows = result["machine"], result["results"]
     baseline = next((r["gparam_per_s"] for r in rows if r["what"].endswith("as ZeRO uses it")), None)
     body = [

@@ -1,9 +1,9 @@
-"""DeepSpeed's CPUAdam as a worker of `bench adam`, run by an interpreter that has deepspeed and not us (floor 7).
+"""DeepSpeed's CPUAdam as a worker of `bench adam`, run by an interpreter that has deepspeed, without offloadzero.
 
     PYTHON bench_adam_deepspeed.py NUM_PARAMS NUM_THREADS
 
-Prints a line of JSON when it is ready; then, for every line "bare" or "zero" read, does such a step and prints its
-seconds. Imports nothing of offloadzero.
+It prints a line of JSON when it is ready; then, for every line "bare" or "zero" that it reads, it does such a step and
+prints its seconds. It imports nothing of offloadzero.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CLIPPED_AND_UNSCALED = 0.5
 
 
 def make_steps(num_params: int, num_threads: int) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
-    """The two ways to step, and the versions."""
+    """Return the two kinds of steps, and the versions."""
     import deepspeed  # type: ignore[import-not-found]
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
@@ -32,7 +32,7 @@ def make_steps(num_params: int, num_threads: int) -> tuple[dict[str, Callable[[]
     optimizer: Any = DeepSpeedCPUAdam([param], lr=1e-5, weight_decay=0.01, adamw_mode=True)
 
     def zero() -> None:
-        """The host side of a ZeRO-Offload step: deepspeed/runtime/zero/stage_1_and_2.py, step()."""
+        """Do the host side of a ZeRO-Offload step: deepspeed/runtime/zero/stage_1_and_2.py, step()."""
         grad = param.grad
         if grad is None:
             raise AssertionError("the gradient is gone")
@@ -47,7 +47,7 @@ def make_steps(num_params: int, num_threads: int) -> tuple[dict[str, Callable[[]
 
 def main() -> None:
     answers = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):  # deepspeed talks while it builds
+    with contextlib.redirect_stdout(sys.stderr):  # deepspeed prints while it builds
         steps, versions = make_steps(int(sys.argv[1]), int(sys.argv[2]))
         for step in steps.values():
             step()

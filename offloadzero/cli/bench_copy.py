@@ -1,4 +1,4 @@
-"""`offloadzero bench copy`: how fast memory and the link to the device are."""
+"""`offloadzero bench copy`: the rates of memory and of the link to the device."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the results. `num_bytes` is what a call reads, writes or copies (a copy counts once)."""
+    """One row of the results. `num_bytes` are those that a call reads, writes or copies (a copy counts once)."""
 
     kind: str
     memory: str  # "dram" | "pinned" | "pageable"
@@ -59,7 +59,7 @@ class Case:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit status. Raises OffloadError."""
+    """Run the command and return the exit status. Raises OffloadError."""
     started_s = time.monotonic()
     num_bytes = read_num_bytes("--size", args.size, minimum=MIN_SIZE) // _PAGE * _PAGE
     time_s = read_seconds("--time", args.time, minimum=0.5)
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def device_name() -> str | None:
-    """The name of the device in use, None without one but the CPU."""
+    """Return the name of the device in use; None if that is the CPU."""
     from offloadzero.memory.device import find_device
 
     return find_device(None).name()
@@ -107,7 +107,7 @@ def device_name() -> str | None:
 
 # --- Host memory ---
 
-# memset, memchr and memmove of the C library: called through ctypes, which lets go of the GIL.
+# memset, memchr and memmove of the C library: called through ctypes, which releases the GIL.
 _libc = ctypes.CDLL(None)
 _libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 _libc.memset.restype = ctypes.c_void_p
@@ -119,13 +119,13 @@ _ABSENT_BYTE = 0xFF
 
 
 def read_all(address: int, num_bytes: int) -> None:
-    """Looks at every byte for one that is not there. Raises AssertionError when it is."""
+    """Read every byte by searching for one that does not occur. Raises AssertionError when it is found."""
     if _libc.memchr(address, _ABSENT_BYTE, num_bytes) is not None:
         raise AssertionError("the buffer holds the byte it must not hold: not all of it was read")
 
 
 def dram_cases(num_bytes: int, num_cores: int) -> list[tuple[Case, Transfer]]:
-    """Reads, writes and copies of `num_bytes` by 1, 2, 4, ... threads."""
+    """Return reads, writes and copies of `num_bytes` by 1, 2, 4, ... threads."""
     import torch
 
     source = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -170,7 +170,7 @@ _DEVICE_SIZES = (MIB, 8 * MIB, 32 * MIB, 256 * MIB)
 
 
 def device_cases() -> list[tuple[Case, Transfer]]:
-    """Copies between host and the device; "both" is one each way at once and counts both."""
+    """Return copies between host and device; "both" is one each way at once and counts both."""
     import torch
 
     from offloadzero.memory.device import find_device
@@ -188,7 +188,7 @@ def device_cases() -> list[tuple[Case, Transfer]]:
 
 
 def _device_transfers(device: Device, here: Sequence[Tensor], there: Sequence[Tensor]) -> dict[str, Transfer]:
-    """Each call returns when the bytes have arrived; small sizes repeat within one call's measurement."""
+    """Return calls that end when the bytes have arrived; small sizes repeat within one call's measurement."""
     streams = [_stream(device) for _ in range(2)]
 
     def h2d() -> None:
@@ -224,7 +224,7 @@ def _stream(device: Device) -> Stream:
 def measure(
     cases: Sequence[tuple[Case, Transfer]], deadline_s: float, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Rounds over all cases, interleaved, until the deadline; the first round warms up. At least one counts."""
+    """Run rounds over all cases, interleaved, until the deadline, after one that warms up. At least one counts."""
     seconds: dict[Case, list[float]] = {case: [] for case, _ in cases}
     for _, transfer in cases:
         transfer()
@@ -249,7 +249,7 @@ def measure(
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """The result as text."""
+    """Return the result as text."""
     machine = result["machine"]
     dram = [row for row in result["results"] if row["memory"] == "dram"]
     lines = [
@@ -262,7 +262,7 @@ def table(result: dict[str, Any]) -> list[str]:
         rows = [row for row in result["results"] if row["memory"] == memory]
         if rows:
             lines += ["", f"Host and device, {memory}, GB/s (both: the sum of the two ways):"]
-            for row in rows:  # the size of one way
+            for row in rows:  # `size` is that of one way
                 row.setdefault("size", row["num_bytes"] // (2 if row["kind"] == "both" else 1))
             lines += _pivot(rows, "size", "size", size_text)
     return lines

@@ -50,7 +50,7 @@ from offloadzero.io.engine import AioBackend, AioEngine
 MIN_SIZE = 16 * MIB
 MIN_TIME_S = 1.0
 WRITE_LIMIT_FACTOR = 32
-# Shares of what may be written that are kept for the phases after the sweep.
+# The shares of the bytes that may be written which are kept for the phases after the sweep.
 _SUSTAINED_SHARE = 0.35
 _FIO_SHARE = 0.35
 _MAX_ARENA_BYTES = 320 * MIB
@@ -84,7 +84,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit status. Raises OffloadError."""
+    """Run the command and return the exit status. Raises OffloadError."""
     if args.compare:
         if args.paths:
             raise ConfigError("PATH", args.paths[0], "--compare measures nothing: leave PATH out")
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_paths(paths: Sequence[str], *, num_bytes: int, time_s: float, write_limit: int) -> dict[str, Any]:
-    """A run over files of `num_bytes`, as the command does it, without printing its table. Raises OffloadError."""
+    """Do a run over files of `num_bytes` as the command does, without printing its table. Raises OffloadError."""
     arguments = argparse.Namespace(
         paths=list(paths),
         size=str(num_bytes),
@@ -127,7 +127,7 @@ class _Settings:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.paths: list[str] = args.paths
-        # Whole operations of every size the sweep uses.
+        # The size is a whole number of operations of every size that the sweep uses.
         self.size = read_num_bytes("--size", args.size, minimum=MIN_SIZE) // MIN_SIZE * MIN_SIZE
         self.time_s = read_seconds("--time", args.time, minimum=MIN_TIME_S)
         self.write_limit = WRITE_LIMIT_FACTOR * self.size
@@ -141,7 +141,7 @@ class _Settings:
             from offloadzero.cli.nvme_plot import check_plot
 
             check_plot(args.plot)
-        # What follows the measurement is part of the time: removing the files, the table, the plot.
+        # The time includes the work after the measurement: removing the files, the table, the plot.
         finish_s = min(0.3 + (1.2 if args.plot else 0.0), 0.15 * self.time_s)
         self.measuring_s = self.time_s - finish_s
         self.fio_version = fio_version() if args.verify_with_fio else None
@@ -157,7 +157,7 @@ class _Settings:
 
 
 def measure(settings: _Settings, started_s: float) -> dict[str, Any]:
-    """The whole run; the result is what --json holds. Raises AioError, ConfigError, FioError."""
+    """Do the whole run; the result is the content of --json. Raises AioError, ConfigError, FioError."""
     progress = Progress(settings.time_s)
     progress.say(
         f"Writes at most {size_text(settings.write_limit)} to each of {', '.join(settings.paths)}, into one "
@@ -165,7 +165,7 @@ def measure(settings: _Settings, started_s: float) -> dict[str, Any]:
     )
     began = datetime.datetime.now(datetime.timezone.utc)
     described = [describe_path(path) for path in settings.paths]
-    machine = describe_machine()  # before our own load
+    machine = describe_machine()  # before the run's own load
     try:
         with scratch_files(settings.paths) as files:
             run = _Run(settings, files, described, progress, started_s)
@@ -190,7 +190,7 @@ def measure(settings: _Settings, started_s: float) -> dict[str, Any]:
 
 
 def available_backends() -> tuple[tuple[str, ...], dict[str, str]]:
-    """The backends that work here, the one AUTO takes first, and a word on each."""
+    """Return the backends that work here, the one AUTO takes first, and a comment on each."""
     words: dict[str, str] = {}
     for backend in (AioBackend.IO_URING, AioBackend.NATIVE_AIO, AioBackend.AIOFILES):
         try:
@@ -273,14 +273,14 @@ class _Run:
         }
 
     def _hold(self, share: float) -> None:
-        """Keeps a share of what may be written after the first write for later."""
+        """Keep a share of the bytes that may be written, after the first write, for later."""
         spare_bytes = (self._settings.write_limit - self._settings.size) * len(self._files)
         self._allowance.held_bytes = int(spare_bytes * share)
 
     # --- Phases ---
 
     def _fill(self, schedule: Schedule) -> None:
-        """Writes the files for the first time: what is read later is there, and the drive's speed is known."""
+        """Write the files for the first time: later reads have data, and the drive's speed is known."""
         self._progress.phase("first write")
         size = self._settings.size
         point = reference_point(self._backends[0])
@@ -330,7 +330,7 @@ class _Run:
         )
 
     def _preallocate(self, point: Point, size: int) -> None:
-        """As the NVMe tier does; a filesystem without it goes without."""
+        """Preallocate as the NVMe tier does; a filesystem without that goes without."""
         with AioEngine(**point.to_json()) as engine:
             for file in self._files:
                 file.check()
@@ -353,7 +353,7 @@ class _Run:
             self._take("coarse", traffic, point, deadline_s=schedule.coarse_s)
 
     def _refine(self, schedule: Schedule) -> None:
-        """Uphill from the best of each traffic, in turn, until none has an unmeasured neighbour."""
+        """Go uphill from the best point of each traffic, in turn, until none has an unmeasured neighbour."""
         self._progress.phase("refinement")
         is_moving = True
         while is_moving and self._fits(schedule.refine_s):
@@ -369,9 +369,9 @@ class _Run:
                     is_moving = True
 
     def _confirm(self, schedule: Schedule) -> None:
-        """The best of each traffic and the reference, again and again in turn: their medians decide.
+        """Measure the best of each traffic and the reference again and again in turn: their medians decide.
 
-        The best two of mixed traffic: one of them is what the configuration will say.
+        Of mixed traffic these are the best two: one of them will be in the configuration.
         """
         self._progress.phase("confirmation")
         reference = reference_point(self._backends[0])
@@ -391,7 +391,7 @@ class _Run:
         )
 
     def _scaling(self, schedule: Schedule) -> None:
-        """Each path alone and all together, at the point that will be recommended."""
+        """Measure each path alone and all together, at the point that will be recommended."""
         self._progress.phase("striping")
         point = self.chosen()
         groups = [*((index,) for index in self._all), self._all]
@@ -405,7 +405,7 @@ class _Run:
         )
 
     def _verify(self, schedule: Schedule) -> None:
-        """Ours and fio's in pairs, which of the two first in turn, at the best point and at the reference."""
+        """Measure with this engine and with fio in pairs, in alternating order, at the best point and the reference."""
         self._progress.phase("fio")
         self._hold(_SUSTAINED_SHARE)
         reference = reference_point(self._backends[0])
@@ -428,7 +428,7 @@ class _Run:
                 return
 
     def _take_pair(self, traffic: Traffic, point: Point, deadline_s: float, *, is_ours_first: bool) -> None:
-        """Kept only when there are both."""
+        """Take a pair, which is kept only when both samples exist."""
         ours = partial(self._measure, "verify", traffic, point, deadline_s=deadline_s)
         fio = partial(self._measure_by_fio, traffic, point)
         pair = [take() for take in ((ours, fio) if is_ours_first else (fio, ours))]
@@ -449,7 +449,7 @@ class _Run:
         )
 
     def _sustained(self, schedule: Schedule) -> None:
-        """Writes on and on in the time and the allowance that are left."""
+        """Write continuously for the rest of the time and of the allowance."""
         self._progress.phase("sustained write")
         if self._allowance.left_bytes < self._shape.operation_bytes * 2:
             self._note("writes of the sweep ended early at the write limit: --write-limit raises it")
@@ -476,7 +476,7 @@ class _Run:
         return nvme_report.chosen_point(self.samples, self._backends)
 
     def _take(self, phase: str, traffic: Traffic, point: Point, **options: Any) -> Sample | None:
-        """Measures and keeps; the options are those of _measure."""
+        """Measure and keep the sample; the options are those of _measure."""
         return self._keep(self._measure(phase, traffic, point, **options))
 
     def _measure(
@@ -527,7 +527,7 @@ class _Run:
         )
 
     def _until(self, end_s: float, takes: Sequence[Callable[[], Sample | None]]) -> None:
-        """In turn, round after round, until the time is over or a round brings nothing."""
+        """Do the calls in turn, round after round, until the time is over or a round has no result."""
         while True:
             taken = 0
             for take in takes:

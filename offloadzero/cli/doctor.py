@@ -1,4 +1,4 @@
-"""`offloadzero doctor`: what of this machine will hurt, and the command that mends it (floor 7)."""
+"""`offloadzero doctor`: the properties of this machine that slow training down, and the commands that mend them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit status: 0, or 1 if something hurts. Raises OffloadError."""
+    """Run the command and return the exit status: 0, or 1 if something hurts. Raises OffloadError."""
     from offloadzero.cli.scratch import check_directories
     from offloadzero.planning.checkup import Severity, check
 
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def lines_of(facts: Facts, found: Sequence[Finding]) -> list[str]:
-    """What was found, as people read it."""
+    """Return the findings as lines of text."""
     lines = [
         f"{facts.device or 'the CPU'} as the device, {facts.usable_cores} cores with {facts.isa} kernels, "
         f"{facts.memory_bytes / 2**30:.1f} GiB of memory, file engine {facts.file_engine}"
@@ -95,7 +95,7 @@ def lines_of(facts: Facts, found: Sequence[Finding]) -> list[str]:
 def find_facts(
     directories: Sequence[str], device_name: str | None, *, with_rates: bool, root: Path = ROOT
 ) -> Facts:
-    """What this machine is. `root` is where /proc, /sys and /dev are."""
+    """Collect the facts of this machine. `root` is where /proc, /sys and /dev are."""
     import torch
 
     from offloadzero.io.engine import AioEngine
@@ -135,7 +135,7 @@ def find_facts(
 
 
 def find_drive(path: str, engine: Any, *, with_rates: bool) -> Drive:
-    """What is known of the drive under a directory."""
+    """Collect the facts of the drive under a directory."""
     from offloadzero.cli.scratch import scratch_files
     from offloadzero.planning.checkup import Drive
 
@@ -161,7 +161,7 @@ def find_drive(path: str, engine: Any, *, with_rates: bool) -> Drive:
 
 
 def link_width(address: str | None, *, root: Path = ROOT) -> tuple[int, int] | None:
-    """Lanes of the PCIe link of the device at an address, now and at the most; None where they are not known."""
+    """Return the lanes of the PCIe link of the device at an address, now and at most; None where unknown."""
     if address is None:
         return None
     place = root / "sys/bus/pci/devices" / address
@@ -170,18 +170,18 @@ def link_width(address: str | None, *, root: Path = ROOT) -> tuple[int, int] | N
 
 
 def chosen(text: str | None) -> str | None:
-    """Of a file of the kernel's such as "always [madvise] never"."""
+    """Return the chosen word of a kernel file such as "always [madvise] never"."""
     return None if text is None or "[" not in text else text.split("[")[1].split("]")[0]
 
 
 def number(path: Path) -> int | None:
-    """None where there is no such file, or no number in it."""
+    """Return the number in a file; None where there is no such file, or no number in it."""
     found = text(path)
     return int(found) if found is not None and found.isdecimal() else None
 
 
 def text(path: Path) -> str | None:
-    """Of a small file; None where it cannot be read."""
+    """Return the text of a small file; None where it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

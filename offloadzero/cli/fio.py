@@ -1,4 +1,4 @@
-"""The same points by fio's io_uring, as an independent witness (floor 7)."""
+"""Measurements of the same points by fio's io_uring, as an independent witness."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _READ_PERCENT = round(100 * READ_BYTES_PER_PARAM / STEP_BYTES_PER_PARAM)
 
 
 class FioError(OffloadError):
-    """fio failed; the message is what it said."""
+    """fio failed; the message is fio's own."""
 
 
 def fio_version() -> str:
-    """Raises ConfigError when fio is not installed or has no io_uring."""
+    """Return fio's version. Raises ConfigError when fio is not installed or has no io_uring."""
     if shutil.which("fio") is None:
         raise ConfigError("--verify-with-fio", True, "fio is not installed (apt-get install fio)")
     engines = subprocess.run(["fio", "--enghelp"], capture_output=True, text=True, check=False).stdout
@@ -41,7 +41,7 @@ class Window(NamedTuple):
 
 
 def next_window(files: Sequence[ScratchFile], max_bytes: int, *, alignment: int) -> Window:
-    """The part after the one used last, as our own samples go on where the last one ended.
+    """Return the part after the last one used, as the package's own samples go on where the last one ended.
 
     A tool that reads the same part each time finds it in the caches below: the drive's, a hypervisor's.
     """
@@ -62,7 +62,7 @@ def fio_command(
     seconds: float,
     max_bytes: int,
 ) -> list[str]:
-    """fio on files that exist and are written: it creates, grows and removes none.
+    """Return a command on existing files that are written already: fio creates, grows and removes none.
 
     One job per thread of the point, each on its own part of the files, the depth shared among them. Mixed
     traffic is one stream of reads and one of writes in a job, at the byte ratio of an optimizer step.
@@ -98,7 +98,7 @@ def fio_command(
 
 
 def _escaped(path: str) -> str:
-    """fio separates file names by colons."""
+    """Escape a file name: fio separates names by colons."""
     return os.path.abspath(path).replace("\\", r"\\").replace(":", r"\:")
 
 
@@ -113,9 +113,9 @@ def run_fio(
     allowance: WriteAllowance,
     run_started_s: float,
 ) -> Sample | None:
-    """One sample by fio; None when no more may be written. Raises FioError.
+    """Take one sample with fio; None when no more may be written. Raises FioError.
 
-    What it may write is reserved first and what it has not written is given back.
+    The bytes that it may write are reserved first, and the rest is given back.
     """
     max_bytes = int(rate_bps * seconds * 1.5) + point.in_flight_bytes * 2
     reserved = 0 if traffic is Traffic.READ else max_bytes
@@ -140,7 +140,7 @@ def run_fio(
 def parse_fio(
     text: str, point: Point, traffic: Traffic, *, paths: tuple[int, ...], started_s: float
 ) -> Sample:
-    """fio's JSON as a Sample. Raises FioError when it is not what fio 3 prints."""
+    """Read fio's JSON as a Sample. Raises FioError when it is not the output of fio 3."""
     try:
         # Warnings may stand before the object.
         job = json.loads(text[text.index("{") :])["jobs"][0]

@@ -1,6 +1,6 @@
-"""What a measurement ran on: CPU, memory, kernel, versions, filesystem, block device (floor 7).
+"""The description of the machine of a measurement: CPU, memory, kernel, versions, filesystem, block device.
 
-Everything is read from /proc and /sys; what is not readable is None.
+Everything is read from /proc and /sys; a value that is not readable is None.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _QUEUE_KEYS = (
 
 
 def describe_machine() -> dict[str, Any]:
-    """CPU model, cores this process may use, bytes of memory, kernel."""
+    """Describe the CPU model, the cores this process may use, the bytes of memory, and the kernel."""
     return {
         "cpu": _field("/proc/cpuinfo", r"model name\s*: (.*)") or platform.machine(),
         "num_cores": len(os.sched_getaffinity(0)),
@@ -39,7 +39,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions(*packages: str) -> dict[str, str | None]:
-    """Python's and the packages' versions, without importing them."""
+    """Return the versions of Python and of the packages, without importing them."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -50,7 +50,7 @@ def describe_versions(*packages: str) -> dict[str, str | None]:
 
 
 def describe_path(path: str) -> dict[str, Any]:
-    """Filesystem, mount options, space, and the block device under a directory."""
+    """Describe the filesystem, mount options, space, and the block device under a directory."""
     status = os.stat(path)
     space = os.statvfs(path)
     mount = _mount_of(path, status.st_dev)
@@ -68,7 +68,7 @@ def describe_path(path: str) -> dict[str, Any]:
 
 
 def _mount_of(path: str, device: int) -> dict[str, Any]:
-    """The mount with the device number of the path, else the one with the longest mount point above it."""
+    """Return the mount with the device number of the path, else the one with the longest mount point above it."""
     real = os.path.realpath(path)
     number = f"{os.major(device)}:{os.minor(device)}"
     found: tuple[bool, int, dict[str, Any]] = (False, -1, {"filesystem": None, "source": None})
@@ -94,7 +94,7 @@ def _device_number(source: str) -> str | None:
 
 
 def _describe_device(number: str) -> dict[str, Any] | None:
-    """The disk, not the partition; None for filesystems without one (tmpfs, overlay, network)."""
+    """Describe the disk, not the partition; None for filesystems without one (tmpfs, overlay, network)."""
     link = Path("/sys/dev/block", number)
     if not link.exists():
         return None

@@ -1,4 +1,4 @@
-"""The command `offloadzero` (floor 7)."""
+"""The command `offloadzero`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNREAD = 141
 
 
 class _Parser(argparse.ArgumentParser):
-    """One whose help that could not be written is an error: argparse would say nothing."""
+    """A parser that raises an error when its help could not be written: argparse would ignore it."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         (file or sys.stderr).write(message)
@@ -45,24 +45,26 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit status: 0, 2 for a mistake of the user, 1 for a failure.
+    """Run a command and return the exit status: 0, 2 for a mistake of the user, 1 for a failure.
 
-    130 after Ctrl-C and 141 when nobody reads the output any more, as a shell counts SIGINT and SIGPIPE.
+    130 after Ctrl-C and 141 when the output is no longer read, as a shell counts SIGINT and SIGPIPE.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a path is any bytes; a terminal's encoding is not
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # a path may be any bytes; a terminal's encoding may not
     try:
         try:
             return _run(arguments)
         finally:
-            # Here, and not at the interpreter's end, where nobody could say what went wrong.
+            # Flushed here, and not at the interpreter's end, where the error could not be reported.
             sys.stdout.flush()
     except BrokenPipeError:
         _discard(sys.stdout, sys.stderr)
         return UNREAD
     except OSError as error:
-        # Without a file it was a standard stream: what is opened by name says its name.
+        # An error without a file is of a standard stream: a file that is opened by name is named.
         _discard(sys.stdout)
         return _fail(error if error.filename else f"standard output: {error.strerror}", FAILURE)
 
@@ -83,7 +85,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _discard(*streams: TextIO) -> None:
-    """What is still buffered goes nowhere: the interpreter writes it out at its end and would fail again."""
+    """Drop the buffered output: the interpreter would write it at its end, and fail again."""
     for stream in streams:
         with contextlib.suppress(OSError):
             stream.flush()
@@ -95,6 +97,6 @@ def _discard(*streams: TextIO) -> None:
 
 
 def _fail(why: object, status: int) -> int:
-    """One line, whatever the message."""
+    """Print one line, whatever the message."""
     print(f"offloadzero: {' '.join(str(why).split())}", file=sys.stderr)
     return status

@@ -18,7 +18,7 @@ _GREY = "#555555"
 
 
 def check_plot(path: str) -> None:
-    """Raises ConfigError when a plot could not be made in the end."""
+    """Raise ConfigError when a plot could not be made in the end."""
     if not path.endswith(".png"):
         raise ConfigError("--plot", path, "the name of a .png file")
     if importlib.util.find_spec("matplotlib") is None:
@@ -26,7 +26,7 @@ def check_plot(path: str) -> None:
 
 
 def plot(result: Mapping[str, Any], path: str) -> None:
-    """Throughput over block size and depth, and the long writes over time. Raises AioError."""
+    """Plot throughput over block size and depth, and the long writes over time. Raises AioError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -76,7 +76,7 @@ def _set_sizes(axes: Any, sizes: Sequence[int]) -> None:
 
 
 def _plot_traffic(axes: Any, result: Mapping[str, Any], traffic: str, rates: Mapping[Point, float]) -> None:
-    """One line per depth over block size (one thread, AUTO's backend); other settings as marks."""
+    """Draw one line per depth over block size (one thread, AUTO's backend); other settings as marks."""
     first = next(name for name, word in result["backends"].items() if word == "available")
     lines: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
     for point, rate in rates.items():
@@ -149,7 +149,7 @@ def _mark_chosen(axes: Any, result: Mapping[str, Any], traffic: str) -> None:
 
 
 def _plot_writes(axes: Any, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Both long writes over the bytes written, so that a cache that fills up shows its size."""
+    """Draw both long writes over the bytes written, so that a cache that fills up shows its size."""
     for phase, label, color in (
         ("fill", "first write of the file", "#999999"),
         ("sustained", "sustained write", "#1f77b4"),

@@ -36,19 +36,19 @@ Row = dict[str, Any]
 
 
 def deciding_samples(samples: Sequence[Sample], traffic: Traffic) -> list[Sample]:
-    """The samples of the confirmation, so that a lucky sample of the sweep does not count; without any, the sweep's."""
+    """Return the samples of the confirmation, as the sweep's may be lucky; without any, the sweep's."""
     ours = [s for s in samples if s.traffic == traffic.value and s.tool == "offloadzero"]
     confirmed = [sample for sample in ours if sample.phase == "confirm"]
     return confirmed or [sample for sample in ours if sample.phase in SWEEP_PHASES]
 
 
 def medians(samples: Sequence[Sample], traffic: Traffic) -> dict[Point, float]:
-    """Bytes per second of each point that was confirmed."""
+    """Return the bytes per second of each point that was confirmed."""
     return medians_by_point([(s.point, s.bytes_per_s) for s in deciding_samples(samples, traffic)])
 
 
 def saved_medians(result: Mapping[str, Any], traffic: str) -> dict[Point, float]:
-    """GB/s of each point that the sweep of a saved result has measured, in the order of points."""
+    """Return the GB/s of each point that the sweep of a saved result has measured, in the order of points."""
     rates = [
         (Point.from_json(sample["point"]), sample["gb_per_s"])
         for sample in result["samples"]
@@ -58,7 +58,7 @@ def saved_medians(result: Mapping[str, Any], traffic: str) -> dict[Point, float]
 
 
 def chosen_point(samples: Sequence[Sample], backends: Sequence[str]) -> Point:
-    """The setting to recommend: by mixed traffic, or what else there is."""
+    """Return the setting to recommend: the best for mixed traffic, or for another where there is none."""
     for traffic in (Traffic.MIXED, Traffic.READ, Traffic.WRITE):
         rates = medians(samples, traffic)
         if rates:
@@ -67,7 +67,7 @@ def chosen_point(samples: Sequence[Sample], backends: Sequence[str]) -> Point:
 
 
 def conclude(result: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
-    """The parts of the result that follow from the samples: results, meaning, config."""
+    """Return the parts of the result that follow from the samples: results, meaning, config."""
     backends = [name for name, word in result["backends"].items() if word == "available"]
     chosen = chosen_point(samples, backends)
     rows = [
@@ -90,11 +90,11 @@ def conclude(result: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, 
 
 
 def config_block(point: Point, backends: Sequence[str]) -> dict[str, Any]:
-    """The keys that `offloadzero.initialize` takes; the backend only where it is not the one AUTO takes anyway."""
+    """Return the keys for `offloadzero.initialize`; the backend only where it is not AUTO's choice."""
     block: dict[str, Any] = {
         "aio": {
             "block_size": point.block_size,
-            "queue_depth": -(-point.queue_depth // point.num_threads),  # the key is of each thread
+            "queue_depth": -(-point.queue_depth // point.num_threads),  # the key is for each thread
             "intra_op_parallelism": point.num_threads,
         }
     }
@@ -124,7 +124,7 @@ def _traffic_rows(samples: Sequence[Sample], traffic: Traffic, chosen: Point, re
 
 
 def summary(group: Sequence[Sample]) -> Row:
-    """Medians over the samples of one point and one kind of traffic."""
+    """Return the medians over the samples of one point and one kind of traffic."""
     rates = [sample.bytes_per_s / 1e9 for sample in group]
     return {
         "point": group[0].point.to_json(),
@@ -141,7 +141,7 @@ def summary(group: Sequence[Sample]) -> Row:
 
 
 def _long_write(samples: Sequence[Sample], phase: str) -> Row | None:
-    """The rate in the first fifth of the time and in the second half: bytes over time."""
+    """Return the rate in the first fifth of the time and in the second half: bytes over time."""
     found = [sample for sample in samples if sample.phase == phase]
     if not found:
         return None
@@ -162,7 +162,7 @@ def _long_write(samples: Sequence[Sample], phase: str) -> Row | None:
 
 
 def _rate(timeline: Sequence[tuple[float, int]], first: int, last: int | None) -> float:
-    """GB/s in the intervals [first, last)."""
+    """Return the GB/s in the intervals [first, last)."""
     begin_s = timeline[first - 1][0] if first else 0.0
     part = timeline[first:last]
     return sum(num_bytes for _, num_bytes in part) / (part[-1][0] - begin_s) / 1e9
@@ -180,7 +180,7 @@ def _striping_rows(samples: Sequence[Sample]) -> list[Row]:
 
 
 def _fio_rows(samples: Sequence[Sample]) -> list[Row]:
-    """Medians of the ratios of the pairs, ours over fio's."""
+    """Return the medians of the ratios of the pairs, the engine's over fio's."""
     groups: dict[tuple[str, Point], dict[str, list[Sample]]] = {}
     for sample in samples:
         if sample.phase == "verify":
@@ -230,7 +230,7 @@ def _meaning(
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
-    """The result as text."""
+    """Return the result as text."""
     results = result["results"]
     lines = [*_heading(result), "", *_traffic_table(results["traffic"])]
     lines += ["", *_write_lines(results)]
@@ -387,7 +387,7 @@ _Line = tuple[str, float, float]
 
 
 def compare_files(first: str, second: str) -> list[str]:
-    """Raises ConfigError when one of them is not a result of `bench nvme --json`."""
+    """Compare two results. Raises ConfigError when one of them is none of `bench nvme --json`."""
     results = [
         load_json("--compare", path, format_name=FORMAT, format_version=FORMAT_VERSION)
         for path in (first, second)
@@ -401,7 +401,7 @@ def compare_files(first: str, second: str) -> list[str]:
         rows = [*_headline(*results), *_same_points(*results)]
         body = [[what, f"{a:.3g}", f"{b:.3g}", f"{b / a:.3f}" if a else ""] for what, a, b in rows]
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # Whatever the damage was, it shows as one of these where a value is used.
+        # Any damage shows as one of these errors where a value is used.
         raise ConfigError("--compare", f"{first}, {second}", f"not whole: {error!r:.200}") from error
     return [*lines, "", *text_table(("", *names, "B/A"), body)]
 
@@ -439,7 +439,7 @@ def _row(result: Mapping[str, Any], traffic: str) -> Mapping[str, Any] | None:
 
 
 def _same_points(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[_Line]:
-    """GB/s at the points that both have measured."""
+    """Return the GB/s at the points that both have measured."""
     for traffic in Traffic:
         first, second = (saved_medians(result, traffic.value) for result in (a, b))
         for point, rate in first.items():

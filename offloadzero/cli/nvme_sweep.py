@@ -1,4 +1,4 @@
-"""The decisions of `bench nvme`, where to measure next and what follows from it: no file and no clock.
+"""The decisions of `bench nvme`, on the next points and on the result: without files and clocks.
 
 [Note: step traffic]
 One optimizer step over P parameters in the `fp32` layout (bf16 parameter, 16-bit master remainder, two fp32
@@ -24,7 +24,7 @@ WRITE_BYTES_PER_PARAM = 12
 STEP_BYTES_PER_PARAM = READ_BYTES_PER_PARAM + WRITE_BYTES_PER_PARAM
 STATE_BYTES_PER_PARAM = 12
 
-# Two medians closer than this are the same on a drive that others use as well.
+# Two medians that differ by less count as equal on a drive that other programs use as well.
 TOLERANCE = 0.03
 
 
@@ -47,7 +47,7 @@ class Point:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes in the kernel at once."""
+        """The bytes in the kernel at once."""
         return self.block_size * self.queue_depth
 
     def to_json(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Point:
 
 @dataclass(frozen=True)
 class SweepLimits:
-    """The points that may be measured. `backends` are those available, the one AUTO takes first."""
+    """The points that may be measured. `backends` are the available ones, the one AUTO takes first."""
 
     backends: tuple[str, ...]
     max_in_flight_bytes: int
@@ -82,12 +82,12 @@ class SweepLimits:
 
 
 def reference_point(backend: str) -> Point:
-    """The setting of the engine when the configuration says nothing; measured on every drive, to compare them."""
+    """Return the engine's setting without a configuration; measured on every drive, to compare drives."""
     return Point(backend, block_size=MIB, queue_depth=32, num_threads=1)
 
 
 def coarse_points(limits: SweepLimits) -> list[Point]:
-    """The grid, the most telling points first: the reference, block size by depth, backends, threads."""
+    """Return the grid, the most telling points first: the reference, block size by depth, backends, threads."""
     first = limits.backends[0]
     reference = reference_point(first)
     grid = [
@@ -103,13 +103,13 @@ def coarse_points(limits: SweepLimits) -> list[Point]:
 
 
 def neighbours(point: Point, limits: SweepLimits) -> list[Point]:
-    """The allowed points one step from `point`: block size, depth or threads doubled or halved, backends."""
+    """Return the allowed points one step from `point`: block size, depth or threads doubled or halved, backends."""
     steps = [
         replace(point, block_size=point.block_size * 2),
         replace(point, queue_depth=point.queue_depth * 2),
         replace(point, block_size=point.block_size // 2),
         replace(point, queue_depth=point.queue_depth // 2),
-        # The same bytes in flight, cut otherwise.
+        # These have the same bytes in flight in other pieces.
         replace(point, block_size=point.block_size * 2, queue_depth=point.queue_depth // 2),
         replace(point, block_size=point.block_size // 2, queue_depth=point.queue_depth * 2),
         replace(point, num_threads=point.num_threads * 2),
@@ -120,26 +120,26 @@ def neighbours(point: Point, limits: SweepLimits) -> list[Point]:
 
 
 def best(scores: Mapping[Point, float]) -> Point:
-    """The highest score; equal ones by the order of points, so that it does not depend on the mapping's."""
+    """Return the point with the highest score; equal ones by the order of points, not by the mapping's."""
     return max(sorted(scores), key=lambda point: scores[point])
 
 
 def next_refinement(scores: Mapping[Point, float], limits: SweepLimits) -> Point | None:
-    """An unmeasured neighbour of the best point, None when the best is better than all its neighbours."""
+    """Return an unmeasured neighbour of the best point, None when the best is better than all its neighbours."""
     if not scores:
         return None
     return next((point for point in neighbours(best(scores), limits) if point not in scores), None)
 
 
 def finalists(scores: Mapping[Point, float], num_points: int) -> list[Point]:
-    """The `num_points` best, the best first."""
+    """Return the `num_points` best, the best first."""
     return sorted(scores, key=lambda point: (-scores[point], point))[:num_points]
 
 
 def recommend(
     medians: Mapping[Point, float], backends: Sequence[str], *, tolerance: float = TOLERANCE
 ) -> Point:
-    """The cheapest point within `tolerance` of the best: fewest threads, AUTO's backend, least in flight."""
+    """Return the cheapest point within `tolerance` of the best: fewest threads, AUTO's backend, least in flight."""
     limit = max(medians.values()) * (1.0 - tolerance)
     return min(
         (point for point, median in medians.items() if median >= limit),
@@ -153,19 +153,19 @@ def recommend(
 
 
 def medians_by_point(samples: Sequence[tuple[Point, float]]) -> dict[Point, float]:
-    """The median rate of each point."""
+    """Return the median rate of each point."""
     rates: dict[Point, list[float]] = {}
     for point, rate in samples:
         rates.setdefault(point, []).append(rate)
     return {point: statistics.median(values) for point, values in rates.items()}
 
 
-# --- How the time is spent ---
+# --- The use of the time ---
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When each phase ends, in seconds from the start; one that is early leaves its time to those after it."""
+    """The end of each phase, in seconds from the start; one that is early leaves its time to those after it."""
 
     fill_s: float
     coarse_s: float
@@ -177,7 +177,7 @@ class Schedule:
 
 
 def plan_schedule(time_s: float, *, num_paths: int, with_fio: bool) -> Schedule:
-    """Splits `time_s`; phases that do not apply get nothing."""
+    """Split `time_s`; phases that do not apply get nothing."""
     shares = {
         "fill_s": 0.15,
         "coarse_s": 0.12 if with_fio else 0.28,
@@ -197,17 +197,17 @@ def plan_schedule(time_s: float, *, num_paths: int, with_fio: bool) -> Schedule:
 
 
 def sample_seconds(available_s: float, num_samples: int, *, time_s: float) -> float:
-    """How long one sample measures so that `num_samples`, each with its warm-up and drain, fit.
+    """Return the seconds of a sample such that `num_samples`, each with its warm-up and drain, fit.
 
-    At least a quarter of a second, in runs of less than 25 seconds a hundredth of the run: then fewer fit.
+    It is at least a quarter of a second, in runs of less than 25 seconds a hundredth of the run: then fewer fit.
     """
     return min(max(available_s / max(num_samples, 1) / 1.5, min(0.25, time_s / 100)), 0.5)
 
 
 def max_in_flight_bytes(rate_bps: float, file_bytes: int) -> int:
-    """At most what the drive moves in 0.2 s, so that a sample ends soon after it is told to.
+    """Return at most the bytes that the drive moves in 0.2 s, so that a sample ends soon after it is told to.
 
-    At least 8 MiB, at most 256 MiB and a quarter of the files (transfers in flight must not overlap).
+    They are at least 8 MiB, at most 256 MiB and a quarter of the files (transfers in flight must not overlap).
     """
     return min(max(int(rate_bps * 0.2), 8 * MIB), 256 * MIB, file_bytes // 4)
 
@@ -217,7 +217,7 @@ def max_in_flight_bytes(rate_bps: float, file_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Record:
-    """Where one chunk of parameters lies: four segments in a row, as parts of `num_bytes`."""
+    """The place of one chunk of parameters: four segments in a row, as parts of `num_bytes`."""
 
     num_elements: int
 
@@ -226,7 +226,7 @@ class Record:
         return STATE_BYTES_PER_PARAM * self.num_elements
 
     def written(self) -> Iterator[tuple[int, int]]:
-        """(offset, num_bytes) of parameter, remainder, first and second moment."""
+        """The (offset, num_bytes) of parameter, remainder, first and second moment."""
         offset = 0
         for element_bytes in (2, 2, 4, 4):
             yield offset, element_bytes * self.num_elements
@@ -243,17 +243,17 @@ MIN_CHUNK_ELEMENTS = 4096  # its 2-byte segments are two blocks of 4 KiB
 
 
 def chunk_elements(in_flight_bytes: int, file_bytes: int) -> int:
-    """Parameters per record: the update's default, less on slow drives and in small files; a power of two."""
+    """Return the parameters per record: the update's default, less on slow drives and in small files. A power of 2."""
     limit = min(in_flight_bytes, file_bytes // 2) // (NUM_RECORDS_IN_FLIGHT * STATE_BYTES_PER_PARAM)
     power = 1 << (max(limit, MIN_CHUNK_ELEMENTS).bit_length() - 1)
     return min(power, MAX_CHUNK_ELEMENTS)
 
 
-# --- What it means ---
+# --- The meaning of a rate ---
 
 
 def step_seconds(num_params: float, *, mixed_bps: float, sustained_write_bps: float | None) -> float:
-    """Seconds of file traffic in one optimizer step: [Note: step traffic]."""
+    """Return the seconds of file traffic in one optimizer step: [Note: step traffic]."""
     mixed_s = STEP_BYTES_PER_PARAM * num_params / mixed_bps
     if not sustained_write_bps:
         return mixed_s
@@ -261,5 +261,5 @@ def step_seconds(num_params: float, *, mixed_bps: float, sustained_write_bps: fl
 
 
 def params_in(seconds: float, *, mixed_bps: float, sustained_write_bps: float | None) -> float:
-    """The number of parameters whose step takes `seconds`."""
+    """Return the number of parameters whose step takes `seconds`."""
     return seconds / step_seconds(1.0, mixed_bps=mixed_bps, sustained_write_bps=sustained_write_bps)

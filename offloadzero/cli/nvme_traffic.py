@@ -2,9 +2,9 @@
 
 [Note: what a sample counts]
 On files without a page cache (O_DIRECT, or a filesystem in memory) the clock starts at a completion, after
-every buffer has been through once, and stops at a completion; what completes in between counts. Such a write
-counts when the drive has accepted it: whether its own cache is volatile is the drive's business, and the last
-fdatasync of the sustained write shows. Files that go through the page cache are dropped from it beforehand,
+every buffer has been through once, and stops at a completion; completions in between count. Such a write
+counts when the drive has accepted it: the drive's own cache may be volatile, and the last
+fdatasync of the sustained write shows that. Files that go through the page cache are dropped from it beforehand,
 and the clock runs from the first submission until everything is transferred and fdatasync has returned.
 Pairs with fio count from the first submission to the last completion, as fio does: a drive, or a hypervisor,
 that lets a burst through after an idle moment helps both alike.
@@ -86,21 +86,21 @@ class WriteAllowance:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.held_bytes = 0
-        """Kept for later: not to be had now."""
+        """These bytes are kept for later, and are not available now."""
 
     @property
     def left_bytes(self) -> int:
         return self.limit_bytes - self.used_bytes - self.held_bytes
 
     def take(self, num_bytes: int) -> bool:
-        """Reserves; False, and nothing is reserved, when that many are not left."""
+        """Reserve bytes; return False, and reserve nothing, when so many are not left."""
         if num_bytes > self.left_bytes:
             return False
         self.used_bytes += num_bytes
         return True
 
     def give_back(self, num_bytes: int) -> None:
-        """Takes back what was reserved and not written."""
+        """Take back bytes that were reserved and not written."""
         self.used_bytes -= num_bytes
 
 
@@ -120,13 +120,13 @@ class Arena:
             part[:] = generator.integers(0, 1 << 64, size=len(part), dtype=np.uint64)
 
     def cut(self, num_buffers: int, buffer_bytes: int) -> list[Any]:
-        """`num_buffers` views of `buffer_bytes` each that do not overlap."""
+        """Return `num_buffers` views of `buffer_bytes` each that do not overlap."""
         if num_buffers * buffer_bytes > len(self.bytes):
             raise AssertionError(f"{num_buffers} x {buffer_bytes} bytes asked of {len(self.bytes)}")
         return [self.bytes[i * buffer_bytes : (i + 1) * buffer_bytes] for i in range(num_buffers)]
 
 
-# --- Workloads: which operations follow each other in one slot ---
+# --- Workloads: the sequences of operations in one slot ---
 
 
 class Operation(NamedTuple):
@@ -148,7 +148,7 @@ class Workload(Protocol):
 
 
 class Sequential:
-    """Operations of one size, one after the other through the files, in turn over the files."""
+    """Operations of one size that go through the files one after the other, in turn over the files."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class Sequential:
         arena: Arena,
     ) -> None:
         smallest = min(file.num_bytes for file in files)
-        # One more than fill the queue: the engine has the next at hand while Python sees to the last.
+        # One more than fill the queue: the engine has the next at hand while Python handles the last.
         num_slots = -(-in_flight_bytes // operation_bytes) + 1
         num_slots = max(min(num_slots, smallest // operation_bytes, len(arena.bytes) // operation_bytes), 1)
         self.buffers = arena.cut(num_slots, operation_bytes)
@@ -177,14 +177,14 @@ class Sequential:
 
 
 class OptimizerStep:
-    """Read a record's optimizer state, write the record, with several records at once: [Note: step traffic]."""
+    """Reads a record's optimizer state and writes the record, with several records at once: [Note: step traffic]."""
 
     def __init__(self, files: Sequence[ScratchFile], *, num_elements: int, arena: Arena) -> None:
         self._record = Record(num_elements)
         num_bytes = self._record.num_bytes
         fit = min(min(file.num_bytes for file in files), len(arena.bytes)) // num_bytes
         self.buffers = arena.cut(max(min(NUM_RECORDS_IN_FLIGHT, fit), 1), num_bytes)
-        self.operation_bytes = num_bytes // 3  # a moment: the largest
+        self.operation_bytes = num_bytes // 3  # a moment, the largest part
         self._files = files
         self._turn = 0
         self._reading: dict[int, tuple[int, int]] = {}
@@ -204,7 +204,7 @@ class OptimizerStep:
 
 
 def advance(file: ScratchFile, num_bytes: int) -> int:
-    """The file's next offset for `num_bytes`; starts again where they do not fit before the end."""
+    """Return the file's next offset for `num_bytes`; at the beginning where they do not fit before the end."""
     offset = file.cursor
     if offset % num_bytes:
         offset += num_bytes - offset % num_bytes
@@ -219,7 +219,7 @@ def advance(file: ScratchFile, num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """When a sample ends: after `seconds` on its clock, at the latest at `deadline_s` of time.monotonic(),
+    """The end of a sample: after `seconds` on its clock, at the latest at `deadline_s` of time.monotonic(),
     when `max_bytes` have been submitted, or when no more may be written."""
 
     seconds: float
@@ -274,7 +274,7 @@ class Count:
         return self._ended_cpu_s - self._started_cpu_s
 
     def complete(self, batches: Sequence[_Batch], now_s: float) -> None:
-        """These have completed together; those of the warm-up only start the clock."""
+        """Count transfers that have completed together; those of the warm-up only start the clock."""
         if not self.is_running:
             self._num_warmup_batches -= len(batches)
             if self._num_warmup_batches <= 0:
@@ -285,7 +285,7 @@ class Count:
         self.end(now_s)
 
     def end(self, now_s: float) -> None:
-        """The clock's last reading so far."""
+        """Return the clock's last reading so far."""
         self.ended_s = now_s
         self._ended_cpu_s = cpu_seconds()
 
@@ -315,7 +315,7 @@ class Pump:
         self._submitted_bytes = 0
 
     def run(self, limits: Limits) -> Count:
-        """Raises AioError when an operation fails."""
+        """Run the workload to the limits. Raises AioError when an operation fails."""
         num_slots = len(self._workload.buffers)
         num_warmup = 0 if limits.is_counted_whole else num_slots
         count = Count(num_warmup_batches=num_warmup)
@@ -334,7 +334,7 @@ class Pump:
         return count
 
     def _wait_some(self) -> list[_Batch]:
-        """Waits for the oldest batch; all batches that are complete by then."""
+        """Wait for the oldest batch; return all batches that are complete by then."""
         oldest = self._in_flight.popleft()
         oldest.wait()
         finished = [oldest, *(batch for batch in self._in_flight if batch.is_done())]
@@ -367,7 +367,7 @@ def _wait(ticket: AioTicket) -> None:
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process, all threads."""
+    """Return the user and system time of this process, all threads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
@@ -421,7 +421,7 @@ class Bench:
         self._started_s = started_s
 
     def sample(self, request: Request, shape: Shape) -> Sample | None:
-        """None when the engine refuses the point (see `refusals`) or nothing could be counted in time.
+        """Take a sample; None when the engine refuses the point (see `refusals`) or nothing could be counted in time.
 
         Raises AioError when an operation fails.
         """
@@ -441,7 +441,7 @@ class Bench:
     def _open(self, engine: AioEngine, index: int) -> AioFile:
         self.files[index].check()
         file = engine.open(self.files[index].path)
-        if engine.backend is not AioBackend.AIOFILES:  # which never is
+        if engine.backend is not AioBackend.AIOFILES:  # files of that backend never are
             self.direct_reasons.setdefault(index, file.direct_reason)
         return file
 
@@ -458,7 +458,7 @@ class Bench:
             file.drop_cache()
         max_bytes = request.max_bytes
         if cached and max_bytes is None:
-            # The page cache takes writes far faster than the drive: what it took has to be written out.
+            # The page cache takes writes far faster than the drive: its content has to be written out.
             max_bytes = int(shape.rate_bps * request.seconds)
         workload = self._workload(request, shape, files)
         started_s = time.monotonic()
@@ -506,7 +506,7 @@ class Bench:
 
 
 def _sync(opened: Sequence[AioFile]) -> float:
-    """Seconds until everything written is on stable storage."""
+    """Return the seconds until everything written is on stable storage."""
     begun_s = time.monotonic()
     for handle in opened:
         handle.sync()
@@ -514,7 +514,7 @@ def _sync(opened: Sequence[AioFile]) -> float:
 
 
 def buckets(timeline: Sequence[tuple[float, int]], num_buckets: int = 120) -> tuple[tuple[float, int], ...]:
-    """At most `num_buckets` entries of equal length: (end in seconds, bytes)."""
+    """Return at most `num_buckets` entries of equal length: (end in seconds, bytes)."""
     if not timeline:
         return ()
     length_s = max(timeline[-1][0] / num_buckets, 0.1)

@@ -1,4 +1,4 @@
-"""Results to standard output and to files (floor 7)."""
+"""The output of results, to standard output and to files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def check_output(key: str, path: str | None) -> None:
-    """Raises ConfigError when a result could not be written there: better now than after the measurement."""
+    """Raise ConfigError when a result could not be written there: now rather than after the measurement."""
     if path is None:
         return
     parent = Path(path).parent
@@ -28,12 +28,12 @@ def check_output(key: str, path: str | None) -> None:
 
 
 def save_json(path: str, value: Mapping[str, Any]) -> None:
-    """Raises AioError."""
+    """Write a result as JSON. Raises AioError."""
     save_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def save_text(path: str, text: str) -> None:
-    """Raises AioError."""
+    """Write a text. Raises AioError."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -43,7 +43,7 @@ def save_text(path: str, text: str) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """JSON of ours: no NaN, no infinity, no number that a float cannot hold. Raises ValueError."""
+    """Parse JSON of this package: no NaN, no infinity, no number that a float cannot hold. Raises ValueError."""
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite_float, parse_int=_small_int)
     except RecursionError:
@@ -66,7 +66,7 @@ def _small_int(text: str) -> int:
 
 
 def load_json(key: str, path: str, *, format_name: str, format_version: int) -> dict[str, Any]:
-    """A result of ours. Raises ConfigError when it is not one, or of another version."""
+    """Read a result of this package. Raises ConfigError when the file has none, or one of another version."""
     try:
         value = parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -83,7 +83,7 @@ def load_json(key: str, path: str, *, format_name: str, format_version: int) -> 
 
 
 def text_table(header: Iterable[str], rows: Iterable[Iterable[str]], *, num_left: int = 1) -> list[str]:
-    """Aligned columns, the first `num_left` to the left."""
+    """Return a table of aligned columns, the first `num_left` to the left."""
     cells = [list(header), *(list(row) for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return [

@@ -1,4 +1,4 @@
-"""`offloadzero plan`: bytes per tier, whether they fit, what a step takes, before anything runs (floor 7)."""
+"""`offloadzero plan`: the bytes per tier, whether they fit, and the time of a step, before anything runs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit status: 0, or 1 if the model does not fit. Raises OffloadError."""
+    """Run the command and return the exit status: 0, or 1 if the model does not fit. Raises OffloadError."""
     from offloadzero.cli import plan_report
 
     _check(args)
@@ -113,7 +113,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def read_count(key: str, text: str | None) -> int | None:
-    """ "300b", "1.4t", "5000000". Raises ConfigError."""
+    """Read "300b", "1.4t" or "5000000". Raises ConfigError."""
     if text is None:
         return None
     number, unit = (text[:-1], text[-1].lower()) if text[-1:].lower() in _COUNT_UNITS else (text, "")
@@ -127,13 +127,13 @@ def read_count(key: str, text: str | None) -> int | None:
 
 
 def read_source(path: str) -> dict[str, Any]:
-    """The configuration as an object: what changes are made in. Raises ConfigError."""
-    load_config(path)  # as it will be read when it trains
+    """Read the configuration as an object, in which changes are made. Raises ConfigError."""
+    load_config(path)  # checks it as a training does
     return read_config_file(path)
 
 
 def with_micro_batch(source: Mapping[str, Any], micro_batch: int) -> dict[str, Any]:
-    """The configuration with another micro batch, and with as many of them in a step as it had."""
+    """Return the configuration with another micro batch, and with as many of them in a step as it had."""
     num_micro = load_config(source).batch.gradient_accumulation_steps
     return {
         **source,
@@ -144,7 +144,7 @@ def with_micro_batch(source: Mapping[str, Any], micro_batch: int) -> dict[str, A
 
 
 def ask(args: argparse.Namespace, config: OffloadConfig) -> tuple[Any, Any]:
-    """The question and the machine that it is about."""
+    """Return the question and the machine that it is about."""
     from offloadzero.cli import plan_probe
     from offloadzero.cli.plan_answer import Question, drive_bytes
     from offloadzero.cli.plan_model import Loop, read_model

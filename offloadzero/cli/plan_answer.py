@@ -1,4 +1,4 @@
-"""What `offloadzero plan` finds out: the plan, what lies beside it, whether it fits, what would (floor 7)."""
+"""The answer of `offloadzero plan`: the plan, the bytes beside it, whether both fit, and a change that would."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ NOTHING: More = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, apart from the configuration."""
+    """The question, apart from the configuration."""
 
     model: ModelSource
     memory_of: Callable[
         [OffloadConfig], Memory
-    ]  # what the machine has; of its drives those that are configured
-    form_of: Callable[[AnySpec], UpdateForm]  # of the updates on its device
+    ]  # free memory of the machine; of its drives those that are configured
+    form_of: Callable[[AnySpec], UpdateForm]  # the form of the updates on its device
     loop: Loop = Loop.INITIALIZE
     sequence: int | None = None  # None: activations are not counted
     process_bytes: int = 0  # of Python and torch
@@ -63,7 +63,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """A plan and what lies beside it. `untraced` says why activations are not counted."""
+    """A plan and the bytes beside it. `untraced` is the reason why activations are not counted."""
 
     planned: PlannedModel
     memory: Memory
@@ -75,14 +75,14 @@ class Answer:
 
     @property
     def waiting_bytes(self) -> int:
-        """The most that is on the drives where the model is built under zero.Init; 0 where nothing waits there."""
+        """The most bytes on the drives where the model is built under zero.Init; 0 where none wait there."""
         if not waits_on_nvme(self.planned.config):
             return 0
         return nvme_bytes_with_waiting(self.planned.records, self.planned.plan)
 
     @property
     def unknown(self) -> str:
-        """Why the operations of a micro batch are not known; empty where they are."""
+        """The reason why the operations of a micro batch are not known; empty where they are."""
         if self.trace is None:
             return self.untraced
         names = ", ".join(self.trace.uncounted)
@@ -98,7 +98,7 @@ class Planner:
         self._traces: dict[tuple[Any, ...], MicroBatchTrace | str] = {}
 
     def plan(self, source: Source, more: More = NOTHING) -> tuple[PlannedModel, Memory]:
-        """The plan of a JSON, and what the machine has. Raises what the engine would: ConfigError, BudgetError."""
+        """Plan a JSON, and return the machine's memory, too. Raises the engine's errors: ConfigError, BudgetError."""
         question = self.question
         if self._model is None:
             self._model = question.model.on_meta()
@@ -112,7 +112,7 @@ class Planner:
         return planned, memory
 
     def answer(self, source: Source, more: More = NOTHING) -> Answer:
-        """The plan of a JSON, and whether it fits. Raises what the engine would: ConfigError, BudgetError."""
+        """Plan a JSON, and judge whether it fits. Raises the engine's errors: ConfigError, BudgetError."""
         planned, memory = self.plan(source, more)
         micro_batch = planned.config.batch.micro_batch_size or 1
         found = self._trace(planned, micro_batch)
@@ -123,14 +123,14 @@ class Planner:
         return Answer(planned, memory, beside, verdict, micro_batch, trace, untraced)
 
     def verdict(self, source: Source, more: More = NOTHING) -> Verdict:
-        """Whether a JSON fits a machine that has so much more."""
+        """Judge whether a JSON fits a machine that has so many more bytes."""
         try:
             return self.answer(source, more).verdict
         except BudgetError as error:
             return Verdict(refusal=str(error))
 
     def _verdict_of_candidate(self, source: Source, more: More) -> Verdict:
-        """Of a change that nobody has asked for: what it makes of the configuration may be none."""
+        """Judge a change that is only tried: it may make the configuration invalid."""
         try:
             return self.verdict(source, more)
         except ConfigError as error:
@@ -145,7 +145,7 @@ class Planner:
         return True
 
     def smallest_change(self, source: Source) -> Change:
-        """What to change of a JSON that does not fit."""
+        """Return the change of a JSON that does not fit."""
         config = load_config(source)
         codes = spec_in(config).codes
         try:
@@ -182,12 +182,12 @@ class Planner:
 
 
 def spec_in(config: OffloadConfig) -> AnySpec:
-    """Of the configuration's optimizer, or of Adam, which most scripts bring."""
+    """Return the spec of the configuration's optimizer, or Adam's, which most scripts use."""
     return spec_of_type(config.optimizer.type) if config.optimizer is not None else ADAM
 
 
 def _room(answer: Answer) -> int | None:
-    """What activations and buffers leave of a device that is too small; None where something else is short."""
+    """Return the room of activations and buffers on a device that is too small; None where another tier is short."""
     device = answer.memory.device
     if device is None or TierName.DEVICE not in answer.verdict.short:
         return None
@@ -196,7 +196,7 @@ def _room(answer: Answer) -> int | None:
 
 
 def _beside(planned: PlannedModel, trace: MicroBatchTrace | None, process_bytes: int) -> Beside:
-    """Activations, buffers of the model, and inputs whose size the configuration leaves open."""
+    """Return activations, buffers of the model, and inputs whose size the configuration leaves open."""
     beside = Beside(device=planned.buffer_bytes, host=process_bytes)
     if trace is None:
         return beside
@@ -205,7 +205,7 @@ def _beside(planned: PlannedModel, trace: MicroBatchTrace | None, process_bytes:
         return replace(beside, device=beside.device + activations)
     num_there = 1 + INPUTS_AHEAD[checkpointing.tier]
     away = sum(call.own for call in trace.inputs[:-num_there])
-    # What the plan has for inputs on the device is a part of what was traced there.
+    # Inputs that are planned on the device are a part of the traced bytes there.
     here = planned.plan.inputs.device if planned.plan.inputs is not None else 0
     beside = replace(beside, device=beside.device + max(0, activations - away - here))
     taken = _inputs_beside(planned, trace)
@@ -213,7 +213,7 @@ def _beside(planned: PlannedModel, trace: MicroBatchTrace | None, process_bytes:
 
 
 def _inputs_beside(planned: PlannedModel, trace: MicroBatchTrace) -> dict[TierName, int]:
-    """What the engine takes in its first step for inputs whose size the configuration leaves open, by their tier."""
+    """Return the bytes, by tier, that the engine takes in its first step for inputs of a size left open."""
     checkpointing = planned.config.activation_checkpoints
     taken = {TierName.HOST: 0, TierName.NVME: 0}
     if checkpointing is None or checkpointing.tier is TierName.DEVICE or planned.plan.inputs is not None:
@@ -227,7 +227,7 @@ def _inputs_beside(planned: PlannedModel, trace: MicroBatchTrace) -> dict[TierNa
 
 
 def _check_budgets(planned: PlannedModel, trace: MicroBatchTrace | None) -> None:
-    """BudgetError where the first step would find no room for inputs beside the plan."""
+    """Raise BudgetError where the first step would find no room for inputs beside the plan."""
     if trace is None:
         return
     config = planned.config
@@ -244,7 +244,7 @@ def _check_budgets(planned: PlannedModel, trace: MicroBatchTrace | None) -> None
 
 
 def drive_bytes(paths: Sequence[Path], *, free: Callable[[Path], int] = free_disk_bytes) -> int | None:
-    """How much the swap files in these directories can hold together; None without any.
+    """Return the bytes that the swap files in these directories can hold together; None without any.
 
     The files are of equal size, and directories on one filesystem share its space.
     """
@@ -260,5 +260,5 @@ def drive_bytes(paths: Sequence[Path], *, free: Callable[[Path], int] = free_dis
 
 
 def drive_of(path: Path) -> int:
-    """The filesystem of a directory, or the one that it would be made on, by `st_dev`."""
+    """Return the filesystem of a directory, or the one that it would be made on, by `st_dev`."""
     return os.stat(nearest_directory(path)).st_dev

@@ -1,9 +1,9 @@
-"""A model that is nowhere, cut and planned as the engine would: by its shape, its config.json, or a function (floor 7).
+"""A model without memory, cut and planned as by the engine: from its shape, its config.json, or a function.
 
 [Note: a model that is nowhere]
-`initialize()` and `offload()` cut a model into units and plan the bytes of every tier before they move anything. What
-they ask of it are names, shapes and dtypes, which a model on the meta device has as well. So the plan of a model that
-is nowhere is made by the engine's own functions, and is the one that the engine makes of the model when it is there.
+`initialize()` and `offload()` cut a model into units and plan the bytes of every tier before they move anything. They
+need names, shapes and dtypes, which a model on the meta device has as well. So the plan of a model without memory is
+made by the engine's own functions, and equals the plan that the engine makes of the real model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KEY = "--model"
 
 
 class Loop(str, Enum):
-    """How the script will start: it decides what is clipped and how long gradients are kept."""
+    """The script's way of starting: it decides on clipping and on how long gradients are kept."""
 
     INITIALIZE = "initialize"
     OFFLOAD = "offload"
@@ -45,24 +45,24 @@ class Loop(str, Enum):
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What `--model` names: `build` makes it on torch's default device."""
+    """The model named by `--model`: `build` makes it on torch's default device."""
 
     text: str
     build: Callable[[], nn.Module]
     shape: ModelShape | None = None
 
     def on_meta(self) -> nn.Module:
-        """The model without its numbers: [Note: a model that is nowhere]."""
+        """Make the model without its numbers: [Note: a model that is nowhere]."""
         with torch.device("meta"):
             return self.build()
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model's records and what the engine reserves for them."""
+    """A model's records and the memory that the engine reserves for them."""
 
     class_name: str  # of the model
-    config: OffloadConfig  # as the loop settles it
+    config: OffloadConfig  # the configuration as the loop settles it
     spec: AnySpec
     cut: UnitCut
     plan: MemoryPlan
@@ -71,22 +71,22 @@ class PlannedModel:
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """Of all units."""
+        """The records of all units."""
         return self.cut.records
 
     @property
     def num_parameters(self) -> int:
-        """Elements, without padding."""
+        """The number of elements, without padding."""
         return sum(record.num_params for record in self.records)
 
     @property
     def num_trainable(self) -> int:
-        """Elements that the optimizer updates, without padding."""
+        """The number of elements that the optimizer updates, without padding."""
         return sum(slot.num_elements for record in self.records for slot in record.trainable_slots)
 
 
 def read_model(text: str) -> ModelSource:
-    """A shape, a config.json of transformers (or its directory), or `module:function`. Raises ConfigError."""
+    """Read a shape, a config.json of transformers (or its directory), or `module:function`. Raises ConfigError."""
     shape = read_shape(KEY, text)
     if shape is not None:
         return ModelSource(text, shape.build, shape)
@@ -110,13 +110,13 @@ def _of_transformers(path: str) -> Callable[[], nn.Module]:
     models: Any = transformers
     try:
         config = models.AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # its checks of the fields raise what they like
+    except Exception as error:  # its checks of the fields raise any error
         raise ConfigError(KEY, path, f"transformers does not read it: {_reason(error)}") from error
 
     def build() -> nn.Module:
         try:
             model: nn.Module = _build_of_transformers(models, config)
-        except Exception as error:  # whatever a model's constructor makes of sizes that are none
+        except Exception as error:  # any error of a model's constructor for wrong sizes
             raise ConfigError(KEY, path, f"transformers does not build it: {_reason(error)}") from error
         return model
 
@@ -124,7 +124,7 @@ def _of_transformers(path: str) -> Callable[[], nn.Module]:
 
 
 def _build_of_transformers(models: Any, config: Any) -> Any:
-    """The class that the file names; else by its type, and what computes logits where the architecture has that."""
+    """Make the class that the file names, or the one of its type, with logits where the architecture has them."""
     for name in config.architectures or ():
         named = getattr(models, name, None)
         if isinstance(named, type) and issubclass(named, nn.Module):
@@ -159,7 +159,7 @@ def _of_function(text: str, module: str, function: str) -> Callable[[], nn.Modul
 
 
 def _reason(error: BaseException) -> str:
-    """On one line."""
+    """Return an error's text on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -171,14 +171,14 @@ def plan_model(
     available: Mapping[TierName, int],
     form: UpdateForm = UpdateForm.NATIVE,
 ) -> PlannedModel:
-    """What the engine reserves for `model`, all of whose parameters that require gradients are trained.
+    """Plan the memory that the engine reserves for `model`, whose parameters that require gradients are all trained.
 
     Args:
         available: bytes by tier for `"placement": "auto"`; of a device whose memory is the host's there is no entry.
-        form: of the updates on the device.
+        form: the form of the updates on the device.
 
     Raises:
-        ConfigError, BudgetError: what the engine would raise.
+        ConfigError, BudgetError: those of the engine.
     """
     config = settle(config, loop)
     spec = spec_of_type(config.optimizer.type) if config.optimizer is not None else ADAM
@@ -216,7 +216,7 @@ def plan_model(
 
 
 def settle(config: OffloadConfig, loop: Loop) -> OffloadConfig:
-    """What the way of starting makes of what the configuration leaves open."""
+    """Fill in the open settings as the way of starting does."""
     if loop is Loop.OFFLOAD:
         # offload() trains with the optimizer that it is given.
         return with_kept_gradients(settle_for_offload(config))
@@ -224,7 +224,7 @@ def settle(config: OffloadConfig, loop: Loop) -> OffloadConfig:
 
 
 def uses_of(cut: UnitCut) -> Uses:
-    """Records in the order in which a micro batch uses them, as the sites come in the model.
+    """Return the records in the order in which a micro batch uses them, which is that of the sites in the model.
 
     Backward needs no weights of an embedding, nor of the first module if it is a single one: the model's inputs need no
     gradients. A model whose forward goes another way than its modules are listed is used in another order.
@@ -240,5 +240,5 @@ def uses_of(cut: UnitCut) -> Uses:
 
 
 def _first_called(cut: UnitCut) -> Site:
-    """The first site that is not the model itself, which holds what is resident."""
+    """Return the first site that is not the model itself, which holds the resident records."""
     return next((site for site in cut.sites if site.name), cut.sites[0])

@@ -1,4 +1,4 @@
-"""What `offloadzero plan` measures of a machine, in less than a minute, and keeps (floor 7).
+"""The measurements that `offloadzero plan` makes of a machine, in less than a minute, and keeps.
 
 [Note: what the probe measures]
 | rate | by |
@@ -11,8 +11,8 @@
 | drive | `bench nvme` for a third of the time: its row of the engine's default setting |
 | Python per unit | a tiny model of many units in the engine: what its own clock of hooks says |
 
-What runs on the host's cores is measured in their time, as [Note: the bound] in observe/bound.py measures a run.
-Memory is looked at anew each time; rates are kept by what tells one machine from another, the drive among it.
+The work of the host's cores is measured in their time, as [Note: the bound] in observe/bound.py measures a run.
+Memory is read anew each time; rates are kept by facts that tell one machine from another, the drive among them.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ NUM_SAMPLES = 6
 
 
 def read_hardware(path: str) -> Hardware:
-    """A file that `--hardware-out` has written, or one by hand. Raises ConfigError."""
+    """Read a file that `--hardware-out` has written, or one by hand. Raises ConfigError."""
     value = load_json(KEY, path, format_name=FORMAT, format_version=FORMAT_VERSION)
     return hardware_from_json(KEY, value)
 
 
 def this_hardware(device_name: str | None, paths: Sequence[Path], *, fresh: bool) -> Hardware:
-    """This machine: what it has now, with rates that were kept or are measured. Raises OffloadError."""
-    found = memory_only(device_name, paths)  # before measuring takes memory
+    """Describe this machine: its present memory, with rates that were kept or are measured. Raises OffloadError."""
+    found = memory_only(device_name, paths)  # before measurements take memory
     kept = cache_file(found.identity)
     rates = _kept_rates(kept, found.identity) if not fresh else None
     if rates is not None:
@@ -85,7 +85,7 @@ def this_hardware(device_name: str | None, paths: Sequence[Path], *, fresh: bool
 
 
 def memory_only(device_name: str | None, paths: Sequence[Path]) -> Hardware:
-    """This machine without any rate. Raises ConfigError."""
+    """Describe this machine without any rate. Raises ConfigError."""
     device = find_device(device_name)
     return Hardware(
         memory=Memory(host=available_host_bytes(), device=device.free_bytes(), nvme=drive_bytes(paths)),
@@ -100,7 +100,7 @@ def memory_only(device_name: str | None, paths: Sequence[Path]) -> Hardware:
 
 
 def resident_bytes() -> int:
-    """Of this process, which has loaded what a script loads: Python, torch, this package."""
+    """Return the resident bytes of this process, which has loaded Python, torch and this package as a script does."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -109,7 +109,7 @@ def resident_bytes() -> int:
 
 
 def describe(device: Device, paths: Sequence[Path]) -> dict[str, Any]:
-    """What tells this machine, its drives and its software from others."""
+    """Return the facts that tell this machine, its drives and its software from others."""
     machine = {key: value for key, value in describe_machine().items() if key != "load_average"}
     drives = []
     for path in paths:
@@ -128,14 +128,14 @@ def describe(device: Device, paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def cache_file(identity: Mapping[str, Any]) -> Path:
-    """Where the rates of such a machine are kept: below XDG_CACHE_HOME, or ~/.cache."""
+    """Return the file for the rates of such a machine: below XDG_CACHE_HOME, or ~/.cache."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     return base / "offloadzero" / f"hardware-{digest}.json"
 
 
 def _keep(path: Path, found: Hardware) -> None:
-    """For the next time; without a place for it the next time measures again."""
+    """Keep the rates for the next time, which measures again where there is no place for them."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_json(str(path), found.to_json())
@@ -189,7 +189,7 @@ def _best_s(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """The shortest of some calls: whatever else runs makes none of them shorter. `finish` waits for what was launched.
+    """Return the shortest of some calls: other load only makes calls longer. `finish` waits for launched work.
 
     The bound that a run is compared with takes the best rates, too: [Note: the bound] in observe/bound.py.
     """
@@ -203,16 +203,16 @@ def _best_s(
 
 
 def _cores_s(num_threads: int | None = None) -> float:
-    """CPU time of this process over the cores that it computes on, whoever else takes turns there.
+    """Return the CPU time of this process over the cores that it computes on, whatever else runs there.
 
-    All that it has; with fewer threads than these the others do not make them faster.
+    These are all of its cores; with fewer threads the idle cores do not make them faster.
     """
     num_cores = usable_cores()
     return time.process_time() / (num_cores if num_threads is None else min(num_threads, num_cores))
 
 
 def flops_per_s(device: Device, dtype: torch.dtype) -> float:
-    """Operations per second in a block: on the CPU of a width of 1024, on a device of 4096."""
+    """Return the operations per second in a block: on the CPU of a width of 1024, on a device of 4096."""
     is_cpu = device.free_bytes() is None
     width, num_tokens = (1024, 256) if is_cpu else (4096, 4096)
     shape = ModelShape(LLAMA, width, 1, width // 128, 128, 11 * width // 4, width // 128)
@@ -231,7 +231,7 @@ def flops_per_s(device: Device, dtype: torch.dtype) -> float:
 
 
 def host_update_rates() -> dict[str, float]:
-    """Bytes per second that Adam moves on all cores, by layout."""
+    """Return the bytes per second that Adam moves on all cores, by layout."""
     records = Records(1 << 24)
     num_threads = len(os.sched_getaffinity(0))
     rates = {}
@@ -242,19 +242,19 @@ def host_update_rates() -> dict[str, float]:
 
 
 def copy_rate() -> float:
-    """Bytes per second of a copy in host memory by one thread; a copy counts its bytes once."""
+    """Return the bytes per second of a copy in host memory by one thread; a copy counts its bytes once."""
     source, target = torch.zeros(64 * _MIB, dtype=torch.uint8), torch.zeros(64 * _MIB, dtype=torch.uint8)
     return source.nbytes / _best_s(lambda: cpu_adam.copy(target, source), clock=time.process_time)
 
 
 def landing_rate() -> float:
-    """Bytes per second of the norm of a gradient in bf16."""
+    """Return the bytes per second of the norm of a gradient in bf16."""
     grad = torch.zeros(64 * _MIB, dtype=torch.bfloat16)
     return grad.nbytes / _best_s(lambda: cpu_adam.sq_norm(grad), clock=_cores_s)
 
 
 def link_rates() -> dict[str, Any]:
-    """Both ways of pinned copies of the largest size."""
+    """Return the rates of both ways of pinned copies of the largest size."""
     cases = [(case, transfer) for case, transfer in bench_copy.device_cases() if case.memory == "pinned"]
     largest = max(case.num_bytes for case, _ in cases if case.kind != "both")
     return {
@@ -265,7 +265,7 @@ def link_rates() -> dict[str, Any]:
 
 
 def device_update_rates(device: Device, *, num_params: int = 1 << 24) -> dict[str, float]:
-    """Bytes per second that Adam moves in the device's memory, by layout."""
+    """Return the bytes per second that Adam moves in the device's memory, by layout."""
     form, hyper = device_form(ADAM, device.torch_device), AdamHyper(1e-5, 0.9, 0.999, 1e-8, 0.01)
     rates = {}
     for layout in (FP32, COMPACT):
@@ -294,7 +294,7 @@ def device_update_rates(device: Device, *, num_params: int = 1 << 24) -> dict[st
 
 
 class _ManyUnits(nn.Module):
-    """Blocks that compute next to nothing."""
+    """Blocks with hardly any computation."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ class _ManyUnits(nn.Module):
 
 
 def python_per_use(device: Device, *, num_blocks: int = 48, num_steps: int = 8) -> float:
-    """Seconds of Python in the hooks for each use of a unit, as a step's record has them."""
+    """Return the seconds of Python in the hooks for each use of a unit, as a step's record has them."""
     import offloadzero
 
     with tempfile.TemporaryDirectory(prefix="offloadzero-plan-") as directory:
@@ -336,10 +336,10 @@ def python_per_use(device: Device, *, num_blocks: int = 48, num_steps: int = 8) 
 
 
 def drive_rates(paths: Sequence[Path], *, time_s: float, num_bytes: int = 512 * _MIB) -> dict[str, Any]:
-    """Rates of the engine's default setting by `bench nvme`: read, write, both at once, and what they cost the cores.
+    """Return rates of the engine's default setting by `bench nvme`: read, write, both at once, and their CPU time.
 
-    Directories that do not exist yet are measured in the one that they would be made in. Of several on one drive the
-    first is measured: it has what they have together.
+    Directories that do not exist yet are measured in the one that they would be made in. Of several on one drive only
+    the first is measured: its rate is that of all of them together.
     """
     existing = {drive_of(path): nearest_directory(path) for path in reversed(paths)}
     result = bench_nvme.measure_paths(
@@ -358,7 +358,7 @@ def drive_rates(paths: Sequence[Path], *, time_s: float, num_bytes: int = 512 * 
 
 
 def form_on(hardware: Hardware, spec: Any) -> UpdateForm:
-    """Of an optimizer's updates on the device of that machine, which need not be this one."""
+    """Return the form of an optimizer's updates on the device of that machine, which need not be this one."""
     if hardware.device_is_cpu:
         return UpdateForm.NATIVE
     return hardware.adam_form if spec is ADAM else UpdateForm.TORCH

@@ -1,4 +1,4 @@
-"""What `offloadzero plan` says: the answer for people and as JSON (floor 7)."""
+"""The report of `offloadzero plan`: the answer as text and as JSON."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Report:
 
     @property
     def fits(self) -> bool:
-        """Whether it can start as it is."""
+        """Whether the run can start without a change."""
         return self.change is None
 
     # --- for people ---
 
     def lines(self) -> list[str]:
-        """Paragraphs."""
+        """Return paragraphs of text."""
         lines = list(self._memory_lines()) if self.answer is not None else [self.refusal]
         lines += ["", *self._verdict_lines()]
         if self.forecast is not None:
@@ -146,7 +146,7 @@ class Report:
         rows = []
         for name in lanes:
             rows.append(_lane_row(name, moved, found.lanes_s))
-            if name == CORES:  # what shares them
+            if name == CORES:  # the work that shares them
                 parts = sorted(found.parts_s, key=lambda part: -found.parts_s[part])
                 rows += [_lane_row(part, moved, found.parts_s, indent="  ") for part in parts]
         yield from text_table(["lane", "bytes per step", "alone"], rows)
@@ -154,7 +154,7 @@ class Report:
     # --- for programs ---
 
     def to_json(self) -> dict[str, Any]:
-        """Everything."""
+        """Return the whole report as JSON."""
         answer = self.answer
         return {
             "model": self.model,
@@ -257,7 +257,7 @@ def make_report(
 
 
 def step_of(answer: Answer) -> Step:
-    """What a step of a planned model moves and computes."""
+    """Return the bytes and operations of a step of a planned model."""
     planned = answer.planned
     traffic = step_traffic(
         planned.records,
@@ -281,7 +281,7 @@ def step_of(answer: Answer) -> Step:
 
 
 def largest(question: Question, source: Source) -> ModelSource:
-    """The model of the question's shape with the most blocks that fit. Raises ConfigError where not even one does."""
+    """Find the model of the question's shape with the most blocks that fit. Raises ConfigError if one does not."""
     shape = question.model.shape
     if shape is None:
         raise ConfigError(
@@ -303,7 +303,7 @@ def largest(question: Question, source: Source) -> ModelSource:
 
 
 def of_shape(shape: ModelShape) -> ModelSource:
-    """The source of a shape."""
+    """Return the source of a shape."""
     return ModelSource(str(shape), shape.build, shape)
 
 

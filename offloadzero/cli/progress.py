@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar where somebody watches and tqdm is there, lines otherwise (floor 7)."""
+"""Progress on standard error: a bar on a terminal where tqdm is installed, lines otherwise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Progress:
         self._bar = _make_bar(total_s)
 
     def phase(self, name: str) -> None:
-        """A new phase begins."""
+        """Begin a new phase."""
         self._phase = name
         if self._bar is not None:
             self._bar.set_description(name)
@@ -29,7 +29,7 @@ class Progress:
             self._line("")
 
     def tick(self, text: str) -> None:
-        """Something was measured."""
+        """Note that a sample was measured."""
         elapsed_s = time.monotonic() - self._started_s
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
@@ -39,7 +39,7 @@ class Progress:
             self._line(text)
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
         else:

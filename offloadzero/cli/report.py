@@ -1,4 +1,4 @@
-"""`offloadzero report`: a run directory as one HTML page (floor 7).
+"""`offloadzero report`: a run directory as one HTML page.
 
 [Note: the page]
 report_page.html holds the style and the script; the run's data goes into it as one JSON object. The script sets
@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit status. Raises OffloadError."""
+    """Run the command and return the exit status. Raises OffloadError."""
     directory = Path(args.run_dir)
     output = args.output or str(directory / "report.html")
     description = load_json(
@@ -71,13 +71,13 @@ def _is_tier_line(line: object) -> bool:
 
 
 def make_page(data: Mapping[str, Any]) -> str:
-    """The page with its data in it: [Note: the page]."""
+    """Return the page with its data in it: [Note: the page]."""
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
     return PAGE_FILE.read_text(encoding="utf-8").replace("/*DATA*/", text, 1)
 
 
 def page_data(directory: Path, description: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything the page shows."""
+    """Return all data that the page shows."""
     records, num_unreadable = read_steps(directory / STEPS_FILE)
     traces, notes = read_traces(directory)
     if num_unreadable:
@@ -100,7 +100,7 @@ def page_data(directory: Path, description: Mapping[str, Any]) -> dict[str, Any]
 
 
 def read_steps(path: Path) -> tuple[list[Record], int]:
-    """The records in order of their steps, and the number of lines that are none.
+    """Return the records in order of their steps, and the number of lines that are none.
 
     A run that goes on from an earlier step, as after a crash, replaces the records from there on.
     """
@@ -119,7 +119,7 @@ def read_steps(path: Path) -> tuple[list[Record], int]:
 
 
 def _text(path: Path) -> str:
-    """Raises AioError."""
+    """Read a file. Raises AioError."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -144,19 +144,19 @@ def _step_record(line: str) -> Record | None:
 
 
 def _is_number(value: object) -> bool:
-    """One that a run can have measured: sums of them stay finite."""
+    """Whether a run can have measured the number: sums of such numbers stay finite."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MAX_NUMBER
 
 
 def read_traces(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The traced steps in order, and a sentence for each that cannot be shown whole."""
+    """Return the traced steps in order, and a sentence for each that cannot be shown whole."""
     traces, notes = [], []
     for path in directory.glob("trace_step_*.json"):
         try:
             events = parse_json(path.read_text(encoding="utf-8"))["traceEvents"]
             trace, num_left_out = compact_trace(events)
         except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            # Whatever the damage was, it shows as one of these where a value is used.
+            # Any damage shows as one of these errors where a value is used.
             notes.append(f"{path.name} cannot be read.")
             continue
         traces.append(trace)
@@ -166,7 +166,8 @@ def read_traces(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def compact_trace(events: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], int]:
-    """A trace for the page, and the number of spans left out: lanes of [start, length, name, bytes, track, wait].
+    """Return a trace for the page as lanes of [start, length, name, bytes, track, wait], and how many spans are left
+    out.
 
     Times in microseconds after the step's start; names are indices into `names`.
     """
@@ -196,11 +197,11 @@ def compact_trace(events: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], 
     return {"step": number, "length_us": step["dur"], "names": list(names), "lanes": shown}, num_left_out
 
 
-# --- what it says ---
+# --- the page's content ---
 
 
 def steady(records: Sequence[Record]) -> Sequence[Record]:
-    """Without the first steps, which record the order of use and fill the caches."""
+    """Return the steps without the first ones, which record the order of use and fill the caches."""
     return records[NUM_WARM_UP:] if len(records) > NUM_WARM_UP else records
 
 
@@ -210,7 +211,7 @@ def _median(values: Iterable[float]) -> float:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """One sentence for people."""
+    """Return one sentence of summary."""
     if not records:
         return "No step has been recorded yet."
     shown = steady(records)
@@ -232,7 +233,7 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def facts(records: Sequence[Record], description: Mapping[str, Any]) -> list[list[str]]:
-    """Label and value of the tiles on top."""
+    """Return label and value of the tiles on top."""
     shown = steady(records)
     tiles = []
     if shown:
@@ -258,7 +259,7 @@ def facts(records: Sequence[Record], description: Mapping[str, Any]) -> list[lis
 
 
 def lane_rows(records: Sequence[Record]) -> list[list[str]]:
-    """Lane, bytes per step, busy time, its share of the step, rate, least time: medians."""
+    """Return lane, bytes per step, busy time, its share of the step, rate, least time: medians."""
     shown = steady(records)
     rows = []
     for lane in sorted({lane for r in shown for lane in (*r["bytes"], *r["lanes_s"])}):
@@ -281,7 +282,7 @@ def lane_rows(records: Sequence[Record]) -> list[list[str]]:
 
 
 def series(records: Sequence[Record]) -> dict[str, Any]:
-    """The charts' data: at most MAX_POINTS points, each the mean of `group` consecutive steps."""
+    """Return the charts' data: at most MAX_POINTS points, each the mean of `group` consecutive steps."""
     group = -(-len(records) // MAX_POINTS) or 1
     groups = [records[i : i + group] for i in range(0, len(records), group)]
     names = sorted({name for record in records for name in record["waits_s"]})

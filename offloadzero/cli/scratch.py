@@ -1,4 +1,4 @@
-"""Files of a benchmark: made exclusively, removed on every exit, never anybody else's."""
+"""Files of a benchmark: made exclusively, removed on every exit, and never another program's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ScratchFile:
         return os.fstat(self._fd).st_blocks * 512
 
     def check(self) -> None:
-        """Raises AioError when its name stands for another file by now."""
+        """Raise AioError when its name stands for another file by now."""
         try:
             found = _identity(os.stat(self.path, follow_symlinks=False))
         except FileNotFoundError:
@@ -67,19 +67,19 @@ class ScratchFile:
             )
 
     def pread(self, num_bytes: int, offset: int) -> bytes:
-        """Through the page cache, by the system call itself."""
+        """Read through the page cache, by the system call itself."""
         return os.pread(self._fd, num_bytes, offset)
 
     def sync(self) -> None:
         os.fdatasync(self._fd)
 
     def drop_cache(self) -> None:
-        """Writes out what the page cache holds of the file, and forgets it."""
+        """Write out the file's pages in the page cache, and drop them."""
         os.fdatasync(self._fd)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def remove(self) -> None:
-        """Idempotent; leaves a file that took its name alone, and does nothing in a forked child."""
+        """Remove the file. Idempotent; leaves a file that took its name alone, and does nothing in a forked child."""
         if self not in _live_files or os.getpid() != self._pid:
             return
         with contextlib.suppress(FileNotFoundError):
@@ -104,11 +104,11 @@ def _remove_live_files() -> None:
 
 @contextlib.contextmanager
 def scratch_files(directories: Sequence[str]) -> Iterator[list[ScratchFile]]:
-    """One new file in each directory, removed at the end, whatever ends it."""
+    """Make one new file in each directory; each is removed at the end, whatever ends it."""
     files: list[ScratchFile] = []
     try:
         for directory in directories:
-            with _signals_held():  # else one could come when the file is there and nobody knows of it yet
+            with _signals_held():  # else one could come when the file exists and is not noted yet
                 files.append(ScratchFile(directory))
         yield files
     finally:
@@ -133,14 +133,14 @@ def _raise_terminated(number: int, _frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def ending_signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the stack like Ctrl-C does, so that files are removed."""
+    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that files are removed."""
     with _handlers(dict.fromkeys(_ENDING_SIGNALS, _raise_terminated)):
         yield
 
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """A signal that comes meanwhile is handled at the end."""
+    """Hold signals back until the end of the block."""
     held: list[int] = []
     try:
         hold = dict.fromkeys((signal.SIGINT, *_ENDING_SIGNALS), lambda number, _frame: held.append(number))
@@ -153,14 +153,14 @@ def _signals_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_ignored() -> Iterator[None]:
-    """A second Ctrl-C does not stop the removal of the files."""
+    """Ignore a second Ctrl-C, so that it does not stop the removal of the files."""
     with _handlers(dict.fromkeys((signal.SIGINT, *_ENDING_SIGNALS), signal.SIG_IGN)):
         yield
 
 
 @contextlib.contextmanager
 def _handlers(wanted: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
-    """Python lets only the main thread set handlers; in another one signals stay as they are."""
+    """Set handlers, which Python lets only the main thread do; in another one signals stay as they are."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -172,11 +172,11 @@ def _handlers(wanted: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-# --- What is refused beforehand ---
+# --- Checks beforehand ---
 
 
 def check_directories(paths: Sequence[str]) -> None:
-    """Raises ConfigError unless each can be written to and lies on a drive of its own.
+    """Raise ConfigError unless each can be written to and lies on a drive of its own.
 
     Two directories of one drive would be measured as two drives. Filesystems in memory are no drives: there only the
     same directory may not be named twice.
@@ -203,7 +203,7 @@ def check_directories(paths: Sequence[str]) -> None:
 
 
 def _drive_of(path: str) -> object:
-    """The disk's name, else the number of the filesystem; None in memory."""
+    """Return the disk's name, else the number of the filesystem; None in memory."""
     described = describe_path(path)
     if described["filesystem"] in MEMORY_FILESYSTEMS:
         return None
@@ -211,7 +211,7 @@ def _drive_of(path: str) -> object:
 
 
 def check_space(paths: Sequence[str], num_bytes: int) -> None:
-    """Raises ConfigError unless each filesystem has room for its files of `num_bytes` and keeps a margin.
+    """Raise ConfigError unless each filesystem has room for its files of `num_bytes` and keeps a margin.
 
     The margin is 5 % of the filesystem, 1 GiB at most.
     """

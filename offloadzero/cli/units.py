@@ -1,4 +1,4 @@
-"""Sizes and times as people write and read them (floor 7)."""
+"""Sizes and times in the form that people write and read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNIT_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, None: 1.0}
 
 
 def read_seconds(key: str, text: str, *, minimum: float) -> float:
-    """ "90", "60s", "1.5min", "1h". Raises ConfigError."""
+    """Read "90", "60s", "1.5min" or "1h". Raises ConfigError."""
     match = _TIME.fullmatch(text.strip())
     if match is None:
         raise ConfigError(key, text, 'a time such as "60s" or "2min"')
@@ -22,7 +22,7 @@ def read_seconds(key: str, text: str, *, minimum: float) -> float:
 
 
 def size_text(num_bytes: float) -> str:
-    """The largest binary unit that leaves at least 1: 4 GiB, 1.5 MiB, 512 B."""
+    """Return a size in the largest binary unit that leaves at least 1: 4 GiB, 1.5 MiB, 512 B."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(num_bytes) >= size:
             return (
@@ -34,7 +34,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """With three digits: 430 us, 1.25 ms, 2.5 s."""
+    """Return a time with three digits: 430 us, 1.25 ms, 2.5 s."""
     for unit, length in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= length:
             return f"{seconds / length:.3g} {unit}"

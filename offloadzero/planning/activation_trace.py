@@ -1,14 +1,15 @@
-"""What one micro batch computes and keeps: floating-point operations, and the bytes of activations (floor 4).
+"""The work and memory of one micro batch: floating-point operations, and the bytes of activations.
 
 [Note: a micro batch that is not computed]
-Forward and backward run on tensors that have shapes and no memory, through torch's own autograd. Whatever appears is
-counted while it is alive: what autograd saves, what recomputation makes again, what an operation needs beside that, the
-logits. Parameters do not count, which have their place in the plan, nor do gradients of parameters once they are
-complete. Memory that a kernel takes for itself is not seen, nor what an allocator keeps or rounds up.
+Forward and backward run on tensors that have shapes and no memory, through torch's own autograd. Every tensor is
+counted while it is alive: those that autograd saves, those that recomputation makes again, those that an operation
+needs for a while, the logits. Parameters do not count, which have their place in the plan, nor do gradients of
+parameters once they are complete. Memory that a kernel takes for itself is not seen, nor the rest that an allocator
+keeps or rounds up.
 
 Operations are matrix products, convolutions and attention, two for each multiplication and addition, and attention in
-full although half of it is masked, as torch.utils.flop_counter counts them. What has the name of one of these and no
-formula here would count as nothing, so it is kept by name, and the operations of the micro batch are not known.
+full although half of it is masked, as torch.utils.flop_counter counts them. An operation with the name of one of these
+and no formula here would count as nothing, so its name is kept, and the operations of the micro batch are not known.
 """
 
 from __future__ import annotations
@@ -44,33 +45,33 @@ _HEAVY = re.compile(r"mm(?![a-z])|matmul|conv(?!ert)|attention")  # in the name 
 
 
 class TraceError(OffloadError, RuntimeError):
-    """A model that cannot be run on tensors without memory, or is not called with token ids."""
+    """The model cannot be run on tensors without memory, or is not called with token ids."""
 
 
 @dataclass(frozen=True)
 class CallInputs:
-    """Bytes of those inputs of one call of a checkpointed unit that would leave the device.
+    """The bytes of those inputs of one call of a checkpointed unit that would leave the device.
 
-    A tensor that several calls get, a table of positions, leaves it once and comes back for each of them.
+    A tensor that several calls get, a table of positions say, leaves once and comes back for each of them.
     """
 
-    sent: int  # what no earlier call has got
+    sent: int  # inputs that no earlier call has got
     home: int  # of `sent`, each tensor rounded up to pages
-    fetched: int  # all that the call gets
-    own: int  # what no other call gets
+    fetched: int  # all inputs of the call
+    own: int  # inputs of no other call
 
 
 @dataclass(frozen=True)
 class MicroBatchTrace:
-    """Of forward and backward of one micro batch: [Note: a micro batch that is not computed]."""
+    """Forward and backward of one micro batch: [Note: a micro batch that is not computed]."""
 
     num_tokens: int
     forward_flops: int
-    backward_flops: int  # with recomputation
+    backward_flops: int  # recomputation included
     kept_bytes: int  # when the forward has ended
     peak_bytes: int
     inputs: tuple[CallInputs, ...] = ()  # by call of a checkpointed unit
-    input_bytes: int = 0  # of the call that gets most, each tensor rounded up to pages
+    input_bytes: int = 0  # of the call with the most, each tensor rounded up to pages
     largest_input_bytes: int = 0  # of one tensor, rounded up to pages
     uncounted: tuple[
         str, ...
@@ -78,12 +79,12 @@ class MicroBatchTrace:
 
     @property
     def flops(self) -> int:
-        """Of both."""
+        """The operations of forward and backward."""
         return self.forward_flops + self.backward_flops
 
     @property
     def home_bytes(self) -> int:
-        """What the inputs of all calls take where they wait for backward."""
+        """The bytes of the inputs of all calls where they wait for backward."""
         return sum(call.home for call in self.inputs)
 
 
@@ -95,9 +96,9 @@ def trace_micro_batch(
     sequence: int,
     checkpointed: Collection[str] = (),
 ) -> MicroBatchTrace:
-    """Trace `model(ids)`, ids of shape (micro_batch, sequence), which gives a loss, logits, or an output with a loss.
+    """Trace `model(ids)`, ids of shape (micro_batch, sequence), whose result is or has a loss, or is logits.
 
-    `model` is on the meta device, and not to be used afterwards. `checkpointed` names modules that keep only their
+    `model` is on the meta device, and must not be used afterwards. `checkpointed` names modules that keep only their
     inputs, `dtype` is that of floating-point parameters (None: their own). Raises TraceError.
     """
     if dtype is not None:
@@ -118,7 +119,7 @@ def trace_micro_batch(
                 loss.backward()
             except TraceError:
                 raise
-            except Exception as error:  # whatever the model's code says of tensors that hold nothing
+            except Exception as error:  # any error of the model's code on tensors without values
                 raise TraceError(f"{type(model).__name__}: {type(error).__name__}: {error}") from error
     return MicroBatchTrace(
         num_tokens=micro_batch * sequence,
@@ -136,7 +137,7 @@ def trace_micro_batch(
 
 
 class _Inputs:
-    """The inputs that would leave the device, by call. Their keys are good in forward, while a graph holds them."""
+    """The inputs that would leave the device, by call. Their keys are valid in forward, while a graph holds them."""
 
     def __init__(self) -> None:
         self.calls: list[dict[object, int]] = []  # sizes by `input_key`
@@ -169,7 +170,7 @@ def _checkpointed(forward: Callable[..., Any], inputs: _Inputs, *args: Any, **kw
 
 
 def _loss(model: nn.Module, ids: Tensor) -> Tensor:
-    """As a script would take it of the model's output."""
+    """Return the loss that a script would take from the model's output."""
     names = inspect.signature(model.forward).parameters
     given: dict[str, Any] = {}
     if "labels" in names:
@@ -187,7 +188,7 @@ def _loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _give_storages(model: nn.Module) -> None:
-    """Parameters and buffers as the running mode makes them; a tied parameter stays one."""
+    """Remake parameters and buffers in the running mode; a tied parameter stays one."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -200,7 +201,7 @@ def _give_storages(model: nn.Module) -> None:
 
 
 class _Counter(DispatchMode):
-    """Counts operations, and the bytes of the storages that are alive, but for those that it ignores."""
+    """Counts operations, and the bytes of the storages that are alive, except for ignored ones."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -211,7 +212,7 @@ class _Counter(DispatchMode):
         self._known: dict[int, weakref.ref[Any]] = {}  # by the storage's address
 
     def ignore(self, model: nn.Module) -> None:
-        """Parameters, buffers, and gradients once they are complete."""
+        """Ignore a tensor: a parameter, a buffer, or a gradient that is complete."""
         for tensor in (*model.parameters(), *model.buffers()):
             storage = tensor.untyped_storage()
             self._known[storage._cdata] = weakref.ref(storage)
@@ -222,7 +223,7 @@ class _Counter(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation and look at what it gives."""
+        """Run an operation and count its results."""
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         count = _COUNTS.get(func.overloadpacket)
@@ -263,12 +264,12 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, ou
 
 
 def _grouped_matmul(left: Any, right: Any, *_: Any, out_val: Any, **__: Any) -> int:  # noqa: ARG001
-    """Groups are ranges of rows, of columns or of the inner dimension, or the third dimension of both."""
+    """The groups are ranges of rows, of columns or of the inner dimension, or the third dimension of both."""
     num_products = left.shape[0] if left.ndim == right.ndim == 3 else 1
     return 2 * num_products * left.shape[-2] * left.shape[-1] * right.shape[-1]  # type: ignore[no-any-return]
 
 
-# Operations by their packet. torch counts attention on devices, and not its form for the CPU, nor products by groups.
+# Formulas by operation. torch has them for attention on devices, but not on the CPU, nor for products by groups.
 _COUNTS: Mapping[Any, Callable[..., int]] = {
     **flop_registry,
     cpu_attention: _attention,

@@ -1,4 +1,4 @@
-"""What of a machine will hurt a training that offloads, and what mends it: decisions on facts (floor 4)."""
+"""The facts of a machine that slow down a training that offloads, and their remedies: decisions without effects."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from enum import Enum
 from typing import Any
 
 MIB, GIB = 1 << 20, 1 << 30
-FEW_CORES = 4  # one launches, one copies, and updates and landings have the rest
+FEW_CORES = 4  # one core launches, one copies, and updates and landings have the rest
 FEW_FILES = 1024  # zero.Init holds a file for each large parameter until the model is offloaded
 SLOW_DRIVE = 1e9  # bytes per second
-# Of a step with everything on the drive, per parameter: its states both ways, and the parameter for forward and
-# backward. In the fp32 layout; the compact one has 5.06 bytes of states.
+# The bytes of a step with everything on the drive, per parameter: its states both ways, and the parameter for forward
+# and backward. This is the fp32 layout; the compact one has 5.06 bytes of states.
 BYTES_PER_PARAM = {"read": 12 + 2 * 2, "write": 12}
 FAST_ISA = ("avx2", "avx512")
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -21,15 +21,15 @@ OVER_A_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "lustre", "
 
 
 class Severity(str, Enum):
-    """How much it costs."""
+    """The cost of a finding."""
 
     HURTS = "hurts"  # a step takes longer, or less fits
-    NOTE = "note"  # how it is; nothing mends it, or only at larger sizes
+    NOTE = "note"  # a fact; nothing mends it, or only at larger sizes
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it could be."""
+    """One fact that could be better."""
 
     severity: Severity
     what: str
@@ -53,13 +53,13 @@ class Drive:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found out about a machine."""
+    """The facts about a machine."""
 
     usable_cores: int  # by this process
     machine_cores: int
     isa: str
     memory_bytes: int
-    group_free_bytes: int | None  # what control groups leave this process; None: no limit
+    group_free_bytes: int | None  # the bytes that control groups leave this process; None: no limit
     memlock_bytes: int | None  # None: no limit
     registers: bool  # whether the file engine may register a buffer of 64 MiB
     max_open_files: int
@@ -69,8 +69,8 @@ class Facts:
     file_engine_reason: str
     io_uring_disabled: int | None  # /proc/sys/kernel/io_uring_disabled
     device: str | None  # its name; None: the CPU is the device
-    has_gpu_node: bool  # the kernel has an NVIDIA device, whatever torch says
-    link_width: tuple[int, int] | None = None  # lanes of the device's PCIe link: now, and at the most
+    has_gpu_node: bool  # the kernel has an NVIDIA device, whether torch sees it or not
+    link_width: tuple[int, int] | None = None  # lanes of the device's PCIe link: now, and at most
     is_virtual: bool = False  # a virtual machine
     load: float = 0.0  # processes that wanted a core in the last minute
     drives: Sequence[Drive] = ()
@@ -78,7 +78,7 @@ class Facts:
 
 
 def check(facts: Facts) -> list[Finding]:
-    """All findings, what hurts first."""
+    """Return all findings, those that hurt first."""
     found = [*_of_device(facts), *_of_cores(facts), *_of_memory(facts), *_of_files(facts)]
     for drive in facts.drives:
         found += _of_drive(drive, is_virtual=facts.is_virtual)
@@ -226,7 +226,7 @@ def _of_drive(drive: Drive, *, is_virtual: bool) -> Iterator[Finding]:
             "a directory on ext4 or xfs",
         )
     if drive.rotational and drive.read_bytes_per_s is None:
-        # A virtual machine's disk says so of whatever is behind it.
+        # A virtual machine's disk says this of any drive behind it.
         yield Finding(
             Severity.NOTE if is_virtual else Severity.HURTS,
             f"{at} is on a disk that says it rotates",

@@ -1,22 +1,22 @@
-"""Whether a plan fits a machine, and the smallest change of the configuration with which it would (floor 4).
+"""The answer whether a plan fits a machine, and the smallest change of the configuration with which it would.
 
 [Note: the smallest change]
-Changes are tried in one order, the first that fits is the answer: what costs least comes first, and no two are named
+Changes are tried in one order, and the first that fits is the answer: the cheapest comes first, and no two are named
 where one is enough.
 
 1. A budget of the configuration that is too small, raised to the byte, where the machine has as much.
 2. A budget of the device that leaves room for activations: fewer leases and fewer records there.
 3. Activation checkpoints, then smaller micro batches: they cost computation, and only where activations are too large.
-4. `"placement": "auto"`: slower tiers for what does not fit the faster ones; first with the directories that are
+4. `"placement": "auto"`: slower tiers for segments that do not fit the faster ones; first with the directories that are
    configured, then with one.
 5. The `compact` layout of the states: other numbers, so it comes after everything that leaves them alone.
 6. Shorter chunks of the update, then several of these together.
-7. More memory. How much is said for the configuration that lacks least.
+7. More memory. The amount is given for the configuration that lacks least.
 
-A budget of the configuration may be too small beside one of the others: then both are named. What is no configuration
-at all, checkpoints of a model without blocks, say, is no candidate.
+A budget of the configuration may be too small beside one of the others: then both are named. A configuration that is
+invalid, checkpoints of a model without blocks, say, is no candidate.
 
-Whatever is named is planned again before it is said: what the answer names is accepted.
+Every change is planned again before it is named: the named configuration is accepted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from offloadzero.planning.memory_plan import MemoryPlan, format_bytes
 from offloadzero.segments import TierName
 
 NVME_PATH = "offload-files"  # where no directory is configured
-SMALL_CHUNK = 65_536  # elements: a multiple of what both layouts need
+SMALL_CHUNK = 65_536  # elements: a multiple that both layouts accept
 MAX_BUDGET = 1 << 60
 MAX_BESIDE_BUDGETS = (
     2  # steps that are tried together with raised budgets: a search of its own for each of them
@@ -43,12 +43,12 @@ MAX_BESIDE_BUDGETS = (
 
 Keys = Mapping[str, object]  # dotted keys of the JSON and their new values
 Source = Mapping[str, Any]  # the JSON
-More = Mapping[TierName, int]  # bytes that a machine would have beside those that it has
+More = Mapping[TierName, int]  # bytes that a machine would have in addition
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that can be taken by tier. `device` None: its memory is the host's. `nvme` None: no directory is known."""
+    """Free bytes by tier. `device` None: its memory is the host's. `nvme` None: no directory is known."""
 
     host: int
     device: int | None = None
@@ -59,8 +59,8 @@ class Memory:
 class Beside:
     """Bytes that a run takes beside the plan, by tier.
 
-    Of activations and of the model's buffers on the device; of inputs that leave it, whose size the configuration does
-    not say; of Python and torch themselves on the host.
+    On the device they are activations and the model's buffers; elsewhere inputs that leave it and whose size the
+    configuration does not give; on the host Python and torch themselves.
     """
 
     device: int = 0
@@ -70,9 +70,9 @@ class Beside:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`refusal`: the engine's own words, of a budget. `short`: bytes that the machine lacks, by tier.
+    """The result for one configuration: `refusal` is the engine's own text, `short` the missing bytes by tier.
 
-    `is_mistake`: what is refused is the configuration, and no budget would change that.
+    `is_mistake`: the configuration itself is refused, and no budget would change that.
     """
 
     refusal: str = ""
@@ -87,13 +87,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Change:
-    """Keys to set, and bytes by tier that the machine would have to have more."""
+    """Keys to set, and bytes by tier that the machine would need in addition."""
 
     keys: Keys
     more: More = field(default_factory=dict)
 
     def text(self) -> str:
-        """For people, with figures that are large enough when they are typed in."""
+        """Return the change as text, with figures that are large enough when they are typed in."""
         parts = [f"{key} = {json.dumps(value)}" for key, value in self.keys.items()]
         parts += [
             f"{format_bytes(size)} ({size:,} bytes) more of {tier.value}" for tier, size in self.more.items()
@@ -102,7 +102,7 @@ class Change:
 
 
 def needed(plan: MemoryPlan, beside: Beside, memory: Memory) -> dict[TierName, int]:
-    """Bytes of the run by the tiers that the machine has: those of a CPU as the device are the host's."""
+    """Return the bytes of the run by the machine's tiers: those of a CPU as the device are the host's."""
     device = plan.tier_bytes(TierName.DEVICE) + beside.device
     host = plan.tier_bytes(TierName.HOST) + beside.host
     nvme = plan.tier_bytes(TierName.NVME) + beside.nvme
@@ -112,7 +112,7 @@ def needed(plan: MemoryPlan, beside: Beside, memory: Memory) -> dict[TierName, i
 
 
 def judge(plan: MemoryPlan, beside: Beside, memory: Memory) -> Verdict:
-    """What a machine lacks for a plan."""
+    """Compare a plan with a machine."""
     has = {TierName.DEVICE: memory.device, TierName.HOST: memory.host, TierName.NVME: memory.nvme or 0}
     short = {}
     for tier, num_bytes in needed(plan, beside, memory).items():
@@ -123,7 +123,7 @@ def judge(plan: MemoryPlan, beside: Beside, memory: Memory) -> Verdict:
 
 
 def memory_with(memory: Memory, more: More) -> Memory:
-    """A machine with so much more."""
+    """Return a machine with so many more bytes."""
     device = None if memory.device is None else memory.device + more.get(TierName.DEVICE, 0)
     drive = more.get(TierName.NVME)
     nvme = (memory.nvme or 0) + drive if drive else memory.nvme
@@ -131,7 +131,7 @@ def memory_with(memory: Memory, more: More) -> Memory:
 
 
 def with_keys(source: Source, keys: Keys) -> dict[str, Any]:
-    """A copy of the JSON with dotted keys set; objects on the way are made where they are not."""
+    """Return a copy of the JSON with dotted keys set; missing objects on the way are made."""
     changed: dict[str, Any] = copy.deepcopy(dict(source))
     for key, value in keys.items():
         *path, last = key.split(".")
@@ -154,14 +154,14 @@ def smallest_change(
     has_activations: bool = True,
     device_room: int | None = None,
 ) -> Change:
-    """The first change that fits: [Note: the smallest change].
+    """Return the first change that fits: [Note: the smallest change].
 
     Args:
-        config: what `source` says.
-        verdict_of: plans a JSON and judges it on a machine that has so much more.
-        is_planned: whether the engine's own budgets allow a JSON, whatever the machine has.
+        config: the configuration that `source` holds.
+        verdict_of: plans a JSON and judges it on a machine that has so many more bytes.
+        is_planned: whether the engine's own budgets allow a JSON on a machine of any size.
         can_be_compact: whether optimizer and dtype have the compact layout.
-        has_activations: whether they are known, so that less of them is a change.
+        has_activations: whether activations are known, so that fewer of them are a change.
         device_room: bytes of a device that activations leave; None where that is not known.
     """
     budgets = budget_keys(source, config, is_planned)
@@ -183,7 +183,7 @@ def smallest_change(
 
 
 def _lacking(source: Source, verdict_of: Callable[[Source, More], Verdict]) -> More:
-    """How much more a machine needs. "auto" places by what there is: with more it may want more, to a share of it."""
+    """The bytes that a machine lacks. "auto" uses a share of all there is: with more it may want more."""
     more: dict[TierName, int] = {}
     while not (verdict := verdict_of(source, more)).fits:
         if verdict.refusal:
@@ -194,9 +194,9 @@ def _lacking(source: Source, verdict_of: Callable[[Source, More], Verdict]) -> M
 
 
 def budget_keys(source: Source, config: OffloadConfig, is_planned: Callable[[Source], bool]) -> Keys:
-    """The budgets that are too small, each raised to the least with which the engine plans, whatever the machine has.
+    """Raise each budget that is too small to the least with which the engine plans on a machine of any size.
 
-    One after the other, beside those before it as they are by then and as much as one likes of those after it: so all
+    One follows the other, with those before it as they are by then and with any amount of those after it: so all
     of them together are enough.
     """
     budgets = (config.budgets.device, config.budgets.host, config.budgets.nvme)
@@ -219,7 +219,7 @@ def budget_keys(source: Source, config: OffloadConfig, is_planned: Callable[[Sou
 
 
 def _least(too_small: int, is_enough: Callable[[int], bool]) -> int:
-    """The least multiple of a page above `too_small` that is enough; more always is."""
+    """Return the least multiple of a page above `too_small` that is enough; more always is."""
     low, high = too_small // ALIGN_BYTES, max(1, align_up(too_small) // ALIGN_BYTES)
     while not is_enough(high * ALIGN_BYTES):
         low, high = high, 2 * high
@@ -240,7 +240,7 @@ def _raised_beside(
     is_planned: Callable[[Source], bool],
     keys: Keys,
 ) -> Keys:
-    """The budgets that are too small when `keys` are set: other ones than without, and of another size."""
+    """Raise the budgets that are too small when `keys` are set: these may be others than without the keys."""
     changed = with_keys(source, keys)
     verdict = verdict_of(changed, {})
     if not verdict.refusal or verdict.is_mistake:
@@ -251,10 +251,10 @@ def _raised_beside(
 def _candidates(
     steps: Sequence[Keys], budgets: Keys, raised_beside: Callable[[Keys], Keys]
 ) -> Iterator[Keys]:
-    """[Note: the smallest change]: the budgets, then each step alone, then two together, then more.
+    """Yield the candidates of [Note: the smallest change]: the budgets, then each step alone, then two, then more.
 
-    The budgets are one change of these, as they have to be beside the others. The first candidate is one that the
-    engine plans: without a budget to raise, what there is, for a machine that has more.
+    The budgets are one of these changes, as they have to fit the others. The first candidate is one that the engine
+    plans: without a budget to raise it is the configuration itself, for a machine that has more.
     """
     yield budgets
     for count in range(1, len(steps) + 1):
@@ -305,7 +305,7 @@ def _steps(config: OffloadConfig, *, can_be_compact: bool, has_activations: bool
 
 
 def _smaller(micro: int) -> Iterator[int]:
-    """The largest proper divisor and 1: of many sizes two are tried."""
+    """Return the largest proper divisor and 1: of many sizes two are tried."""
     if micro > 1:
         half = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
         yield from dict.fromkeys((half, 1))

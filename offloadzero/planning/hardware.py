@@ -1,4 +1,4 @@
-"""What is known of a machine: memory and rates, as a file that says which machine it is of (floor 4)."""
+"""The description of a machine, memory and rates, as a file that says which machine it describes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from offloadzero.update.spec import UpdateForm
 FORMAT = "offloadzero.hardware"
 FORMAT_VERSION = 1
 _MAX = 1e24
-_TABLES = ("flops", "update", "device_update")  # of Rates: by dtype or layout
+_TABLES = ("flops", "update", "device_update")  # tables of Rates, by dtype or layout
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One machine. `memory.nvme` is what the drives have that were measured."""
+    """One machine. `memory.nvme` has the bytes of the measured drives."""
 
     memory: Memory
     rates: Rates
     num_cores: int
     device: str | None = None  # its name; None: the CPU is the device
-    adam_form: UpdateForm = UpdateForm.NATIVE  # of Adam's updates on the device
+    adam_form: UpdateForm = UpdateForm.NATIVE  # the form of Adam's updates on the device
     process_bytes: int = 0  # of Python and torch, before there is a model
     memlock_bytes: int | None = None  # RLIMIT_MEMLOCK; None: no limit
-    identity: Mapping[str, Any] = field(default_factory=dict)  # what tells it from other machines
+    identity: Mapping[str, Any] = field(default_factory=dict)  # facts that tell it from other machines
 
     @property
     def device_is_cpu(self) -> bool:
@@ -37,7 +37,7 @@ class Hardware:
         return self.memory.device is None
 
     def to_json(self) -> dict[str, Any]:
-        """As `hardware_from_json` reads it."""
+        """Return the object that `hardware_from_json` reads."""
         return {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -47,7 +47,7 @@ class Hardware:
 
 
 def hardware_from_json(key: str, value: Mapping[str, Any]) -> Hardware:
-    """The machine that a file describes, for a command's argument `key`. Raises ConfigError."""
+    """Read the machine that a file describes, for a command's argument `key`. Raises ConfigError."""
     reader = _Reader(key, value)
     reader.expect(fields(Hardware), more=("format", "format_version"))
     form = reader.value.get("adam_form", UpdateForm.NATIVE.value)
@@ -78,21 +78,21 @@ def hardware_from_json(key: str, value: Mapping[str, Any]) -> Hardware:
 
 
 class _Reader:
-    """Numbers of an object in JSON, with the dotted name of what is wrong."""
+    """Reads the numbers of an object in JSON; its errors have dotted names."""
 
     def __init__(self, name: str, value: Mapping[str, Any]) -> None:
         self._name = name
         self.value = value
 
     def expect(self, known: tuple[Any, ...], *, more: tuple[str, ...] = ()) -> None:
-        """Raises ConfigError for a name that is none of a dataclass's fields."""
+        """Raise ConfigError for a name that is none of a dataclass's fields."""
         names = [*(one.name for one in known), *more]
         for name in self.value:
             if name not in names:
                 raise ConfigError(f"{self._name}.{name}", self.value[name], "no such entry", known_keys=names)
 
     def table(self, name: str) -> _Reader:
-        """An object; an empty one where there is none."""
+        """Return an object; an empty one where it is absent."""
         found = self.value.get(name)
         if found is None:
             found = {}
@@ -101,7 +101,7 @@ class _Reader:
         return _Reader(f"{self._name}.{name}", found)
 
     def number(self, name: str) -> float | None:
-        """A positive one, or None: not known."""
+        """Return a positive number, or None: not known."""
         found = self.value.get(name)
         if found is None:
             return None
@@ -113,7 +113,7 @@ class _Reader:
         return float(found)
 
     def count(self, name: str) -> int | None:
-        """A whole one, 0 included, or None."""
+        """Return a whole number, 0 included, or None."""
         found = self.value.get(name)
         if found is None:
             return None
@@ -122,7 +122,7 @@ class _Reader:
         return found
 
     def numbers(self, name: str) -> dict[str, float]:
-        """Positive ones by name."""
+        """Return positive numbers by name."""
         table = self.table(name)
         found = {key: table.number(key) for key in table.value}
         return {key: number for key, number in found.items() if number is not None}

@@ -1,4 +1,4 @@
-"""Which inputs of checkpointed units leave the device: one rule for the engine and for its plan (floor 4)."""
+"""The choice of inputs of checkpointed units that leave the device: one rule for the engine and for its plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MIN_BYTES = 4096  # smaller inputs stay on the device: a copy costs more than th
 
 
 def may_leave(tensor: torch.Tensor, *, min_bytes: int = MIN_BYTES) -> bool:
-    """Whether an input is one that moves; parameters, masks, indices, small and strided ones are not."""
+    """Whether an input moves; parameters, masks, indices, small and strided inputs do not."""
     return (
         tensor.is_floating_point()
         and tensor.nbytes >= min_bytes
@@ -18,13 +18,13 @@ def may_leave(tensor: torch.Tensor, *, min_bytes: int = MIN_BYTES) -> bool:
 
 
 def input_key(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What two inputs of a graph share that are the very same tensor, as long as both of them live."""
+    """Return a key that two inputs of a graph share if they are the same tensor, as long as both of them live."""
     storage = tensor.untyped_storage()
     return (storage._cdata, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill one range of memory, in any order: what empty_like then gives the same strides."""
+    """Whether the elements fill one range of memory, in any order: empty_like then keeps the strides."""
     return (
         tensor.layout is torch.strided and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     )

@@ -1,10 +1,10 @@
-"""Where each segment lives and what each tier must hold: decided before the first step (floor 4).
+"""The home of each segment and the bytes of each tier, decided before the first step.
 
 [Note: gradients in passing]
 Without clipping a gradient passes through a host buffer on its way to its update, and backward waits for one where
-updates are slower. More than two buffers would end backward earlier, and no step: updates run one after the other in
-the order of backward, and the next forward begins with the unit whose update is the last. One lands while another is
-read by its update: two.
+updates are slower. More than two buffers would end backward earlier, but no step: updates run one after the other in
+the order of backward, and the next forward begins with the unit that is updated last. One gradient lands while another
+is read by its update: that takes two.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ class PlanLine:
 
 @dataclass(frozen=True)
 class InputPlan:
-    """Bytes for the inputs of checkpointed units until backward, by tier; `input_bytes` are those of one call."""
+    """The bytes for the inputs of checkpointed units until backward, by tier; `input_bytes` are those of one call."""
 
     tier: TierName
     input_bytes: int
-    device: int  # where they come back to
+    device: int  # the memory for inputs that come back
     host: int
     nvme: int
 
     def tier_bytes(self, tier: TierName) -> int:
-        """What inputs take in `tier`."""
+        """The bytes of inputs in `tier`."""
         return {TierName.DEVICE: self.device, TierName.HOST: self.host, TierName.NVME: self.nvme}[tier]
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Homes, and the buffers between them. Sizes in bytes; a lease size of 0 means that none is needed."""
+    """The homes, and the buffers between them. Sizes in bytes; a lease size of 0 means that none is needed."""
 
     placement: Placement
     lines: tuple[PlanLine, ...]
@@ -67,20 +67,20 @@ class MemoryPlan:
     grads_have_homes: bool
     unit_lease_bytes: int  # the part of the device arena from which units are leased
     device_grad_bytes: int  # one gradient lease on the device, of those that units take turns in
-    own_grad_bytes: Mapping[int, int]  # by record: the gradient lease that nobody else uses
+    own_grad_bytes: Mapping[int, int]  # by record: the gradient lease that belongs to it alone
     update_scratch_bytes: int  # of the updates on the device, which run one after another
     norm_scratch_bytes: int  # of the norms of gradients on the device, which are taken one after another
     host_grad_bytes: int  # one passing gradient lease on the host
     num_host_grads: int
-    grad_staging_bytes: int  # one place where a gradient lands that is added to one already there
+    grad_staging_bytes: int  # one buffer for a gradient that is added to one at home
     num_grad_staging: int
     param_staging_bytes: int
     slot_bytes: int
     num_slots: int
-    inputs: InputPlan | None  # None: none wait off the device, or nobody has said how large they are
+    inputs: InputPlan | None  # None: no inputs wait off the device, or their size is not given
 
     def tier_bytes(self, tier: TierName) -> int:
-        """Everything reserved in `tier`."""
+        """All bytes that are reserved in `tier`."""
         return sum(line.num_bytes for line in self.lines if line.tier is tier)
 
     @property
@@ -92,14 +92,14 @@ class MemoryPlan:
 
     @property
     def kept_grad_bytes(self) -> int:
-        """What keeping gradients takes. Those whose update runs on the device have their home there in any case."""
+        """The bytes for keeping gradients. Those whose update runs on the device have their home there in any case."""
         kept = f"home: {SegmentKind.GRAD.value}"
         return sum(
             line.num_bytes for line in self.lines if line.what == kept and line.tier is not TierName.DEVICE
         )
 
     def table(self) -> str:
-        """The bytes per tier for people."""
+        """Return a table of the bytes per tier."""
         rows = []
         for tier in TierName:
             total = self.tier_bytes(tier)
@@ -115,7 +115,7 @@ class MemoryPlan:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Three figures and a binary unit."""
+    """Return a size with three figures and a binary unit."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -125,9 +125,9 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def waits_on_nvme(config: OffloadConfig) -> bool:
-    """Whether parameters that zero.Init makes wait on the drive until the engine takes them over.
+    """Whether parameters made under zero.Init wait on the drive until the engine takes them over.
 
-    Where "auto" will place them shows when all are known: until then they must not fill the memory.
+    With "auto" their homes are known only when all of them exist: until then they must not fill the memory.
     """
     placement = config.placement
     return (placement.auto and bool(config.nvme_paths)) or any(
@@ -136,7 +136,7 @@ def waits_on_nvme(config: OffloadConfig) -> bool:
 
 
 def nvme_bytes_with_waiting(records: Iterable[Record], plan: MemoryPlan) -> int:
-    """The most that is on the drive while parameters wait there: before any is taken over, or with the last unit.
+    """The most bytes on the drive while parameters wait there: before any is taken over, or with the last unit.
 
     They wait in the dtype in which they were made, which may have more bytes than their home.
     """
@@ -156,7 +156,7 @@ def updates_in_backward(config: OffloadConfig) -> bool:
         "fp16": config.precision.param_dtype == "fp16",
         'offloadzero.update.on_nonfinite = "skip"': config.update.on_nonfinite == "skip",
     }
-    if config.world_size > 1:  # whether all gradients of all ranks are finite must be known first
+    if config.world_size > 1:  # all ranks' gradients must be known to be finite first
         reasons[f"{config.world_size} ranks"] = True
     binding = [name for name, holds in reasons.items() if holds]
     if config.update.in_backward and binding:
@@ -169,19 +169,19 @@ def updates_in_backward(config: OffloadConfig) -> bool:
 
 
 def with_kept_gradients(config: OffloadConfig) -> OffloadConfig:
-    """For a loop that keeps gradients until it drops them, as torch's does: no update in backward unless asked for."""
+    """Return the configuration for a loop that keeps gradients, as torch's does: no update in backward by default."""
     if config.update.in_backward is not None or not updates_in_backward(config):
         return config
     return replace(config, update=replace(config.update, in_backward=False))
 
 
 def keeps_gradients(config: OffloadConfig) -> bool:
-    """Whether gradients have homes until the step; if not, each is consumed as it lands."""
+    """Whether gradients have homes until the step; otherwise each is consumed as it lands."""
     return not updates_in_backward(config) or config.batch.gradient_accumulation_steps > 1
 
 
 def place(records: Sequence[Record], config: OffloadConfig) -> dict[tuple[int, SegmentKind], TierName]:
-    """The home of every segment, gradients included (a gradient stays where its update runs).
+    """Return the home of every segment, gradients included (a gradient stays where its update runs).
 
     The scales of the compact layout live with the first state unless a rule names them.
     """
@@ -211,7 +211,7 @@ def place(records: Sequence[Record], config: OffloadConfig) -> dict[tuple[int, S
 
 
 def rule_homes(rule: PlacementRule, record: Record) -> dict[SegmentKind, TierName]:
-    """What a rule says of each segment of a record: "states" first, then what it names."""
+    """Return a rule's tier for each segment of a record: "states" first, then the segments that it names."""
     spec = record.spec
     known = {*spec.kinds, SegmentKind.STATES}
     for kind, tier in rule.tiers.items():
@@ -226,7 +226,7 @@ def rule_homes(rule: PlacementRule, record: Record) -> dict[SegmentKind, TierNam
 def _move_share_to_device(
     records: Sequence[Record], host_ratio: float, placement: dict[tuple[int, SegmentKind], TierName]
 ) -> None:
-    """Twin-Flow (ZeRO-Offload++): the last records of the forward update on the device.
+    """Move the last records' updates to the device, as Twin-Flow (ZeRO-Offload++) does.
 
     Their updates are the first that backward makes possible. A record is moved while the share stays within
     1 - `host_ratio` of all trainable elements.
@@ -243,7 +243,7 @@ def _move_share_to_device(
 
 
 class _Sheet:
-    """Adds up lines."""
+    """Adds up the lines of a table."""
 
     def __init__(self) -> None:
         self.lines: list[PlanLine] = []
@@ -269,9 +269,9 @@ def plan_memory(
 
     Args:
         num_checkpointed: units whose inputs wait for backward.
-        together: record indices that must be on the device at once, in the order in which they come.
-        placement: the home of every segment, where it is not to follow from the configuration's rules.
-        form: of the updates on the device.
+        together: record indices that must be on the device at once, in the order of their use.
+        placement: the home of every segment, unless it follows from the configuration's rules.
+        form: the form of the updates on the device.
 
     Raises:
         BudgetError: with the table, when a budget is too small.
@@ -295,7 +295,7 @@ def _move_grads_to_nvme(
     form: UpdateForm,
     num_checkpointed: int,
 ) -> MemoryPlan:
-    """Gradients that are kept until the step may live on NVMe: the last to be needed go first."""
+    """Move gradients that are kept until the step to NVMe if need be: those needed last go first."""
     placement = dict(plan.placement)
     for record in reversed(records):
         if not plan.grads_have_homes or plan.tier_bytes(TierName.HOST) <= host_budget:
@@ -327,7 +327,7 @@ def _plan(
         if r.num_trainable and (r.is_reduced or placement[r.index, SegmentKind.GRAD] is not TierName.DEVICE)
     ]
     grad_bytes = {r.index: align_up(r.num_trainable * r.dtype.itemsize) for r in leaving}
-    # What is resident may have parameters at both ends of the model: it would keep a lease for all of backward.
+    # A resident record may have parameters at both ends of the model: it would keep a lease for all of backward.
     own_grad_bytes = {r.index: grad_bytes[r.index] for r in leaving if r.resident}
     device_grad_bytes = _largest(grad_bytes[r.index] for r in leaving if not r.resident)
     sheet.add(
@@ -446,9 +446,9 @@ def _unit_lease_bytes(
     taken: int,
     recomputes: bool,
 ) -> int:
-    """Room for unit leases: what the device budget leaves, else the largest need and the units prefetched.
+    """The bytes for unit leases: the rest of the device budget, else the largest need and the units prefetched.
 
-    `recomputes`: backward runs forwards of sites while an operation waits for them with a weight in its hands. Within a
+    `recomputes`: backward runs forwards of sites while an operation that waits for them holds a weight. Within a
     device budget that is too small for both it holds a copy: [Note: weights that find no room] in
     streaming/saved_weights.py.
     """
@@ -490,7 +490,7 @@ def _updates_on_device(record: Record, placement: Placement) -> bool:
 
 
 def _slot_bytes(records: Sequence[Record], config: OffloadConfig, placement: Placement) -> int:
-    """Bytes of one update slot: the staged segments of one chunk of the neediest record."""
+    """The bytes of one update slot: the staged segments of one chunk, of the record with the most."""
     largest = 0
     for record in records:
         if not record.num_trainable or _updates_on_device(record, placement):
@@ -535,7 +535,7 @@ _ADVICE = {
 
 
 def advice(plan: MemoryPlan, tiers: Iterable[TierName], others: str) -> str:
-    """What to change where `tiers` hold too much: the inputs of checkpointed units before all `others`."""
+    """Say which settings to change where `tiers` hold too much: the inputs of checkpointed units before `others`."""
     taken = sum(plan.inputs.tier_bytes(tier) for tier in tiers) if plan.inputs is not None else 0
     of_inputs = (
         f"a smaller {INPUT_BYTES_KEY} ({format_bytes(taken)} of this are for inputs), "

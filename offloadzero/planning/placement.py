@@ -1,8 +1,8 @@
-"""`"placement": "auto"`: the home of every segment from the bytes that each tier may use (floor 4).
+"""`"placement": "auto"`: the home of every segment from the bytes that each tier may use.
 
 [Note: which segments earn a fast tier]
-All starts on the slowest tier there is: NVMe when a directory is configured, else the host. Then segments move up in
-one fixed order, the most traffic saved per byte first, as far as the tier above has room:
+All segments start on the slowest tier there is: NVMe when a directory is configured, else the host. Then they move up
+in one fixed order, the most traffic saved per byte first, as far as the tier above has room:
 
 1. Whole records to the device. That saves two fetches of the parameters and one copy of the gradient per micro batch,
    and the update of the record leaves the host's memory and processor. All segments or none: the update runs on the
@@ -18,15 +18,15 @@ backward and the beginning of the next forward. The other way round it would idl
 and the next forward would wait for it at its first unit.
 
 [Note: found by halves]
-Whether a number of moves fits is asked of `plan_memory`, whose answer holds all that the placement needs: the leases of
+`plan_memory` tells whether a number of moves fits; its plan includes all that the placement needs: the leases of
 the units that remain, `units.prefetch_units` ahead of the one in use, and every buffer. So no record displaces the
 room for fetching the others in time. First the records for the device are counted, then the segments for the host.
 
-All moves are tried first, then halves. A larger budget fits whatever a smaller one does, so where the two searches
-first part, the larger goes on with the faster half: with more of a budget no segment moves to a slower tier. (More on
-the device leaves less for the host to hold, so that is true of the second search as well.) Buffers are as large as the
-largest unit that needs them. Where its move frees more than it takes, a faster placement may fit than the one that is
-found; one that fits is found whenever the slowest or the fastest does.
+All moves are tried first, then halves. Every placement that fits a budget also fits a larger one, so where two searches
+differ for the first time, the one with the larger budget goes on with the faster half: with more of a budget no segment
+moves to a slower tier. (More on the device leaves less for the host to hold, so that is true of the second search as
+well.) Buffers are as large as the largest unit that needs them. Where a move frees more than it takes, a faster
+placement may fit than the one that is found; one that fits is found whenever the slowest or the fastest does.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm
 
-# Of what is free on a device without a budget, states get 1/2: how much activations need is not known before the first
-# step, and too little for them ends the run, while too little for states costs time. Who knows better sets the budget.
+# States get 1/2 of the free bytes of a device without a budget: the need of activations is not known before the first
+# step, and too little for them ends the run, while too little for states costs time. A budget replaces this guess.
 FREE_DEVICE_PARTS = 2
-# Of host memory without a budget 9/10: pinned pages cannot be swapped, and the data loader and file caches need some.
+# Of a host without a budget 9/10: pinned pages cannot be swapped, and the data loader and file caches need some.
 FREE_HOST_TENTHS = 9
 # Of the host's bytes 1/2 where activation checkpoints go through host memory and their size shows in the first step.
 ACTIVATION_PARTS = 2
@@ -51,7 +51,7 @@ ACTIVATION_PARTS = 2
 
 @dataclass(frozen=True)
 class _Limits:
-    """Bytes for the plan."""
+    """The bytes for the plan."""
 
     device: int
     host: int
@@ -67,23 +67,23 @@ def choose_placement(
     form: UpdateForm = UpdateForm.NATIVE,
     num_checkpointed: int = 0,
 ) -> Placement:
-    """The home of every segment: [Note: which segments earn a fast tier].
+    """Choose the home of every segment: [Note: which segments earn a fast tier].
 
-    When nothing fits it is the placement nearest to that, and its plan says what is missing.
+    When no placement fits, the result is the one nearest to that, and its plan names the missing bytes.
 
     Args:
         available: bytes that can be taken now of the host, and of the device unless its memory is the host's. They
             stand in for the budgets that `config` does not have.
-        form: of the updates on the device.
+        form: the form of the updates on the device.
         num_checkpointed: units whose inputs wait for backward.
-        together: record indices that must be on the device at once, in the order in which they come.
+        together: record indices that must be on the device at once, in the order of their use.
     """
     limits = _limits(config, available)
     moves = _Moves(records, config)
     unbounded = replace(
         config,
         budgets=BudgetConfig(),
-        # A plan with a device budget does not look at them.
+        # A plan with a device budget does not use them.
         max_live_parameters=config.max_live_parameters if config.budgets.device is None else None,
     )
 
@@ -107,7 +107,7 @@ def choose_placement(
 
 
 def describe_placement(records: Sequence[Record], placement: Placement) -> str:
-    """How many units are where, for people."""
+    """Say how many units are on each tier."""
     tiers = [
         {placement[r.index, kind] for kind in r.spec.kinds if (r.index, kind) in placement} for r in records
     ]
@@ -128,7 +128,7 @@ class _Moves:
     def __init__(self, records: Sequence[Record], config: OffloadConfig) -> None:
         self._slowest = TierName.NVME if config.nvme_paths else TierName.HOST
         self._keeps_gradients = keeps_gradients(config)
-        # All of the forward needs the resident ones.
+        # The resident records come first: all of the forward needs them.
         self._records = sorted(records, key=lambda record: (not record.resident, record.index))
         params = [(record.index, SegmentKind.PARAM) for record in self._records]
         grads = [(r.index, SegmentKind.GRAD) for r in self._records if r.num_trainable]
@@ -138,7 +138,7 @@ class _Moves:
         self.num_to_host = len(to_host)
 
     def placement(self, num_on_device: int, num_in_host: int) -> dict[tuple[int, SegmentKind], TierName]:
-        """After so many moves of records to the device and of segments of the others to the host."""
+        """Return the homes after so many moves of records to the device and of segments of the others to the host."""
         placement: dict[tuple[int, SegmentKind], TierName] = {}
         for number, record in enumerate(self._records):
             for kind in (*record.layout(), *([SegmentKind.GRAD] if record.num_trainable else [])):
@@ -146,7 +146,7 @@ class _Moves:
                 if number < num_on_device or (record.resident and kind is SegmentKind.PARAM):
                     placement[segment] = TierName.DEVICE
                 elif kind is SegmentKind.GRAD and not self._keeps_gradients:
-                    placement[segment] = TierName.HOST  # where it is consumed as it lands
+                    placement[segment] = TierName.HOST  # the gradient is consumed there as it lands
                 elif self._position[segment] < num_in_host:
                     placement[segment] = TierName.HOST
                 else:
@@ -155,7 +155,7 @@ class _Moves:
 
 
 def _most(count: int, fits: Callable[[int], bool]) -> int:
-    """The most of `count` moves that fit: [Note: found by halves]. 0 if none do."""
+    """Return the most of `count` moves that fit: [Note: found by halves]. 0 if none do."""
     if fits(count):
         return count
     least, most = 0, count - 1

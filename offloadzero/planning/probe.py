@@ -1,9 +1,10 @@
-"""What the machine has (floor 4).
+"""The memory, cores and limits of this machine.
 
 [Note: memory that can be taken]
-MemAvailable is the kernel's estimate of what can be taken without swapping. A control group (a container, a systemd
-unit) may allow less, and what goes beyond is killed, so of both the smaller one counts. A group's file cache is a part
-of its usage that the kernel gives back when memory is short, so it counts as free. Each group above limits as well.
+MemAvailable is the kernel's estimate of the bytes that can be taken without swapping. A control group (a container, a
+systemd unit) may allow less, and a process beyond that is killed, so the smaller of both counts. A group's file cache
+is a part of its usage that the kernel gives back when memory is short, so it counts as free. Each group above limits as
+well.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-_UNLIMITED = 1 << 60  # version 1 has no word for it, but the largest multiple of a page
+_UNLIMITED = 1 << 60  # version 1 of the interface has no word for it: the largest multiple of a page
 _ROOT = Path("/")
-# The file of the limit, that of the usage, and how the names of memory.stat begin where children count.
+# The file of the limit, that of the usage, and the prefix of names in memory.stat where children count.
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
@@ -23,40 +24,40 @@ _FILES = {
 
 
 def cores_beside_launching(usable: Sequence[int]) -> tuple[int, ...]:
-    """The CPUs for updates beside a device that runs what it is launched: not the first, of eight not the first two.
+    """The CPUs for updates beside a device with streams: all but the first, of eight or more all but the first two.
 
-    A device waits whenever the thread that launches does; updates on all cores would push it aside for milliseconds.
-    Of three and fewer none can be spared: empty, which is any.
+    A device waits whenever the launching thread does; updates on all cores would push that thread aside for
+    milliseconds. Of three and fewer none can be spared: the result is then empty, which means any.
     """
     spared = 0 if len(usable) < 4 else 1 if len(usable) < 8 else 2
     return tuple(usable[spared:]) if spared else ()
 
 
 def available_host_bytes(*, root: Path = _ROOT) -> int:
-    """Memory that can be taken now: [Note: memory that can be taken]. `root` is where /proc and /sys are."""
+    """The memory that can be taken now: [Note: memory that can be taken]. `root` is where /proc and /sys are."""
     free = _mem_available(root)
     allowed = cgroup_free_bytes(root=root)
     return free if allowed is None else min(free, allowed)
 
 
 def cgroup_free_bytes(*, root: Path = _ROOT) -> int | None:
-    """What the control groups of this process leave it; None where none of them has a limit."""
+    """The bytes that the control groups of this process leave it; None where none of them has a limit."""
     return min(_free_by_group(root), default=None)
 
 
 def usable_cores(*, root: Path = _ROOT) -> float:
-    """Cores that this process may be scheduled on, or as many as the time that its control groups give it is worth."""
+    """The cores that this process may use, or the number that the time of its control groups is worth."""
     return min([float(len(os.sched_getaffinity(0))), *_quotas(root)])
 
 
 def free_disk_bytes(directory: Path) -> int:
-    """Free space of the filesystem that a directory is on, or would be on if it were made. Raises OSError."""
+    """The free space of the filesystem that a directory is on, or would be made on. Raises OSError."""
     space = os.statvfs(nearest_directory(directory))
     return space.f_bavail * space.f_frsize
 
 
 def nearest_directory(directory: Path) -> Path:
-    """Itself, or the one that exists and in which it would be made."""
+    """Return the path itself, or the existing directory in which it would be made."""
     existing = directory.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -64,7 +65,7 @@ def nearest_directory(directory: Path) -> Path:
 
 
 def memlock_bytes() -> int | None:
-    """What this process may lock in memory (RLIMIT_MEMLOCK); None: as much as it likes."""
+    """The bytes that this process may lock in memory (RLIMIT_MEMLOCK); None: no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if limit == resource.RLIM_INFINITY else limit
 
@@ -77,7 +78,7 @@ def _mem_available(root: Path) -> int:
 
 
 def _free_by_group(root: Path) -> Iterator[int]:
-    """Of each group that limits memory: the limit less what is used and cannot be given back."""
+    """Yield for each group that limits memory its limit less the usage that cannot be given back."""
     for group, version in _groups(root, "memory"):
         limit_file, usage_file, of_children = _FILES[version]
         limit, usage = _number(group / limit_file), _number(group / usage_file)
@@ -88,13 +89,13 @@ def _free_by_group(root: Path) -> Iterator[int]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """The directories of this process's group and of those above it, and the version of their interface.
+    """Return the directories of this process's group and of those above it, and the version of their interface.
 
-    In a namespace of its own the path may be one that is not seen from here: then only what is mounted counts.
+    In a namespace of its own the path may not be visible from here: then only mounted groups count.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # a kernel without control groups
+    except OSError:  # the kernel has no control groups
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -108,21 +109,21 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Of each group that limits the processor: its time in a period over the period."""
+    """Yield for each group that limits the processor its time in a period over the period."""
     for group, version in _groups(root, "cpu"):
         try:
             if version == 1:
                 words = [(group / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")]
             else:
                 words = (group / "cpu.max").read_text().split()
-        except OSError:  # the topmost group has none
+        except OSError:  # the topmost group has no quota
             continue
         if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):
             yield int(words[0]) / int(words[1])
 
 
 def _number(path: Path) -> int | None:
-    """None for "max", and for a file that is not there: the topmost group has none."""
+    """Return the number in a file; None for "max", and for a missing file: the topmost group has none."""
     try:
         text = path.read_text().strip()
     except OSError:

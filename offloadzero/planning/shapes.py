@@ -1,9 +1,9 @@
-"""Models by their shape, `llama:13b` or `5120/40/40/32000`, built where they take no memory (floor 4).
+"""Models by their shape, `llama:13b` or `5120/40/40/32000`, which take no memory.
 
 [Note: models of a shape]
-A shape becomes a module with the parameters, names and operations that the models of `transformers` have: what is asked
-of it (units, records, the bytes that autograd saves, floating-point operations) is asked of a model, and not of a
-formula. It is made on the meta device and never computes a number.
+A shape becomes a module with the parameters, names and operations that the models of `transformers` have: all facts
+(units, records, the bytes that autograd saves, floating-point operations) come from a model, and not from a
+formula. The model is made on the meta device and never computes a number.
 
 A size that has no published shape gets one: heads of 128, the width at which there are 128 columns for each block, and
 as many blocks as come nearest to the size.
@@ -32,7 +32,7 @@ _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder: what tells one model of a kind from another."""
+    """The sizes of a decoder, which tell one model of a kind from another."""
 
     kind: str
     hidden: int
@@ -44,7 +44,7 @@ class ModelShape:
     num_positions: int = 0  # learned ones; a llama has none
 
     def __str__(self) -> str:
-        """As it can be given again."""
+        """Return the shape as `read_shape` accepts it."""
         sizes = (self.hidden, self.num_layers, self.num_heads, self.vocabulary)
         more: tuple[int, ...] = (self.intermediate, self.num_kv_heads)
         if self.kind == GPT:
@@ -52,11 +52,11 @@ class ModelShape:
         return f"{self.kind}:{'/'.join(map(str, (*sizes, *more)))}"
 
     def build(self) -> nn.Module:
-        """The model, on torch's default device: [Note: models of a shape]."""
+        """Make the model, on torch's default device: [Note: models of a shape]."""
         return Llama(self) if self.kind == LLAMA else Gpt(self)
 
     def count(self) -> int:
-        """Its parameters."""
+        """Return the number of its parameters."""
         with torch.device("meta"):
             one, two = (
                 sum(param.numel() for param in replace(self, num_layers=number).build().parameters())
@@ -101,9 +101,9 @@ PUBLISHED: Mapping[str, ModelShape] = MappingProxyType(
 
 
 def read_shape(key: str, text: str) -> ModelShape | None:
-    """`llama:13b`, `gpt:10b`, or sizes, `4096/32/32/32000[/intermediate[/kv heads]]`, with or without a kind.
+    """Read `llama:13b`, `gpt:10b`, or sizes, `4096/32/32/32000[/intermediate[/kv heads]]`, with or without a kind.
 
-    None if it is no shape. Raises ConfigError for one that is no model.
+    Returns None if the text is no shape. Raises ConfigError for a shape that is no model.
     """
     kind, has_kind, sizes = text.lower().rpartition(":")
     if "/" in sizes and re.fullmatch(r"[0-9]+(/[0-9]+)*", sizes, re.ASCII):
@@ -120,7 +120,7 @@ def read_shape(key: str, text: str) -> ModelShape | None:
 
 
 def shape_of_size(kind: str, num_parameters: float) -> ModelShape:
-    """The shape nearest to a size: [Note: models of a shape]."""
+    """Return the shape nearest to a size: [Note: models of a shape]."""
     hidden = max(1, round((num_parameters * _HEAD / 12) ** (1 / 3) / _HEAD)) * _HEAD
     shape = _KINDS[kind](hidden, 1, hidden // _HEAD, _VOCABULARIES[kind])
     one, two = shape.count(), replace(shape, num_layers=2).count()
@@ -153,7 +153,7 @@ def _read_sizes(key: str, text: str, kind: str, sizes: str) -> ModelShape:
 
 
 class RmsNorm(nn.Module):
-    """In fp32, as the models of `transformers` compute it."""
+    """RMS normalisation in fp32, as the models of `transformers` compute it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class RmsNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped queries with rotary positions."""
+    """Attention with grouped queries and rotary positions."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class LlamaMlp(nn.Module):
-    """Gated."""
+    """The gated MLP of a llama."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class LlamaBlock(nn.Module):
 
 
 class LlamaBody(nn.Module):
-    """Everything but the head."""
+    """The model without the head."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class Llama(nn.Module):
 
 
 class GptAttention(nn.Module):
-    """One projection for queries, keys and values."""
+    """Attention with one projection for queries, keys and values."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ class GptAttention(nn.Module):
 
 
 class GptMlp(nn.Module):
-    """With GELU by tanh."""
+    """The MLP of a gpt, with GELU by tanh."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ class GptBlock(nn.Module):
 
 
 class GptBody(nn.Module):
-    """Everything but the head."""
+    """The model without the head."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How long a step takes: the bound of each lane from bytes, operations and measured rates (floor 4).
+"""The forecast of a step's time: the bound of each lane from bytes, operations and measured rates.
 
 [Note: the forecast]
 A lane's seconds are its bytes (or operations) of a step over the rate that was measured on the machine. The bound is
@@ -8,8 +8,8 @@ the longest lane: no schedule is faster. The forecast is the bound phase by phas
   the next forward with all updates is the other: the lanes of the updates have only the forward to hide behind.
 - Where updates run in backward, they share its phase; with several micro batches that of the last one.
 
-What a phase loses beside its longest lane (the first unit's fetch, the last one's update) is taken as a share of it,
-OVERLAP of the forecast is work. It lies between the bound and the step in which nothing overlaps, and both are said.
+A phase is longer than its longest lane, due to the first unit's fetch and the last one's update: only the share OVERLAP
+of the forecast is work. It lies between the bound and the step in which nothing overlaps, and both are given.
 
 With the CPU as the device all but the drive share the cores: computation, copies, landings, updates and the file
 engine's own work add up, as [Note: the bound] in observe/bound.py adds them up when it measures.
@@ -17,7 +17,7 @@ engine's own work add up, as [Note: the bound] in observe/bound.py adds them up 
 [Note: one drive for both directions]
 Most drives share one limit between reads and writes. `mixed` is the rate of both together, and holds in each phase in
 which there are both, whichever of the model's phases they come from. The bound counts all bytes at the fastest of the
-drive's three rates: a schedule might keep the directions apart where that is faster, and nothing is faster than that.
+drive's three rates: a schedule might keep the directions apart where that is faster, but cannot be faster than that.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Lanes = Mapping[str, float]  # seconds
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured on one machine; bytes and operations per second. A rate that is None is not known."""
+    """The rates of one machine, in bytes and operations per second. A rate that is None is not known."""
 
     flops: Mapping[str, float] = field(
         default_factory=dict
@@ -73,7 +73,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step computes and moves."""
+    """The operations and bytes of a step."""
 
     traffic: StepTraffic
     trace: MicroBatchTrace | None  # of one micro batch; None: operations are not known
@@ -85,28 +85,30 @@ class Step:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds of a step: [Note: the forecast]. Without a rate that matters there are none, and `unknown` says which.
+    """The seconds of a step: [Note: the forecast]. Without a rate that matters there are none; `unknown` names it.
 
     `bound_s` <= `seconds` <= `alone_s`, where nothing overlaps.
     """
 
     lanes_s: Lanes
     unknown: tuple[str, ...]
-    parts_s: Lanes = field(default_factory=dict)  # what shares the cores, by the lane that it would be
+    parts_s: Lanes = field(
+        default_factory=dict
+    )  # the work that shares the cores, by the lane that it would be
     bound_s: float | None = None
-    lane: str | None = None  # that has the bound
+    lane: str | None = None  # the lane of the bound
     seconds: float | None = None
     alone_s: float | None = None
     tokens: int | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of the forecast step."""
+        """The tokens per second of the forecast step."""
         return self.tokens / self.seconds if self.tokens and self.seconds else None
 
 
 def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -> Forecast:
-    """How long a step takes, with a reason where that cannot be said."""
+    """Forecast a step, or give the reason why that is not possible."""
     parts = {phase: _phase_seconds(step, phase, rates, device_is_cpu) for phase in (FORWARD, BACKWARD, AFTER)}
     phases = parts
     if device_is_cpu:
@@ -138,14 +140,14 @@ def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -
 
 
 def _one_after_the_other(lanes: Lanes) -> float:
-    """The drive's lane for both directions is the same work as its lanes for each."""
+    """Add up the lanes. The drive's lane for both directions is the same work as its lanes for each."""
     drive_s = lanes.get(NVME_READ, 0.0) + lanes.get(NVME_WRITE, 0.0)
     mixed_s = lanes.get(NVME_MIXED, 0.0)
     return sum(lanes.values()) - drive_s - mixed_s + max(drive_s, mixed_s)
 
 
 def _with_both_directions(lanes: Lanes, rates: Rates, *, at_best: bool = False) -> Lanes:
-    """With the drive's lane for reads and writes together: [Note: one drive for both directions]."""
+    """Add the drive's lane for reads and writes together: [Note: one drive for both directions]."""
     read, write, mixed = rates.nvme_read, rates.nvme_write, rates.nvme_mixed
     read_s, write_s = lanes.get(NVME_READ, 0.0), lanes.get(NVME_WRITE, 0.0)
     if read is None or write is None or mixed is None or not (read_s and write_s):
@@ -155,7 +157,7 @@ def _with_both_directions(lanes: Lanes, rates: Rates, *, at_best: bool = False) 
 
 
 def _in_turn(phases: Mapping[str, Lanes], step: Step) -> Sequence[Lanes]:
-    """The phases that follow one another: [Note: the forecast]."""
+    """Return the phases that follow one another: [Note: the forecast]."""
     share = 1.0 / step.num_micro
     hides = BACKWARD if step.update_in_backward else FORWARD
     beside = _together([_scaled(phases[hides], share), phases[AFTER]])
@@ -176,12 +178,12 @@ def _together(phases: Iterable[Lanes]) -> dict[str, float]:
 
 
 def _phase_seconds(step: Step, phase: str, rates: Rates, device_is_cpu: bool) -> dict[str, float | None]:
-    """By lane; None where there is work and no rate."""
+    """Return the seconds by lane; None where there is work and no rate."""
     moved = dict(step.traffic.by_phase[phase])
     if not device_is_cpu and phase == BACKWARD and moved.get(LANDING):
         moved[LANDING] -= (
             step.traffic.measured_on_device
-        )  # at the speed of its memory: a part of the update's
+        )  # at the speed of its memory, which an update also has
     lanes = {
         name: _over(size, _rate(name, rates, step, device_is_cpu)) for name, size in moved.items() if size
     }
@@ -195,7 +197,7 @@ def _phase_seconds(step: Step, phase: str, rates: Rates, device_is_cpu: bool) ->
 
 
 def _share_of_cores(lanes: Mapping[str, float | None], num_cores: int) -> dict[str, float]:
-    """Seconds of all cores by what they do. A copy keeps one of them busy, and so do Python and the file engine."""
+    """Return the seconds of all cores by work. A copy keeps one of them busy, and so do Python and the file engine."""
     of_one = (H2D, D2H, PYTHON, FILE_ENGINE)
     return {
         lane: seconds / (num_cores if lane in of_one else 1)
@@ -205,7 +207,7 @@ def _share_of_cores(lanes: Mapping[str, float | None], num_cores: int) -> dict[s
 
 
 def _on_the_cores(lanes: Mapping[str, float | None], shared: Lanes) -> dict[str, float | None]:
-    """All but the drive as one lane, and what has no rate."""
+    """Return all lanes but the drive as one, and the lanes without a rate."""
     apart = {lane: seconds for lane, seconds in lanes.items() if lane in _OF_THE_DRIVE or seconds is None}
     return {CORES: sum(shared.values()), **apart}
 
@@ -244,20 +246,20 @@ def _rate(lane: str, rates: Rates, step: Step, device_is_cpu: bool) -> float | N
 
 @dataclass(frozen=True)
 class Run:
-    """What so many tokens take."""
+    """The time and writes of a run over so many tokens."""
 
     num_steps: int
     days: float | None
     written_bytes: int  # to the drives
-    drive_years: float | None  # until as much is written as the drives are made for, training all the time
+    drive_years: float | None  # until the drives reach their endurance, in uninterrupted training
 
 
 def forecast_run(
     found: Forecast, step: Step, *, num_tokens: int, endurance_bytes: int | None = None
 ) -> Run | None:
-    """Days and writes for `num_tokens`; None where the tokens of a step are not known.
+    """Return days and writes for `num_tokens`; None where the tokens of a step are not known.
 
-    `endurance_bytes`: what the drives together are made to take (TBW).
+    `endurance_bytes`: the bytes for whose writing the drives together are made (TBW).
     """
     if not found.tokens:
         return None

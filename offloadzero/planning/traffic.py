@@ -1,12 +1,12 @@
-"""How many bytes one step moves on each lane: a pure function of records, placement and schedule (floor 4).
+"""The bytes that one step moves on each lane: a pure function of records, placement and schedule.
 
 [Note: bytes of a step]
 From the second step on each step moves the same. Fetches are those of an optimal schedule in the arena that the plan
 has for unit leases (`schedule/prefetch.py`): forward and backward of each micro batch use the units there and back,
-and an update makes leases of what it trains stale. Of a unit whose parameters live on NVMe, fetches that have a lease
+and an update makes leases of units that it trains stale. If a unit's parameters live on NVMe, fetches that have a lease
 before the update begins get the new parameters from the update itself, [Note: delivery] in update/delivery.py, and are
-not read. How many these are depends on time, so reads of the drive are a range: at the least all that find room are
-delivered, at the most none.
+not read. Their number depends on time, so reads of the drive are a range: at least, all fetches that find room are
+delivered, at most none.
 
 Lanes have the names of observe/timeline.py, and the bytes are counted as they are there.
 """
@@ -33,26 +33,26 @@ HORIZON = 6  # uses per unit that are looked ahead: three micro batches
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Bytes by phase and lane of one step, all micro batches together: [Note: bytes of a step].
+    """The bytes by phase and lane of one step, all micro batches together: [Note: bytes of a step].
 
-    What updates move is in the phase AFTER, whether they run in backward or not. `delivered_bytes` of the drive's reads
-    in FORWARD are spared where their units' updates begin late enough.
+    The bytes of updates are in the phase AFTER, whether they run in backward or not. `delivered_bytes` of the drive's
+    reads in FORWARD are spared where their units' updates begin late enough.
     """
 
     by_phase: Mapping[str, Mapping[str, int]]
     delivered_bytes: int
-    num_uses: int  # of units in forward and backward
+    num_uses: int  # uses of units in forward and backward
     measured_on_device: int = (
         0  # of the lane LANDING: gradients whose norms are taken where the device computes
     )
 
     def lane(self, name: str) -> int:
-        """Bytes on one lane in the whole step."""
+        """The bytes on one lane in the whole step."""
         return sum(lanes.get(name, 0) for lanes in self.by_phase.values())
 
     @property
     def lanes(self) -> dict[str, int]:
-        """Bytes by lane in the whole step."""
+        """The bytes by lane in the whole step."""
         names = dict.fromkeys(name for lanes in self.by_phase.values() for name in lanes)
         return {name: self.lane(name) for name in names}
 
@@ -85,10 +85,10 @@ def step_traffic(
     uses: Uses,
     inputs: Sequence[CallInputs] = (),
 ) -> StepTraffic:
-    """The bytes of one step after the first.
+    """Return the bytes of one step after the first.
 
     Args:
-        inputs: of the calls of checkpointed units in a micro batch.
+        inputs: those of the calls of checkpointed units in a micro batch.
     """
     sheet = _Sheet()
     num_micro = config.batch.gradient_accumulation_steps
@@ -109,7 +109,7 @@ def step_traffic(
 def _add_fetches(
     sheet: _Sheet, streamed: Sequence[Record], plan: MemoryPlan, uses: Uses, num_micro: int
 ) -> int:
-    """Gives the bytes that updates may deliver."""
+    """Add the fetches; return the bytes that updates may deliver."""
     sizes = {record.index: align_up(record.param_bytes) for record in streamed}
     by_index = {record.index: record for record in streamed}
     kept = frozenset(record.index for record in streamed if not record.num_trainable)
@@ -123,7 +123,7 @@ def _add_fetches(
         sheet.add(phase, H2D, record.param_bytes)
         if plan.placement[index, PARAM] is TierName.NVME:
             sheet.add(phase, NVME_READ, record.param_bytes)
-        if index not in seen:  # the first units of the forward, as far as there is room at once
+        if index not in seen:  # the first units of the forward, as many as have room at once
             seen.add(index)
             room -= sizes[index]
             if room >= 0 and plan.placement[index, PARAM] is TierName.NVME:
@@ -138,7 +138,7 @@ def fetches_of_step(
     arena_bytes: int,
     kept: Collection[int] = (),
 ) -> list[tuple[bool, int]]:
-    """Those of the `uses` of a step, (whether in forward, unit), for which the unit has to be fetched.
+    """Return those of the `uses` of a step, (whether in forward, unit), that need a fetch.
 
     The step is like the one before it. Units in `kept` are made stale by no update: their leases last into the next.
     """
@@ -168,13 +168,13 @@ def _fetches(
 
 def _add_gradient(sheet: _Sheet, record: Record, plan: MemoryPlan, num_micro: int) -> None:
     tier = plan.placement[record.index, GRAD]
-    if tier is TierName.DEVICE:  # measured where it is, when the last micro batch has ended
+    if tier is TierName.DEVICE:  # measured on the device, when the last micro batch has ended
         sheet.add(BACKWARD, LANDING, record.state.kept_trainable * record.grad_dtype.itemsize)
         return
     brought = record.num_trainable * record.dtype.itemsize
     home = record.state.kept_trainable * record.grad_dtype.itemsize
     sheet.add(BACKWARD, D2H, num_micro * brought)
-    # Norms are taken of what is home; what comes later is added to it.
+    # Norms are taken of the gradient at home; later ones are added to it.
     sheet.add(BACKWARD, LANDING, num_micro * home)
     has_merges = num_micro > 1 or record.grad_dtype != record.dtype or tier is TierName.NVME
     if has_merges and plan.grads_have_homes:
@@ -210,7 +210,7 @@ def _add_update(sheet: _Sheet, record: Record, plan: MemoryPlan) -> None:
 
 
 def _add_inputs(sheet: _Sheet, tier: TierName, inputs: Sequence[CallInputs], num_micro: int) -> None:
-    """All of them go, and come back for each call; what backward needs first may still be there."""
+    """Add the inputs: all leave, and come back for each call; those that backward needs first may still be there."""
     if tier is TierName.DEVICE:
         return
     sent = num_micro * sum(call.sent for call in inputs)
