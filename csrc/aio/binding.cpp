@@ -1,6 +1,6 @@
-// The only file here that knows Python: three types and the checksums. Arguments are plain numbers; a failure
-// is an OSError with its errno, which offloadzero/io/engine.py gives a name and a place. What numbers can
-// tell of an argument is checked here (common/arguments.h).
+// This file alone knows Python: it has three types and the checksums. Arguments are plain numbers; a failure
+// is an OSError with its errno, to which offloadzero/io/engine.py adds a name and a place. Arguments are
+// checked here as far as numbers allow (common/arguments.h).
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -23,7 +23,7 @@ constexpr uint64_t MIN_BLOCK_SIZE = 4096, MAX_BLOCK_SIZE = uint64_t{1} << 30;
 constexpr uint64_t MAX_THREAD_DEPTH = 4096, MAX_NUM_THREADS = 256;
 constexpr long long MAX_DELAY_MS = 1'000'000'000;
 
-// Lets other Python threads run for its lifetime, whichever way the scope is left.
+// Lets other Python threads run for its lifetime, however the scope is left.
 class GilRelease {
   public:
     GilRelease() : state_(PyEval_SaveThread()) {}
@@ -51,7 +51,7 @@ PyObject* none_or_error(int64_t status) {
     Py_RETURN_NONE;
 }
 
-// Seconds that a clock in nanoseconds can hold; others mean "no limit".
+// The seconds that a clock in nanoseconds can hold; others mean "no limit".
 bool is_limit(double seconds) { return seconds >= 0 && seconds < 1e9; }
 int64_t to_ns(double seconds) { return static_cast<int64_t>(seconds * 1e9); }
 
@@ -95,7 +95,7 @@ PyObject* refuse_new(PyTypeObject*, PyObject*, PyObject*) {
     return nullptr;
 }
 
-// Null with an exception set; in a forked child always: it has the memory but not the threads.
+// Returns null with an exception set; in a forked child always: it has the memory but not the threads.
 Engine* engine_of(PyObject* self) {
     Engine* engine = reinterpret_cast<EngineObject*>(self)->engine;
     if (engine->is_in_own_process()) return engine;
@@ -103,7 +103,7 @@ Engine* engine_of(PyObject* self) {
     return nullptr;
 }
 
-// Null with an exception set.
+// Returns null with an exception set.
 std::shared_ptr<File> file_of(PyObject* self) {
     std::shared_ptr<File>* file = reinterpret_cast<FileObject*>(self)->file;
     if (file != nullptr) return *file;
@@ -150,7 +150,7 @@ PyObject* engine_new(PyTypeObject* type, PyObject* args, PyObject* /*keywords*/)
 
 void engine_dealloc(PyObject* self) {
     Engine* engine = reinterpret_cast<EngineObject*>(self)->engine;
-    // A forked child has the memory but not the threads: leaving it alone is all that is safe.
+    // A forked child has the memory but not the threads: the engine must be left alone.
     if (engine != nullptr && engine->is_in_own_process()) delete engine;
     free_object(self);
 }
@@ -245,7 +245,7 @@ PyObject* engine_open(PyObject* self, PyObject* args) {
     return reinterpret_cast<PyObject*>(opened);
 }
 
-// Null with an exception set.
+// Returns null with an exception set.
 OperationObject* make_operation(PyObject* engine) {
     auto operation = std::make_unique<std::shared_ptr<Operation>>();
     auto* made = make<OperationObject>(operation_type);
@@ -362,13 +362,13 @@ PyObject* file_sync(PyObject* self, PyObject*) {
     return file == nullptr ? nullptr : none_or_error(without_gil([&] { return file->sync(); }));
 }
 
-// 1 where the file is not direct.
+// Returns 1 where the file is not direct.
 PyObject* file_alignment(PyObject* self, void*) {
     const std::shared_ptr<File> file = file_of(self);
     return file == nullptr ? nullptr : PyLong_FromSize_t(file->is_direct() ? file->alignment() : 1);
 }
 
-// The errno that direct I/O was refused with; 0: it was not, or was not asked for.
+// Returns the errno that direct I/O was refused with; 0: it was not refused, or not asked for.
 PyObject* file_direct_refusal(PyObject* self, void*) {
     const std::shared_ptr<File> file = file_of(self);
     return file == nullptr ? nullptr : PyLong_FromLong(-file->direct_refusal());
@@ -403,7 +403,7 @@ PyObject* operation_done(PyObject* self, PyObject*) {
     return engine == nullptr ? nullptr : PyBool_FromLong(engine->is_done(operation_of(self)));
 }
 
-// Repeats `wait(limit_ns)` after signals until it gives something else. 1: the time is over, 0: done,
+// Repeats `wait(limit_ns)` after signals until the result is another. 1: the time is over, 0: done,
 // -1: a signal handler raised.
 template <typename Wait>
 int wait_through_signals(double timeout_s, const Wait& wait) {
@@ -517,7 +517,7 @@ void* slot(Function* function) {
     return reinterpret_cast<void*>(function);
 }
 
-// Null with an exception set.
+// Returns null with an exception set.
 PyTypeObject* add_type(PyObject* module, const char* name, size_t num_bytes, newfunc make_new,
                        destructor dealloc, PyMethodDef* methods, PyGetSetDef* properties) {
     PyType_Slot slots[] = {{Py_tp_new, slot(make_new)},

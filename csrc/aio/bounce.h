@@ -1,4 +1,5 @@
-// Aligned buffers for what cannot go straight between the caller's memory and the disk. One pool per worker.
+// Aligned buffers for transfers that cannot go straight between the caller's memory and the disk. One pool
+// per worker.
 #pragma once
 
 #include <sys/mman.h>
@@ -30,7 +31,7 @@ class BouncePool {
 
     size_t buffer_num_bytes() const { return buffer_num_bytes_; }
 
-    // Page-aligned; null when memory is out.
+    // Returns a page-aligned buffer; null when memory is out.
     Bounce take() {
         if (free_.empty()) {
             void* buffer =

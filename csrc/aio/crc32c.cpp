@@ -53,7 +53,7 @@ uint32_t sum_with_tables(const char* data, size_t num_bytes) {
     return ~sum;
 }
 
-// Up to LANES blocks of one size: `sums` gets theirs.
+// Computes the sums of up to LANES blocks of one size.
 using Kernel = void (*)(const char* data, size_t block_size, size_t num_blocks, uint32_t* sums);
 
 void sum_blocks_with_tables(const char* data, size_t block_size, size_t num_blocks, uint32_t* sums) {
@@ -108,7 +108,8 @@ constexpr Kernel sum_blocks_with_sse42 = sum_blocks_with_tables;
 
 Kernel kernel() { return has_sse42() ? sum_blocks_with_sse42 : sum_blocks_with_tables; }
 
-// visit(index of the first, number, sums) for all blocks, up to LANES at a time, until it gives false.
+// Calls visit(index of the first, number, sums) for all blocks, up to LANES at a time, until it returns
+// false.
 template <class Visit>
 void for_sums(Kernel sum_blocks, const char* data, size_t num_bytes, size_t block_size, const Visit& visit) {
     const size_t num_whole = num_bytes / block_size;

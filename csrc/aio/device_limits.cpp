@@ -10,7 +10,7 @@
 namespace offloadzero::aio {
 namespace {
 
-// A number of the device's queue directory; 0 when it is not there. A partition has its disk's.
+// Reads a number in the device's queue directory; 0 when it is not there. A partition has its disk's.
 unsigned long long queue_attribute(dev_t device, const char* name) {
     const std::string folder =
         "/sys/dev/block/" + std::to_string(major(device)) + ":" + std::to_string(minor(device));

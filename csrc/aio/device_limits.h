@@ -1,4 +1,4 @@
-// What the block device under a file takes in one request.
+// The size of one request of the block device under a file.
 #pragma once
 
 #include <sys/types.h>
@@ -18,8 +18,8 @@ namespace offloadzero::aio {
 // an eighth of a request away; else `block_size`.
 size_t fit_requests(size_t block_size, size_t request_num_bytes);
 
-// Bytes that one request takes whatever memory they are in, or 0: not a block device, or one that says itself
-// where it wants to be cut (RAID).
+// Bytes that one request takes in any memory, or 0: the file is on no block device, or on one that itself
+// says where requests should be cut (RAID).
 size_t request_num_bytes(dev_t device);
 
 }  // namespace offloadzero::aio

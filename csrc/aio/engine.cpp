@@ -77,7 +77,7 @@ bool Engine::is_done(Operation* operation) {
     return drop_if_late(operation);
 }
 
-// Whether the operation is done now.
+// Returns whether the operation is done now.
 bool Engine::drop_if_late(Operation* operation) {
     if (operation->done.is_set()) return true;
     if (!operation->is_late()) return false;
@@ -104,7 +104,8 @@ void Engine::close(bool should_cancel) {
         is_closing_ = true;
         if (should_cancel) {
             is_cancelling_ = true;
-            // A copy: what has no block in flight completes, and leaves outstanding_, at once.
+            // A copy of the list: an operation without a block in flight completes, and leaves outstanding_,
+            // at once.
             auto outstanding = outstanding_;
             for (auto& [key, operation] : outstanding) {
                 if (operation->is_fully_cut()) continue;
@@ -153,7 +154,7 @@ BlockPtr Engine::take_block(Worker* worker) {
     return nullptr;
 }
 
-// The next block of the first operation; null when it has to wait for its granule's lock.
+// Returns the next block of the first operation; null when it has to wait for its granule's lock.
 BlockPtr Engine::cut_block(Worker* worker) {
     auto block = std::make_unique<Block>();
     block->operation = queue_.top();
@@ -192,7 +193,7 @@ void Engine::complete(const std::shared_ptr<Operation>& operation) {
     if (!operation->has_failed()) (request.is_write ? bytes_written_ : bytes_read_) += request.num_bytes;
     ++num_operations_;
     finished_.push_back(request.token);
-    // May be the caller's reference itself: nothing but the events may follow.
+    // The argument may be the caller's reference itself: only the events may follow.
     std::shared_ptr<Operation> kept = operation;
     outstanding_.erase(kept.get());
     kept->request.file.reset();

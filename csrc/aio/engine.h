@@ -21,8 +21,8 @@ namespace offloadzero::aio {
 
 class Worker;
 struct Block;
-// Whoever has it has the block. The kernel has a bare pointer, the transfer's tag: Worker::stage() gives it
-// away and Worker::reap() takes it back.
+// The owner of this pointer has the block. The kernel has a bare pointer, the transfer's tag: Worker::stage()
+// gives it away and Worker::reap() takes it back.
 using BlockPtr = std::unique_ptr<Block>;
 
 enum class KernelInterface { URING, NATIVE_AIO };
@@ -49,35 +49,35 @@ struct EngineStats {
 
 class Engine {
   public:
-    // 0, or -errno when the kernel refuses the interface.
+    // Returns 0, or -errno when the kernel refuses the interface.
     static int create(const EngineOptions& options, std::unique_ptr<Engine>* engine);
-    // Cancels what has not started, waits for what has.
+    // Cancels operations that have not started, waits for the others.
     ~Engine();
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
     size_t block_size() const { return options_.block_size; }
-    // False in a forked child: nothing but this may be called there, not even the destructor.
+    // False in a forked child: no other method may be called there, not even the destructor.
     bool is_in_own_process() const { return getpid() == pid_; }
 
-    // As File::open, and known to the kernel queues.
+    // Opens a file as File::open does, and makes it known to the kernel queues.
     int open(const std::string& path, OpenOptions options, std::shared_ptr<File>* file);
-    // Whether the file was opened by this engine.
+    // Returns whether the file was opened by this engine.
     bool owns(const File& file) const { return file.is_known_to(*registry_); }
-    // See Registry.
+    // These are the methods of Registry.
     int register_buffer(char* data, size_t num_bytes) { return registry_->add_buffer(data, num_bytes); }
     bool unregister_buffer(char* data) { return registry_->remove_buffer(data); }
 
-    // 0 or -ESHUTDOWN. Operations in flight together must not overlap unless both read.
+    // Returns 0 or -ESHUTDOWN. Operations in flight together must not overlap unless both read.
     int submit(OperationRequest request, std::shared_ptr<Operation>* operation);
-    // Event::wait() on `done`. An operation whose deadline passes is failed with ETIMEDOUT here, in the
-    // caller's thread, so that a device that hangs and takes the worker with it cannot delay the news.
+    // Waits with Event::wait() on `done`. An operation whose deadline passes is failed with ETIMEDOUT here,
+    // in the caller's thread, so that a device that hangs and blocks the worker cannot delay the news.
     int wait(Operation* operation, int64_t timeout_ns);
     bool is_done(Operation* operation);
     // Moves the tokens of operations whose memory the engine will not touch again.
     std::vector<uint64_t> collect_finished();
-    // Ends all operations and the threads. `should_cancel`: what has not reached the kernel is dropped, and
-    // its operations end with ECANCELED as soon as what has is over. Idempotent.
+    // Ends all operations and the threads. `should_cancel`: blocks that have not reached the kernel are
+    // dropped, and their operations end with ECANCELED as soon as the other blocks are over. Idempotent.
     void close(bool should_cancel);
 
     Faults& faults() { return faults_; }
@@ -100,17 +100,17 @@ class Engine {
 
     explicit Engine(const EngineOptions& options);
 
-    // For workers. The next block to run, new or with a granule's lock just granted; null when there is none,
-    // and the worker is then marked as waiting: whoever brings work wakes it.
+    // For workers: the next block to run, new or with a granule's lock just granted; null when there is none,
+    // and the worker is then marked as waiting: the thread that brings work wakes it.
     BlockPtr take_block(Worker* worker);
     void block_finished(BlockPtr block, int error, int64_t error_offset);
-    // Queues are idle and close() was called: the worker may leave.
+    // The queues are idle and close() was called: the worker may leave.
     bool should_exit();
     // A worker's kernel queue broke: every operation ends with `error`, and no token of one that was running
     // is ever collected, as the kernel may still write to its memory.
     void abandon(int error);
 
-    // With the mutex held.
+    // These are called with the mutex held.
     BlockPtr cut_block(Worker* worker);
     void release_granule(const Block& block);
     bool drop_if_late(Operation* operation);

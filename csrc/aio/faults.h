@@ -10,7 +10,7 @@ namespace offloadzero::aio {
 
 enum class FaultKind { ERRNO, SHORT, DELAY };
 
-// What the faults that hit one block add up to.
+// The sum of the faults that hit one block.
 struct BlockFault {
     int error = 0;             // errno; 0: none. The block does not reach the kernel.
     int64_t short_bytes = -1;  // its first transfer moves at most this many; -1: all

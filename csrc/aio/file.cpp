@@ -137,7 +137,7 @@ int File::preallocate(int64_t start, int64_t num_bytes) const {
         return static_cast<int64_t>(blocks) * static_cast<int64_t>(space.f_frsize);
     };
     if (num_bytes == 0 || S_ISBLK(status.st_mode)) return num_bytes > this->num_bytes() ? -ENOSPC : 0;
-    // What cannot fit is refused here: some filesystems would first fill the disk and then fail.
+    // Sizes that cannot fit are refused here: some filesystems would first fill the disk and then fail.
     if (num_missing > num_bytes_of(space.f_bfree)) return -ENOSPC;
     int error;
     do {
@@ -147,7 +147,7 @@ int File::preallocate(int64_t start, int64_t num_bytes) const {
         if (num_missing > num_bytes_of(space.f_bavail)) return -ENOSPC;
         error = num_bytes > status.st_size && ftruncate(fd_, num_bytes) < 0 ? errno : 0;
     } else if (error != 0 && this->num_bytes() > status.st_size && ftruncate(fd_, status.st_size) < 0) {
-        // It had grown the file before it ran out of space, and that cannot be undone.
+        // The filesystem had grown the file before it ran out of space, which cannot be undone.
         return -errno;
     }
     return -error;

@@ -1,4 +1,4 @@
-// A file under the engine: how it was opened, what direct I/O demands of it, its space.
+// A file under the engine: its descriptor, the rules of direct I/O for it, its space.
 #pragma once
 
 #include <sys/types.h>
@@ -22,13 +22,13 @@ struct OpenOptions {
 
 class File {
   public:
-    // 0 or -errno.
+    // Returns 0 or -errno.
     static int open(const std::string& path, const OpenOptions& options, std::shared_ptr<File>* file);
     ~File();
     File(const File&) = delete;
     File& operator=(const File&) = delete;
 
-    // Once, before the first transfer: gives the file its slot in the queues of an engine.
+    // Called once, before the first transfer: gives the file its slot in the queues of an engine.
     void join(std::shared_ptr<Registry> registry);
     bool is_known_to(const Registry& registry) const { return registry_.get() == &registry; }
 
@@ -36,7 +36,7 @@ class File {
     int fd() const { return fd_; }
     int slot() const { return slot_; }
     bool is_direct() const { return is_direct_; }
-    // Why the file is not direct: -errno of the refusal; 0 when direct or not asked for.
+    // The reason why the file is not direct: -errno of the refusal; 0 when direct or not asked for.
     int direct_refusal() const { return direct_refusal_; }
     // Offsets and lengths of direct writes are multiples of `alignment`: at least a page, so that the page
     // cache (see Note: the end of the file, in worker.cpp) and a direct write never meet in one page.
@@ -49,8 +49,8 @@ class File {
     ino_t inode() const { return inode_; }
 
     int64_t num_bytes() const;  // or -errno
-    // Space for bytes [start, num_bytes); 0 or -errno. The size afterwards is at least num_bytes. Of a range
-    // that does not begin at 0, nothing may be allocated yet.
+    // Allocates bytes [start, num_bytes); returns 0 or -errno. The size afterwards is at least num_bytes. In
+    // a range that does not begin at 0, nothing may be allocated yet.
     int preallocate(int64_t start, int64_t num_bytes) const;
     int sync() const;  // fdatasync; 0 or -errno
     // A second, buffered descriptor of the same inode, opened at first use; or -errno.

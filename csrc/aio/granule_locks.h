@@ -18,18 +18,19 @@ inline GranuleKey granule_key(const File& file, int64_t offset) {
     return {file.device(), file.inode(), offset / static_cast<int64_t>(file.alignment())};
 }
 
-// Waiter: whatever the owner needs to resume a block; a queued one belongs to the lock.
+// Waiter: the data that the owner needs to resume a block; a queued one belongs to the lock.
 template <typename Waiter>
 class GranuleLocks {
   public:
-    // False: *waiter was moved into the queue, and a later release() of the granule hands it the lock.
+    // Returns false when *waiter was moved into the queue, and a later release() of the granule hands it the
+    // lock.
     bool acquire(const GranuleKey& key, Waiter* waiter) {
         auto [held, is_new] = held_.try_emplace(key);
         if (!is_new) held->second.push_back(std::move(*waiter));
         return is_new;
     }
 
-    // True: the lock passed on to *next.
+    // Returns true when the lock passed on to *next.
     bool release(const GranuleKey& key, Waiter* next) {
         auto held = held_.find(key);
         if (held->second.empty()) {

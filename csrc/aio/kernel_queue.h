@@ -1,4 +1,4 @@
-// One kernel submission queue: io_uring or Linux native AIO behind the same few verbs.
+// One kernel submission queue: io_uring or Linux native AIO behind the same few calls.
 #pragma once
 
 #include <cerrno>
@@ -34,12 +34,14 @@ class KernelQueue {
   public:
     virtual ~KernelQueue() = default;
 
-    // First and last call of the owning thread; no transfer is in flight at end(). 0 or -errno.
+    // The first and the last call of the owning thread; no transfer is in flight at end(). They return 0 or
+    // -errno.
     virtual int begin() { return 0; }
     virtual void end() {}
 
     // Registers a descriptor or memory under a slot, which stage() may then name; a negative fd and a null
-    // address clear it. 0 or -errno (EOPNOTSUPP: the queue has no such slots; ENOMEM: RLIMIT_MEMLOCK).
+    // address clear it. Returns 0 or -errno (EOPNOTSUPP: the queue has no such slots; ENOMEM:
+    // RLIMIT_MEMLOCK).
     virtual int set_file(int /*slot*/, int /*fd*/) { return -EOPNOTSUPP; }
     virtual int set_buffer(int /*slot*/, char* /*data*/, size_t /*num_bytes*/) { return -EOPNOTSUPP; }
 
@@ -47,29 +49,29 @@ class KernelQueue {
     virtual void stage(const Transfer& transfer) = 0;
 
     // Hands staged transfers to the kernel, then blocks until a completion, a wake() or the timeout
-    // (0: does not block). May return early for no reason. 0, or -errno when the queue is beyond repair.
+    // (0: does not block). May return early. Returns 0, or -errno when the queue is beyond repair.
     virtual int submit_and_wait(int64_t timeout_ns) = 0;
 
-    // Appends what has completed; never blocks.
+    // Appends the completed transfers; never blocks.
     virtual void reap(std::vector<Completion>* completions) = 0;
 
-    // Ends a submit_and_wait() in progress, or the next one. Any thread.
+    // Ends a submit_and_wait() in progress, or the next one. Any thread may call it.
     virtual void wake() = 0;
 };
 
-// What a kernel does not have its queue goes without; without them all it is as on the oldest kernel.
+// Features of newer kernels. A queue works without those that its kernel lacks.
 struct UringOptions {
     bool has_fixed_files = true;
     bool has_fixed_buffers = true;
     bool has_defer_taskrun = true;  // completions are delivered where the owner waits, not by interrupting it
 };
 
-// Slots of one queue.
+// The slots of one queue.
 constexpr int NUM_FILE_SLOTS = 256;
 constexpr int NUM_BUFFER_SLOTS = 1024;
 constexpr size_t MAX_BUFFER_NUM_BYTES = 1 << 30;  // of one slot, the kernel's limit
 
-// 0, or -errno when the kernel refuses (EPERM: a seccomp filter; ENOSYS: not built in; ...).
+// Returns 0, or -errno when the kernel refuses (EPERM: a seccomp filter; ENOSYS: not built in; ...).
 int make_uring_queue(unsigned depth, const UringOptions& options, std::unique_ptr<KernelQueue>* queue);
 int make_native_aio_queue(unsigned depth, std::unique_ptr<KernelQueue>* queue);
 

@@ -68,8 +68,8 @@ void NativeAioQueue::stage(const Transfer& transfer) {
     staged_.push_back(request);
 }
 
-// False when the kernel takes no more for the moment. io_submit stops at the first request it refuses and
-// reports the reason only when that request is the first of the call.
+// Returns false when the kernel takes no more for the moment. io_submit stops at the first request it refuses
+// and reports the reason only when that request is the first of the call.
 bool NativeAioQueue::submit_staged() {
     size_t num_taken = 0;
     bool is_busy = false;
@@ -98,7 +98,7 @@ int NativeAioQueue::wait(int64_t timeout_ns) const {
         if (num_ready == 0) return 0;
     }
     uint64_t count;
-    // Zeroes the counter before reap() looks: what completes after that makes the next read return at once.
+    // Zeroes the counter before reap() looks: a later completion makes the next read return at once.
     if (read(event_fd_, &count, sizeof count) < 0 && errno != EINTR) return -errno;
     return 0;
 }
@@ -106,7 +106,7 @@ int NativeAioQueue::wait(int64_t timeout_ns) const {
 int NativeAioQueue::submit_and_wait(int64_t timeout_ns) {
     bool is_taken = submit_staged();
     if (timeout_ns == 0 || !refused_.empty()) return 0;
-    // Requests left over: wait for a completion that makes room, or back off a millisecond.
+    // Some requests are left over: wait for a completion that makes room, or back off a millisecond.
     return wait(is_taken ? timeout_ns : 1'000'000);
 }
 

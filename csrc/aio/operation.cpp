@@ -20,7 +20,7 @@ bool is_multiple(const char* address, size_t alignment) {
 
 int Event::wait(int64_t timeout_ns) {
     static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a futex is a plain 32-bit word");
-    // A deadline that overflows is as good as none.
+    // A deadline that overflows counts as none.
     int64_t deadline = timeout_ns < 0 || timeout_ns > INT64_MAX / 2 ? -1 : now_ns() + timeout_ns;
     while (!is_set()) {
         timespec left = {0, 0};
@@ -71,8 +71,8 @@ Piece cut_piece(Operation* operation, size_t block_size) {
 
     if (misalignment == 0 && left >= alignment &&
         (request.is_write || is_multiple(piece.data, memory_alignment))) {
-        // What blocks cut short leave behind goes with the last one, up to eight of their rests; through a
-        // bounce buffer no more than fits there.
+        // The rests of blocks that were cut short go with the last one, up to eight of them; through a bounce
+        // buffer no more than fits there.
         const bool is_plain = is_multiple(piece.data, memory_alignment);
         const size_t num_spared = block_size - file.block_size();
         const size_t num_whole = left - left % alignment;

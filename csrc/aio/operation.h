@@ -26,7 +26,7 @@ class Event {
   public:
     bool is_set() const { return state_.load(std::memory_order_acquire) == SET; }
     void set();
-    // 0 when set, -ETIMEDOUT, or -EINTR when a signal came first. Negative: no limit.
+    // Returns 0 when set, -ETIMEDOUT, or -EINTR when a signal came first. A negative limit is none.
     int wait(int64_t timeout_ns);
 
   private:
@@ -39,8 +39,8 @@ class Operation {
   public:
     explicit Operation(OperationRequest what) : request(std::move(what)) {}
 
-    // Fixed but for the file, which the engine lets go of when the operation is complete: a caller who keeps
-    // the result does not keep the file open.
+    // All fields are constant but the file, which the engine lets go of when the operation is complete: a
+    // caller that keeps the result does not keep the file open.
     OperationRequest request;
     int64_t deadline_ns = 0;  // on now_ns()'s clock; 0: none
 
@@ -50,28 +50,29 @@ class Operation {
     // operation that missed its deadline with blocks in the kernel.
     Event released;
 
-    // The first error, 0 if none, and the file offset where it struck. Valid once done.
+    // The first error, 0 if none, and its file offset. Valid once done.
     int error() const { return error_.load(std::memory_order_relaxed); }
     int64_t error_offset() const { return error_offset_; }
 
-    // When its first block was taken up and when the last was finished, on now_ns()'s clock. Valid once
-    // released.
+    // The times at which its first block was taken up and its last was finished, on now_ns()'s clock. Valid
+    // once released.
     int64_t begun_ns = 0;
     int64_t ended_ns = 0;
 
     bool has_failed() const { return error() != 0; }
 
-    // Guarded by the engine's mutex.
+    // The engine's mutex guards these.
     uint64_t sequence = 0;
     size_t num_cut = 0;   // bytes already cut into blocks
     size_t num_live = 0;  // blocks cut and not finished
     bool is_fully_cut() const { return num_cut == request.num_bytes; }
-    // Keeps the first error and cancels what is not cut yet.
+    // Keeps the first error and cancels the bytes that are not cut yet.
     void fail(int error, int64_t offset);
-    // The deadline has passed: ETIMEDOUT whatever went wrong before, as blocks may still be in flight.
+    // The deadline has passed: the error is ETIMEDOUT even after another one, as blocks may still be in
+    // flight.
     void expire();
     bool is_late() const { return deadline_ns != 0 && now_ns() >= deadline_ns; }
-    // Where the next block would begin.
+    // The begin of the next block.
     int64_t cut_offset() const { return request.offset + static_cast<int64_t>(num_cut); }
 
   private:
@@ -79,7 +80,7 @@ class Operation {
     int64_t error_offset_ = 0;
 };
 
-// How one piece of an operation reaches the file.
+// The way of one piece of an operation to the file.
 enum class Path {
     PLAIN,         // straight between the caller's memory and the file
     BOUNCE,        // whole granules through an aligned buffer
@@ -93,8 +94,8 @@ struct Piece {
     char* data = nullptr;
 };
 
-// The next piece from operation.num_cut on: what is left where that is at most about `block_size` bytes, else
-// a block of the file; advances num_cut.
+// Returns the next piece from operation.num_cut on: the rest where that is at most about `block_size` bytes,
+// else a block of the file; advances num_cut.
 Piece cut_piece(Operation* operation, size_t block_size);
 
 }  // namespace offloadzero::aio

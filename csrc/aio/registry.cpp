@@ -138,12 +138,12 @@ void Registry::ask(const SlotUpdate& update) {
         queue.updates.push_back(update);
         ++queue.num_asked;
         queue.has_updates.store(true, std::memory_order_release);
-        // New files wait for the first transfer; what is pinned or kept open must not.
+        // New files wait for the first transfer; pinned memory and open files must not.
         if (update.is_buffer || update.file_id == 0) queue.queue->wake();
     }
 }
 
-// The first refusal of a buffer, or 0.
+// Returns the first refusal of a buffer, or 0.
 int Registry::wait_until_applied(std::unique_lock<std::mutex>* lock) {
     int error = 0;
     bool is_anybody_there = false;
@@ -170,7 +170,7 @@ void Registry::apply_updates(size_t index, QueueSlots* slots) {
         std::vector<SlotUpdate> updates;
         updates.swap(mine.updates);
         mine.has_updates.store(false, std::memory_order_release);
-        // Pinning a gigabyte takes a while: not under the mutex.
+        // Pinning a gigabyte takes a while: it is not done under the mutex.
         lock.unlock();
         int error = 0;
         for (const SlotUpdate& update : updates) {

@@ -1,4 +1,4 @@
-// What the kernel queues of an engine know by slot: open files, and memory that is pinned once instead of at
+// The entries of an engine's kernel queues by slot: open files, and memory that is pinned once instead of at
 // every transfer. Any thread adds and removes; each worker brings its own queue up to date.
 #pragma once
 
@@ -26,10 +26,10 @@ struct SlotUpdate {
 // A queue's share of the registry; the methods belong to the worker that owns the queue.
 class QueueSlots {
   public:
-    // 0 or -errno of the queue.
+    // Returns 0 or -errno of the queue.
     int apply(KernelQueue* queue, const SlotUpdate& update);
 
-    // Where the queue has this very file, not one that had its slot before; or NO_SLOT.
+    // The slot where the queue has this very file, not one that had its slot before; or NO_SLOT.
     int file_slot(int slot, uint64_t file_id) const {
         bool is_there = slot != NO_SLOT && file_ids_[static_cast<size_t>(slot)] == file_id;
         return is_there ? slot : NO_SLOT;
@@ -54,21 +54,22 @@ class Registry {
   public:
     explicit Registry(size_t num_workers);
 
-    // A free slot, in every queue sooner or later, or NO_SLOT. The descriptor stays the caller's.
+    // Takes a free slot, which every queue gets sooner or later, or NO_SLOT. The descriptor stays the
+    // caller's.
     int add_file(uint64_t file_id, int fd);
-    // The file's last transfer is over.
+    // Called when the file's last transfer is over.
     void remove_file(int slot);
 
-    // 0 when every queue has the memory, or -errno of the first that refused, and then none has it. The pages
-    // stay pinned until remove_buffer() or close(). Memory must not be registered twice.
+    // Returns 0 when every queue has the memory, or -errno of the first that refused, and then none has it.
+    // The pages stay pinned until remove_buffer() or close(). Memory must not be registered twice.
     int add_buffer(char* data, size_t num_bytes);
-    // Returns when no queue uses it for another transfer. False: it is not there.
+    // Returns when no queue uses it for another transfer. Returns false when it is not registered.
     bool remove_buffer(char* data);
-    // No queue has any memory any more.
+    // Called when no queue has any memory any more.
     void forget_buffers();
     uint64_t num_registered_bytes() const { return num_registered_bytes_.load(std::memory_order_relaxed); }
 
-    // For the worker `index`.
+    // Called by the worker `index`.
     void join(size_t index, KernelQueue* queue);
     bool has_updates(size_t index) const {
         return queues_[index].has_updates.load(std::memory_order_acquire);
@@ -92,7 +93,7 @@ class Registry {
         std::vector<int> slots;
     };
 
-    // With the mutex held.
+    // These are called with the mutex held.
     void ask(const SlotUpdate& update);
     int wait_until_applied(std::unique_lock<std::mutex>* lock);
     int take_buffer_slots(char* data, size_t num_bytes, Buffer* buffer);

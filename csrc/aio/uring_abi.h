@@ -6,7 +6,7 @@
 
 namespace offloadzero::aio::uring {
 
-// The same on every architecture but alpha.
+// These numbers are the same on every architecture but alpha.
 constexpr long SYS_SETUP = 425, SYS_ENTER = 426, SYS_REGISTER = 427;
 
 enum SetupFlag : uint32_t {

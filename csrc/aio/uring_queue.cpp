@@ -72,7 +72,8 @@ int UringQueue::init_ring(unsigned num_entries, const UringOptions& options) {
     return ring_.init(num_entries, 0);
 }
 
-// The tables start empty. What is refused is done without: stage() is then never given a slot.
+// The tables start empty. If the kernel refuses one the queue works without it: stage() then never gets a
+// slot.
 void UringQueue::register_tables(const UringOptions& options) {
     rlimit limit;
     if (options.has_fixed_files && getrlimit(RLIMIT_NOFILE, &limit) == 0) {

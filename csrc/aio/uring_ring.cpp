@@ -85,7 +85,7 @@ Sqe* Ring::next_sqe() {
     return sqe;
 }
 
-// How many entries a call of the kernel has to submit.
+// Returns the number of entries that a call of the kernel has to submit.
 unsigned Ring::announce_staged() {
     // The entries must be visible to the kernel before the tail that announces them.
     store_release(sq_tail_, sq_local_tail_);
@@ -95,7 +95,7 @@ unsigned Ring::announce_staged() {
 int Ring::enter(int64_t timeout_ns) {
     unsigned num_staged = announce_staged();
     if (has_completion()) timeout_ns = 0;
-    // Where completions are delivered inside this call, nobody else brings them in.
+    // Where completions are delivered inside this call, no other call brings them in.
     bool must_enter = setup_flags_ & SETUP_DEFER_TASKRUN || num_staged > 0;
     if (!must_enter && timeout_ns == 0) return 0;
     bool can_wait_inside = timeout_ns <= 0 || features_ & FEATURE_EXT_ARG;

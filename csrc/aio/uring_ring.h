@@ -1,5 +1,5 @@
-// One io_uring instance: its mappings, its two rings and their memory ordering. What to put into it is the
-// queue's business.
+// One io_uring instance: its mappings, its two rings and their memory ordering. Its content is the queue's
+// business.
 #pragma once
 
 #include <cstddef>
@@ -26,15 +26,16 @@ class Ring {
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
 
-    // 0 or -errno (EINVAL: the kernel does not know one of the flags). Made by any thread; a ring with
-    // SETUP_DISABLED belongs to the thread that calls enable().
+    // Returns 0 or -errno (EINVAL: the kernel does not know one of the flags). Any thread may make it; a ring
+    // with SETUP_DISABLED belongs to the thread that calls enable().
     int init(unsigned num_entries, uint32_t setup_flags);
     int enable();
 
-    // A zeroed entry. The caller keeps the number in flight within `num_entries`.
+    // Returns a zeroed entry. The caller keeps the number in flight within `num_entries`.
     Sqe* next_sqe();
-    // Submits what next_sqe() gave out and, unless timeout_ns is 0, waits for a completion; negative: no
-    // limit. 0, or -errno. EAGAIN and EBUSY: the kernel lacks memory for more, the entries stay staged.
+    // Submits the entries of next_sqe() and, unless timeout_ns is 0, waits for a completion; negative: no
+    // limit. Returns 0, or -errno. EAGAIN and EBUSY: the kernel lacks memory for more, the entries stay
+    // staged.
     int enter(int64_t timeout_ns);
     bool has_completion() const { return *cq_head_ != load_acquire(cq_tail_); }
 

@@ -77,7 +77,7 @@ void Worker::run(std::promise<int> begun) {
     }
 }
 
-// 0 when there is nothing left to do, -errno when the kernel queue broke.
+// Returns 0 when there is nothing left to do, -errno when the kernel queue broke.
 int Worker::serve() {
     for (;;) {
         if (engine_.registry_->has_updates(index_)) engine_.registry_->apply_updates(index_, &slots_);
@@ -193,7 +193,7 @@ int Worker::take_bounce(Block* block, size_t num_bytes) {
     return 0;
 }
 
-// Sets up the block's first window. 0 or errno.
+// Sets up the block's first window. Returns 0 or errno.
 int Worker::prepare(Block* block) {
     const OperationRequest& request = block->operation->request;
     const File& file = *request.file;
@@ -234,7 +234,7 @@ void Worker::on_completion(BlockPtr block, int64_t result) {
 void Worker::on_result(BlockPtr block, int64_t result) {
     if (result == -EINTR || result == -EAGAIN) return retry_busy(std::move(block), static_cast<int>(-result));
     if (result == -EFAULT && block->is_fixed) {
-        // The memory was unregistered between stage() and the kernel's look at the slot: again, without.
+        // The memory was unregistered between stage() and the kernel's look at the slot: again, without it.
         const char* data = block->window.data + block->num_done;
         bool is_registered = slots_.buffer_slot(data, block->window.num_bytes - block->num_done) != NO_SLOT;
         if (!is_registered) return resume(std::move(block));

@@ -22,8 +22,8 @@ struct Block {
         APPEND,         // step 2 where the file ends inside the granule
     };
 
-    // What the kernel is asked to move. A transfer is complete when `num_needed` bytes are there; a short one
-    // continues at a multiple of `granularity`.
+    // The range that the kernel is asked to move. A transfer is complete when `num_needed` bytes are there; a
+    // short one continues at a multiple of `granularity`.
     struct Window {
         bool is_write = false;
         int fd = -1;
@@ -59,7 +59,7 @@ class Worker {
     }
     void wake() { kernel_->wake(); }
 
-    // Guarded by the engine's mutex.
+    // The engine's mutex guards these.
     bool is_waiting = false;       // in the kernel with room for more: needs a wake() to see new work
     std::deque<BlockPtr> granted;  // blocks of this worker whose granule lock came free
 
@@ -101,7 +101,7 @@ class Worker {
     const unsigned depth_;
     unsigned num_in_kernel_ = 0;  // with the blocks whose injected delay makes them look so
     std::vector<Completion> completions_;
-    // Before the lists of blocks, which hold buffers of theirs.
+    // Declared before the lists of blocks, which hold buffers of the pool.
     BouncePool granule_pool_;
     BouncePool block_pool_;
     std::deque<BlockPtr> ready_;  // blocks begun, with more to transfer

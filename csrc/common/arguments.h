@@ -1,6 +1,5 @@
-// What the bindings check of their arguments: everything that numbers can tell. The typed faces
-// in Python check the tensors; a mistake there, or a caller who goes around them, must end in an
-// exception and not in a signal.
+// The checks of the bindings' arguments, as far as numbers allow. The typed calls in Python check the
+// tensors; a mistake there, or a caller that goes around them, must end in an exception and not in a signal.
 #pragma once
 
 #include <Python.h>
@@ -50,7 +49,8 @@ inline bool check_tuple(const char* name, PyObject* object) {
     return false;
 }
 
-// One array of a caller. No elements, or elements of no size: nothing is touched, and any address will do.
+// One array of a caller. Without elements, or with elements of no size, nothing is touched, and any address
+// is valid.
 struct Array {
     const char* name;
     uint64_t address;
@@ -91,7 +91,7 @@ inline bool check_array(const Array& array) {
     return is_mapped(array.address, num_bytes) || refuse("is no memory of this process");
 }
 
-// Each by itself, and none that is written may share a byte with another.
+// Checks each array by itself; one that is written may not share a byte with another.
 inline bool check_arrays(std::initializer_list<Array> arrays) {
     for (const Array& array : arrays) {
         if (!check_array(array)) return false;

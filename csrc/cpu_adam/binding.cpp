@@ -1,5 +1,5 @@
-// The Python module: addresses and sizes as plain ints, limited API 3.10. The typed face that checks the
-// tensors is offloadzero/native/cpu_adam.py; here is checked what numbers can tell (common/arguments.h).
+// The Python module: addresses and sizes as plain ints, limited API 3.10. offloadzero/native/cpu_adam.py
+// checks the tensors; here arguments are checked as far as numbers allow (common/arguments.h).
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -63,7 +63,7 @@ PyObject* step_result(int status, bool with_sq_norm, double sq_norm) {
     return status == 0 && with_sq_norm ? PyFloat_FromDouble(sq_norm) : result_of(status);
 }
 
-// For PyArg_ParseTuple's "O&".
+// These are for PyArg_ParseTuple's "O&".
 int read_scalars(PyObject* tuple, void* result) {
     auto* s = static_cast<AdamScalars*>(result);
     int decoupled;
@@ -209,7 +209,7 @@ PyObject* py_compact_adam_step(PyObject*, PyObject* args) {
     return step_result(status, with_sq_norm, sq_norm);
 }
 
-// Of the two conversions: one of the two is written.
+// Checks the arrays of a conversion; `encodes` decides which of the two states is written.
 bool check_conversion(const StateAddresses& state, const CompactAddresses& compact, Py_ssize_t num_elements,
                       bool encodes) {
     return check_arrays({{"master", state.master, num_elements, 4, !encodes},

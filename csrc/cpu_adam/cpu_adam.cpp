@@ -55,7 +55,7 @@ size_t block_size(size_t num_elements, int num_threads) {
     return block < MIN_BLOCK ? MIN_BLOCK : block > MAX_BLOCK ? MAX_BLOCK : block;
 }
 
-// range(begin, end) over [0, num_elements); every begin is a multiple of MIN_BLOCK.
+// Calls range(begin, end) over [0, num_elements); every begin is a multiple of MIN_BLOCK.
 template <class Range>
 void for_ranges(size_t num_elements, int num_threads, const Range& range) {
     const int threads = num_elements < MIN_PARALLEL || num_threads < 1 ? 1 : num_threads;
@@ -99,7 +99,7 @@ class SqNorm {
     std::unique_ptr<double[]> sums_;
 };
 
-// norm_block(begin, end) over the whole norm blocks of a range.
+// Calls norm_block(begin, end) over the whole norm blocks of a range.
 template <class NormBlock>
 void for_norm_blocks(size_t begin, size_t end, const NormBlock& norm_block) {
     for (size_t i = begin; i < end; i += SQ_NORM_BLOCK) {
@@ -107,8 +107,8 @@ void for_norm_blocks(size_t begin, size_t end, const NormBlock& norm_block) {
     }
 }
 
-// update(begin, end) over everything. With `result`, each norm block of the gradient is summed right before
-// it is used: it comes from memory once.
+// Calls update(begin, end) over everything. With `result`, each norm block of the gradient is summed right
+// before it is used: it comes from memory once.
 template <class Update>
 int update_ranges(const KernelTable& kernels, const void* grad, DType grad_dtype, size_t num_elements,
                   int num_threads, double* result, const Update& update) {
@@ -299,7 +299,7 @@ int join_master(const uint16_t* param, const int16_t* remainder, float* master, 
 }
 
 int copy_bytes(void* dst, const void* src, size_t num_bytes, int num_threads) {
-    // Ranges as long as possible: the C library switches to non-temporal stores for long copies.
+    // The ranges are as long as possible: the C library switches to non-temporal stores for long copies.
     size_t range_bytes = ceil_div(num_bytes, static_cast<size_t>(num_threads < 1 ? 1 : num_threads));
     if (range_bytes < MIN_COPY_BYTES) range_bytes = MIN_COPY_BYTES;
     range_bytes = ceil_div(range_bytes, PAGE_BYTES) * PAGE_BYTES;

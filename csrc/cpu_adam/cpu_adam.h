@@ -40,15 +40,10 @@
 //              Y(k) = 2 * ((1 + (k % 128) / 128) * 2^(k / 128) - 1)     0 to 5.96875
 //
 // master: the fp32 weight rounded to the upper 24 bits of its pattern (nearest, ties away from zero), then
-// split like [Note: bf16 split]. Writing: b = bits + 0x80, r = int8(b >> 8), hi = (b + 0x8000) >> 16. Proof:
-// c = b with its low 8 bits cleared is the multiple of 2^8 nearest to bits, |c - bits| <= 2^7. With
-// lo = int16(c), a multiple of 2^8 in [-2^15, 2^15 - 2^8], r = lo / 2^8 fits int8 and hi = (c - lo) / 2^16,
-// for c - lo is the multiple of 2^16 nearest to c (ties up); the low byte of b cannot carry in b + 0x8000.
-// So (hi << 16) + (r << 8) = c. Neighbouring patterns are neighbouring fp32 numbers, also across binades,
-// zero and subnormals, therefore |master' - master| <= 2^7 spacings of fp32 on the side where master lies,
-// which is ulp_bf16(master) / 512: less than the ulp / 508 of a remainder r / 127 * ulp / 2, with no float
-// operation. Zero and every bf16 value are kept exactly; finite weights within 2^7 spacings of the largest
-// round to infinity; writing what was read gives the same bytes.
+// split like [Note: bf16 split]. Writing: b = bits + 0x80, r = int8(b >> 8), hi = (b + 0x8000) >> 16. The
+// rounded weight lies at most 2^7 spacings of fp32 from the exact one, which is ulp_bf16(master) / 512;
+// docs/compact.md has the proof. Zero and every bf16 value are kept exactly; finite weights within 2^7
+// spacings of the largest round to infinity; writing the values that were read gives the same bytes.
 //
 // m: companded by segments of straight line, as telephony's 8 bits are (ITU-T G.711, mu-law): with
 // x = |m| / (largest |m| of the block) in [0, 1], y = 1 + 14.75 x in [1, 15.75] is rounded to 5 bits of
@@ -209,7 +204,7 @@ struct MomentBuffers {
     const void* grad;
 };
 
-// Three fp32 arrays that the compact state stands for.
+// The three fp32 arrays whose values the compact state holds.
 struct Fp32State {
     float* master;
     float* exp_avg;
@@ -234,11 +229,11 @@ struct Part {
     size_t stop;
 };
 
-// What sq_norm() gives for each part of `grad` by itself.
+// Writes the result of sq_norm() for each part of `grad` by itself.
 int sq_norms(const void* grad, DType dtype, const Part* parts, size_t num_parts, Isa isa, int num_threads,
              double* results);
 
-// acc = round_to_nearest_even(float(acc) + float(grad))
+// Computes acc = round_to_nearest_even(float(acc) + float(grad)).
 int accumulate(void* acc, DType acc_dtype, const void* grad, DType grad_dtype, size_t num_elements, Isa isa,
                int num_threads);
 
@@ -260,8 +255,8 @@ struct CompactBuffers {
     const void* grad;  // unused by encode and decode
 };
 
-// `step`, modulo 2^32, is that of [Note: dithered codes]. `sq_norm`, when not null, receives what sq_norm()
-// gives for the gradient, from the same pass over memory.
+// `step`, modulo 2^32, is that of [Note: dithered codes]. `sq_norm`, when not null, receives the result of
+// sq_norm() for the gradient, from the same pass over memory.
 int compact_adam_step(const CompactBuffers& buffers, DType grad_dtype, const AdamScalars& scalars,
                       uint32_t step, size_t num_elements, Isa isa, int num_threads, double* sq_norm);
 int compact_encode(const Fp32State& state, const CompactBuffers& buffers, size_t num_elements, Isa isa,
@@ -276,8 +271,8 @@ int adagrad_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, 
 int sgd_step(const MomentBuffers& buffers, Layout layout, DType grad_dtype, const AdamScalars& scalars,
              size_t num_elements, Isa isa, int num_threads, double* sq_norm);
 
-// What memory gives at best: reads every array and writes `num_written` of them in place, all at the same
-// pace, as the optimizers do and without their arithmetic. The arrays that are written come first;
+// Measures the memory's best rate: reads every array and writes `num_written` of them in place, all at the
+// same pace, as the optimizers do and without their arithmetic. The arrays that are written come first;
 // `num_elements` is a multiple of STREAM_CHUNK. `sink` receives a value of all bytes read.
 constexpr size_t STREAM_CHUNK = 256;
 constexpr size_t MAX_STREAM_ARRAYS = 8;
@@ -290,10 +285,11 @@ struct StreamArrays {
 };
 int stream(const StreamArrays& arrays, size_t num_elements, Isa isa, int num_threads, uint64_t* sink);
 
-// Keeps the pool's workers on the CPUs whose bits are set (bit k of byte b: CPU 8 b + k). 0 or -errno.
+// Keeps the pool's workers on the CPUs whose bits are set (bit k of byte b: CPU 8 b + k). Returns 0 or
+// -errno.
 int set_cores(const unsigned char* mask, size_t num_bytes);
 
-// memcpy, cut into one contiguous range per thread.
+// A memcpy, cut into one contiguous range per thread.
 int copy_bytes(void* dst, const void* src, size_t num_bytes, int num_threads);
 
 // Checks split and join against the written rule for all 2^32 patterns; `num_mismatches` counts failures.

@@ -1,4 +1,4 @@
-// Which instruction sets this CPU and its operating system offer.
+// The instruction sets that this CPU and its operating system offer.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif

@@ -52,7 +52,7 @@ struct Fp32 {
     }
 };
 
-// How the fp32 weight of element i is read from and written to (param, master).
+// Reads and writes the fp32 weight of element i in (param, master).
 struct SplitWeight {
     using ParamElement = uint16_t;
     using MasterElement = int16_t;

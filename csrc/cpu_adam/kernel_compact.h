@@ -81,7 +81,7 @@ OFFLOADZERO_INLINE void encode_s(uint8_t* codes, const typename V::F* s, float i
     V::store_codes_at_least_1(codes, y, dither);
 }
 
-// A block whose moments are not all finite: what [Note: compact arithmetic] says of it.
+// Treats a block whose moments are not all finite as [Note: compact arithmetic] says.
 template <class V>
 static __attribute__((noinline, cold)) void encode_extremes(const BlockMoments<V>& moments,
                                                             const CompactBuffers buffers,
@@ -129,7 +129,7 @@ OFFLOADZERO_INLINE void prefetch_block(const void* base, size_t i) {
     for (size_t k = 0; k < COMPACT_BLOCK; k += LINE_ELEMENTS) prefetch<Element>(base, i + k);
 }
 
-// Of the whole block from element i on; they are yet to be encoded.
+// Updates the moments of the whole block from element i on, without encoding them.
 template <class V, class Grad, bool L2>
 OFFLOADZERO_INLINE void update_moments(const CompactBuffers& buffers, const CompactScalars& scalars, size_t i,
                                        BlockMoments<V>& moments) {
@@ -181,7 +181,7 @@ OFFLOADZERO_INLINE void update_weights(const CompactBuffers& buffers, const Comp
     }
 }
 
-// The block at the end that is not whole, as a whole one: zeros change no maximum.
+// A copy of the short block at the end, filled up with zeros, which change no maximum.
 struct PaddedBlock {
     uint16_t param[COMPACT_BLOCK] = {};
     int8_t remainder[COMPACT_BLOCK] = {};
@@ -210,7 +210,7 @@ template <class V, class Grad, bool L2>
 static void compact_adam_range(const CompactBuffers& all_buffers, const CompactScalars& all_scalars,
                                const Dither& dither, size_t begin, size_t end) {
     using Element = typename Grad::Element;
-    // Copies: a store of bytes could change what a reference refers to.
+    // These are copies: a store of bytes could change a referenced value.
     const CompactBuffers buffers = all_buffers;
     const CompactScalars scalars = all_scalars;
     const size_t num_blocks = (end - begin) / COMPACT_BLOCK;

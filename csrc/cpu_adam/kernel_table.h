@@ -13,7 +13,7 @@ using SplitKernel = void (*)(const float* master, uint16_t* param, int16_t* rema
 using JoinKernel = void (*)(const uint16_t* param, const int16_t* remainder, float* master, size_t begin,
                             size_t end);
 
-// What [Note: compact arithmetic] computes once per call.
+// The factors that [Note: compact arithmetic] computes once per call.
 struct CompactScalars {
     float grad_scale;
     float grad_m;
@@ -28,8 +28,8 @@ struct CompactScalars {
 
 constexpr uint32_t BITS_OF_1 = 0x3F800000u;  // in fp32
 
-// What is added to the patterns before they are cut to codes, less the pattern of 1: [Note: dithered codes].
-// Entry k is for the element of slot k: KernelTable::compact_element.
+// The numbers added to the patterns before they are cut to codes, less the pattern of 1: [Note: dithered
+// codes]. Entry k is for the element of slot k: KernelTable::compact_element.
 struct Dither {
     alignas(64) uint32_t exp_avg[COMPACT_BLOCK];
     alignas(64) uint32_t exp_avg_sq[COMPACT_BLOCK];
@@ -64,7 +64,7 @@ const KernelTable& avx2_kernels();
 const KernelTable& avx512_kernels();
 #endif
 
-// Null when this CPU or this build lacks the instruction set.
+// Returns null when this CPU or this build lacks the instruction set.
 const KernelTable* kernels_for(Isa isa);
 
 }  // namespace offloadzero::cpu_adam

@@ -93,7 +93,7 @@ void ThreadPool::run(Task& task, int num_threads) {
     done_.wait(lock, [&task] { return task.num_active.load(std::memory_order_acquire) == 0; });
 }
 
-// A thread that cannot be started is not an error: the work is done by those there are, with the same result.
+// A thread that cannot be started is not an error: the others do the work, with the same result.
 void ThreadPool::start_workers(int wanted) {
     BlockSignals blocked;
     try {

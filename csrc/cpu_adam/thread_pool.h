@@ -34,7 +34,7 @@ class ThreadPool {
         run(task, num_threads);
     }
 
-    // Keeps the workers, those to come as well, on these CPUs. 0 or -errno.
+    // Keeps the workers, and those started later, on these CPUs. Returns 0 or -errno.
     int set_cores(const cpu_set_t& cores);
 
   private:

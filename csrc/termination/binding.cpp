@@ -1,11 +1,12 @@
-// Files that go with the process when SIGTERM or SIGHUP (its terminal was closed) ends it.
+// Files that are removed when SIGTERM or SIGHUP (its terminal was closed) ends the process.
 //
 // The default action of these signals ends a process without running any of its code, and so would leave its
 // files behind. A handler in C can remove them at any moment, also while the main thread is stuck in a call:
-// Python's handlers run between two of its instructions only. It removes the files, restores the default
-// action and sends the signal again: whoever waits for the process sees what it died of. It is installed only
-// in place of the default action, so a handler of the user's own (torchrun's, Lightning's) is never touched,
-// nor is a signal that is ignored (nohup's), and a handler that is set later replaces ours.
+// Python's handlers run between two of its instructions only. The handler removes the files, restores the
+// default action and sends the signal again, so that the process's parent sees the signal as the cause. It is
+// installed only in place of the default action, so a handler of the user's own (torchrun's, Lightning's) is
+// never touched, nor is a signal that is ignored (nohup's), and a handler that is set later replaces this
+// one.
 //
 // A forked child inherits the handler and the list. The files are its parent's: there the handler removes
 // nothing.
@@ -54,7 +55,7 @@ bool is_in_force(int signal_number, void (*handler)(int)) {
            present.sa_handler == handler;
 }
 
-// Of each signal that has `before`.
+// Replaces the handler of each signal that has `before`.
 void replace_handler(void (*before)(int), void (*handler)(int)) {
     struct sigaction action = {};
     action.sa_handler = handler;
