@@ -5,11 +5,11 @@
 Virtual and shared drives change their speed from second to second, and on virtual machines even memory differs
 in speed from page to page. So contenders take turns within a round, in a new order each round, on the same
 physical memory (a file in /dev/shm that fio and the engine both map; DeepSpeed's locked tensors, which the
-engine uses in the same process), and what counts is the median over the rounds of the ratio within a round.
-Rounds in which the drive's counters show somebody else's traffic are repeated.
+engine uses in the same process). The result is the median over the rounds of the ratio within a round.
+Rounds in which the drive's counters show other traffic are repeated.
 
-CPU time is that of the process in user and kernel mode (getrusage; fio's own figure for its job). Work the kernel
-does on its own threads is in nobody's figure.
+CPU time is that of the process in user and kernel mode (getrusage; fio's own figure for its job). Work that the
+kernel does on its own threads is in no figure.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from offloadzero.io.engine import AioEngine, AioFile, AioTicket  # noqa: E402
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 KINDS = ("read", "write", "mixed")
-READS, WRITES = 10, 12  # of a step with 12-byte records: reads and writes, bytes per parameter
+READS, WRITES = 10, 12  # bytes per parameter in a step with 12-byte records
 OPERATION_SIZE = 16 * MIB  # of the engine: one segment of an update chunk (4M elements in fp32)
 BARS = {"read": 0.97, "write": 0.97, "mixed": 0.95}
 PAUSE_S = 0.2
-MAX_FOREIGN = 1.03  # bytes the drive moved over those of the contenders
+MAX_FOREIGN = 1.03  # limit for the drive's bytes over those of the contenders
 MAX_VOID_ROUNDS = 60
 
 
@@ -73,13 +73,13 @@ Contender = Callable[[str], Sample]
 
 
 def is_read(kind: str, index: int) -> bool:
-    """Of the index-th operation: reads and writes at 10 : 12, spread evenly."""
+    """Whether the index-th operation is a read: reads and writes are 10 : 12, spread evenly."""
     return kind == "read" or (kind == "mixed" and index * READS % (READS + WRITES) < READS)
 
 
 @contextlib.contextmanager
 def measured(num_bytes: int) -> Iterator[list[Sample]]:
-    """Appends one sample of this process."""
+    """Append one sample of this process."""
     samples: list[Sample] = []
     before, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     yield samples
@@ -180,7 +180,7 @@ class Engine:
 
     @staticmethod
     def _take_finished(running: list[Running], free: list[np.ndarray]) -> list[Running]:
-        """Moves the memory of what is done to `free`; gives what is still running."""
+        """Move the memory of finished operations to `free`; return the others."""
         still_running = []
         for ticket, memory in running:
             if ticket.done():
@@ -206,7 +206,7 @@ class Series(NamedTuple):
         return statistics.median(sample.cpu_s_per_gb for sample in self.samples[name])
 
     def ratio(self, name: str, reference: str) -> tuple[float, float, float]:
-        """Lower quartile, median and upper quartile over the rounds of the throughput ratio."""
+        """Return lower quartile, median and upper quartile over the rounds of the throughput ratio."""
         pairs = zip(self.samples[name], self.samples[reference], strict=True)
         ratios = [ours.gbps / theirs.gbps for ours, theirs in pairs]
         low, middle, high = statistics.quantiles(ratios, n=4)
@@ -218,7 +218,7 @@ class Series(NamedTuple):
 
 
 def drive_bytes(path: Path) -> int | None:
-    """What the drive under `path` has moved since the machine started; None where nobody counts."""
+    """Return the bytes that the drive under `path` has moved since the start of the machine; None if not counted."""
     device = path.stat().st_dev
     counters = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat")
     if not counters.exists():
@@ -228,9 +228,9 @@ def drive_bytes(path: Path) -> int | None:
 
 
 def take_turns(contenders: dict[str, Contender], kind: str, path: Path, num_rounds: int) -> Series:
-    """Each contender once per round, in a new order each round.
+    """Run each contender once per round, in a new order each round.
 
-    A round in which the drive also worked for somebody else is void and repeated, up to MAX_VOID_ROUNDS times.
+    A round in which the drive had other traffic is void and repeated, up to MAX_VOID_ROUNDS times.
     """
     rng = random.Random(0)
     samples: dict[str, list[Sample]] = {name: [] for name in contenders}
@@ -258,7 +258,7 @@ def take_turns(contenders: dict[str, Contender], kind: str, path: Path, num_roun
 
 
 def best_point(path: Path, memory: SharedMemory, num_bytes: int) -> Point:
-    """Of a small sweep, by the geometric mean of reading and writing."""
+    """Find the best point of a small sweep, by the geometric mean of reading and writing."""
     points = [Point(size, depth) for size in (256 * KIB, MIB, 4 * MIB) for depth in (8, 16, 32)]
     scores: dict[Point, float] = {}
     for point in points:
@@ -423,7 +423,7 @@ class EngineTask:
 
 
 def deepspeed_worker(path: Path, num_rounds: int, answer: Path) -> None:
-    """Writes the section's lines as JSON. Runs in DeepSpeed's interpreter."""
+    """Write the section's lines as JSON. Runs in DeepSpeed's interpreter."""
     import deepspeed  # type: ignore[import-not-found]
     import torch
 
@@ -481,7 +481,7 @@ def deepspeed_rows(path: Path, tensors: list[Any], kind: str, task: Task, num_ro
 
 
 def best_handle(path: Path, tensors: list[Any], kind: str, task: Task) -> DeepSpeedHandle:
-    """The fastest of HANDLES in three interleaved turns."""
+    """Return the fastest of HANDLES in three interleaved turns."""
     handles = {
         f"overlap {overlap}, threads {threads}, block size {size}": DeepSpeedHandle(
             path, tensors, overlap, threads, size
@@ -518,7 +518,7 @@ def deepspeed_section(python: str, path: Path, num_rounds: int) -> list[str]:
 
 
 def filesystem_of(path: Path) -> str:
-    """Type and mount point, from /proc/mounts."""
+    """Return type and mount point, from /proc/mounts."""
     mounts = [line.split()[:3] for line in Path("/proc/mounts").read_text().splitlines()]
     inside = [m for m in mounts if path.resolve().is_relative_to(m[1])]
     device, _, kind = max(inside, key=lambda mount: len(mount[1]))
@@ -540,7 +540,7 @@ def environment_lines(path: Path) -> list[str]:
 
 @contextlib.contextmanager
 def filled_file(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """A new file, written from end to end (reads of holes would touch no drive); removed afterwards."""
+    """Make a new file, written from end to end (reads of holes would touch no drive); removed afterwards."""
     if shutil.disk_usage(folder).free < 2 * num_bytes:
         raise SystemExit(f"{folder}: less than {2 * num_bytes} bytes are free")
     descriptor, name = tempfile.mkstemp(dir=folder, prefix="aio-engine-")

@@ -1,4 +1,4 @@
-"""What the benchmarks read of their command lines. No torch at import."""
+"""The numbers in the benchmarks' command lines. No torch at import."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def _read(text: str, units: dict[str, int], wanted: str) -> int:
 
 
 def read_count(text: str) -> int:
-    """`20M`, `7.2B` or a number."""
+    """Read `20M`, `7.2B` or a number."""
     return _read(text, COUNTS, "K, M or B behind it: 20M, 7.2B")
 
 
 def read_gib(text: str) -> int:
-    """`110GiB` or a number of bytes."""
+    """Read `110GiB` or a number of bytes."""
     return _read(text, BYTES, "GiB behind it or bytes: 110GiB")

@@ -68,7 +68,7 @@ class Optimizer(Protocol):
 
 
 class Fp32State:
-    """12 bytes per parameter."""
+    """The state of 12 bytes per parameter."""
 
     def __init__(self, param: Tensor) -> None:
         self._param = param
@@ -82,7 +82,7 @@ class Fp32State:
 
 
 class CompactState:
-    """5 bytes per parameter and two scales per block."""
+    """The state of 5 bytes per parameter and two scales per block."""
 
     def __init__(self, param: Tensor) -> None:
         self.record = (
@@ -157,7 +157,7 @@ class FlatModel:
             start += -(-param.numel() // COMPACT_BLOCK) * COMPACT_BLOCK
 
     def loss_of(self, tokens: Tensor, targets: Tensor) -> float:
-        """Forward and backward; the gradient is in `grad`."""
+        """Do forward and backward; the gradient is in `grad`."""
         self.grad.zero_()
         loss = self.model(tokens, targets)
         loss.backward()
@@ -165,7 +165,7 @@ class FlatModel:
 
 
 def learning_rate(step: int, num_steps: int, schedule: str) -> float:
-    """Of step 1, 2, ..., `num_steps`."""
+    """Return the learning rate of step 1, 2, ..., `num_steps`."""
     rate = HYPER.lr * min(step / NUM_WARMUP_STEPS, 1.0)
     if schedule == "cosine" and step > NUM_WARMUP_STEPS:
         done = (step - NUM_WARMUP_STEPS) / (num_steps - NUM_WARMUP_STEPS)
@@ -176,7 +176,7 @@ def learning_rate(step: int, num_steps: int, schedule: str) -> float:
 def train(
     layout: str, seed: int, *, num_steps: int, batch_size: int, schedule: str, text: Text
 ) -> list[float]:
-    """Loss of every step, in nats per byte."""
+    """Return the loss of every step, in nats per byte."""
     torch.set_num_threads(1)
     model = FlatModel(seed)
     if layout == "control":
@@ -210,22 +210,22 @@ class Runs:
         self._folder = folder
 
     def path(self, layout: str, schedule: str, seed: int) -> Path:
-        """Where the losses of one run are kept."""
+        """Return the path of the losses of one run."""
         return self._folder / f"{layout}-{schedule}-{self.batch_size}-{seed}-{self.num_steps}.json"
 
     def losses(self, layout: str, schedule: str, seed: int) -> list[float] | None:
-        """Of every step; None where there is no such run."""
+        """Return the losses of every step; None where there is no such run."""
         path = self.path(layout, schedule, seed)
         return json.loads(path.read_text()) if path.exists() else None
 
     def last(self, layout: str, schedule: str, seed: int) -> float | None:
-        """The mean of the last steps."""
+        """Return the mean of the last steps."""
         losses = self.losses(layout, schedule, seed)
         return None if losses is None else statistics.fmean(losses[-NUM_LAST_STEPS:])
 
 
 def table(runs: Runs, schedule: str, seeds: list[int]) -> list[str]:
-    """One row a seed; a run that is not there is an empty cell."""
+    """Return a table with one row a seed; a missing run is an empty cell."""
     lines = [
         f"| seed, lr {schedule} | fp32 (12 bytes) | fp32, one weight off | fp32, all weights off "
         "| compact (5.06 bytes) | compact, all weights off | int8 without companding |",
@@ -250,7 +250,7 @@ def table(runs: Runs, schedule: str, seeds: list[int]) -> list[str]:
 
 
 def report(runs: Runs, seeds: list[int]) -> str:
-    """The tables; a difference over MAX_DIFFERENCE is named on stderr."""
+    """Return the tables; a difference over MAX_DIFFERENCE is named on stderr."""
     parameters = num_params(SIZE, seq_len=SEQ_LEN)
     lines = [
         "# The compact state on real text",
@@ -274,7 +274,7 @@ def report(runs: Runs, seeds: list[int]) -> str:
 
 
 def plot(runs: Runs, seeds: list[int], schedule: str, target: Path) -> None:
-    """Means over 50 steps of every run, and below them the distance from fp32."""
+    """Plot means over 50 steps of every run, and below them the distance from fp32."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,17 +1,18 @@
-"""What the package asks of a device in a step, counted on the simulated one: before and after.
+"""The package's calls to a device in a step, counted on the simulated one, before and after a change.
 
     python benchmarks/device_counts.py [--before FOLDER ...] [--report FILE.md]
 
-Small models on the simulated device of `tests/simulated` train in each placement, with and without what changes the
-way of the data. Per unit and step: how often the thread that launches waits, for the device or for another of our
-threads; kernels that the package launches (the model's and autograd's are the script's); copies between host and
-device; and bytes of device memory that the package takes beside its arena and gives back. The second step and those
-after it count, up to the end of their updates; the first takes what later ones use again, and has a column of its own.
+Small models on the simulated device of `tests/simulated` train in each placement, with and without options that
+change the way of the data. The counts per unit and step: how often the thread that launches waits, for the device or
+for another thread of the package; kernels that the package launches (the model's and autograd's are the script's);
+copies between host and device; and bytes of device memory that the package takes beside its arena and gives back. The
+second step and the later ones count, up to the end of their updates; the first takes memory that later ones use again,
+and has a column of its own.
 
-Waits for the device, launches and bytes depend on nothing but the code. Waits for another thread are those that found
-it not done, and copies are fewer where a unit was still there: both scatter with the schedule, and are means.
+Waits for the device, launches and bytes depend on the code alone. Waits for another thread are those that found its
+work unfinished, and copies are fewer where a unit was still there: both vary with the schedule, and are means.
 
-FOLDER is another version of the repository, with its native modules built; what it counts with is its own simulator.
+FOLDER is another version of the repository, with its native modules built; it counts with its own simulator.
 
     git archive COMMIT | tar -x -C FOLDER && cd FOLDER && python setup.py build_ext --inplace
 """
@@ -45,7 +46,7 @@ try:
 except ModuleNotFoundError:  # a version whose tests lie in one folder
     from tests.support.models import Stack, features
 
-NUM_STEPS = 6  # that count
+NUM_STEPS = 6  # the steps that count
 ROWS = 97  # an input of a block is large enough to leave the device
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -67,7 +68,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def counting_module() -> Any:
-    """`tests/simulated/counting.py` of this version, over whichever simulator is imported."""
+    """Return `tests/simulated/counting.py` of this version, over the imported simulator."""
     path = ROOT / "tests" / "simulated" / "counting.py"
     spec = importlib.util.spec_from_file_location("device_counting", path)
     if spec is None or spec.loader is None:
@@ -79,7 +80,7 @@ def counting_module() -> Any:
 
 
 def config_of(placement: str, variant: str, directory: str) -> dict[str, Any]:
-    """Leases as they are by default, nothing poisoned."""
+    """Return the configuration, with default leases and without poison."""
     more = VARIANTS[variant]
     own = {
         "device": "cpu",
@@ -101,7 +102,7 @@ def config_of(placement: str, variant: str, directory: str) -> dict[str, Any]:
 
 
 def count(placement: str, variant: str, *, seed: int = 0, num_steps: int = NUM_STEPS) -> dict[str, Any]:
-    """Counts of one step, by what is counted; `places` says where in the package."""
+    """Return the counts of one step, by kind; `places` says where in the package."""
     import offloadzero
 
     counting = counting_module()
@@ -121,7 +122,7 @@ def count(placement: str, variant: str, *, seed: int = 0, num_steps: int = NUM_S
         first = counts.of[counting.TEMPORARY_BYTES]
         counts.clear()
         _train(engine, num_steps, and_wait=False)
-        waits = dict(counts.of)  # not those of this function for the last update
+        waits = dict(counts.of)  # without those of this function for the last update
         engine.synchronize()
         found = {what: counts.of[what] / num_steps for what in counting.COUNTED}
         found |= {what: waits.get(what, 0) / num_steps for what in counting.WAITS}
@@ -142,7 +143,7 @@ def _train(engine: Any, num_steps: int, *, and_wait: bool = True) -> None:
 
 
 def count_all() -> dict[str, Any]:
-    """By placement and variant; a case that does not run here is its error."""
+    """Return the counts by placement and variant; a case that does not run here is its error."""
     found: dict[str, Any] = {}
     for placement in PLACEMENTS:
         for variant in VARIANTS:
@@ -154,7 +155,7 @@ def count_all() -> dict[str, Any]:
 
 
 def count_version(folder: Path) -> dict[str, Any]:
-    """The counts of the code in `folder`, in a process of its own."""
+    """Return the counts of the code in `folder`, from a process of its own."""
     environment = {**os.environ, FOLDER: str(folder), "PYTHONPATH": str(folder), "OMP_WAIT_POLICY": "passive"}
     command = [sys.executable, __file__, "--worker"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -165,7 +166,7 @@ def count_version(folder: Path) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """Per unit and step; bytes per step."""
+    """Return the table per unit and step; bytes are per step."""
     counted = next(iter(case["counts"] for case in found.values() if "counts" in case))
     lines = [
         "| case | " + " | ".join(counted) + " | in the first step |",

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 LIMIT_RSS, LIMIT_STEP = 0.05, 0.15
 SMALL, DEEP, WIDE = "llama:1024/8/8/4096", "llama:768/24/6/8192", "gpt:1536/8/12/8192"
 NUM_STEPS = 5
-# Name: shape, micro batch, sequence, keys of the configuration.
+# The cases by name: shape, micro batch, sequence, keys of the configuration.
 CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "resident": (SMALL, 1, 256, {"placement": "device"}),
     "host": (SMALL, 1, 256, {"placement": "host"}),
@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
 
 
 def config(case: str, directory: str) -> dict[str, Any]:
-    """The JSON of a case."""
+    """Return the JSON of a case."""
     _, micro_batch, _, keys = CASES[case]
     own = {key: value for key, value in keys.items() if key not in ("clipping", "micro_batches", "bf16")}
     return {
@@ -64,7 +64,7 @@ def config(case: str, directory: str) -> dict[str, Any]:
 
 
 def forecast(case: str, directory: str) -> dict[str, Any]:
-    """By the command, as JSON."""
+    """Return the command's forecast, as JSON."""
     text, _, sequence, _ = CASES[case]
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(config(case, directory), file)
@@ -77,12 +77,12 @@ def forecast(case: str, directory: str) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """For a Python that finds the package."""
+    """Return the environment of a Python that finds the package."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive"}
 
 
 def run(case: str, directory: str) -> None:
-    """Train a few steps, and print what was measured."""
+    """Train a few steps, and print the measurements."""
     import torch
 
     import offloadzero
@@ -115,7 +115,7 @@ def run(case: str, directory: str) -> None:
 
 
 def measured(case: str, directory: str) -> dict[str, Any]:
-    """In a process of its own."""
+    """Return the measurements of a process of its own."""
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         command = [sys.executable, __file__, "--directory", folder, "--run", case]
         done = subprocess.run(command, stdout=subprocess.PIPE, env=environment(), text=True, check=True)
@@ -124,7 +124,7 @@ def measured(case: str, directory: str) -> dict[str, Any]:
 
 
 def compare(case: str, directory: str) -> tuple[list[str], bool]:
-    """A row of the table, and whether all of it is within its limits."""
+    """Return a row of the table, and whether all of it is within its limits."""
     plan = forecast(case, directory)
     seconds, host = plan["forecast"]["seconds"], plan["needed"]["host"]
     say = f"{case}: {host / 2**20:,.0f} MiB of host memory, "

@@ -45,11 +45,11 @@ NEED_CUDA = ("gpu-tests", "device", "host", "auto", "nvme", "compact")
 OK, FAILED, MISSING, NO_CUDA = 0, 1, 2, 3
 MAX_PART_S = 480.0
 CLOSING_S = 30.0  # of a run, from its last step: unpinning, removing files
-BUILDING_S = 60.0  # what a run takes beside the traffic of its states, for sizing
+BUILDING_S = 60.0  # time of a run beside the traffic of its states, for sizing
 TAIL_LINES = 25
 LARGEST = "7.2B"  # so that "at least 7 billion" holds
 
-# By part: the name of each run and its options of large_model.py. "{...}" are found when it begins.
+# The name of each run of a part and its options of large_model.py. "{...}" are found when it begins.
 RUNS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "device": (
         ("device", ("--placement", "device")),
@@ -80,7 +80,7 @@ DRIVE_BYTES_PER_PARAM = {"nvme": 12.0, "compact": 5.2}
 
 
 class Part:
-    """What a part has found so far; in its file after each step of it."""
+    """The results of a part so far, written to its file after each step of it."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         self.name = name
@@ -98,14 +98,14 @@ class Part:
         }
 
     def save(self, **found: Any) -> None:
-        """Add to the file."""
+        """Add results to the file."""
         self.found |= {**found, "seconds": time.monotonic() - self._start_s}
         partial = self.args.out / f"{self.name}.json.partial"
         partial.write_text(json.dumps(self.found, indent=1) + "\n")
         partial.replace(self.args.out / f"{self.name}.json")
 
     def run(self, command: Sequence[str], *, deadline: Deadline | None = None) -> Finished:
-        """Run a command of this part; what it says goes to the log."""
+        """Run a command of this part; its output goes to the log."""
         done = run_process(command, deadline=deadline or self.deadline)
         with self.log.open("a") as log:
             log.write(f"$ {shlex.join(command)}\n{done.output}\n")
@@ -113,7 +113,7 @@ class Part:
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """For the report. `device` is what was asked for."""
+    """Return the facts for the report. `device` is the requested one."""
     torch = sys.modules.get("torch")
     on_cuda = torch is not None and device != "cpu" and torch.cuda.is_available()
     return {
@@ -129,14 +129,14 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def status_of(done: Finished) -> str:
-    """For people."""
+    """Return the status as text."""
     if done.timed_out:
         return f"timed out after {done.seconds:.0f} s"
     return "ok" if done.status == 0 else f"failed (status {done.status})"
 
 
 def tail(done: Finished) -> str:
-    """The end of what it said."""
+    """Return the end of a process's output."""
     return "\n".join((done.stderr or done.stdout).splitlines()[-TAIL_LINES:])
 
 
@@ -144,7 +144,7 @@ def tail(done: Finished) -> str:
 
 
 def build(part: Part) -> bool:
-    """The native modules, in place."""
+    """Build the native modules, in place."""
     done = part.run([sys.executable, str(ROOT / "benchmarks" / "gpu_build.py")])
     part.save(status=status_of(done))
     print(done.stdout if done.status == 0 else tail(done), end="")
@@ -152,7 +152,7 @@ def build(part: Part) -> bool:
 
 
 def run_tests(part: Part) -> bool:
-    """Those of the CPU as the device, or those of the device."""
+    """Run the tests of the CPU as the device, or those of the device."""
     args = part.args
 
     def run(files: Sequence[str], marker: str, *, num_processes: int) -> list[gpu_tests.FileResult]:
@@ -177,7 +177,7 @@ def run_tests(part: Part) -> bool:
 
 
 def rates(part: Part) -> bool:
-    """The tables of `offloadzero bench`."""
+    """Measure the tables of `offloadzero bench`."""
     base = [sys.executable, "-m", "offloadzero", "bench"]
     nvme = ["nvme", str(part.args.nvme_dir), "--size", part.args.drive_size]
     commands = (
@@ -200,10 +200,10 @@ def rates(part: Part) -> bool:
 
 
 def trainings(part: Part) -> bool:
-    """The runs of a part, each in the time that is left to it."""
+    """Do the runs of a part, each in the time that is left to it."""
     runs: list[dict[str, Any]] = []
     sizes: dict[str, Any] = {}
-    # Of a run that had to be killed everything goes with the folder.
+    # A run that had to be killed loses everything with its folder.
     with tempfile.TemporaryDirectory(dir=part.args.nvme_dir, prefix="gpu-run-") as folder:
         for number, (name, options) in enumerate(RUNS[part.name]):
             run_s = part.deadline.left_s() / (len(RUNS[part.name]) - number)
@@ -218,10 +218,10 @@ def trainings(part: Part) -> bool:
 def training(
     part: Part, name: str, options: Sequence[str], *, run_s: float, sizes: dict[str, Any], folder: str
 ) -> dict[str, Any]:
-    """One run, and how it went."""
+    """Do one run, and return its result."""
     try:
         command = command_of(part, options, run_s=run_s, sizes=sizes, folder=folder)
-    except Exception as error:  # of one run: the others' figures are not lost
+    except Exception as error:  # an error of one run must not lose the others' figures
         return {"name": name, "status": f"no size: {error}"}
     done = part.run(command, deadline=Deadline(run_s))
     entry = {"name": name, "status": status_of(done), "seconds": done.seconds, "command": shlex.join(command)}
@@ -231,7 +231,7 @@ def training(
 def command_of(
     part: Part, options: Sequence[str], *, run_s: float, sizes: dict[str, Any], folder: str
 ) -> list[str]:
-    """The command of one run; `sizes` keeps what was found for the runs after it."""
+    """Return the command of one run; `sizes` keeps values for the runs after it."""
     args = part.args
     base = ["--device", args.device, "--nvme-dir", folder, "--steps", str(args.steps)]
     base += ["--batch-size", str(args.batch_size), "--seq-len", str(args.seq_len)]
@@ -247,7 +247,7 @@ def command_of(
 
 
 def settings_of(args: argparse.Namespace, options: Sequence[str]) -> dict[str, Any]:
-    """The configuration of a run."""
+    """Return the configuration of a run."""
     import large_model
 
     given = ["--device", args.device, *options]
@@ -255,12 +255,12 @@ def settings_of(args: argparse.Namespace, options: Sequence[str]) -> dict[str, A
 
 
 def planned_bytes(args: argparse.Namespace, options: Sequence[str], num_parameters: int) -> dict[str, int]:
-    """By tier."""
+    """Return the planned bytes by tier."""
     return gpu_machine.planned_bytes(settings_of(args, options), num_parameters)
 
 
 def largest_of(part: Part, options: Sequence[str], *, run_s: float) -> int:
-    """As many parameters as memory, drive and time allow."""
+    """Return the most parameters that memory, drive and time allow."""
     args = part.args
     if "auto" in options:  # what it cannot hold it puts on the drive: sized as the part `host`
         options = ("--placement", "host")
@@ -283,7 +283,7 @@ def largest_of(part: Part, options: Sequence[str], *, run_s: float) -> int:
 
 
 def run_line(entry: dict[str, Any]) -> str:
-    """For people."""
+    """Return a run's result as a line of text."""
     if "result" not in entry:
         return f"{entry['name']}: {entry['status']}\n{entry.get('error', '')}".rstrip()
     result = entry["result"]
@@ -306,7 +306,7 @@ WORK: dict[str, Callable[[Part], bool]] = {
 
 
 def expect_prerequisites(name: str) -> list[gpu_machine.Missing]:
-    """What the part needs and this machine does not have."""
+    """Return the prerequisites of the part that this machine lacks."""
     missing = gpu_machine.missing_to_run()
     if name == "build":
         return [*missing, *gpu_machine.missing_to_build()]
@@ -316,7 +316,7 @@ def expect_prerequisites(name: str) -> list[gpu_machine.Missing]:
 
 
 def run_part(name: str, args: argparse.Namespace) -> int:
-    """The status of one part; its file says how it went, however it ends."""
+    """Run one part and return its status; its file has the result, however it ends."""
     print(f"== {name}", flush=True)
     missing = expect_prerequisites(name)
     if missing:
@@ -344,7 +344,7 @@ def run_part(name: str, args: argparse.Namespace) -> int:
 
 
 def device_line(args: argparse.Namespace) -> str:
-    """What device there is, and what will not be run: said before parts that need none take their minutes."""
+    """Name the device and the parts that will not run, before parts without a need for one take their minutes."""
     if args.device == "cpu":
         rest = "gpu-tests will not be run" if "gpu-tests" in args.parts else "all parts are run"
         return f"the CPU is the device, as --device cpu asks: {rest}"
@@ -360,7 +360,7 @@ def device_line(args: argparse.Namespace) -> str:
 
 
 def run_all(args: argparse.Namespace) -> int:
-    """The worst status. Without a device, or without what all parts need, the others are not tried."""
+    """Return the worst status. Without a device, or a prerequisite of all parts, the other parts are not tried."""
     worst = OK
     if args.parts != ["report"] and not gpu_machine.missing_to_run():
         print(device_line(args), flush=True)
@@ -433,7 +433,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def wrong_values(args: argparse.Namespace) -> Iterator[str]:
-    """What no run could take: said before the first part, which may take minutes."""
+    """Yield messages on values that no run could use, before the first part, which may take minutes."""
     if {"rates", *RUNS} & set(args.parts) and not args.nvme_dir.is_dir():
         yield f"--nvme-dir: {args.nvme_dir} is not a directory"
     if set(RUNS) & set(args.parts) and not gpu_machine.missing_to_run():

@@ -1,7 +1,7 @@
 """Builds the native modules in place with a C++ compiler and Python's headers alone.
 
-setup.py says what they are made of. It is run with a stand-in for setuptools: an environment that was made for
-something else may have none, or one that is older than this project's pyproject.toml.
+setup.py lists their sources. It is run with a stand-in for setuptools: an environment that was made for another
+project may have none, or one that is older than this project's pyproject.toml.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class BuildError(Exception):
-    """The compiler's words."""
+    """The build failed; the message is the compiler's."""
 
 
 def extensions() -> list[types.SimpleNamespace]:
-    """The arguments of each `Extension` in setup.py."""
+    """Return the arguments of each `Extension` in setup.py."""
     found: dict[str, Any] = {}
     stand_in: Any = types.ModuleType("setuptools")
     stand_in.Extension = lambda name, **keys: types.SimpleNamespace(name=name, **keys)
@@ -50,7 +50,7 @@ def build(
     target: Path = ROOT,
     run: Callable[[list[str]], None] | None = None,
 ) -> list[Path]:
-    """Compile and link what is older than its sources; returns the modules that were made. Raises BuildError."""
+    """Compile and link modules older than their sources; return those that were made. Raises BuildError."""
     run = run or _run
     made = []
     for extension in extensions():

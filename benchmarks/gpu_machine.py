@@ -1,4 +1,4 @@
-"""What `gpu.py` needs of a machine, and the largest models that its memory and drive hold. No torch at import."""
+"""The prerequisites of `gpu.py`, and the largest models that memory and drive hold. No torch at import."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Missing:
-    """Something that a part needs, and what it is needed for."""
+    """A missing prerequisite, and its purpose."""
 
     name: str
     why: str
@@ -33,7 +33,7 @@ class Missing:
 
 
 def missing_to_build() -> list[Missing]:
-    """A C++ compiler and Python's headers."""
+    """Return what is missing of a C++ compiler and Python's headers."""
     missing = []
     if compiler() is None:
         missing.append(
@@ -48,12 +48,12 @@ def missing_to_build() -> list[Missing]:
 
 
 def missing_to_test() -> list[Missing]:
-    """pytest."""
+    """Return pytest if it is missing."""
     return _missing_module("pytest", "runs the tests")
 
 
 def missing_native_modules() -> list[Missing]:
-    """They are built here first."""
+    """Return the native modules that are missing: they are built here first."""
     package = ROOT / "offloadzero"
     names = ("io._aio", "native._cpu_adam", "native._termination")
     absent = [name for name in names if not any(package.glob(f"{name.replace('.', '/')}.*so"))]
@@ -61,7 +61,7 @@ def missing_native_modules() -> list[Missing]:
 
 
 def missing_to_run() -> list[Missing]:
-    """torch, numpy."""
+    """Return those of torch and numpy that are missing."""
     missing = _missing_module("numpy", "torch's tensors and files meet in it")
     missing += _missing_module("torch", "is what all of this is for")
     if not any(found.name == "torch" for found in missing):
@@ -78,13 +78,13 @@ def _missing_module(name: str, why: str) -> list[Missing]:
 
 
 def compiler() -> str | None:
-    """The C++ compiler to build with."""
+    """Return the C++ compiler to build with."""
     wanted = [os.environ.get("CXX", ""), str(sysconfig.get_config_var("CXX") or ""), *COMPILERS]
     return next((name for name in wanted if name.strip() and shutil.which(name.split()[0])), None)
 
 
 def why_no_cuda() -> str | None:
-    """Why there is no CUDA device; None when there is one."""
+    """Return why there is no CUDA device; None when there is one."""
     torch = importlib.import_module("torch")
     if torch.cuda.is_available():
         return None
@@ -98,12 +98,12 @@ def why_no_cuda() -> str | None:
 
 
 def cuda_name() -> str:
-    """Of the CUDA device that there is."""
+    """Return the name of the CUDA device."""
     return str(importlib.import_module("torch").cuda.get_device_name())
 
 
 def link() -> dict[str, str]:
-    """What nvidia-smi says of the link to the device, where it is."""
+    """Return nvidia-smi's description of the link to the device, where it is installed."""
     fields = "pcie.link.gen.max,pcie.link.width.max,driver_version"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
@@ -113,7 +113,7 @@ def link() -> dict[str, str]:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that can be taken now, the container's limit included."""
+    """Return the bytes of host memory that can be taken now, the container's limit included."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
@@ -123,7 +123,7 @@ def available_memory() -> int:
 
 
 def available_disk(directory: Path) -> int:
-    """Bytes that are free in a directory."""
+    """Return the bytes that are free in a directory."""
     space = os.statvfs(directory)
     return space.f_bavail * space.f_frsize
 
@@ -137,14 +137,14 @@ class Limits:
     device: int | None
 
 
-# Of what is free: activations, the process itself, torch's allocator and the page cache need the rest.
+# Shares of the free bytes: activations, the process itself, torch's allocator and the page cache need the rest.
 HOST_SHARE = 0.85
 NVME_SHARE = 0.95
 DEVICE_SHARE = 0.7
 
 
 def limits(directory: Path, *, memory: int | None, disk: int | None, on_cuda: bool) -> Limits:
-    """From what is free now, or from what the user says there is."""
+    """Return the limits from the free bytes, or from the user's options."""
     device = None
     if on_cuda:
         free, _ = importlib.import_module("torch").cuda.mem_get_info()
@@ -155,7 +155,7 @@ def limits(directory: Path, *, memory: int | None, disk: int | None, on_cuda: bo
 
 
 def planned_bytes(settings: dict[str, Any], num_parameters: int) -> dict[str, int]:
-    """Bytes by tier of a Llama with at most so many parameters: the library's own plan, without the model."""
+    """Return the bytes by tier of a Llama with at most so many parameters, from the library's own plan."""
     import torch
     from llama_model import Llama, size_with
 
@@ -192,7 +192,7 @@ def planned_bytes(settings: dict[str, Any], num_parameters: int) -> dict[str, in
 
 
 def fits(planned: dict[str, int], allowed: Limits) -> bool:
-    """Whether every tier holds it."""
+    """Whether every tier holds a plan."""
     host, device = planned["host"], planned["device"]
     if allowed.device is None:
         host, device = host + device, 0
@@ -200,7 +200,7 @@ def fits(planned: dict[str, int], allowed: Limits) -> bool:
 
 
 def largest_that_fits(settings: dict[str, Any], allowed: Limits, *, at_most: int) -> int:
-    """A number of parameters for `--parameters`. Raises ValueError when not even the smallest fits."""
+    """Return a number of parameters for `--parameters`. Raises ValueError when not even the smallest fits."""
     wanted = at_most
     while True:
         planned = planned_bytes(settings, wanted)
@@ -212,7 +212,7 @@ def largest_that_fits(settings: dict[str, Any], allowed: Limits, *, at_most: int
 def largest_in_time(
     *, bytes_per_param: float, read_gbps: float, write_gbps: float, num_steps: int, seconds: float
 ) -> int:
-    """Parameters whose states a drive can read and write so often, once more for the building of the model.
+    """Return the parameters whose states a drive can read and write so often, and once more to build the model.
 
     Reads and writes are taken one after the other, as a drive with one limit for both does them.
     """
@@ -221,7 +221,7 @@ def largest_in_time(
 
 
 def drive_gbps(directory: Path, *, num_bytes: int = GIB) -> tuple[float, float]:
-    """Reading and writing one file of `num_bytes` once, past the page cache where the filesystem can."""
+    """Read and write one file of `num_bytes` once, past the page cache where the filesystem can; return the rates."""
     import torch
 
     from offloadzero.io.engine import AioEngine

@@ -16,19 +16,19 @@ GRACE_S = 5.0  # from SIGTERM, on which files are removed, to SIGKILL
 
 
 class Deadline:
-    """A moment on the clock."""
+    """A point in time."""
 
     def __init__(self, seconds: float) -> None:
         self._end_s = time.monotonic() + seconds
 
     def left_s(self) -> float:
-        """Seconds until then; negative afterwards."""
+        """Return the seconds until then; negative afterwards."""
         return self._end_s - time.monotonic()
 
 
 @dataclass(frozen=True)
 class Finished:
-    """`status` is None when the deadline ended it."""
+    """The result of a process; `status` is None when the deadline ended it."""
 
     status: int | None
     stdout: str
@@ -42,14 +42,14 @@ class Finished:
 
     @property
     def output(self) -> str:
-        """Both streams, stdout first."""
+        """The text of both streams, stdout first."""
         return f"{self.stdout}{self.stderr}"
 
 
 def run_process(
     command: Sequence[str], *, deadline: Deadline, environment: Mapping[str, str] | None = None
 ) -> Finished:
-    """Run it to its end or to the deadline."""
+    """Run a process to its end or to the deadline."""
     start_s = time.monotonic()
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         process = subprocess.Popen(
@@ -72,12 +72,12 @@ _running: set[subprocess.Popen[bytes]] = set()
 
 
 def end_with_signals() -> None:
-    """SIGTERM and SIGHUP end what runs, which is in sessions of its own, and then this process."""
+    """Let SIGTERM and SIGHUP end the running processes, which are in sessions of their own, and then this one."""
 
     def end(number: int, _: object) -> None:
         for process in list(_running):
             _signal_group(process, signal.SIGTERM)
-        sys.exit(128 + number)  # who waits for them ends the rest
+        sys.exit(128 + number)  # the parent ends the rest
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end)

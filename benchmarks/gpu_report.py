@@ -1,7 +1,7 @@
-"""One table and one JSON of what the parts of `gpu.py` left behind: pure functions.
+"""One table and one JSON of the results of the parts of `gpu.py`: pure functions.
 
 [Note: the bound of a run]
-T_compute is what the device-resident baseline needs for the same floating-point operations. The other lanes are the
+T_compute is the baseline's device-resident time for the same floating-point operations. The other lanes are the
 run's own: the bytes of a step over the best rate that a step of the run has shown. Where the device is the CPU, the
 computation and the updates share its cores, and `cores` (CPU seconds over their number) takes the place of T_compute.
 
@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 BASELINE_PART = "device"
-OWN_COMPUTE = "compute"  # of the run itself: the step less its named waits
+OWN_COMPUTE = "compute"  # the run's own lane: the step less its named waits
 BASELINE_COMPUTE = "T_compute"
 GIB = 1 << 30
-VARYING = ("date", "host memory available")  # of one machine
+VARYING = ("date", "host memory available")  # of one machine, from part to part
 
 
 def load_parts(folder: Path, names: Sequence[str]) -> dict[str, Any]:
-    """The parts that have left a JSON; one that is damaged says so in place of its figures."""
+    """Return the parts that have left a JSON; a damaged one has an error in place of its figures."""
     parts: dict[str, Any] = {}
     for name in names:
         path = folder / f"{name}.json"
@@ -45,7 +45,7 @@ def load_parts(folder: Path, names: Sequence[str]) -> dict[str, Any]:
 
 
 def finished_runs(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of all parts, in order, failed ones included; `machine` is the letter of theirs."""
+    """Return the runs of all parts, in order, failed ones included; `machine` is the letter of theirs."""
     letters = machine_letters(parts)
     return [
         {"part": name, "machine": letters[name], **run}
@@ -56,13 +56,13 @@ def finished_runs(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def machine_key(part: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Equal where parts are of one machine; empty where a part does not say."""
+    """Return a key that is equal where parts are of one machine; empty where a part does not name it."""
     machine = part.get("machine", {})
     return tuple((name, value) for name, value in machine.items() if name not in VARYING)
 
 
 def machine_letters(parts: Mapping[str, Any]) -> dict[str, str]:
-    """Part -> "A", "B", ... : [Note: several machines]. "" where there is one machine, or a part does not say."""
+    """Map parts to "A", "B", ... : [Note: several machines]. "" where there is one machine, or a part names none."""
     keys = list(dict.fromkeys(key for key in map(machine_key, parts.values()) if key))
     if len(keys) < 2:
         return dict.fromkeys(parts, "")
@@ -71,12 +71,12 @@ def machine_letters(parts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def marked(name: str, letter: str) -> str:
-    """For people."""
+    """Return a name with its machine's letter."""
     return f"{name} [{letter}]" if letter else name
 
 
 def machine_lines(parts: Mapping[str, Any], letters: Mapping[str, str]) -> list[str]:
-    """The machine, or under its letter each of them, with its parts."""
+    """Describe the machine, or under its letter each of them, with its parts."""
     machines = {letters[name]: part["machine"] for name, part in reversed(parts.items()) if "machine" in part}
     if len(machines) < 2:
         return [f"- {key}: {value}" for machine in machines.values() for key, value in machine.items()]
@@ -88,18 +88,18 @@ def machine_lines(parts: Mapping[str, Any], letters: Mapping[str, str]) -> list[
 
 
 def flops_rate(run: Mapping[str, Any]) -> float:
-    """FLOPs per second."""
+    """Return the FLOPs per second."""
     return float(run["result"]["flops_per_step"] / run["result"]["median_step_s"])
 
 
 def baseline(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The fastest device-resident run; None without one."""
+    """Return the fastest device-resident run; None without one."""
     found = [run for run in runs if run["part"] == BASELINE_PART and run.get("result")]
     return max(found, key=flops_rate, default=None)
 
 
 def baseline_lines(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Which run "of device-resident" and T_compute are taken from."""
+    """Say from which run "of device-resident" and T_compute are taken."""
     found = baseline(runs)
     if found is None:
         return []
@@ -111,7 +111,7 @@ def baseline_lines(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def bound(result: Mapping[str, Any], flops_per_s: float | None) -> tuple[str, float] | None:
-    """The lane that needs longest and its seconds: [Note: the bound of a run]. None when nothing is known."""
+    """Return the slowest lane and its seconds: [Note: the bound of a run]. None when nothing is known."""
     lanes = {lane: seconds for lane, seconds in result["lanes_s"].items() if lane != OWN_COMPUTE}
     if flops_per_s is not None and "cores" not in lanes:
         lanes[BASELINE_COMPUTE] = result["flops_per_step"] / flops_per_s
@@ -122,7 +122,7 @@ def bound(result: Mapping[str, Any], flops_per_s: float | None) -> tuple[str, fl
 
 
 def with_bounds(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The runs, those with figures with their bound and how near they came."""
+    """Return the runs; those with figures have their bound and the share of it that they reach."""
     found = []
     for run in runs:
         fastest = baseline([other for other in runs if other["machine"] == run["machine"]])
@@ -147,7 +147,7 @@ COLUMNS = (
 
 
 def run_row(run: Mapping[str, Any]) -> list[str]:
-    """The cells of one run; one without figures says why."""
+    """Return the cells of one run; one without figures has the reason."""
     if not run.get("result"):
         return [marked(run["name"], run["machine"]), "", run["status"], *[""] * (len(COLUMNS) - 3)]
     result = run["result"]
@@ -173,7 +173,7 @@ def run_row(run: Mapping[str, Any]) -> list[str]:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """With cells padded, so that it reads well as it is."""
+    """Return a table with padded cells, so that its source is readable, too."""
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -183,7 +183,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> lis
 
 
 def test_lines(parts: Mapping[str, Any]) -> list[str]:
-    """One line per part with tests, and the names of the files that did not pass."""
+    """Return one line per part with tests, and the names of the files that did not pass."""
     lines, letters = [], machine_letters(parts)
     for name in ("tests", "gpu-tests"):
         found = parts.get(name, {}).get("tests")
@@ -199,7 +199,7 @@ def test_lines(parts: Mapping[str, Any]) -> list[str]:
 
 
 def rate_lines(parts: Mapping[str, Any]) -> list[str]:
-    """The tables of the part `rates`, as its commands print them."""
+    """Return the tables of the part `rates`, as its commands print them."""
     lines, letter = [], machine_letters(parts).get("rates", "")
     for entry in parts.get("rates", {}).get("commands", ()):
         text = entry["text"].rstrip() if entry["status"] == "ok" else entry["status"]
@@ -208,7 +208,7 @@ def rate_lines(parts: Mapping[str, Any]) -> list[str]:
 
 
 def write_report(folder: Path, names: Sequence[str]) -> str:
-    """Writes report.json and report.md; returns the text of the latter."""
+    """Write report.json and report.md; return the text of the latter."""
     parts = load_parts(folder, names)
     runs = with_bounds(finished_runs(parts))
     report = {"format": "offloadzero.gpu", "format_version": 1, "runs": runs}

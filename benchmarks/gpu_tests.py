@@ -25,7 +25,7 @@ _NO_MODULE = re.compile(r"^E\s+ModuleNotFoundError: No module named '([\w.]+)'",
 
 @dataclass(frozen=True)
 class FileResult:
-    """What one file of tests gave. `status`: passed, failed, timed out, left out, not reached."""
+    """The result of one file of tests. `status`: passed, failed, timed out, left out, not reached."""
 
     file: str
     status: str
@@ -42,20 +42,20 @@ class FileResult:
 
 
 def cpu_test_files() -> list[str]:
-    """All of them, those with the most text first: they tend to take longest."""
+    """Return all files, those with the most text first: they tend to take longest."""
     files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda path: -path.stat().st_size)
     return [str(path.relative_to(ROOT)) for path in files]
 
 
 def files_with(mark: str) -> list[str]:
-    """Those in which a test has this mark."""
+    """Return the files in which a test has this mark."""
     return [file for file in cpu_test_files() if f"pytest.mark.{mark}" in (ROOT / file).read_text()]
 
 
 def run_files(
     files: Sequence[str], *, marker: str, num_processes: int, deadline: Deadline, log: Path
 ) -> list[FileResult]:
-    """Each file in a pytest of its own; what has not begun at the deadline is not reached."""
+    """Run each file in a pytest of its own; a file that has not begun at the deadline is not reached."""
 
     def run(file: str) -> FileResult:
         if deadline.left_s() < MIN_FILE_S:
@@ -77,7 +77,7 @@ def _run_file(file: str, *, marker: str, deadline: Deadline) -> FileResult:
         command += ["-k", "not aiofiles"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if "not gpu" in marker:
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # they are about the CPU as the device
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # these tests have the CPU as the device
     with tempfile.TemporaryDirectory() as folder:
         counts_file = Path(folder) / "counts.xml"
         done = run_process(
@@ -99,7 +99,7 @@ def _run_file(file: str, *, marker: str, deadline: Deadline) -> FileResult:
 
 
 def read_counts(path: Path) -> dict[str, int]:
-    """Of a JUnit file; zeros when pytest did not come to writing it."""
+    """Return the counts of a JUnit file; zeros when pytest did not write it."""
     counts = {"num_tests": 0, "num_failed": 0, "num_skipped": 0}
     if path.exists():
         for suite in ElementTree.parse(path).getroot().iter("testsuite"):
@@ -110,7 +110,7 @@ def read_counts(path: Path) -> dict[str, int]:
 
 
 def summary(results: Sequence[FileResult]) -> dict[str, Any]:
-    """Counts, and the files that did not pass."""
+    """Return the counts, and the files that did not pass."""
     by_status: dict[str, list[str]] = {}
     for result in results:
         by_status.setdefault(result.status, []).append(result.file)

@@ -1,4 +1,4 @@
-"""Tokens per second and TFLOPS of a Llama-shaped model whose states are offloaded, and what bounds its step.
+"""Tokens per second and TFLOPS of a Llama-shaped model whose states are offloaded, and the bound of its step.
 
     python benchmarks/large_model.py --model 7b --placement host --batch-size 8 --seq-len 2048
     python benchmarks/large_model.py --parameters 3B --placement auto --device-budget 40GiB --clipping 0
@@ -39,7 +39,7 @@ ZERO_DEVICES = {"host": "cpu", "nvme": "nvme"}
 
 
 def config(args: argparse.Namespace, directory: str) -> dict[str, Any]:
-    """The JSON of a run whose files go to `directory`."""
+    """Return the JSON of a run whose files go to `directory`."""
     own: dict[str, Any] = {
         "units": {"prefetch_units": args.prefetch_units},
         "state_layout": args.state_layout,
@@ -74,7 +74,7 @@ def model_size(args: argparse.Namespace) -> LlamaSize:
 
 @contextlib.contextmanager
 def quick_weights() -> Iterator[None]:
-    """bf16 weights that repeat one tile of random values: drawing billions takes longer than all steps."""
+    """Make bf16 weights that repeat one tile of random values: drawing billions takes longer than all steps."""
     tile = torch.empty(TILE_ELEMENTS, dtype=torch.bfloat16).normal_(
         0, 0.02, generator=torch.Generator().manual_seed(0)
     )
@@ -162,14 +162,14 @@ def run(args: argparse.Namespace, directory: str) -> dict[str, Any]:
 
 
 def has_time_for_a_step(args: argparse.Namespace, started_s: float, step_s: list[float]) -> bool:
-    """The least number of steps is done in any case: without them there is no figure."""
+    """Whether another step fits in the time. The least number of steps is done in any case, or there is no figure."""
     if args.time_limit_s is None or len(step_s) <= NUM_WARMUP_STEPS:
         return True
     return time.perf_counter() - started_s + step_s[-1] < args.time_limit_s
 
 
 def bound(path: Path) -> dict[str, Any]:
-    """Seconds and bytes of each lane, waits, and what bounds the step: medians of the timed steps."""
+    """Return seconds and bytes of each lane, waits, and the bound: medians of the timed steps."""
     steps = [json.loads(line) for line in path.read_text().splitlines()][NUM_WARMUP_STEPS:]
 
     def medians(key: str) -> dict[str, float]:

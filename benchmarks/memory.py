@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py --placement nvme
 
-The batch is small and activations are recomputed, so what is left is the states, the leases and the engine.
+The batch is small and activations are recomputed, so the rest is the states, the leases and the engine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def config(args: argparse.Namespace, nvme_path: str) -> dict[str, Any]:
 
 
 def bare_torch() -> dict[str, Any]:
-    """The peak of an interpreter that only imported torch."""
+    """Return the peak of an interpreter that only imported torch."""
     import torch
 
     return {"peak_rss_bytes": peak_rss_bytes(), "torch": torch.__version__}
@@ -83,7 +83,7 @@ def train(args: argparse.Namespace, nvme_path: str) -> dict[str, Any]:
 
 
 def peak_rss_bytes() -> int:
-    """VmHWM of this process."""
+    """Return VmHWM of this process."""
     match = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     if match is None:
         raise KeyError("VmHWM")
@@ -91,7 +91,7 @@ def peak_rss_bytes() -> int:
 
 
 def in_subprocess(*arguments: str) -> dict[str, Any]:
-    """This script as a worker: its last line of output is its answer."""
+    """Run this script as a worker: its last line of output is its result."""
     output = subprocess.run(
         [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, check=True
     ).stdout

@@ -3,12 +3,12 @@
     python benchmarks/registered_arena.py --path DIRECTORY [--rounds 15] [--report FILE.md]
 
 Two engines of the same model in one process, on files of their own; `pin_memory: false` leaves the buffers of one of
-them unregistered, and with the CPU as the device that is all it does. They take turns, in a new order each round, and
-what counts is the median over the rounds of the ratio within a round. A step ends when its updates are home.
+them unregistered, and with the CPU as the device that is its only effect. They take turns, in a new order each round,
+and the result is the median over the rounds of the ratio within a round. A step ends when its updates are home.
 
 CPU time is that of the process in user and kernel mode (getrusage), all threads, Adam and the model included: one
 sequence of one token, so that the states' traffic is most of it. Work that the kernel does on its own threads is in no
-figure. `--small-pages` measures where a machine gives no huge pages: what is not registered is then pinned by the
+figure. `--small-pages` measures where a machine gives no huge pages: unregistered memory is then pinned by the
 4 KiB page at every transfer.
 """
 
@@ -56,7 +56,7 @@ class Sample(NamedTuple):
 
 
 class Model(nn.Module):
-    """Equal linear blocks: nothing but weights to move."""
+    """Equal linear blocks: a model of weights to move and hardly any computation."""
 
     def __init__(self, width: int, num_blocks: int) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def table(samples: dict[str, list[Sample]]) -> list[str]:
             values = [getattr(sample, field) for sample in own]
             ratios = [value / getattr(other, field) for value, other in zip(values, reference, strict=True)]
             cells += [f"{statistics.median(values):.4f}", "1" if own is reference else quartiles(ratios)]
-        # The clock of kernel time is too coarse for one step: of all of them.
+        # The clock of kernel time is too coarse for one step: the time is that of all steps.
         in_kernel = statistics.mean(sample.kernel_cpu_s_per_gb for sample in own)
         share = in_kernel / statistics.mean(sample.kernel_cpu_s_per_gb for sample in reference)
         cells += [f"{in_kernel:.4f}", "1" if own is reference else f"{share:.3f}"]
@@ -161,7 +161,7 @@ def environment_lines(path: Path, load: float) -> list[str]:
 
 
 def refuse_huge_pages() -> None:
-    """For what this process allocates from now on."""
+    """Switch huge pages off for this process's later allocations."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) != 0:
         raise SystemExit(f"prctl: {os.strerror(ctypes.get_errno())}")
 

@@ -1,4 +1,4 @@
-"""How the cost of a step grows with the number of units, and what the launching thread's Python costs per unit.
+"""The growth of a step's cost with the number of units, and the launching thread's Python per unit.
 
     python benchmarks/scaling.py [--placement nvme] [--blocks 12,24,48] [--width 512] [--rounds 5]
 
@@ -57,7 +57,7 @@ def make_model(num_blocks: int, width: int, seq_len: int) -> GPT:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """One model: every line read is a step; prints its seconds."""
+    """Train one model: every line read is a step, whose seconds are printed."""
     text = Text.load()
     generator = torch.Generator().manual_seed(0)
     with tempfile.TemporaryDirectory(dir=args.nvme_path) as folder:
@@ -75,7 +75,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 class Worker:
-    """A process that steps when told to."""
+    """A process that does a step on request."""
 
     def __init__(self, args: argparse.Namespace, num_blocks: int) -> None:
         options = ["--width", args.width, "--seq-len", args.seq_len, "--placement", args.placement]
@@ -94,7 +94,7 @@ class Worker:
 
 
 def growth(args: argparse.Namespace, counts: list[int]) -> dict[str, Any]:
-    """Median seconds per step, the line through them, and the seconds per block."""
+    """Return median seconds per step, the line through them, and the seconds per block."""
     workers = {count: Worker(args, count) for count in counts}
     samples: dict[int, list[float]] = {count: [] for count in counts}
     for worker in workers.values():
@@ -102,7 +102,7 @@ def growth(args: argparse.Namespace, counts: list[int]) -> dict[str, Any]:
             worker.step()
     for _ in range(args.rounds):
         for count, worker in workers.items():
-            worker.step()  # what the last round left in flight is over
+            worker.step()  # ends the transfers that the last round left in flight
             samples[count] += [worker.step() for _ in range(max(1, 48 // count))]
     for worker in workers.values():
         worker.close()
@@ -120,7 +120,7 @@ def growth(args: argparse.Namespace, counts: list[int]) -> dict[str, Any]:
 
 
 def launch_cpu_s(run: Any) -> float:
-    """Median CPU seconds per step of the calling thread, which on a CPU also runs backward."""
+    """Return median CPU seconds per step of the calling thread, which on a CPU also runs backward."""
     text = Text.load()
     generator = torch.Generator().manual_seed(0)
     samples = []
@@ -133,7 +133,7 @@ def launch_cpu_s(run: Any) -> float:
 
 
 def python_per_unit(args: argparse.Namespace, num_blocks: int) -> dict[str, float]:
-    """Microseconds per unit and step."""
+    """Return microseconds per unit and step."""
     torch.set_num_threads(1)
     plain = make_model(num_blocks, SMALL_WIDTH, 16).to(torch.bfloat16)
 
@@ -156,7 +156,7 @@ def python_per_unit(args: argparse.Namespace, num_blocks: int) -> dict[str, floa
 
 
 class CpuTimed:
-    """Stands in for the timeline's timer of hooks: CPU time of the thread, less what an empty one measures."""
+    """A stand-in for the timeline's timer of hooks: CPU time of the thread, less that of an empty one."""
 
     empty_s = 0.0
 
@@ -180,7 +180,7 @@ class CpuTimed:
 
 
 def offloaded(args: argparse.Namespace, num_blocks: int, *, record: bool = False) -> tuple[float, int, float]:
-    """CPU seconds of a step, the number of units, and (when recorded) the seconds in hooks of a step."""
+    """Return CPU seconds of a step, the number of units, and (when recorded) the seconds in hooks of a step."""
     with tempfile.TemporaryDirectory(dir=args.nvme_path) as folder:
         settings = config(args.placement, folder)
         run_dir = Path(folder) / "run"

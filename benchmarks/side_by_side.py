@@ -2,7 +2,7 @@
 
     python benchmarks/side_by_side.py --deepspeed-python /path/to/venv/bin/python
 
-Every contender is a process of its own that steps only when told to, so one works at a time and all see the
+Every contender is a process of its own that does steps only on request, so one works at a time and all see the
 same drift of the machine: round after round, each contender does its steps. Writes side_by_side.md.
 """
 
@@ -43,18 +43,18 @@ Batches = list[tuple[Any, Any]]
 RUN_DIR = "run"  # of offloadzero, beside its files
 SEED = 0
 MIB = 1024 * 1024
-MIN_AVAILABLE_BYTES = 1024 * MIB  # left over for the file cache and everyone else
+MIN_AVAILABLE_BYTES = 1024 * MIB  # for the file cache and other programs
 
 
 @dataclass(frozen=True)
 class Work:
-    """What every contender does in one step."""
+    """The work of every contender in one step."""
 
     model: str
     batch_size: int
     seq_len: int
     micro_batches: int
-    clipping: float  # 0: none
+    clipping: float  # 0: no clipping
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class Work:
 
 
 def base_config(work: Work) -> dict[str, Any]:
-    """The JSON all contenders share."""
+    """Return the JSON that all contenders share."""
     return {
         "train_micro_batch_size_per_gpu": work.batch_size,
         "gradient_accumulation_steps": work.micro_batches,
@@ -78,7 +78,7 @@ def base_config(work: Work) -> dict[str, Any]:
 
 
 def zero_block(placement: str, nvme_path: Path) -> dict[str, Any]:
-    """`zero_optimization` with parameters and optimizer states in "none", "cpu" or "nvme"."""
+    """Return `zero_optimization` with parameters and optimizer states in "none", "cpu" or "nvme"."""
     home = {"device": placement}
     if placement == "nvme":
         home["nvme_path"] = str(nvme_path)
@@ -203,7 +203,7 @@ def serve(name: str, work: Work, nvme_path: Path) -> None:
 
 
 def status_bytes(key: str) -> int:
-    """A field of /proc/self/status; VmHWM is the peak resident set."""
+    """Return a field of /proc/self/status; VmHWM is the peak resident set."""
     match = re.search(rf"^{key}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     if match is None:
         raise KeyError(key)
@@ -219,7 +219,7 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """A contender's process, idle until told to step."""
+    """A contender's process, idle until a step is requested."""
 
     def __init__(self, name: str, python: str, work: Work, workdir: Path) -> None:
         self.name = name
@@ -246,7 +246,8 @@ class Worker:
         return self._answer()
 
     def bounds_s(self, *, num_warmup: int) -> list[float]:
-        """The lower bound of each timed step but the last, whose record is still open; other frameworks have none.
+        """Return the lower bound of each timed step but the last, whose record is still open; for other frameworks
+        nothing.
 
         The CPU time over the cores and the drive's lanes. The lane of the training thread is left out: between
         two steps of one contender the others have their turns.
@@ -274,7 +275,7 @@ class Worker:
 
 @dataclass
 class Result:
-    """What one contender did, warm-up steps left out of `step_s`."""
+    """The result of one contender, warm-up steps left out of `step_s`."""
 
     versions: dict[str, str] = field(default_factory=dict)
     step_s: list[float] = field(default_factory=list)
@@ -289,7 +290,7 @@ class Result:
 
 
 def measure(args: argparse.Namespace, work: Work, workdir: Path) -> dict[str, Result]:
-    """All workers live at once and take turns; the first round begins with each one's warm-up steps."""
+    """Measure workers that all live at once and take turns; the first round begins with each one's warm-up steps."""
     results: dict[str, Result] = {}
     workers: list[Worker] = []
     try:
@@ -316,7 +317,7 @@ def measure(args: argparse.Namespace, work: Work, workdir: Path) -> dict[str, Re
 
 
 def measure_restarted(args: argparse.Namespace, work: Work, workdir: Path) -> dict[str, Result]:
-    """The same with one worker alive at a time, started anew and warmed up in every round."""
+    """Measure with one worker alive at a time, started anew and warmed up in every round."""
     results: dict[str, Result] = {}
     for round_number in range(1, args.rounds + 1):
         for name in args.contenders:
@@ -373,7 +374,7 @@ def table(results: dict[str, Result]) -> str:
 
 
 def ratios(results: dict[str, Result]) -> str:
-    """offloadzero against DeepSpeed at the same placement, where both ran."""
+    """Return the ratios of offloadzero to DeepSpeed at the same placement, where both ran."""
     lines = []
     for ours, theirs in (("resident", "none"), ("host", "cpu"), ("nvme", "nvme")):
         a, b = results.get(f"offloadzero-{ours}"), results.get(f"deepspeed-{theirs}")

@@ -41,7 +41,7 @@ NUM_RESUMED_STEPS = 4
 
 @dataclass(frozen=True)
 class Run:
-    """What one or more calls of the script left in their log."""
+    """The logs of one or more calls of the script."""
 
     starts: list[dict[str, Any]]  # one per call
     steps: list[dict[str, Any]]
@@ -57,7 +57,7 @@ def read_log(path: Path) -> Run:
 
 
 class LowWater:
-    """The most that a directory's drive held, beyond what it held at first, looked at once a second."""
+    """The most that a directory's drive held, beyond its first usage, read once a second."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -83,7 +83,7 @@ class LowWater:
 
 
 def call(directory: Path, *options: str, interrupt_at: str | None = None) -> int:
-    """The script's exit status; its output goes to stderr. SIGINT follows a line that begins with `interrupt_at`."""
+    """Return the script's exit status; its output goes to stderr. SIGINT follows a line that begins with that."""
     command = [sys.executable, str(SCRIPT), *options]
     print(f"$ train_10b.py {' '.join(options)}", file=sys.stderr, flush=True)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -99,7 +99,7 @@ def call(directory: Path, *options: str, interrupt_at: str | None = None) -> int
 
 
 def problems_of_size(run: Run, *, parameters: int, num_steps: int, max_rss_bytes: int) -> list[str]:
-    """What a run was to show and did not."""
+    """Return the expectations that a run did not meet."""
     found = []
     num_params, losses = run.starts[0]["num_params"], [loss for _, loss in run.losses]
     if num_params < parameters:
@@ -117,7 +117,7 @@ def problems_of_size(run: Run, *, parameters: int, num_steps: int, max_rss_bytes
 
 
 def digests(directory: Path) -> dict[str, Any]:
-    """Of the files with weights and states in a checkpoint."""
+    """Return the digests of the files with weights and states in a checkpoint."""
     files = json.loads((directory / "manifest.json").read_text())["files"]
     return {name: entry for name, entry in files.items() if name.startswith("unit-")}
 

@@ -1,4 +1,4 @@
-"""A byte-level GPT in plain PyTorch and the text it trains on. Nothing here knows about offloading."""
+"""A byte-level GPT in plain PyTorch and its training text. This file knows nothing about offloading."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (batch, seq, 256) for tokens (batch, seq) int64; with `targets`, the mean loss in nats."""
+        """Return logits (batch, seq, 256) for tokens (batch, seq) int64; with `targets`, the mean loss in nats."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             if self.checkpoint_activations and torch.is_grad_enabled():
@@ -112,7 +112,7 @@ class GPT(nn.Module):
 
 
 def num_params(size: GPTSize, *, seq_len: int, tied: bool = True) -> int:
-    """Parameters of `GPT(size, ...)`, without building it."""
+    """Return the parameters of `GPT(size, ...)`, without building it."""
     with torch.device("meta"):
         model = GPT(size, seq_len=seq_len, tied=tied)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -128,13 +128,13 @@ class Text:
 
     @classmethod
     def load(cls, path: Path | None = None) -> Text:
-        """A file, or all files of a directory, or by default the .py files of Python's standard library."""
+        """Load a file, or all files of a directory, or by default the .py files of Python's standard library."""
         if path is None:
             return cls(read_files(stdlib_sources()))
         return cls(read_files(sorted(path.rglob("*")) if path.is_dir() else [path]))
 
     def batch(self, *, batch_size: int, seq_len: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Random windows of the training part: tokens and targets, each (batch_size, seq_len) int64."""
+        """Return random windows of the training part: tokens and targets, each (batch_size, seq_len) int64."""
         self._expect_window(self.train, seq_len)
         starts = torch.randint(len(self.train) - seq_len, (batch_size,), generator=generator)
         return windows(self.train, starts.tolist(), seq_len)
@@ -142,7 +142,7 @@ class Text:
     def validation_batches(
         self, *, batch_size: int, seq_len: int, num_batches: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same evenly spaced windows of the held-out part every time."""
+        """Yield the same evenly spaced windows of the held-out part every time."""
         self._expect_window(self.held_out, seq_len)
         spacing = (len(self.held_out) - seq_len) / (num_batches * batch_size)
         for first in range(0, num_batches * batch_size, batch_size):
@@ -156,20 +156,20 @@ class Text:
 
 
 def windows(data: Tensor, starts: list[int], seq_len: int) -> tuple[Tensor, Tensor]:
-    """Tokens at `starts` and, one byte later, their targets: each (len(starts), seq_len) int64."""
+    """Return tokens at `starts` and, one byte later, their targets: each (len(starts), seq_len) int64."""
     rows = torch.stack([data[start : start + seq_len + 1] for start in starts]).long()
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
 def stdlib_sources() -> list[Path]:
-    """The standard library's own sources in sorted order, without installed packages."""
+    """Return the standard library's own sources in sorted order, without installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     packages = {"site-packages", "dist-packages"}
     return sorted(p for p in root.rglob("*.py") if not packages & set(p.relative_to(root).parts))
 
 
 def read_files(paths: list[Path], *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """The files one after another, up to `max_bytes`."""
+    """Return the files one after another, up to `max_bytes`."""
     data = bytearray()
     for path in paths:
         if path.is_file():

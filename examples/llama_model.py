@@ -32,14 +32,14 @@ SIZES = {
 
 
 def num_params(size: LlamaSize) -> int:
-    """Of a `Llama` of this size."""
+    """Return the parameters of a `Llama` of this size."""
     kv_width = size.width // size.num_heads * size.num_kv_heads
     per_block = 2 * size.width * (size.width + kv_width) + 3 * size.width * size.hidden_width + 2 * size.width
     return size.num_layers * per_block + 2 * size.vocab_size * size.width + size.width
 
 
 def size_with(max_params: int) -> LlamaSize:
-    """The largest of a family with these proportions (7b and 13b are of it) that has at most so many parameters."""
+    """Return the largest size of a family (7b and 13b are of it) with at most so many parameters."""
     vocab_size = 32000 if max_params >= 200_000_000 else 1024
     sizes = (_sized(width, max_params, vocab_size) for width in range(64, 16384, 64))
     fitting = [size for size in sizes if size is not None]
@@ -51,10 +51,10 @@ def size_with(max_params: int) -> LlamaSize:
 
 
 def size_of_at_least(min_params: int, *, vocab_size: int) -> LlamaSize:
-    """The smallest of the same family that has so many parameters."""
+    """Return the smallest size of the same family that has so many parameters."""
     sizes = []
     for width in range(64, 16384, 64):
-        largest = _sized(width, min_params - 1, vocab_size)  # a layer more is enough
+        largest = _sized(width, min_params - 1, vocab_size)  # one more layer is enough
         if largest is not None:
             sizes.append(replace(largest, num_layers=largest.num_layers + 1))
     if not sizes:
@@ -65,7 +65,7 @@ def size_of_at_least(min_params: int, *, vocab_size: int) -> LlamaSize:
 
 
 def shape_of(width: int, num_layers: int, *, vocab_size: int) -> LlamaSize:
-    """With the family's heads and feed-forward."""
+    """Return the shape with the family's heads and feed-forward."""
     num_heads, hidden_width = width // _head_width(width), -(-8 * width // 3 // 256) * 256
     return LlamaSize(num_layers, width, num_heads, num_heads, hidden_width, vocab_size)
 
@@ -75,7 +75,7 @@ def _head_width(width: int) -> int:
 
 
 def _sized(width: int, max_params: int, vocab_size: int) -> LlamaSize | None:
-    """About one layer per 128 of width, as many as there is room for; None when that is no such shape."""
+    """Return a size with about one layer per 128 of width, at most so large; None when that is no such shape."""
     if width % _head_width(width):
         return None
     base = num_params(shape_of(width, 0, vocab_size=vocab_size))
@@ -98,7 +98,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021) on (batch, heads, seq, head width); angles (seq, head width / 2)."""
+    """Apply rotary positions (Su et al. 2021) to (batch, heads, seq, head width); angles (seq, head width / 2)."""
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)

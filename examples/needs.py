@@ -1,4 +1,4 @@
-"""What training a Llama will need of each tier, known before a weight is made: the engine's own plan of its memory."""
+"""The bytes of each tier for training a Llama, before a weight is made: the engine's own plan of its memory."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ from offloadzero.update.records import Record
 from offloadzero.update.spec import device_form
 from offloadzero.update.specs import spec_of_type
 
-INITIAL_DTYPE = torch.float32  # of the values that wait under zero.Init
+INITIAL_DTYPE = torch.float32  # the dtype of values that wait under zero.Init
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that training takes. What the plan does not count is estimated, and said so."""
+    """The bytes that training takes. Those outside of the plan are estimates, and marked as such."""
 
     num_params: int
     plan: MemoryPlan
     device_is_host: bool  # the CPU is the device: its memory is the host's
-    beside_bytes: int  # of the device, beside the plan: a block's gradients and activations, inputs of blocks
+    beside_bytes: int  # on the device, beside the plan: a block's gradients and activations, inputs of blocks
     interpreter_bytes: int  # of host memory
-    swap_bytes: int  # on the drive at the most, while the model is built too
+    swap_bytes: int  # the most bytes on the drive, also while the model is built
     checkpoint_bytes: int
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory, all together."""
+        """The bytes of host memory, all together."""
         own = self.plan.tier_bytes(TierName.HOST) + self.interpreter_bytes
         return own + (self.device_bytes if self.device_is_host else 0)
 
     @property
     def device_bytes(self) -> int:
-        """Of the device's memory."""
+        """The bytes of the device's memory."""
         return self.plan.tier_bytes(TierName.DEVICE) + self.beside_bytes
 
     def table(self) -> str:
-        """For people."""
+        """Return a table."""
         beside = "one block's gradients and activations, and the inputs of all (estimated)"
         lines = [
             f"{self.num_params:,} parameters",
@@ -120,7 +120,7 @@ def find_needs(size: LlamaSize, config: OffloadConfig, *, batch_size: int, seq_l
 
 
 def _checkpoint_bytes(record: Record) -> int:
-    """Of one record in a checkpoint: fp32 masters, and the states as they are."""
+    """Return the bytes of one record in a checkpoint: fp32 masters, and the states as they are."""
     states = (
         dtype.itemsize * num_elements
         for kind, (dtype, num_elements) in record.layout().items()
@@ -130,7 +130,7 @@ def _checkpoint_bytes(record: Record) -> int:
 
 
 def activation_bytes(size: LlamaSize, dtype: torch.dtype, *, batch_size: int, seq_len: int) -> int:
-    """What one block's forward keeps for its backward."""
+    """Return the bytes that one block's forward keeps for its backward."""
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -143,14 +143,14 @@ def activation_bytes(size: LlamaSize, dtype: torch.dtype, *, batch_size: int, se
         x = torch.empty(batch_size, seq_len, size.width, dtype=dtype, requires_grad=True)
         angles = torch.empty(seq_len, size.width // size.num_heads // 2)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = block(x, angles)  # keeps what was packed alive: no storage is counted for another
+        out = block(x, angles)  # keeps packed tensors alive: no storage is counted for another
     of_weights = {param.untyped_storage()._cdata for param in block.parameters()}
     del out
     return sum(num_bytes for storage, num_bytes in kept.items() if storage not in of_weights)
 
 
 def check(needs: Needs, config: OffloadConfig, *, save: Path | None) -> None:
-    """BudgetError with the figures, where host memory, device memory or a disk has not enough."""
+    """Raise BudgetError with the figures, where host memory, device memory or a disk has not enough."""
     short = []
     available = available_host_bytes() + needs.interpreter_bytes
     if needs.host_bytes > available:
@@ -168,7 +168,7 @@ def check(needs: Needs, config: OffloadConfig, *, save: Path | None) -> None:
 
 
 def _short_disks(needs: Needs, swap_paths: tuple[Path, ...], save: Path | None) -> list[str]:
-    """By file system: files of killed runs are removed first, as the engine's start would remove them."""
+    """Return the disks that lack space. Files of killed runs are removed first, as the engine does at its start."""
     wanted: Counter[int] = Counter()
     parts: dict[int, list[str]] = {}
     places: dict[int, Path] = {}
@@ -206,7 +206,7 @@ def _existing(path: Path) -> Path:
 
 
 def resident_bytes(key: str = "VmRSS") -> int:
-    """Of this process; `VmHWM` is its peak."""
+    """Return the resident bytes of this process; `VmHWM` is its peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024

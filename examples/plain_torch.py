@@ -33,13 +33,13 @@ class PlainTrainer:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, warmup_factor(config))
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """One optimizer step on one micro batch; returns the loss in nats."""
+        """Do one optimizer step on one micro batch; return the loss in nats."""
         loss = self.backward(tokens, targets)
         self.update()
         return loss
 
     def backward(self, tokens: Tensor, targets: Tensor, *, num_micro_batches: int = 1) -> Tensor:
-        """Add the gradients of one micro batch of several up in fp32; returns its loss."""
+        """Add the gradients of one micro batch of several up in fp32; return its loss."""
         loss: Tensor = self.model(tokens, targets)
         (loss / num_micro_batches).backward()
         for master, parameter in zip(self.masters, self.parameters, strict=True):
@@ -63,7 +63,7 @@ class PlainTrainer:
 
     @torch.no_grad()
     def evaluate(self, text: Text, *, batch_size: int, seq_len: int) -> float:
-        """Mean loss in nats over the fixed validation windows."""
+        """Return the mean loss in nats over the fixed validation windows."""
         self.model.eval()
         batches = text.validation_batches(
             batch_size=batch_size, seq_len=seq_len, num_batches=NUM_VALIDATION_BATCHES
@@ -74,7 +74,7 @@ class PlainTrainer:
 
 
 def warmup_factor(config: dict[str, Any]) -> Callable[[int], float]:
-    """The JSON's linear WarmupLR as a factor of the learning rate: 0 at the first step, at last 1."""
+    """Return the JSON's linear WarmupLR as a factor of the learning rate: 0 at the first step, at last 1."""
     num_steps: int = config["scheduler"]["params"]["warmup_num_steps"] if "scheduler" in config else 0
     return lambda step: min(max(step - 1, 0) / num_steps, 1.0) if num_steps else 1.0
 

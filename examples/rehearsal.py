@@ -1,4 +1,4 @@
-"""Seconds that a large model will take, from two small ones of the same width, on the same drive and device."""
+"""A forecast of a large model's seconds, from two small models of the same width, on the same drive and device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 # More blocks than the leases hold at once: each further block then costs what the one before it did.
 NUM_LAYERS = (6, 10)
-NUM_STEPS = 3  # the first knows no order of units and fetches none ahead
+NUM_STEPS = 3  # the first step knows no order of units and fetches none ahead
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of building a model of so many layers, and of a step."""
+    """The seconds to build a model of so many layers, and those of a step."""
 
     num_layers: int
     build_s: float
@@ -25,7 +25,7 @@ class Seconds:
 
 
 def extrapolate(fewer: Seconds, more: Seconds, num_layers: int) -> Seconds:
-    """A straight line through both; where it falls, a bound: what is not the layers' is counted for each of them."""
+    """Extend a straight line through both; where it falls, return a bound that counts all seconds for each layer."""
 
     def at(of_fewer: float, of_more: float) -> float:
         if of_more < of_fewer:
@@ -37,7 +37,7 @@ def extrapolate(fewer: Seconds, more: Seconds, num_layers: int) -> Seconds:
 
 
 def falling(fewer: Seconds, more: Seconds) -> list[str]:
-    """What more layers took less of, for people: then the machine was too busy to tell."""
+    """Name the times that fell with more layers: then the machine was too busy."""
     return [
         f"{more.num_layers} layers took {of_more:.2f} s to {what} and {fewer.num_layers} took {of_fewer:.2f} s: the "
         "machine was busy, and the forecast of it is no more than a bound"
@@ -50,16 +50,16 @@ def falling(fewer: Seconds, more: Seconds) -> list[str]:
 
 
 def read_seconds(log: Path, num_layers: int) -> Seconds:
-    """Of the fastest step but the first: what else the machine does makes steps longer and never shorter."""
+    """Return the fastest step but the first: other load makes steps longer and never shorter."""
     start, _, *steps = map(json.loads, log.read_text().splitlines())
     return Seconds(num_layers, start["build_s"], min(row["step_s"] for row in steps))
 
 
 def rehearse(script: str, options: Sequence[str], num_layers: int) -> Seconds:
-    """Train both small models, each in a process of its own, and say what `num_layers` will take.
+    """Train both small models, each in a process of its own, and forecast the seconds of `num_layers`.
 
     Raises:
-        CalledProcessError: one of them failed, and has said why.
+        CalledProcessError: one of them failed, and has printed why.
     """
     found = []
     with tempfile.TemporaryDirectory() as directory:

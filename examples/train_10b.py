@@ -41,7 +41,7 @@ INTERRUPTED = 130
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 where something was refused or failed, 130 after Ctrl-C."""
+    """Return the exit status: 0, 1 where something was refused or failed, 130 after Ctrl-C."""
     args = parse_arguments(given)
     try:
         return run(args)
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rehearse_as(args: argparse.Namespace, size: LlamaSize) -> Seconds:
-    """What building and a step of this model will take, on the same drive and device."""
+    """Forecast building and a step of this model, on the same drive and device."""
     options = ["--config", args.config, "--width", size.width, "--seq-len", args.seq_len, "--seed", args.seed]
     options += [] if args.data is None else ["--data", args.data]
     forecast = rehearse(__file__, list(map(str, options)), size.num_layers)
@@ -94,22 +94,22 @@ def rehearse_as(args: argparse.Namespace, size: LlamaSize) -> Seconds:
 
 
 def build(args: argparse.Namespace, size: LlamaSize, config: OffloadConfig) -> tuple[Any, Llama]:
-    """The model goes to its home tier while it is built: it is never whole in memory."""
+    """Build the model. It goes to its home tier meanwhile: it is never whole in memory."""
     torch.manual_seed(args.seed)
     with offloadzero.zero.Init(config_dict_or_path=args.config):
         model = Llama(size, checkpoint_activations=config.activation_checkpoints is None)
-    # The engine measures what bounds a step where somebody looks, and this logger asks for it.
+    # The engine measures the bound of a step only when asked to, and this logger asks for it.
     logging.getLogger("offloadzero.steps").setLevel(logging.INFO)
     return offloadzero.initialize(model=model, config=args.config)[0], model
 
 
 def train(engine: Any, text: Text, args: argparse.Namespace, report: Report, progress: Progress) -> bool:
-    """Up to `args.steps` steps in all; True after Ctrl-C, which ends it when the running step has ended."""
+    """Train up to `args.steps` steps in all; True after Ctrl-C, which ends it when the running step has ended."""
     batch_size = engine.train_micro_batch_size_per_gpu() or 1
     num_micro_batches = engine.gradient_accumulation_steps()
     with stopping_after_step() as is_stopped:
         for step in range(engine.global_steps + 1, args.steps + 1):
-            # A generator per step: a run that is resumed sees the batches that it would have seen.
+            # A generator per step: a resumed run sees the batches that it would have seen.
             generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
             progress.begin_step(step)
             loss_sum = torch.zeros((), device=engine.device)
@@ -128,7 +128,7 @@ def train(engine: Any, text: Text, args: argparse.Namespace, report: Report, pro
 
 @contextmanager
 def stopping_after_step() -> Iterator[Any]:
-    """Gives a function that is true after the first Ctrl-C; a second one raises KeyboardInterrupt."""
+    """Yield a function that is true after the first Ctrl-C; a second one raises KeyboardInterrupt."""
     seen: list[int] = []
 
     def stop(signum: int, _frame: object) -> None:
@@ -147,7 +147,7 @@ def stopping_after_step() -> Iterator[Any]:
 
 
 def of_run(args: argparse.Namespace, size: LlamaSize) -> dict[str, Any]:
-    """What must be the same for a run to go on as it would have."""
+    """Return the settings that must be the same for a run to go on as it would have."""
     return {"size": vars(size), "seq_len": args.seq_len, "seed": args.seed}
 
 
@@ -169,11 +169,11 @@ def resume(engine: Any, args: argparse.Namespace, size: LlamaSize) -> None:
     print(f"resumed from {path} after step {engine.global_steps}, in {seconds:.1f} s", flush=True)
 
 
-# --- what is shown
+# --- output
 
 
 class Progress:
-    """Where a step is: a line that is written over on a terminal, and now and then a line elsewhere.
+    """The progress of a step: a line that is overwritten on a terminal, and now and then a line elsewhere.
 
     A unit's backward begins when its output gets a gradient.
     """
@@ -275,7 +275,7 @@ class Report:
             self.log.close()
 
     def add_step(self, step: int, loss: float, report: StepReport) -> None:
-        """On a device that runs behind this thread the report is that of the last step which it has finished."""
+        """Add a step. On a device that runs behind this thread the report is of the last finished step."""
         self.losses[step] = loss
         peak_bytes = resident_bytes("VmHWM")
         line = f"step {step}/{self.num_steps}: loss {loss:.4f}, "
@@ -318,7 +318,7 @@ def model_size(args: argparse.Namespace) -> LlamaSize:
 
 
 def read_count(text: str) -> int:
-    """`20M`, `7.2B` or a number."""
+    """Read `20M`, `7.2B` or a number."""
     found = re.fullmatch(r"(\d+\.?\d*)([KMB]?)", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r}: a number, or one with K, M or B behind it: 20M, 7.2B")

@@ -74,7 +74,7 @@ def train(args: argparse.Namespace, text: Text) -> None:
 
 @torch.no_grad()
 def evaluate(engine: Any, text: Text, *, batch_size: int, seq_len: int) -> float:
-    """Mean loss in nats over the fixed validation windows."""
+    """Return the mean loss in nats over the fixed validation windows."""
     engine.eval()
     batches = text.validation_batches(
         batch_size=batch_size, seq_len=seq_len, num_batches=NUM_VALIDATION_BATCHES
