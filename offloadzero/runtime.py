@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
+import multiprocessing.util
 import os
 import sys
 import traceback
@@ -171,6 +173,8 @@ class Runtime:
                 self._description(), device_is_cpu=self.accelerator.asynchronous.free_bytes() is None
             )
             _live.add(self)
+            if multiprocessing.parent_process() is not None:
+                _close_at_exit_of_child(os.getpid())
             for notice in config.notices:
                 log.info("%s", notice)
             self.monitor.timeline.take(0)  # moving the weights home is no part of a step
@@ -395,6 +399,12 @@ def _close_at_exit() -> None:
             sys.stderr.flush()
             os._exit(1)
     wait_for_collected()
+
+
+@functools.cache
+def _close_at_exit_of_child(process: int) -> None:  # noqa: ARG001 - once in each process
+    """multiprocessing ends forked children (of its forkserver, too) without `atexit`, after finalizers of its own."""
+    multiprocessing.util.Finalize(None, _close_at_exit, exitpriority=0)
 
 
 def _refuse_second(model: nn.Module) -> None:

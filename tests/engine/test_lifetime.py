@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import textwrap
 import threading
 import time
 import weakref
@@ -410,6 +411,43 @@ def test_an_exit_waits_for_what_was_collected(tmp_path: Path) -> None:
     done = run_script(script, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "failure"),
+    [("spawn", "ValueError('of the script')"), ("forkserver", "ValueError('of the script')"), ("fork", None)],
+)
+def test_an_engine_of_a_child_of_multiprocessing_is_closed_at_its_end(
+    method: str, failure: str | None, tmp_path: Path
+) -> None:
+    """Also of one that was forked, which ends without `atexit`."""
+    work = f"""
+        import os
+        from tests.support.tiny import make_engine, settings, train
+
+        def work(directory):
+            engine = make_engine(settings(directory))
+            train(engine, num_steps=1)
+            assert os.listdir(directory)
+            failure = {failure}
+            if failure:
+                raise failure
+    """
+    (tmp_path / "file").mkdir()
+    (tmp_path / "child_of_test.py").write_text(textwrap.dedent(work))
+    script = f"""
+        import multiprocessing, sys
+        sys.path.insert(0, sys.argv[1])
+        from child_of_test import work
+        if __name__ == "__main__":
+            child = multiprocessing.get_context("{method}").Process(target=work, args=(sys.argv[1] + "/file",))
+            child.start()
+            child.join()
+            sys.exit(child.exitcode)
+    """
+    done = run_script(script, tmp_path)
+    assert (done.returncode, "of the script" in done.stderr) == ((0, False) if failure is None else (1, True))
+    assert os.listdir(tmp_path / "file") == []
 
 
 # --- forked children ---
