@@ -105,7 +105,14 @@ def test_ranks_train_as_one_process(tmp_path: Path, world_size: int) -> None:
         for accumulation in ACCUMULATIONS[world_size]
     ]
     by_rank = run_ranks(
-        train_all, world_size, tmp_path / "ranks", world_size, cases, str(tmp_path), timeout_s=90
+        train_all,
+        world_size,
+        tmp_path / "ranks",
+        world_size,
+        cases,
+        str(tmp_path),
+        timeout_s=90,
+        own_interpreters=True,
     )
     for accumulation in ACCUMULATIONS[world_size]:
         engine = engine_of(config_of("resident", 0, tmp_path, accumulation=accumulation))
