@@ -31,9 +31,9 @@ train-2: $(STAMPS)/native $(STAMPS)/examples | offload-files
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
 		examples/train_gpt.py --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
 
-# The tests wait for files, for delays and for processes as long as they compute: three workers keep two cores busy.
+# The tests wait for files, for delays and for processes as long as they compute: four workers keep two cores busy.
 # Those that measure time, and those on the GPU, run one by one.
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 4
 
 test: $(STAMPS)/native $(STAMPS)/dev
 	one_by_one="alone and not gpu"; if $(BIN)/python -c '$(HAS_CUDA)'; then one_by_one="alone or gpu"; fi; \

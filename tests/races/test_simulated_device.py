@@ -52,7 +52,13 @@ class Reentrant(Stack):
 
 
 CELL_MODELS = {**MODELS, "reentrant checkpointing": (Reentrant, features, {})}
-CELLS = itertools.product(CELL_MODELS, PLACEMENTS, (0.0, 0.5))
+# Each model in each placement, with and without clipping, or with one of the two in turn.
+CELLS = [
+    (name, place, clipping)
+    for (at, name), (turn, place) in itertools.product(enumerate(CELL_MODELS), enumerate(PLACEMENTS))
+    for clipping in (0.0, 0.5)
+    if IN_FULL or (clipping > 0) == bool((at + turn) % 2)
+]
 
 
 @pytest.mark.parametrize(("name", "placement", "clipping", "way"), each_way(CELLS))
