@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from offloadzero.arithmetic import compact_math
+from offloadzero.arithmetic import compact_math, torch_pieces
 from offloadzero.memory import device as devices
 from offloadzero.native import cpu_adam
 
@@ -88,26 +88,19 @@ def accumulate(acc: torch.Tensor, grad: torch.Tensor, *, num_threads: int | None
 
 def join_master(param: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
     """Return the fp32 master weights of (bf16, int16 or int8 remainder), (fp16, fp32) or (fp32, None): a new tensor."""
-    if master is None:
-        return param.clone()
-    if master.dtype == torch.int8:
+    if master is not None and master.dtype == torch.int8:
         return compact_math.join(param, master)
-    if master.dtype == torch.float32:
-        return master.clone()
-    high = param.view(torch.int16).to(torch.int32) << 16
-    return (high + master.to(torch.int32)).view(torch.float32)
+    weights = torch.empty_like(param, dtype=torch.float32)
+    torch_pieces.join(weights, param, master, spare=torch.empty_like(weights))
+    return weights
 
 
 def split_master(weights: torch.Tensor, param: torch.Tensor, master: torch.Tensor | None) -> None:
-    """Write fp32 master weights into a record's parameter and remainder (or fp32 master)."""
-    if master is None:
-        param.copy_(weights)
-    elif master.dtype == torch.float32:
-        master.copy_(weights)
-        param.copy_(weights)
-    elif master.dtype == torch.int8:
+    """Write fp32 master weights into a record's parameter and remainder (or fp32 master). NaN stays NaN."""
+    if master is not None and master.dtype == torch.int8:
         compact_math.split(weights, param, master)
     else:
-        bits = weights.view(torch.int32)
-        param.view(torch.int16).copy_((bits + 0x8000) >> 16)
-        master.copy_(bits)  # keeps the low 16 bits
+        is_lost = master is not None and master.dtype != torch.float32
+        torch_pieces.split(
+            weights.clone() if is_lost else weights, param, master, spare=torch.empty_like(weights)
+        )

@@ -40,13 +40,13 @@ def fp32_pieces(
     for part in pieces(param.numel(), arrays[0].numel()):
         weights, g, spare = (array[: part.stop - part.start] for array in arrays)
         piece_master = None if master is None else master[part]
-        _join(weights, param[part], piece_master, spare=spare)
+        join(weights, param[part], piece_master, spare=spare)
         yield Fp32Piece(weights, tuple(state[part] for state in states), spare, grad[part], g)
-        _split(weights, param[part], piece_master, spare=spare)
+        split(weights, param[part], piece_master, spare=spare)
 
 
-def _join(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor) -> None:
-    """Write the fp32 master weights of a record's parameter and remainder, or of its fp32 ones."""
+def join(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor) -> None:
+    """Write the fp32 master weights of a record's parameter and int16 remainder, or of its fp32 ones."""
     if master is None or master.dtype == torch.float32:
         weights.copy_(param if master is None else master)
         return
@@ -54,8 +54,8 @@ def _join(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tenso
     weights.view(torch.int32).copy_(param.view(torch.int16)).bitwise_left_shift_(16).add_(low)
 
 
-def _split(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor) -> None:
-    """Write fp32 master weights into a record's parameter and master; `weights` is overwritten."""
+def split(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor) -> None:
+    """Write fp32 master weights into a record's parameter and master; `weights` is overwritten. NaN stays NaN."""
     if master is None or master.dtype == torch.float32:
         if master is not None:
             master.copy_(weights)

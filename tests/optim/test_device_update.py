@@ -16,6 +16,7 @@ from offloadzero.arithmetic import device_math, torch_adam
 from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES
 from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
+from offloadzero.native import cpu_adam
 from offloadzero.planning.memory_plan import plan_memory
 from offloadzero.segments import TierName
 from offloadzero.update import spec
@@ -110,6 +111,33 @@ def test_norms_on_a_device_take_no_memory_but_their_scratch(monkeypatch: pytest.
     for value in (math.inf, math.nan):
         (total,) = device_math.sq_norms_in_pieces(torch.tensor([1.0, value]), ((0, 2),))
         assert not math.isfinite(total)
+
+
+@pytest.mark.parametrize("remainder_dtype", [torch.int16, torch.int8])
+def test_a_weight_that_is_nan_is_a_parameter_that_is(remainder_dtype: torch.dtype) -> None:
+    """A device's NaN has all bits set, and its upper half rounded up is zero."""
+    patterns = [0x7FFFFFFF, -1, 0x7FFF8000, 0x7FC00000, 0x7F800001]
+    weights = torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
+    param, master = torch.empty(5, dtype=torch.bfloat16), torch.empty(5, dtype=remainder_dtype)
+    given = weights.clone()
+    device_math.split_master(weights, param, master)
+    assert bool(param.isnan().all())
+    assert bool(device_math.join_master(param, master).isnan().all())
+    assert torch.equal(weights.view(torch.int32), given.view(torch.int32)), "they are the caller's"
+
+
+def test_master_weights_are_split_as_the_host_kernel_does() -> None:
+    bits = torch.randint(-(2**31), 2**31, (100_003,), generator=torch.Generator().manual_seed(0))
+    weights = bits.to(torch.int32).view(torch.float32)
+    weights = weights[~weights.isnan()]
+    (param, other), (master, theirs) = (
+        [torch.empty(weights.shape, dtype=dtype) for _ in range(2)] for dtype in (torch.bfloat16, torch.int16)
+    )
+    device_math.split_master(weights, param, master)
+    cpu_adam.split_master(weights, other, theirs)
+    assert torch.equal(param.view(torch.int16), other.view(torch.int16))
+    assert torch.equal(master, theirs)
+    assert torch.equal(device_math.join_master(param, master).view(torch.int32), weights.view(torch.int32))
 
 
 # --- which form ---
