@@ -16,6 +16,7 @@ Edges between instances of one class say nothing: the forward of a site runs ins
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import tempfile
 import threading
@@ -35,6 +36,7 @@ from tests.repository.test_import_floors import find_circle
 from tests.support.plain_form import clip, engine_config, make_model, offloaded
 from tests.support.tiny import make_engine, tokens
 
+DOC = Path(__file__).parents[2] / "docs" / "architecture.md"
 ROOMS = ("step", "streaming", "update", "arithmetic")
 MAKING = {"__init__", "__post_init__"}
 
@@ -187,6 +189,12 @@ SCRIPTS: dict[str, Script] = {
 }
 
 
+def drawn() -> dict[str, list[str]]:
+    """Who calls whom in the drawing of docs/architecture.md, line by line."""
+    lines = re.findall(r"^(?:\w+)? +([\w.]+) +--> (.+)$", DOC.read_text(), re.MULTILINE)
+    return {caller: called.split(", ") for caller, called in lines}
+
+
 def traced(name: str, directory: Path) -> Trace:
     with pytest.MonkeyPatch.context() as patch, tracing(patch) as trace:
         SCRIPTS[name](trace, directory)
@@ -198,6 +206,13 @@ def test_a_step_flows_one_way(name: str, tmp_path: Path) -> None:
     trace = traced(name, tmp_path)
     assert trace.circle == [], trace.report
     assert len(trace.edges) > 30
+    drawing = drawn()
+    classes = {*drawing, *(called for line in drawing.values() for called in line)}
+    assert [
+        (caller, called)
+        for caller, called in trace.edges
+        if {caller, called} <= classes and called not in drawing.get(caller, ())
+    ] == []
     if name == "plain form":
         return
     # The stages, so that the trace has seen them.
@@ -209,6 +224,18 @@ def test_a_step_flows_one_way(name: str, tmp_path: Path) -> None:
         ("UpdateJob", "RecordGradient"),
     ):
         assert edge in trace.edges, trace.report
+
+
+def test_each_calls_only_what_is_drawn_below_it() -> None:
+    drawing = drawn()
+    places = {caller: place for place, caller in enumerate(drawing)}
+    assert len(places) > 15
+    assert [
+        (caller, called)
+        for caller, line in drawing.items()
+        for called in line
+        if places.get(called, len(places)) <= places[caller]
+    ] == []
 
 
 # --- what the test would see
