@@ -20,7 +20,7 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.streaming.leased_unit import FETCHING, HOME, READY, RELEASED, LayoutViews, LeasedUnit
-from offloadzero.streaming.residency import ResidencyPolicy, running_node
+from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.streaming.unit_leases import UnitLeases
 from offloadzero.torch_private import current_autograd_node
@@ -130,7 +130,7 @@ class Executor:
                 return False
             if unit.residency is not READY or stream not in unit.arrived_for:
                 return False
-            residency.unpacking = running_node()
+            residency.note_node()
             return True
 
     # --- forwards of sites ---
@@ -337,18 +337,16 @@ class Executor:
             if self.pins[index]:
                 return
             self.units[index].expect_no_late_write()
-            self._make_stale(self.units[index], FINISHED)
-            self.units[index].edits += 1
+            self._make_stale(self.units[index], FINISHED, is_edit=True)
 
     def pinned_parameters(self, index: int) -> torch.Tensor | None:
         """The parameters of a unit whose module is in its forward, shape (num_elements,); else None."""
         return self.units[index].flat if self.pins[index] else None
 
-    def _make_stale(self, unit: LeasedUnit, ticket: Ticket) -> None:
+    def _make_stale(self, unit: LeasedUnit, ticket: Ticket, *, is_edit: bool = False) -> None:
         with uninterrupted:
             self.leases.wait_arrived(unit)
-            unit.updated = ticket
-            unit.generation += 1
+            unit.change(ticket, is_edit=is_edit)
             if unit.residency is not HOME and unit.residency is not RELEASED:
                 self.leases.release(unit)
 

@@ -178,6 +178,36 @@ class LeasedUnit:
         self.views = None if flat is None else self.layout_views.at(self.address, flat)
         self.is_kept = False
 
+    # --- to its lease, and away ---
+
+    def begin_fetch(self, lease: Lease, flat: torch.Tensor, fetched: LaneTicket) -> None:
+        """The parameters are on their way into `lease`, where they are `flat`, shape (num_elements,)."""
+        self.fetched = fetched
+        self.lease = lease
+        self.arrived_for = []
+        self.put_at(flat)
+        self.residency = FETCHING
+
+    def arrive(self, stream: Stream | None) -> None:
+        """What is launched on `stream` from now on finds the parameters there."""
+        self.residency = READY
+        self.arrived_for.append(stream)
+
+    def leave(self) -> Lease:
+        """The parameters are away; gives the lease in which they were."""
+        if self.lease is None:
+            raise AssertionError(f"{self.record.name} holds no lease")
+        lease, self.lease = self.lease, None
+        self.put_at(None)
+        self.residency = RELEASED
+        return lease
+
+    def change(self, updated: Ticket, *, is_edit: bool = False) -> None:
+        """The weights are others from here on: the trainable ones, or by an edit any; a use comes after `updated`."""
+        self.updated = updated
+        self.generation += 1
+        self.edits += is_edit
+
     # --- the parameters themselves ---
 
     def show(self) -> None:

@@ -47,7 +47,7 @@ class ResidencyPolicy:
         self.evaluating = False
         self.planned_use: int | None = None  # a unit whose coming use has been planned for, or None
         self.guarded: list[int] = []
-        self.unpacking: tuple[int, int] | None = None  # backward and node of the last use; None: a forward
+        self._unpacking: tuple[int, int] | None = None  # backward and node of the last use; None: a forward
         self._trace = Trace(self.streamed)
         self._evaluation = Trace(self.streamed, there_and_back=False)
         self._lasting = {index for index in self.streamed if not units[index].record.num_trainable}
@@ -131,8 +131,8 @@ class ResidencyPolicy:
         # Nodes run one after another: an earlier one has read its unpacked tensors, and after backward all have.
         node = running_node()
         guarded = self.guarded
-        if node != self.unpacking:
-            self.unpacking = node
+        if node != self._unpacking:
+            self._unpacking = node
             guarded.clear()
         if guard:
             if index in guarded:
@@ -141,6 +141,10 @@ class ResidencyPolicy:
             if node is None:
                 del guarded[:-2]
         return node is not None
+
+    def note_node(self) -> None:
+        """The running operation reads what is guarded already."""
+        self._unpacking = running_node()
 
     def unguard(self, indices: Collection[int]) -> None:
         """Note that the running operation reads other memory than these units."""

@@ -15,7 +15,7 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.stream_clock import Mark
 from offloadzero.schedule.prefetch import Evict
-from offloadzero.streaming.leased_unit import FETCHING, HOME, READY, RELEASED, LeasedUnit
+from offloadzero.streaming.leased_unit import FETCHING, HOME, LeasedUnit
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_fetches import UnitFetches
 
@@ -93,11 +93,7 @@ class UnitLeases:
 
     def _submit_fetch(self, unit: LeasedUnit, lease: Lease) -> None:
         target = lease.view(unit.record.dtype, unit.record.num_elements)
-        unit.fetched = self._fetches.submit(unit, target)
-        unit.lease = lease
-        unit.arrived_for = []
-        unit.put_at(target)
-        unit.residency = FETCHING
+        unit.begin_fetch(lease, target, self._fetches.submit(unit, target))
         self._residency.entered(unit.record.index)
 
     def complete_fetch(self, unit: LeasedUnit, stream: Stream | None, *, since: Mark | None = None) -> None:
@@ -108,8 +104,7 @@ class UnitLeases:
             with self._store.failures.handed_over(), self._clock.waiting("fetch", since=since):
                 unit.fetched.order_compute()
         self._store.failures.check_readable()  # a failed ticket counts as done
-        unit.residency = READY
-        unit.arrived_for.append(stream)
+        unit.arrive(stream)
 
     def wait_arrived(self, unit: LeasedUnit) -> None:
         """Block until nothing writes the unit's lease."""
@@ -123,12 +118,8 @@ class UnitLeases:
 
     def release(self, unit: LeasedUnit) -> None:
         """Give the unit's lease up; launched work may still read it."""
-        if unit.lease is None:
-            raise AssertionError(f"{unit.record.name} holds no lease")
-        lease, unit.lease = unit.lease, None
         views = unit.views
-        unit.put_at(None)
-        unit.residency = RELEASED
+        lease = unit.leave()
         self._residency.left(unit.record.index)
         if unit.shown_at:
             unit.show()  # placeholders
