@@ -9,15 +9,3 @@ BYTES_PER_PARAM = 5.0 + 2 * 4 / COMPACT_BLOCK
 def num_scales(num_elements: int) -> int:
     """The number of scales of that many parameters: a pair (exp_avg, exp_avg_sq) per block."""
     return -(-num_elements // COMPACT_BLOCK) * 2
-
-
-def scale_range(start: int, stop: int, *, num_elements: int) -> slice:
-    """The scales of parameters [start, stop) of a record of `num_elements`.
-
-    Raises AssertionError if the range cuts a block: its scales would belong to two updates.
-    """
-    if start % COMPACT_BLOCK or not (stop % COMPACT_BLOCK == 0 or stop == num_elements):
-        raise AssertionError(
-            f"elements [{start}, {stop}) of {num_elements} cut a block of {COMPACT_BLOCK} elements"
-        )
-    return slice(num_scales(start), num_scales(stop))

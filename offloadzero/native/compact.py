@@ -4,8 +4,8 @@ A record of n parameters is five flat CPU tensors: `param` (bf16), `remainder_i8
 `exp_avg_sq_u8` (uint8), each of n elements, and `scales` (fp32) of `num_scales(n)`. [Note: compact state] in
 csrc/cpu_adam/cpu_adam.h says what they mean and how far they are from fp32. Blocks of COMPACT_BLOCK elements
 share a pair of scales, so a range that is updated by itself begins at a block's border and ends at one or at the
-end of the record; `kernel_arguments.compact.scale_range` gives its scales. Under that condition the results are the
-same bits for every cut, instruction set and number of threads.
+end of the record. Under that condition the results are the same bits for every cut, instruction set and number of
+threads.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ computes with a unit or writes it calls the executor.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -379,11 +379,6 @@ class Executor:
             for unit in self.units:
                 unit.updated.wait()
         self._store.failures.check_readable()
-
-    @property
-    def resident_units(self) -> Collection[str]:
-        """The names of the units on the device now (for reports and tests)."""
-        return [u.record.name for u in self.units if u.residency is not RELEASED]
 
 
 def leased_units(records: Sequence[Record], store: TieredStore) -> list[LeasedUnit]:
