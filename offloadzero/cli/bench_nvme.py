@@ -32,7 +32,7 @@ from offloadzero.cli.nvme_sweep import (
     reference_point,
     sample_seconds,
 )
-from offloadzero.cli.nvme_traffic import Arena, Bench, Request, Sample, Shape, WriteAllowance
+from offloadzero.cli.nvme_traffic import Bench, RandomMemory, Request, Sample, Shape, WriteAllowance
 from offloadzero.cli.output import check_output, print_lines, save_json
 from offloadzero.cli.progress import Progress
 from offloadzero.cli.scratch import (
@@ -53,7 +53,7 @@ WRITE_LIMIT_FACTOR = 32
 # The shares of the bytes that may be written which are kept for the phases after the sweep.
 _SUSTAINED_SHARE = 0.35
 _FIO_SHARE = 0.35
-_MAX_ARENA_BYTES = 320 * MIB
+_MAX_MEMORY_BYTES = 320 * MIB
 _LARGEST_OPERATION = 16 * MIB
 
 
@@ -227,7 +227,7 @@ class _Run:
             files,
             in_memory=[entry["filesystem"] in MEMORY_FILESYSTEMS for entry in described],
             allowance=self._allowance,
-            arena=Arena(min(_MAX_ARENA_BYTES, max(settings.size, 3 * _LARGEST_OPERATION))),
+            memory=RandomMemory(min(_MAX_MEMORY_BYTES, max(settings.size, 3 * _LARGEST_OPERATION))),
             started_s=started_s,
         )
         self.samples: list[Sample] = []

@@ -216,7 +216,7 @@ def max_in_flight_bytes(rate_bps: float, file_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Record:
+class StepChunk:
     """The place of one chunk of parameters: four segments in a row, as parts of `num_bytes`."""
 
     num_elements: int
@@ -237,14 +237,14 @@ class Record:
         yield from list(self.written())[1:]
 
 
-NUM_RECORDS_IN_FLIGHT = 4
+NUM_CHUNKS_IN_FLIGHT = 4
 MAX_CHUNK_ELEMENTS = 4 * MIB  # the update pipeline's default chunk
 MIN_CHUNK_ELEMENTS = 4096  # its 2-byte segments are two blocks of 4 KiB
 
 
 def chunk_elements(in_flight_bytes: int, file_bytes: int) -> int:
     """Return the parameters per record: the update's default, less on slow drives and in small files. A power of 2."""
-    limit = min(in_flight_bytes, file_bytes // 2) // (NUM_RECORDS_IN_FLIGHT * STATE_BYTES_PER_PARAM)
+    limit = min(in_flight_bytes, file_bytes // 2) // (NUM_CHUNKS_IN_FLIGHT * STATE_BYTES_PER_PARAM)
     power = 1 << (max(limit, MIN_CHUNK_ELEMENTS).bit_length() - 1)
     return min(power, MAX_CHUNK_ELEMENTS)
 

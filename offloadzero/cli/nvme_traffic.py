@@ -25,9 +25,9 @@ import numpy as np
 
 from offloadzero.cli.nvme_sweep import (
     MIB,
-    NUM_RECORDS_IN_FLIGHT,
+    NUM_CHUNKS_IN_FLIGHT,
     Point,
-    Record,
+    StepChunk,
     Traffic,
 )
 from offloadzero.cli.scratch import ScratchFile
@@ -104,7 +104,7 @@ class WriteAllowance:
         self.used_bytes -= num_bytes
 
 
-class Arena:
+class RandomMemory:
     """Page-aligned memory with random bytes, so that no drive compresses them, cut into buffers."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -129,7 +129,7 @@ class Arena:
 # --- Workloads: the sequences of operations in one slot ---
 
 
-class Operation(NamedTuple):
+class Transfer(NamedTuple):
     """One read or write; `buffer` is a part of the slot's."""
 
     is_write: bool
@@ -144,7 +144,7 @@ class Workload(Protocol):
     buffers: list[Any]
     operation_bytes: int
 
-    def next_batch(self, slot: int) -> list[Operation]: ...
+    def next_batch(self, slot: int) -> list[Transfer]: ...
 
 
 class Sequential:
@@ -157,50 +157,50 @@ class Sequential:
         is_write: bool,
         operation_bytes: int,
         in_flight_bytes: int,
-        arena: Arena,
+        memory: RandomMemory,
     ) -> None:
         smallest = min(file.num_bytes for file in files)
         # One more than fill the queue: the engine has the next at hand while Python handles the last.
         num_slots = -(-in_flight_bytes // operation_bytes) + 1
-        num_slots = max(min(num_slots, smallest // operation_bytes, len(arena.bytes) // operation_bytes), 1)
-        self.buffers = arena.cut(num_slots, operation_bytes)
+        num_slots = max(min(num_slots, smallest // operation_bytes, len(memory.bytes) // operation_bytes), 1)
+        self.buffers = memory.cut(num_slots, operation_bytes)
         self.operation_bytes = operation_bytes
         self._files = files
         self._is_write = is_write
         self._turn = 0
 
-    def next_batch(self, slot: int) -> list[Operation]:
+    def next_batch(self, slot: int) -> list[Transfer]:
         index = self._turn % len(self._files)
         self._turn += 1
         offset = advance(self._files[index], self.operation_bytes)
-        return [Operation(self._is_write, index, offset, self.buffers[slot])]
+        return [Transfer(self._is_write, index, offset, self.buffers[slot])]
 
 
 class OptimizerStep:
     """Reads a record's optimizer state and writes the record, with several records at once: [Note: step traffic]."""
 
-    def __init__(self, files: Sequence[ScratchFile], *, num_elements: int, arena: Arena) -> None:
-        self._record = Record(num_elements)
-        num_bytes = self._record.num_bytes
-        fit = min(min(file.num_bytes for file in files), len(arena.bytes)) // num_bytes
-        self.buffers = arena.cut(max(min(NUM_RECORDS_IN_FLIGHT, fit), 1), num_bytes)
+    def __init__(self, files: Sequence[ScratchFile], *, num_elements: int, memory: RandomMemory) -> None:
+        self._chunk = StepChunk(num_elements)
+        num_bytes = self._chunk.num_bytes
+        fit = min(min(file.num_bytes for file in files), len(memory.bytes)) // num_bytes
+        self.buffers = memory.cut(max(min(NUM_CHUNKS_IN_FLIGHT, fit), 1), num_bytes)
         self.operation_bytes = num_bytes // 3  # a moment, the largest part
         self._files = files
         self._turn = 0
         self._reading: dict[int, tuple[int, int]] = {}
 
-    def next_batch(self, slot: int) -> list[Operation]:
+    def next_batch(self, slot: int) -> list[Transfer]:
         where = self._reading.pop(slot, None)
         is_write = where is not None
         if where is None:
             index = self._turn % len(self._files)
             self._turn += 1
-            where = index, advance(self._files[index], self._record.num_bytes)
+            where = index, advance(self._files[index], self._chunk.num_bytes)
             self._reading[slot] = where
         index, start = where
-        parts = self._record.written() if is_write else self._record.read()
+        parts = self._chunk.written() if is_write else self._chunk.read()
         buffer = self.buffers[slot]
-        return [Operation(is_write, index, start + at, buffer[at : at + size]) for at, size in parts]
+        return [Transfer(is_write, index, start + at, buffer[at : at + size]) for at, size in parts]
 
 
 def advance(file: ScratchFile, num_bytes: int) -> int:
@@ -409,7 +409,7 @@ class Bench:
         *,
         in_memory: Sequence[bool],
         allowance: WriteAllowance,
-        arena: Arena,
+        memory: RandomMemory,
         started_s: float,
     ) -> None:
         self.files = files
@@ -417,7 +417,7 @@ class Bench:
         self.refusals: dict[Point, str] = {}
         self.direct_reasons: dict[int, str] = {}
         self._in_memory = in_memory
-        self._arena = arena
+        self._memory = memory
         self._started_s = started_s
 
     def sample(self, request: Request, shape: Shape) -> Sample | None:
@@ -432,7 +432,7 @@ class Bench:
             self.refusals[point] = error.allowed
             return None
         try:
-            engine.register_parts(self._arena.bytes)  # as training does with its buffers
+            engine.register_parts(self._memory.bytes)  # as training does with its buffers
             opened = [self._open(engine, index) for index in request.paths]
             return self._measure(request, shape, engine, opened)
         finally:
@@ -495,13 +495,13 @@ class Bench:
 
     def _workload(self, request: Request, shape: Shape, files: Sequence[ScratchFile]) -> Workload:
         if request.traffic is Traffic.MIXED:
-            return OptimizerStep(files, num_elements=shape.chunk_elements, arena=self._arena)
+            return OptimizerStep(files, num_elements=shape.chunk_elements, memory=self._memory)
         return Sequential(
             files,
             is_write=request.traffic is Traffic.WRITE,
             operation_bytes=max(shape.operation_bytes, request.point.block_size),
             in_flight_bytes=request.point.in_flight_bytes,
-            arena=self._arena,
+            memory=self._memory,
         )
 
 

@@ -27,7 +27,7 @@ from offloadzero.cli.nvme_report import config_block
 from offloadzero.cli.nvme_sweep import (
     MIB,
     Point,
-    Record,
+    StepChunk,
     SweepLimits,
     Traffic,
     best,
@@ -437,11 +437,11 @@ def test_the_schedule_fills_the_time(time_s: float, num_paths: int, with_fio: bo
 def test_sizes_fit_the_file_and_the_memory(rate_bps: float, file_bytes: int) -> None:
     in_flight = max_in_flight_bytes(rate_bps, file_bytes)
     assert in_flight <= min(256 * MIB, file_bytes // 4)
-    record = Record(chunk_elements(in_flight, file_bytes))
-    assert 4 * record.num_bytes <= max(in_flight, 4 * 12 * 4096)
-    assert all(offset % 4096 == 0 and size % 4096 == 0 for offset, size in record.written())
-    read, written = (sum(size for _, size in part) for part in (record.read(), record.written()))
-    assert (read * 12, written) == (written * 10, record.num_bytes)
+    chunk = StepChunk(chunk_elements(in_flight, file_bytes))
+    assert 4 * chunk.num_bytes <= max(in_flight, 4 * 12 * 4096)
+    assert all(offset % 4096 == 0 and size % 4096 == 0 for offset, size in chunk.written())
+    read, written = (sum(size for _, size in part) for part in (chunk.read(), chunk.written()))
+    assert (read * 12, written) == (written * 10, chunk.num_bytes)
 
 
 def test_a_step_takes_the_slower_of_mixed_and_sustained() -> None:
