@@ -51,7 +51,7 @@ CAMPAIGN ?= tests/scripts/test_scripts.py tests/scripts/test_script_gradients.py
 	tests/checkpoint/test_checkpoint_names.py tests/memory/test_swap_file.py tests/memory/test_checksums.py \
 	tests/cli/test_report.py tests/engine/test_interrupts.py tests/races/test_races.py \
 	tests/races/test_happens_before.py tests/races/test_simulated_device.py tests/races/test_simulated_scripts.py \
-	tests/sharding/test_ranks_models.py
+	tests/sharding/test_ranks_models.py tests/io/test_aio_stress.py tests/native/test_compact_native.py
 
 campaign: export OFFLOADZERO_TEST_STEPS = 50
 campaign: export OFFLOADZERO_TEST_SCHEDULES = 500
@@ -67,6 +67,7 @@ campaign: export OFFLOADZERO_CONFIG_MUTATIONS = 5000
 campaign: export OFFLOADZERO_TEST_MUTATIONS = all
 campaign: export OFFLOADZERO_TEST_SIMULATED = all
 campaign: export OFFLOADZERO_TEST_RANKS = all
+campaign: export OFFLOADZERO_TEST_EXHAUSTIVE = all
 campaign: $(STAMPS)/native $(STAMPS)/dev
 	$(BIN)/python -m pytest $(CAMPAIGN)
 

@@ -47,5 +47,6 @@ def test_kernels_are_clean_under_address_and_undefined_behaviour_sanitizers(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("OFFLOADZERO_TEST_EXHAUSTIVE" not in os.environ, reason="in make campaign")
 def test_compact_remainder_for_all_patterns(tmp_path: Path) -> None:
     run(build(tmp_path, "-O3"), "exhaustive")
