@@ -99,6 +99,20 @@ class Finished:
 FINISHED = Finished()
 
 
+def unfinished(ticket: Ticket) -> Ticket:
+    """Return `ticket`, or FINISHED if its work has been done without an error.
+
+    Of a thousand tickets that each wait for the one before, only those in flight stay in memory and are waited for.
+    """
+    if not ticket.done():
+        return ticket
+    try:
+        ticket.wait()
+    except Exception:
+        return ticket
+    return FINISHED
+
+
 class AllOf:
     """A ticket that is done when all of `tickets` are; raises the first failure, after all have come to an end.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from offloadzero.memory.store import Segment
-from offloadzero.memory.tickets import FINISHED, Promise, Ticket
+from offloadzero.memory.tickets import FINISHED, Promise, Ticket, unfinished
 from offloadzero.step.account import Account, Hypers
 from offloadzero.step.record_gradient import RecordGradient
 from offloadzero.step.step_decision import StepDecision
@@ -66,7 +66,7 @@ class UpdateJob:
     def cancel(self) -> None:
         """End the job without an update: the values are those before the step."""
         self.release_gradient()
-        self.ticket.fulfil(self._before)
+        self.ticket.fulfil(unfinished(self._before))
 
     def fail(self, error: BaseException) -> None:
         """End the job with an error."""

@@ -23,7 +23,7 @@ from offloadzero.errors import StateError
 from offloadzero.memory import device as devices
 from offloadzero.memory.arena import Lease
 from offloadzero.memory.store import Segment, TieredStore
-from offloadzero.memory.tickets import AllOf, Ticket
+from offloadzero.memory.tickets import AllOf, Ticket, unfinished
 from offloadzero.observe.timeline import DEVICE_UPDATE, UPDATE
 from offloadzero.segments import SegmentKind
 from offloadzero.update.delivery import Delivery, UpdateTicket
@@ -217,8 +217,8 @@ class UpdatePipeline:
             self._update_on_device(update, update.grad)
             return
         bounds = [(r.start, r.stop) for r in update.ranges if r.start < r.stop]
-        if not bounds:  # only parameters without elements have a gradient
-            self._finish(update, () if previous is None else (previous,))
+        if not bounds:  # what has a gradient has no elements, or none of this rank's
+            self._finish(update, () if previous is None else (unfinished(previous),))
             return
         delivery, writes = update.ticket.begin(), list[Ticket]()
         first, last = bounds[0][0], bounds[-1][1]
