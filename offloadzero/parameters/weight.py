@@ -27,7 +27,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from offloadzero.errors import StateError
+from offloadzero.errors import ConfigError, StateError
 from offloadzero.parameters.processes import send_by_value
 from offloadzero.parameters.remote import RemoteTensor, Source
 from offloadzero.parameters.trees import map_leaves
@@ -185,8 +185,8 @@ class _LeafTensor(RemoteTensor):
 class _AsRecorded:
     """A weight in a graph: when backward reads it, it must have the value that it had in the forward."""
 
-    def __init__(self, weight: Weight) -> None:
-        self._weight = weight
+    def __init__(self, weight: Weight | Alias | _Versioned) -> None:
+        self.weight = weight
         self._history = weight.history
         self.name = weight.name
         self.shape = weight.shape
@@ -194,19 +194,19 @@ class _AsRecorded:
         self.device = weight.device
 
     def read(self) -> Tensor:
-        if self._weight.history != self._history:
+        if self.weight.history != self._history:
             raise StateError(
                 f"{self.name} was updated between its use and the backward pass through it: "
                 "call backward() before step() and before writing weights"
             )
-        return self._weight.read()
+        return self.weight.read()
 
     def read_to_write(self) -> Tensor:
         return self.read().clone()
 
     def write(self, value: Tensor) -> None:
-        self._weight.write(value)
-        self._history = self._weight.history
+        self.weight.write(value)
+        self._history = self.weight.history
 
 
 class _Connect(torch.autograd.Function):
@@ -404,9 +404,24 @@ def origin_of(value: Tensor) -> Weight | None:
     if is_offloaded(value):
         return weight_of(value)
     source: object = value.source if isinstance(value, RemoteTensor) else None
+    if isinstance(source, _AsRecorded):
+        source = source.weight
+        if not isinstance(source, _Versioned | Alias):
+            return source
     if isinstance(source, _Versioned):
         source = source.alias
     return source.weight if isinstance(source, Alias) else None
+
+
+def expect_own_value(weight: Weight, value: Tensor) -> None:
+    """Raise ConfigError if `param.data = value` would let the parameter of `weight` share memory with another one."""
+    other = origin_of(value)
+    if other is not None and other is not weight:
+        allowed = (
+            f"a value of its own: it would share memory with {other.name}. To tie the two assign the "
+            "Parameter itself, module.weight = other.weight; to copy, .data.clone()"
+        )
+        raise ConfigError(f"{weight.name}.data", tuple(value.shape), allowed)
 
 
 def weight_of(param: Tensor) -> Weight:

@@ -23,15 +23,15 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from offloadzero.errors import AioError, ConfigError, StateError
+from offloadzero.errors import AioError, StateError
 from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.arena import align_up
 from offloadzero.parameters.weight import (
     Alias,
     HeldAlias,
+    expect_own_value,
     is_offloaded,
     offload_parameter,
-    origin_of,
     restore_parameter,
     weight_of,
 )
@@ -110,13 +110,7 @@ class SpilledWeight:
         param = self._param()
         if param is None or value is param or self._alias.stands_for(value):
             return
-        other = origin_of(value)
-        if other is not None and other is not self:
-            allowed = (
-                f"a value of its own: it would share memory with {other.name}. To tie the two assign the "
-                "Parameter itself, module.weight = other.weight; to copy, .data.clone()"
-            )
-            raise ConfigError(f"{self.name}.data", tuple(value.shape), allowed)
+        expect_own_value(self, value)
         new = SpilledWeight(param, value.detach().clone(), name=self.name, directory=self.directory)
         with UninterruptedThroughout():
             try:

@@ -19,7 +19,7 @@ from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
-from offloadzero.parameters.weight import Alias, HeldAlias, offload_parameter
+from offloadzero.parameters.weight import Alias, HeldAlias, expect_own_value, offload_parameter
 from offloadzero.segments import SegmentKind
 from offloadzero.streaming.executor import Executor
 from offloadzero.torch_private import DisableTorchFunctionSubclass
@@ -392,6 +392,7 @@ class SlotWeight:
             raise ConfigError(f"{self.name}.data", tuple(value.shape), allowed)
         if value.device.type != self.device.type:
             raise ConfigError(f"{self.name}.data", str(value.device), f"device {self.device}")
+        expect_own_value(self, value)
         value = value.detach().clone()
         self._alias.fix(self)
         self.write(value)

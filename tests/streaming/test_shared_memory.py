@@ -192,9 +192,41 @@ def test_a_buffer_over_a_trained_parameter_is_refused(tmp_path: Path) -> None:
     offload(model, tmp_path).close()
 
 
-@pytest.mark.parametrize(
-    "give", [lambda p: p, lambda p: p.data, lambda p: p.detach(), lambda p: p.data.view(-1).view(p.shape)]
-)
+GIVES: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
+    "the parameter": lambda p: p,
+    "data": lambda p: p.data,
+    "detach": lambda p: p.detach(),
+    "a view of data": lambda p: p.data.view(-1).view(p.shape),
+    "a view in a graph": lambda p: p.view(-1).view(p.shape),
+    "a slice in a graph": lambda p: p[:],
+}
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "nvme"])
+@pytest.mark.parametrize("give", GIVES.values(), ids=GIVES)
+def test_data_of_another_parameter_of_an_offloaded_model(
+    give: Callable[[nn.Parameter], torch.Tensor], placement: str, tmp_path: Path
+) -> None:
+    """In torch both would be one from there on; here it is an error, and nothing has changed."""
+    model = TinyModel(width=64, num_blocks=2)
+    engine = make_engine(settings(tmp_path, placement=placement), model)
+    first, second = (block.up.weight for block in model.blocks)
+    before = second.detach().clone()
+    with pytest.raises(
+        ConfigError,
+        match=r"blocks\.1\.up\.weight\.data = .* would share memory with blocks\.0\.up\.weight",
+    ):
+        second.data = give(first)
+    assert torch.equal(second, before)
+    second.data = give(second)
+    assert torch.equal(second, before)
+    second.data = give(first).clone()
+    assert torch.equal(second, first)
+    assert second.grad is None
+    engine.close()
+
+
+@pytest.mark.parametrize("give", GIVES.values(), ids=GIVES)
 def test_a_model_built_under_init(give: Callable[[nn.Parameter], torch.Tensor], tmp_path: Path) -> None:
     """Placeholders share nothing; the memory of one parameter cannot be given to another."""
     config = settings(tmp_path, placement="nvme")
