@@ -140,15 +140,18 @@ def make_flat_layout(
     *,
     compact: bool,
     num_shards: int = 1,
+    in_file_blocks: bool = True,
 ) -> FlatLayout:
     """Lay out parameters (name, parameter, group index or None): trainable ones first, by group, then frozen ones.
 
     `compact`: the states have scales per block, so no block belongs to two parameters. Trainable and frozen elements
-    are each a whole number of `num_shards` shards, and no block belongs to two of those.
+    are each a whole number of `num_shards` shards, and no block belongs to two of those. `in_file_blocks`: a shard is a
+    whole number of blocks of a file.
     """
     param_align = granule(dtype, compact=compact)
-    # Each shard is whole file blocks in the smallest dtype.
-    record_align = (ALIGN_BYTES if compact else ALIGN_BYTES // 2) * num_shards
+    # File blocks are whole in the smallest dtype.
+    shard_align = (ALIGN_BYTES if compact else ALIGN_BYTES // 2) if in_file_blocks else param_align
+    record_align = shard_align * num_shards
     ordered = sorted(params, key=lambda item: (item[2] is None, item[2] or 0))  # the sort is stable
     slots: list[ParamSlot] = []
     position = 0

@@ -188,7 +188,11 @@ def make_record(
     `compact` is the layout of the states; a dtype without it keeps the fp32 layout.
     """
     compact = compact and spec.is_compact(dtype)
-    flat = make_flat_layout(dtype, params, compact=compact, num_shards=shard.world_size)
+    # The small rest is whole on each of perhaps a thousand ranks: a file block for each would be most of it.
+    in_file_blocks = shard.world_size == 1 or not resident
+    flat = make_flat_layout(
+        dtype, params, compact=compact, num_shards=shard.world_size, in_file_blocks=in_file_blocks
+    )
     state = RecordState(flat, shard, spec, compact, keeps_whole_params)
     return Record(index, name, flat, shard, state, resident, is_reduced=is_reduced)
 

@@ -21,7 +21,9 @@ from offloadzero.update.specs.adam import ADAM
 sizes = st.lists(st.sampled_from([0, 1, 2, 127, 128, 129, 511, 2048, 4097, 9000]), min_size=1, max_size=6)
 
 
-def records_of(numbers: list[int], num_frozen: int, world_size: int, *, compact: bool) -> list[Record]:
+def records_of(
+    numbers: list[int], num_frozen: int, world_size: int, *, compact: bool, resident: bool = False
+) -> list[Record]:
     """One for each rank, of the same parameters: the last `num_frozen` are frozen."""
     dtype = torch.bfloat16 if compact else torch.float32
     params = [
@@ -29,18 +31,27 @@ def records_of(numbers: list[int], num_frozen: int, world_size: int, *, compact:
         for i, n in enumerate(numbers)
     ]
     return [
-        make_record(0, "unit", dtype, params, spec=ADAM, shard=ShardSpec(rank, world_size), compact=compact)
+        make_record(
+            0,
+            "unit",
+            dtype,
+            params,
+            spec=ADAM,
+            shard=ShardSpec(rank, world_size),
+            resident=resident,
+            compact=compact,
+        )
         for rank in range(world_size)
     ]
 
 
 @settings(max_examples=60, deadline=None)
-@given(sizes, st.integers(0, 2), st.integers(2, 5), st.booleans())
+@given(sizes, st.integers(0, 2), st.integers(2, 5), st.booleans(), st.booleans())
 def test_each_element_is_kept_once(
-    numbers: list[int], num_frozen: int, world_size: int, compact: bool
+    numbers: list[int], num_frozen: int, world_size: int, compact: bool, resident: bool
 ) -> None:
     """The homes of all ranks together give each slot back, and what is gathered is the whole record."""
-    records = records_of(numbers, num_frozen, world_size, compact=compact)
+    records = records_of(numbers, num_frozen, world_size, compact=compact, resident=resident)
     full = torch.arange(records[0].num_elements, dtype=torch.float64)
     homes = [kept_params(record, full) for record in records]
     for slot in records[0].slots:
@@ -60,12 +71,12 @@ def test_each_element_is_kept_once(
 
 
 @settings(max_examples=60, deadline=None)
-@given(sizes, st.integers(2, 5), st.booleans())
+@given(sizes, st.integers(2, 5), st.booleans(), st.booleans())
 def test_updates_of_all_ranks_are_the_update_of_one(
-    numbers: list[int], world_size: int, compact: bool
+    numbers: list[int], world_size: int, compact: bool, resident: bool
 ) -> None:
     """Ranges, measured parts and scales of the shards, put together, are those of a record that is not divided."""
-    records = records_of(numbers, 0, world_size, compact=compact)
+    records = records_of(numbers, 0, world_size, compact=compact, resident=resident)
     whole = records_of(numbers, 0, 1, compact=compact)[0]
     for ranges in (all_ranges, lambda record: update_ranges(record, record.trainable_slots)):
         group_of = torch.full((records[0].num_trainable,), -1)
