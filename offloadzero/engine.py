@@ -19,6 +19,7 @@ from offloadzero.engine_checkpoints import EngineCheckpoints
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import uninterrupted
 from offloadzero.lifetime import EngineState
+from offloadzero.observe.collectives import CollectiveCount
 from offloadzero.observe.step_report import StepReport
 from offloadzero.optimizer import OffloadedOptimizer
 from offloadzero.runtime import Runtime
@@ -349,6 +350,14 @@ class Engine:
     def reserved_bytes(self) -> dict[str, int]:
         """Bytes reserved in each tier: "device", "host", "nvme"."""
         return {tier.value: self._runtime.reserved_bytes(tier) for tier in TierName}
+
+    def collectives(self) -> dict[str, CollectiveCount]:
+        """Calls and bytes over the ranks since the start, by purpose and kind: "gradients reduce-scatter".
+
+        Empty with one process. Bytes are those of the whole tensors: [Note: bytes of a collective] in
+        offloadzero/observe/collectives.py.
+        """
+        return self._runtime.collectives()
 
     def last_step_report(self) -> StepReport:
         """Return the seconds of the last step, and what the computation lost of them in which wait.

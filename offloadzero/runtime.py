@@ -30,6 +30,7 @@ from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.store import StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
+from offloadzero.observe.collectives import CollectiveCount
 from offloadzero.observe.monitor import StepMonitor
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
@@ -170,7 +171,9 @@ class Runtime:
                 ),
             )
             self.monitor.begin(
-                self._description(), device_is_cpu=self.accelerator.asynchronous.free_bytes() is None
+                self._description(),
+                device_is_cpu=self.accelerator.asynchronous.free_bytes() is None,
+                collectives=dict if self.several is None else self.several.ranks.collectives,
             )
             _live.add(self)
             if multiprocessing.parent_process() is not None:
@@ -254,6 +257,10 @@ class Runtime:
             "file_engine": self.store.nvme.description if self.store.nvme is not None else None,
             "tiers": tiers,
         }
+
+    def collectives(self) -> dict[str, CollectiveCount]:
+        """Counts of this rank's collectives since the start, by purpose and kind; none with one process."""
+        return {} if self.several is None else self.several.ranks.collectives()
 
     def read_by_first(self, work: Callable[[], None]) -> None:
         """Do work that reads all states and is done once. All ranks call this; the first one does the work."""

@@ -110,11 +110,12 @@ class SeveralRanks:
 
     def departures(self, texts: Mapping[str, str]) -> dict[str, list[int]]:
         """The ranks whose text differs from the first one's, by key. All ranks have the same keys."""
-        spec = self.ranks.spec
-        said = torch.zeros(spec.world_size, len(texts), dtype=torch.int64)
-        said[spec.rank] = torch.tensor([digest(text) for text in texts.values()])
-        self.ranks.control.all_reduce(said, f"the comparison of the ranks' {' and '.join(texts)}")
-        return {key: odd_ranks(digests) for key, digests in zip(texts, said.t().tolist(), strict=True)}
+        own = [digest(text) for text in texts.values()]
+        by_rank = self.ranks.control.by_rank_unless_same(
+            own, f"the comparison of the ranks' {' and '.join(texts)}"
+        )
+        columns = zip(*(by_rank or [own]), strict=True)
+        return {key: odd_ranks(digests) for key, digests in zip(texts, columns, strict=True)}
 
     def is_on_some(self, flag: bool) -> bool:
         """Whether `flag` holds on any rank."""

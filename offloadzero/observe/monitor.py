@@ -20,6 +20,7 @@ from typing import Any
 
 from offloadzero.config import ObserveConfig
 from offloadzero.observe import bound
+from offloadzero.observe.collectives import CollectiveCount, since
 from offloadzero.observe.run_dir import RunDirectory, json_number
 from offloadzero.observe.step_report import StepReport
 from offloadzero.observe.timeline import Span, Timeline
@@ -27,6 +28,7 @@ from offloadzero.observe.timeline import Span, Timeline
 log = logging.getLogger("offloadzero.steps")
 
 ReadLoss = Callable[[], float]
+ReadCollectives = Callable[[], Mapping[str, CollectiveCount]]  # since the start
 
 
 @dataclass
@@ -46,6 +48,7 @@ class _Launched:
     losses: list[ReadLoss]
     launch_s: float
     cores_s: float  # CPU time of the process, over the cores it may use
+    collectives: Mapping[str, CollectiveCount]
 
 
 RESOLUTION_S = 1e-6  # of a step's end
@@ -69,11 +72,21 @@ class StepMonitor:
             deque()
         )  # the steps that have not run yet; reports come in their order
         self._finished: _Finished | None = None
+        self._read_collectives: ReadCollectives = dict
+        self._collectives: Mapping[str, CollectiveCount] = {}  # when the last step ended
         self._process_cpu_s = time.process_time()
 
-    def begin(self, description: Mapping[str, Any], *, device_is_cpu: bool) -> None:
-        """Begin the training: `description` holds for the whole run."""
+    def begin(
+        self,
+        description: Mapping[str, Any],
+        *,
+        device_is_cpu: bool,
+        collectives: ReadCollectives = dict,
+    ) -> None:
+        """Begin the training: `description` holds for the whole run, `collectives` reads those of the ranks so far."""
         self._device_is_cpu = device_is_cpu
+        self._read_collectives = collectives
+        self._collectives = collectives()
         if self._directory is not None:
             self._directory.write_run({"num_cores": self._num_cores, **description})
         self.timeline.take(0)
@@ -99,16 +112,19 @@ class StepMonitor:
         now_s, before_s = time.process_time(), self._process_cpu_s
         self._process_cpu_s = now_s
         cores_s = (now_s - before_s) / self._num_cores
-        self._launched.append(_Launched(losses, self.timeline.take_launch_s(), cores_s))
+        before, self._collectives = self._collectives, self._read_collectives()
+        counted = since(before, self._collectives)
+        self._launched.append(_Launched(losses, self.timeline.take_launch_s(), cores_s, counted))
 
     def on_step(self, report: StepReport) -> StepReport:
         """Report a step that has run, on the training thread. Returns its report, with its bound where one is known."""
         if not self.is_on:
             return report
-        found = self._account(report, self._launched.popleft())
+        launched = self._launched.popleft()
+        found = self._account(report, launched)
         if self.timeline.stream is None:
             self.timeline.lap("observing", leaves_model=True)
-        return replace(report, bound=found)
+        return replace(report, bound=found, collectives=launched.collectives)
 
     def _account(self, report: StepReport, launched: _Launched) -> bound.Bound:
         has_streams = self.timeline.stream is not None
@@ -138,6 +154,7 @@ class StepMonitor:
             "bytes": {lane: use.num_bytes for lane, use in uses.items()},
             "waits_s": report.waits_s,
             "launch_s": launched.launch_s,
+            **_collectives_in_json(launched.collectives),
             **({"spans_lost": True} if is_full else {}),
         }
         traced = spans if self._is_traced(report.step) else []
@@ -180,6 +197,12 @@ class StepMonitor:
             last = self._finished.report.step if self._finished is not None else 0
             self._write(self.timeline.take(last)[0])
             self._directory = None
+
+
+def _collectives_in_json(counts: Mapping[str, CollectiveCount]) -> dict[str, Any]:
+    """The field of a record; none with one process."""
+    found = {key: {"calls": count.num_calls, "bytes": count.num_bytes} for key, count in counts.items()}
+    return {"collectives": found} if found else {}
 
 
 def step_line(report: StepReport, found: bound.Bound) -> str:

@@ -39,6 +39,14 @@ from torch import Tensor
 
 from offloadzero.errors import RankError, StateError
 from offloadzero.interrupts import interruptible, uninterrupted
+from offloadzero.observe.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    REDUCE_SCATTER,
+    CollectiveCount,
+    CollectiveCounter,
+)
 from offloadzero.sharding.shard_spec import ShardSpec
 from offloadzero.torch_private import default_process_group_store, timeout_of_process_group
 
@@ -120,32 +128,33 @@ class Channel:
         self._spec = spec
         self._board = board
         self._is_on_host = is_on_host
+        self.counter = CollectiveCounter()
 
     def all_gather(self, whole: Tensor, label: str) -> None:
         """Fill `whole`, shape (n,), with the parts of all ranks; this rank's part lies in its place there already."""
         data = whole.view(torch.uint8)  # not every backend knows every dtype
         start, stop = self._spec.kept_range(data.numel())
-        self._run(f"{label}: the all-gather", lambda: _all_gather(data, data[start:stop], **self._options))
+        self._run(ALL_GATHER, label, data, lambda: _all_gather(data, data[start:stop], **self._options))
 
     def reduce_scatter(self, whole: Tensor, label: str) -> Tensor:
         """Return the sum over the ranks of this rank's part of `whole`, shape (n,), which is overwritten."""
         start, stop = self._spec.kept_range(whole.numel())
         part = whole[start:stop]
-        self._run(f"{label}: the reduce-scatter", lambda: _reduce_scatter(part, whole, **self._options))
+        self._run(REDUCE_SCATTER, label, whole, lambda: _reduce_scatter(part, whole, **self._options))
         return part
 
     def all_reduce(self, values: Tensor, label: str, *, largest: bool = False) -> None:
         """Replace `values` by their sums over the ranks, or by the largest ones."""
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        self._run(f"{label}: the all-reduce", lambda: dist.all_reduce(values, op=op, **self._options))
+        self._run(ALL_REDUCE, label, values, lambda: dist.all_reduce(values, op=op, **self._options))
 
     def expect_same(self, order: int, writes: int, label: str) -> None:
         """Raise StateError unless all ranks have fetched in the same order, and written the same values, so far."""
         spec = self._spec
-        said = torch.zeros(spec.world_size, 2, dtype=torch.int64)
-        said[spec.rank] = torch.tensor([order, writes])
-        self.all_reduce(said, f"{label}: the comparison of the ranks' orders")
-        orders, writes_by_rank = said.t().tolist()
+        by_rank = self.by_rank_unless_same([order, writes], f"{label}: the comparison of the ranks' orders")
+        if by_rank is None:
+            return
+        orders, writes_by_rank = zip(*by_rank, strict=True)
         if len(set(orders)) > 1:
             raise StateError(
                 f"{label}: the ranks fetch weights in different orders: ranks {odd_ranks(orders)} in another than "
@@ -154,11 +163,27 @@ class Channel:
             )
         expect_same_writes(writes_by_rank, label)
 
+    def by_rank_unless_same(self, own: Sequence[int], label: str) -> list[list[int]] | None:
+        """The numbers of each rank, by rank; None where all ranks have the same.
+
+        The comparison takes a few bytes, however many ranks there are. Only where some differ do they tell which.
+        """
+        values = torch.tensor(own, dtype=torch.int64)
+        largest = torch.stack([values, -values])
+        self.all_reduce(largest, label, largest=True)
+        if torch.equal(largest[0], -largest[1]):
+            return None
+        said = torch.zeros(self._spec.world_size, len(own), dtype=torch.int64)
+        said[self._spec.rank] = values
+        self.all_reduce(said, label)
+        by_rank: list[list[int]] = said.tolist()
+        return by_rank
+
     def broadcast(self, values: Tensor, label: str) -> None:
         """Replace `values` by those of the first rank."""
         data = values.view(-1).view(torch.uint8)
         if data.numel():
-            self._run(f"{label}: the broadcast", lambda: dist.broadcast(data, 0, **self._options))
+            self._run(BROADCAST, label, data, lambda: dist.broadcast(data, 0, **self._options))
 
     def close(self) -> None:
         """Give the group's threads and connections back, after its last collective. A second call does nothing."""
@@ -170,13 +195,15 @@ class Channel:
     def _options(self) -> dict[str, Any]:
         return {"group": self._group, "async_op": True}
 
-    def _run(self, what: str, start: Callable[[], Any]) -> None:
-        what = f"{what} (rank {self._spec.rank} of {self._spec.world_size})"
+    def _run(self, kind: str, label: str, data: Tensor, start: Callable[[], Any]) -> None:
+        """Issue the collective that `start` begins over `data`, and wait for it."""
+        what = f"{label}: the {kind} (rank {self._spec.rank} of {self._spec.world_size})"
         self._board.look(what)
         try:
             work = start()
             if work is None:
                 raise AssertionError("the process is in no process group")
+            self.counter.add(kind, data.nbytes)
             if self._is_on_host:
                 self._wait(work, what)
             else:
@@ -236,6 +263,15 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this is the rank that prints and writes."""
         return self.spec.rank == 0
+
+    def collectives(self) -> dict[str, CollectiveCount]:
+        """Counts of this rank since the start, by purpose and kind: "gradients reduce-scatter"."""
+        channels = [(name, part) for name, part in vars(self).items() if isinstance(part, Channel)]
+        return {
+            f"{name} {kind}": count
+            for name, channel in channels
+            for kind, count in channel.counter.counts.items()
+        }
 
     def close(self) -> None:
         """Close the channels, when no thread uses one any more."""

@@ -27,6 +27,13 @@ from offloadzero.memory.tickets import Promise
 from offloadzero.observe import bound
 from offloadzero.observe.bound import BestRates, LaneUse
 from offloadzero.observe.clock import StepClock
+from offloadzero.observe.collectives import (
+    ALL_REDUCE,
+    BROADCAST,
+    CollectiveCount,
+    CollectiveCounter,
+    volume_bytes,
+)
 from offloadzero.observe.monitor import StepMonitor, step_line
 from offloadzero.observe.run_dir import tracks
 from offloadzero.observe.step_report import StepReport
@@ -473,6 +480,37 @@ def test_a_run_directory_that_cannot_be_written_is_named_at_the_start(tmp_path: 
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"offloadzero\.observe\.run_dir"):
         StepMonitor(ObserveConfig(run_dir=tmp_path / "file" / "run"))
+
+
+def test_a_step_counts_the_collectives_since_the_one_before(tmp_path: Path) -> None:
+    counter = CollectiveCounter()
+    monitor = StepMonitor(ObserveConfig(run_dir=tmp_path))
+    clock = StepClock(monitor.timeline, on_end=monitor.on_end, on_step=monitor.on_step)
+    counter.add(ALL_REDUCE, 5)  # of the start
+    monitor.begin({}, device_is_cpu=True, collectives=lambda: counter.counts)
+    found = []
+    for sizes in ((7, 8), (), (9,)):
+        for size in sizes:
+            counter.add(ALL_REDUCE, size)
+        counter.add(BROADCAST, 1)
+        clock.finish_step(len(found) + 1)
+        found.append(clock.last.collectives)
+    monitor.close()
+    assert found == [
+        {ALL_REDUCE: (2, 15), BROADCAST: (1, 1)},
+        {BROADCAST: (1, 1)},
+        {ALL_REDUCE: (1, 9), BROADCAST: (1, 1)},
+    ]
+    expected = [
+        {kind: {"calls": calls, "bytes": size} for kind, (calls, size) in each.items()} for each in found
+    ]
+    assert [record["collectives"] for record in records_of(tmp_path)] == expected
+    assert (
+        volume_bytes(
+            {"gradients all-reduce": CollectiveCount(2, 15), "updates all-gather": CollectiveCount(1, 4)}
+        )
+        == 34
+    )
 
 
 # --- waits -------------------------------------------------------------------------------------------------
