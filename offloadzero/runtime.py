@@ -41,6 +41,7 @@ from offloadzero.planning.memory_plan import (
 )
 from offloadzero.planning.placement import choose_placement, describe_placement
 from offloadzero.planning.probe import available_host_bytes
+from offloadzero.planning.rank_bytes import rank_bytes
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.sharding.shard_spec import WHOLE
 from offloadzero.step.account import Hypers
@@ -228,6 +229,10 @@ class Runtime:
         lines = [self.plan.table()]
         if self.config.placement.auto:
             lines.append(f"placement auto: {describe_placement(self.records, self.plan.placement)}")
+        if self.several is not None:
+            spec, stage = self.several.ranks.spec, self.config.zero_stage
+            kept = rank_bytes(self.records, self.plan, gathers_params=self.several.gathers_params)
+            lines.append(f"rank {spec.rank} of {spec.world_size}, stage {stage}: {kept.text()}")
         if self.store.nvme is not None:
             lines += [f"    {path}  {format_bytes(size)}" for path, size in self.store.nvme.files]
             lines.append(f"    file engine of parameters and states: {self.store.nvme.description}")

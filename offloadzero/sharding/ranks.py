@@ -66,7 +66,8 @@ class _Board:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._store = default_process_group_store()
+        # In a fake group nobody reads it, and its own store can do nothing.
+        self._store = dist.HashStore() if _is_fake() else default_process_group_store()  # type: ignore[attr-defined]
         self._key = f"offloadzero/{next(_numbers)}/error"
         self._lock = threading.Lock()
         self._has_failed = False
@@ -296,13 +297,15 @@ class OrderSum:
 def make_ranks(device: torch.device) -> Ranks:
     """Join the ranks of torch's default process group. All of them call this in the same order."""
     spec = ShardSpec(dist.get_rank(), dist.get_world_size())
-    timeout = timeout_of_process_group()
+    is_fake = _is_fake()
+    timeout = None if is_fake else timeout_of_process_group()
     board = _Board(spec.rank)
-    board.join(spec.world_size, timeout)
+    if timeout is not None:
+        board.join(spec.world_size, timeout)
     on_device = "gloo" if device.type == "cpu" else "nccl"
 
     def channel(backend: str) -> Channel:
-        group = dist.new_group(backend=backend, timeout=timeout)
+        group = dist.new_group(backend="fake" if is_fake else backend, timeout=timeout)
         return Channel(group, spec, board, is_on_host=backend == "gloo")
 
     ranks = Ranks(
@@ -322,6 +325,14 @@ def make_ranks(device: torch.device) -> Ranks:
     for each in (ranks.weights, ranks.updates, ranks.gradients):
         each.all_reduce(torch.zeros(1, device=device), "the first collective")
     return ranks
+
+
+def _is_fake() -> bool:
+    """Whether the default process group is torch's fake one: only this rank is there, and collectives do nothing.
+
+    Engines can be built in it, which shows what a rank of so many keeps; they do not train.
+    """
+    return bool(dist.get_backend() == "fake")
 
 
 @contextmanager
