@@ -95,9 +95,10 @@ class UninterruptedThroughout:
     __slots__ = ("__weakref__", "_around")
 
     def __enter__(self) -> None:
+        until = weakref.ref(self)  # a call, at which Python looks for signals: before anything has changed
         uninterrupted.depth += 1
         self._around = uninterrupted.until
-        uninterrupted.until = weakref.ref(self)
+        uninterrupted.until = until
 
     def __exit__(self, _kind: object, _error: object, _traceback: object) -> None:
         uninterrupted.until = self._around

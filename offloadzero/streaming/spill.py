@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from offloadzero import interrupts
 from offloadzero.errors import AioError, StateError
 from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.arena import align_up
@@ -217,6 +218,7 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
 
 def _wear(param: nn.Parameter, weight: SpilledWeight) -> None:
     """Let `weight` answer for the parameter, which itself holds one element in its shape."""
+    interrupts.install()  # its writes are whole, also before there is an engine
     offload_parameter(param, weight)
     placeholder = torch.full((), float("nan"), device="cpu").to(weight.device, weight.dtype)
     with DisableTorchFunctionSubclass():

@@ -6,14 +6,17 @@ import copy
 import errno
 import io
 import os
+import signal
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from offloadzero import AioError, StateError, zero
+from offloadzero import AioError, StateError, interrupts, zero
 from tests.engine.test_zero import build, masters, stored_bytes
 from tests.support.tiny import TinyModel, make_engine, settings, tokens
 
@@ -35,6 +38,31 @@ def test_a_built_model_evaluates_and_saves(built: TinyModel) -> None:
         assert torch.equal(value, plain.state_dict()[name]), name
     copied = copy.deepcopy(built)
     assert all(torch.equal(a, b) for a, b in zip(copied.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("place", ["__enter__", "__exit__"])
+def test_ctrl_c_in_a_write_does_not_hold_the_next_one_back(built: TinyModel, place: str) -> None:
+    """At the first line of the section that makes the write whole, and of its end."""
+    code = getattr(interrupts.UninterruptedThroughout, place).__code__
+    weight = built.blocks[0].up.weight
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is code and event == "line":
+            sys.settrace(None)
+            os.kill(os.getpid(), signal.SIGINT)
+        return trace
+
+    before = weight.detach().clone()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            weight.data = before * 2
+    finally:
+        sys.settrace(None)
+    assert interrupts.uninterrupted.depth == 0
+    assert interrupts.uninterrupted.until is None
+    assert not interrupts.uninterrupted.pending
+    assert torch.equal(weight, before) or torch.equal(weight, before * 2)
 
 
 def test_a_built_model_trains_as_any(built: TinyModel) -> None:
