@@ -18,6 +18,7 @@ from torch import nn
 from offloadzero import launch
 from offloadzero.config import OffloadConfig, load_config, settle_for_offload
 from offloadzero.errors import ConfigError, StateError
+from offloadzero.fail_points import through
 from offloadzero.interrupts import uninterrupted
 from offloadzero.observe.step_report import StepReport
 from offloadzero.optimizer_loading import plan_optimizer_load
@@ -289,7 +290,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with uninterrupted:
-            self.runtime.coordinator.step()
+            through("step.step", self.runtime.coordinator.step)()
             self.has_stepped = True
             if self.origin is not None:
                 # A torch scheduler that was made on `origin` asks it whether a step came before the scheduler's own.

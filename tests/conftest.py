@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -67,6 +68,13 @@ def same_seed() -> None:
 def large_and_small_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms and biases of the models here are small gradients, and their matrices are none."""
     monkeypatch.setattr("offloadzero.step.collect.MAX_WAITING_BYTES", SMALL_GRADIENT_BYTES)
+
+
+@pytest.fixture
+def faults() -> Iterator[ExitStack]:
+    """Keeps delays and faults of tests/support/faults.py, entered in it, until the test's end."""
+    with ExitStack() as entered:
+        yield entered
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -43,6 +43,7 @@ from offloadzero.checkpoint.names import (
 from offloadzero.checkpoint.partial import alone_in, new_file, not_ours, sync_directory
 from offloadzero.checkpoint.verify import Checkpoint, check_sizes, open_checkpoint
 from offloadzero.errors import CheckpointError
+from offloadzero.fail_points import through
 
 _MAX_LATEST_BYTES = 4096
 _NO_DIRECTORY = (
@@ -263,7 +264,7 @@ def point_latest_to(directory: Path, tag: str) -> None:
     expect_latest_replaceable(directory)
     with alone_in(directory):
         (directory / tag / IS_LATEST).touch()
-        _write_latest(directory, tag)
+        through("checkpoint.point", _write_latest, tag)(directory, tag)
         for path in sorted(directory.iterdir()):
             marker = path / IS_LATEST
             if path.name != tag and os.path.lexists(marker) and not_ours(path) is None:

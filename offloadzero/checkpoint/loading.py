@@ -26,6 +26,7 @@ from offloadzero.checkpoint.safetensors_file import SafetensorsReader
 from offloadzero.checkpoint.states import States, expect_same_parameters
 from offloadzero.checkpoint.verify import Checkpoint, StoredTensor
 from offloadzero.errors import CheckpointError
+from offloadzero.fail_points import through
 from offloadzero.segments import SegmentKind
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
@@ -49,7 +50,7 @@ class LoadPlan:
         """Write the values to their homes, one parameter in memory at a time."""
         for record, slot in self.slots:
             value = _read(self.checkpoint, slot.name, self.checkpoint.weights[slot.name])
-            self.states.weights.write(record, slot, value)
+            through("checkpoint.load", self.states.weights.write, slot.name)(record, slot, value)
             if slot.name in self.with_states:
                 self._write_states(record, slot)
                 slot.step = self.checkpoint.meta.steps[slot.name]

@@ -38,6 +38,7 @@ from offloadzero.checkpoint.names import (
     parse_unfinished,
 )
 from offloadzero.errors import CheckpointError
+from offloadzero.fail_points import through
 
 log = logging.getLogger("offloadzero.checkpoint")
 
@@ -65,7 +66,7 @@ class PartialCheckpoint:
             expect_replaceable(final)  # once more: the writing has taken time
             if os.path.lexists(final):
                 final.rename(self._replaced)
-            self.path.rename(final)
+            through("checkpoint.commit", self.path.rename, self.tag)(final)
             sync_directory(self._directory)
             _remove_lock(final)
         _remove_own(self._replaced)

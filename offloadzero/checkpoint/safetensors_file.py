@@ -21,6 +21,7 @@ import torch
 from offloadzero.checkpoint.hashing import FileEntry, HashedFile, HashingPool, file_size
 from offloadzero.checkpoint.json_file import parse_json
 from offloadzero.errors import CheckpointError
+from offloadzero.fail_points import through
 
 _DTYPE_NAMES = {
     torch.complex64: "C64",
@@ -118,7 +119,8 @@ class SafetensorsWriter:
                 f"{name}: {tensor.dtype} {tuple(tensor.shape)} instead of what was announced"
             )
         if tensor.numel():
-            self._file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            write = through("checkpoint.write", self._file.write, name)
+            write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> FileEntry:
         """Close the file, with everything on the disk."""
@@ -211,7 +213,8 @@ class SafetensorsReader:
         position = 0
         while position < len(view):
             try:
-                num_read = os.preadv(self._file.fileno(), [view[position:]], offset + position)
+                read = through("checkpoint.read", os.preadv, what)
+                num_read = read(self._file.fileno(), [view[position:]], offset + position)
             except OSError as error:
                 raise CheckpointError(f"{self.path}: {what}: {error.strerror}") from error
             if num_read == 0:

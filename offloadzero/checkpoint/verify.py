@@ -42,6 +42,7 @@ from offloadzero.checkpoint.names import (
 )
 from offloadzero.checkpoint.safetensors_file import SafetensorsReader, TensorEntry
 from offloadzero.errors import CheckpointError
+from offloadzero.fail_points import through
 from offloadzero.segments import SegmentKind
 from offloadzero.update.spec import AnySpec
 from offloadzero.update.specs import SPECS
@@ -139,7 +140,7 @@ def _check_manifest(path: Path, *, contents: bool) -> list[str]:
     if contents:
         with HashingPool() as pool:
             for name, entry in files.items():
-                check_file(path / name, entry, pool)
+                through("checkpoint.check", check_file, name)(path / name, entry, pool)
     if read_meta(path).version < 2:
         raise CheckpointError(f"{path / META} is of version 1, which has no {MANIFEST}: it is another's")
     return sorted(files)

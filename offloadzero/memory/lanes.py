@@ -31,6 +31,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from offloadzero.errors import StateError
+from offloadzero.fail_points import through
 from offloadzero.memory.device import CpuDevice, Device, Event, Stream
 from offloadzero.memory.marks import DeviceClock, StreamMarks, note_awaited
 from offloadzero.memory.tickets import FINISHED, AllOf, Failures, Latch, Promise, Ticket
@@ -194,7 +195,7 @@ class Lane:
             try:
                 for dependency in after:
                     dependency.wait()
-                event = self._launch(task, fence)
+                event = through("lane.launch", self._launch, self.name)(task, fence)
             except BaseException as error:
                 self._failures.record(error)
                 failure = error

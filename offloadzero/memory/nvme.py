@@ -29,6 +29,7 @@ import torch
 
 from offloadzero.config import AioConfig
 from offloadzero.errors import AioError, BudgetError
+from offloadzero.fail_points import through
 from offloadzero.io import _aio
 from offloadzero.io.engine import AioEngine, AioFile
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
@@ -319,9 +320,11 @@ class NvmeTier:
         return begin
 
     def _transfers(self, label: str, priority: int) -> Transfers:
+        read = through("nvme.read", self._submit, self)
+        write = through("nvme.write", self._submit, self)
         return Transfers(
-            read=partial(self._submit, "read", priority=priority, label=label),
-            write=partial(self._submit, "write", priority=priority, label=label),
+            read=partial(read, "read", priority=priority, label=label),
+            write=partial(write, "write", priority=priority, label=label),
             file_place=self._file_place,
             label=label,
         )

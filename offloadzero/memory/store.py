@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from offloadzero.config import AioConfig
+from offloadzero.fail_points import through
 from offloadzero.memory.arena import Arena, Lease, align_up, allocate_host
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.lanes import Accelerator, Lane
@@ -128,7 +129,7 @@ class TieredStore:
         """Reserve on nvme the homes of `segments`, and the bytes that are no longer `waiting`. Raises BudgetError."""
         if self.nvme is not None:
             extents = (segment.extent for segment in segments if segment.extent is not None)
-            self.nvme.reserve(extents, waiting=waiting)
+            through("nvme.reserve", self.nvme.reserve, self.nvme)(extents, waiting=waiting)
 
     def read(
         self, home: Home, target: torch.Tensor, *, start: int = 0, priority: int = UPDATE_PRIORITY

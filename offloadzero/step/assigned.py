@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from offloadzero.fail_points import through
 from offloadzero.parameters.gradient import GradientSource, GradientTensor
 from offloadzero.step.param_grad import GradientAccess, GradientHandle, expect_dense
 from offloadzero.step.record_gradient import RecordGradient
@@ -125,4 +126,5 @@ def _take(change: Change, access: GradientAccess, *, keep: bool, is_to_be_copied
 def _put(change: Change, value: Tensor, access: GradientAccess) -> None:
     expect_dense(change.handle.slot, value)
     change.handle.drop()
-    access.store(change.state, change.handle.slot, value)
+    slot = change.handle.slot
+    through("gradient.store", access.store, slot.name)(change.state, slot, value)

@@ -37,6 +37,7 @@ import torch
 
 from offloadzero.config import LossScaleConfig
 from offloadzero.errors import StateError
+from offloadzero.fail_points import through
 from offloadzero.interrupts import uninterrupted, uninterrupted_from_start
 from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
@@ -200,7 +201,7 @@ class StepCoordinator:
                         )  # with create_graph=True it is a new tensor that was added to
                     self.expect_whole()
                 if not self._in_backward:
-                    self._begin_backward()
+                    through("step.begin_backward", self._begin_backward)()
                 first.show_assigned()
                 is_nested = self.collector.is_in_backward
                 if not (is_nested or self.policy.update_in_backward or torch.is_grad_enabled()):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from offloadzero.config import LossScaleConfig
+from offloadzero.fail_points import through
 from offloadzero.memory.tickets import Failures
 from offloadzero.step.account import Accounts, names_text
 from offloadzero.step.job import StepJobs, UpdateJob
@@ -79,7 +80,7 @@ class Decider:
     def decide(self, step: StepJobs) -> list[UpdateJob]:
         """Wait until all gradients of a step are home, and decide; return the jobs to apply, in their order."""
         try:
-            jobs = self._decide(step)
+            jobs = through("decider.decide", self._decide)(step)
             step.decided.fulfil()
             return jobs
         except BaseException as error:

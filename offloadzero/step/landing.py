@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from offloadzero.arithmetic import device_math
+from offloadzero.fail_points import through
 from offloadzero.memory.arena import BufferPool, Lease
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Promise, Ticket
@@ -117,7 +118,12 @@ class Landing:
             gradient.passing = place.buffer
         else:
             merge = functools.partial(
-                self._merge, gradient, place, brought.places, brought.earlier, brought.factors
+                through("landing.merge", self._merge, gradient.record.name),
+                gradient,
+                place,
+                brought.places,
+                brought.earlier,
+                brought.factors,
             )
         self._land(gradient, done, [self._copy_to_host(brought, place, before)], merge, job, held=lease)
 
@@ -171,6 +177,7 @@ class Landing:
         otherwise give to the next kernel.
         """
         places = None if gradient.is_full else sorted(gradient.present)
+        name = gradient.record.name
 
         def task() -> None:
             nonlocal held
@@ -179,8 +186,8 @@ class Landing:
                 held = None
                 if merge is not None:
                     merge()
-                self._measure(gradient, places)
-                if job is not None and self._decider.decide_one(job):
+                through("landing.measure", self._measure, name)(gradient, places)
+                if job is not None and through("decider.decide_one", self._decider.decide_one, name)(job):
                     self._pipeline.submit(job)
                 done.fulfil()
             except BaseException as error:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from offloadzero.errors import StateError
+from offloadzero.fail_points import through
 from offloadzero.parameters.gradient import GradientSource, GradientTensor
 from offloadzero.step.assigned import Change, bring_home, passed_on
 from offloadzero.step.param_grad import (
@@ -129,7 +130,7 @@ class GradientWindow:
             )
         if slot.index in gradient.zeroed:
             zeros = torch.zeros(slot.num_elements, dtype=gradient.record.dtype)
-            self._access.store(gradient, slot, zeros)
+            through("gradient.store", self._access.store, slot.name)(gradient, slot, zeros)
 
     def _changed(self) -> Iterator[Change]:
         """Yield the parameters whose `param.grad` is not the gradient that backward has brought."""

@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from offloadzero import interrupts
 from offloadzero.errors import AioError, StateError
+from offloadzero.fail_points import through
 from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.memory.arena import align_up
 from offloadzero.parameters.weight import (
@@ -172,7 +173,8 @@ class _UnnamedFile:
         position = 0
         while position < len(view):
             try:
-                position += os.pwrite(self._descriptor, view[position:], position)
+                write = through("spill.write", os.pwrite, self._label)
+                position += write(self._descriptor, view[position:], position)
             except OSError as error:
                 raise self._error("write", position, len(view), error.errno or 0) from error
         # Written pages are sent on to the drive, so that they do not pile up in the page cache.
@@ -186,7 +188,8 @@ class _UnnamedFile:
         position = 0
         while position < len(view):
             try:
-                count = os.preadv(self._descriptor, [view[position:]], position)
+                read = through("spill.read", os.preadv, self._label)
+                count = read(self._descriptor, [view[position:]], position)
             except OSError as error:
                 raise self._error("read", position, len(view), error.errno or 0) from error
             if not count:

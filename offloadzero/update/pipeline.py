@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 from offloadzero.errors import StateError
+from offloadzero.fail_points import through
 from offloadzero.memory import device as devices
 from offloadzero.memory.arena import Lease
 from offloadzero.memory.store import Segment, TieredStore
@@ -164,12 +165,12 @@ class UpdatePipeline:
                 if chunk is not None:
                     if chunk.previous is not None and not chunk.previous.done():
                         while window:  # the awaited work may be among them
-                            self._compute(window.popleft())
+                            self._compute_first(window)
                         chunk.previous.wait()
-                    self._start_reads(chunk)
+                    through("update.stage", self._start_reads, chunk.update.record.name)(chunk)
                     window.append(chunk)
                 if window and (chunk is None or len(window) >= depth):
-                    self._compute(window.popleft())
+                    self._compute_first(window)
             except BaseException as error:
                 self._failures.record(error)
                 self._fail([*window, *([chunk] if chunk is not None else [])], error)
@@ -269,6 +270,10 @@ class UpdatePipeline:
             copy = self._store.accelerator.copy
             name = chunk.update.record.name
             data.reads.append(self._store.d2h.submit(lambda: copy(buffer, source), label=name))
+
+    def _compute_first(self, window: deque[_Chunk]) -> None:
+        chunk = window.popleft()
+        through("update.compute", self._compute, chunk.update.record.name)(chunk)
 
     def _compute(self, chunk: _Chunk) -> None:
         update, data = chunk.update, chunk.data

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import offloadzero
 from offloadzero.checkpoint.hashing import HashingPool
 from offloadzero.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from offloadzero.errors import CheckpointError, ConfigError
-from offloadzero.step.job import UpdateJob
 from tests.support.checkpoints import reseal, small_engine
+from tests.support.faults import delays, fails
 
 
 class Net(nn.Module):
@@ -70,16 +70,11 @@ def train(engine: Any, num_steps: int, *, first: int) -> list[float]:
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])  # updates in backward; at the step
 def test_a_checkpoint_right_after_the_step_counts_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clipping: float
+    tmp_path: Path, faults: ExitStack, clipping: float
 ) -> None:
     """Its updates have not even begun when the checkpoint is asked for."""
-    begin = UpdateJob.begin
-
-    def late(*args: Any, **kwargs: Any) -> None:
-        time.sleep(0.1)
-        begin(*args, **kwargs)
-
-    monkeypatch.setattr(UpdateJob, "begin", late)
+    faults.enter_context(delays("decider.decide_one", 0.1))
+    faults.enter_context(delays("decider.decide", 0.1))
     engine = make_engine(tmp_path, "host", gradient_clipping=clipping)
     train(engine, 1, first=0)
     engine.save_checkpoint(tmp_path / "saved")
@@ -122,21 +117,15 @@ def test_files_are_what_the_safetensors_library_reads(tmp_path: Path) -> None:
         assert torch.equal(value, expected[name]), name
 
 
-def test_a_crash_while_writing_leaves_the_last_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_while_writing_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     engine = make_engine(tmp_path, "host")
     train(engine, 1, first=0)
     engine.save_checkpoint(tmp_path / "ckpt", tag="best", client_state={"step": 1})
     train(engine, 1, first=1)
 
-    def full_disk(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SafetensorsWriter, "add", full_disk)
-        with pytest.raises(CheckpointError, match="ckpt: No space left on device: nothing was saved"):
-            engine.save_checkpoint(tmp_path / "ckpt", tag="best", client_state={"step": 2})
+    full = fails("checkpoint.write", OSError(28, "No space left on device"))
+    with full, pytest.raises(CheckpointError, match="ckpt: No space left on device: nothing was saved"):
+        engine.save_checkpoint(tmp_path / "ckpt", tag="best", client_state={"step": 2})
     assert engine.load_checkpoint(tmp_path / "ckpt")[1] == {"step": 1}
     assert [path.name for path in (tmp_path / "ckpt").iterdir() if "partial" in path.name] == []
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from offloadzero import AioError, BudgetError, CheckpointError, StateError
-from offloadzero.checkpoint import verify
-from offloadzero.checkpoint.safetensors_file import SafetensorsReader
+from offloadzero.fail_points import Point
 from tests.support.checkpoints import contents, small_engine, train, whole_state
+from tests.support.faults import fails, observes
 from tests.support.tiny import run_script, small_disk
 
 
@@ -95,19 +95,14 @@ def test_a_limit_on_file_sizes(engine: Any, tmp_path: Path) -> None:
     train(engine, 1, first=1)
 
 
-def test_latest_that_cannot_be_written(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latest_that_cannot_be_written(engine: Any, tmp_path: Path) -> None:
     """The checkpoint is whole by then, and the error says so."""
     engine.save_checkpoint(tmp_path / "saved", tag="a")
 
-    def refused(*_: Any) -> None:
-        raise OSError(5, "Input/output error", "latest")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("offloadzero.checkpoint.latest._write_latest", refused)
-        with pytest.raises(
-            CheckpointError, match=r"latest: Input/output error: .*saved/b is saved, but .*latest"
-        ):
-            engine.save_checkpoint(tmp_path / "saved", tag="b")
+    refused = fails("checkpoint.point", OSError(5, "Input/output error", "latest"))
+    message = r"latest: Input/output error: .*saved/b is saved, but .*latest"
+    with refused, pytest.raises(CheckpointError, match=message):
+        engine.save_checkpoint(tmp_path / "saved", tag="b")
     assert engine.load_checkpoint(tmp_path / "saved")[0] == str(tmp_path / "saved" / "a")
     assert engine.load_checkpoint(tmp_path / "saved", tag="b")[0] == str(tmp_path / "saved" / "b")
 
@@ -124,19 +119,18 @@ def test_sigterm_while_saving(tmp_path: Path) -> None:
     script = """
         import os, signal, sys
         from pathlib import Path
-        from offloadzero.checkpoint.safetensors_file import SafetensorsWriter
         from tests.support.checkpoints import small_engine, train
+        from tests.support.faults import observes
         engine = small_engine(Path(sys.argv[1]) / "nvme", "nvme")
         train(engine, 1)
         engine.save_checkpoint(sys.argv[1] + "/saved", tag="a")
-        add, calls = SafetensorsWriter.add, []
-        def killing(*arguments):
-            add(*arguments)
+        calls = []
+        def kill(_name):
             calls.append(1)
             if len(calls) == 5:
                 os.kill(os.getpid(), signal.SIGTERM)
-        SafetensorsWriter.add = killing
-        engine.save_checkpoint(sys.argv[1] + "/saved", tag="a")
+        with observes("checkpoint.write", after=kill):
+            engine.save_checkpoint(sys.argv[1] + "/saved", tag="a")
     """
     done = run_script(script, tmp_path)
     assert done.returncode == -signal.SIGTERM, done.stderr
@@ -151,10 +145,17 @@ def test_sigterm_while_saving(tmp_path: Path) -> None:
 # --- another process saves under the same tag while this one loads ---
 
 
-@pytest.mark.parametrize("at", ["the manifest", "a header", "a weight", "a moment", "a buffer"])
-def test_a_checkpoint_that_is_replaced_while_it_is_loaded(
-    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
+REPLACED_AT: dict[str, tuple[Point, str | None]] = {
+    "the manifest": ("checkpoint.check", None),
+    "a header": ("checkpoint.read", "the header"),
+    "a weight": ("checkpoint.read", "blocks.1.weight"),
+    "a moment": ("checkpoint.read", "blocks.1.weight.exp_avg"),
+    "a buffer": ("checkpoint.read", "seen"),
+}
+
+
+@pytest.mark.parametrize("at", REPLACED_AT)
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded(engine: Any, tmp_path: Path, at: str) -> None:
     """Values of two checkpoints never mix unseen, and before the first write nothing has changed."""
     saved = tmp_path / "saved"
     engine.save_checkpoint(saved, tag="a")
@@ -162,27 +163,19 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded(
     other = small_engine(tmp_path / "nvme", seed=1)
     before = whole_state(other)
 
-    def replace(arguments: tuple[Any, ...]) -> bool:
-        names = {"a weight": "blocks.1.weight", "a moment": "blocks.1.weight.exp_avg", "a buffer": "seen"}
-        return names[at] in arguments if at in names else True
+    is_replaced = False
 
-    where: tuple[Any, str] = {
-        "the manifest": (verify, "check_file"),
-        "a header": (SafetensorsReader, "_read_header"),
-    }.get(at, (SafetensorsReader, "read"))
-    original = getattr(*where)
-    replaced: list[bool] = []
-
-    def replacing(*arguments: Any) -> Any:
-        if not replaced and replace(arguments):
-            replaced.append(True)
+    def replace(_name: object) -> None:
+        nonlocal is_replaced
+        if not is_replaced:
+            is_replaced = True
             engine.save_checkpoint(saved, tag="a")
-        return original(*arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(*where, replacing)
-        with pytest.raises(CheckpointError, match=r"saved/a was replaced or removed while it was read"):
-            other.load_checkpoint(saved, tag="a")
+    point, about = REPLACED_AT[at]
+    replacing = observes(point, before=replace, about=about)
+    message = r"saved/a was replaced or removed while it was read"
+    with replacing, pytest.raises(CheckpointError, match=message):
+        other.load_checkpoint(saved, tag="a")
     if at in ("the manifest", "a header"):
         assert whole_state(other) == before
         other.load_checkpoint(saved, tag="a")

@@ -18,6 +18,7 @@ from offloadzero import CheckpointError, ConfigError
 from offloadzero.checkpoint.names import Unfinished, new_unfinished, parse_unfinished
 from offloadzero.checkpoint.partial import clear_leftovers
 from tests.support.checkpoints import contents, small_engine, train, whole_state
+from tests.support.faults import fails
 
 NUM_LAYOUTS = int(os.environ.get("OFFLOADZERO_TEST_LAYOUTS", "20"))
 
@@ -378,21 +379,11 @@ def test_a_kill_between_the_two_renames(engine: Any, saved: Path) -> None:
     assert engine.load_checkpoint(saved)[1] == {"tag": "b"}
 
 
-def test_a_failing_rename_leaves_the_old_one(
-    engine: Any, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_rename_leaves_the_old_one(engine: Any, saved: Path) -> None:
     before = contents(saved)
-    rename = Path.rename
-
-    def fail(path: Path, target: Path) -> Path:
-        if path.name.endswith(".partial"):
-            raise OSError(5, "Input/output error")
-        return rename(path, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", fail)
-        with pytest.raises(CheckpointError, match=r"saved: Input/output error: nothing was saved"):
-            engine.save_checkpoint(saved, tag="b")
+    failing = fails("checkpoint.commit", OSError(5, "Input/output error"))
+    with failing, pytest.raises(CheckpointError, match=r"saved: Input/output error: nothing was saved"):
+        engine.save_checkpoint(saved, tag="b")
     assert contents(saved) == before
 
 

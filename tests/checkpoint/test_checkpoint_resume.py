@@ -21,8 +21,8 @@ from offloadzero import AioError, CheckpointError, ConfigError, StateError
 from offloadzero.checkpoint import hashing
 from offloadzero.checkpoint.hashing import FileEntry, HashedFile, HashingPool, check_file
 from offloadzero.checkpoint.json_file import decode_plain, encode_plain
-from offloadzero.streaming.weights import WeightAccess
 from tests.support.checkpoints import Net, small_engine, to_version_1, train, whole_state
+from tests.support.faults import fails, observes
 from tests.support.tiny import run_script
 
 # --- the digest ---
@@ -406,25 +406,12 @@ def test_a_save_in_atexit(tmp_path: Path) -> None:
 # --- a load that does not come to its end ---
 
 
-def test_a_load_that_fails_half_way_is_the_end_of_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_fails_half_way_is_the_end_of_the_engine(tmp_path: Path) -> None:
     engine = small_engine(tmp_path)
     train(engine, 1)
     engine.save_checkpoint(tmp_path / "saved")
-    write = WeightAccess.write
-    calls = []
-
-    def interrupted(*args: Any) -> None:
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        write(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(WeightAccess, "write", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            engine.load_checkpoint(tmp_path / "saved")
+    with fails("checkpoint.load", KeyboardInterrupt(), at=3), pytest.raises(KeyboardInterrupt):
+        engine.load_checkpoint(tmp_path / "saved")
     before = sorted((tmp_path / "saved").rglob("*"))
     for use in (
         lambda: engine.save_checkpoint(tmp_path / "saved"),
@@ -456,18 +443,15 @@ def test_a_closed_engine_neither_loads_nor_saves(placement: str, tmp_path: Path)
     assert sorted((tmp_path / "saved").rglob("*")) == before
 
 
-def test_a_file_that_changes_between_check_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_between_check_and_load(tmp_path: Path) -> None:
     engine = small_engine(tmp_path)
     engine.save_checkpoint(tmp_path / "saved")
-    write = WeightAccess.write
 
-    def cut(*args: Any) -> None:
+    def cut(_name: object) -> None:
         for unit in (tmp_path / "saved").rglob("unit-*"):
             os.truncate(unit, 10)
-        write(*args)
 
-    monkeypatch.setattr(WeightAccess, "write", cut)
-    with pytest.raises(CheckpointError, match="cut short"):
+    with observes("checkpoint.load", before=cut), pytest.raises(CheckpointError, match="cut short"):
         engine.load_checkpoint(tmp_path / "saved")
     with pytest.raises(StateError, match="mixture"):
         engine.save_checkpoint(tmp_path / "saved")

@@ -18,6 +18,7 @@ from torch import nn
 
 from offloadzero import AioError, StateError, interrupts, zero
 from tests.engine.test_zero import build, masters, stored_bytes
+from tests.support.faults import fails, replaced
 from tests.support.tiny import TinyModel, make_engine, settings, tokens
 
 
@@ -128,20 +129,14 @@ def test_a_graph_over_a_built_parameter_that_was_written_is_refused(built: TinyM
         loss.backward()
 
 
-def test_a_drive_that_fails_names_the_built_parameter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drive_that_fails_names_the_built_parameter(tmp_path: Path) -> None:
     with zero.Init(config_dict_or_path=settings(tmp_path)):
         model = build()
-
-    def fails(*_: Any) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "preadv", fails)
-    with pytest.raises(AioError, match=r"Embedding\.weight \(nvme\): read .*Input/output error"):
+    broken = fails("spill.read", OSError(errno.EIO, os.strerror(errno.EIO)))
+    with broken, pytest.raises(AioError, match=r"Embedding\.weight \(nvme\): read .*Input/output error"):
         model.emb.weight.sum()
-    monkeypatch.setattr(os, "preadv", lambda *_: 0)
-    with pytest.raises(AioError, match="the file ends here"):
+    cut = replaced("spill.read", lambda *_: 0)
+    with cut, pytest.raises(AioError, match="the file ends here"):
         model.emb.weight.sum()
 
 

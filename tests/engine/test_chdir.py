@@ -13,10 +13,10 @@ from torch import nn
 
 import offloadzero
 from offloadzero import ConfigError
-from offloadzero.checkpoint.safetensors_file import SafetensorsWriter
 from offloadzero.config import load_config
 from offloadzero.memory.swap_file import SwapFile
 from tests.engine.test_lifetime import collect
+from tests.support.faults import observes
 from tests.support.tiny import make_engine, run_script, settings, tokens, train
 
 
@@ -108,18 +108,15 @@ def test_a_run_is_recorded_in_one_place(first: Path) -> None:
     assert files_in(first) == ["run/run.json", "run/steps.jsonl", "run/trace_step_2.json"]
 
 
-def test_a_checkpoint_is_written_in_one_place(first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_written_in_one_place(first: Path) -> None:
     engine = make_engine(settings(placement="host"))
     train(engine, num_steps=1)
-    add = SafetensorsWriter.add
 
-    def wandering(*arguments: Any) -> None:
+    def wander(_name: object) -> None:
         """Another thread may do so, and the directory is the process's."""
         os.chdir("../second")
-        add(*arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(SafetensorsWriter, "add", wandering)
+    with observes("checkpoint.write", before=wander):
         engine.save_checkpoint("saved")
         os.chdir(first)
         engine.save_16bit_model("saved")

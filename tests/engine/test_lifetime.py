@@ -21,7 +21,7 @@ from torch import nn
 import offloadzero
 from offloadzero.errors import AioError, ConfigError, StateError
 from offloadzero.lifetime import EngineState, wait_for_collected
-from offloadzero.memory.store import TieredStore
+from tests.support.faults import fails
 from tests.support.tiny import TinyModel, make_engine, run_script, settings, tokens, train
 
 Forms = dict[str, tuple[torch.Tensor, torch.dtype, bool]]
@@ -165,23 +165,13 @@ def test_a_module_that_takes_no_hook_gives_the_weights_back(
 
 
 @pytest.mark.parametrize("nth", [1, 2, 5, 9])
-def test_a_file_that_fails_while_weights_move_loses_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
-) -> None:
+def test_a_file_that_fails_while_weights_move_loses_none(tmp_path: Path, nth: int) -> None:
     model = fresh_model()
     before, threads = forms(model), threads_of_ours()
-    write, count = TieredStore.write, [0]
-
-    def failing(self: TieredStore, *args: Any, **keys: Any) -> Any:
-        count[0] += 1
-        if count[0] == nth:
-            raise AioError(operation="pwrite", path="x", offset=0, num_bytes=1, errno=5)
-        return write(self, *args, **keys)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TieredStore, "write", failing)
-        with pytest.raises(AioError):
-            make_engine(settings(tmp_path), model)
+    error = AioError(operation="pwrite", path="x", offset=0, num_bytes=1, errno=5)
+    with fails("nvme.write", error, at=nth), pytest.raises(AioError) as caught:
+        make_engine(settings(tmp_path), model)
+    assert caught.value is error
     assert_as_before(model, before)
     assert (threads_of_ours(), os.listdir(tmp_path)) == (threads, [])
 

@@ -17,6 +17,7 @@ import offloadzero
 from offloadzero import ConfigError, StateError, zero
 from offloadzero.streaming.spill import spill, spilled_weight
 from offloadzero.torch_private import DisableTorchFunctionSubclass, get_data
+from tests.support.faults import fails
 from tests.support.tiny import TinyModel, all_states, make_engine, run_script, settings, tokens, train
 
 PLACEMENTS: dict[str, Any] = {
@@ -241,21 +242,11 @@ def test_init_on_an_existing_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nth", [1, 3])
-def test_a_module_that_cannot_be_released_whole_keeps_its_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
-) -> None:
+def test_a_module_that_cannot_be_released_whole_keeps_its_values(tmp_path: Path, nth: int) -> None:
     model = build()
     values = {name: value.clone() for name, value in model.state_dict().items()}
-    write, count = os.pwrite, [0]
-
-    def failing(*args: Any) -> int:
-        count[0] += 1
-        if count[0] == nth:
-            raise OSError(28, "No space left on device")
-        return write(*args)
-
-    monkeypatch.setattr(os, "pwrite", failing)
-    with pytest.raises(OSError, match="No space left"):
+    full = fails("spill.write", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), at=nth)
+    with full, pytest.raises(OSError, match="No space left"):
         zero.Init(module=model, config_dict_or_path=settings(tmp_path))
     for name, param in model.named_parameters():
         assert spilled_weight(param) is None, name
@@ -618,14 +609,9 @@ def test_register_external_parameter_is_accepted(engine: offloadzero.Engine) -> 
     train(engine, num_steps=1)
 
 
-def test_a_full_disk_gets_the_space_of_a_spilled_parameter_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", full)
+def test_a_full_disk_gets_the_space_of_a_spilled_parameter_back(tmp_path: Path) -> None:
+    full = fails("spill.write", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(OSError, match="No space left"):
+    with full, pytest.raises(OSError, match="No space left"):
         spill(nn.Parameter(torch.ones(1000)), name="weight", directory=tmp_path)
     assert os.listdir("/proc/self/fd") == before

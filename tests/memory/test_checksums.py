@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import os
 import random
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from offloadzero.io import _aio
 from offloadzero.memory.checksums import BLOCK_BYTES, checksum_bytes
 from offloadzero.memory.nvme import STRIPE_BYTES, NvmeTier
 from offloadzero.memory.swap_file import MARK_BYTES
-from offloadzero.memory.tickets import Promise, Ticket
+from offloadzero.memory.tickets import Ticket
 from offloadzero.memory.tiers import Extent, Home
 from offloadzero.segments import SegmentKind, TierName
+from tests.support.faults import begun_later, replaced
 from tests.support.homes import file_home
 from tests.support.tiny import TinyModel, make_engine, settings, tokens, train
 
@@ -298,28 +300,18 @@ def test_a_bit_that_flips_between_steps_is_an_error_that_names_the_tensor(
     assert losses != expected
 
 
-def late_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def late_reads() -> AbstractContextManager[None]:
     """What the update's thread reads it reads a while later than it asks for it."""
-    submit = NvmeTier._submit
 
-    def late(tier: NvmeTier, verb: str, start: int, data: torch.Tensor, **options: Any) -> Ticket:
-        if verb != "read" or threading.current_thread().name != "offloadzero-update":
-            return submit(tier, verb, start, data, **options)
-        promise = Promise()
+    def late(submit: Callable[..., Ticket], *arguments: Any, **options: Any) -> Ticket:
+        begin = functools.partial(submit, *arguments, **options)
+        is_update = threading.current_thread().name == "offloadzero-update"
+        return begun_later(begin, 0.03) if is_update else begin()
 
-        def later() -> None:
-            time.sleep(0.03)
-            promise.fulfil(submit(tier, verb, start, data, **options))
-
-        threading.Thread(target=later).start()
-        return promise
-
-    monkeypatch.setattr(NvmeTier, "_submit", late)
+    return replaced("nvme.read", late)
 
 
-def test_weights_that_a_script_writes_while_their_states_are_read_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_a_script_writes_while_their_states_are_read_ahead(tmp_path: Path) -> None:
     """What was read of a block that is written meanwhile is dropped, and is no damage."""
 
     def losses(placement: str) -> list[float]:
@@ -340,6 +332,6 @@ def test_weights_that_a_script_writes_while_their_states_are_read_ahead(
 
     torch.manual_seed(0)
     expected = losses("device")
-    late_reads(monkeypatch)
     torch.manual_seed(0)
-    assert losses("nvme") == expected
+    with late_reads():
+        assert losses("nvme") == expected

@@ -13,9 +13,9 @@ import torch
 from offloadzero import BudgetError, zero
 from offloadzero.io.engine import AioFile
 from offloadzero.memory.nvme import STRIPE_BYTES, bytes_before, file_bytes, stripe_pieces
-from offloadzero.memory.store import TieredStore
 from offloadzero.segments import TierName
 from offloadzero.streaming.weights import WeightAccess
+from tests.support.faults import observes
 from tests.support.tiny import TinyModel, all_states, make_engine, settings, small_disk, train
 
 WIDTH = 160
@@ -184,20 +184,16 @@ def test_space_that_somebody_takes_meanwhile(tmp_path: Path) -> None:
     with small_disk(tmp_path / "drive", size=str(int(12.1 * elements) + 256 * 1024)) as drive:
         config = settings(drive, placement="nvme")
         model = waiting(config)
-        original = TieredStore.reserve
         calls = []
 
-        def fill_and_reserve(*args: Any, **keys: Any) -> None:
+        def fill(_tier: object) -> None:
             calls.append(None)
             if len(calls) == 3:
                 free = os.statvfs(drive)
                 (drive / "hog").write_bytes(bytes(free.f_bavail * free.f_bsize))
-            original(*args, **keys)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(TieredStore, "reserve", fill_and_reserve)
-            with pytest.raises(BudgetError, match=str(drive)):
-                make_engine(config, model)
+        with observes("nvme.reserve", before=fill), pytest.raises(BudgetError, match=str(drive)):
+            make_engine(config, model)
         (drive / "hog").unlink()
         plain = dict(build().named_parameters())
         with zero.GatheredParameters(list(model.parameters())):

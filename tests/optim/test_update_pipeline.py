@@ -35,6 +35,7 @@ from offloadzero.update.pipeline import RecordUpdate, UpdatePipeline
 from offloadzero.update.records import Record, UpdateRange, make_record, update_ranges
 from offloadzero.update.specs.adam import ADAM
 from tests.simulated.device import simulated
+from tests.support.faults import observes
 from tests.support.tiny import REPOSITORY, all_states, make_engine, settings
 from tests.support.training import make_config, run_engine
 
@@ -547,16 +548,9 @@ def test_beside_a_device_the_launching_thread_has_cores_of_its_own(
 
 @pytest.mark.parametrize(("placement", "one_each"), [("host", True), ("nvme", False)])
 def test_what_lies_in_host_memory_is_updated_in_one_call(
-    placement: str, one_each: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    placement: str, one_each: bool, tmp_path: Path
 ) -> None:
     chunks: list[str] = []
-    compute = UpdatePipeline._compute
-
-    def counting(pipeline: UpdatePipeline, chunk: Any) -> None:
-        chunks.append(chunk.update.record.name)
-        compute(pipeline, chunk)
-
-    monkeypatch.setattr(UpdatePipeline, "_compute", counting)
     config = make_config(placement, tmp_path, offloadzero={"update": {"chunk_elements": 4096}})
     make_model = functools.partial(nn.Sequential, nn.Linear(96, 96), nn.Linear(96, 96))
 
@@ -565,6 +559,7 @@ def test_what_lies_in_host_memory_is_updated_in_one_call(
         engine.step()
         return []
 
-    run_engine(make_model, loop, config)
+    with observes("update.compute", before=chunks.append):
+        run_engine(make_model, loop, config)
     assert chunks
     assert (len(chunks) == len(set(chunks))) == one_each

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
-from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.step import landing
-from offloadzero.step.decider import Decider
-from offloadzero.step.landing import Landing
 from offloadzero.step.param_grad import GradientAccess
 from offloadzero.step.record_gradient import RecordGradient
-from offloadzero.update.pipeline import UpdatePipeline
+from tests.support.faults import delays
 from tests.support.plain_form import final_weights, grads, offloaded
 from tests.support.tiny import tokens
 
@@ -111,58 +109,39 @@ def landing_over_a_landing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landing, "AllOf", first_of)
 
 
-def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = Lane._launch
-
-    def slow(lane: Lane, task: Callable[[], None], fence: Any) -> Any:
-        if lane.name == "gradient-d2h":
-            time.sleep(0.01)
-        return launch(lane, task, fence)
-
-    monkeypatch.setattr(Lane, "_launch", slow)
-
-
-def slow_method(owner: type, name: str, seconds: float = 0.01) -> Callable[[pytest.MonkeyPatch], None]:
-    def install(monkeypatch: pytest.MonkeyPatch) -> None:
-        function = getattr(owner, name)
-
-        def slow(*arguments: Any, **options: Any) -> Any:
-            time.sleep(seconds)
-            return function(*arguments, **options)
-
-        monkeypatch.setattr(owner, name, slow)
-
-    return install
-
-
-CASES: dict[
-    str, tuple[Callable[..., Any], Callable[[pytest.MonkeyPatch], None], Callable[[pytest.MonkeyPatch], None]]
-]
+Delay = Callable[[], AbstractContextManager[None]]
+CASES: dict[str, tuple[Callable[..., Any], Delay, Callable[[pytest.MonkeyPatch], None]]]
 CASES = {
-    "read before it has landed": (editing(before_step=read), slow_copies, no_wait_for_the_landing),
+    "read before it has landed": (
+        editing(before_step=read),
+        partial(delays, "lane.launch", 0.01, about="gradient-d2h"),
+        no_wait_for_the_landing,
+    ),
     "written before the update has read it": (
         editing(after_step=overwrite),
-        slow_method(UpdatePipeline, "_compute"),
+        partial(delays, "update.compute", 0.01),
         no_wait_for_the_update,
     ),
     "scaled after the step": (
         editing(after_step=multiply),
-        slow_method(Decider, "_decide"),
+        partial(delays, "decider.decide", 0.01),
         factors_of_later,
     ),
     "the next one lands over one that was dropped": (
         dropped_while_it_lands,
-        slow_method(Landing, "_merge", 0.05),  # slower than a backward on a busy machine
+        partial(delays, "landing.merge", 0.05),  # slower than a backward on a busy machine
         landing_over_a_landing,
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_wait_left_out_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, slow_down, plant = CASES[name]
+def test_a_wait_left_out_is_caught(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: ExitStack
+) -> None:
+    script, delay, plant = CASES[name]
     expected = run(script, "resident", tmp_path)
-    slow_down(monkeypatch)
+    faults.enter_context(delay())
     assert run(script, "host", tmp_path) == expected
     plant(monkeypatch)
     assert run(script, "host", tmp_path) != expected

@@ -6,11 +6,12 @@ half makes the race certain in a scenario of its own.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ import pytest
 import torch
 
 from offloadzero.errors import NonFiniteError, OffloadError
+from offloadzero.fail_points import Point, listening
 from offloadzero.memory.arena import Lease
-from offloadzero.memory.lanes import Lane, LaneTicket
-from offloadzero.memory.store import TieredStore
-from offloadzero.memory.tickets import FINISHED
+from offloadzero.memory.lanes import LaneTicket
+from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.memory.transfer import Fetcher
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.coordinator import StepCoordinator
@@ -34,6 +35,7 @@ from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.staging import ChunkStager, StagedChunk
 from tests.races.test_races import SCENARIOS, make_reference, scenario_config
+from tests.support.faults import delays, replaced
 from tests.support.schedules import Schedule, disturbed, draw_schedule, reference
 from tests.support.training import Outcome, differences, run_engine
 
@@ -67,33 +69,19 @@ def expect_caught(references: Callable[[str], Outcome], tmp_path: Path) -> Calla
     return check
 
 
-def slow_updates(monkeypatch: pytest.MonkeyPatch, duration_s: float = 0.005) -> None:
-    compute = UpdatePipeline._compute
-
-    def slow(pipeline: UpdatePipeline, chunk: Any) -> None:
-        time.sleep(duration_s)
-        compute(pipeline, chunk)
-
-    monkeypatch.setattr(UpdatePipeline, "_compute", slow)
-
-
-def slow_lane(monkeypatch: pytest.MonkeyPatch, name: str, duration_s: float = 0.005) -> None:
-    launch = Lane._launch
-
-    def slow(lane: Lane, task: Callable[[], None], fence: Any) -> Any:
-        if lane.name == name:
-            time.sleep(duration_s)
-        return launch(lane, task, fence)
-
-    monkeypatch.setattr(Lane, "_launch", slow)
+SLOW_S = 0.005
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 @pytest.mark.parametrize("name", ["in backward", "at the step"])
 def test_fetch_that_does_not_wait_for_the_update_is_caught(
-    name: str, placement: str, expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    placement: str,
+    expect_caught: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    faults: ExitStack,
 ) -> None:
-    slow_updates(monkeypatch)
+    faults.enter_context(delays("update.compute", SLOW_S))
     start_fetch = UnitLeases.start_fetch
 
     def impatient(leases: UnitLeases, unit: Any, lease: Lease) -> None:
@@ -108,9 +96,12 @@ def test_fetch_that_does_not_wait_for_the_update_is_caught(
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_use_that_does_not_wait_for_the_fetch_is_caught(
-    placement: str, expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    placement: str,
+    expect_caught: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    faults: ExitStack,
 ) -> None:
-    slow_lane(monkeypatch, "fetch")
+    faults.enter_context(delays("lane.launch", SLOW_S, about="fetch"))
 
     def plant() -> None:
         monkeypatch.setattr(LaneTicket, "order_compute", lambda _: None)
@@ -139,9 +130,10 @@ def test_lease_released_while_in_use_is_caught(
 
 
 def test_lease_given_to_the_next_before_its_copy_has_left_is_caught(
-    expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch, faults: ExitStack
 ) -> None:
     """A gradient lease that is handed on before its copy to the host has run."""
+    faults.enter_context(delays("lane.launch", SLOW_S, about="gradient-d2h"))
     copy_to_host = Landing._copy_to_host
 
     def plant() -> None:
@@ -149,20 +141,9 @@ def test_lease_given_to_the_next_before_its_copy_has_left_is_caught(
             lease = brought.lease
             brought.leases.give_back(lease)
             lease.temporary = True  # the copy does not give it back again
-            submit = landing._d2h.submit
-
-            def slow_submit(task: Callable[[], None], **options: Any) -> Any:
-                def slow() -> None:
-                    time.sleep(0.005)
-                    task()
-
-                return submit(slow, **options)
-
-            monkeypatch.setattr(landing._d2h, "submit", slow_submit)
             try:
                 return copy_to_host(landing, brought, place, before)
             finally:
-                monkeypatch.setattr(landing._d2h, "submit", submit)
                 lease.temporary = False
 
         monkeypatch.setattr(Landing, "_copy_to_host", early)
@@ -172,9 +153,9 @@ def test_lease_given_to_the_next_before_its_copy_has_left_is_caught(
 
 @pytest.mark.parametrize("name", ["in backward", "at the step"])
 def test_update_that_starts_before_the_gradient_has_landed_is_caught(
-    name: str, expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    name: str, expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch, faults: ExitStack
 ) -> None:
-    slow_lane(monkeypatch, "gradient-d2h")
+    faults.enter_context(delays("lane.launch", SLOW_S, about="gradient-d2h"))
     land = Landing._land
 
     def impatient(
@@ -186,76 +167,59 @@ def test_update_that_starts_before_the_gradient_has_landed_is_caught(
 
 
 def test_write_that_is_not_awaited_before_the_next_read_is_caught(
-    expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    expect_caught: Callable[..., None], faults: ExitStack
 ) -> None:
     """An update whose ticket is done before its data is on the drive."""
-    write = TieredStore.write
 
-    def slow_write(store: TieredStore, segment: Any, source: torch.Tensor, **options: Any) -> Any:
-        if store.nvme is not None and segment.extent is not None:
-            store.nvme.engine.inject("delay", 1, 3)
-        return write(store, segment, source, **options)
+    def slow_completion(point: Point, work: Callable[..., Any], tier: Any) -> Callable[..., Any]:
+        if point != "nvme.write":
+            return work
 
-    monkeypatch.setattr(TieredStore, "write", slow_write)
+        def slow(*arguments: Any, **options: Any) -> Any:
+            tier.engine.inject("delay", 1, 3)
+            return work(*arguments, **options)
 
-    def plant() -> None:
-        late: list[tuple[TieredStore, Any, torch.Tensor, dict[str, Any]]] = []
+        return slow
 
-        def held_back(store: TieredStore, segment: Any, source: torch.Tensor, **options: Any) -> Any:
-            late.append((store, segment, source.clone(), options))
-            if len(late) > 3:
-                write(late[0][0], late[0][1], late[0][2], **late[0][3]).wait()
-                del late[0]
-            return FINISHED
+    late: list[Callable[[], Ticket]] = []
 
-        monkeypatch.setattr(TieredStore, "write", held_back)
+    def held_back(
+        write: Callable[..., Ticket], verb: str, start: int, data: torch.Tensor, **options: Any
+    ) -> Ticket:
+        late.append(functools.partial(write, verb, start, data.clone(), **options))
+        if len(late) > 3:
+            late.pop(0)().wait()
+        return FINISHED
 
-    expect_caught("in backward", "nvme", plant)
+    faults.enter_context(listening(slow_completion))
+    expect_caught("in backward", "nvme", lambda: faults.enter_context(replaced("nvme.write", held_back)))
+
+
+class Late:
+    """A write whose source is read when somebody waits for it."""
+
+    def __init__(self, write: Callable[..., Ticket], *arguments: Any, **options: Any) -> None:
+        self._begin = functools.partial(write, *arguments, **options)
+        self._ticket: Ticket | None = None
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        with self._lock:
+            if self._ticket is None:
+                time.sleep(0.02)
+                self._ticket = self._begin()
+        self._ticket.wait()
+
+    def done(self) -> bool:
+        return self._ticket is not None and self._ticket.done()
 
 
 def test_staging_slot_used_again_before_its_writes_is_caught(
-    expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    expect_caught: Callable[..., None], monkeypatch: pytest.MonkeyPatch, faults: ExitStack
 ) -> None:
     """The reads of the next chunk land in memory that is still being written to the drive."""
-
-    def plant() -> None:
-        write_back = ChunkStager.write_back
-        write = TieredStore.write
-
-        def forgetful(stager: ChunkStager, chunk: StagedChunk, **options: Any) -> Any:
-            slot = chunk.slot
-            writes = write_back(stager, chunk, **options)
-            if slot is not None:
-                slot.users = FINISHED
-            return writes
-
-        class Late:
-            """A write whose source is read when somebody waits for it."""
-
-            def __init__(self, submit: Callable[[], Any]) -> None:
-                self._submit = submit
-                self._ticket: Any = None
-                self._lock = threading.Lock()
-
-            def wait(self) -> None:
-                with self._lock:
-                    if self._ticket is None:
-                        time.sleep(0.02)
-                        self._ticket = self._submit()
-                self._ticket.wait()
-
-            def done(self) -> bool:
-                return self._ticket is not None and self._ticket.done()
-
-        def late_write(store: TieredStore, segment: Any, source: torch.Tensor, **options: Any) -> Any:
-            if segment.extent is None:
-                return write(store, segment, source, **options)
-            return Late(lambda: write(store, segment, source, **options))
-
-        monkeypatch.setattr(ChunkStager, "write_back", forgetful)
-        monkeypatch.setattr(TieredStore, "write", late_write)
-
-    expect_caught("at the step", "nvme", plant)
+    faults.enter_context(replaced("nvme.write", Late))
+    expect_caught("at the step", "nvme", lambda: slot_before_its_writes(monkeypatch))
 
 
 def test_states_read_ahead_and_edited_since_are_caught(

@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,10 @@ from torch import Tensor, nn
 import offloadzero
 from offloadzero.errors import OffloadError
 from offloadzero.memory.arena import Arena
-from offloadzero.memory.lanes import Lane
 from offloadzero.parameters.weight import get_data
-from offloadzero.streaming.unit_leases import UnitLeases
 from offloadzero.torch_private import DisableTorchFunctionSubclass
 from tests.support import models
+from tests.support.faults import replaced
 from tests.support.models import Stack, TiedLM, features, tokens
 from tests.support.schedules import Slowness, disturbed, reference
 from tests.support.training import (
@@ -123,14 +123,14 @@ def test_random_delays_change_nothing(
     seed: int,
     references: Callable[[str], Outcome],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    faults: ExitStack,
 ) -> None:
     names = list(SCENARIOS)
     name, draw = names[seed % len(names)], random.Random(seed)
     placement = PLACEMENTS[seed // len(names) % len(PLACEMENTS)]
     expected = references(name)
     config = scenario_config(name, placement, tmp_path, live=draw.choice(LIVE_PARAMETERS))
-    Slowness(seed).install(monkeypatch)
+    faults.enter_context(Slowness(seed).everywhere())
     make_model, loop, _ = SCENARIOS[name]
     assert_same(run_engine(make_model, loop, config), expected)
 
@@ -185,9 +185,7 @@ class HalfUsedStack(nn.Module):
         return x.float().square().mean()
 
 
-def test_a_delivery_in_part_ends_before_its_lease_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_delivery_in_part_ends_before_its_lease_goes_on(tmp_path: Path, faults: ExitStack) -> None:
     """An update that delivers only some chunks has the file read instead: its copies must not come later still."""
 
     def loop(engine: Any) -> list[float]:
@@ -201,30 +199,31 @@ def test_a_delivery_in_part_ends_before_its_lease_goes_on(
         return losses
 
     expected = run_engine(HalfUsedStack, loop, make_config("resident", tmp_path, clipping=1.0))
-    launch, complete_fetch = Lane._launch, UnitLeases.complete_fetch
     fetched, copied = threading.Event(), threading.Event()
     num_copies = 0
 
-    def late(lane: Lane, task: Callable[[], None], fence: Any) -> Any:
+    def late(launch: Callable[..., Any], *task: Any) -> Any:
         nonlocal num_copies
-        if lane.name != "state-h2d":
-            return launch(lane, task, fence)
         num_copies += 1
         fetched.wait(0.2)
         try:
-            return launch(lane, task, fence)
+            return launch(*task)
         finally:
             copied.set()
 
-    def complete(leases: UnitLeases, unit: Any, stream: Any, **options: Any) -> None:
-        complete_fetch(leases, unit, stream, **options)
-        if num_copies and unit.record.name == "blocks.1":
+    def in_forward(_module: nn.Module, _inputs: Any) -> None:
+        """Its weights have been fetched by now."""
+        if num_copies:
             fetched.set()
             copied.wait(0.2)
 
-    monkeypatch.setattr(Lane, "_launch", late)
-    monkeypatch.setattr(UnitLeases, "complete_fetch", complete)
+    def make_model() -> nn.Module:
+        model = HalfUsedStack()
+        model.blocks[1].used.register_forward_pre_hook(in_forward)
+        return model
+
+    faults.enter_context(replaced("lane.launch", late, about="state-h2d"))
     config = make_config("nvme", tmp_path, clipping=1.0, offloadzero={"update": {"chunk_elements": 4096}})
-    outcome = run_engine(HalfUsedStack, loop, config)
+    outcome = run_engine(make_model, loop, config)
     assert num_copies
     assert_same(expected, outcome)

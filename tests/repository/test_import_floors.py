@@ -59,6 +59,7 @@ FLOORS: Mapping[str, int] = {
     "segments": 0,
     "torch_private": 0,
     "interrupts": 0,
+    "fail_points": 0,
 }
 
 # Built from csrc/: no Python file shows them.

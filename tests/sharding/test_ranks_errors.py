@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.data import IterableDataset
 
 import offloadzero
 from offloadzero.errors import AioError
-from offloadzero.memory.nvme import NvmeTier
+from tests.support.faults import fails
 from tests.support.ranks import RanksError, run_ranks
 from tests.support.sharded import OddModel, config_of, engine_of, make_odd_model, micro_batch, train
 
@@ -39,15 +40,9 @@ def failed(work: Callable[..., Any], directory: Path, world_size: int = 2) -> li
 def lose_the_drive(rank: int, directory: str) -> None:
     engine = engine_of(config_of("nvme", 3, Path(directory), world_size=2))
     train(engine, rank, 2, num_steps=1)
-    if rank == 1:
-
-        def read(*_: Any, **__: Any) -> None:
-            raise AioError(
-                operation="read", path="/the/file", offset=4096, num_bytes=1, errno=5, label="emb.param"
-            )
-
-        NvmeTier.read = read  # type: ignore[method-assign,assignment]
-    train(engine, rank, 2, num_steps=2)
+    error = AioError(operation="read", path="/the/file", offset=4096, num_bytes=1, errno=5, label="emb.param")
+    with fails("nvme.read", error, at=None) if rank == 1 else nullcontext():
+        train(engine, rank, 2, num_steps=2)
 
 
 def test_one_ranks_drive_stops_all_ranks(tmp_path: Path) -> None:

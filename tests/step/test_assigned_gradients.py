@@ -18,6 +18,7 @@ import offloadzero
 from offloadzero.errors import StateError
 from offloadzero.step.assigned import assignment_order
 from offloadzero.step.param_grad import GradientAccess
+from tests.support.faults import replaced
 from tests.support.plain_form import plain_config
 from tests.support.training import worst_relative_difference
 
@@ -275,25 +276,23 @@ def test_a_step_that_is_interrupted_can_be_repeated(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have brought some of the gradients home, and have put them in the place of others."""
-    store, step = GradientAccess.store, offloadzero.OffloadedOptimizer.step
+    step = offloadzero.OffloadedOptimizer.step
     calls = itertools.count()
     interrupted_at = iter([1, 2, 3])
 
     def repeated(optimizer: offloadzero.OffloadedOptimizer) -> None:
         last = next(calls) + 1 + next(interrupted_at)
 
-        def interrupted(access: GradientAccess, *arguments: Any) -> None:
+        def interrupted(store: Callable[..., None], *arguments: Any) -> None:
             if next(calls) == last:
                 raise KeyboardInterrupt
-            store(access, *arguments)
+            store(*arguments)
             if next(calls) == last:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(GradientAccess, "store", interrupted)
-        with contextlib.suppress(KeyboardInterrupt):
+        with replaced("gradient.store", interrupted), contextlib.suppress(KeyboardInterrupt):
             step(optimizer)
             pytest.fail("was not interrupted")
-        monkeypatch.setattr(GradientAccess, "store", store)
         step(optimizer)
 
     monkeypatch.setattr(offloadzero.OffloadedOptimizer, "step", repeated)

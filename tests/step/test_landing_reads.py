@@ -15,7 +15,7 @@ import torch
 import offloadzero
 from offloadzero.errors import NonFiniteError, StateError
 from offloadzero.observe.clock import StepClock
-from offloadzero.step.job import UpdateJob
+from tests.support.faults import observes
 from tests.support.plain_form import engine_config, final_weights, make_model
 from tests.support.tiny import make_engine
 
@@ -23,19 +23,15 @@ from tests.support.tiny import make_engine
 class HeldLanding:
     """Gradients land as soon as the script waits for something, and not before."""
 
-    def __init__(self, engine: offloadzero.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self._may_land = threading.Event()
         self.num_landed = 0
-        decider = engine.optimizer.runtime.parts.decider
-        decide = decider.decide_one
 
-        def held(job: UpdateJob) -> bool:
-            assert self._may_land.wait(60.0)
-            is_applied = decide(job)
-            self.num_landed += 1
-            return is_applied
+    def wait(self, _name: object) -> None:
+        assert self._may_land.wait(60.0)
 
-        monkeypatch.setattr(decider, "decide_one", held)
+    def count(self, _name: object) -> None:
+        self.num_landed += 1
 
     def until_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let go at the next wait."""
@@ -59,8 +55,9 @@ def backward_without_landing(
     engine = make_engine(engine_config("host", directory), make_model())
     if checkpoint is not None:
         engine.save_checkpoint(checkpoint)
-    with monkeypatch.context() as patch:
-        landing = HeldLanding(engine, patch)
+    landing = HeldLanding()
+    held = observes("decider.decide_one", before=landing.wait, after=landing.count)
+    with held, monkeypatch.context() as patch:
         try:
             engine.backward(engine.module.blocks[1](torch.ones(2, 16)).pow(2).sum() * factor)
             assert landing.num_landed == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -362,10 +363,10 @@ def test_a_script_gives_the_numbers_of_plain_torch_wherever_the_states_live(
 
 @pytest.mark.parametrize("name", ["clip_grad_norm_ of three micro batches", "scaling between micro batches", "noise",
                                   "no zero_grad", "zero_grad to zero", "model.zero_grad", "swapping"])  # fmt: skip
-def test_random_delays_change_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_delays_change_nothing(name: str, tmp_path: Path, faults: ExitStack) -> None:
     with offloaded("resident", tmp_path) as (model, optimizer):
         expected = SCRIPTS[name](model, optimizer), final_weights(model)
-    Slowness(zlib.crc32(name.encode())).install(monkeypatch)
+    faults.enter_context(Slowness(zlib.crc32(name.encode())).everywhere())
     for placement in ("host", "mixed"):
         with offloaded(placement, tmp_path) as (model, optimizer):
             assert SCRIPTS[name](model, optimizer) == expected[0]

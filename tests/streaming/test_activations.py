@@ -9,10 +9,9 @@ import inspect
 import subprocess
 import sys
 import textwrap
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,14 @@ from torch.utils.checkpoint import checkpoint
 
 import offloadzero
 from offloadzero.errors import AioError, BudgetError, ConfigError, StateError
-from offloadzero.memory.lanes import Lane, LaneTicket
+from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning import memory_plan
 from offloadzero.segments import TierName
 from offloadzero.streaming import activation_homes, activations, hooks
 from offloadzero.torch_private import top_saved_tensors_default_hooks
 from tests.support import models
+from tests.support.faults import delays
 from tests.support.models import WIDTH, CheckpointedStack, Stack
 from tests.support.schedules import Slowness
 from tests.support.training import (
@@ -596,15 +596,7 @@ def test_nvme_needs_a_directory() -> None:
 # --- missing waits
 
 
-def slow_lanes(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    launch = Lane._launch
-
-    def slow(lane: Lane, task: Callable[[], None], fence: Any) -> Any:
-        if lane.name in names:
-            time.sleep(0.004)
-        return launch(lane, task, fence)
-
-    monkeypatch.setattr(Lane, "_launch", slow)
+SLOW_S = 0.004
 
 
 @pytest.fixture
@@ -613,10 +605,10 @@ def expected(tmp_path: Path) -> Outcome:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_delays_change_nothing(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_delays_change_nothing(seed: int, tmp_path: Path, faults: ExitStack) -> None:
     options = {"accumulation": 1 + seed % 2, "clipping": (0.0, 0.5)[seed // 2 % 2]}
     plain = run_engine(Stack, loop, config_with(None, tmp_path, "resident", **options))
-    Slowness(seed).install(monkeypatch)
+    faults.enter_context(Slowness(seed).everywhere())
     placement = ("host", "nvme", "mixed")[seed % 3]
     assert_same(
         run_engine(Stack, loop, config_with(AWAY[seed // 3 % 2], tmp_path, placement, **options)), plain
@@ -633,18 +625,19 @@ def outcome_of(tier: str, directory: Path, expected: Outcome) -> list[str]:
 
 @pytest.mark.parametrize("tier", AWAY)
 def test_slow_lanes_change_nothing_and_a_use_that_does_not_wait_is_caught(
-    tier: str, expected: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tier: str, expected: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: ExitStack
 ) -> None:
-    slow_lanes(monkeypatch, "activation-d2h", "activation-h2d", "activation-write", "activation-read")
+    for lane in ("activation-d2h", "activation-h2d", "activation-write", "activation-read"):
+        faults.enter_context(delays("lane.launch", SLOW_S, about=lane))
     assert outcome_of(tier, tmp_path, expected) == []
     monkeypatch.setattr(activations, "order_compute_after", lambda _: None)
     assert outcome_of(tier, tmp_path, expected) != []
 
 
 def test_fetch_that_does_not_wait_for_the_copy_is_caught(
-    expected: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    expected: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: ExitStack
 ) -> None:
-    slow_lanes(monkeypatch, "activation-d2h")
+    faults.enter_context(delays("lane.launch", SLOW_S, about="activation-d2h"))
 
     def impatient(copy: Any, target: Tensor, fence: Any) -> LaneTicket:
         return copy.homes.fetcher.submit(copy.home, target, fence=fence, label=copy.label)
@@ -665,10 +658,10 @@ def give_up_at_once(store: Any) -> None:
 
 
 def test_home_given_away_while_it_is_read_is_caught(
-    expected: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    expected: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: ExitStack
 ) -> None:
     """Buffers are poisoned when they are free."""
-    slow_lanes(monkeypatch, "activation-h2d")
+    faults.enter_context(delays("lane.launch", SLOW_S, about="activation-h2d"))
     assert outcome_of("host", tmp_path, expected) == []
     fetch = activation_homes.InputCopy.fetch
 

@@ -9,6 +9,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import offloadzero
 from offloadzero.errors import BudgetError, ConfigError, NonFiniteError, StateError
 from tests.support import models
+from tests.support.faults import delays
 from tests.support.models import WIDTH, Stack, TiedLM, features, tokens
 from tests.support.training import (
     Config,
@@ -815,21 +817,10 @@ def test_submodule_loads_a_state_dict(placement: str, dtype: str | None, tmp_pat
     engine.close()
 
 
-def test_optimizer_state_right_after_step_is_the_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_optimizer_state_right_after_step_is_the_steps(tmp_path: Path, faults: ExitStack) -> None:
     """`step()` returns before the update thread has decided; the state dict must wait for it."""
-    import time
-
+    faults.enter_context(delays("decider.decide", 0.1))
     engine, *_ = offloadzero.initialize(model=Stack(), config=make_config("host", tmp_path, clipping=0.5))
-    decider = engine.optimizer.runtime.parts.decider
-    decide = decider._decide
-
-    def slowly(*arguments: Any) -> Any:
-        time.sleep(0.1)
-        return decide(*arguments)
-
-    monkeypatch.setattr(decider, "_decide", slowly)
     engine.backward(engine(features(0)))
     engine.step()
     state = engine.optimizer.state_dict()["state"]

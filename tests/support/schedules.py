@@ -11,31 +11,36 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from offloadzero.fail_points import Point, listening
 from offloadzero.io.engine import AioEngine
-from offloadzero.memory.lanes import Lane
-from offloadzero.memory.store import TieredStore
-from offloadzero.memory.tickets import Promise
-from offloadzero.segments import TierName
-from offloadzero.step.coordinator import StepCoordinator
-from offloadzero.step.decider import Decider
-from offloadzero.step.landing import Landing
-from offloadzero.update.pipeline import UpdatePipeline
+from tests.support.faults import begun_later
 from tests.support.training import Config, Outcome, run_engine
 
 MAX_DELAY_S = 0.003
 LATENESS = 4  # times that long a file operation may be late: it is meant to be overtaken by whole updates
 VOCABULARY = 61
+
+# Where the parts are slow, lanes and files aside.
+PARTS: Mapping[Point, str] = {
+    "update.compute": "compute",
+    "update.stage": "compute",
+    "landing.merge": "land",
+    "landing.measure": "land",
+    "decider.decide": "decide",
+    "step.begin_backward": "train",
+    "step.step": "train",
+}
 
 
 class Slowness:
@@ -74,59 +79,42 @@ class Slowness:
 
         return slow
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def everywhere(self) -> AbstractContextManager[None]:
         """Lanes' tasks (each lane is a part), file operations, chunks of Adam, landings, decisions."""
-        launch = Lane._launch
+        return listening(self._slow_at)
 
-        def slow_launch(lane: Lane, task: Callable[[], None], fence: Any) -> Any:
-            part = f"lane {lane.name}"
+    def _slow_at(self, point: Point, work: Callable[..., Any], about: Any) -> Callable[..., Any]:
+        if point == "lane.launch":
+            return self._slow_lane(work, f"lane {about}")
+        if point in ("nvme.read", "nvme.write"):
+            return self._late(self._slow_file_operation(work, about.engine), point.removeprefix("nvme."))
+        return self.around(work, PARTS[point]) if point in PARTS else work
+
+    def _slow_lane(self, launch: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def slow(task: Callable[[], None], fence: Any) -> Any:
             self.sleep(part)
-            return launch(lane, self.around(task, part), fence)
-
-        monkeypatch.setattr(Lane, "_launch", slow_launch)
-        for name in ("read", "write"):
-            monkeypatch.setattr(AioEngine, name, self._slow_file_operation(getattr(AioEngine, name), name))
-            monkeypatch.setattr(TieredStore, name, self._late(getattr(TieredStore, name), f"late {name}"))
-        for owner, method, part in (
-            (UpdatePipeline, "_compute", "compute"),
-            (UpdatePipeline, "_start_reads", "compute"),
-            (Landing, "_merge", "land"),
-            (Landing, "_measure", "land"),
-            (Decider, "_decide", "decide"),
-            (StepCoordinator, "_begin_backward", "train"),
-            (StepCoordinator, "step", "train"),
-        ):
-            monkeypatch.setattr(owner, method, self.around(getattr(owner, method), part))
-
-    def _slow_file_operation(self, submit: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """The engine's own fault: the completion is seen late, other operations overtake."""
-
-        def slow(engine: AioEngine, *arguments: Any, **options: Any) -> Any:
-            delay_ms = int(1000 * self.draw_s(part) + 0.5)
-            if delay_ms:
-                engine.inject("delay", 1, delay_ms)
-            return submit(engine, *arguments, **options)
+            return launch(self.around(task, part), fence)
 
         return slow
 
-    def _late(self, submit: Callable[..., Any], part: str) -> Callable[..., Any]:
+    def _slow_file_operation(self, submit: Callable[..., Any], engine: AioEngine) -> Callable[..., Any]:
+        """The engine's own fault: the completion is seen late, other operations overtake."""
+
+        def slow(verb: str, *arguments: Any, **options: Any) -> Any:
+            delay_ms = int(1000 * self.draw_s(verb) + 0.5)
+            if delay_ms:
+                engine.inject("delay", 1, delay_ms)
+            return submit(verb, *arguments, **options)
+
+        return slow
+
+    def _late(self, submit: Callable[..., Any], verb: str) -> Callable[..., Any]:
         """A file operation that touches its memory late: it is submitted from another thread, after a while."""
 
-        def late(store: TieredStore, segment: Any, memory: Tensor, **options: Any) -> Any:
-            delay_s = LATENESS * self.draw_s(part) if segment.tier is TierName.NVME else 0.0
-            if not delay_s:
-                return submit(store, segment, memory, **options)
-            promise = Promise()
-
-            def later() -> None:
-                time.sleep(delay_s)
-                try:
-                    promise.fulfil(submit(store, segment, memory, **options))
-                except BaseException as error:
-                    promise.fail(error)
-
-            threading.Thread(target=later, name="late file operation", daemon=True).start()
-            return promise
+        def late(*arguments: Any, **options: Any) -> Any:
+            delay_s = LATENESS * self.draw_s(f"late {verb}")
+            begin = functools.partial(submit, *arguments, **options)
+            return begun_later(begin, delay_s) if delay_s else begin()
 
         return late
 
@@ -367,7 +355,6 @@ def reference(seed: int) -> Outcome:
 def disturbed(seed: int, *, slowest: str | None = None) -> Outcome:
     """The placed run under delays."""
     schedule = draw_schedule(seed)
-    with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory() as directory:
-        Slowness(seed, slowest=slowest).install(monkeypatch)
+    with Slowness(seed, slowest=slowest).everywhere(), tempfile.TemporaryDirectory() as directory:
         own = {**schedule.placed["offloadzero"], "nvme_path": str(Path(directory))}
         return run_engine(schedule.make_model, schedule.loop, {**schedule.placed, "offloadzero": own})

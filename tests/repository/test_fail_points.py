@@ -1,0 +1,134 @@
+"""The fail points of the package: each is passed and used, what is put there runs there, and without one it is free."""
+
+from __future__ import annotations
+
+import ast
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from offloadzero.fail_points import Point, listening, through
+from tests.support.faults import delays, fails, observes, replaced
+
+TESTS = Path(__file__).parents[1]
+PACKAGE = TESTS.parent / "offloadzero"
+# What runs once for each parameter.
+OF_PARAMETERS = ("streaming/hooks.py", "step/gradient_hook.py", "step/collect.py", "step/record_gradient.py")
+
+
+def calls_of_through() -> Iterator[tuple[str, ast.Call]]:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "through":
+                yield str(file.relative_to(PACKAGE)), node
+
+
+def test_each_point_is_passed_in_the_package_and_used_by_a_test() -> None:
+    passed = {ast.literal_eval(call.args[0]) for _, call in calls_of_through()}
+    assert passed == set(get_args(Point))
+    tests = "".join(file.read_text() for file in TESTS.rglob("*.py") if file != Path(__file__))
+    assert [point for point in sorted(passed) if f'"{point}"' not in tests] == []
+
+
+def test_no_parameter_passes_a_point_and_the_package_does_not_listen() -> None:
+    assert not {file for file, _ in calls_of_through()} & set(OF_PARAMETERS)
+    listens = [file for file in PACKAGE.rglob("*.py") if "listening(" in file.read_text()]
+    assert listens == [PACKAGE / "fail_points.py"]
+
+
+def test_delays_and_faults_are_put_at_points() -> None:
+    """What a point offers is not replaced behind its back, but by planted bugs and by what simulates it."""
+    behind = {call.args[1].attr for _, call in calls_of_through() if isinstance(call.args[1], ast.Attribute)}
+    private = "|".join(name for name in behind if name.startswith("_"))
+    pattern = re.compile(rf'setattr\([^()]*"(?:{private})"')
+    assert pattern.search('monkeypatch.setattr(Lane, "_launch", slow)')
+    files = [file.relative_to(TESTS) for file in TESTS.rglob("*.py") if file != Path(__file__)]
+    found = {str(file) for file in files if pattern.search((TESTS / file).read_text())}
+    assert {file for file in found if not file.startswith("simulated/")} == {"races/test_planted_races.py"}
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def test_without_a_listener_the_work_is_what_it_was() -> None:
+    assert through("lane.launch", double, "fetch") is double
+
+
+def test_what_is_put_at_a_point_runs_there_and_only_there() -> None:
+    def more(work: Callable[[int], int], number: int) -> int:
+        return work(number) + 1
+
+    with replaced("lane.launch", more, about="fetch"):
+        assert through("lane.launch", double, "fetch")(4) == 9
+        assert through("lane.launch", double, "landing") is double
+        assert through("landing.merge", double, "fetch") is double
+    assert through("lane.launch", double, "fetch") is double
+
+
+def test_later_listeners_are_around_earlier_ones() -> None:
+    def adding(name: str) -> Callable[..., str]:
+        return lambda work, text: f"{name}({work(text)})"
+
+    first, second = (replaced("landing.merge", adding(name)) for name in ("first", "second"))
+    with first, second:
+        assert through("landing.merge", str)("work") == "second(first(work))"
+    first, second = (replaced("landing.merge", adding(name)) for name in ("first", "second"))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert through("landing.merge", str)("work") == "second(work)"
+    second.__exit__(None, None, None)
+    assert through("landing.merge", str) is str
+
+
+def test_the_work_of_a_number_fails_on_whatever_thread() -> None:
+    done: list[int] = []
+    with fails("update.compute", ValueError("this one"), at=2):
+        through("update.compute", done.append)(1)
+        failing = threading.Thread(target=lambda: done.append(_failure(2)))
+        failing.start()
+        failing.join()
+        through("update.compute", done.append)(3)
+    assert done == [1, -2, 3]
+    with fails("update.compute", ValueError("each"), at=None):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="each"):
+                through("update.compute", done.append)(4)
+
+
+def _failure(number: int) -> int:
+    with pytest.raises(ValueError, match="this one"):
+        through("update.compute", str)(number)
+    return -number
+
+
+def test_an_observer_is_told_before_and_after() -> None:
+    seen: list[Any] = []
+    with observes("landing.merge", before=lambda name: seen.append((name, "before")), after=seen.append):
+        through("landing.merge", seen.append, "unit")("work")
+    assert seen == [("unit", "before"), "work", "unit"]
+
+
+def test_a_delay_comes_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("time.sleep", seen.append)
+    with delays("decider.decide", 0.25):
+        through("decider.decide", seen.append)("work")
+    assert seen == [0.25, "work"]
+
+
+def test_who_listens_may_leave_the_work_as_it_is() -> None:
+    reached: list[tuple[str, object]] = []
+
+    def listener(point: Point, work: Callable[..., Any], about: object) -> Callable[..., Any]:
+        reached.append((point, about))
+        return work
+
+    with listening(listener):
+        assert through("step.step", double) is double
+    assert reached == [("step.step", None)]
