@@ -52,7 +52,7 @@ CAMPAIGN ?= tests/scripts/test_scripts.py tests/scripts/test_script_gradients.py
 	tests/cli/test_report.py tests/engine/test_interrupts.py tests/races/test_races.py \
 	tests/races/test_happens_before.py tests/races/test_simulated_device.py tests/races/test_simulated_scripts.py \
 	tests/sharding/test_ranks_models.py tests/sharding/test_ranks_bytes.py \
-	tests/io/test_aio_stress.py tests/native/test_compact_native.py
+	tests/io/test_aio_stress.py tests/native/test_compact_native.py tests/planning/test_random_budgets.py
 
 campaign: export OFFLOADZERO_TEST_STEPS = 50
 campaign: export OFFLOADZERO_TEST_SCHEDULES = 500
@@ -64,6 +64,7 @@ campaign: export OFFLOADZERO_TEST_LAYOUTS = 100
 campaign: export OFFLOADZERO_TEST_FOREIGN_RUNS = 100
 campaign: export OFFLOADZERO_TEST_FLIPS = 500
 campaign: export OFFLOADZERO_TEST_HANG_S = 900
+campaign: export OFFLOADZERO_TEST_BUDGETS = 200
 campaign: export OFFLOADZERO_CONFIG_MUTATIONS = 5000
 campaign: export OFFLOADZERO_TEST_MUTATIONS = all
 campaign: export OFFLOADZERO_TEST_SIMULATED = all

@@ -21,7 +21,7 @@ from torch import nn
 from offloadzero import interrupts
 from offloadzero.build import Ground, Loop, build_parts
 from offloadzero.checkpoint.safetensors_file import is_known_dtype
-from offloadzero.config import OffloadConfig, create_nvme_directories
+from offloadzero.config import BudgetConfig, OffloadConfig, create_nvme_directories
 from offloadzero.errors import BudgetError, ConfigError, StateError
 from offloadzero.lifetime import EngineState, Resources, wait_for_collected
 from offloadzero.memory.checksums import checksum_bytes
@@ -32,6 +32,7 @@ from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.collectives import CollectiveCount
 from offloadzero.observe.monitor import StepMonitor
+from offloadzero.planning.fit import budgets_text, least_budgets
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
     advice,
@@ -476,16 +477,35 @@ def _plan(
 ) -> MemoryPlan:
     in_memory = (host_bytes(slot.param) for record in records for slot in record.slots)
     available = _available(device, movable_bytes=sum(in_memory), num_local_ranks=num_local_ranks)
-    plan = plan_records(
-        records,
-        config,
-        together=together,
-        available=available,
-        form=device_form(spec, device.torch_device),
-        num_checkpointed=num_checkpointed,
-    )
+
+    def make(config: OffloadConfig) -> MemoryPlan:
+        return plan_records(
+            records,
+            config,
+            together=together,
+            available=available,
+            form=device_form(spec, device.torch_device),
+            num_checkpointed=num_checkpointed,
+        )
+
+    try:
+        plan = make(config)
+    except BudgetError as error:
+        enough = least_budgets(config.budgets, lambda budgets: _is_planned(make, config, budgets))
+        raise BudgetError(f"{error}\n{budgets_text(enough)}") from None
     expect_room(plan, available)
     return plan
+
+
+def _is_planned(
+    make: Callable[[OffloadConfig], MemoryPlan], config: OffloadConfig, budgets: Mapping[TierName, int]
+) -> bool:
+    sizes = {tier.value: size for tier, size in budgets.items()}
+    try:
+        make(replace(config, budgets=BudgetConfig(**sizes)))
+    except BudgetError:
+        return False
+    return True
 
 
 def plan_records(

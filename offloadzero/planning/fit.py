@@ -29,7 +29,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from offloadzero.config import OffloadConfig, load_config
+from offloadzero.config import BudgetConfig, OffloadConfig, load_config
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.planning.memory_plan import MemoryPlan, format_bytes
 from offloadzero.segments import TierName
@@ -37,6 +37,7 @@ from offloadzero.segments import TierName
 NVME_PATH = "offload-files"  # where no directory is configured
 SMALL_CHUNK = 65_536  # elements: a multiple that both layouts accept
 MAX_BUDGET = 1 << 60
+ENOUGH = "The smallest budgets that are enough"
 MAX_BESIDE_BUDGETS = (
     2  # steps that are tried together with raised budgets: a search of its own for each of them
 )
@@ -169,7 +170,8 @@ def smallest_change(
     steps = list(_steps(config, can_be_compact=can_be_compact, has_activations=has_activations))
     if device_room is not None and (config.budgets.device is None or device_room < config.budgets.device):
         steps.insert(0, {"offloadzero.budgets.device": device_room})
-    for keys in _candidates(steps, budgets, partial(_raised_beside, source, verdict_of, is_planned)):
+    raised_beside = partial(_raised_beside, source, config.world_size, verdict_of, is_planned)
+    for keys in _candidates(steps, budgets, raised_beside):
         verdict = verdict_of(with_keys(source, keys), {})
         if verdict.fits:
             return Change(keys)
@@ -194,28 +196,45 @@ def _lacking(source: Source, verdict_of: Callable[[Source, More], Verdict]) -> M
 
 
 def budget_keys(source: Source, config: OffloadConfig, is_planned: Callable[[Source], bool]) -> Keys:
-    """Raise each budget that is too small to the least with which the engine plans on a machine of any size.
+    """Raise each budget that is too small to the least with which the engine plans on a machine of any size."""
+
+    def is_enough(budgets: Mapping[TierName, int]) -> bool:
+        return is_planned(with_keys(source, _keys_of(budgets)))
+
+    return _keys_of(least_budgets(config.budgets, is_enough))
+
+
+def _keys_of(budgets: Mapping[TierName, int]) -> Keys:
+    return {f"offloadzero.budgets.{tier.value}": size for tier, size in budgets.items()}
+
+
+def least_budgets(
+    budgets: BudgetConfig, is_planned: Callable[[Mapping[TierName, int]], bool]
+) -> dict[TierName, int]:
+    """Raise those of the `budgets` that are too small, each to the least with which a plan is made.
 
     One follows the other, with those before it as they are by then and with any amount of those after it: so all
-    of them together are enough.
+    of them together are enough. `is_planned` gets all that are given.
     """
-    budgets = (config.budgets.device, config.budgets.host, config.budgets.nvme)
-    given = {
-        f"offloadzero.budgets.{tier.value}": budget
-        for tier, budget in zip(TierName, budgets, strict=True)
-        if budget is not None
-    }
-    settled: dict[str, object] = dict.fromkeys(given, MAX_BUDGET)
-    raised: dict[str, object] = {}
-    for key, budget in given.items():
+    sizes = (budgets.device, budgets.host, budgets.nvme)
+    given = {tier: size for tier, size in zip(TierName, sizes, strict=True) if size is not None}
+    settled = dict.fromkeys(given, MAX_BUDGET)
+    raised: dict[TierName, int] = {}
+    for tier, budget in given.items():
 
-        def is_enough(size: int, key: str = key) -> bool:
-            return is_planned(with_keys(source, {**settled, key: size}))
+        def is_enough(size: int, tier: TierName = tier) -> bool:
+            return is_planned({**settled, tier: size})
 
-        settled[key] = budget
+        settled[tier] = budget
         if not is_enough(budget):
-            settled[key] = raised[key] = _least(budget, is_enough)
+            settled[tier] = raised[tier] = _least(budget, is_enough)
     return raised
+
+
+def budgets_text(budgets: Mapping[TierName, int]) -> str:
+    """Return the line of a refusal that names the budgets that are enough: keys and values that can be typed in."""
+    keys = ", ".join(f"{key} = {size}" for key, size in _keys_of(budgets).items())
+    return f"{ENOUGH}: {keys}."
 
 
 def _least(too_small: int, is_enough: Callable[[int], bool]) -> int:
@@ -236,6 +255,7 @@ def _least(too_small: int, is_enough: Callable[[int], bool]) -> int:
 
 def _raised_beside(
     source: Source,
+    num_ranks: int,
     verdict_of: Callable[[Source, More], Verdict],
     is_planned: Callable[[Source], bool],
     keys: Keys,
@@ -245,7 +265,7 @@ def _raised_beside(
     verdict = verdict_of(changed, {})
     if not verdict.refusal or verdict.is_mistake:
         return {}
-    return budget_keys(changed, load_config(changed), is_planned)
+    return budget_keys(changed, load_config(changed, world_size=num_ranks), is_planned)
 
 
 def _candidates(
@@ -288,11 +308,11 @@ def _steps(config: OffloadConfig, *, can_be_compact: bool, has_activations: bool
     batch = config.batch
     if has_activations and batch.micro_batch_size is not None:
         for size in _smaller(batch.micro_batch_size):
-            total = batch.micro_batch_size * batch.gradient_accumulation_steps
+            of_rank = batch.micro_batch_size * batch.gradient_accumulation_steps
             yield {
-                "train_batch_size": total,
+                "train_batch_size": of_rank * config.world_size,
                 "train_micro_batch_size_per_gpu": size,
-                "gradient_accumulation_steps": total // size,
+                "gradient_accumulation_steps": of_rank // size,
             }
     if not config.placement.auto:
         yield {"offloadzero.placement": "auto"}

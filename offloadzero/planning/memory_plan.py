@@ -91,6 +91,11 @@ class MemoryPlan:
         )
 
     @property
+    def home_bytes(self) -> int:
+        """Everything that has a home, in all tiers: no buffer, no lease."""
+        return sum(line.num_bytes for line in self.lines if line.what.startswith("home: "))
+
+    @property
     def kept_grad_bytes(self) -> int:
         """The bytes for keeping gradients. Those whose update runs on the device have their home there in any case."""
         kept = f"home: {SegmentKind.GRAD.value}"
@@ -295,15 +300,19 @@ def _move_grads_to_nvme(
     form: UpdateForm,
     num_checkpointed: int,
 ) -> MemoryPlan:
-    """Move gradients that are kept until the step to NVMe if need be: those needed last go first."""
-    placement = dict(plan.placement)
+    """Move gradients that are kept until the step to NVMe if need be: those needed last go first.
+
+    Where that does not make it fit, return the plan that is nearest: buffers for the file may take more than they free.
+    """
+    placement, nearest = dict(plan.placement), plan
     for record in reversed(records):
         if not plan.grads_have_homes or plan.tier_bytes(TierName.HOST) <= host_budget:
-            break
+            return plan
         if placement.get((record.index, SegmentKind.GRAD)) is TierName.HOST:
             placement[record.index, SegmentKind.GRAD] = TierName.NVME
-            plan = _plan(records, config, placement, together, form, num_checkpointed)
-    return plan
+            plan = _plan(records, config, dict(placement), together, form, num_checkpointed)
+            nearest = min(nearest, plan, key=lambda one: one.tier_bytes(TierName.HOST))
+    return nearest
 
 
 def _plan(
