@@ -20,7 +20,7 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.sharding.ranks import Ranks, digest, make_ranks, odd_ranks
-from offloadzero.sharding.shard_spec import WHOLE, ShardSpec
+from offloadzero.sharding.shard_spec import WHOLE, ShardSpec, divides_params, divides_states
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.reduced import AgreeingDecider, ReducedLanding, ReducingCollector, ReducingCoordinator
 from offloadzero.streaming.gathered import GatheredWeights, GatheringExecutor
@@ -43,12 +43,12 @@ class SeveralRanks:
     @property
     def shard(self) -> ShardSpec:
         """The part of gradients and states that this rank keeps: ZeRO's stages 1 to 3 divide them."""
-        return self.ranks.spec if self._config.zero_stage >= 1 else WHOLE
+        return self.ranks.spec if divides_states(self._config.zero_stage) else WHOLE
 
     @property
     def gathers_params(self) -> bool:
         """Whether parameters are divided, too."""
-        return self._config.zero_stage >= 3
+        return divides_params(self._config.zero_stage)
 
     def close(self) -> None:
         """Leave the other ranks. After a failure the group stays: to end it may wait for a collective for ever."""

@@ -17,6 +17,7 @@ FORMAT = "offloadzero.plan"
 FORMAT_VERSION = 1
 DEFAULT_SEQUENCE = 2048
 MAX_TOKENS = 10**18
+MAX_RANKS = 1 << 16
 _COUNT_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
@@ -53,6 +54,20 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--loop", choices=("initialize", "offload"), default="initialize", help="how the script starts"
     )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="the plan of one of N ranks, and its bytes by ZeRO's stage",
+    )
+    parser.add_argument(
+        "--local-ranks",
+        type=int,
+        default=1,
+        metavar="M",
+        help="of the ranks, those that share this machine's memory and drives (default 1)",
+    )
     parser.add_argument("--tokens", metavar="N", help="days and drive writes for so many tokens: 300b, 1.4t")
     parser.add_argument(
         "--drive-tbw", metavar="SIZE", help="what the drives together are made to take: 600TB"
@@ -69,10 +84,10 @@ def run(args: argparse.Namespace) -> int:
     from offloadzero.cli import plan_report
 
     _check(args)
-    source = read_source(args.config)
+    source = read_source(args.config, num_ranks=args.ranks)
     if args.micro_batch is not None:
-        source = with_micro_batch(source, args.micro_batch)
-    config = load_config(source)
+        source = with_micro_batch(source, args.micro_batch, num_ranks=args.ranks)
+    config = load_config(source, world_size=args.ranks)
     question, hardware = ask(args, config)
     if args.largest:
         question = replace(question, model=plan_report.largest(question, source))
@@ -80,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         question,
         source,
         hardware,
-        with_time=not args.no_time,
+        with_time=not args.no_time and args.ranks == 1,
         num_tokens=read_count("--tokens", args.tokens),
         endurance_bytes=None if args.drive_tbw is None else read_num_bytes("--drive-tbw", args.drive_tbw),
     )
@@ -100,6 +115,8 @@ def _check(args: argparse.Namespace) -> None:
     for key, value, most in (
         ("--micro-batch", args.micro_batch, 1 << 20),
         ("--sequence", args.sequence, 1 << 24),
+        ("--ranks", args.ranks, MAX_RANKS),
+        ("--local-ranks", args.local_ranks, args.ranks),
     ):
         if value is not None and not 1 <= value <= most:
             raise ConfigError(key, value, f"a whole number from 1 to {most:,}")
@@ -126,15 +143,15 @@ def read_count(key: str, text: str | None) -> int | None:
     return int(count)
 
 
-def read_source(path: str) -> dict[str, Any]:
+def read_source(path: str, *, num_ranks: int = 1) -> dict[str, Any]:
     """Read the configuration as an object, in which changes are made. Raises ConfigError."""
-    load_config(path)  # checks it as a training does
+    load_config(path, world_size=num_ranks)  # checks it as a training does
     return read_config_file(path)
 
 
-def with_micro_batch(source: Mapping[str, Any], micro_batch: int) -> dict[str, Any]:
+def with_micro_batch(source: Mapping[str, Any], micro_batch: int, *, num_ranks: int = 1) -> dict[str, Any]:
     """Return the configuration with another micro batch, and with as many of them in a step as it had."""
-    num_micro = load_config(source).batch.gradient_accumulation_steps
+    num_micro = load_config(source, world_size=num_ranks).batch.gradient_accumulation_steps
     return {
         **source,
         "train_micro_batch_size_per_gpu": micro_batch,
@@ -164,10 +181,13 @@ def ask(args: argparse.Namespace, config: OffloadConfig) -> tuple[Any, Any]:
         hardware = plan_probe.this_hardware(config.device, config.nvme_paths, fresh=args.fresh)
 
     def memory_of(config: OffloadConfig) -> Memory:
+        nvme = hardware.memory.nvme
         if not config.nvme_paths:
-            return replace(hardware.memory, nvme=None)
-        is_here = args.hardware == "probe"
-        return replace(hardware.memory, nvme=drive_bytes(config.nvme_paths)) if is_here else hardware.memory
+            nvme = None
+        elif args.hardware == "probe":
+            nvme = drive_bytes(config.nvme_paths)
+        host = hardware.memory.host // args.local_ranks
+        return replace(hardware.memory, host=host, nvme=None if nvme is None else nvme // args.local_ranks)
 
     question = Question(
         model=model,
@@ -176,5 +196,6 @@ def ask(args: argparse.Namespace, config: OffloadConfig) -> tuple[Any, Any]:
         loop=Loop(args.loop),
         sequence=args.sequence,
         process_bytes=hardware.process_bytes,
+        num_ranks=args.ranks,
     )
     return question, hardware

@@ -59,6 +59,7 @@ class Question:
     loop: Loop = Loop.INITIALIZE
     sequence: int | None = None  # None: activations are not counted
     process_bytes: int = 0  # of Python and torch
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -97,18 +98,25 @@ class Planner:
         self._model: nn.Module | None = None
         self._traces: dict[tuple[Any, ...], MicroBatchTrace | str] = {}
 
+    def model(self) -> nn.Module:
+        """The model on the meta device."""
+        if self._model is None:
+            self._model = self.question.model.on_meta()
+        return self._model
+
+    def _load(self, source: Source) -> OffloadConfig:
+        return load_config(source, world_size=self.question.num_ranks)
+
     def plan(self, source: Source, more: More = NOTHING) -> tuple[PlannedModel, Memory]:
         """Plan a JSON, and return the machine's memory, too. Raises the engine's errors: ConfigError, BudgetError."""
         question = self.question
-        if self._model is None:
-            self._model = question.model.on_meta()
-        config = load_config(source)
+        config = self._load(source)
         memory = memory_with(question.memory_of(config), more)
         available = {TierName.HOST: memory.host}
         if memory.device is not None:
             available[TierName.DEVICE] = memory.device
         form = question.form_of(spec_in(config))
-        planned = plan_model(self._model, config, loop=question.loop, available=available, form=form)
+        planned = plan_model(self.model(), config, loop=question.loop, available=available, form=form)
         return planned, memory
 
     def answer(self, source: Source, more: More = NOTHING) -> Answer:
@@ -146,7 +154,7 @@ class Planner:
 
     def smallest_change(self, source: Source) -> Change:
         """Return the change of a JSON that does not fit."""
-        config = load_config(source)
+        config = self._load(source)
         codes = spec_in(config).codes
         try:
             answer: Answer | None = self.answer(source)

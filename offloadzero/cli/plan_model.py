@@ -27,6 +27,7 @@ from offloadzero.planning.shapes import PUBLISHED, ModelShape, read_shape
 from offloadzero.planning.traffic import Uses
 from offloadzero.runtime import DTYPES, plan_records
 from offloadzero.segments import TierName
+from offloadzero.sharding.shard_spec import WHOLE, ShardSpec, divides_params, divides_states
 from offloadzero.streaming.units import Site, UnitCut, checkpointed_modules, cut_units
 from offloadzero.update.records import Record
 from offloadzero.update.spec import AnySpec, UpdateForm
@@ -173,6 +174,8 @@ def plan_model(
 ) -> PlannedModel:
     """Plan the memory that the engine reserves for `model`, whose parameters that require gradients are all trained.
 
+    The engines of `config.world_size` ranks reserve the same: their shards have one size.
+
     Args:
         available: bytes by tier for `"placement": "auto"`; of a device whose memory is the host's there is no entry.
         form: the form of the updates on the device.
@@ -181,6 +184,12 @@ def plan_model(
         ConfigError, BudgetError: those of the engine.
     """
     config = settle(config, loop)
+    is_several = config.world_size > 1
+    if is_several:
+        from offloadzero.several_ranks import expect_built  # it loads torch.distributed
+
+        expect_built(config)
+    is_divided = is_several and divides_states(config.zero_stage)
     spec = spec_of_type(config.optimizer.type) if config.optimizer is not None else ADAM
     spec.expect_layout(config.state_layout)
     cut = cut_units(
@@ -190,6 +199,9 @@ def plan_model(
         param_dtype=DTYPES[config.precision.param_dtype],
         spec=spec,
         compact=config.state_layout == "compact",
+        shard=ShardSpec(0, config.world_size) if is_divided else WHOLE,
+        gathers_params=is_several and divides_params(config.zero_stage),
+        is_reduced=is_several,
     )
     checkpointing = config.activation_checkpoints
     checkpointed = (

@@ -14,15 +14,40 @@ from offloadzero.cli.plan_model import ModelSource, uses_of
 from offloadzero.cli.units import duration_text, size_text
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.observe.bound import CORES
-from offloadzero.planning.fit import Change, Source, needed
+from offloadzero.observe.timeline import COMPUTE
+from offloadzero.planning.fit import Change, Source, needed, with_keys
 from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.shapes import MAX_LAYERS, ModelShape
 from offloadzero.planning.time_model import FASTER, Forecast, Run, Step, forecast, forecast_run
 from offloadzero.planning.traffic import step_traffic
+from offloadzero.planning.zero_formulas import STAGES, efficiency, state_bytes
 from offloadzero.segments import TierName
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """The bytes of one rank if ZeRO's stage were this one, beside the formula of ZeRO's paper.
+
+    `tiers` is None where the engine refuses the stage: `refusal`. `states` are those of parameters, gradients and
+    optimizer states, buffers left out.
+    """
+
+    stage: int
+    formula: int
+    tiers: Mapping[TierName, int] | None
+    states: int = 0
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Intensity:
+    """The operations of a step for each byte on a lane, and the share of computing if the lane did not overlap."""
+
+    flops_per_byte: float
+    efficiency: float
 
 
 @dataclass(frozen=True)
@@ -38,6 +63,8 @@ class Report:
     run: Run | None
     hardware: Hardware
     num_tokens: int | None
+    num_ranks: int = 1
+    stages: tuple[StageBytes, ...] = ()  # of several ranks
 
     @property
     def fits(self) -> bool:
@@ -49,9 +76,13 @@ class Report:
     def lines(self) -> list[str]:
         """Return paragraphs of text."""
         lines = list(self._memory_lines()) if self.answer is not None else [self.refusal]
+        if self.stages:
+            lines += ["", *self._stage_lines()]
         lines += ["", *self._verdict_lines()]
         if self.forecast is not None:
             lines += ["", *self._time_lines(self.forecast)]
+        elif self.num_ranks > 1:
+            lines += ["", "The step's time is not forecast over several ranks."]
         return lines
 
     def _memory_lines(self) -> Iterator[str]:
@@ -92,6 +123,22 @@ class Report:
                 f"{format_bytes(answer.waiting_bytes)} of nvme at the most, "
                 f"{format_bytes(answer.memory.nvme or 0)} are available."
             )
+
+    def _stage_lines(self) -> Iterator[str]:
+        yield f"One of {self.num_ranks:,} ranks, by stage of ZeRO:"
+        rows = []
+        for found in self.stages:
+            tiers = ["refused"] * len(TierName)
+            if found.tiers is not None:
+                tiers = [format_bytes(found.tiers[tier]) for tier in TierName]
+            states = "" if found.tiers is None else format_bytes(found.states)
+            rows.append([str(found.stage), *tiers, states, format_bytes(found.formula)])
+        yield from text_table(
+            ["stage", *(tier.value for tier in TierName), "of it states", "ZeRO's formula"], rows
+        )
+        for found in self.stages:
+            if found.refusal:
+                yield f"Stage {found.stage} is refused: {found.refusal}"
 
     def _activations_text(self) -> str:
         answer = self.answer
@@ -144,12 +191,14 @@ class Report:
             {*found.lanes_s, *moved} - found.parts_s.keys(), key=lambda name: -found.lanes_s.get(name, 0.0)
         )
         rows = []
+        of_bytes = intensities(self.step, found) if self.step is not None else {}
         for name in lanes:
-            rows.append(_lane_row(name, moved, found.lanes_s))
+            rows.append([*_lane_row(name, moved, found.lanes_s), *_intensity_texts(of_bytes.get(name))])
             if name == CORES:  # the work that shares them
-                parts = sorted(found.parts_s, key=lambda part: -found.parts_s[part])
-                rows += [_lane_row(part, moved, found.parts_s, indent="  ") for part in parts]
-        yield from text_table(["lane", "bytes per step", "alone"], rows)
+                for part in sorted(found.parts_s, key=lambda part: -found.parts_s[part]):
+                    row = _lane_row(part, moved, found.parts_s, indent="  ")
+                    rows.append([*row, *_intensity_texts(of_bytes.get(part))])
+        yield from text_table(["lane", "bytes per step", "alone", "FLOP/byte", "efficiency"], rows)
 
     # --- for programs ---
 
@@ -168,6 +217,13 @@ class Report:
             **({} if answer is None else _answer_json(answer)),
             "forecast": self.forecast
             and {**asdict(self.forecast), "tokens_per_s": self.forecast.tokens_per_s},
+            "intensity": {
+                name: asdict(found) for name, found in intensities(self.step, self.forecast).items()
+            }
+            if self.step is not None and self.forecast is not None
+            else None,
+            "ranks": self.num_ranks,
+            "stages": [_stage_json(found) for found in self.stages],
             "traffic": self.step
             and {phase: dict(lanes) for phase, lanes in self.step.traffic.by_phase.items()},
             "run": self.run and asdict(self.run),
@@ -192,6 +248,31 @@ def _lane_row(
 ) -> list[str]:
     known = _time_text(seconds[name]) if name in seconds else ""
     return [indent + name, size_text(moved[name]) if name in moved else "", known]
+
+
+def _intensity_texts(found: Intensity | None) -> list[str]:
+    return ["", ""] if found is None else [f"{found.flops_per_byte:,.0f}", f"{100 * found.efficiency:.1f} %"]
+
+
+def _stage_json(found: StageBytes) -> dict[str, Any]:
+    tiers = found.tiers
+    return {**asdict(found), "tiers": tiers and {tier.value: size for tier, size in tiers.items()}}
+
+
+def intensities(step: Step, found: Forecast) -> dict[str, Intensity]:
+    """Give them by lane, where bytes, operations and both rates are known: [Note: two papers]."""
+    seconds = {**found.lanes_s, **found.parts_s}
+    compute_s = seconds.get(COMPUTE)
+    if step.trace is None or step.trace.uncounted or not compute_s:
+        return {}
+    flops = step.num_micro * step.trace.flops
+    known: dict[str, Intensity] = {}
+    for name, num_bytes in step.traffic.lanes.items():
+        if num_bytes and seconds.get(name):
+            per_byte = flops / num_bytes
+            share = efficiency(per_byte, bytes_per_s=num_bytes / seconds[name], flops_per_s=flops / compute_s)
+            known[name] = Intensity(per_byte, share)
+    return known
 
 
 def _answer_json(answer: Answer) -> dict[str, Any]:
@@ -245,6 +326,8 @@ def make_report(
         run=None,
         hardware=hardware,
         num_tokens=num_tokens,
+        num_ranks=question.num_ranks,
+        stages=by_stage(planner, source) if question.num_ranks > 1 else (),
     )
     if answer is None or not with_time:
         return report
@@ -254,6 +337,24 @@ def make_report(
     if num_tokens is not None:
         run = forecast_run(found, step, num_tokens=num_tokens, endurance_bytes=endurance_bytes)
     return replace(report, step=step, forecast=found, run=run)
+
+
+def by_stage(planner: Planner, source: Source) -> tuple[StageBytes, ...]:
+    """Plan a JSON for each stage of ZeRO."""
+    return tuple(_of_stage(planner, source, stage) for stage in STAGES)
+
+
+def _of_stage(planner: Planner, source: Source, stage: int) -> StageBytes:
+    model, num_ranks = planner.model(), planner.question.num_ranks
+    num_trainable = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    num_frozen = sum(param.numel() for param in model.parameters()) - num_trainable
+    formula = round(state_bytes(num_trainable, stage=stage, num_ranks=num_ranks, num_frozen=num_frozen))
+    try:
+        planned, _ = planner.plan(with_keys(source, {"zero_optimization.stage": stage}))
+    except (ConfigError, BudgetError) as error:
+        return StageBytes(stage, formula, None, refusal=str(error).partition("\n")[0])
+    plan = planned.plan
+    return StageBytes(stage, formula, {tier: plan.tier_bytes(tier) for tier in TierName}, plan.home_bytes)
 
 
 def step_of(answer: Answer) -> Step:

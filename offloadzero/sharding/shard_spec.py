@@ -41,3 +41,13 @@ class ShardSpec:
 
 
 WHOLE = ShardSpec()  # the spec of a process that trains alone
+
+
+def divides_states(stage: int) -> bool:
+    """Whether a stage of ZeRO divides optimizer states; gradients are divided with them here, from stage 1 on."""
+    return stage >= 1
+
+
+def divides_params(stage: int) -> bool:
+    """Whether a stage of ZeRO divides parameters as well."""
+    return stage >= 3
