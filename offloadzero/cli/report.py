@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from offloadzero.cli.output import check_output, load_json, parse_json, print_lines, save_text
+from offloadzero.cli.report_forecast import PlannedStep, compare, read_planned_step
 from offloadzero.cli.units import duration_text, size_text
 from offloadzero.errors import AioError, ConfigError
 from offloadzero.observe.run_dir import FORMAT, FORMAT_VERSION, RUN_FILE, STEPS_FILE
@@ -39,6 +40,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the directory")
     parser.add_argument("-o", "--output", metavar="FILE", help="the page (default RUN_DIR/report.html)")
+    parser.add_argument(
+        "--plan", metavar="FILE", help="the forecast beside it: a file of `offloadzero plan --json`"
+    )
     parser.set_defaults(run=run)
 
 
@@ -54,9 +58,11 @@ def run(args: argparse.Namespace) -> int:
             "RUN_DIR", args.run_dir, f"{RUN_FILE} is damaged: tiers are lists of what and num_bytes"
         )
     check_output("--output", output)
-    data = page_data(directory, description)
+    planned = None if args.plan is None else read_planned_step(args.plan)
+    data = page_data(directory, description, planned)
     save_text(output, make_page(data))
-    print_lines([data["summary"], f"written to {output}"])
+    compared = [] if planned is None else compare(planned, read_steps(directory / STEPS_FILE)[0]).lines()
+    print_lines([data["summary"], *compared, f"written to {output}"])
     return 0
 
 
@@ -76,7 +82,9 @@ def make_page(data: Mapping[str, Any]) -> str:
     return PAGE_FILE.read_text(encoding="utf-8").replace("/*DATA*/", text, 1)
 
 
-def page_data(directory: Path, description: Mapping[str, Any]) -> dict[str, Any]:
+def page_data(
+    directory: Path, description: Mapping[str, Any], planned: PlannedStep | None = None
+) -> dict[str, Any]:
     """Return all data that the page shows."""
     records, num_unreadable = read_steps(directory / STEPS_FILE)
     traces, notes = read_traces(directory)
@@ -84,10 +92,15 @@ def page_data(directory: Path, description: Mapping[str, Any]) -> dict[str, Any]
         notes.append(f"Lines of {STEPS_FILE} that cannot be read (a run that was killed?): {num_unreadable}.")
     if any(record.get("spans_lost") for record in records):
         notes.append("Some steps recorded more spans than fit in memory: their bytes and bounds are too low.")
+    tiles = facts(records, description)
+    if planned is not None:
+        compared = compare(planned, records)
+        notes.append(compared.sentence)
+        tiles.insert(1, ["forecast", duration_text(compared.forecast_s)])
     return {
         "title": directory.resolve().name,
         "summary": summary(records),
-        "facts": facts(records, description),
+        "facts": tiles,
         "tiers": description.get("tiers", {}),
         "lanes": lane_rows(records),
         "steps": series(records),

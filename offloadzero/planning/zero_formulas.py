@@ -1,4 +1,4 @@
-"""The formulas of the ZeRO papers, which a plan is put beside: bytes per rank, and efficiency by bandwidth (floor 4).
+"""The formulas of the ZeRO papers, which a plan is put beside: bytes per rank, and efficiency by bandwidth.
 
 [Note: two papers]
 ZeRO (arXiv 1910.02054) counts, for each parameter that Adam trains in mixed precision, 2 bytes of parameter, 2 of
