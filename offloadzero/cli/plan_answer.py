@@ -212,10 +212,12 @@ def _beside(planned: PlannedModel, trace: MicroBatchTrace | None, process_bytes:
     if checkpointing is None or checkpointing.tier is TierName.DEVICE:
         return replace(beside, device=beside.device + activations)
     num_there = 1 + INPUTS_AHEAD[checkpointing.tier]
-    away = sum(call.own for call in trace.inputs[:-num_there])
+    # Inputs may all be away where other things have their peak, at the gradients of a tied embedding, say.
+    there = sum(sorted((call.own for call in trace.inputs), reverse=True)[:num_there])
+    activations = min(activations, trace.peak_without_inputs + there)
     # Inputs that are planned on the device are a part of the traced bytes there.
     here = planned.plan.inputs.device if planned.plan.inputs is not None else 0
-    beside = replace(beside, device=beside.device + max(0, activations - away - here))
+    beside = replace(beside, device=beside.device + max(0, activations - here))
     taken = _inputs_beside(planned, trace)
     return replace(beside, host=beside.host + taken[TierName.HOST], nvme=taken[TierName.NVME])
 

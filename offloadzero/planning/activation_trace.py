@@ -70,6 +70,9 @@ class MicroBatchTrace:
     backward_flops: int  # recomputation included
     kept_bytes: int  # when the forward has ended
     peak_bytes: int
+    peak_without_inputs: int = (
+        0  # of what is alive beside the inputs of checkpointed units that have one call
+    )
     inputs: tuple[CallInputs, ...] = ()  # by call of a checkpointed unit
     input_bytes: int = 0  # of the call with the most, each tensor rounded up to pages
     largest_input_bytes: int = 0  # of one tensor, rounded up to pages
@@ -104,7 +107,7 @@ def trace_micro_batch(
     if dtype is not None:
         model.to(dtype)
     counter = _Counter()
-    inputs = _Inputs()
+    inputs = _Inputs(counter)
     for name in checkpointed:
         module = model.get_submodule(name)
         setattr(module, "forward", partial(_checkpointed, module.forward, inputs))  # noqa: B010
@@ -127,6 +130,7 @@ def trace_micro_batch(
         backward_flops=counter.flops - forward_flops,
         kept_bytes=kept_bytes,
         peak_bytes=counter.peak_bytes,
+        peak_without_inputs=counter.peak_without_inputs,
         inputs=inputs.by_call(),
         input_bytes=max((sum(map(align_up, call.values())) for call in inputs.calls), default=0),
         largest_input_bytes=max(
@@ -139,12 +143,16 @@ def trace_micro_batch(
 class _Inputs:
     """The inputs that would leave the device, by call. Their keys are valid in forward, while a graph holds them."""
 
-    def __init__(self) -> None:
+    def __init__(self, counter: _Counter) -> None:
+        self._counter = counter
         self.calls: list[dict[object, int]] = []  # sizes by `input_key`
 
     def note(self, leaves: Iterable[object]) -> None:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)]
-        self.calls.append({input_key(tensor): tensor.nbytes for tensor in tensors if may_leave(tensor)})
+        call = {input_key(tensor): tensor for tensor in tensors if may_leave(tensor)}
+        self.calls.append({key: tensor.nbytes for key, tensor in call.items()})
+        for tensor in call.values():
+            self._counter.note_input(tensor)
 
     def by_call(self) -> tuple[CallInputs, ...]:
         num_calls = Counter(key for call in self.calls for key in call)
@@ -209,6 +217,10 @@ class _Counter(DispatchMode):
         self.uncounted: set[str] = set()
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.peak_without_inputs = 0
+        self._inputs: dict[int, int] = {}  # bytes by the storage's address, of live inputs of one call
+        self._input_bytes = 0  # of them together
+        self._shared: set[int] = set()
         self._known: dict[int, weakref.ref[Any]] = {}  # by the storage's address
 
     def ignore(self, model: nn.Module) -> None:
@@ -245,9 +257,23 @@ class _Counter(DispatchMode):
         self._known[key] = weakref.ref(storage, partial(self._forget, key, num_bytes))
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.peak_without_inputs = max(self.peak_without_inputs, self.live_bytes - self._input_bytes)
+
+    def note_input(self, tensor: Tensor) -> None:
+        """Count a tensor as the input of a call from now on, unless another call has it as well."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._inputs or key in self._shared:
+            self._input_bytes -= self._inputs.pop(key, 0)
+            self._shared.add(key)
+        elif key in self._known:
+            self._inputs[key] = storage.nbytes()
+            self._input_bytes += storage.nbytes()
 
     def _forget(self, key: int, num_bytes: int, _: object) -> None:
         self._known.pop(key, None)
+        self._input_bytes -= self._inputs.pop(key, 0)
+        self._shared.discard(key)
         self.live_bytes -= num_bytes
 
 

@@ -110,3 +110,17 @@ def test_a_budget_counts_inputs_as_the_engine_does(tier: str, tmp_path: Path) ->
     assert "of checkpointed units take" in str(planned.value)
     with pytest.raises(BudgetError, match=f"{key}: "):
         train_and_look(LLAMA.build(), less)
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_more_blocks_leave_no_less_on_the_device(tier: str, tmp_path: Path) -> None:
+    """Inputs are away when the gradients of a tied embedding, not the logits, are the most that is alive."""
+    found = []
+    for num_blocks in (2, 8, 40):
+        model = read_model(f"gpt:512/{num_blocks}/4/3000")
+        answer = planner(model).answer(source_of(tmp_path, tier))
+        assert answer.trace is not None
+        found.append(answer.beside.device)
+        assert answer.beside.device <= answer.trace.peak_bytes
+    assert found == sorted(found)
+    assert found[2] <= 1.05 * found[1], "inputs are away"
