@@ -1,4 +1,4 @@
-"""The bytes that one rank keeps of a model between steps: by the formulas of the ZeRO paper, and beyond (floor 4).
+"""The bytes that one rank keeps of a model between steps: by the formulas of the ZeRO paper, and beyond.
 
 [Note: the formulas of ZeRO]
 Mixed-precision Adam keeps 2 bytes of parameter, 2 of gradient and K of states for each of Ψ parameters (Rajbhandari et
