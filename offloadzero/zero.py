@@ -246,6 +246,7 @@ class GatheredParameters:
                 for runtime, record, slot in self._gathered:
                     runtime.weights.scatter(record, slot)
                 self._gathered = []
+                self._spill_built()
             raise
 
     def _gather(self, param: nn.Parameter) -> None:
@@ -278,14 +279,19 @@ class GatheredParameters:
             if not self._may_edit and not torch.equal(built.value, built.param.data):
                 changed.append(built.origin.name)
                 built.param.data = built.value
-            if can_spill(built.param):  # else code inside the block has spilled it
-                spill(built.param, name=built.origin.name, directory=built.origin.directory)
-        self._built = []
+        self._spill_built()
         if changed and error is None:
             raise StateError(
                 f"{', '.join(changed)} changed under GatheredParameters(modifier_rank=None), which drops the change: "
                 "pass modifier_rank=0 to keep it"
             )
+
+    def _spill_built(self) -> None:
+        """Spill again what was restored in a model that is not offloaded yet."""
+        for built in self._built:
+            if can_spill(built.param):  # else code inside the block has spilled it
+                spill(built.param, name=built.origin.name, directory=built.origin.directory)
+        self._built = []
 
     def _scatter(self) -> list[str]:
         """Put the parameters away again; return the names of those that were changed without permission."""

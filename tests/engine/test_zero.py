@@ -491,6 +491,32 @@ def test_gathering_a_model_that_is_not_offloaded_yet(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_a_gathering_that_fails_leaves_nothing_gathered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model that is not offloaded yet: what came back before has left memory again."""
+    with zero.Init(config_dict_or_path=settings(tmp_path)):
+        model = build()
+    params = [param for param in model.parameters() if spilled_weight(param)]
+    restore, values = zero.restore, [param.detach().clone() for param in params]
+
+    def fail_at_the_third(param: nn.Parameter) -> Any:
+        if param is params[2]:
+            raise offloadzero.AioError(
+                operation="read", path="/the/file", offset=0, num_bytes=1, errno=errno.EIO
+            )
+        return restore(param)
+
+    monkeypatch.setattr(zero, "restore", fail_at_the_third)
+    with pytest.raises(offloadzero.AioError), zero.GatheredParameters(params, modifier_rank=0):
+        pass
+    assert all(spilled_weight(param) for param in params)
+    assert all(torch.equal(param, value) for param, value in zip(params, values, strict=True))
+    monkeypatch.undo()
+    with zero.GatheredParameters(params):  # and again
+        assert not any(spilled_weight(param) for param in params)
+
+
 def change(param: nn.Parameter) -> None:
     with zero.GatheredParameters(param), torch.no_grad():
         param.zero_()
