@@ -36,6 +36,7 @@ class Resources:
 
     def __init__(self, failures: Failures) -> None:
         self.failures = failures
+        self.others_wait = False  # other ranks, for what was begun
         self._pid = os.getpid()
         self._parts: list[Callable[[], None]] = []
         self._closed = Latch()
@@ -101,11 +102,13 @@ class Resources:
 
     def _close_collected(self) -> None:
         unseen = self.failures.unseen()
-        # The updates still under way would write weights that can no longer be read.
-        self.failures.record(StateError("the engine was collected"))
+        collected = StateError("the engine was collected")
+        if not self.others_wait:  # updates still under way would write weights that can no longer be read
+            self.failures.record(collected)
         try:
             self.close()
         finally:
+            self.failures.record(collected)
             _closing.discard(self)
             self._collected.set()
         if unseen is not None:

@@ -110,6 +110,7 @@ class Runtime:
         self.several: SeveralRanks | None = None
         if config.world_size > 1:
             self.several = _join_ranks(self.accelerator.device, config, self.failures)
+            self.resources.others_wait = True
             self.resources.add(self.several.close)
         marks = self.accelerator.marks()
         if marks is not None:

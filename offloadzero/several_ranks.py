@@ -37,7 +37,6 @@ class SeveralRanks:
         """Make the parts for these ranks, and have the other ranks told of the first one of `failures`."""
         self.ranks = ranks
         self._config = config
-        self._failures = failures
         failures.tell = ranks.board.report
 
     @property
@@ -51,9 +50,8 @@ class SeveralRanks:
         return divides_params(self._config.zero_stage)
 
     def close(self) -> None:
-        """Leave the other ranks. After a failure the group stays: to end it may wait for a collective for ever."""
-        if self._failures.first is None:
-            self.ranks.close()
+        """Leave the other ranks."""
+        self.ranks.close()
 
     def agree(self, values: torch.Tensor) -> None:
         """Overwrite a host tensor with that of the first rank."""

@@ -130,6 +130,8 @@ class Channel:
         self._board = board
         self._is_on_host = is_on_host
         self.counter = CollectiveCounter()
+        self._is_closed = False
+        self._is_in_collective = False
 
     def all_gather(self, whole: Tensor, label: str) -> None:
         """Fill `whole`, shape (n,), with the parts of all ranks; this rank's part lies in its place there already."""
@@ -187,9 +189,15 @@ class Channel:
             self._run(BROADCAST, label, data, lambda: dist.broadcast(data, 0, **self._options))
 
     def close(self) -> None:
-        """Give the group's threads and connections back, after its last collective. A second call does nothing."""
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():  # else it ended with torch's group
+        """Give the group's threads and connections back, after its last collective. A second call does nothing.
+
+        A group that waits in a collective stays: to end it may wait for that for ever.
+        """
+        self._is_closed = True
+        if self._group is None or self._is_in_collective:
+            return
+        group, self._group = self._group, None  # its threads end with the last reference
+        if dist.is_initialized():  # else the group ended with torch's
             dist.destroy_process_group(group)
 
     @property
@@ -198,9 +206,12 @@ class Channel:
 
     def _run(self, kind: str, label: str, data: Tensor, start: Callable[[], Any]) -> None:
         """Issue the collective that `start` begins over `data`, and wait for it."""
+        if self._is_closed:
+            raise StateError(f"{label}: the {kind}: the engine of this model is closed")
         what = f"{label}: the {kind} (rank {self._spec.rank} of {self._spec.world_size})"
         self._board.look(what)
         try:
+            self._is_in_collective = True
             work = start()
             if work is None:
                 raise AssertionError("the process is in no process group")
@@ -209,6 +220,7 @@ class Channel:
                 self._wait(work, what)
             else:
                 work.wait()  # makes the stream wait, not the host
+            self._is_in_collective = False
         except RankError:
             raise
         except KeyboardInterrupt:  # the collective is abandoned, and all others of the group

@@ -1,0 +1,152 @@
+"""The end of an engine over several ranks, planned or not: what it leaves behind, what the others are told."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import offloadzero
+from offloadzero import runtime
+from offloadzero.lifetime import wait_for_collected
+from tests.support.ranks import run_ranks
+from tests.support.sharded import config_of, engine_of, train
+
+TIMEOUT_S = 100.0
+MAX_MORE = 4  # threads and descriptors that come and go; an engine's process groups are 21 and 35
+
+Found = dict[str, list[Any]]  # what each rank's function of that name gives, by rank
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """All functions of this file, one after the other in the same processes, long before the timeout."""
+    directory = tmp_path_factory.mktemp("ends")
+    begun_s = time.monotonic()
+    by_rank = run_ranks(end, 2, directory, str(directory), timeout_s=TIMEOUT_S)
+    assert time.monotonic() - begun_s < TIMEOUT_S
+    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
+
+
+def end(rank: int, directory: str) -> dict[str, Any]:
+    """By function."""
+    works: tuple[Callable[[int, str], Any], ...] = (
+        be_collected,
+        start_in_vain,
+        use_a_closed_channel,
+    )
+    return {work.__name__: work(rank, directory) for work in works}
+
+
+def said_of(call: Callable[[], Any]) -> str:
+    """What `call` raises."""
+    try:
+        call()
+    except (offloadzero.OffloadError, LookupError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def resources() -> list[int]:
+    """The threads and descriptors of this process."""
+    return [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")]
+
+
+def start(rank: int, directory: str, stage: int = 3, **keys: Any) -> offloadzero.Engine:
+    """An engine that has trained one step, on all ranks."""
+    engine = engine_of(config_of("host", stage, Path(directory), world_size=2), **keys)
+    try:
+        train(engine, rank, 2, num_steps=1)
+        engine.synchronize()
+    except offloadzero.OffloadError:
+        engine.close()
+        raise
+    return engine
+
+
+# --- what it leaves behind ---
+
+
+def be_collected(rank: int, directory: str) -> dict[str, Any]:
+    """What is left of each engine, and what nobody could be told of."""
+    left, unraisable = [], []
+    hook, sys.unraisablehook = sys.unraisablehook, lambda it: unraisable.append(str(it.exc_value))
+    for _ in range(3):
+        engine = start(rank, directory)  # whose next fetches are on their way
+        del engine
+        gc.collect()
+        wait_for_collected()
+        left.append(resources())
+    sys.unraisablehook = hook
+    return {"left": left, "unraisable": unraisable}
+
+
+def test_a_collected_engine_leaves_no_process_groups(found: Found) -> None:
+    for said in found["be_collected"]:
+        assert said["unraisable"] == []
+        (threads, descriptors), *_, last = said["left"]
+        assert last[0] - threads < MAX_MORE
+        assert last[1] - descriptors < MAX_MORE
+
+
+def start_in_vain(rank: int, directory: str) -> dict[str, Any]:
+    """By the ranks whose start fails at its end: what is said, and what is left each time."""
+    found: dict[str, Any] = {}
+    move_buffers = runtime._move_buffers
+
+    def fail(*_: Any) -> None:
+        raise LookupError("no buffers")
+
+    for name, ranks in {"both": (0, 1), "one": (1,)}.items():
+        said, left = [], []
+        for _ in range(3):
+            runtime._move_buffers = fail if rank in ranks else move_buffers
+            try:
+                said.append(said_of(lambda: start(rank, directory)))
+            finally:
+                runtime._move_buffers = move_buffers
+            gc.collect()
+            wait_for_collected()
+            dist.barrier()
+            left.append(resources())
+        found[name] = [said, left]
+    return found
+
+
+def test_an_engine_that_fails_late_to_start_leaves_no_process_groups(found: Found) -> None:
+    for rank, by_name in enumerate(found["start_in_vain"]):
+        for name, (said, (first, *_, last)) in by_name.items():
+            if name == "both" or rank == 1:
+                assert said == ["LookupError: no buffers"] * 3
+            else:
+                assert all(text.startswith("RankError: ") for text in said)
+                assert all("rank 1: LookupError: no buffers" in text for text in said)
+            # What the other rank did not come to stays, of each engine: a group that waits in a collective cannot end.
+            num_groups = 2 if name == "one" and rank == 0 else 0
+            assert last[0] - first[0] < MAX_MORE + 6 * num_groups, name
+            assert last[1] - first[1] < MAX_MORE + 10 * num_groups, name
+
+
+def use_a_closed_channel(rank: int, directory: str) -> list[Any]:
+    """What a collective raises whose engine is closed, and its values after that."""
+    engine = start(rank, directory)
+    several = engine._runtime.several
+    assert several is not None
+    engine.close()
+    values = torch.ones(3)
+    said = said_of(lambda: several.ranks.states.all_reduce(values, "a late read"))
+    return [said, values.tolist()]
+
+
+def test_a_closed_channel_is_not_the_default_group(found: Found) -> None:
+    for said, values in found["use_a_closed_channel"]:
+        assert said == "StateError: a late read: the all-reduce: the engine of this model is closed"
+        assert values == [1.0] * 3
