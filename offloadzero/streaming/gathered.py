@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -169,7 +170,8 @@ class GatheredWeights(WeightAccess):
                 work()
             except BaseException as error:
                 if not self._has_departed:  # else the others know already
-                    self._give_up(f"{type(error).__name__}: {error}".encode())
+                    with suppress(RankError):  # then the collective in which the error came has told them
+                        self._give_up(f"{type(error).__name__}: {error}".encode())
                 raise
             self._say(_ENDED)
         finally:
@@ -234,11 +236,13 @@ class GatheredWeights(WeightAccess):
         if record.shard.world_size == 1 or segment is record.whole_param:
             super()._read_home(record, slot, segment, target)
             return
-        if not self._follows:
-            self._say(record.index, slot.index, record.spec.kinds.index(segment.kind))
-        data = target.view(torch.uint8).zero_()
-        if place.num_elements:
-            kept = target[place.skipped : place.skipped + place.num_elements]
-            self._store.read(segment, kept, start=place.start).wait()
-        # Each byte comes from one rank, and is zero on the others.
-        self._ranks.states.all_reduce(data, f"{slot.name}.{segment.kind.value}")
+        # The others wait for this rank until the block ends.
+        with self._store.failures.whole(f"the read of {slot.name} over the ranks"):
+            if not self._follows:
+                self._say(record.index, slot.index, record.spec.kinds.index(segment.kind))
+            data = target.view(torch.uint8).zero_()
+            if place.num_elements:
+                kept = target[place.skipped : place.skipped + place.num_elements]
+                self._store.read(segment, kept, start=place.start).wait()
+            # Each byte comes from one rank, and is zero on the others.
+            self._ranks.states.all_reduce(data, f"{slot.name}.{segment.kind.value}")

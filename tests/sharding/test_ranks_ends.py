@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 import offloadzero
-from offloadzero import runtime
+from offloadzero import engine_checkpoints, runtime
 from offloadzero.lifetime import wait_for_collected
+from offloadzero.memory.store import TieredStore
+from offloadzero.streaming.gathered import GatheredWeights
 from tests.support.ranks import run_ranks
 from tests.support.sharded import config_of, engine_of, train
 
@@ -42,6 +46,7 @@ def end(rank: int, directory: str) -> dict[str, Any]:
         be_collected,
         start_in_vain,
         use_a_closed_channel,
+        interrupt_a_save,
     )
     return {work.__name__: work(rank, directory) for work in works}
 
@@ -50,7 +55,7 @@ def said_of(call: Callable[[], Any]) -> str:
     """What `call` raises."""
     try:
         call()
-    except (offloadzero.OffloadError, LookupError) as error:
+    except (offloadzero.OffloadError, KeyboardInterrupt, LookupError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -150,3 +155,64 @@ def test_a_closed_channel_is_not_the_default_group(found: Found) -> None:
     for said, values in found["use_a_closed_channel"]:
         assert said == "StateError: a late read: the all-reduce: the engine of this model is closed"
         assert values == [1.0] * 3
+
+
+# --- Ctrl-C ---
+
+
+def interrupt_a_save(rank: int, directory: str) -> dict[str, list[str]]:
+    """By where the first rank is when it comes: what the save raises, and a step after it."""
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    save_states, read = engine_checkpoints.save_states, TieredStore.read
+
+    def interrupt_between_two_collectives(*given: Any, **options: Any) -> Any:
+        if sys._getframe(1).f_code is GatheredWeights._read_home.__code__:
+            raise KeyboardInterrupt
+        return read(*given, **options)
+
+    found = {}
+    for name in ("writing", "reading", "waiting"):
+        engine, here = start(rank, directory), Path(directory) / name
+        if rank == 0 and name == "writing":
+            engine_checkpoints.save_states = interrupt
+        elif rank == 0 and name == "reading":
+            TieredStore.read = interrupt_between_two_collectives  # type: ignore[method-assign,assignment]
+        elif rank == 0:
+            timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
+            timer.start()
+        elif name == "waiting":
+            wait_for(here)
+        try:
+            said = [said_of(lambda: engine.save_checkpoint(directory))]  # noqa: B023
+        finally:
+            engine_checkpoints.save_states, TieredStore.read = save_states, read  # type: ignore[method-assign]
+        if rank == 0:
+            here.touch()
+        said.append(said_of(lambda: train(engine, rank, 2, num_steps=1)))  # noqa: B023
+        said_of(engine.close)
+        found[name] = said
+    return found
+
+
+def wait_for(path: Path) -> None:
+    until_s = time.monotonic() + TIMEOUT_S
+    while not path.exists() and time.monotonic() < until_s:
+        time.sleep(0.05)
+
+
+def test_ctrl_c_in_a_save_is_raised_as_such_and_told(found: Found) -> None:
+    first, second = found["interrupt_a_save"]
+    assert first.keys() == second.keys() == {"writing", "reading", "waiting"}
+    for name in first:
+        (interrupted, *after), (told, *other_after) = first[name], second[name]
+        assert interrupted.startswith("KeyboardInterrupt: "), (name, interrupted)
+        assert told.startswith("RankError: "), (name, told)
+        assert "KeyboardInterrupt" in told, (name, told)
+        if name == "writing":  # no rank is in a collective
+            assert after == other_after == ["nothing"]
+        else:
+            assert "nothing" not in [*after, *other_after]
+            assert all("KeyboardInterrupt" in text for text in [*after, *other_after])
