@@ -64,11 +64,12 @@ def initialize(
     Raises:
         ConfigError, BudgetError, AioError.
     """
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise ConfigError(name, value, "None: model and sequence parallelism are not built")
-    rank, world_size = launch.join_group()
-    with _telling_others(world_size):
+    with _telling_others():  # where there is a group already
+        rank, world_size = launch.join_group()
+    with _telling_others():
+        for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+            if value is not None:
+                raise ConfigError(name, value, "None: model and sequence parallelism are not built")
         settings = _of_rank(
             load_config(config_source(args, config, config_params), world_size=world_size), rank, world_size
         )
@@ -86,9 +87,9 @@ def initialize(
         )
 
 
-def _telling_others(world_size: int) -> AbstractContextManager[None]:
-    """Tell an error of the block to the other ranks, which wait for this one."""
-    if world_size == 1:
+def _telling_others() -> AbstractContextManager[None]:
+    """Tell an error of the block to the other ranks of the process group, which wait for this one."""
+    if launch.group_size() == 1:
         return nullcontext()
     from offloadzero.sharding.ranks import telling_others  # imported here, as it loads torch.distributed
 

@@ -45,10 +45,12 @@ def join_group() -> tuple[int, int]:
     """
     if max(_sizes().values()) > 1:
         init_distributed()
-    if not _group_is_up():
-        return 0, 1
-    dist = _distributed()
-    return dist.get_rank(), dist.get_world_size()
+    return (_distributed().get_rank(), group_size()) if _group_is_up() else (0, 1)
+
+
+def group_size() -> int:
+    """The number of ranks of torch's process group; 1 without one."""
+    return int(_distributed().get_world_size()) if _group_is_up() else 1
 
 
 def init_distributed(

@@ -22,7 +22,7 @@ from offloadzero.lifetime import wait_for_collected
 from offloadzero.memory.store import TieredStore
 from offloadzero.streaming.gathered import GatheredWeights
 from tests.support.ranks import run_ranks
-from tests.support.sharded import config_of, engine_of, train
+from tests.support.sharded import config_of, engine_of, make_odd_model, train
 
 TIMEOUT_S = 100.0
 MAX_MORE = 4  # threads and descriptors that come and go; an engine's process groups are 21 and 35
@@ -47,6 +47,7 @@ def end(rank: int, directory: str) -> dict[str, Any]:
         start_in_vain,
         use_a_closed_channel,
         interrupt_a_save,
+        start_with_another_call,
     )
     return {work.__name__: work(rank, directory) for work in works}
 
@@ -216,3 +217,33 @@ def test_ctrl_c_in_a_save_is_raised_as_such_and_told(found: Found) -> None:
         else:
             assert "nothing" not in [*after, *other_after]
             assert all("KeyboardInterrupt" in text for text in [*after, *other_after])
+
+
+# --- a start ---
+
+
+def start_with_another_call(rank: int, directory: str) -> dict[str, str]:
+    """By what is wrong on the second rank, before any configuration is read; then all start."""
+    said = {}
+    config = config_of("host", 3, Path(directory), world_size=2)
+    for name in ("mpu", "WORLD_SIZE", "nothing"):
+        keys = {"mpu": object()} if name == "mpu" and rank else {}
+        if name == "WORLD_SIZE" and rank:
+            os.environ[name] = "two"
+        try:
+            said[name] = said_of(
+                lambda: offloadzero.initialize(model=make_odd_model(), config=config, **keys)  # noqa: B023
+            )
+        finally:
+            os.environ.pop("WORLD_SIZE", None)
+        gc.collect()
+    return said
+
+
+def test_what_is_wrong_before_the_configuration_is_told_to_the_others(found: Found) -> None:
+    first, second = found["start_with_another_call"]
+    assert first.pop("nothing") == second.pop("nothing") == "nothing"
+    assert second.keys() == {"mpu", "WORLD_SIZE"}
+    for name, text in second.items():
+        assert text.startswith(f"ConfigError: {name} = ")
+        assert f"the start of an engine (rank 0 of 2) is given up: rank 1: {text}" in first[name]
