@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 import offloadzero
+from offloadzero.sharding import ranks
 from offloadzero.zero import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -18,6 +21,7 @@ from offloadzero.zero import (
     safe_set_full_optimizer_state,
 )
 from tests.support.ranks import run_ranks
+from tests.support.schedules import BlockForm, RandomModel, token_ids
 from tests.support.sharded import WIDTH, config_of, engine_of, make_odd_model, train
 
 Found = dict[str, list[Any]]  # what each rank's function of that name gives, by rank
@@ -38,6 +42,7 @@ def depart(rank: int, directory: str) -> dict[str, Any]:
         configure,
         set_own_rates,
         write_alone,
+        take_branches,
     )
     return {work.__name__: work(rank, directory) for work in works}
 
@@ -221,3 +226,62 @@ def test_a_write_of_one_rank_alone_is_an_error_on_all(found: Found) -> None:
                         "the scripts of ranks [1] have not written the same values into parameters and states"
                     )
                     assert text_of_it in text, (name, text)
+
+
+# --- branches ---
+
+BRANCH_TIMEOUT_S = 5.0  # of the process groups: some ranks wait for what the others never send
+ALL_BLOCKS = (0, 1, 2)
+
+
+def take_branches(rank: int, directory: str) -> dict[str, tuple[str, float]]:
+    """By what the second rank alone does in its second step: what is said within three more, and after how long."""
+
+    def forward(engine: offloadzero.Engine, seed: int, use: tuple[int, ...] = ALL_BLOCKS) -> torch.Tensor:
+        loss: torch.Tensor = engine(token_ids(2 * seed + rank), use)
+        return loss
+
+    def step(engine: offloadzero.Engine, seed: int, use: tuple[int, ...] = ALL_BLOCKS) -> None:
+        engine.backward(forward(engine, seed, use))
+        engine.step()
+
+    def skip_the_step(engine: offloadzero.Engine) -> None:
+        engine.backward(forward(engine, 1))
+
+    branches: dict[str, Callable[[offloadzero.Engine], None]] = {
+        "skips a block": lambda e: step(e, 1, (0, 2)),
+        "takes blocks in another order": lambda e: step(e, 1, (1, 0, 2)),
+        "ends early": lambda e: e.close(),
+        "skips the step": skip_the_step,
+    }
+    said = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "timeout_of_process_group", lambda: timedelta(seconds=BRANCH_TIMEOUT_S))
+        for name, branch in branches.items():
+            form = BlockForm(hidden=31, frozen="no", unused=0, checkpointed=False)
+            torch.manual_seed(0)
+            model = RandomModel(15, [form] * 3, tied=False)
+            engine, *_ = offloadzero.initialize(
+                model=model, config=config_of("host", 3, Path(directory), world_size=2)
+            )
+            step(engine, 0)
+            begun_s = time.monotonic()
+
+            def go_on(engine: offloadzero.Engine = engine, branch: Any = branch) -> None:
+                branch(engine) if rank else step(engine, 1)
+                for seed in (2, 3, 4):
+                    step(engine, seed)
+                engine.synchronize()
+
+            said[name] = said_of(go_on), time.monotonic() - begun_s
+            said_of(engine.close)
+    return said
+
+
+def test_a_branch_of_one_rank_alone_is_an_error_on_all_in_time(found: Found) -> None:
+    for said in found["take_branches"]:
+        for name, (text, took_s) in said.items():
+            assert text.startswith(("StateError: ", "RankError: ")), (name, text)
+            assert took_s < BRANCH_TIMEOUT_S + 20, name
+            if "block" in name:
+                assert "the ranks fetch weights in different orders" in text, (name, text)
