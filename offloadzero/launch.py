@@ -9,7 +9,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from offloadzero.errors import ConfigError
+from offloadzero.errors import ConfigError, RankError
 
 log = logging.getLogger("offloadzero")
 
@@ -73,6 +73,7 @@ def init_distributed(
 
     Raises:
         ConfigError: a launcher says that there are several ranks, and not which this is.
+        RankError: a rank has not come within `timeout`, or is gone.
     """
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     wanted = launched or init_method is not None or rank >= 0
@@ -88,7 +89,13 @@ def init_distributed(
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if size > 1:
         options |= {"rank": rank, "world_size": world_size} if rank >= 0 else {}
-        dist.init_process_group(_backend(dist_backend, size), init_method=init_method, **options)
+        try:
+            dist.init_process_group(_backend(dist_backend, size), init_method=init_method, **options)
+        except RuntimeError as error:
+            (first_line, *_) = [*str(error).splitlines(), ""]
+            raise RankError(
+                f"torch's process group of {size} ranks has not come up ({first_line})"
+            ) from error
     else:
         where = {"store": dist.HashStore()} if init_method is None else {"init_method": init_method}
         dist.init_process_group(_backend(dist_backend, 1), rank=0, world_size=1, **where, **options)

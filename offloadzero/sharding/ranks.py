@@ -80,16 +80,20 @@ class _Board:
         what = f"the start of an engine (rank {self._rank} of {world_size})"
         here = [f"{self._key}/{rank} is here" for rank in range(world_size)]
         until_s = time.monotonic() + timeout.total_seconds()
-        with self._lock:
+        with _named(what), self._lock:
             self._store.set(here[self._rank], "1")
         while True:
             self.look(what)
+            begun_s = time.monotonic()
             try:
                 self._store.wait(here, timedelta(seconds=LOOK_UP_S))
                 return
             except RuntimeError as error:  # torch has a timeout of its own only in newer versions
+                if time.monotonic() - begun_s < LOOK_UP_S / 2:
+                    raise RankError(f"{what} has failed ({_first_line(error)})") from error
                 if time.monotonic() > until_s:
-                    late = [rank for rank, key in enumerate(here) if not self._store.check([key])]
+                    with _named(what):
+                        late = [rank for rank, key in enumerate(here) if not self._store.check([key])]
                     raise RankError(f"{what}: ranks {late} have not come to it") from error
 
     def report(self, error: BaseException) -> None:
@@ -317,7 +321,8 @@ def make_ranks(device: torch.device) -> Ranks:
     on_device = "gloo" if device.type == "cpu" else "nccl"
 
     def channel(backend: str) -> Channel:
-        group = dist.new_group(backend="fake" if is_fake else backend, timeout=timeout)
+        with _named(f"the making of process groups (rank {spec.rank} of {spec.world_size})"):
+            group = dist.new_group(backend="fake" if is_fake else backend, timeout=timeout)
         return Channel(group, spec, board, is_on_host=backend == "gloo")
 
     ranks = Ranks(
@@ -345,6 +350,15 @@ def _is_fake() -> bool:
     Engines can be built in it, which shows what a rank of so many keeps; they do not train.
     """
     return bool(dist.get_backend() == "fake")
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Raise RankError in the place of what torch raises where a rank or the store is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(f"{what} has failed ({_first_line(error)})") from error
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def start(rank: int, directory: str, stage: int = 3, **keys: Any) -> offloadzero
 
 
 def be_collected(rank: int, directory: str) -> dict[str, Any]:
-    """What is left of each engine, and what nobody could be told of."""
+    """What is left of each engine, and what was printed because it could not be raised."""
     left, unraisable = [], []
     hook, sys.unraisablehook = sys.unraisablehook, lambda it: unraisable.append(str(it.exc_value))
     for _ in range(3):
