@@ -50,6 +50,10 @@ class Case:
         """Where a rank's output goes."""
         return Path(self.directory) / f"rank-{rank}.txt"
 
+    def raised_file(self, rank: int) -> Path:
+        """Holds when an error has ended a rank's script."""
+        return Path(self.directory) / f"rank-{rank}-raised"
+
 
 class Death:
     """Of the victim, inside of a phase; at its end at the latest."""
@@ -141,7 +145,11 @@ def become(case: Case, rank: int) -> None:
     os.dup2(output, 2)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ["LOCAL_RANK"] = str(rank)
-    train(case, rank)
+    try:
+        train(case, rank)
+    except BaseException:
+        case.raised_file(rank).write_text(str(time.monotonic()))  # one clock for all processes
+        raise
 
 
 @dataclass(frozen=True)
@@ -150,13 +158,14 @@ class End:
 
     pid: int
     status: int | None  # as waitpid says; None: it has hung
-    after_s: float  # the victim's death
+    after_s: float  # the victim's death, as the next one
+    raised_s: float | None  # when an error has ended its script
 
 
-def watch(pids: list[int], *, within_s: float, victim: int) -> list[End]:
+def watch(case: Case, pids: list[int], *, within_s: float) -> list[End]:
     """Wait for all; one that lives `within_s` after the victim's death, or after the start, is asked for its stacks."""
     ends: dict[int, tuple[int | None, float]] = {}
-    begun_s = time.monotonic()
+    begun_s, victim = time.monotonic(), case.victim
     while len(ends) < len(pids):
         since_s = ends[victim][1] if victim in ends else begun_s + within_s
         for rank, pid in enumerate(pids):
@@ -173,7 +182,9 @@ def watch(pids: list[int], *, within_s: float, victim: int) -> list[End]:
                 ends[rank] = None, time.monotonic()
         time.sleep(0.01)
     died_s = ends[victim][1]
-    return [End(pid, ends[rank][0], ends[rank][1] - died_s) for rank, pid in enumerate(pids)]
+    raised = [case.raised_file(rank) for rank in range(len(pids))]
+    raised_s = [float(path.read_text()) - died_s if path.exists() else None for path in raised]
+    return [End(pid, ends[rank][0], ends[rank][1] - died_s, raised_s[rank]) for rank, pid in enumerate(pids)]
 
 
 def main() -> None:
@@ -190,7 +201,7 @@ def main() -> None:
                 become(case, rank)
                 return
             pids.append(pid)
-        ends = watch(pids, within_s=3 * case.timeout_s, victim=case.victim)
+        ends = watch(case, pids, within_s=5 * case.timeout_s)
         played.append([asdict(end) for end in ends])
     print(json.dumps(played))
 

@@ -27,7 +27,8 @@ NUM_KILLS = int(os.environ.get("OFFLOADZERO_TEST_KILLS", "2"))
 FIRST_SEED = int(os.environ.get("OFFLOADZERO_TEST_FIRST_SEED", "0"))
 KILLS_PER_START = 10
 TIMEOUT_S = 12.0  # of the process groups
-END_WITHIN_S = 20.0  # after it, on busy cores: the engine's end and the interpreter's
+RAISE_WITHIN_S = 6.0  # after it, on busy cores
+END_WITHIN_S = 30.0  # the interpreter, too
 # Which phase by seed: those that wait for the timeout come late.
 ORDER = ("backward", "save", "build", "forward", "step", "close", "start")
 # About as many Python calls as a phase makes, and the seconds it takes.
@@ -101,6 +102,9 @@ def check_ends(case: Case, ends: list[dict[str, Any]], what: str) -> None:
         if case.phase == "close" and code == 0:  # it had come to its end before
             continue
         assert code == 1, f"{what}: rank {rank}: {code}\n{said}"
+        raised_s = end["raised_s"]
+        assert raised_s is not None, f"{what}: rank {rank}: {said}"
+        assert raised_s < TIMEOUT_S + RAISE_WITHIN_S, f"{what}: rank {rank}: {raised_s} s"
         assert "\noffloadzero.errors.RankError: " in said, f"{what}: rank {rank}: {said}"
 
 
