@@ -160,8 +160,8 @@ def planned_bytes(settings: dict[str, Any], num_parameters: int) -> dict[str, in
     from llama_model import Llama, size_with
 
     from offloadzero.config import load_config, settle_for_initialize
+    from offloadzero.planning.engine_plan import DTYPES
     from offloadzero.planning.memory_plan import keeps_gradients, plan_memory
-    from offloadzero.runtime import DTYPES
     from offloadzero.segments import TierName
     from offloadzero.streaming.units import cut_units
     from offloadzero.update.spec import UpdateForm

@@ -17,7 +17,8 @@ import torch
 from offloadzero.config import OffloadConfig
 from offloadzero.config.schema import LossScaleConfig
 from offloadzero.errors import StateError
-from offloadzero.runtime import DTYPES, Runtime
+from offloadzero.planning.engine_plan import DTYPES
+from offloadzero.runtime import Runtime
 from offloadzero.segments import SegmentKind, TierName
 
 

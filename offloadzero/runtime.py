@@ -21,27 +21,20 @@ from torch import nn
 from offloadzero import interrupts
 from offloadzero.build import Ground, Loop, build_parts
 from offloadzero.checkpoint.safetensors_file import is_known_dtype
-from offloadzero.config import BudgetConfig, OffloadConfig, create_nvme_directories
-from offloadzero.errors import BudgetError, ConfigError, StateError
+from offloadzero.config import OffloadConfig, create_nvme_directories
+from offloadzero.errors import ConfigError, StateError
 from offloadzero.lifetime import EngineState, Resources, wait_for_collected
 from offloadzero.memory.checksums import checksum_bytes
-from offloadzero.memory.device import Device, find_device
+from offloadzero.memory.device import find_device
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.store import StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.collectives import CollectiveCount
 from offloadzero.observe.monitor import StepMonitor
-from offloadzero.planning.fit import budgets_text, least_budgets
-from offloadzero.planning.memory_plan import (
-    MemoryPlan,
-    advice,
-    format_bytes,
-    keeps_gradients,
-    plan_memory,
-)
-from offloadzero.planning.placement import choose_placement, describe_placement
-from offloadzero.planning.probe import available_host_bytes
+from offloadzero.planning.engine_plan import DTYPES, plan_engine
+from offloadzero.planning.memory_plan import MemoryPlan, format_bytes
+from offloadzero.planning.placement import describe_placement
 from offloadzero.planning.rank_bytes import rank_bytes
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.sharding.shard_spec import WHOLE
@@ -53,14 +46,12 @@ from offloadzero.streaming.spill import file_bytes, host_bytes
 from offloadzero.streaming.units import UnitCut, checkpointed_modules, cut_units
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.records import Record
-from offloadzero.update.spec import AnySpec, UpdateForm, device_form
+from offloadzero.update.spec import AnySpec
 
 if TYPE_CHECKING:  # imported late, as it loads torch.distributed, which not every build of torch has
     from offloadzero.several_ranks import SeveralRanks
 
 log = logging.getLogger("offloadzero")
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
 
 
 class Runtime:
@@ -146,7 +137,8 @@ class Runtime:
         checkpointed = (
             checkpointed_modules(model, cut, config.units, checkpointing.units) if checkpointing else {}
         )
-        self.plan = _plan(
+        in_memory = (host_bytes(slot.param) for record in self.records for slot in record.slots)
+        self.plan = plan_engine(
             self.records,
             config,
             cut.together,
@@ -154,6 +146,7 @@ class Runtime:
             spec=spec,
             num_checkpointed=len(checkpointed),
             num_local_ranks=1 if self.several is None else self.several.ranks.local_world_size,
+            movable_bytes=sum(in_memory),
         )
         try:
             if self.plan.tier_bytes(TierName.NVME) or (checkpointing and checkpointing.tier is TierName.NVME):
@@ -463,109 +456,6 @@ def _expect_storable(records: Sequence[Record]) -> None:
                 str(record.dtype).removeprefix("torch."),
                 "frozen parameters: dtypes that safetensors knows. Keep it as another (torch.view_as_real() of a "
                 "complex one, its bytes as torch.uint8)",
-            )
-
-
-def _plan(
-    records: Sequence[Record],
-    config: OffloadConfig,
-    together: Sequence[Sequence[int]],
-    device: Device,
-    *,
-    spec: AnySpec,
-    num_checkpointed: int,
-    num_local_ranks: int,
-) -> MemoryPlan:
-    in_memory = (host_bytes(slot.param) for record in records for slot in record.slots)
-    available = _available(device, movable_bytes=sum(in_memory), num_local_ranks=num_local_ranks)
-
-    def make(config: OffloadConfig) -> MemoryPlan:
-        return plan_records(
-            records,
-            config,
-            together=together,
-            available=available,
-            form=device_form(spec, device.torch_device),
-            num_checkpointed=num_checkpointed,
-        )
-
-    try:
-        plan = make(config)
-    except BudgetError as error:
-        enough = least_budgets(config.budgets, lambda budgets: _is_planned(make, config, budgets))
-        raise BudgetError(f"{error}\n{budgets_text(enough)}") from None
-    expect_room(plan, available)
-    return plan
-
-
-def _is_planned(
-    make: Callable[[OffloadConfig], MemoryPlan], config: OffloadConfig, budgets: Mapping[TierName, int]
-) -> bool:
-    sizes = {tier.value: size for tier, size in budgets.items()}
-    try:
-        make(replace(config, budgets=BudgetConfig(**sizes)))
-    except BudgetError:
-        return False
-    return True
-
-
-def plan_records(
-    records: Sequence[Record],
-    config: OffloadConfig,
-    *,
-    together: Sequence[Sequence[int]],
-    available: Mapping[TierName, int],
-    form: UpdateForm,
-    num_checkpointed: int,
-) -> MemoryPlan:
-    """Plan the memory of a model that is cut into `records`, whose gradients get the dtype in which they add up.
-
-    `available` is by tier; the other arguments are those of `plan_memory`. Raises BudgetError.
-    """
-    wanted = DTYPES[config.precision.grad_accum_dtype]
-    for record in records:
-        # With one micro batch per step nothing is added up: the parameter's dtype holds the gradient exactly.
-        record.grad_dtype = wanted if wanted is not None and keeps_gradients(config) else record.dtype
-    placement = None
-    if config.placement.auto:
-        placement = choose_placement(
-            records, config, available, together=together, form=form, num_checkpointed=num_checkpointed
-        )
-    return plan_memory(
-        records,
-        config,
-        together=together,
-        placement=placement,
-        form=form,
-        num_checkpointed=num_checkpointed,
-    )
-
-
-def _available(device: Device, *, movable_bytes: int, num_local_ranks: int) -> dict[TierName, int]:
-    """Bytes that are free, by tier; a device that shares the host's memory has no entry.
-
-    `movable_bytes` are those of parameters in host memory: they are freed as the arenas fill. The ranks of a machine
-    share its memory.
-    """
-    available = {TierName.HOST: available_host_bytes() // num_local_ranks + movable_bytes}
-    free_bytes = device.free_bytes()
-    if free_bytes is not None:
-        available[TierName.DEVICE] = free_bytes
-    return available
-
-
-def expect_room(plan: MemoryPlan, available: Mapping[TierName, int]) -> None:
-    """Raise BudgetError when the machine has less than is planned; `available` is by tier."""
-    both = (TierName.HOST, TierName.DEVICE)
-    for tiers in [(tier,) for tier in both] if TierName.DEVICE in available else [both]:
-        needs = {tier: plan.tier_bytes(tier) for tier in tiers if plan.tier_bytes(tier)}
-        needed, free = sum(needs.values()), available[tiers[0]]
-        if needed > free:
-            parts = " and ".join(f"{tier.value} {format_bytes(size)}" for tier, size in needs.items())
-            added = f" ({parts}: the memory of this device is the host's)" if len(needs) > 1 else ""
-            raise BudgetError(
-                f"{tiers[0].value}: {format_bytes(needed)} are needed{added}, {format_bytes(free)} are available\n"
-                f"{plan.table()}\n{advice(plan, tiers, 'segments on a slower tier')}"
             )
 
 

@@ -19,6 +19,7 @@ from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning.activation_trace import MicroBatchTrace, TraceError, trace_micro_batch
+from offloadzero.planning.engine_plan import DTYPES
 from offloadzero.planning.fit import (
     Beside,
     Change,
@@ -38,7 +39,6 @@ from offloadzero.planning.memory_plan import (
     waits_on_nvme,
 )
 from offloadzero.planning.probe import free_disk_bytes, nearest_directory
-from offloadzero.runtime import DTYPES
 from offloadzero.segments import TierName
 from offloadzero.update.spec import AnySpec, UpdateForm
 from offloadzero.update.specs import spec_of_type

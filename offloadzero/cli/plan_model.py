@@ -22,10 +22,10 @@ from torch import nn
 
 from offloadzero.config import OffloadConfig, settle_for_initialize, settle_for_offload
 from offloadzero.errors import ConfigError
+from offloadzero.planning.engine_plan import DTYPES, plan_records
 from offloadzero.planning.memory_plan import MemoryPlan, with_kept_gradients
 from offloadzero.planning.shapes import PUBLISHED, ModelShape, read_shape
 from offloadzero.planning.traffic import Uses
-from offloadzero.runtime import DTYPES, plan_records
 from offloadzero.segments import TierName
 from offloadzero.sharding.shard_spec import WHOLE, ShardSpec, divides_params, divides_states
 from offloadzero.streaming.units import Site, UnitCut, checkpointed_modules, cut_units

@@ -1,4 +1,4 @@
-"""Counts of the ranks' collectives and of their bytes (floor 1).
+"""Counts of the ranks' collectives and of their bytes.
 
 [Note: bytes of a collective]
 Counted are the bytes of the whole tensor, of which each rank has a part before or after: an all-gather of n bf16

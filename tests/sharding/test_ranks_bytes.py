@@ -25,8 +25,8 @@ from offloadzero.cli.plan_model import read_model
 from offloadzero.config import UnitConfig, load_config
 from offloadzero.errors import StateError
 from offloadzero.observe.collectives import CollectiveCount, since, volume_bytes
+from offloadzero.planning.engine_plan import plan_records
 from offloadzero.planning.rank_bytes import rank_bytes
-from offloadzero.runtime import plan_records
 from offloadzero.segments import SegmentKind
 from offloadzero.sharding.shard_spec import ShardSpec
 from offloadzero.streaming.units import cut_units
