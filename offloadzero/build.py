@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -188,14 +188,18 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
 
 def _build_executor(records: Sequence[Record], ground: Ground, several: SeveralRanks | None) -> Executor:
     staging_bytes = ground.plan.param_staging_bytes
-    make = Executor if several is None else several.executor
-    return make(
+    make: Any = Executor
+    if several is not None:
+        codes = ground.device_lease("weight codes", ground.plan.weight_code_bytes)
+        make = several.executor(ground.store, None if codes is None else codes.bytes)
+    executor: Executor = make(
         records,
         ground.store,
         unit_arena=ground.unit_arena(),
         staging=ground.host_pool("parameter staging", NUM_STAGING_LEASES, staging_bytes, for_files=True),
         clock=ground.clock,
     )
+    return executor
 
 
 def _build_pipeline(

@@ -120,6 +120,10 @@ ANSWERS: Mapping[str, Callable[[Runtime], Any]] = MappingProxyType(
         # training
         "gradient_clipping": lambda runtime: runtime.config.gradient_clipping,
         "steps_per_print": lambda runtime: runtime.config.steps_per_print,
+        "zero_quantized_nontrainable_weights": lambda runtime: (
+            runtime.config.zero_plus_plus.quantized_nontrainable_weights
+        ),
+        "zero_quantized_weights": lambda runtime: runtime.config.zero_plus_plus.quantized_weights,
         "optimizer_params": _optimizer_params,
         "scheduler_name": lambda runtime: getattr(runtime.config.scheduler, "type", None),
         "scheduler_params": lambda runtime: getattr(runtime.config.scheduler, "params", None),
@@ -159,8 +163,6 @@ OFF = (
     "use_node_local_storage",
     "wall_clock_breakdown",
     "zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights",
-    "zero_quantized_weights",
 )
 
 VALUES: Mapping[str, Callable[[Runtime], Any]] = MappingProxyType(

@@ -23,6 +23,7 @@ from offloadzero.sharding.ranks import Ranks, digest, make_ranks, odd_ranks
 from offloadzero.sharding.shard_spec import WHOLE, ShardSpec, divides_params, divides_states
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.reduced import AgreeingDecider, ReducedLanding, ReducingCollector, ReducingCoordinator
+from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.gathered import GatheredWeights, GatheringExecutor
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.records import Record
@@ -145,10 +146,10 @@ class SeveralRanks:
 
     # --- the parts ---
 
-    @property
-    def executor(self) -> Any:
-        """The call that makes an `Executor`."""
-        return functools.partial(GatheringExecutor, ranks=self.ranks)
+    def executor(self, store: TieredStore, code_memory: torch.Tensor | None) -> Any:
+        """The call that makes an `Executor`; `code_memory` is planned for weights that are gathered as codes."""
+        coded = CodedGather(store.accelerator, code_memory, config=self._config.zero_plus_plus)
+        return functools.partial(GatheringExecutor, ranks=self.ranks, coded=coded)
 
     def weights(self, records: Sequence[Record]) -> Any:
         """The call that makes a `WeightAccess`."""

@@ -21,6 +21,7 @@ from offloadzero.config.schema import (
     PrecisionConfig,
     UnitConfig,
     UpdateConfig,
+    ZeroPlusPlusConfig,
 )
 from offloadzero.errors import ConfigError
 from offloadzero.segments import SegmentKind, TierName
@@ -72,6 +73,7 @@ def read_deepspeed(top: Block, *, world_size: int, reading: Reading) -> OffloadC
         zero_stage=zero.stage,
         world_size=world_size,
         communication_dtype=_read_communication_dtype(top),
+        zero_plus_plus=_read_zero_plus_plus(zero),
         placement=_read_placement(zero, reading),
         pin_memory=_read_pin_memory(zero),
         units=_read_units(zero.block),
@@ -221,6 +223,24 @@ def _offload_tier(block: Block, *, stage: int, min_stage: int, reading: Reading)
         if not paths:
             reading.nvme_path_wanted.append(block.dotted("nvme_path"))
     return _OFFLOAD_TIERS[device]
+
+
+def _read_zero_plus_plus(zero: _Zero) -> ZeroPlusPlusConfig:
+    """Read the keys of ZeRO++, which change nothing on one rank."""
+    block = zero.block
+    config = ZeroPlusPlusConfig(
+        quantized_weights=block.read("zero_quantized_weights", read_bool, False),
+        quantized_nontrainable_weights=block.read("zero_quantized_nontrainable_weights", read_bool, False),
+    )
+    asked = {
+        "zero_quantized_weights": config.quantized_weights,
+        "zero_quantized_nontrainable_weights": config.quantized_nontrainable_weights,
+    }
+    for name, value in asked.items():
+        if value and zero.stage < 3:
+            allowed = f"needs zero_optimization.stage 3, it is {zero.stage}"
+            raise ConfigError(block.dotted(name), value, allowed)
+    return config
 
 
 def _read_pin_memory(zero: _Zero) -> bool:

@@ -282,8 +282,12 @@ _ZERO: dict[str, KeySpec] = {
     ),
     "save_muon_momentum_buffer_in_memory": _accept("Muon is not built", _BOOL, False),
     "zero_hpz_partition_size": _refuse("secondary shards are not built: allowed 1", _NUMBER, 0, 1),
-    "zero_quantized_weights": _refuse(_QUANTIZED),
-    "zero_quantized_nontrainable_weights": _refuse(_QUANTIZED),
+    "zero_quantized_weights": _use(
+        "weights are gathered from the ranks as int8 codes, of half the bytes of bf16; needs stage 3"
+    ),
+    "zero_quantized_nontrainable_weights": _use(
+        "the same for weights that do not train alone; needs stage 3. Their homes keep the exact ones"
+    ),
     "zero_quantized_gradients": _refuse(_QUANTIZED),
     "zeropp_loco_param": _refuse(_QUANTIZED, Kind.ANY),
     "mics_shard_size": _refuse("MiCS shard groups are not built: allowed -1", _NUMBER, -1),

@@ -142,6 +142,14 @@ class AioConfig:
 
 
 @dataclass(frozen=True)
+class ZeroPlusPlusConfig:
+    """Fewer bytes between the ranks of stage 3 (ZeRO++, arXiv 2306.10209)."""
+
+    quantized_weights: bool = False  # qwZ: weights are gathered as int8 codes
+    quantized_nontrainable_weights: bool = False  # those that do not train are
+
+
+@dataclass(frozen=True)
 class ObserveConfig:
     """The parts of each step that are recorded or printed. `trace_steps` are ranges of steps, both ends included."""
 
@@ -165,6 +173,7 @@ class OffloadConfig:
     communication_dtype: str | None = (
         None  # "bf16" | "fp16" | "fp32", of gradients between ranks; None: each gradient's own
     )
+    zero_plus_plus: ZeroPlusPlusConfig = field(default_factory=ZeroPlusPlusConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     budgets: BudgetConfig = field(default_factory=BudgetConfig)
     nvme_paths: tuple[Path, ...] = ()

@@ -21,6 +21,7 @@ from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm
+from offloadzero.update.wire import weight_code_bytes
 
 NUM_GRAD_LEASES = 2  # one being filled by backward, one on its way
 NUM_PASSING_GRADS = 2  # [Note: gradients in passing]
@@ -78,6 +79,7 @@ class MemoryPlan:
     slot_bytes: int
     num_slots: int
     inputs: InputPlan | None  # None: no inputs wait off the device, or their size is not given
+    weight_code_bytes: int = 0  # of weights that are gathered as codes, one unit after another
 
     def tier_bytes(self, tier: TierName) -> int:
         """All bytes that are reserved in `tier`."""
@@ -346,6 +348,8 @@ def _plan(
     sheet.add(TierName.DEVICE, "update scratch", update_scratch_bytes)
     norm_scratch = _norm_scratch_bytes(records, placement, form)
     sheet.add(TierName.DEVICE, "norm scratch", norm_scratch)
+    weight_codes = _largest(weight_code_bytes(r, config.zero_plus_plus) for r in records)
+    sheet.add(TierName.DEVICE, "weight codes", weight_codes)
     inputs = _input_plan(config, num_checkpointed)
     if inputs is not None:
         sheet.add(TierName.DEVICE, "activation fetches", inputs.device)
@@ -403,6 +407,7 @@ def _plan(
         slot_bytes=slot_bytes,
         num_slots=num_slots,
         inputs=inputs,
+        weight_code_bytes=weight_codes,
     )
 
 

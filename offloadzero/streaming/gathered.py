@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -29,6 +29,7 @@ from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.observe.clock import StepClock
 from offloadzero.segments import SegmentKind
 from offloadzero.sharding.ranks import Ranks
+from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import FETCHING, LeasedUnit
 from offloadzero.streaming.residency import ResidencyPolicy
@@ -45,9 +46,12 @@ _ENDED, _FAILED, _FOLLOWS = -1, -2, -3
 class GatheredFetches(UnitFetches):
     """Fetches this rank's shard of a unit and gathers those of the others: [Note: what a rank fetches]."""
 
-    def __init__(self, store: TieredStore, *, staging: BufferPool, clock: StepClock, ranks: Ranks) -> None:
+    def __init__(
+        self, store: TieredStore, *, staging: BufferPool, clock: StepClock, ranks: Ranks, coded: CodedGather
+    ) -> None:
         super().__init__(store, staging=staging, clock=clock)
         self._ranks = ranks
+        self._coded = coded
 
     def submit(self, unit: LeasedUnit, target: torch.Tensor) -> LaneTicket:
         """Fetch a unit, after its last update, into `target`, device, shape (num_elements,)."""
@@ -70,11 +74,22 @@ class GatheredFetches(UnitFetches):
         """Gather a unit on the lane's thread; `order` sums up the fetches until then, `writes` the writes."""
         label = f"{record.name}.param"
         self._ranks.orders.expect_same(order, writes, label)
-        shards = kept_regions(record, kept)
+        shards, first = kept_regions(record, kept), 0
         for region, shard in zip(gathered_regions(record, target), shards, strict=True):
-            start, stop = record.shard.kept_range(region.numel())
-            self._store.accelerator.copy(region[start:stop], shard)
-            self._ranks.weights.all_gather(region, label)
+            self._gather_region(record, first, region, shard, label)
+            first += region.numel()
+
+    def _gather_region(
+        self, record: Record, first: int, region: torch.Tensor, shard: torch.Tensor, label: str
+    ) -> None:
+        """Gather one region, which begins with the record's element `first`."""
+        wire = self._coded.region_at(record, first)
+        if wire is not None:
+            self._coded.gather(wire, region, shard, self._ranks.weights, label)
+            return
+        start, stop = record.shard.kept_range(region.numel())
+        self._store.accelerator.copy(region[start:stop], shard)
+        self._ranks.weights.all_gather(region, label)
 
     def read_home(self, unit: LeasedUnit) -> torch.Tensor:
         """Read the unit's parameters into memory of their own on the device, shape (num_elements,)."""
@@ -107,15 +122,19 @@ class GatheringExecutor(Executor):
         staging: BufferPool,
         clock: StepClock,
         ranks: Ranks,
+        coded: CodedGather,
     ) -> None:
         self._ranks = ranks
+        self.coded = coded
         super().__init__(records, store, unit_arena=unit_arena, staging=staging, clock=clock)
 
     def _make_residency(self, arena_bytes: int) -> ResidencyPolicy:
         return OrderedResidency(self.units, arena_bytes=arena_bytes)
 
     def _make_fetches(self, staging: BufferPool) -> UnitFetches:
-        return GatheredFetches(self._store, staging=staging, clock=self._clock, ranks=self._ranks)
+        return GatheredFetches(
+            self._store, staging=staging, clock=self._clock, ranks=self._ranks, coded=self.coded
+        )
 
     def gradients_complete(self, index: int) -> None:
         """Do nothing: the use goes on until the next one, or the end of the backward: [Note: what a rank fetches]."""
@@ -151,10 +170,32 @@ class GatheredWeights(WeightAccess):
         records: Sequence[Record],
     ) -> None:
         super().__init__(store, executor, clock=clock)
+        if not isinstance(executor, GatheringExecutor):
+            raise AssertionError(f"{type(executor).__name__} gathers nothing")
+        self._coded = executor.coded
         self._ranks = ranks
         self._records = records
         self._leads = self._follows = False
         self._has_departed = False
+
+    def value(self, record: Record, slot: ParamSlot, *, to_write: bool = False) -> torch.Tensor:
+        """Return the parameter on the device; one that a script is to edit is exact, and not what its codes mean."""
+        if not to_write or not self._coded.has_codes(record):
+            return super().value(record, slot, to_write=to_write)
+        if slot.trainable:
+            self._executor.expect_step_taken(record.index)
+        return self.read(record, slot).to(self.device)
+
+    def commit_forward(self, record: Record, places: Iterable[int]) -> None:
+        """Write parameters that a forward has changed in place; StateError where it had only their codes."""
+        if self._coded.has_codes(record):
+            names = ", ".join(record.slots[place].name for place in places)
+            raise StateError(
+                f"{names}: written in place in a forward, whose weights came as int8 codes "
+                "(zero_optimization.zero_quantized_weights, zero_quantized_nontrainable_weights): the rest of the "
+                "parameter would lose its exact values. Write it outside of the forward"
+            )
+        super().commit_forward(record, places)
 
     def read_by_first(self, work: Callable[[], None]) -> None:
         """Do `work` on the first rank: [Note: the first rank reads, the others follow]. All ranks call this.

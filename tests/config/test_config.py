@@ -239,6 +239,8 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("zero_optimization", "param_persistence_threshold"): (8, {}),
     ("zero_optimization", "sub_group_size"): (100_000, {}),
     ("zero_optimization", "gather_16bit_weights_on_model_save"): (True, {}),
+    ("zero_optimization", "zero_quantized_weights"): (True, {"stage": 3}),
+    ("zero_optimization", "zero_quantized_nontrainable_weights"): (True, {"stage": 3}),
     ("zero_optimization.offload_param", "pin_memory"): (False, {}),
     ("zero_optimization.offload_optimizer", "pin_memory"): (False, {}),
     ("aio", "block_size"): (131072, {}),

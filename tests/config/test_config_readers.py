@@ -66,6 +66,8 @@ READERS: Mapping[str, str] = {
     "AioConfig.num_threads": "memory.nvme",
     "AioConfig.checksums": "memory.nvme",
     "AioConfig.transfer_timeout_s": "memory.nvme",
+    "ZeroPlusPlusConfig.quantized_weights": "update.wire",
+    "ZeroPlusPlusConfig.quantized_nontrainable_weights": "update.wire",
     "ObserveConfig.step_line": "observe.monitor",
     "ObserveConfig.run_dir": "observe.monitor",
     "ObserveConfig.trace_steps": "observe.monitor",

@@ -1,0 +1,88 @@
+"""Block codes against fp64: the error of each value, in memory that is given, and what is not finite."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from offloadzero.arithmetic.block_codes import INT8_BLOCK, INT8_LARGEST, decode_int8, encode_int8
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def random_values(seed: int, num_blocks: int, dtype: torch.dtype, block: int) -> Tensor:
+    """Blocks of magnitudes far apart, some with one value that is far larger than the others, some of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(num_blocks, block, generator=generator)
+    exponents = torch.randint(-12, 12, (num_blocks, 1), generator=generator)
+    values *= torch.exp2(exponents.float())
+    values[torch.randint(num_blocks, (1,), generator=generator), 7] *= 40
+    values[torch.randint(num_blocks, (1,), generator=generator)] *= float(seed % 3 != 0)
+    return values.clamp_(-60_000, 60_000).to(dtype).flatten()  # fp16 ends there
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    num_blocks=st.integers(1, 5),
+    dtype=st.sampled_from(DTYPES),
+    scratch_blocks=st.integers(1, 6),
+)
+@settings(max_examples=60, deadline=None)
+def test_int8_codes_are_within_half_a_scale(
+    seed: int, num_blocks: int, dtype: torch.dtype, scratch_blocks: int
+) -> None:
+    values = random_values(seed, num_blocks, dtype, INT8_BLOCK)
+    codes = torch.empty(values.numel(), dtype=torch.int8)
+    scales = torch.full((num_blocks,), math.nan)
+    scratch = torch.full((scratch_blocks * INT8_BLOCK + 3,), math.nan)
+    encode_int8(values, codes, scales, scratch=scratch)
+    found = torch.full_like(values, math.nan)
+    decode_int8(codes, scales, found, scratch=scratch)
+    exact = values.double().view(num_blocks, -1)
+    scale = exact.abs().amax(1, keepdim=True) / INT8_LARGEST
+    error = (found.double().view(num_blocks, -1) - exact).abs()
+    rounding = torch.finfo(dtype).eps * exact.abs() + torch.finfo(dtype).tiny
+    assert bool((error <= scale * 0.5001 + rounding).all())
+    assert torch.equal(found[values == 0], values[values == 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_at_the_end_of_the_values_own_memory(dtype: torch.dtype) -> None:
+    values = random_values(1, 5, dtype, INT8_BLOCK)
+    codes, scales = torch.empty(values.numel(), dtype=torch.int8), torch.empty(5)
+    scratch = torch.empty(2 * INT8_BLOCK)
+    encode_int8(values, codes, scales, scratch=scratch)
+    apart, together = torch.empty_like(values), torch.empty_like(values)
+    decode_int8(codes, scales, apart, scratch=scratch)
+    last = together.view(torch.uint8)[-values.numel() :].view(torch.int8)
+    last.copy_(codes)
+    decode_int8(last, scales, together, scratch=scratch)
+    assert torch.equal(apart, together)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_stays_so(bad: float) -> None:
+    values = torch.randn(2 * INT8_BLOCK, generator=torch.Generator().manual_seed(0))
+    values[5] = bad
+    codes, scales = torch.empty(values.numel(), dtype=torch.int8), torch.empty(2)
+    scratch = torch.empty(INT8_BLOCK)
+    encode_int8(values, codes, scales, scratch=scratch)
+    found = torch.empty_like(values)
+    decode_int8(codes, scales, found, scratch=scratch)
+    assert not found[5].isfinite()
+    assert bool(found[INT8_BLOCK:].isfinite().all()), "a block has a scale of its own"
+
+
+def test_the_smallest_and_the_largest_numbers() -> None:
+    for value in (2.0**-149, 2.0**-126, torch.finfo(torch.float32).max):
+        values = torch.full((INT8_BLOCK,), value)
+        codes, scales = torch.empty(INT8_BLOCK, dtype=torch.int8), torch.empty(1)
+        encode_int8(values, codes, scales, scratch=torch.empty(INT8_BLOCK))
+        found = torch.empty_like(values)
+        decode_int8(codes, scales, found, scratch=torch.empty(INT8_BLOCK))
+        assert bool(((found - values).abs() <= max(value / 126, 2.0**-126) / 2).all())
