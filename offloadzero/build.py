@@ -191,7 +191,7 @@ def _build_executor(records: Sequence[Record], ground: Ground, several: SeveralR
     make: Any = Executor
     if several is not None:
         codes = ground.device_lease("weight codes", ground.plan.weight_code_bytes)
-        make = several.executor(ground.store, None if codes is None else codes.bytes)
+        make = several.executor(ground.store, None if codes is None else codes.bytes, _near_copies(ground))
     executor: Executor = make(
         records,
         ground.store,
@@ -200,6 +200,15 @@ def _build_executor(records: Sequence[Record], ground: Ground, several: SeveralR
         clock=ground.clock,
     )
     return executor
+
+
+def _near_copies(ground: Ground) -> dict[int, torch.Tensor]:
+    """Lease the memory, by record, for copies of weights that the ranks of a machine keep together."""
+    arenas = {TierName.DEVICE: ground.store.device, TierName.HOST: ground.store.host}
+    return {
+        index: arenas[tier].lease(num_bytes, "copy for near ranks").bytes
+        for index, (tier, num_bytes) in ground.plan.near_copies.items()
+    }
 
 
 def _build_pipeline(

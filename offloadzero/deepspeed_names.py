@@ -120,6 +120,7 @@ ANSWERS: Mapping[str, Callable[[Runtime], Any]] = MappingProxyType(
         # training
         "gradient_clipping": lambda runtime: runtime.config.gradient_clipping,
         "steps_per_print": lambda runtime: runtime.config.steps_per_print,
+        "zero_hpz_partition_size": lambda runtime: runtime.config.zero_plus_plus.node_ranks,
         "zero_quantized_nontrainable_weights": lambda runtime: (
             runtime.config.zero_plus_plus.quantized_nontrainable_weights
         ),

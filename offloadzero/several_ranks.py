@@ -25,6 +25,7 @@ from offloadzero.step.collect import GradientCollector
 from offloadzero.step.reduced import AgreeingDecider, ReducedLanding, ReducingCollector, ReducingCoordinator
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.gathered import GatheredWeights, GatheringExecutor
+from offloadzero.streaming.near_copies import NearCopies
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.records import Record
 
@@ -146,10 +147,19 @@ class SeveralRanks:
 
     # --- the parts ---
 
-    def executor(self, store: TieredStore, code_memory: torch.Tensor | None) -> Any:
-        """The call that makes an `Executor`; `code_memory` is planned for weights that are gathered as codes."""
+    def executor(
+        self, store: TieredStore, code_memory: torch.Tensor | None, copy_memory: Mapping[int, torch.Tensor]
+    ) -> Any:
+        """The call that makes an `Executor`.
+
+        `code_memory` is what the plan has for weights that are gathered as codes, `copy_memory`, by record, for copies
+        that the ranks of a machine keep.
+        """
         coded = CodedGather(store.accelerator, code_memory, config=self._config.zero_plus_plus)
-        return functools.partial(GatheringExecutor, ranks=self.ranks, coded=coded)
+        weights, near = self.ranks.near_weights, None
+        if weights is not None:
+            near = NearCopies(store.accelerator, copy_memory, weights=weights)
+        return functools.partial(GatheringExecutor, ranks=self.ranks, coded=coded, near=near)
 
     def weights(self, records: Sequence[Record]) -> Any:
         """The call that makes a `WeightAccess`."""
@@ -195,7 +205,8 @@ def join_ranks(device: torch.device, config: OffloadConfig, failures: Failures) 
     """Join the ranks of torch's default process group. Raises ConfigError for settings not built over several."""
     expect_built(config)
     make_current(device)
-    return SeveralRanks(make_ranks(device), config, failures)
+    ranks = make_ranks(device, node_ranks=config.zero_plus_plus.node_ranks)
+    return SeveralRanks(ranks, config, failures)
 
 
 def expect_built(config: OffloadConfig) -> None:

@@ -73,7 +73,7 @@ def read_deepspeed(top: Block, *, world_size: int, reading: Reading) -> OffloadC
         zero_stage=zero.stage,
         world_size=world_size,
         communication_dtype=_read_communication_dtype(top),
-        zero_plus_plus=_read_zero_plus_plus(zero),
+        zero_plus_plus=_read_zero_plus_plus(zero, world_size),
         placement=_read_placement(zero, reading),
         pin_memory=_read_pin_memory(zero),
         units=_read_units(zero.block),
@@ -225,21 +225,26 @@ def _offload_tier(block: Block, *, stage: int, min_stage: int, reading: Reading)
     return _OFFLOAD_TIERS[device]
 
 
-def _read_zero_plus_plus(zero: _Zero) -> ZeroPlusPlusConfig:
+def _read_zero_plus_plus(zero: _Zero, world_size: int) -> ZeroPlusPlusConfig:
     """Read the keys of ZeRO++, which change nothing on one rank."""
     block = zero.block
     config = ZeroPlusPlusConfig(
         quantized_weights=block.read("zero_quantized_weights", read_bool, False),
         quantized_nontrainable_weights=block.read("zero_quantized_nontrainable_weights", read_bool, False),
+        node_ranks=max(1, block.read("zero_hpz_partition_size", read_int, 1, minimum=0)),
     )
     asked = {
         "zero_quantized_weights": config.quantized_weights,
         "zero_quantized_nontrainable_weights": config.quantized_nontrainable_weights,
+        "zero_hpz_partition_size": config.node_ranks if config.node_ranks > 1 else 0,
     }
     for name, value in asked.items():
         if value and zero.stage < 3:
             allowed = f"needs zero_optimization.stage 3, it is {zero.stage}"
             raise ConfigError(block.dotted(name), value, allowed)
+    if world_size > 1 and world_size % config.node_ranks:
+        allowed = f"ranks of a machine, by which the {world_size} ranks can be divided"
+        raise ConfigError(block.dotted("zero_hpz_partition_size"), config.node_ranks, allowed)
     return config
 
 

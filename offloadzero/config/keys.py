@@ -281,7 +281,10 @@ _ZERO: dict[str, KeySpec] = {
         False,
     ),
     "save_muon_momentum_buffer_in_memory": _accept("Muon is not built", _BOOL, False),
-    "zero_hpz_partition_size": _refuse("secondary shards are not built: allowed 1", _NUMBER, 0, 1),
+    "zero_hpz_partition_size": _use(
+        "so many consecutive ranks, those of a machine, keep a copy of the weights of each unit from its first gather "
+        "in a step for the later ones; divides the number of ranks; 1 (when absent) is off, needs stage 3"
+    ),
     "zero_quantized_weights": _use(
         "weights are gathered from the ranks as int8 codes, of half the bytes of bf16; needs stage 3"
     ),

@@ -147,6 +147,8 @@ class ZeroPlusPlusConfig:
 
     quantized_weights: bool = False  # qwZ: weights are gathered as int8 codes
     quantized_nontrainable_weights: bool = False  # those that do not train are
+    # hpZ: consecutive ranks, of one machine, that keep a copy of what was gathered for the next time; 1: none do.
+    node_ranks: int = 1
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ is read by its update: that takes two.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from offloadzero.arithmetic.device_math import norm_scratch_bytes
@@ -21,7 +21,7 @@ from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm
-from offloadzero.update.wire import weight_code_bytes
+from offloadzero.update.wire import near_copy_bytes, weight_code_bytes
 
 NUM_GRAD_LEASES = 2  # one being filled by backward, one on its way
 NUM_PASSING_GRADS = 2  # [Note: gradients in passing]
@@ -80,6 +80,8 @@ class MemoryPlan:
     num_slots: int
     inputs: InputPlan | None  # None: no inputs wait off the device, or their size is not given
     weight_code_bytes: int = 0  # of weights that are gathered as codes, one unit after another
+    # By record: the part of its weights that this rank keeps for the ranks of its machine, and where.
+    near_copies: Mapping[int, tuple[TierName, int]] = field(default_factory=dict)
 
     def tier_bytes(self, tier: TierName) -> int:
         """All bytes that are reserved in `tier`."""
@@ -350,6 +352,10 @@ def _plan(
     sheet.add(TierName.DEVICE, "norm scratch", norm_scratch)
     weight_codes = _largest(weight_code_bytes(r, config.zero_plus_plus) for r in records)
     sheet.add(TierName.DEVICE, "weight codes", weight_codes)
+    near_copies = _near_copies(records, config, placement)
+    for tier in (TierName.DEVICE, TierName.HOST):
+        sizes = (align_up(num_bytes) for home, num_bytes in near_copies.values() if home is tier)
+        sheet.add(tier, "copies for near ranks", sum(sizes))
     inputs = _input_plan(config, num_checkpointed)
     if inputs is not None:
         sheet.add(TierName.DEVICE, "activation fetches", inputs.device)
@@ -408,7 +414,21 @@ def _plan(
         num_slots=num_slots,
         inputs=inputs,
         weight_code_bytes=weight_codes,
+        near_copies=near_copies,
     )
+
+
+def _near_copies(
+    records: Sequence[Record], config: OffloadConfig, placement: Placement
+) -> dict[int, tuple[TierName, int]]:
+    """Return by record where the part of its copy is that this rank keeps, and its bytes: [Note: near copies]."""
+    found = {}
+    for record in records:
+        num_bytes = near_copy_bytes(record, config.zero_plus_plus)
+        is_on_device = placement[record.index, SegmentKind.PARAM] is TierName.DEVICE
+        if num_bytes:
+            found[record.index] = (TierName.DEVICE if is_on_device else TierName.HOST, num_bytes)
+    return found
 
 
 def _input_plan(config: OffloadConfig, num_checkpointed: int) -> InputPlan | None:

@@ -127,10 +127,27 @@ class _Board:
 class Channel:
     """The collectives of one thread, in a process group of its own: [Note: collectives in one order]."""
 
-    def __init__(self, group: Any, spec: ShardSpec, board: _Board, *, is_on_host: bool) -> None:
-        """Use `group`. `is_on_host`: tensors are in host memory, and a collective is over when its wait returns."""
+    def __init__(
+        self,
+        group: Any,
+        spec: ShardSpec,
+        board: _Board,
+        *,
+        is_on_host: bool,
+        members: Sequence[int] | None = None,
+    ) -> None:
+        """Use `group`, in which this rank has the place that `spec` says.
+
+        Args:
+            is_on_host: tensors are in host memory, and a collective is over when its wait returns.
+            members: the ranks of the group; None: all.
+        """
         self._group = group
-        self._spec = spec
+        self.spec = spec
+        members = members or range(spec.world_size)
+        self._who = f"rank {members[spec.rank]} of {spec.world_size}"
+        if len(members) < dist.get_world_size():
+            self._who = f"rank {members[spec.rank]}, with ranks {[*members]}"
         self._board = board
         self._is_on_host = is_on_host
         self.counter = CollectiveCounter()
@@ -140,12 +157,12 @@ class Channel:
     def all_gather(self, whole: Tensor, label: str) -> None:
         """Fill `whole`, shape (n,), with the parts of all ranks; this rank's part lies in its place there already."""
         data = whole.view(torch.uint8)  # not every backend knows every dtype
-        start, stop = self._spec.kept_range(data.numel())
+        start, stop = self.spec.kept_range(data.numel())
         self._run(ALL_GATHER, label, data, lambda: _all_gather(data, data[start:stop], **self._options))
 
     def reduce_scatter(self, whole: Tensor, label: str) -> Tensor:
         """Return the sum over the ranks of this rank's part of `whole`, shape (n,), which is overwritten."""
-        start, stop = self._spec.kept_range(whole.numel())
+        start, stop = self.spec.kept_range(whole.numel())
         part = whole[start:stop]
         self._run(REDUCE_SCATTER, label, whole, lambda: _reduce_scatter(part, whole, **self._options))
         return part
@@ -157,7 +174,7 @@ class Channel:
 
     def expect_same(self, order: int, writes: int, label: str) -> None:
         """Raise StateError unless all ranks have fetched in the same order, and written the same values, so far."""
-        spec = self._spec
+        spec = self.spec
         by_rank = self.by_rank_unless_same([order, writes], f"{label}: the comparison of the ranks' orders")
         if by_rank is None:
             return
@@ -180,8 +197,8 @@ class Channel:
         self.all_reduce(largest, label, largest=True)
         if torch.equal(largest[0], -largest[1]):
             return None
-        said = torch.zeros(self._spec.world_size, len(own), dtype=torch.int64)
-        said[self._spec.rank] = values
+        said = torch.zeros(self.spec.world_size, len(own), dtype=torch.int64)
+        said[self.spec.rank] = values
         self.all_reduce(said, label)
         by_rank: list[list[int]] = said.tolist()
         return by_rank
@@ -212,7 +229,7 @@ class Channel:
         """Issue the collective that `start` begins over `data`, and wait for it."""
         if self._is_closed:
             raise StateError(f"{label}: the {kind}: the engine of this model is closed")
-        what = f"{label}: the {kind} (rank {self._spec.rank} of {self._spec.world_size})"
+        what = f"{label}: the {kind} ({self._who})"
         self._board.look(what)
         try:
             self._is_in_collective = True
@@ -273,6 +290,7 @@ class Ranks:
     control: Channel  # used by the script's thread and that of its backward; host memory
     states: Channel  # states that scripts read; host memory
     board: _Board
+    near_weights: Channel | None = None  # fetches, among the ranks of a machine that keep copies of weights
     order: OrderSum = field(default_factory=lambda: OrderSum())
     writes: OrderSum = field(default_factory=lambda: OrderSum())  # the sum of the values that scripts write
 
@@ -310,8 +328,11 @@ class OrderSum:
         self.value = (self.value * 1_000_003 + index + 1) % self.MODULUS
 
 
-def make_ranks(device: torch.device) -> Ranks:
-    """Join the ranks of torch's default process group. All of them call this in the same order."""
+def make_ranks(device: torch.device, *, node_ranks: int = 1) -> Ranks:
+    """Join the ranks of torch's default process group. All of them call this in the same order.
+
+    `node_ranks`: so many consecutive ones keep copies of weights together; 1: none do.
+    """
     spec = ShardSpec(dist.get_rank(), dist.get_world_size())
     is_fake = _is_fake()
     timeout = None if is_fake else timeout_of_process_group()
@@ -320,10 +341,22 @@ def make_ranks(device: torch.device) -> Ranks:
         board.join(spec.world_size, timeout)
     on_device = "gloo" if device.type == "cpu" else "nccl"
 
-    def channel(backend: str) -> Channel:
+    def new_group(backend: str, members: list[int] | None = None) -> Any:
         with _named(f"the making of process groups (rank {spec.rank} of {spec.world_size})"):
-            group = dist.new_group(backend="fake" if is_fake else backend, timeout=timeout)
-        return Channel(group, spec, board, is_on_host=backend == "gloo")
+            return dist.new_group(members, backend="fake" if is_fake else backend, timeout=timeout)
+
+    def channel(backend: str) -> Channel:
+        return Channel(new_group(backend), spec, board, is_on_host=backend == "gloo")
+
+    def part_channel(backend: str, groups: Sequence[Sequence[int]]) -> Channel | None:
+        """The channel of the one of `groups` that this rank is in. All ranks make all of them, in one order."""
+        own: Channel | None = None
+        for members in groups:
+            group = new_group(backend, [*members])
+            if spec.rank in members:
+                place = ShardSpec(members.index(spec.rank), len(members))
+                own = Channel(group, place, board, is_on_host=backend == "gloo", members=members)
+        return own
 
     ranks = Ranks(
         spec,
@@ -336,11 +369,13 @@ def make_ranks(device: torch.device) -> Ranks:
         control=channel("gloo"),
         states=channel("gloo"),
         board=board,
+        near_weights=part_channel(on_device, _consecutive(spec, node_ranks)),
     )
     # NCCL makes a communicator at its first collective. On the threads of several channels these would come in any
     # order, beside kernels of another run, which may wait for each other. Here they come in one order, with no kernels.
-    for each in (ranks.weights, ranks.updates, ranks.gradients):
-        each.all_reduce(torch.zeros(1, device=device), "the first collective")
+    for each in (ranks.weights, ranks.updates, ranks.gradients, ranks.near_weights):
+        if each is not None:
+            each.all_reduce(torch.zeros(1, device=device), "the first collective")
     return ranks
 
 
@@ -350,6 +385,13 @@ def _is_fake() -> bool:
     Engines can be built in it, which shows what a rank of so many keeps; they do not train.
     """
     return bool(dist.get_backend() == "fake")
+
+
+def _consecutive(spec: ShardSpec, num_ranks: int) -> list[list[int]]:
+    """Return the groups of so many consecutive ranks; none where each has one rank."""
+    if num_ranks == 1:
+        return []
+    return [[*range(first, first + num_ranks)] for first in range(0, spec.world_size, num_ranks)]
 
 
 @contextmanager

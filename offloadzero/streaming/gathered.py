@@ -32,6 +32,7 @@ from offloadzero.sharding.ranks import Ranks
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import FETCHING, LeasedUnit
+from offloadzero.streaming.near_copies import NearCopies
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.streaming.weights import WeightAccess
@@ -47,18 +48,30 @@ class GatheredFetches(UnitFetches):
     """Fetches this rank's shard of a unit and gathers those of the others: [Note: what a rank fetches]."""
 
     def __init__(
-        self, store: TieredStore, *, staging: BufferPool, clock: StepClock, ranks: Ranks, coded: CodedGather
+        self,
+        store: TieredStore,
+        *,
+        staging: BufferPool,
+        clock: StepClock,
+        ranks: Ranks,
+        coded: CodedGather,
+        near: NearCopies | None,
     ) -> None:
         super().__init__(store, staging=staging, clock=clock)
         self._ranks = ranks
         self._coded = coded
+        self._near = near
 
     def submit(self, unit: LeasedUnit, target: torch.Tensor) -> LaneTicket:
         """Fetch a unit, after its last update, into `target`, device, shape (num_elements,)."""
         if not unit.record.is_gathered:
             return super().submit(unit, target)
-        ranks = self._ranks
+        ranks, near = self._ranks, self._near
         ranks.order.note(unit.record.index)
+        if near is not None and near.is_current(unit):
+            return self._submit_near(unit, target, near)
+        if near is not None:
+            near.renew(unit)
         return self._fetcher.submit(
             unit.home,
             target,
@@ -67,6 +80,18 @@ class GatheredFetches(UnitFetches):
             label=unit.record.name,
             copy=functools.partial(self._gather, unit.record, ranks.order.value, ranks.writes.value),
         )
+
+    def _submit_near(self, unit: LeasedUnit, target: torch.Tensor, near: NearCopies) -> LaneTicket:
+        """Fetch a unit from the copies that the ranks of this machine keep: [Note: near copies]."""
+        record, label = unit.record, f"{unit.record.name}.param"
+        order, writes = self._ranks.order.value, self._ranks.writes.value
+        targets = [target]  # the lane lets go of it before the ticket is done
+
+        def gather() -> None:
+            self._ranks.orders.expect_same(order, writes, label)
+            near.gather(record, targets.pop(), label)
+
+        return self._lane.submit(gather, fence=self._store.accelerator.fence(), label=record.name)
 
     def _gather(
         self, record: Record, order: int, writes: int, target: torch.Tensor, kept: torch.Tensor
@@ -78,6 +103,8 @@ class GatheredFetches(UnitFetches):
         for region, shard in zip(gathered_regions(record, target), shards, strict=True):
             self._gather_region(record, first, region, shard, label)
             first += region.numel()
+        if self._near is not None:
+            self._near.keep(record, target)
 
     def _gather_region(
         self, record: Record, first: int, region: torch.Tensor, shard: torch.Tensor, label: str
@@ -123,9 +150,11 @@ class GatheringExecutor(Executor):
         clock: StepClock,
         ranks: Ranks,
         coded: CodedGather,
+        near: NearCopies | None,
     ) -> None:
         self._ranks = ranks
         self.coded = coded
+        self._near = near
         super().__init__(records, store, unit_arena=unit_arena, staging=staging, clock=clock)
 
     def _make_residency(self, arena_bytes: int) -> ResidencyPolicy:
@@ -133,8 +162,19 @@ class GatheringExecutor(Executor):
 
     def _make_fetches(self, staging: BufferPool) -> UnitFetches:
         return GatheredFetches(
-            self._store, staging=staging, clock=self._clock, ranks=self._ranks, coded=self.coded
+            self._store,
+            staging=staging,
+            clock=self._clock,
+            ranks=self._ranks,
+            coded=self.coded,
+            near=self._near,
         )
+
+    def begin_edit(self, index: int) -> None:
+        """Note that the caller is about to write any of the unit's weights, be it in a forward of its module."""
+        super().begin_edit(index)
+        if self._near is not None:
+            self._near.forget(index)
 
     def gradients_complete(self, index: int) -> None:
         """Do nothing: the use goes on until the next one, or the end of the backward: [Note: what a rank fetches]."""

@@ -23,9 +23,10 @@ class UnitFetches:
     def __init__(self, store: TieredStore, *, staging: BufferPool, clock: StepClock) -> None:
         self._store = store
         self._clock = clock
+        self._lane = store.accelerator.lane("fetch", store.failures)
         self._fetcher = Fetcher(
             store,
-            lane=store.accelerator.lane("fetch", store.failures),
+            lane=self._lane,
             reader=Lane("stage", store.failures),
             staging=PoolStaging(staging),
         )

@@ -89,6 +89,12 @@ def wire_regions(record: Record, config: ZeroPlusPlusConfig) -> dict[int, WireRe
     return found
 
 
+def near_copy_bytes(record: Record, config: ZeroPlusPlusConfig) -> int:
+    """Return the bytes that this rank keeps of a copy of the record's weights among the ranks of its machine."""
+    node_ranks = config.node_ranks
+    return record.param_bytes // node_ranks if record.is_gathered and node_ranks > 1 else 0
+
+
 def _region(record: Record, slots: Sequence[ParamSlot], start: int, stop: int) -> WireRegion:
     exact = tuple(_exact_parts(slots, start, stop, record.shard.world_size))
     sent = [0] * record.shard.world_size

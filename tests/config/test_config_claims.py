@@ -705,6 +705,7 @@ ABSENT: Mapping[str, tuple[str, Callable[[offloadzero.OffloadConfig], bool]]] = 
     "fp16.loss_scale_window": ("1000 when", lambda _: scaling().window == 1000),
     "fp16.hysteresis": ("2 when", lambda _: scaling().hysteresis == 2),
     "fp16.min_loss_scale": ("1 when", lambda _: scaling().min_scale == 1),
+    "zero_optimization.zero_hpz_partition_size": ("1 (when", lambda c: c.zero_plus_plus.node_ranks == 1),
     "offloadzero.placement[].units": ("* when", lambda _: one_rule().units == "*"),
 }
 
