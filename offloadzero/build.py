@@ -285,8 +285,11 @@ def _build_landing(
     several: SeveralRanks | None,
 ) -> Landing:
     plan = ground.plan
-    make = Landing if several is None else several.landing
-    return make(
+    make: Any = Landing
+    if several is not None:
+        codes = ground.device_lease("gradient codes", plan.gradient_code_bytes)
+        make = several.landing(None if codes is None else codes.bytes)
+    landing: Landing = make(
         ground.store,
         passing=ground.host_pool(
             "passing gradient", plan.num_host_grads, plan.host_grad_bytes, for_files=plan.grads_on_files
@@ -299,6 +302,7 @@ def _build_landing(
         decider=decider,
         pipeline=pipeline,
     )
+    return landing
 
 
 def _build_activation_store(ground: Ground) -> ActivationStore:

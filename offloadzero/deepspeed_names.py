@@ -121,6 +121,7 @@ ANSWERS: Mapping[str, Callable[[Runtime], Any]] = MappingProxyType(
         "gradient_clipping": lambda runtime: runtime.config.gradient_clipping,
         "steps_per_print": lambda runtime: runtime.config.steps_per_print,
         "zero_hpz_partition_size": lambda runtime: runtime.config.zero_plus_plus.node_ranks,
+        "zero_quantized_gradients": lambda runtime: runtime.config.zero_plus_plus.quantized_gradients,
         "zero_quantized_nontrainable_weights": lambda runtime: (
             runtime.config.zero_plus_plus.quantized_nontrainable_weights
         ),
@@ -163,7 +164,6 @@ OFF = (
     "torch_autocast_enabled",
     "use_node_local_storage",
     "wall_clock_breakdown",
-    "zero_quantized_gradients",
 )
 
 VALUES: Mapping[str, Callable[[Runtime], Any]] = MappingProxyType(

@@ -21,6 +21,7 @@ from offloadzero.memory.tickets import Failures
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.sharding.ranks import Ranks, digest, make_ranks, odd_ranks
 from offloadzero.sharding.shard_spec import WHOLE, ShardSpec, divides_params, divides_states
+from offloadzero.step.coded_reduce import CodedReduce
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.reduced import AgreeingDecider, ReducedLanding, ReducingCollector, ReducingCoordinator
 from offloadzero.streaming.coded_gather import CodedGather
@@ -175,12 +176,12 @@ class SeveralRanks:
         """The call that makes a `GradientCollector`."""
         return ReducingCollector
 
-    @property
-    def landing(self) -> Any:
-        """The call that makes a `Landing`."""
+    def landing(self, code_memory: torch.Tensor | None) -> Any:
+        """The call that makes a `Landing`; `code_memory` is planned for gradients that are reduced as codes."""
         name = self._config.communication_dtype
         dtype = None if name is None else _DTYPES[name]
-        return functools.partial(ReducedLanding, ranks=self.ranks, communication_dtype=dtype)
+        coded = CodedReduce(self.ranks, code_memory, config=self._config.zero_plus_plus)
+        return functools.partial(ReducedLanding, ranks=self.ranks, communication_dtype=dtype, coded=coded)
 
     def coordinator(self, store: TieredStore) -> Any:
         """The call that makes a `StepCoordinator`."""
@@ -205,7 +206,8 @@ def join_ranks(device: torch.device, config: OffloadConfig, failures: Failures) 
     """Join the ranks of torch's default process group. Raises ConfigError for settings not built over several."""
     expect_built(config)
     make_current(device)
-    ranks = make_ranks(device, node_ranks=config.zero_plus_plus.node_ranks)
+    wire = config.zero_plus_plus
+    ranks = make_ranks(device, node_ranks=wire.node_ranks, reduces_codes=wire.quantized_gradients)
     return SeveralRanks(ranks, config, failures)
 
 

@@ -232,10 +232,12 @@ def _read_zero_plus_plus(zero: _Zero, world_size: int) -> ZeroPlusPlusConfig:
         quantized_weights=block.read("zero_quantized_weights", read_bool, False),
         quantized_nontrainable_weights=block.read("zero_quantized_nontrainable_weights", read_bool, False),
         node_ranks=max(1, block.read("zero_hpz_partition_size", read_int, 1, minimum=0)),
+        quantized_gradients=block.read("zero_quantized_gradients", read_bool, False),
     )
     asked = {
         "zero_quantized_weights": config.quantized_weights,
         "zero_quantized_nontrainable_weights": config.quantized_nontrainable_weights,
+        "zero_quantized_gradients": config.quantized_gradients,
         "zero_hpz_partition_size": config.node_ranks if config.node_ranks > 1 else 0,
     }
     for name, value in asked.items():

@@ -291,7 +291,10 @@ _ZERO: dict[str, KeySpec] = {
     "zero_quantized_nontrainable_weights": _use(
         "the same for weights that do not train alone; needs stage 3. Their homes keep the exact ones"
     ),
-    "zero_quantized_gradients": _refuse(_QUANTIZED),
+    "zero_quantized_gradients": _use(
+        "gradients are reduced as int4 codes, within a machine and then across machines, in a quarter of the bytes of "
+        "bf16; needs stage 3"
+    ),
     "zeropp_loco_param": _refuse(_QUANTIZED, Kind.ANY),
     "mics_shard_size": _refuse("MiCS shard groups are not built: allowed -1", _NUMBER, -1),
     "mics_hierarchical_params_gather": _refuse("MiCS shard groups are not built"),

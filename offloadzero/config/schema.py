@@ -149,6 +149,9 @@ class ZeroPlusPlusConfig:
     quantized_nontrainable_weights: bool = False  # those that do not train are
     # hpZ: consecutive ranks, of one machine, that keep a copy of what was gathered for the next time; 1: none do.
     node_ranks: int = 1
+    quantized_gradients: bool = (
+        False  # qgZ: gradients are reduced as int4 codes, within a machine and then across
+    )
 
 
 @dataclass(frozen=True)

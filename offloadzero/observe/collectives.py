@@ -15,9 +15,10 @@ from typing import NamedTuple
 ALL_GATHER = "all-gather"
 REDUCE_SCATTER = "reduce-scatter"
 ALL_REDUCE = "all-reduce"
+ALL_TO_ALL = "all-to-all"
 BROADCAST = "broadcast"
 
-KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST)
+KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, BROADCAST)
 
 
 class CollectiveCount(NamedTuple):

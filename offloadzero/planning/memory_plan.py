@@ -21,7 +21,7 @@ from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm
-from offloadzero.update.wire import near_copy_bytes, weight_code_bytes
+from offloadzero.update.wire import gradient_code_bytes, near_copy_bytes, weight_code_bytes
 
 NUM_GRAD_LEASES = 2  # one being filled by backward, one on its way
 NUM_PASSING_GRADS = 2  # [Note: gradients in passing]
@@ -80,6 +80,7 @@ class MemoryPlan:
     num_slots: int
     inputs: InputPlan | None  # None: no inputs wait off the device, or their size is not given
     weight_code_bytes: int = 0  # of weights that are gathered as codes, one unit after another
+    gradient_code_bytes: int = 0  # the same for gradients that are reduced as codes
     # By record: the part of its weights that this rank keeps for the ranks of its machine, and where.
     near_copies: Mapping[int, tuple[TierName, int]] = field(default_factory=dict)
 
@@ -352,6 +353,8 @@ def _plan(
     sheet.add(TierName.DEVICE, "norm scratch", norm_scratch)
     weight_codes = _largest(weight_code_bytes(r, config.zero_plus_plus) for r in records)
     sheet.add(TierName.DEVICE, "weight codes", weight_codes)
+    gradient_codes = _largest(gradient_code_bytes(r, config.zero_plus_plus) for r in records)
+    sheet.add(TierName.DEVICE, "gradient codes", gradient_codes)
     near_copies = _near_copies(records, config, placement)
     for tier in (TierName.DEVICE, TierName.HOST):
         sizes = (align_up(num_bytes) for home, num_bytes in near_copies.values() if home is tier)
@@ -414,6 +417,7 @@ def _plan(
         num_slots=num_slots,
         inputs=inputs,
         weight_code_bytes=weight_codes,
+        gradient_code_bytes=gradient_codes,
         near_copies=near_copies,
     )
 

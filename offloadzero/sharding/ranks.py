@@ -37,11 +37,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offloadzero.errors import RankError, StateError
+from offloadzero.errors import ConfigError, RankError, StateError
 from offloadzero.interrupts import interruptible, uninterrupted
 from offloadzero.observe.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     BROADCAST,
     REDUCE_SCATTER,
     CollectiveCount,
@@ -167,6 +168,10 @@ class Channel:
         self._run(REDUCE_SCATTER, label, whole, lambda: _reduce_scatter(part, whole, **self._options))
         return part
 
+    def all_to_all(self, received: Tensor, sent: Tensor, label: str) -> None:
+        """Send each rank its part of `sent` and fill `received` with theirs; both uint8, in the ranks' order."""
+        self._run(ALL_TO_ALL, label, sent, lambda: dist.all_to_all_single(received, sent, **self._options))
+
     def all_reduce(self, values: Tensor, label: str, *, largest: bool = False) -> None:
         """Replace `values` by their sums over the ranks, or by the largest ones."""
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
@@ -291,6 +296,8 @@ class Ranks:
     states: Channel  # states that scripts read; host memory
     board: _Board
     near_weights: Channel | None = None  # fetches, among the ranks of a machine that keep copies of weights
+    near_gradients: Channel | None = None  # codes of gradients, within a machine
+    far_gradients: Channel | None = None  # the same, between the ranks of equal place in their machines
     order: OrderSum = field(default_factory=lambda: OrderSum())
     writes: OrderSum = field(default_factory=lambda: OrderSum())  # the sum of the values that scripts write
 
@@ -328,10 +335,13 @@ class OrderSum:
         self.value = (self.value * 1_000_003 + index + 1) % self.MODULUS
 
 
-def make_ranks(device: torch.device, *, node_ranks: int = 1) -> Ranks:
+def make_ranks(device: torch.device, *, node_ranks: int = 1, reduces_codes: bool = False) -> Ranks:
     """Join the ranks of torch's default process group. All of them call this in the same order.
 
-    `node_ranks`: so many consecutive ones keep copies of weights together; 1: none do.
+    Args:
+        node_ranks: so many consecutive ones keep copies of weights together; 1: none do.
+        reduces_codes: gradients go as codes, within machines and between them. A machine has `node_ranks` if that is
+            more than 1, else those that the launcher says.
     """
     spec = ShardSpec(dist.get_rank(), dist.get_world_size())
     is_fake = _is_fake()
@@ -358,22 +368,35 @@ def make_ranks(device: torch.device, *, node_ranks: int = 1) -> Ranks:
                 own = Channel(group, place, board, is_on_host=backend == "gloo", members=members)
         return own
 
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or spec.world_size)
+    control = channel("gloo")
+    _expect_same_groups(control, node_ranks, reduces_codes=reduces_codes)
+    nodes = _consecutive(spec, node_ranks)
+    near: list[list[int]] = []
+    far: list[list[int]] = []
+    if reduces_codes:
+        size = node_ranks if node_ranks > 1 else _agreed_node_size(control, local_world_size)
+        near, far = _consecutive(spec, size), _of_equal_place(spec, size)
     ranks = Ranks(
         spec,
-        int(os.environ.get("LOCAL_WORLD_SIZE") or spec.world_size),
+        local_world_size,
         weights=channel(on_device),
         orders=channel("gloo"),
         updates=channel(on_device),
         gradients=channel(on_device),
         decisions=channel("gloo"),
-        control=channel("gloo"),
+        control=control,
         states=channel("gloo"),
         board=board,
-        near_weights=part_channel(on_device, _consecutive(spec, node_ranks)),
+        near_weights=part_channel(on_device, nodes),
+        near_gradients=part_channel(on_device, near),
+        far_gradients=part_channel(on_device, far),
     )
     # NCCL makes a communicator at its first collective. On the threads of several channels these would come in any
     # order, beside kernels of another run, which may wait for each other. Here they come in one order, with no kernels.
-    for each in (ranks.weights, ranks.updates, ranks.gradients, ranks.near_weights):
+    on_devices = (ranks.weights, ranks.updates, ranks.gradients)
+    of_parts = (ranks.near_weights, ranks.near_gradients, ranks.far_gradients)
+    for each in (*on_devices, *of_parts):
         if each is not None:
             each.all_reduce(torch.zeros(1, device=device), "the first collective")
     return ranks
@@ -392,6 +415,37 @@ def _consecutive(spec: ShardSpec, num_ranks: int) -> list[list[int]]:
     if num_ranks == 1:
         return []
     return [[*range(first, first + num_ranks)] for first in range(0, spec.world_size, num_ranks)]
+
+
+def _of_equal_place(spec: ShardSpec, num_ranks: int) -> list[list[int]]:
+    """Return the groups of ranks that have one place among so many consecutive ones; none where each has one rank."""
+    if num_ranks == spec.world_size:
+        return []
+    return [[*range(place, spec.world_size, num_ranks)] for place in range(num_ranks)]
+
+
+def _expect_same_groups(control: Channel, node_ranks: int, *, reduces_codes: bool) -> None:
+    """Raise ConfigError on all ranks unless they are about to make the same groups: else each would wait for others."""
+    by_rank = control.by_rank_unless_same([node_ranks, reduces_codes], "the comparison of the ranks' groups")
+    if by_rank is None:
+        return
+    keys = ("zero_hpz_partition_size", "zero_quantized_gradients")
+    for key, values in zip(keys, zip(*by_rank, strict=True), strict=True):
+        if odd := odd_ranks(values):
+            allowed = f"the same on all ranks: ranks {odd} have another than rank 0"
+            raise ConfigError(f"zero_optimization.{key}", values[control.spec.rank], allowed)
+
+
+def _agreed_node_size(control: Channel, local_world_size: int) -> int:
+    """Return the number of ranks of each machine. ConfigError on all ranks where machines have different ones."""
+    by_rank = control.by_rank_unless_same([local_world_size], "the comparison of LOCAL_WORLD_SIZE")
+    if by_rank is not None or control.spec.world_size % local_world_size:
+        allowed = (
+            "machines with equally many ranks, or zero_hpz_partition_size beside it: LOCAL_WORLD_SIZE is "
+            f"{local_world_size} here, of {control.spec.world_size} ranks"
+        )
+        raise ConfigError("zero_optimization.zero_quantized_gradients", True, allowed)
+    return local_world_size
 
 
 @contextmanager

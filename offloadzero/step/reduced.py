@@ -26,6 +26,7 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Promise, Ticket
 from offloadzero.sharding.ranks import Ranks, digest, expect_same_writes, odd_ranks
 from offloadzero.step.account import Account
+from offloadzero.step.coded_reduce import CodedReduce
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.coordinator import StepCoordinator
 from offloadzero.step.decider import Decider
@@ -79,10 +80,17 @@ class ReducedLanding(Landing):
     """Reduces gradients on their way home: each rank keeps its shard, or all of them where nothing is divided."""
 
     def __init__(
-        self, store: TieredStore, *, ranks: Ranks, communication_dtype: torch.dtype | None, **more: Any
+        self,
+        store: TieredStore,
+        *,
+        ranks: Ranks,
+        communication_dtype: torch.dtype | None,
+        coded: CodedReduce,
+        **more: Any,
     ) -> None:
-        """Make the landing. `communication_dtype` is used between the ranks; None: the parameters' dtype."""
+        """Make the landing. `communication_dtype` is that of what is not `coded`; None: the parameters' dtype."""
         super().__init__(store, **more)
+        self._coded = coded
         self._ranks = ranks
         self._dtype = communication_dtype
 
@@ -102,7 +110,7 @@ class ReducedLanding(Landing):
 
         def reduce() -> None:
             try:
-                part = self._reduced(gradient.record, brought.flat)
+                part = self._reduced(gradient.record, brought)
                 before.wait()  # after the collective, in which other ranks wait for this one
                 arrived.append(self._bring(brought, part))
             finally:
@@ -116,8 +124,11 @@ class ReducedLanding(Landing):
         copied = self._d2h.submit(reduce, fence=accelerator.fence(), label=gradient.record.name)
         self._land(gradient, done, [copied], merge, job, held=lease)
 
-    def _reduced(self, record: Record, flat: Tensor) -> Tensor:
+    def _reduced(self, record: Record, brought: Brought) -> Tensor:
         """Return this rank's part of the mean over the ranks: divided first, as DistributedDataParallel does."""
+        flat, codes = brought.flat, self._coded.wire_of(record)
+        if codes is not None:
+            return self._coded.reduce(record, codes, flat, brought.places)
         wire = flat if self._dtype is None else flat.to(self._dtype)
         wire.div_(self._ranks.spec.world_size)
         label = f"{record.name}.grad"

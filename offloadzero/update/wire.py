@@ -14,7 +14,13 @@ from typing import NamedTuple
 
 import torch
 
-from offloadzero.arithmetic.block_codes import INT8_BLOCK, num_blocks, piece_elements
+from offloadzero.arithmetic.block_codes import (
+    INT4_BLOCK,
+    INT4_SCALE_DTYPE,
+    INT8_BLOCK,
+    num_blocks,
+    piece_elements,
+)
 from offloadzero.config.schema import ZeroPlusPlusConfig
 from offloadzero.memory.arena import align_up
 from offloadzero.sharding.shard_spec import ShardSpec
@@ -23,6 +29,9 @@ from offloadzero.update.records import Record
 
 CODED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGN_BYTES = 16  # of a rank's part of what goes beside the codes
+
+
+_PARTIAL = 1.125  # of a piece: what decoding four bits takes beside its result
 
 
 class ExactPart(NamedTuple):
@@ -67,6 +76,54 @@ class WireRegion(NamedTuple):
         return (
             align_up(work * torch.float32.itemsize, _ALIGN_BYTES) + self.shard.world_size * self.beside_bytes
         )
+
+
+class GradientWire(NamedTuple):
+    """A record's gradient on its way between ranks, as codes of four bits.
+
+    Each rank's part of it, in codes and scales one behind the other, is a packet.
+    """
+
+    region: WireRegion
+
+    @property
+    def packet_bytes(self) -> int:
+        """Bytes of one rank's part: codes, then scales."""
+        kept = self.region.kept_elements
+        return kept // 2 + num_blocks(kept, INT4_BLOCK) * INT4_SCALE_DTYPE.itemsize
+
+    @property
+    def piece_elements(self) -> int:
+        """Elements that are worked on at once."""
+        return piece_elements(self.region.num_elements)
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes of the elements that go as they are, as many for each rank."""
+        region = self.region
+        size = region.exact_elements * region.shard.world_size * region.dtype.itemsize
+        return align_up(size, _ALIGN_BYTES)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Device memory in which the gradient is reduced, beside its lease."""
+        work = int((1 + _PARTIAL) * self.piece_elements) * torch.float32.itemsize
+        return self.region.shard.world_size * self.packet_bytes + self.exact_bytes + work
+
+
+def gradient_wire(record: Record, config: ZeroPlusPlusConfig) -> GradientWire | None:
+    """Return how the record's gradient goes as codes; None: as it is."""
+    if not config.quantized_gradients or not record.is_gathered or record.dtype not in CODED_DTYPES:
+        return None
+    if not any(len(slot.shape) > 1 for slot in record.trainable_slots):
+        return None
+    return GradientWire(_region(record, record.trainable_slots, 0, record.num_trainable))
+
+
+def gradient_code_bytes(record: Record, config: ZeroPlusPlusConfig) -> int:
+    """Return the device memory in which the record's gradient is reduced as codes, beside its lease."""
+    wire = gradient_wire(record, config)
+    return 0 if wire is None else wire.memory_bytes
 
 
 def wire_regions(record: Record, config: ZeroPlusPlusConfig) -> dict[int, WireRegion]:

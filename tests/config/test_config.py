@@ -241,6 +241,7 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("zero_optimization", "gather_16bit_weights_on_model_save"): (True, {}),
     ("zero_optimization", "zero_quantized_weights"): (True, {"stage": 3}),
     ("zero_optimization", "zero_hpz_partition_size"): (4, {"stage": 3}),
+    ("zero_optimization", "zero_quantized_gradients"): (True, {"stage": 3}),
     ("zero_optimization", "zero_quantized_nontrainable_weights"): (True, {"stage": 3}),
     ("zero_optimization.offload_param", "pin_memory"): (False, {}),
     ("zero_optimization.offload_optimizer", "pin_memory"): (False, {}),

@@ -66,6 +66,7 @@ READERS: Mapping[str, str] = {
     "AioConfig.num_threads": "memory.nvme",
     "AioConfig.checksums": "memory.nvme",
     "AioConfig.transfer_timeout_s": "memory.nvme",
+    "ZeroPlusPlusConfig.quantized_gradients": "update.wire",
     "ZeroPlusPlusConfig.node_ranks": "update.wire",
     "ZeroPlusPlusConfig.quantized_weights": "update.wire",
     "ZeroPlusPlusConfig.quantized_nontrainable_weights": "update.wire",

@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offloadzero.arithmetic.block_codes import INT8_BLOCK, INT8_LARGEST, decode_int8, encode_int8
+from offloadzero.arithmetic.block_codes import (
+    INT4_BLOCK,
+    INT4_LARGEST,
+    INT4_SCALE_DTYPE,
+    INT8_BLOCK,
+    INT8_LARGEST,
+    add_decoded_int4,
+    decode_int8,
+    encode_int4,
+    encode_int8,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,6 +61,36 @@ def test_int8_codes_are_within_half_a_scale(
     assert torch.equal(found[values == 0], values[values == 0])
 
 
+@given(
+    seed=st.integers(0, 10_000),
+    num_rows=st.integers(1, 3),
+    num_blocks=st.integers(1, 5),
+    dtype=st.sampled_from(DTYPES),
+)
+@settings(max_examples=60, deadline=None)
+def test_int4_codes_are_within_half_a_scale(
+    seed: int, num_rows: int, num_blocks: int, dtype: torch.dtype
+) -> None:
+    """Rows that lie apart, with something between them that stays as it is; added to what is there."""
+    width = num_blocks * INT4_BLOCK
+    wide = random_values(seed, 2 * num_rows * num_blocks, dtype, INT4_BLOCK).view(num_rows, 2 * width)
+    values, between = wide[:, :width], wide[:, width:].clone()
+    packets = torch.full((num_rows, width // 2 + num_blocks * 2 + 4), 0xA5, dtype=torch.uint8)
+    codes, scales, rest = packets.split([width // 2, num_blocks * 2, 4], dim=1)
+    scratch = torch.full((num_rows * width * 9 // 8,), math.nan)
+    encode_int4(values, codes, scales.view(INT4_SCALE_DTYPE), scratch=scratch)
+    before = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed))
+    total = before.clone()
+    add_decoded_int4(codes, scales.view(INT4_SCALE_DTYPE), total, scratch=scratch)
+    exact = values.double().reshape(num_rows, num_blocks, -1)
+    scale = exact.abs().amax(-1, keepdim=True) / INT4_LARGEST * (1 + 2.0**-7) * (1 + 2.0**-8)
+    error = (total.double() - before.double()).view(exact.shape) - exact
+    rounding = 1e-6 * (exact.abs() + before.view(exact.shape).abs() + scale) + 2.0**-126
+    assert bool((error.abs() <= scale * 0.5001 + rounding).all())
+    assert torch.equal(wide[:, width:], between)
+    assert bool((rest == 0xA5).all())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_codes_at_the_end_of_the_values_own_memory(dtype: torch.dtype) -> None:
     values = random_values(1, 5, dtype, INT8_BLOCK)
@@ -76,6 +116,13 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
     decode_int8(codes, scales, found, scratch=scratch)
     assert not found[5].isfinite()
     assert bool(found[INT8_BLOCK:].isfinite().all()), "a block has a scale of its own"
+    packed = torch.empty(1, values.numel() // 2, dtype=torch.uint8)
+    scales = torch.empty(1, values.numel() // INT4_BLOCK, dtype=INT4_SCALE_DTYPE)
+    encode_int4(values[None], packed, scales, scratch=torch.empty(values.numel() * 9 // 8))
+    total = torch.zeros(1, values.numel())
+    add_decoded_int4(packed, scales, total, scratch=torch.empty(values.numel() * 9 // 8))
+    assert not total[0, 5].isfinite()
+    assert bool(total[0, INT4_BLOCK:].isfinite().all())
 
 
 def test_the_smallest_and_the_largest_numbers() -> None:
