@@ -25,6 +25,7 @@ from offloadzero.arithmetic.block_codes import (
 from offloadzero.config.schema import ZeroPlusPlusConfig
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.sharding.ranks import Channel
+from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 from offloadzero.update.wire import WireRegion, wire_regions
 
@@ -41,9 +42,10 @@ class CodedGather:
         self._config = config
         self._regions: dict[int, dict[int, WireRegion]] = {}
 
-    def has_codes(self, record: Record) -> bool:
-        """Return whether some of the record's weights go as codes."""
-        return bool(self._regions_of(record))
+    def is_coded(self, record: Record, slot: ParamSlot) -> bool:
+        """Return whether the parameter's values on the device are those that codes stand for."""
+        first = 0 if slot.trainable else record.num_trainable
+        return len(slot.shape) > 1 and self.region_at(record, first) is not None
 
     def region_at(self, record: Record, start: int) -> WireRegion | None:
         """Return how the region from element `start` on goes between ranks; None: as it is."""

@@ -220,7 +220,7 @@ class GatheredWeights(WeightAccess):
 
     def value(self, record: Record, slot: ParamSlot, *, to_write: bool = False) -> torch.Tensor:
         """Return the parameter on the device; one that a script is to edit is exact, and not what its codes mean."""
-        if not to_write or not self._coded.has_codes(record):
+        if not to_write or not self._coded.is_coded(record, slot):
             return super().value(record, slot, to_write=to_write)
         if slot.trainable:
             self._executor.expect_step_taken(record.index)
@@ -228,14 +228,15 @@ class GatheredWeights(WeightAccess):
 
     def commit_forward(self, record: Record, places: Iterable[int]) -> None:
         """Write parameters that a forward has changed in place; StateError where it had only their codes."""
-        if self._coded.has_codes(record):
-            names = ", ".join(record.slots[place].name for place in places)
+        slots = [record.slots[place] for place in places]
+        names = ", ".join(slot.name for slot in slots if self._coded.is_coded(record, slot))
+        if names:
             raise StateError(
                 f"{names}: written in place in a forward, whose weights came as int8 codes "
                 "(zero_optimization.zero_quantized_weights, zero_quantized_nontrainable_weights): the rest of the "
                 "parameter would lose its exact values. Write it outside of the forward"
             )
-        super().commit_forward(record, places)
+        super().commit_forward(record, [slot.index for slot in slots])
 
     def read_by_first(self, work: Callable[[], None]) -> None:
         """Do `work` on the first rank: [Note: the first rank reads, the others follow]. All ranks call this.

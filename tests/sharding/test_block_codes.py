@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offloadzero.arithmetic.block_codes import (
     INT4_BLOCK,
@@ -133,3 +135,36 @@ def test_the_smallest_and_the_largest_numbers() -> None:
         found = torch.empty_like(values)
         decode_int8(codes, scales, found, scratch=torch.empty(INT8_BLOCK))
         assert bool(((found - values).abs() <= max(value / 126, 2.0**-126) / 2).all())
+
+
+class NewMemory(TorchDispatchMode):
+    """Notes the operations that give memory which none of their arguments has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {
+            one.untyped_storage().data_ptr() for one in (*args, *kwargs.values()) if isinstance(one, Tensor)
+        }
+        result = func(*args, **kwargs)
+        made = result if isinstance(result, tuple | list) else (result,)
+        self.found += [str(func) for one in made if one.untyped_storage().data_ptr() not in given]
+        return result
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_they_take_no_memory(dtype: torch.dtype) -> None:
+    values = random_values(0, 4, dtype, INT8_BLOCK)
+    codes, scales = torch.empty(values.numel(), dtype=torch.int8), torch.empty(4)
+    packed = torch.empty(2, values.numel() // 4, dtype=torch.uint8)
+    of_blocks = torch.empty(2, values.numel() // 2 // INT4_BLOCK, dtype=INT4_SCALE_DTYPE)
+    total, scratch = torch.zeros(2, values.numel() // 2), torch.empty(values.numel() * 9 // 8)
+    with NewMemory() as mode:
+        encode_int8(values, codes, scales, scratch=scratch)
+        decode_int8(codes, scales, values, scratch=scratch)
+        encode_int4(values.view(2, -1), packed, of_blocks, scratch=scratch)
+        add_decoded_int4(packed, of_blocks, total, scratch=scratch)
+    assert mode.found == []
