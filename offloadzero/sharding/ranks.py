@@ -370,13 +370,17 @@ def make_ranks(device: torch.device, *, node_ranks: int = 1, reduces_codes: bool
 
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or spec.world_size)
     control = channel("gloo")
-    _expect_same_groups(control, node_ranks, reduces_codes=reduces_codes)
     nodes = _consecutive(spec, node_ranks)
     near: list[list[int]] = []
     far: list[list[int]] = []
-    if reduces_codes:
-        size = node_ranks if node_ranks > 1 else _agreed_node_size(control, local_world_size)
-        near, far = _consecutive(spec, size), _of_equal_place(spec, size)
+    try:
+        _expect_same_groups(control, node_ranks, reduces_codes=reduces_codes)
+        if reduces_codes:
+            size = node_ranks if node_ranks > 1 else _agreed_node_size(control, local_world_size)
+            near, far = _consecutive(spec, size), _of_equal_place(spec, size)
+    except ConfigError:  # on all ranks
+        control.close()
+        raise
     ranks = Ranks(
         spec,
         local_world_size,
