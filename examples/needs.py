@@ -15,6 +15,7 @@ from offloadzero.config import OffloadConfig
 from offloadzero.errors import BudgetError
 from offloadzero.memory.device import find_device
 from offloadzero.memory.swap_file import remove_stale_files
+from offloadzero.planning.engine_plan import DTYPES, plan_records
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
     format_bytes,
@@ -22,7 +23,6 @@ from offloadzero.planning.memory_plan import (
     waits_on_nvme,
 )
 from offloadzero.planning.probe import available_host_bytes
-from offloadzero.runtime import DTYPES, plan_records
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.streaming.units import checkpointed_modules, cut_units
 from offloadzero.update.records import Record

@@ -35,7 +35,6 @@ from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.records import Record
-from offloadzero.update.spec import AnySpec, device_form
 
 if TYPE_CHECKING:  # it loads torch.distributed, which not every build of torch has
     from offloadzero.several_ranks import SeveralRanks
@@ -43,9 +42,8 @@ if TYPE_CHECKING:  # it loads torch.distributed, which not every build of torch 
 
 @dataclass(frozen=True)
 class Loop:
-    """The script's way of training: its optimizer, and the calls that its loop makes."""
+    """The script's way of training: the calls that its loop makes."""
 
-    spec: AnySpec  # of the script's optimizer
     current_hypers: Callable[[], Hypers]  # reads the hyperparameters by group index
     before_backward: Callable[[], None] | None  # raises if no backward may begin now
     # True: gradients stay until they are dropped, unless the update runs in backward. This is torch's loop, which does
@@ -127,7 +125,7 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     several = ground.several
     executor = _build_executor(records, ground, several)
     cores, num_threads = ground.update_threads()
-    pipeline = _build_pipeline(ground, loop.spec, cores, num_threads)
+    pipeline = _build_pipeline(ground, cores, num_threads)
     with uninterrupted:  # a file that is made is one that is closed
         activations = _build_activation_store(ground) if config.activation_checkpoints else None
         if activations is not None:
@@ -211,9 +209,7 @@ def _near_copies(ground: Ground) -> dict[int, torch.Tensor]:
     }
 
 
-def _build_pipeline(
-    ground: Ground, spec: AnySpec, cores: Sequence[int], num_threads: int | None
-) -> UpdatePipeline:
+def _build_pipeline(ground: Ground, cores: Sequence[int], num_threads: int | None) -> UpdatePipeline:
     config, plan, store = ground.config, ground.plan, ground.store
     slots = [store.host.lease(plan.slot_bytes, f"update slot {i}") for i in range(plan.num_slots)]
     store.register(slots, may_pin=config.pin_memory)
@@ -222,7 +218,7 @@ def _build_pipeline(
         slot_leases=slots,
         chunk_elements=config.update.chunk_elements,
         num_threads=num_threads,
-        form=device_form(spec, store.accelerator.device),
+        form=plan.device_form,
         scratch=ground.device_lease("update scratch", plan.update_scratch_bytes),
     )
     if cores:

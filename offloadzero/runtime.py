@@ -159,7 +159,6 @@ class Runtime:
                 checkpointed,
                 param_groups,
                 Loop(
-                    spec,
                     current_hypers=current_hypers,
                     before_backward=before_backward,
                     keeps_after_step=keeps_after_step,

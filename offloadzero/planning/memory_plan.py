@@ -69,6 +69,7 @@ class MemoryPlan:
     unit_lease_bytes: int  # the part of the device arena from which units are leased
     device_grad_bytes: int  # one gradient lease on the device, of those that units take turns in
     own_grad_bytes: Mapping[int, int]  # by record: the gradient lease that belongs to it alone
+    device_form: UpdateForm  # of the updates on the device
     update_scratch_bytes: int  # of the updates on the device, which run one after another
     norm_scratch_bytes: int  # of the norms of gradients on the device, which are taken one after another
     host_grad_bytes: int  # one passing gradient lease on the host
@@ -406,6 +407,7 @@ def _plan(
         unit_lease_bytes=unit_lease_bytes,
         device_grad_bytes=device_grad_bytes,
         own_grad_bytes=own_grad_bytes,
+        device_form=form,
         update_scratch_bytes=update_scratch_bytes,
         norm_scratch_bytes=norm_scratch,
         host_grad_bytes=host_grad_bytes,

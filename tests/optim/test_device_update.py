@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offloadzero import build, runtime
 from offloadzero.arithmetic import device_math, torch_adam
 from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES
 from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
 from offloadzero.native import cpu_adam
+from offloadzero.planning import engine_plan
 from offloadzero.planning.memory_plan import plan_memory
 from offloadzero.segments import TierName
 from offloadzero.update import spec
@@ -201,8 +201,7 @@ def test_an_engine_whose_records_are_updated_in_torch_operations(
 
     losses, states, table = run()
     assert "update scratch" not in table
-    for module in (runtime, build):  # of the plan, and of the updates
-        monkeypatch.setattr(module, "device_form", lambda *_: UpdateForm.TORCH)
+    monkeypatch.setattr(engine_plan, "device_form", lambda *_: UpdateForm.TORCH)
     monkeypatch.setattr(spec, "SCRATCH_ELEMENTS", 4096)
     other_losses, other_states, other_table = run()
     assert "update scratch" in other_table

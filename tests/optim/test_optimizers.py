@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
-from offloadzero import build, runtime, zero
+from offloadzero import zero
 from offloadzero.arithmetic import device_math
 from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
 from offloadzero.checkpoint import states
@@ -31,6 +31,7 @@ from offloadzero.config.keys import OWN_KEYS
 from offloadzero.config.optimizer import OPTIMIZERS
 from offloadzero.errors import CheckpointError, ConfigError
 from offloadzero.optim import CPULion
+from offloadzero.planning import engine_plan
 from offloadzero.segments import SegmentKind
 from offloadzero.update import spec as optimizer_spec
 from offloadzero.update.spec import AnySpec, UpdateForm
@@ -275,8 +276,7 @@ def test_records_on_a_device_are_updated_in_the_planned_scratch(
 
     losses, resident, table = trained()
     assert "update scratch" not in table
-    for module in (runtime, build):  # of the plan, and of the updates
-        monkeypatch.setattr(module, "device_form", lambda *_: UpdateForm.TORCH)
+    monkeypatch.setattr(engine_plan, "device_form", lambda *_: UpdateForm.TORCH)
     monkeypatch.setattr(optimizer_spec, "SCRATCH_ELEMENTS", 4096)
     other_losses, other_states, other_table = trained()
     assert re.search(r"update scratch +48\.00 KiB", other_table)

@@ -9,8 +9,8 @@ import hashlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,7 @@ from offloadzero.sharding.ranks import Channel
 from offloadzero.step.coordinator import StepCoordinator
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.unit_leases import UnitLeases
-from offloadzero.update.pipeline import UpdatePipeline
+from tests.support import faults
 from tests.support.ranks import run_ranks
 from tests.support.schedules import Slowness
 from tests.support.sharded import config_of, digest, engine_of, micro_batch
@@ -198,14 +198,6 @@ def prefetch_that_passes_over_what_is_not_updated_yet(patch: pytest.MonkeyPatch)
     patch.setattr(UnitLeases, "prefetch", impatient)
 
 
-def late(function: Callable[..., Any]) -> Callable[..., Any]:
-    def called_late(*given: Any, **options: Any) -> Any:
-        time.sleep(SLOW_UPDATE_S)
-        return function(*given, **options)
-
-    return called_late
-
-
 PLANTS = {plant.__name__: plant for plant in (prefetch_that_passes_over_what_is_not_updated_yet,)}
 
 
@@ -217,11 +209,10 @@ def play_planted(rank: int, name: str, directory: str) -> dict[str, list[str]]:
         expected, _ = play(schedule, rank)
         said, different = "", []
         begun_s = time.monotonic()
-        with pytest.MonkeyPatch.context() as patch, delays(seed, rank):
+        slow_updates = faults.delays("update.compute", SLOW_UPDATE_S) if rank == 1 else nullcontext()
+        with pytest.MonkeyPatch.context() as patch, delays(seed, rank), slow_updates:
             patch.setattr(ranks, "timeout_of_process_group", lambda: timedelta(seconds=PLANTED_TIMEOUT_S))
             PLANTS[name](patch)
-            if rank == 1:
-                patch.setattr(UpdatePipeline, "_compute", late(UpdatePipeline._compute))
             try:
                 numbers, _ = play(schedule, rank)
                 different = [key for key in expected if numbers[key] != expected[key]]

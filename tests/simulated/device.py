@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from offloadzero import build, runtime
+from offloadzero import runtime
 from offloadzero.errors import StateError
 from offloadzero.memory import device as devices
 from offloadzero.memory.tickets import Failures
 from offloadzero.native import cpu_adam
+from offloadzero.planning import engine_plan
 from offloadzero.update.spec import UpdateForm
 from tests.simulated.backward import AutogradThread, Backward, call_on_another_stream, run_backward_on
 from tests.simulated.dispatch import Dispatch
@@ -149,8 +150,7 @@ def _install(device: SimulatedDevice, patch: pytest.MonkeyPatch, name: str | Non
         device.dispatching().__enter__()  # for the thread's life
 
     patch.setattr(runtime, "find_device", find)
-    for module in (runtime, build):  # the plan is made in one, the updates begin in the other
-        patch.setattr(module, "device_form", lambda *_: UpdateForm.TORCH)
+    patch.setattr(engine_plan, "device_form", lambda *_: UpdateForm.TORCH)
     patch.setattr(
         devices, "is_host_memory", lambda tensor: is_host_memory(tensor) and not device.memory.holds(tensor)
     )
