@@ -23,7 +23,7 @@ from offloadzero.memory.swap_file import remove_stale_files
 from tests.sharding.killed import PHASES, WORLD_SIZE, Case, state_digest
 from tests.support.sharded import config_of, engine_of
 
-NUM_KILLS = int(os.environ.get("OFFLOADZERO_TEST_KILLS", "2"))
+NUM_KILLS = int(os.environ.get("OFFLOADZERO_TEST_KILLS", "1"))
 FIRST_SEED = int(os.environ.get("OFFLOADZERO_TEST_FIRST_SEED", "0"))
 KILLS_PER_START = 10
 TIMEOUT_S = 12.0  # of the process groups

@@ -34,7 +34,7 @@ from tests.support.training import merge
 
 WORLD_SIZE = 3
 NUM_STEPS = 3
-NUM_SCHEDULES = int(os.environ.get("OFFLOADZERO_TEST_SCHEDULES", "4"))
+NUM_SCHEDULES = int(os.environ.get("OFFLOADZERO_TEST_SCHEDULES", "2"))
 SCHEDULES_PER_START = 20
 PLANTED_TIMEOUT_S = 10.0  # of the process groups
 PATIENCE_S = 0.2  # of a planted prefetch
