@@ -331,15 +331,20 @@ def play_in_child(case: Case, folder: str, number: int, reference: str) -> dict[
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         status = 1
         try:
-            in_child(case, directory, reference, write)
-            status = 0
-        except BaseException:
+            try:
+                in_child(case, directory, reference, write)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            # What the interpreter does at its end, without the second it takes to take torch apart.
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            sys.stderr.flush()
+        except BaseException:  # an interrupt that comes then must not unwind what is the parent's
+            status = 1
             traceback.print_exc()
-        # What the interpreter does at its end, without the second it takes to take torch apart.
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stderr.flush()
-        os._exit(status)
+        finally:
+            os._exit(status)
     os.close(write)
     if case.kind == "real":
         os.read(read, len(STARTED))

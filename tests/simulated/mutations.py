@@ -85,6 +85,10 @@ class Mutation:
 
 # What nothing would be wrong without, by key: why.
 REDUNDANT: dict[str, str] = {
+    "memory/tickets.py unfinished: as if ticket.done()": "then the wait below it waits: nothing comes early, but the "
+    "update's thread stands still",
+    "memory/tickets.py unfinished: no ticket.wait()": "done() has looked before: what is lost is an error, which the "
+    "engine has on record",
     "update/staging.py read_ahead: as if self._free[0].users.done()": "memory() waits for the slot's users: without "
     "the look the update's thread would do so in backward, where other work may come",
     "streaming/activations.py __del__: AllOf without copy.sent.written": "one lane writes all inputs, in their "
