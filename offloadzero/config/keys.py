@@ -75,7 +75,6 @@ _LEASES = "leases are sized from the units and the budgets (offloadzero.budgets)
 _COLLECTIVES = "one rank has no collective, several have one per unit"
 _PIPELINE = "reads, the update and writes always overlap (offloadzero.update.num_chunks_in_flight)"
 _REPLACEMENT = "what stays on the device follows from the recorded order of use (offloadzero.budgets.device)"
-_QUANTIZED = "quantized communication is not built; it would change the numbers"
 _SCHEDULED_BITS = "not built; ignoring it would change what is trained"
 
 _TOP: dict[str, KeySpec] = {
@@ -295,7 +294,7 @@ _ZERO: dict[str, KeySpec] = {
         "gradients are reduced as int4 codes, within a machine and then across machines, in a quarter of the bytes of "
         "bf16; needs stage 3"
     ),
-    "zeropp_loco_param": _refuse(_QUANTIZED, Kind.ANY),
+    "zeropp_loco_param": _refuse("feedback of the errors of quantized gradients is not built", Kind.ANY),
     "mics_shard_size": _refuse("MiCS shard groups are not built: allowed -1", _NUMBER, -1),
     "mics_hierarchical_params_gather": _refuse("MiCS shard groups are not built"),
     "zenflow": _refuse("updates with stale gradients are not built; they change the numbers", Kind.ANY),

@@ -90,6 +90,7 @@ class _Board:
                 self._store.wait(here, timedelta(seconds=LOOK_UP_S))
                 return
             except RuntimeError as error:  # torch has a timeout of its own only in newer versions
+                # It has not waited its time: the rank that holds the store is gone.
                 if time.monotonic() - begun_s < LOOK_UP_S / 2:
                     raise RankError(f"{what} has failed ({_first_line(error)})") from error
                 if time.monotonic() > until_s:
