@@ -16,6 +16,8 @@ STAMPS := $(VENV)/offloadzero-stamps
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # torch's OpenMP threads spin while they wait: with anything else running, that is many times slower.
 export OMP_WAIT_POLICY ?= passive
+# Tests start hundreds of processes: where Python may not keep what it has compiled, each compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(abspath $(BIN)):$(PATH)
 NATIVE_SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
