@@ -145,6 +145,12 @@ LATER_NORM_RTOL = 2e-3
 WEIGHT_ATOL = 2e-5 if NUM_STEPS <= NUM_EXACT_STEPS else 5e-4
 
 
+# Under bf16 autocast the last bit of a fp32 weight flips roundings: plain runs whose learning rates differ by 1e-6 to
+# 3e-6 differ by up to 2.5e-4 in losses, 3.0e-3 in norms and 2.7e-4 in weights within 50 steps, those whose weights are
+# moved by at most one bit after each step by up to 1.3e-4, 4.9e-4 and 1.4e-4 within 8.
+AUTOCAST_TOLERANCES = {"loss_rtol": 1e-3, "norm_rtol": 4e-3, "weight_atol": 5e-4}
+
+
 def assert_matches(
     ours: Result,
     plain: Result,

@@ -94,6 +94,8 @@ def checkpointed(make_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]
 
 
 MODELS = {"llama": llama, "gpt2": gpt2, "t5": t5}
+# T5 does not take its loss in fp32: two losses of bf16 next to each other differ by up to 2^-7 of them.
+LOSS_RTOL = {"t5": 2**-7}
 
 
 def batch(seed: int) -> dict[str, Tensor]:
@@ -151,7 +153,7 @@ def test_training(name: str, clipping: float, checkpointing: bool, tmp_path: Pat
     assert all(torch.equal(weights[key], value) for key, value in resident.weights.items())
     torch.manual_seed(0)
     plain = engine_loop(PlainEngine(make_model(), config("resident")))
-    assert worst_relative_difference(resident.losses, plain) < 2e-3
+    assert worst_relative_difference(resident.losses, plain) < LOSS_RTOL.get(name, 2e-3)
     assert resident.losses[0] != resident.losses[-1]
 
 
