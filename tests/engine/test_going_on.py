@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +29,7 @@ from offloadzero.torch_private import top_saved_tensors_default_hooks
 from tests.engine.interrupts import Injected
 from tests.engine.test_bad_input import poisonable_engine, same_states
 from tests.engine.test_interrupts import handler
+from tests.support.faults import delays
 from tests.support.plain_form import offloaded
 from tests.support.tiny import all_states, make_engine, settings, tokens, train
 
@@ -454,8 +456,11 @@ class InjectedInWait(Injected):
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])
-def test_one_ctrl_c_in_a_wait_of_backward_ends_no_run_either(placement: str, tmp_path: Path) -> None:
+def test_one_ctrl_c_in_a_wait_of_backward_ends_no_run_either(
+    placement: str, tmp_path: Path, faults: ExitStack
+) -> None:
     """It comes at the end of a backward that updates weights, and step() closes the step."""
+    faults.enter_context(delays("update.compute", 0.002))  # else a slow backward waits for no update
     config = settings(tmp_path, placement=placement, update={"chunk_elements": 4096})
     engine = make_engine(config)
     train(engine, num_steps=2)
