@@ -89,6 +89,8 @@ REDUNDANT: dict[str, str] = {
     "update's thread stands still",
     "memory/tickets.py unfinished: no ticket.wait()": "done() has looked before: what is lost is an error, which the "
     "engine has on record",
+    "memory/lanes.py order_compute_after: no ticket.wait()": "what comes here are writes of states to files, which no "
+    "computation reads; the unit's next update and every read of states wait for them by themselves",
     "update/staging.py read_ahead: as if self._free[0].users.done()": "memory() waits for the slot's users: without "
     "the look the update's thread would do so in backward, where other work may come",
     "streaming/activations.py __del__: AllOf without copy.sent.written": "one lane writes all inputs, in their "
