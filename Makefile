@@ -51,7 +51,8 @@ CAMPAIGN ?= tests/scripts/test_scripts.py tests/scripts/test_script_gradients.py
 	tests/parameters/test_access_table.py tests/config/test_config_mutations.py \
 	tests/checkpoint/test_checkpoint_damage.py tests/checkpoint/test_checkpoint_kills.py \
 	tests/checkpoint/test_checkpoint_names.py tests/memory/test_swap_file.py tests/memory/test_checksums.py \
-	tests/cli/test_report.py tests/engine/test_interrupts.py tests/races/test_races.py \
+	tests/cli/test_report.py tests/cli/test_plan_answer.py tests/engine/test_interrupts.py \
+	tests/engine/test_parity.py tests/engine/test_failures.py tests/races/test_races.py \
 	tests/races/test_happens_before.py tests/races/test_simulated_device.py tests/races/test_simulated_scripts.py \
 	tests/sharding/test_ranks_parity.py tests/sharding/test_ranks_models.py tests/sharding/test_ranks_bytes.py \
 	tests/sharding/test_ranks_order.py tests/sharding/test_ranks_kills.py tests/sharding/test_ranks_quantized.py \
@@ -69,6 +70,7 @@ campaign: export OFFLOADZERO_TEST_FOREIGN_RUNS = 100
 campaign: export OFFLOADZERO_TEST_FLIPS = 500
 campaign: export OFFLOADZERO_TEST_HANG_S = 900
 campaign: export OFFLOADZERO_TEST_BUDGETS = 200
+campaign: export OFFLOADZERO_PLAN_EXAMPLES = 200
 campaign: export OFFLOADZERO_CONFIG_MUTATIONS = 5000
 campaign: export OFFLOADZERO_TEST_MUTATIONS = all
 campaign: export OFFLOADZERO_TEST_SIMULATED = all

@@ -314,8 +314,8 @@ def test_an_error_at_any_place_of_the_start_leaves_the_model_as_it_was(tmp_path:
 
 # --- whole runs ---
 
-NUM_INJECTED = int(os.environ.get("OFFLOADZERO_TEST_INJECTED", "10"))
-NUM_REAL = int(os.environ.get("OFFLOADZERO_TEST_INTERRUPTS", "4"))
+NUM_INJECTED = int(os.environ.get("OFFLOADZERO_TEST_INJECTED", "6"))
+NUM_REAL = int(os.environ.get("OFFLOADZERO_TEST_INTERRUPTS", "3"))
 SEED = int(os.environ.get("OFFLOADZERO_TEST_INTERRUPT_SEED", "1"))
 
 

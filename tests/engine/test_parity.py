@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,14 @@ from tests.support.training import (
     worst_relative_difference,
 )
 
+# As many as in docs/parity.md, which `python -m tests.support.parity` makes, or fewer of the same.
+IN_FULL = "OFFLOADZERO_TEST_EXHAUSTIVE" in os.environ
+STEPS = {} if IN_FULL else {"num_steps": 8, "num_plain_steps": 20}
+
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matrix(case: Case, tmp_path: Path) -> None:
-    row = run_row(case, tmp_path)
+    row = run_row(case, tmp_path, **STEPS)
     assert row.differences == {placement: [] for placement in PLACEMENTS}
     assert row.worst_plain <= parity.PLAIN_TOLERANCE
 

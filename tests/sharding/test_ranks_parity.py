@@ -100,9 +100,10 @@ def test_ranks_train_in_fewer_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_train_as_one_process(tmp_path: Path, world_size: int) -> None:
     """Bitwise alike on all ranks and in all placements of a stage."""
+    stages = STAGES if IS_LONG or world_size == 2 else (1, 3)
     cases = [
         (stage, placement, accumulation)
-        for stage in STAGES
+        for stage in stages
         for placement in PLACEMENTS
         for accumulation in ACCUMULATIONS[world_size]
     ]
@@ -121,7 +122,7 @@ def test_ranks_train_as_one_process(tmp_path: Path, world_size: int) -> None:
         expected = train(engine, 0, 1, num_steps=NUM_STEPS)
         norm = engine.get_global_grad_norm()
         engine.close()
-        for stage in STAGES:
+        for stage in stages:
             of_stage = [
                 [found[f"{stage} {placement} {accumulation}"] for found in by_rank]
                 for placement in PLACEMENTS

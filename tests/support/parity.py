@@ -111,16 +111,22 @@ def run_case(
     return run_engine(lambda: make_model(case), lambda engine: train(engine, case, num_steps), config)
 
 
-def run_row(case: Case, directory: Path | str) -> Row:
+def run_row(
+    case: Case,
+    directory: Path | str,
+    *,
+    num_steps: int = NUM_STEPS,
+    num_plain_steps: int = NUM_PLAIN_STEPS,
+) -> Row:
     """All placements against the resident one, and that one against plain PyTorch."""
     reference = Outcome([], {}, {})
-    at_steps = {NUM_STEPS: reference}
+    at_steps = {num_steps: reference}
     config = case_config(case, "resident", directory)
     build = functools.partial(make_model, case)
-    resident = run_engine(build, lambda engine: train(engine, case, NUM_PLAIN_STEPS, at_steps), config)
-    plain = run_plain(build, lambda engine: train(engine, case, NUM_PLAIN_STEPS), config)
+    resident = run_engine(build, lambda engine: train(engine, case, num_plain_steps, at_steps), config)
+    plain = run_plain(build, lambda engine: train(engine, case, num_plain_steps), config)
     found = {
-        placement: differences(run_case(case, placement, directory), at_steps[NUM_STEPS])
+        placement: differences(run_case(case, placement, directory, num_steps=num_steps), at_steps[num_steps])
         for placement in PLACEMENTS
     }
     return Row(case, found, worst_relative_difference(resident.losses, plain.losses))
