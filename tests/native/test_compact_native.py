@@ -43,7 +43,7 @@ def run(program: Path, *arguments: str) -> None:
 
 def test_kernels_are_clean_under_address_and_undefined_behaviour_sanitizers(tmp_path: Path) -> None:
     sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    run(build(tmp_path, "-O1", "-g1", *sanitizers))
+    run(build(tmp_path, "-Og", "-g1", *sanitizers))
 
 
 @pytest.mark.slow
