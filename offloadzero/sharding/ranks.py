@@ -270,8 +270,11 @@ class Channel:
                 return
             except RuntimeError:
                 # Work that has failed need not be complete: only the time tells its errors from the end of a wait.
-                if work.is_completed() or time.monotonic() - begun_s < LOOK_UP_S / 2:
+                if time.monotonic() - begun_s < LOOK_UP_S / 2:
                     raise
+                if work.is_completed():  # since then, perhaps: the error is that of the wait, or its own
+                    work.wait()
+                    return
             self._board.look(what)
 
     def _said_within(self, wait_s: float) -> str | None:

@@ -241,6 +241,7 @@ def end_in_many_ways(rank: int, directory: str) -> dict[str, Any]:
         make_many,
         start_on_one_rank_only,
         be_interrupted_while_another_is_late,
+        look_as_a_collective_ends,
     )
     return {work.__name__: work(rank, directory) for work in works}
 
@@ -354,3 +355,56 @@ def test_ctrl_c_ends_the_wait_for_another_rank(found: dict[str, list[Any]]) -> N
     lost = "a backward of this rank did not come to its end"
     assert all(text.startswith(lost) for text in first)
     assert all(f"rank 0: StateError: {lost}" in text for text in second)
+
+
+# --- waits ---
+
+
+class SlowToLook:
+    """A collective whose end comes between the end of a wait for it and the look at whether it has ended."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self.num_looks = 0
+
+    def wait(self, *timeout: Any) -> None:
+        try:
+            self._work.wait(*timeout)
+        except RuntimeError:
+            self.num_looks += 1
+            while not self._work.is_completed():
+                time.sleep(0.01)
+            raise
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+def look_as_a_collective_ends(rank: int, directory: str) -> list[float]:
+    """The sum, and how often the first rank has looked."""
+    engine = engine_of(config_of("host", 1, Path(directory), world_size=2))
+    ranks = engine.optimizer.runtime.several.ranks
+    slow: list[SlowToLook] = []
+    start = torch.distributed.all_reduce
+
+    def started(*args: Any, **kwargs: Any) -> Any:
+        slow.append(SlowToLook(start(*args, **kwargs)))
+        return slow[-1]
+
+    if rank == 0:
+        torch.distributed.all_reduce = started
+    else:
+        time.sleep(1.0)  # a wait ends before
+    total = torch.tensor([1.0 + rank])
+    try:
+        ranks.control.all_reduce(total, "the test")
+    finally:
+        torch.distributed.all_reduce = start
+    engine.close()
+    return [total.item(), sum(work.num_looks for work in slow)]
+
+
+def test_a_collective_that_ends_after_a_wait_for_it_has_not_failed(found: dict[str, list[Any]]) -> None:
+    first, second = found["look_as_a_collective_ends"]
+    assert first == [3.0, 1]
+    assert second == [3.0, 0]
