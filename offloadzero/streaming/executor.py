@@ -60,6 +60,7 @@ class Executor:
         self.pins = self.residency.pins  # for reading
         self.gathered: set[int] = set()  # units of which a script has gathered some parameters
         self._updated_early: set[int] = set()  # units updated by this step's backward
+        self._spoiled: set[int] = set()  # units in a forward whose lease has other values than their home
         self._num_forwards = 0  # the number of nested forwards of sites
         self._outermost_evaluates = False
         self._forward_thread = 0  # the thread of the running forward
@@ -227,10 +228,18 @@ class Executor:
         self.pins[index] -= 1
         if not self.pins[index]:
             self.units[index].leave_forward()
+            if index in self._spoiled:
+                with self._lock:
+                    self._spoiled.discard(index)
+                    self._make_stale(self.units[index], self.units[index].updated, is_edit=True)
 
     def written_in_forward(self, index: int) -> list[int]:
         """The slots of a pinned unit whose parameters were written in place; none while another forward needs it."""
         return self.units[index].places_written() if self.pins[index] == 1 else []
+
+    def forget_written(self, index: int) -> None:
+        """Have the weights fetched again after the unit's forward: what was written in it does not go home."""
+        self._spoiled.add(index)
 
     # --- reads outside of sites ---
 

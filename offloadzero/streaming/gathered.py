@@ -231,6 +231,7 @@ class GatheredWeights(WeightAccess):
         slots = [record.slots[place] for place in places]
         names = ", ".join(slot.name for slot in slots if self._coded.is_coded(record, slot))
         if names:
+            self._executor.forget_written(record.index)
             raise StateError(
                 f"{names}: written in place in a forward, whose weights came as int8 codes "
                 "(zero_optimization.zero_quantized_weights, zero_quantized_nontrainable_weights): the rest of the "

@@ -261,9 +261,9 @@ def read_and_refuse(rank: int, directory: str) -> list[Any]:
     before = digest(dict(model.state_dict()))
     for param in model.blocks[1].parameters():
         param.requires_grad_(False)
-    config = config_of(
-        "host", Path(directory), {"zero_quantized_nontrainable_weights": True}, bf16={"enabled": False}
-    )
+    # All weights fit on the device: what is there is used again.
+    zero = {"zero_quantized_nontrainable_weights": True, "stage3_max_live_parameters": 10**7}
+    config = config_of("host", Path(directory), zero, bf16={"enabled": False})
     engine, *_ = offloadzero.initialize(model=model, config=config)
     assert digest(dict(engine.module.state_dict())) == before
     loss = engine(*text_batch(rank, MICRO_BATCH))
@@ -280,12 +280,16 @@ def read_and_refuse(rank: int, directory: str) -> list[Any]:
 
     def write(module: torch.nn.Module, _: Any) -> None:
         with torch.no_grad():
-            module.weight[0, 0] = 1.0
+            module.weight.fill_(0.25)
 
+    with torch.no_grad():
+        evaluated = engine(*text_batch(rank, MICRO_BATCH)).item()
     handle = model.blocks[1].up.register_forward_pre_hook(write)
     with pytest.raises(offloadzero.StateError, match=r"blocks\.1\.up\.weight: written in place in a forward"):
         engine(*text_batch(rank, MICRO_BATCH))
     handle.remove()
+    with torch.no_grad():  # a script that goes on finds the weights without what it wrote
+        assert engine(*text_batch(rank, MICRO_BATCH)).item() == evaluated
     engine.close()
     return [lines.get("weight codes", 0), loss.item()]
 
