@@ -52,7 +52,7 @@ class _SlotLoad:
             weights.write(record, slot, values["master"])
         elif _REMAINDER in values:
             weights.write(record, slot, join_master(weights.read(record, slot), values[_REMAINDER].cpu()))
-        slot.step = self.step
+        weights.write_step(record, slot, self.step)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class _State:
     def write(self, value: torch.Tensor) -> None:
         """Write a value to its home."""
         if self._key == "step":
-            self._slot.step = step_count(self.name, value)
+            self._weights.write_step(self._record, self._slot, step_count(self.name, value))
         elif self._key == "master":
             self._weights.write(self._record, self._slot, value)
         elif self._key in self._record.spec.states:

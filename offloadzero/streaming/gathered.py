@@ -314,6 +314,11 @@ class GatheredWeights(WeightAccess):
             self._ranks.writes.note(zlib.crc32(crc32c_blocks(data).tobytes(), zlib.crc32(name)))
         super()._write(record, slot, parts)
 
+    def write_step(self, record: Record, slot: ParamSlot, step: int) -> None:
+        """Set the number of updates. A rank that sets another is found at the next fetch or step."""
+        self._ranks.writes.note(zlib.crc32(f"{record.index} {slot.index} step {step}".encode()))
+        super().write_step(record, slot, step)
+
     def _read_home(self, record: Record, slot: ParamSlot, segment: Segment, target: torch.Tensor) -> None:
         place = kept_place(record, slot, segment.kind)
         if record.shard.world_size == 1 or segment is record.whole_param:

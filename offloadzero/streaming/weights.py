@@ -232,6 +232,10 @@ class WeightAccess:
             _count_writes(slot, [kind])
             self._write(record, slot, parts)
 
+    def write_step(self, record: Record, slot: ParamSlot, step: int) -> None:  # noqa: ARG002
+        """Set the number of updates that the parameter's states have seen."""
+        slot.step = step
+
     def reset_states(self, record: Record, slot: ParamSlot, group: Mapping[str, object]) -> None:
         """Reset all states, with codes and scales, to those before the first step under the options of `group`."""
         parts = {}

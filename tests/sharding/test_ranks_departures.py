@@ -183,6 +183,13 @@ def write_alone(rank: int, directory: str) -> dict[str, list[str]]:
         if rank == 0:
             module.load_state_dict({"narrow.weight": value}, strict=False)
 
+    def set_step(module: nn.Module) -> None:  # noqa: ARG001
+        saved = engine.optimizer.state_dict()
+        states = {
+            number: {**state, "step": torch.tensor(5.0 + rank)} for number, state in saved["state"].items()
+        }
+        engine.optimizer.load_state_dict({**saved, "state": states})
+
     def all_the_same(module: nn.Module) -> None:
         safe_set_full_fp32_param(module.narrow.weight, value)
         safe_set_full_optimizer_state(module.narrow.weight, value, "exp_avg")
@@ -195,6 +202,7 @@ def write_alone(rank: int, directory: str) -> dict[str, list[str]]:
         (3, True, load),
         (2, False, set_data),
         (0, True, load),
+        (3, True, set_step),
         (3, True, all_the_same),
     ):
         engine = engine_of(config_of("host", stage, Path(directory), world_size=2))
