@@ -163,10 +163,10 @@ class Arena:
         return self._holes.num_bytes
 
     def try_lease(self, num_bytes: int, label: str) -> Lease | None:
-        """Lease `num_bytes` (rounded up to the alignment); None when no hole is large enough."""
-        size = align_up(max(num_bytes, 1))
+        """Lease `num_bytes` (rounded up to the alignment); None when no hole is large enough. No bytes always fit."""
+        size = align_up(num_bytes)
         with self._lock:
-            offset = self._holes.take(size)
+            offset = self._holes.take(size) if size else 0
         return None if offset is None else Lease(self, offset, size, label)
 
     def lease(self, num_bytes: int, label: str) -> Lease:
@@ -182,8 +182,9 @@ class Arena:
     def _free(self, lease: Lease) -> None:
         if self._poison:
             lease.bytes.fill_(0xFF)  # NaN in bf16, fp16 and fp32
-        with self._lock:
-            self._holes.give(lease.offset, lease.num_bytes)
+        if lease.num_bytes:
+            with self._lock:
+                self._holes.give(lease.offset, lease.num_bytes)
 
 
 class PooledBuffer:

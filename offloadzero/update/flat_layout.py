@@ -158,12 +158,13 @@ def make_flat_layout(
     num_trainable: int | None = None
     for param_name, param, group_index in ordered:
         if group_index is None and num_trainable is None:
-            position = num_trainable = align_up(position, record_align)
+            # Parameters of no elements alone have gradients and steps, too.
+            position = num_trainable = align_up(max(position, 1 if slots else 0), record_align)
         slots.append(
             ParamSlot(param, param_name, param.shape, position, param.numel(), group_index, len(slots))
         )
         position += align_up(param.numel(), param_align)
-    position = align_up(position, record_align)
     if num_trainable is None:
-        num_trainable = position
+        position = num_trainable = align_up(max(position, 1), record_align)
+    position = align_up(position, record_align)
     return FlatLayout(dtype, tuple(slots), num_trainable, position, param_align)

@@ -327,3 +327,45 @@ def test_a_unit_without_an_element_to_update_is_updated(
         return losses
 
     assert run(is_offloaded=True) == pytest.approx(run(is_offloaded=False), rel=1e-5)
+
+
+class WithNothing(nn.Module):
+    """All that is in no block is a parameter without elements: a unit of its own."""
+
+    def __init__(self, *, has_nothing: bool, trains: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.nothing = nn.Parameter(torch.empty(0), requires_grad=trains) if has_nothing else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.float().pow(2).mean() + (0 if self.nothing is None else self.nothing.sum())
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("layout", ["fp32", "compact"])
+@pytest.mark.parametrize("placement", ["resident", "host", "nvme"])
+def test_a_unit_without_an_element_changes_no_number(
+    placement: str, layout: str, trains: bool, tmp_path: Path
+) -> None:
+    config = make_config(placement, tmp_path, clipping=0.5, offloadzero={"state_layout": layout})
+
+    def losses(*, has_nothing: bool) -> list[float]:
+        torch.manual_seed(0)
+        engine, *_ = offloadzero.initialize(
+            model=WithNothing(has_nothing=has_nothing, trains=trains), config=config
+        )
+        found = []
+        for seed in range(3):
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)).bfloat16()
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        if has_nothing:
+            assert engine.module.state_dict()["nothing"].shape == (0,)
+        engine.close()
+        return found
+
+    assert losses(has_nothing=True) == losses(has_nothing=False)
