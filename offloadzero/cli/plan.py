@@ -164,7 +164,8 @@ def ask(args: argparse.Namespace, config: OffloadConfig) -> tuple[Any, Any]:
     """Return the question and the machine that it is about."""
     from offloadzero.cli import plan_probe
     from offloadzero.cli.plan_answer import Question, drive_bytes
-    from offloadzero.cli.plan_model import Loop, read_model
+    from offloadzero.cli.plan_model import read_model
+    from offloadzero.planned_model import Loop
     from offloadzero.planning.fit import Memory
 
     model = read_model(args.model)

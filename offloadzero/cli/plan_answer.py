@@ -11,13 +11,14 @@ from typing import Any
 
 from torch import nn
 
-from offloadzero.cli.plan_model import Loop, ModelSource, PlannedModel, plan_model
+from offloadzero.cli.plan_model import ModelSource
 from offloadzero.config import OffloadConfig, load_config
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.arena import ALIGN_BYTES
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES
+from offloadzero.planned_model import Loop, PlannedModel, plan_model
 from offloadzero.planning.activation_trace import MicroBatchTrace, TraceError, trace_micro_batch
 from offloadzero.planning.engine_plan import DTYPES
 from offloadzero.planning.fit import (

@@ -10,11 +10,12 @@ import torch
 
 from offloadzero.cli.output import text_table
 from offloadzero.cli.plan_answer import Answer, Planner, Question
-from offloadzero.cli.plan_model import ModelSource, uses_of
+from offloadzero.cli.plan_model import ModelSource
 from offloadzero.cli.units import duration_text, size_text
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.observe.bound import CORES
 from offloadzero.observe.timeline import COMPUTE
+from offloadzero.planned_model import uses_of
 from offloadzero.planning.fit import Change, Source, needed, with_keys
 from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.memory_plan import format_bytes

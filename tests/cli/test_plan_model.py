@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan_model import Loop, ModelSource, plan_model, read_model
+from offloadzero.cli.plan_model import ModelSource, read_model
 from offloadzero.config import load_config
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.swap_file import MARK_BYTES
+from offloadzero.planned_model import Loop, plan_model
 from offloadzero.planning.fit import ENOUGH
 from offloadzero.segments import TierName
 from tests.support import models

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offloadzero
-from offloadzero.cli.plan_model import ModelSource, plan_model, uses_of
+from offloadzero.cli.plan_model import ModelSource
 from offloadzero.config import load_config
 from offloadzero.observe.timeline import COMPUTE, NVME_READ, WAIT
+from offloadzero.planned_model import plan_model, uses_of
 from offloadzero.planning.traffic import StepTraffic, fetches_of_step, step_traffic
 from tests.cli.test_plan_model import CONFIGS, PLENTY
 from tests.support import models

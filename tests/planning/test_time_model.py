@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from offloadzero.cli.plan_model import plan_model, read_model, uses_of
+from offloadzero.cli.plan_model import read_model
 from offloadzero.config import load_config
 from offloadzero.observe.bound import CORES
 from offloadzero.observe.timeline import (
@@ -24,6 +24,7 @@ from offloadzero.observe.timeline import (
     NVME_WRITE,
     UPDATE,
 )
+from offloadzero.planned_model import plan_model, uses_of
 from offloadzero.planning.activation_trace import MicroBatchTrace
 from offloadzero.planning.time_model import FASTER, OVERLAP, PYTHON, Rates, Step, forecast, forecast_run
 from offloadzero.planning.traffic import AFTER, BACKWARD, FORWARD, StepTraffic, step_traffic

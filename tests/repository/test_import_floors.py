@@ -31,6 +31,7 @@ FLOORS: Mapping[str, int] = {
     "optimizer_states": 6,
     "optimizer_loading": 6,
     "param_groups": 6,
+    "planned_model": 6,
     "runtime": 6,
     "build": 6,
     "several_ranks": 6,
