@@ -25,6 +25,12 @@ if TYPE_CHECKING:
         RankError,
         StateError,
     )
+    from offloadzero.estimates import (
+        estimate_zero2_model_states_mem_needs_all_cold,
+        estimate_zero2_model_states_mem_needs_all_live,
+        estimate_zero3_model_states_mem_needs_all_cold,
+        estimate_zero3_model_states_mem_needs_all_live,
+    )
     from offloadzero.initialization import initialize
     from offloadzero.launch import add_config_arguments, init_distributed
     from offloadzero.optimizer import OffloadedOptimizer, offload
@@ -45,6 +51,10 @@ _HOMES = {
     "RankError": "errors",
     "StateError": "errors",
     "add_config_arguments": "launch",
+    "estimate_zero2_model_states_mem_needs_all_cold": "estimates",
+    "estimate_zero2_model_states_mem_needs_all_live": "estimates",
+    "estimate_zero3_model_states_mem_needs_all_cold": "estimates",
+    "estimate_zero3_model_states_mem_needs_all_live": "estimates",
     "init_distributed": "launch",
     "initialize": "initialization",
     "load_config": "config",
@@ -68,6 +78,10 @@ __all__ = [
     "RankError",
     "StateError",
     "add_config_arguments",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
     "init_distributed",
     "initialize",
     "load_config",

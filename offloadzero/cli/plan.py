@@ -12,12 +12,12 @@ from offloadzero.cli.output import check_output, print_lines, save_json
 from offloadzero.config import OffloadConfig, load_config, read_config_file
 from offloadzero.config.parse import read_num_bytes
 from offloadzero.errors import ConfigError
+from offloadzero.sharding.shard_spec import MAX_RANKS
 
 FORMAT = "offloadzero.plan"
 FORMAT_VERSION = 1
 DEFAULT_SEQUENCE = 2048
 MAX_TOKENS = 10**18
-MAX_RANKS = 1 << 16
 _COUNT_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 

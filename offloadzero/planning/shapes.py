@@ -121,10 +121,19 @@ def read_shape(key: str, text: str) -> ModelShape | None:
 
 def shape_of_size(kind: str, num_parameters: float) -> ModelShape:
     """Return the shape nearest to a size: [Note: models of a shape]."""
-    hidden = max(1, round((num_parameters * _HEAD / 12) ** (1 / 3) / _HEAD)) * _HEAD
+    hidden = num_blocks_of_size(num_parameters) * _HEAD
     shape = _KINDS[kind](hidden, 1, hidden // _HEAD, _VOCABULARIES[kind])
     one, two = shape.count(), replace(shape, num_layers=2).count()
     return replace(shape, num_layers=1 + max(0, round((num_parameters - one) / (two - one))))
+
+
+def num_blocks_of_size(num_parameters: float) -> int:
+    """Return the number of blocks, of 12 width² parameters each, that make up a size without its embeddings.
+
+    Their width has 128 columns for each of them: [Note: models of a shape].
+    """
+    width: float = (num_parameters * _HEAD / 12) ** (1 / 3)
+    return max(1, round(width / _HEAD))
 
 
 def _read_sizes(key: str, text: str, kind: str, sizes: str) -> ModelShape:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MAX_RANKS = 1 << 16  # that are planned for
+
 
 @dataclass(frozen=True)
 class ShardSpec:

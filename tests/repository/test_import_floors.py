@@ -26,6 +26,7 @@ FLOORS: Mapping[str, int] = {
     "initialization": 6,
     "arguments": 6,
     "deepspeed_names": 6,
+    "estimates": 6,
     "zero": 6,
     "optimizer": 6,
     "optimizer_states": 6,
