@@ -1,24 +1,32 @@
-"""Builds the parts of one engine in one order: each is finished when it is made."""
+"""Cuts and plans one model, takes its memory, and builds the parts of its engine: each is finished when it is made."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from offloadzero.config import OffloadConfig
+from offloadzero.checkpoint.safetensors_file import is_known_dtype
+from offloadzero.config import OffloadConfig, create_nvme_directories
+from offloadzero.errors import ConfigError
 from offloadzero.interrupts import uninterrupted
 from offloadzero.lifetime import Resources
 from offloadzero.memory.arena import Arena, BufferPool, Lease
-from offloadzero.memory.store import TieredStore
+from offloadzero.memory.checksums import checksum_bytes
+from offloadzero.memory.lanes import Accelerator
+from offloadzero.memory.store import StoreSizes, TieredStore
+from offloadzero.memory.tickets import Failures
 from offloadzero.native.cpu_adam import set_cores
 from offloadzero.observe.clock import StepClock
+from offloadzero.planning.engine_plan import DTYPES, plan_engine
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
 from offloadzero.planning.probe import cores_beside_launching
-from offloadzero.segments import TierName
+from offloadzero.segments import SegmentKind, TierName
+from offloadzero.sharding.shard_spec import WHOLE
 from offloadzero.step.account import Accounts, Hypers
 from offloadzero.step.accumulation import Accumulation
 from offloadzero.step.collect import GradientCollector
@@ -31,10 +39,13 @@ from offloadzero.step.window import GradientWindow
 from offloadzero.streaming.activation_memory import PlannedMemory
 from offloadzero.streaming.activations import ActivationStore, make_activation_store
 from offloadzero.streaming.executor import Executor
+from offloadzero.streaming.spill import file_bytes, host_bytes
+from offloadzero.streaming.units import UnitCut, checkpointed_modules, cut_units
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.records import Record
+from offloadzero.update.spec import AnySpec
 
 if TYPE_CHECKING:  # it loads torch.distributed, which not every build of torch has
     from offloadzero.several_ranks import SeveralRanks
@@ -117,6 +128,142 @@ class Parts:
     coordinator: StepCoordinator
 
 
+# --- the model, cut and planned ---
+
+
+def cut_model(
+    model: nn.Module,
+    config: OffloadConfig,
+    *,
+    group_of: Mapping[int, int],
+    spec: AnySpec,
+    several: SeveralRanks | None,
+) -> UnitCut:
+    """Cut the model into units whose states can be kept and saved, the same ones on all ranks.
+
+    Args:
+        group_of: id of a parameter -> index of its optimizer group; parameters that are absent are frozen.
+
+    Raises:
+        ConfigError: those of `cut_units`; a dtype that no checkpoint can hold; other units than the other ranks have.
+    """
+    cut = cut_units(
+        model,
+        config.units,
+        group_of=group_of,
+        param_dtype=DTYPES[config.precision.param_dtype],
+        spec=spec,
+        compact=config.state_layout == "compact",
+        shard=WHOLE if several is None else several.shard,
+        gathers_params=several is not None and several.gathers_params,
+        is_reduced=several is not None,
+    )
+    _expect_storable(cut.records)
+    if several is not None:
+        several.expect_same(cut.records)
+    return cut
+
+
+def _expect_storable(records: Sequence[Record]) -> None:
+    """Raise now for a dtype that no checkpoint can hold, and not when the first one is saved."""
+    for record in records:
+        if not is_known_dtype(record.dtype):
+            raise ConfigError(
+                f"{record.slots[0].name}.dtype",
+                str(record.dtype).removeprefix("torch."),
+                "frozen parameters: dtypes that safetensors knows. Keep it as another (torch.view_as_real() of a "
+                "complex one, its bytes as torch.uint8)",
+            )
+
+
+def find_checkpointed(model: nn.Module, cut: UnitCut, config: OffloadConfig) -> dict[str, nn.Module]:
+    """Return the modules by name whose forward is run again in backward. Raises ConfigError."""
+    checkpointing = config.activation_checkpoints
+    return checkpointed_modules(model, cut, config.units, checkpointing.units) if checkpointing else {}
+
+
+def plan_cut(
+    cut: UnitCut,
+    config: OffloadConfig,
+    accelerator: Accelerator,
+    *,
+    spec: AnySpec,
+    num_checkpointed: int,
+    several: SeveralRanks | None,
+) -> MemoryPlan:
+    """Plan the memory of a model that is cut, whose parameters give theirs back. Raises BudgetError."""
+    return plan_engine(
+        cut.records,
+        config,
+        cut.together,
+        accelerator.asynchronous,
+        spec=spec,
+        num_checkpointed=num_checkpointed,
+        num_local_ranks=1 if several is None else several.ranks.local_world_size,
+        movable_bytes=sum(host_bytes(slot.param) for record in cut.records for slot in record.slots),
+    )
+
+
+# --- the memory ---
+
+
+def make_directories(config: OffloadConfig, plan: MemoryPlan) -> None:
+    """Make the directories of files, if the engine has any."""
+    checkpointing = config.activation_checkpoints
+    if plan.tier_bytes(TierName.NVME) or (checkpointing and checkpointing.tier is TierName.NVME):
+        create_nvme_directories(config.nvme_paths)
+
+
+def open_store(
+    records: Sequence[Record],
+    config: OffloadConfig,
+    plan: MemoryPlan,
+    accelerator: Accelerator,
+    *,
+    failures: Failures,
+) -> TieredStore:
+    """Take the memory of all tiers, apart from that of activation checkpoints."""
+    of_inputs = plan.inputs.nvme if plan.inputs is not None else 0  # a file of their own
+    fetched = plan.inputs.device if plan.inputs is not None else 0  # apart, too
+    return TieredStore(
+        accelerator,
+        sizes=StoreSizes(
+            device=plan.tier_bytes(TierName.DEVICE) - fetched,
+            host=plan.tier_bytes(TierName.HOST) - (checksum_bytes(of_inputs) if config.aio.checksums else 0),
+            nvme=plan.tier_bytes(TierName.NVME) - of_inputs,
+            waiting=file_bytes(slot.param for record in records for slot in record.slots),
+        ),
+        nvme_paths=config.nvme_paths,
+        aio=config.aio,
+        failures=failures,
+        poison=config.poison_released_leases,
+    )
+
+
+def create_segments(records: Sequence[Record], plan: MemoryPlan, store: TieredStore) -> None:
+    """Make the homes of all records, which hold zeros."""
+    for record in records:
+        for kind, (dtype, num_elements) in record.layout().items():
+            tier = plan.placement[record.index, kind]
+            record.segments[kind] = store.create(record.name, kind, dtype, num_elements, tier)
+        if record.state.keeps_whole_params:
+            whole = record.segments[SegmentKind.PARAM]
+            start, stop = record.shard.kept_range(record.num_trainable)
+            record.whole_param = whole
+            record.segments[SegmentKind.PARAM] = replace(
+                whole, num_elements=stop - start, place=whole.memory[start:stop]
+            )
+        if record.num_trainable:
+            tier = plan.placement[record.index, SegmentKind.GRAD]
+            if plan.grads_have_homes or tier is TierName.DEVICE:
+                record.segments[SegmentKind.GRAD] = store.create(
+                    record.name, SegmentKind.GRAD, record.grad_dtype, record.state.kept_trainable, tier
+                )
+
+
+# --- the parts ---
+
+
 def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources: Resources) -> Parts:
     """Build the parts in their order, each from those before it. `resources` then has all that must be closed."""
     config, plan, store, clock = ground.config, ground.plan, ground.store, ground.clock
@@ -136,14 +283,7 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
         loss_scale=config.precision.loss_scale if config.precision.param_dtype == "fp16" else None,
     )
     accounts = Accounts(store.failures, [record.name for record in records if record.num_trainable])
-    make_decider = Decider if several is None else several.decider
-    decider = make_decider(
-        accounts,
-        failures=store.failures,
-        max_norm=config.gradient_clipping or 0.0,
-        skip_nonfinite=config.precision.param_dtype == "fp16" or config.update.on_nonfinite == "skip",
-        loss_scale=policy.loss_scale,
-    )
+    decider = _build_decider(ground, accounts, policy)
     window = _build_window(records, ground, loop, executor, num_threads)
     collector = _build_collector(ground, window, executor, several)
     landing = _build_landing(ground, decider, pipeline, cores, num_threads, several)
@@ -224,6 +364,18 @@ def _build_pipeline(ground: Ground, cores: Sequence[int], num_threads: int | Non
     if cores:
         pipeline.submit(lambda: set_cores(cores))
     return pipeline
+
+
+def _build_decider(ground: Ground, accounts: Accounts, policy: StepPolicy) -> Decider:
+    config = ground.config
+    make = Decider if ground.several is None else ground.several.decider
+    return make(
+        accounts,
+        failures=ground.store.failures,
+        max_norm=config.gradient_clipping or 0.0,
+        skip_nonfinite=config.precision.param_dtype == "fp16" or config.update.on_nonfinite == "skip",
+        loss_scale=policy.loss_scale,
+    )
 
 
 def _build_window(

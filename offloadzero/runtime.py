@@ -12,39 +12,43 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from offloadzero import interrupts
-from offloadzero.build import Ground, Loop, build_parts
-from offloadzero.checkpoint.safetensors_file import is_known_dtype
-from offloadzero.config import OffloadConfig, create_nvme_directories
-from offloadzero.errors import ConfigError, StateError
+from offloadzero.build import (
+    Ground,
+    Loop,
+    build_parts,
+    create_segments,
+    cut_model,
+    find_checkpointed,
+    make_directories,
+    open_store,
+    plan_cut,
+)
+from offloadzero.config import OffloadConfig
+from offloadzero.errors import StateError
 from offloadzero.lifetime import EngineState, Resources, wait_for_collected
-from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.device import find_device
 from offloadzero.memory.lanes import Accelerator
-from offloadzero.memory.store import StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.collectives import CollectiveCount
 from offloadzero.observe.monitor import StepMonitor
-from offloadzero.planning.engine_plan import DTYPES, plan_engine
-from offloadzero.planning.memory_plan import MemoryPlan, format_bytes
+from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.placement import describe_placement
 from offloadzero.planning.rank_bytes import rank_bytes
-from offloadzero.segments import SegmentKind, TierName
-from offloadzero.sharding.shard_spec import WHOLE
+from offloadzero.segments import TierName
 from offloadzero.step.account import Hypers
 from offloadzero.step.gradient_hook import GradientHooks
 from offloadzero.streaming.hooks import ModelHooks
 from offloadzero.streaming.original_form import OriginalForm
-from offloadzero.streaming.spill import file_bytes, host_bytes
-from offloadzero.streaming.units import UnitCut, checkpointed_modules, cut_units
+from offloadzero.streaming.units import UnitCut
 from offloadzero.streaming.weights import WeightAccess
+from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 from offloadzero.update.spec import AnySpec
 
@@ -86,100 +90,47 @@ class Runtime:
         """
         _refuse_second(model)
         interrupts.install()
-        self.config = config
-        self.spec = spec
-        self.model = model
+        self.config, self.spec, self.model = config, spec, model
         self.monitor = StepMonitor(config.observe)
-        self.clock = StepClock(
-            self.monitor.timeline, on_end=self.monitor.on_end, on_step=self.monitor.on_step
-        )
         self.failures = Failures()
         self.resources = Resources(self.failures)
         self.resources.close_when_collected(self)
         self.resources.add(self.monitor.close)
         self.accelerator = Accelerator(find_device(config.device), self.monitor.timeline)
-        self.several: SeveralRanks | None = None
-        if config.world_size > 1:
-            self.several = _join_ranks(self.accelerator.device, config, self.failures)
-            self.resources.others_wait = True
-            self.resources.add(self.several.close)
-        marks = self.accelerator.marks()
-        if marks is not None:
-            self.clock.follow(marks)
+        self.several = _join_ranks(self.accelerator.device, config, self.resources)
+        self.clock = _make_clock(self.monitor, self.accelerator)
         group_of = _group_of(param_groups)
-        cut = cut_units(
-            model,
-            config.units,
-            group_of=group_of,
-            param_dtype=DTYPES[config.precision.param_dtype],
-            spec=spec,
-            compact=config.state_layout == "compact",
-            shard=WHOLE if self.several is None else self.several.shard,
-            gathers_params=self.several is not None and self.several.gathers_params,
-            is_reduced=self.several is not None,
-        )
-        _expect_storable(cut.records)
-        if self.several is not None:
-            self.several.expect_same(cut.records)
+        cut = cut_model(model, config, group_of=group_of, spec=spec, several=self.several)
         self.records = cut.records
         self.slots = {id(slot.param): (record, slot) for record in self.records for slot in record.slots}
-        may_not_train = [
-            slot
-            for _, slot in self.slots.values()
-            if not slot.trainable
-            # A callable may have left out one that was not frozen.
-            and (id(slot.param) in group_of or (is_of_all_trainable and not slot.param.requires_grad))
-        ]
+        loop = Loop(
+            current_hypers=current_hypers,
+            before_backward=before_backward,
+            keeps_after_step=keeps_after_step,
+            may_not_train=_may_not_train(self.records, group_of, is_of_all_trainable=is_of_all_trainable),
+        )
         self._original = OriginalForm(self.records)
         self._is_restored = False
         self.hooks: ModelHooks | None = None
-        checkpointing = config.activation_checkpoints
-        checkpointed = (
-            checkpointed_modules(model, cut, config.units, checkpointing.units) if checkpointing else {}
-        )
-        in_memory = (host_bytes(slot.param) for record in self.records for slot in record.slots)
-        self.plan = plan_engine(
-            self.records,
-            config,
-            cut.together,
-            self.accelerator.asynchronous,
-            spec=spec,
-            num_checkpointed=len(checkpointed),
-            num_local_ranks=1 if self.several is None else self.several.ranks.local_world_size,
-            movable_bytes=sum(in_memory),
+        checkpointed = find_checkpointed(model, cut, config)
+        self.plan = plan_cut(
+            cut, config, self.accelerator, spec=spec, num_checkpointed=len(checkpointed), several=self.several
         )
         try:
-            if self.plan.tier_bytes(TierName.NVME) or (checkpointing and checkpointing.tier is TierName.NVME):
-                create_nvme_directories(config.nvme_paths)
-            with interrupts.uninterrupted:  # a file that is made is one that is closed
-                self.store = _open_store(self, config)
-                self.resources.add(self.store.close)
-            self._build(
-                cut,
-                checkpointed,
-                param_groups,
-                Loop(
-                    current_hypers=current_hypers,
-                    before_backward=before_backward,
-                    keeps_after_step=keeps_after_step,
-                    may_not_train=may_not_train,
-                ),
-            )
-            self.monitor.begin(
-                self._description(),
-                device_is_cpu=self.accelerator.asynchronous.free_bytes() is None,
-                collectives=dict if self.several is None else self.several.ranks.collectives,
-            )
-            _live.add(self)
-            if multiprocessing.parent_process() is not None:
-                _close_at_exit_of_child(os.getpid())
-            for notice in config.notices:
-                log.info("%s", notice)
-            self.monitor.timeline.take(0)  # moving the weights home is no part of a step
-            self.clock.restart()
+            self._take_memory()
+            self._build(cut, checkpointed, param_groups, loop)
+            self._go_live()
         except BaseException:
             self.undo()
             raise
+
+    def _take_memory(self) -> None:
+        make_directories(self.config, self.plan)
+        with interrupts.uninterrupted:  # a file that is made is one that is closed
+            self.store = open_store(
+                self.records, self.config, self.plan, self.accelerator, failures=self.failures
+            )
+            self.resources.add(self.store.close)
 
     def _build(
         self,
@@ -188,7 +139,8 @@ class Runtime:
         param_groups: Sequence[Mapping[str, object]],
         loop: Loop,
     ) -> None:
-        _create_segments(cut.records, self.plan, self.store)
+        """Move the states to their homes, build the parts and put the hooks on the model."""
+        create_segments(cut.records, self.plan, self.store)
         if self.several is not None:
             self.several.agree_on_buffers(self.model)
         self._original.load(self.store, agree=_keep if self.several is None else self.several.agree)
@@ -212,6 +164,21 @@ class Runtime:
             )
             self.weights.attach(self.records)
         _move_buffers(self.model, self.accelerator.device)
+
+    def _go_live(self) -> None:
+        """Begin the reports, and be one of the runtimes that the end of the process closes."""
+        self.monitor.begin(
+            self._description(),
+            device_is_cpu=self.accelerator.asynchronous.free_bytes() is None,
+            collectives=dict if self.several is None else self.several.ranks.collectives,
+        )
+        _live.add(self)
+        if multiprocessing.parent_process() is not None:
+            _close_at_exit_of_child(os.getpid())
+        for notice in self.config.notices:
+            log.info("%s", notice)
+        self.monitor.timeline.take(0)  # moving the weights home is no part of a step
+        self.clock.restart()
 
     def reserved_bytes(self, tier: TierName) -> int:
         """Bytes that the plan reserves in a tier, and the activation checkpoints so far."""
@@ -369,13 +336,28 @@ class Runtime:
                 interrupts.uninstall()
 
 
-def _join_ranks(device: torch.device, config: OffloadConfig, failures: Failures) -> SeveralRanks:
+def _make_clock(monitor: StepMonitor, accelerator: Accelerator) -> StepClock:
+    """Make the clock of the steps, which counts the time of the device's streams where there are any."""
+    clock = StepClock(monitor.timeline, on_end=monitor.on_end, on_step=monitor.on_step)
+    marks = accelerator.marks()
+    if marks is not None:
+        clock.follow(marks)
+    return clock
+
+
+def _join_ranks(device: torch.device, config: OffloadConfig, resources: Resources) -> SeveralRanks | None:
+    """Join the other ranks, which `resources` leaves in the end; None where this process alone trains the model."""
+    if config.world_size == 1:
+        return None
     from offloadzero.several_ranks import join_ranks
 
     # Registered again, to run before the end of torch's process group, which was registered earlier: closing takes
     # collectives.
     atexit.register(_close_at_exit)
-    return join_ranks(device, config, failures)
+    several = join_ranks(device, config, resources.failures)
+    resources.others_wait = True
+    resources.add(several.close)
+    return several
 
 
 def _keep(values: torch.Tensor) -> None:
@@ -446,55 +428,18 @@ def _group_of(param_groups: Sequence[Mapping[str, object]]) -> dict[int, int]:
     return groups
 
 
-def _expect_storable(records: Sequence[Record]) -> None:
-    """Raise now for a dtype that no checkpoint can hold, and not when the first one is saved."""
-    for record in records:
-        if not is_known_dtype(record.dtype):
-            raise ConfigError(
-                f"{record.slots[0].name}.dtype",
-                str(record.dtype).removeprefix("torch."),
-                "frozen parameters: dtypes that safetensors knows. Keep it as another (torch.view_as_real() of a "
-                "complex one, its bytes as torch.uint8)",
-            )
-
-
-def _open_store(runtime: Runtime, config: OffloadConfig) -> TieredStore:
-    plan = runtime.plan
-    of_inputs = plan.inputs.nvme if plan.inputs is not None else 0  # a file of their own
-    fetched = plan.inputs.device if plan.inputs is not None else 0  # apart, too
-    return TieredStore(
-        runtime.accelerator,
-        sizes=StoreSizes(
-            device=plan.tier_bytes(TierName.DEVICE) - fetched,
-            host=plan.tier_bytes(TierName.HOST) - (checksum_bytes(of_inputs) if config.aio.checksums else 0),
-            nvme=plan.tier_bytes(TierName.NVME) - of_inputs,
-            waiting=file_bytes(slot.param for record in runtime.records for slot in record.slots),
-        ),
-        nvme_paths=config.nvme_paths,
-        aio=config.aio,
-        failures=runtime.failures,
-        poison=config.poison_released_leases,
-    )
-
-
-def _create_segments(records: Sequence[Record], plan: MemoryPlan, store: TieredStore) -> None:
-    for record in records:
-        for kind, (dtype, num_elements) in record.layout().items():
-            tier = plan.placement[record.index, kind]
-            record.segments[kind] = store.create(record.name, kind, dtype, num_elements, tier)
-        if record.state.keeps_whole_params:
-            whole = record.segments[SegmentKind.PARAM]
-            start, stop = record.shard.kept_range(record.num_trainable)
-            record.whole_param = whole
-            record.segments[SegmentKind.PARAM] = replace(
-                whole, num_elements=stop - start, place=whole.memory[start:stop]
-            )
-        if record.num_trainable:
-            tier = plan.placement[record.index, SegmentKind.GRAD]
-            if plan.grads_have_homes or tier is TierName.DEVICE:
-                record.segments[SegmentKind.GRAD] = store.create(
-                    record.name, SegmentKind.GRAD, record.grad_dtype, record.state.kept_trainable, tier
-                )
+def _may_not_train(
+    records: Sequence[Record], group_of: Mapping[int, int], *, is_of_all_trainable: bool
+) -> list[ParamSlot]:
+    """The parameters of the optimizer that are frozen now, and have no states."""
+    return [
+        slot
+        for record in records
+        for slot in record.slots
+        if not slot.trainable
+        # A callable may have left out one that was not frozen.
+        and (id(slot.param) in group_of or (is_of_all_trainable and not slot.param.requires_grad))
+    ]
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
