@@ -162,33 +162,24 @@ class GradientCollector:
                 state.targets[number].copy_(grad)
             return None
         if is_fresh and number in self._small[index] and self._may_wait(state, grad):
-            state.waiting.append((number, grad))
+            state.arrive_waiting(number, grad)
         else:
             self._bring(state, handle, number, grad)
-        state.arrived.append(number)
-        return state if self._is_complete(state) else None
+            state.arrive(number)
+        return state if state.is_complete(self.backward) else None
 
     def _keep_with_script(self, state: RecordGradient, number: int) -> RecordGradient | None:
         """Leave a gradient that came with the script: there is nothing to take, and its unit does not wait for it."""
         if self._updates_in_backward or state.record.is_reduced:
             return None
-        if state.kept_in != self.backward:
-            state.kept, state.kept_in = set(), self.backward
-        state.kept.add(number)
-        return state if state.arrived and self._is_complete(state) else None
-
-    def _is_complete(self, state: RecordGradient) -> bool:
-        """Whether all gradients of a record have come in this backward."""
-        num_arrived, num_all = len(state.arrived), len(state.targets)
-        if num_arrived == num_all or not state.kept or state.kept_in != self.backward:
-            return num_arrived == num_all
-        return len(state.kept.union(state.arrived)) == num_all
+        state.keep(number, self.backward)
+        return state if state.arrived and state.is_complete(self.backward) else None
 
     @staticmethod
     def _bring(state: RecordGradient, handle: GradientHandle, number: int, grad: torch.Tensor) -> None:
         """Copy a gradient into the lease (or home) in which it lies until it leaves the device."""
         if state.lease is None and number in state.present:
-            _add(handle.slot, grad, state.targets[number], factor=state.factors.pop(number, 1.0))
+            _add(handle.slot, grad, state.targets[number], factor=state.take_factor(number))
             return
         try:
             state.targets[number].copy_(grad)
@@ -203,10 +194,7 @@ class GradientCollector:
         if grad.untyped_storage().nbytes() > grad.nbytes:  # it is a part of something larger
             return False
         if self._has_streams:
-            stream = self._store.accelerator.asynchronous.current_stream()
-            if not state.waiting:
-                state.waiting_stream = stream
-            return state.waiting_stream == stream
+            return state.wait_on(self._store.accelerator.asynchronous.current_stream())
         return True
 
     def _copy_waiting(self, state: RecordGradient) -> None:
@@ -256,25 +244,18 @@ class GradientCollector:
         return grad
 
     def _begin(self, state: RecordGradient) -> None:
-        record = state.record
-        home = state.device_home
+        record, home = state.record, state.device_home
+        views = self._views[record.index]
         if home is not None:
             # An update of the last step may still read the home, or the thread that measures earlier micro batches.
-            state.free = AllOf([self._previous_update(record.index), state.landed])
+            free = AllOf([self._previous_update(record.index), state.landed])
             with self._clock.waiting("update"), self._store.failures.handed_over():
-                order_compute_after(state.free)
-            state.flat = home.memory
+                order_compute_after(free)
+            padding = state.begin_at_home(home.memory, views, free=free)
         else:
-            state.lease = self._take_device_lease(record)
-            state.free = state.lease.last_use
-            state.flat = state.lease.view(record.dtype, record.num_trainable)
-        views = self._views[record.index]
-        if state.lease is not None and state.lease.temporary:
-            state.targets, padding = views.of(state.flat)
-        else:
-            state.targets, padding = views.at(state.flat)
+            padding = state.begin(self._take_device_lease(record), views)
         if self._has_streams:
-            state.streams.append(self._store.accelerator.note_stream())
+            state.add_stream(self._store.accelerator.note_stream())
         if padding:
             foreach_zero(padding)  # in one launch
 
@@ -282,7 +263,7 @@ class GradientCollector:
         """Let a second stream that brings gradients wait for the memory, too."""
         stream = self._store.accelerator.note_stream()
         if stream not in state.streams:
-            state.streams.append(stream)
+            state.add_stream(stream)
             order_compute_after(state.free)
 
     def _take_device_lease(self, record: Record) -> PooledBuffer:
@@ -332,19 +313,10 @@ class GradientCollector:
         `closes`: no other micro batch of the window follows.
         """
         self._copy_waiting(state)
-        record, flat, lease = state.record, state.flat, state.lease
-        if flat is None:
-            raise AssertionError(f"{record.name} has no gradient lease")
-        earlier, arrived, state.arrived = state.present, state.arrived, []
-        state.lease, state.flat, state.targets, state.streams = None, None, (), []
-        state.present = earlier.union(arrived)
-        state.closed = closes
-        factors = {}
+        record, lease = state.record, state.lease
         if lease is not None:
             self._num_filling -= self._is_shared(record, lease)
-            if state.factors:
-                factors = {place: state.factors.pop(place) for place in arrived if place in state.factors}
-        return Brought(state, flat, lease, self._leases_of(record), arrived, earlier, factors)
+        return state.hand_over(self._leases_of(record), closes=closes)
 
     def abandon(self) -> None:
         """Drop the gradients that have arrived and were not handed over; their backward is over."""

@@ -104,18 +104,17 @@ class Landing:
         gradient, lease = brought.gradient, brought.lease
         if lease is None and not gradient.closed:
             # Its norm is taken for the whole window: the next micro batch waits for nothing.
-            gradient.landed = self._store.accelerator.computed()
-            gradient.is_unmeasured = True
+            gradient.stay_unmeasured(self._store.accelerator.computed())
             return
         if not gradient.landed.done():
             before = AllOf([before, gradient.landed])  # of gradients that were dropped since
-        gradient.landed = done = Promise()
+        done = gradient.begin_landing()
         if lease is None or place is None:
             self._land(gradient, done, [self._store.accelerator.computed()], None, job)
             return
         merge = None
         if place.in_place:
-            gradient.passing = place.buffer
+            gradient.pass_in(place.buffer)
         else:
             merge = functools.partial(
                 through("landing.merge", self._merge, gradient.record.name),
@@ -149,13 +148,13 @@ class Landing:
 
     def close(self, gradient: RecordGradient, *, job: UpdateJob | None) -> None:
         """Close the window of a gradient at home; `job` follows when all work launched so far has run."""
-        gradient.closed = True
+        gradient.close()
         # Landed earlier gradients come first: one after the other.
         self.measure(gradient, self._store.accelerator.computed(), job=job)
 
     def measure(self, gradient: RecordGradient, after: Ticket, *, job: UpdateJob | None = None) -> None:
         """Measure the gradient at home, after `after`."""
-        gradient.landed = done = Promise()
+        done = gradient.begin_landing()
         self._land(gradient, done, [after], None, job)
 
     # --- on the landing thread ---
@@ -215,12 +214,7 @@ class Landing:
             measured = device_math.sq_norms(
                 grad, parts, num_threads=self._num_threads, scratch=self._norm_scratch
             )
-            if places is None:
-                gradient.sq_norms[:] = measured
-            else:
-                for place, sq_norm in zip(places, measured, strict=True):
-                    gradient.sq_norms[place] = sq_norm
-        gradient.is_unmeasured = False
+        gradient.measured(measured, places)
         home = gradient.home
         if home is not None and not home.is_in_memory:
             self._store.write(home, grad).wait()
@@ -241,7 +235,7 @@ class Landing:
         record, home, brought = gradient.record, gradient.home, place.flat
         on_file = home is not None and not home.is_in_memory
         if on_file or home is None:
-            gradient.passing = Borrowed(self._passing.take(), self._passing)
+            gradient.pass_in(Borrowed(self._passing.take(), self._passing))
         acc = gradient.in_memory()
         if acc is None:
             raise AssertionError(f"{record.name}: no memory for its gradient")

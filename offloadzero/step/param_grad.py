@@ -319,7 +319,7 @@ class GradientAccess:
             bound = math.sqrt(state.sq_norms[slot.index]) * abs(before * factor)
             if not bound <= torch.finfo(source.dtype).max:
                 return False  # an element may overflow
-        state.factors[slot.index] = before * factor
+        state.set_factor(slot, before * factor)
         return True
 
     def clear(self, source: ParamGradient) -> Contribution | None:
@@ -327,8 +327,7 @@ class GradientAccess:
         state, slot = self._located(source)
         if source.contribution is not None or slot.index in state.arrived or self._updates_in_backward:
             return self.write(source, torch.zeros(slot.shape, dtype=source.dtype, device=self._device))
-        state.factors.pop(slot.index, None)
-        state.zeroed.add(slot.index)
+        state.clear(slot)
         return None
 
     def accepted(self, source: ParamGradient, grad: Tensor) -> Contribution | None:
@@ -386,8 +385,7 @@ class GradientAccess:
             target.copy_(flat)
         state.forget(slot)
         # This waits until the value is there, also on the device.
-        state.sq_norms[slot.index] = device_math.sq_norm(target, num_threads=self._num_threads)
-        state.present |= {slot.index}
+        state.assign(slot, device_math.sq_norm(target, num_threads=self._num_threads))
 
     def _at_home(self, state: RecordGradient, slot: ParamSlot) -> Tensor:
         """Return the landed gradient with its factor, flat, in the home's dtype, on the device."""

@@ -13,10 +13,10 @@ import torch
 from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.device import Device, Stream
 from offloadzero.memory.store import Segment
-from offloadzero.memory.tickets import FINISHED, Ticket
+from offloadzero.memory.tickets import FINISHED, Promise, Ticket
 from offloadzero.segments import SegmentKind
 from offloadzero.torch_private import foreach_copy
-from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.flat_layout import ParamSlot, SlotViews
 from offloadzero.update.records import Record, UpdateRange, all_ranges, update_ranges
 
 
@@ -40,7 +40,7 @@ class Borrowed:
 
 @dataclass(eq=False)
 class RecordGradient:
-    """The gradient of one record in one accumulation window."""
+    """The gradient of one record in one accumulation window. Only its own methods write its attributes."""
 
     record: Record
     # In backward:
@@ -93,11 +93,129 @@ class RecordGradient:
             return self.record.trainable_slots
         return (slot for slot in self.record.trainable_slots if slot.index in self.present)
 
+    # --- in backward ---
+
+    def begin(self, lease: PooledBuffer, views: SlotViews) -> Sequence[torch.Tensor]:
+        """Take this backward's gradients into a lease; return the padding there, which is to be zeroed."""
+        self.lease, self.free = lease, lease.last_use
+        self.flat = flat = lease.view(self.record.dtype, self.record.num_trainable)
+        self.targets, padding = views.of(flat) if lease.temporary else views.at(flat)
+        return padding
+
+    def begin_at_home(
+        self, memory: torch.Tensor, views: SlotViews, *, free: Ticket
+    ) -> Sequence[torch.Tensor]:
+        """Take this backward's gradients into the home on the device; return the padding there, as `begin` does."""
+        self.flat, self.free = memory, free
+        self.targets, padding = views.at(memory)
+        return padding
+
+    def add_stream(self, stream: Stream | None) -> None:
+        """Note a stream that writes the memory."""
+        self.streams.append(stream)
+
+    def arrive(self, number: int) -> None:
+        """Count the gradient of a slot, which is in its target."""
+        self.arrived.append(number)
+
+    def wait_on(self, stream: Stream | None) -> bool:
+        """Whether gradients that came on `stream` may wait together; the first one to wait decides."""
+        if not self.waiting:
+            self.waiting_stream = stream
+        return self.waiting_stream == stream
+
+    def arrive_waiting(self, number: int, grad: torch.Tensor) -> None:
+        """Count the gradient of a slot, which waits with others: [Note: small gradients wait]."""
+        self.waiting.append((number, grad))
+        self.arrived.append(number)
+
+    def keep(self, number: int, backward: int) -> None:
+        """Count the gradient of a slot as come in that backward, which stays with the script."""
+        if self.kept_in != backward:
+            self.kept, self.kept_in = set(), backward
+        self.kept.add(number)
+
+    def is_complete(self, backward: int) -> bool:
+        """Whether all gradients have come in that backward."""
+        num_arrived, num_all = len(self.arrived), len(self.targets)
+        if num_arrived == num_all or not self.kept or self.kept_in != backward:
+            return num_arrived == num_all
+        return len(self.kept.union(self.arrived)) == num_all
+
+    def hand_over(self, leases: BufferPool, *, closes: bool) -> Brought:
+        """Put what has arrived into the window, and give up the memory, which goes back to `leases`.
+
+        `closes`: no other micro batch of the window follows.
+        """
+        flat, lease = self.flat, self.lease
+        if flat is None:
+            raise AssertionError(f"{self.record.name} has no gradient lease")
+        earlier, arrived, self.arrived = self.present, self.arrived, []
+        self.lease, self.flat, self.targets, self.streams = None, None, (), []
+        self.present = earlier.union(arrived)
+        self.closed = closes
+        factors = {}
+        if lease is not None and self.factors:
+            factors = {place: self.factors.pop(place) for place in arrived if place in self.factors}
+        return Brought(self, flat, lease, leases, arrived, earlier, factors)
+
+    # --- on the way home ---
+
+    def begin_landing(self) -> Promise:
+        """Return the promise that it has landed, which it waits for from now on."""
+        self.landed = done = Promise()
+        return done
+
+    def stay_unmeasured(self, landed: Ticket) -> None:
+        """Count what has come as landed after `landed`; the norms lack it."""
+        self.landed = landed
+        self.is_unmeasured = True
+
+    def close(self) -> None:
+        """Close the window: no other micro batch follows."""
+        self.closed = True
+
+    def pass_in(self, buffer: Borrowed | None) -> None:
+        """Be in that host buffer until it is released, or, with None, in the home."""
+        self.passing = buffer
+
+    def measured(self, sq_norms: Sequence[float], places: Sequence[int] | None) -> None:
+        """Take over the squared norms of the slots at `places` (None: all)."""
+        if places is None:
+            self.sq_norms[:] = sq_norms
+        else:
+            for place, sq_norm in zip(places, sq_norms, strict=True):
+                self.sq_norms[place] = sq_norm
+        self.is_unmeasured = False
+
+    # --- changes by scripts ---
+
     def forget(self, slot: ParamSlot) -> None:
         """Take the home's part of a parameter for its gradient no longer."""
         self.present -= {slot.index}
         self.factors.pop(slot.index, None)
         self.zeroed.discard(slot.index)
+
+    def assign(self, slot: ParamSlot, sq_norm: float) -> None:
+        """Take the home's part of a parameter, of that squared norm, for its gradient."""
+        self.sq_norms[slot.index] = sq_norm
+        self.present |= {slot.index}
+
+    def clear(self, slot: ParamSlot) -> None:
+        """Make the gradient of a parameter zero, whatever the home holds."""
+        self.factors.pop(slot.index, None)
+        self.zeroed.add(slot.index)
+        self.present |= {slot.index}
+
+    def set_factor(self, slot: ParamSlot, factor: float) -> None:
+        """Multiply what the home holds of a parameter by `factor`, in the place of the present one."""
+        self.factors[slot.index] = factor
+
+    def take_factor(self, number: int) -> float:
+        """Return the factor of a slot, by which the home's part is multiplied now."""
+        return self.factors.pop(number, 1.0)
+
+    # --- as it is ---
 
     def sq_norm_of(self, slot: ParamSlot) -> float:
         """The squared norm of a gradient that has landed."""

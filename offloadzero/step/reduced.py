@@ -23,7 +23,7 @@ from offloadzero.errors import ConfigError, StateError, shortened
 from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.store import TieredStore
-from offloadzero.memory.tickets import AllOf, Promise, Ticket
+from offloadzero.memory.tickets import AllOf, Ticket
 from offloadzero.sharding.ranks import Ranks, digest, expect_same_writes, odd_ranks
 from offloadzero.step.account import Account
 from offloadzero.step.coded_reduce import CodedReduce
@@ -70,7 +70,7 @@ class ReducingCollector(GradientCollector):
         for place in places:
             handle = self._handles[gradient.record.index][place]
             gradient.targets[place].zero_()
-            gradient.arrived.append(place)
+            gradient.arrive(place)
             with DisableTorchFunctionSubclass():
                 if handle.param.grad is None:
                     handle.param.grad = handle.tensor
@@ -104,7 +104,7 @@ class ReducedLanding(Landing):
             raise AssertionError(f"{gradient.record.name} has no gradient lease")
         if not gradient.landed.done():
             before = AllOf([before, gradient.landed])
-        gradient.landed = done = Promise()
+        done = gradient.begin_landing()
         arrived: list[Place] = []
         accelerator, leases = self._store.accelerator, brought.leases
 

@@ -213,8 +213,7 @@ class SetAside:
 def _wear_zeros(gradient: RecordGradient, handle: GradientHandle) -> None:
     """Make the gradient zero, in no graph."""
     handle.param.grad = handle.tensor
-    gradient.present |= {handle.slot.index}
-    gradient.zeroed.add(handle.slot.index)
+    gradient.clear(handle.slot)
 
 
 def _zero(grad: torch.Tensor) -> None:

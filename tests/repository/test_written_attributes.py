@@ -1,0 +1,74 @@
+"""The gradient of a record is written by its own methods alone, which say what happens to it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from offloadzero.step.record_gradient import RecordGradient
+
+PACKAGE = Path(__file__).parents[2] / "offloadzero"
+OWN_FILE = PACKAGE / "step" / "record_gradient.py"
+ATTRIBUTES = {field.name for field in fields(RecordGradient)} | {"home", "device_home"}
+CHANGING = {"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault", "update"}
+
+
+def targets(node: ast.AST) -> Iterator[ast.expr]:
+    """What a statement assigns or deletes, and the object of a call that changes it."""
+    if isinstance(node, (ast.Assign, ast.Delete)):
+        yield from node.targets
+    elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For)):
+        yield node.target
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
+        yield node.func.value
+
+
+def written_of_others(text: str) -> set[str]:
+    """The attributes of objects other than `self` that a file writes, and those whose contents it changes."""
+    found = set()
+    todo = [target for node in ast.walk(ast.parse(text)) for target in targets(node)]
+    while todo:
+        target = todo.pop()
+        if isinstance(target, (ast.Tuple, ast.List)):
+            todo += target.elts
+        elif isinstance(target, (ast.Starred, ast.Subscript)):
+            todo.append(target.value)
+        elif isinstance(target, ast.Attribute) and ast.unparse(target.value) != "self":
+            found.add(target.attr)
+    return found
+
+
+def test_a_records_gradient_is_written_in_its_own_file() -> None:
+    files = [path for path in (PACKAGE / "step").glob("*.py") if path != OWN_FILE]
+    assert len(files) > 10
+    found = {path.name: written_of_others(path.read_text()) & ATTRIBUTES for path in files}
+    assert {name: attributes for name, attributes in found.items() if attributes} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gradient.landed = done = Promise()",
+        "state.lease, state.flat = None, flat",
+        "self._gradients[index].present |= {number}",
+        "state.arrived.append(number)",
+        "gradient.sq_norms[place] = sq_norm",
+        "gradient.sq_norms[:] = measured",
+        "del state.waiting[:2]",
+        "factor = state.factors.pop(number, 1.0)",
+        "for state.closed in (True,): pass",
+    ],
+)
+def test_a_write_from_elsewhere_is_seen(text: str) -> None:
+    assert written_of_others(text) & ATTRIBUTES
+
+
+def test_own_attributes_and_reads_are_no_such_writes() -> None:
+    text = (
+        "self.landed = gradient.landed\nself.arrived.append(1)\nplace = gradient.targets[0]\nstate.close()\n"
+    )
+    assert written_of_others(text) == set()
