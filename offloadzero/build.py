@@ -210,7 +210,7 @@ def plan_cut(
 def make_directories(config: OffloadConfig, plan: MemoryPlan) -> None:
     """Make the directories of files, if the engine has any."""
     checkpointing = config.activation_checkpoints
-    if plan.tier_bytes(TierName.NVME) or (checkpointing and checkpointing.tier is TierName.NVME):
+    if plan.tier_bytes(TierName.NVME) or (checkpointing and checkpointing.tier.is_file):
         create_nvme_directories(config.nvme_paths)
 
 
@@ -255,7 +255,7 @@ def create_segments(records: Sequence[Record], plan: MemoryPlan, store: TieredSt
             )
         if record.num_trainable:
             tier = plan.placement[record.index, SegmentKind.GRAD]
-            if plan.grads_have_homes or tier is TierName.DEVICE:
+            if plan.grads_have_homes or tier.is_device:
                 record.segments[SegmentKind.GRAD] = store.create(
                     record.name, SegmentKind.GRAD, record.grad_dtype, record.state.kept_trainable, tier
                 )

@@ -43,7 +43,7 @@ def offload_device(runtime: Runtime, *kinds: SegmentKind) -> OffloadDevice | Non
     }
     for tier, device in _DEVICES.items():
         if tier in used:
-            path = config.nvme_paths[0] if tier is TierName.NVME else None
+            path = config.nvme_paths[0] if tier.is_file else None
             return OffloadDevice(device, path, config.pin_memory, config.placement.host_update_ratio)
     return None
 

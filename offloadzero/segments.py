@@ -7,11 +7,26 @@ from typing import ClassVar
 
 
 class TierName(str, Enum):
-    """A place with a capacity and a bandwidth."""
+    """A place with a capacity and a bandwidth. Each is one of the three below: [Note: what is asked of a tier]."""
 
     DEVICE = "device"
     HOST = "host"
     NVME = "nvme"
+
+    @property
+    def is_device(self) -> bool:
+        """Whether kernels that are launched on the device address the tier."""
+        return self is TierName.DEVICE
+
+    @property
+    def is_host_memory(self) -> bool:
+        """Whether code on the host addresses the tier. Copies between it and the device then need no staging."""
+        return self is TierName.HOST
+
+    @property
+    def is_file(self) -> bool:
+        """Whether nothing addresses the tier: what lives there is read into host memory and written from it."""
+        return self is TierName.NVME
 
 
 class SegmentKind(str):

@@ -210,7 +210,7 @@ def _beside(planned: PlannedModel, trace: MicroBatchTrace | None, process_bytes:
     if trace is None:
         return beside
     activations, checkpointing = trace.peak_bytes, planned.config.activation_checkpoints
-    if checkpointing is None or checkpointing.tier is TierName.DEVICE:
+    if checkpointing is None or checkpointing.tier.is_device:
         return replace(beside, device=beside.device + activations)
     num_there = 1 + INPUTS_AHEAD[checkpointing.tier]
     # Inputs may all be away where other things have their peak, at the gradients of a tied embedding, say.
@@ -227,10 +227,10 @@ def _inputs_beside(planned: PlannedModel, trace: MicroBatchTrace) -> dict[TierNa
     """Return the bytes, by tier, that the engine takes in its first step for inputs of a size left open."""
     checkpointing = planned.config.activation_checkpoints
     taken = {TierName.HOST: 0, TierName.NVME: 0}
-    if checkpointing is None or checkpointing.tier is TierName.DEVICE or planned.plan.inputs is not None:
+    if checkpointing is None or checkpointing.tier.is_device or planned.plan.inputs is not None:
         return taken
     taken[checkpointing.tier] = trace.home_bytes
-    if checkpointing.tier is TierName.NVME:
+    if checkpointing.tier.is_file:
         taken[TierName.HOST] = 2 * NUM_INPUT_STAGING * trace.largest_input_bytes
         if planned.config.aio.checksums:
             taken[TierName.HOST] += checksum_bytes(trace.home_bytes)

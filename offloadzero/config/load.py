@@ -60,7 +60,7 @@ def _check_nvme_paths(config: OffloadConfig, reading: Reading) -> None:
     users = []
     if any(TierName.NVME in rule.tiers.values() for rule in config.placement.rules):
         users.append("the placement")
-    if config.activation_checkpoints is not None and config.activation_checkpoints.tier is TierName.NVME:
+    if config.activation_checkpoints is not None and config.activation_checkpoints.tier.is_file:
         users.append("offloadzero.activation_checkpoints")
     if users and not config.nvme_paths:
         key = (*reading.nvme_path_wanted, "offloadzero.nvme_path")[0]

@@ -154,8 +154,8 @@ class NvmeTier:
     """
 
     name = TierName.NVME
-    is_device = False
-    is_host_memory = False
+    is_device = name.is_device
+    is_host_memory = name.is_host_memory
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
 """Tiers: places with a capacity where data have their homes.
 
 [Note: what is asked of a tier]
-Code that moves or computes data asks a tier for its abilities, and never for its name: whether kernels of the device
-address it, whether code on the host does, and for reads and writes. Names belong to the configuration and to the plan.
+Code that plans, moves or computes data asks a tier for its abilities, and never which one it is: whether kernels of the
+device address it, whether code on the host does, and for reads and writes. The plan has names alone, which answer the
+first two as their tiers do. Beyond that a name says where bytes count, and what a configuration calls the tier.
 
 The memory of a device counts as the device's alone. With the CPU as the device code on the host could address it, but
 that would be another way than with any other device.
@@ -121,8 +122,8 @@ class DeviceTier:
     """
 
     name = TierName.DEVICE
-    is_device = True
-    is_host_memory = False
+    is_device = name.is_device
+    is_host_memory = name.is_host_memory
 
     def __init__(self, arena: Arena, accelerator: Accelerator, failures: Failures) -> None:
         self.arena = arena
@@ -180,8 +181,8 @@ class HostTier:
     """Pinned host memory."""
 
     name = TierName.HOST
-    is_device = False
-    is_host_memory = True
+    is_device = name.is_device
+    is_host_memory = name.is_host_memory
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena

@@ -93,7 +93,7 @@ class MemoryPlan:
     def grads_on_files(self) -> bool:
         """Whether some gradients have their home on nvme."""
         return self.grads_have_homes and any(
-            kind is SegmentKind.GRAD and tier is TierName.NVME for (_, kind), tier in self.placement.items()
+            kind is SegmentKind.GRAD and tier.is_file for (_, kind), tier in self.placement.items()
         )
 
     @property
@@ -105,9 +105,7 @@ class MemoryPlan:
     def kept_grad_bytes(self) -> int:
         """The bytes for keeping gradients. Those whose update runs on the device have their home there in any case."""
         kept = f"home: {SegmentKind.GRAD.value}"
-        return sum(
-            line.num_bytes for line in self.lines if line.what == kept and line.tier is not TierName.DEVICE
-        )
+        return sum(line.num_bytes for line in self.lines if line.what == kept and not line.tier.is_device)
 
     def table(self) -> str:
         """Return a table of the bytes per tier."""
@@ -141,9 +139,8 @@ def waits_on_nvme(config: OffloadConfig) -> bool:
     With "auto" their homes are known only when all of them exist: until then they must not fill the memory.
     """
     placement = config.placement
-    return (placement.auto and bool(config.nvme_paths)) or any(
-        rule.tiers.get(SegmentKind.PARAM) is TierName.NVME for rule in placement.rules
-    )
+    of_params = [rule.tiers[SegmentKind.PARAM] for rule in placement.rules if SegmentKind.PARAM in rule.tiers]
+    return (placement.auto and bool(config.nvme_paths)) or any(tier.is_file for tier in of_params)
 
 
 def nvme_bytes_with_waiting(records: Iterable[Record], plan: MemoryPlan) -> int:
@@ -214,7 +211,7 @@ def place(records: Sequence[Record], config: OffloadConfig) -> dict[tuple[int, S
             homes[SegmentKind.PARAM] = TierName.DEVICE
         placement.update({(record.index, kind): tier for kind, tier in homes.items()})
         if record.num_trainable:
-            on_device = all(tier is TierName.DEVICE for tier in homes.values())
+            on_device = all(tier.is_device for tier in homes.values())
             default = TierName.DEVICE if on_device else TierName.HOST
             placement[record.index, SegmentKind.GRAD] = grad if grad and not on_device else default
     _move_share_to_device(records, config.placement.host_update_ratio, placement)
@@ -314,7 +311,7 @@ def _move_grads_to_nvme(
     for record in reversed(records):
         if not plan.grads_have_homes or plan.tier_bytes(TierName.HOST) <= host_budget:
             return plan
-        if placement.get((record.index, SegmentKind.GRAD)) is TierName.HOST:
+        if record.num_trainable and placement[record.index, SegmentKind.GRAD].is_host_memory:
             placement[record.index, SegmentKind.GRAD] = TierName.NVME
             plan = _plan(records, config, dict(placement), together, form, num_checkpointed)
             nearest = min(nearest, plan, key=lambda one: one.tier_bytes(TierName.HOST))
@@ -333,13 +330,11 @@ def _plan(
     sheet = _Sheet()
     _add_homes(sheet, records, placement, grads_have_homes)
 
-    streamed = [
-        r for r in records if r.is_gathered or placement[r.index, SegmentKind.PARAM] is not TierName.DEVICE
-    ]
+    streamed = [r for r in records if r.is_gathered or not placement[r.index, SegmentKind.PARAM].is_device]
     leaving = [
         r
         for r in records
-        if r.num_trainable and (r.is_reduced or placement[r.index, SegmentKind.GRAD] is not TierName.DEVICE)
+        if r.num_trainable and (r.is_reduced or not placement[r.index, SegmentKind.GRAD].is_device)
     ]
     grad_bytes = {r.index: align_up(r.num_trainable * r.dtype.itemsize) for r in leaving}
     # A resident record may have parameters at both ends of the model: it would keep a lease for all of backward.
@@ -372,13 +367,11 @@ def _plan(
     )
     sheet.add(TierName.DEVICE, "unit leases", unit_lease_bytes)
 
-    from_files = [r for r in streamed if placement[r.index, SegmentKind.PARAM] is TierName.NVME]
+    from_files = [r for r in streamed if placement[r.index, SegmentKind.PARAM].is_file]
     param_staging_bytes = _largest(r.kept_param_bytes for r in from_files)
     sheet.add(TierName.HOST, "parameter staging", NUM_STAGING_LEASES * param_staging_bytes)
 
-    passing = [
-        r for r in leaving if not grads_have_homes or placement[r.index, SegmentKind.GRAD] is TierName.NVME
-    ]
+    passing = [r for r in leaving if not grads_have_homes or placement[r.index, SegmentKind.GRAD].is_file]
     host_grad_bytes = _largest(r.state.kept_trainable * r.grad_dtype.itemsize for r in passing)
     num_host_grads = NUM_PASSING_GRADS if host_grad_bytes else 0
     sheet.add(TierName.HOST, "gradients in passing", num_host_grads * host_grad_bytes)
@@ -393,7 +386,7 @@ def _plan(
     sheet.add(TierName.HOST, "update staging", num_slots * slot_bytes)
     checksums = checksum_bytes(sheet.total(TierName.NVME))
     if inputs is not None:
-        is_on_host = inputs.tier is TierName.HOST
+        is_on_host = inputs.tier.is_host_memory
         sheet.add(TierName.HOST, f"activation {'checkpoints' if is_on_host else 'staging'}", inputs.host)
         sheet.add(TierName.NVME, "activation checkpoints", inputs.nvme)
         checksums += checksum_bytes(inputs.nvme)  # a file of its own
@@ -431,7 +424,7 @@ def _near_copies(
     found = {}
     for record in records:
         num_bytes = near_copy_bytes(record, config.zero_plus_plus)
-        is_on_device = placement[record.index, SegmentKind.PARAM] is TierName.DEVICE
+        is_on_device = placement[record.index, SegmentKind.PARAM].is_device
         if num_bytes:
             found[record.index] = (TierName.DEVICE if is_on_device else TierName.HOST, num_bytes)
     return found
@@ -442,7 +435,7 @@ def _input_plan(config: OffloadConfig, num_checkpointed: int) -> InputPlan | Non
     if checkpointing is None or checkpointing.input_bytes is None or not num_checkpointed:
         return None
     tier, each = checkpointing.tier, align_up(checkpointing.input_bytes)
-    is_on_host = tier is TierName.HOST
+    is_on_host = tier.is_host_memory
     return InputPlan(
         tier=tier,
         input_bytes=each,
@@ -462,7 +455,7 @@ def _add_homes(
     totals: dict[tuple[TierName, SegmentKind], int] = {}
 
     def add(tier: TierName, kind: SegmentKind, num_bytes: int) -> None:
-        size = staggered(num_bytes) if tier is TierName.HOST else align_up(num_bytes)
+        size = staggered(num_bytes) if tier.is_host_memory else align_up(num_bytes)
         totals[tier, kind] = totals.get((tier, kind), 0) + size
 
     for record in records:
@@ -471,7 +464,7 @@ def _add_homes(
             add(placement[record.index, kind], kind, num_elements * dtype.itemsize)
         if record.num_trainable:
             tier = placement[record.index, SegmentKind.GRAD]
-            if grads_have_homes or tier is TierName.DEVICE:
+            if grads_have_homes or tier.is_device:
                 add(tier, SegmentKind.GRAD, record.state.kept_trainable * record.grad_dtype.itemsize)
     for kind in dict.fromkeys(kind for record in records for kind in record.spec.kinds):
         for tier in TierName:
@@ -518,15 +511,13 @@ def _update_scratch_bytes(records: Sequence[Record], placement: Placement, form:
 def _norm_scratch_bytes(records: Sequence[Record], placement: Placement, form: UpdateForm) -> int:
     if form is UpdateForm.NATIVE:  # the kernel that takes norms in host memory widens as it reads
         return 0
-    on_device = [
-        r for r in records if r.num_trainable and placement[r.index, SegmentKind.GRAD] is TierName.DEVICE
-    ]
+    on_device = [r for r in records if r.num_trainable and placement[r.index, SegmentKind.GRAD].is_device]
     return _largest(norm_scratch_bytes(r.kept_parts) for r in on_device)
 
 
 def _updates_on_device(record: Record, placement: Placement) -> bool:
     kinds = (*record.layout(), SegmentKind.GRAD)
-    return all(placement[record.index, kind] is TierName.DEVICE for kind in kinds)
+    return all(placement[record.index, kind].is_device for kind in kinds)
 
 
 def _slot_bytes(records: Sequence[Record], config: OffloadConfig, placement: Placement) -> int:
@@ -538,8 +529,8 @@ def _slot_bytes(records: Sequence[Record], config: OffloadConfig, placement: Pla
         layout = record.layout()
         tiers = {kind: placement[record.index, kind] for kind in layout}
         grad_tier = placement[record.index, SegmentKind.GRAD]
-        staged = {kind: dtype for kind, (dtype, _) in layout.items() if tiers[kind] is not TierName.HOST}
-        if grad_tier is not TierName.HOST:
+        staged = {kind: dtype for kind, (dtype, _) in layout.items() if not tiers[kind].is_host_memory}
+        if not grad_tier.is_host_memory:
             staged[SegmentKind.GRAD] = record.grad_dtype
         needed = 0
         for kind, dtype in staged.items():  # the first chunk is the largest

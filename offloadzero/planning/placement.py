@@ -111,8 +111,8 @@ def describe_placement(records: Sequence[Record], placement: Placement) -> str:
     tiers = [
         {placement[r.index, kind] for kind in r.spec.kinds if (r.index, kind) in placement} for r in records
     ]
-    on_device = [r for r, found in zip(records, tiers, strict=True) if found == {TierName.DEVICE}]
-    on_nvme = sum(TierName.NVME in found for found in tiers)
+    on_device = [r for r, found in zip(records, tiers, strict=True) if all(tier.is_device for tier in found)]
+    on_nvme = sum(any(tier.is_file for tier in found) for found in tiers)
     num_params = sum(record.num_params for record in records)
     share = sum(record.num_params for record in on_device) / max(num_params, 1)
     text = (
@@ -180,7 +180,7 @@ def _limits(config: OffloadConfig, available: Mapping[TierName, int]) -> _Limits
         free_host = half if device is None else max(0, device_alone - device)
     host = free_host if host is None else host
     inputs = config.activation_checkpoints
-    if inputs is not None and inputs.tier is not TierName.DEVICE and inputs.input_bytes is None:
+    if inputs is not None and not inputs.tier.is_device and inputs.input_bytes is None:
         host //= ACTIVATION_PARTS
     return _Limits(
         device=free_device if device is None else device,

@@ -23,7 +23,7 @@ import torch
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
 from offloadzero.memory.arena import align_up
 from offloadzero.planning.memory_plan import MemoryPlan, format_bytes
-from offloadzero.segments import SegmentKind, TierName
+from offloadzero.segments import SegmentKind
 from offloadzero.update.records import Record
 
 
@@ -78,7 +78,7 @@ def rank_bytes(records: Sequence[Record], plan: MemoryPlan, *, gathers_params: b
             homes[SegmentKind.GRAD] = (record.grad_dtype, record.kept_trainable)
         for kind, (dtype, count) in homes.items():
             num_bytes = count * dtype.itemsize
-            on_file = plan.placement[record.index, kind] is TierName.NVME
+            on_file = plan.placement[record.index, kind].is_file
             total += align_up(num_bytes) if on_file else num_bytes
     return RankBytes(params, grads, states, whole, total)
 
@@ -92,5 +92,5 @@ def _state_bytes(record: Record) -> float:
 
 
 def _keeps_gradient(record: Record, plan: MemoryPlan) -> bool:
-    on_device = plan.placement[record.index, SegmentKind.GRAD] is TierName.DEVICE
+    on_device = plan.placement[record.index, SegmentKind.GRAD].is_device
     return plan.grads_have_homes or on_device

@@ -92,7 +92,7 @@ def step_traffic(
     """
     sheet = _Sheet()
     num_micro = config.batch.gradient_accumulation_steps
-    streamed = [r for r in records if plan.placement[r.index, PARAM] is not TierName.DEVICE]
+    streamed = [r for r in records if not plan.placement[r.index, PARAM].is_device]
     delivered = _add_fetches(sheet, streamed, plan, uses, num_micro)
     for record in records:
         if record.num_trainable:
@@ -101,7 +101,7 @@ def step_traffic(
     if config.activation_checkpoints is not None:
         _add_inputs(sheet, config.activation_checkpoints.tier, inputs, num_micro)
     num_uses = num_micro * (len(uses.forward) + len(uses.backward))
-    on_device = [r for r in records if r.num_trainable and plan.placement[r.index, GRAD] is TierName.DEVICE]
+    on_device = [r for r in records if r.num_trainable and plan.placement[r.index, GRAD].is_device]
     measured = sum(r.state.kept_trainable * r.grad_dtype.itemsize for r in on_device)
     return StepTraffic(sheet.by_phase, delivered, num_uses, measured)
 
@@ -121,12 +121,12 @@ def _add_fetches(
     ):
         record, phase = by_index[index], FORWARD if is_forward else BACKWARD
         sheet.add(phase, H2D, record.param_bytes)
-        if plan.placement[index, PARAM] is TierName.NVME:
+        if plan.placement[index, PARAM].is_file:
             sheet.add(phase, NVME_READ, record.param_bytes)
         if index not in seen:  # the first units of the forward, as many as have room at once
             seen.add(index)
             room -= sizes[index]
-            if room >= 0 and plan.placement[index, PARAM] is TierName.NVME:
+            if room >= 0 and plan.placement[index, PARAM].is_file:
                 delivered += record.param_bytes
     return delivered
 
@@ -168,7 +168,7 @@ def _fetches(
 
 def _add_gradient(sheet: _Sheet, record: Record, plan: MemoryPlan, num_micro: int) -> None:
     tier = plan.placement[record.index, GRAD]
-    if tier is TierName.DEVICE:  # measured on the device, when the last micro batch has ended
+    if tier.is_device:  # measured on the device, when the last micro batch has ended
         sheet.add(BACKWARD, LANDING, record.state.kept_trainable * record.grad_dtype.itemsize)
         return
     brought = record.num_trainable * record.dtype.itemsize
@@ -176,12 +176,12 @@ def _add_gradient(sheet: _Sheet, record: Record, plan: MemoryPlan, num_micro: in
     sheet.add(BACKWARD, D2H, num_micro * brought)
     # Norms are taken of the gradient at home; later ones are added to it.
     sheet.add(BACKWARD, LANDING, num_micro * home)
-    has_merges = num_micro > 1 or record.grad_dtype != record.dtype or tier is TierName.NVME
+    has_merges = num_micro > 1 or record.grad_dtype != record.dtype or tier.is_file
     if has_merges and plan.grads_have_homes:
         same = record.grad_dtype == record.dtype
-        num_merges = num_micro if not same or tier is TierName.NVME else num_micro - 1
+        num_merges = num_micro if not same or tier.is_file else num_micro - 1
         sheet.add(BACKWARD, LANDING, num_merges * (brought + home))
-    if tier is TierName.NVME and plan.grads_have_homes:
+    if tier.is_file and plan.grads_have_homes:
         sheet.add(BACKWARD, NVME_WRITE, num_micro * home)
         sheet.add(BACKWARD, NVME_READ, (num_micro - 1) * home)
         sheet.add(AFTER, NVME_READ, home)
@@ -196,27 +196,27 @@ def _add_update(sheet: _Sheet, record: Record, plan: MemoryPlan) -> None:
         sizes[kind] = (part.stop - part.start) * dtype.itemsize
     tiers = {kind: plan.placement[record.index, kind] for kind in (*sizes, GRAD)}
     moved = grad_bytes + 2 * sum(sizes.values())
-    if all(tier is TierName.DEVICE for tier in tiers.values()):
+    if all(tier.is_device for tier in tiers.values()):
         sheet.add(AFTER, DEVICE_UPDATE, moved)
         return
     sheet.add(AFTER, UPDATE, moved)
     for kind, num_bytes in sizes.items():
-        if tiers[kind] is TierName.NVME:
+        if tiers[kind].is_file:
             sheet.add(AFTER, NVME_READ, num_bytes)
             sheet.add(AFTER, NVME_WRITE, num_bytes)
-        elif tiers[kind] is TierName.DEVICE:
+        elif tiers[kind].is_device:
             sheet.add(AFTER, D2H, num_bytes)
             sheet.add(AFTER, H2D, num_bytes)
 
 
 def _add_inputs(sheet: _Sheet, tier: TierName, inputs: Sequence[CallInputs], num_micro: int) -> None:
     """Add the inputs: all leave, and come back for each call; those that backward needs first may still be there."""
-    if tier is TierName.DEVICE:
+    if tier.is_device:
         return
     sent = num_micro * sum(call.sent for call in inputs)
     fetched = num_micro * sum(call.fetched for call in inputs)
     sheet.add(FORWARD, D2H, sent)
     sheet.add(BACKWARD, H2D, fetched)
-    if tier is TierName.NVME:
+    if tier.is_file:
         sheet.add(FORWARD, NVME_WRITE, sent)
         sheet.add(BACKWARD, NVME_READ, fetched)

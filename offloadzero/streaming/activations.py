@@ -289,7 +289,7 @@ def make_activation_store(
     """
     ended = EndedCells(clock=clock, failures=store.failures)
     home: InputHomes | None = None
-    if tier is not TierName.DEVICE:
+    if not tier.is_device:
         host = Reserve(
             TierName.HOST,
             budget=budgets[TierName.HOST],
@@ -297,7 +297,7 @@ def make_activation_store(
             available_bytes=available_host_bytes,
         )
         memory = HostMemory(store.accelerator, host, pin_memory, planned)
-        if tier is TierName.HOST:
+        if tier.is_host_memory:
             home = homes_in_host_memory(memory, ended, store=store)
         else:
             nvme = Reserve(
