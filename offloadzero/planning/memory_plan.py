@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from typing import TypedDict
 
 from offloadzero.arithmetic.device_math import norm_scratch_bytes
-from offloadzero.config import OffloadConfig, PlacementRule
+from offloadzero.config import OffloadConfig
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.arena import ALIGN_BYTES, align_up, room_for, staggered
 from offloadzero.memory.checksums import checksum_bytes
+from offloadzero.planning.homes import Placement, place
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm
@@ -30,8 +31,6 @@ NUM_STAGING_LEASES = 2  # one being read from a file, one being copied to the de
 NUM_INPUT_STAGING = 2  # buffers in each direction between device and file, for inputs of checkpointed units
 INPUT_BYTES_KEY = "offloadzero.activation_checkpoints.input_bytes"
 INPUTS_AHEAD = {TierName.HOST: 1, TierName.NVME: 2}  # calls whose inputs are fetched ahead, by their tier
-
-Placement = Mapping[tuple[int, SegmentKind], TierName]
 
 
 @dataclass(frozen=True)
@@ -188,68 +187,6 @@ def keeps_gradients(config: OffloadConfig) -> bool:
     return not updates_in_backward(config) or config.batch.gradient_accumulation_steps > 1
 
 
-def place(records: Sequence[Record], config: OffloadConfig) -> dict[tuple[int, SegmentKind], TierName]:
-    """Return the home of every segment, gradients included (a gradient stays where its update runs).
-
-    The scales of the compact layout live with the first state unless a rule names them.
-    """
-    if config.placement.auto:
-        raise AssertionError('"auto" has no rules: choose_placement finds the homes')
-    placement: dict[tuple[int, SegmentKind], TierName] = {}
-    for record in records:
-        homes = dict.fromkeys(record.layout(), TierName.DEVICE)
-        grad: TierName | None = None
-        scales: TierName | None = None
-        for rule in config.placement.rules:
-            if fnmatchcase(record.name, rule.units):
-                homes.update({kind: tier for kind, tier in rule_homes(rule, record).items() if kind in homes})
-                grad = rule.tiers.get(SegmentKind.GRAD, grad)
-                scales = rule.tiers.get(SegmentKind.SCALES, scales)
-        if SegmentKind.SCALES in homes:
-            homes[SegmentKind.SCALES] = scales or homes[record.spec.states[0]]
-        if record.resident:
-            homes[SegmentKind.PARAM] = TierName.DEVICE
-        placement.update({(record.index, kind): tier for kind, tier in homes.items()})
-        if record.num_trainable:
-            on_device = all(tier.is_device for tier in homes.values())
-            default = TierName.DEVICE if on_device else TierName.HOST
-            placement[record.index, SegmentKind.GRAD] = grad if grad and not on_device else default
-    _move_share_to_device(records, config.placement.host_update_ratio, placement)
-    return placement
-
-
-def rule_homes(rule: PlacementRule, record: Record) -> dict[SegmentKind, TierName]:
-    """Return a rule's tier for each segment of a record: "states" first, then the segments that it names."""
-    spec = record.spec
-    known = {*spec.kinds, SegmentKind.STATES}
-    for kind, tier in rule.tiers.items():
-        if kind not in known and record.num_trainable:
-            allowed = f"states of {spec.name}: {', '.join(spec.states)}"
-            raise ConfigError(f"offloadzero.placement.{kind}", tier.value, allowed)
-    states = rule.tiers.get(SegmentKind.STATES)
-    homes = {} if states is None else dict.fromkeys((SegmentKind.MASTER, *spec.states), states)
-    return {**homes, **rule.tiers}
-
-
-def _move_share_to_device(
-    records: Sequence[Record], host_ratio: float, placement: dict[tuple[int, SegmentKind], TierName]
-) -> None:
-    """Move the last records' updates to the device, as Twin-Flow (ZeRO-Offload++) does.
-
-    Their updates are the first that backward makes possible. A record is moved while the share stays within
-    1 - `host_ratio` of all trainable elements.
-    """
-    if host_ratio >= 1.0:
-        return
-    total = sum(record.num_trainable for record in records)
-    allowed = (1.0 - host_ratio) * total
-    for record in reversed(records):
-        if record.num_trainable and record.num_trainable <= allowed:
-            allowed -= record.num_trainable
-            for kind in (*record.layout(), SegmentKind.GRAD):
-                placement[record.index, kind] = TierName.DEVICE
-
-
 class _Sheet:
     """Adds up the lines of a table."""
 
@@ -326,95 +263,164 @@ def _plan(
     form: UpdateForm,
     num_checkpointed: int,
 ) -> MemoryPlan:
-    in_backward, grads_have_homes = updates_in_backward(config), keeps_gradients(config)
     sheet = _Sheet()
-    _add_homes(sheet, records, placement, grads_have_homes)
+    _add_homes(sheet, records, placement, keeps_gradients(config))
+    inputs = _input_plan(config, num_checkpointed)
+    on_device = _add_device_buffers(
+        sheet,
+        records,
+        config,
+        placement,
+        together=together,
+        form=form,
+        fetched_inputs=0 if inputs is None else inputs.device,
+        recomputes=num_checkpointed > 0,
+    )
+    on_host = _add_host_buffers(sheet, records, config, placement)
+    _add_inputs_and_checksums(sheet, config, inputs)
+    return MemoryPlan(
+        placement=placement,
+        lines=tuple(sheet.lines),
+        update_in_backward=updates_in_backward(config),
+        grads_have_homes=keeps_gradients(config),
+        device_form=form,
+        inputs=inputs,
+        **on_device,
+        **on_host,
+    )
 
-    streamed = [r for r in records if r.is_gathered or not placement[r.index, SegmentKind.PARAM].is_device]
-    leaving = [
+
+class _DeviceBuffers(TypedDict):
+    """The parts of a `MemoryPlan` that say what the device has beside homes."""
+
+    unit_lease_bytes: int
+    device_grad_bytes: int
+    own_grad_bytes: dict[int, int]
+    update_scratch_bytes: int
+    norm_scratch_bytes: int
+    weight_code_bytes: int
+    gradient_code_bytes: int
+    near_copies: dict[int, tuple[TierName, int]]  # some are on the host
+
+
+class _HostBuffers(TypedDict):
+    """Those for the host."""
+
+    host_grad_bytes: int
+    num_host_grads: int
+    grad_staging_bytes: int
+    num_grad_staging: int
+    param_staging_bytes: int
+    slot_bytes: int
+    num_slots: int
+
+
+def _streamed(records: Sequence[Record], placement: Placement) -> list[Record]:
+    """The records whose parameters come to the device for each use."""
+    return [r for r in records if r.is_gathered or not placement[r.index, SegmentKind.PARAM].is_device]
+
+
+def _leaving(records: Sequence[Record], placement: Placement) -> list[Record]:
+    """The records whose gradients are not made in their homes."""
+    return [
         r
         for r in records
         if r.num_trainable and (r.is_reduced or not placement[r.index, SegmentKind.GRAD].is_device)
     ]
+
+
+def _add_device_buffers(
+    sheet: _Sheet,
+    records: Sequence[Record],
+    config: OffloadConfig,
+    placement: Placement,
+    *,
+    together: Sequence[Collection[int]],
+    form: UpdateForm,
+    fetched_inputs: int,
+    recomputes: bool,
+) -> _DeviceBuffers:
+    """Size the buffers of the device; unit leases come last, and take what is left."""
+    leaving = _leaving(records, placement)
     grad_bytes = {r.index: align_up(r.num_trainable * r.dtype.itemsize) for r in leaving}
     # A resident record may have parameters at both ends of the model: it would keep a lease for all of backward.
     own_grad_bytes = {r.index: grad_bytes[r.index] for r in leaving if r.resident}
     device_grad_bytes = _largest(grad_bytes[r.index] for r in leaving if not r.resident)
-    sheet.add(
-        TierName.DEVICE, "gradient leases", NUM_GRAD_LEASES * device_grad_bytes + sum(own_grad_bytes.values())
-    )
-    update_scratch_bytes = _update_scratch_bytes(records, placement, form)
-    sheet.add(TierName.DEVICE, "update scratch", update_scratch_bytes)
+    update_scratch = _update_scratch_bytes(records, placement, form)
     norm_scratch = _norm_scratch_bytes(records, placement, form)
-    sheet.add(TierName.DEVICE, "norm scratch", norm_scratch)
     weight_codes = _largest(weight_code_bytes(r, config.zero_plus_plus) for r in records)
-    sheet.add(TierName.DEVICE, "weight codes", weight_codes)
     gradient_codes = _largest(gradient_code_bytes(r, config.zero_plus_plus) for r in records)
-    sheet.add(TierName.DEVICE, "gradient codes", gradient_codes)
     near_copies = _near_copies(records, config, placement)
-    for tier in (TierName.DEVICE, TierName.HOST):
+
+    device = TierName.DEVICE
+    grad_leases = NUM_GRAD_LEASES * device_grad_bytes + sum(own_grad_bytes.values())
+    sheet.add(device, "gradient leases", grad_leases)
+    sheet.add(device, "update scratch", update_scratch)
+    sheet.add(device, "norm scratch", norm_scratch)
+    sheet.add(device, "weight codes", weight_codes)
+    sheet.add(device, "gradient codes", gradient_codes)
+    for tier in (device, TierName.HOST):
         sizes = (align_up(num_bytes) for home, num_bytes in near_copies.values() if home is tier)
         sheet.add(tier, "copies for near ranks", sum(sizes))
-    inputs = _input_plan(config, num_checkpointed)
-    if inputs is not None:
-        sheet.add(TierName.DEVICE, "activation fetches", inputs.device)
-    unit_lease_bytes = _unit_lease_bytes(
-        streamed,
-        config,
-        together,
-        taken=sheet.total(TierName.DEVICE),
-        recomputes=num_checkpointed > 0,
+    sheet.add(device, "activation fetches", fetched_inputs)
+    unit_leases = _unit_lease_bytes(
+        _streamed(records, placement), config, together, taken=sheet.total(device), recomputes=recomputes
     )
-    sheet.add(TierName.DEVICE, "unit leases", unit_lease_bytes)
+    sheet.add(device, "unit leases", unit_leases)
+    return {
+        "unit_lease_bytes": unit_leases,
+        "device_grad_bytes": device_grad_bytes,
+        "own_grad_bytes": own_grad_bytes,
+        "update_scratch_bytes": update_scratch,
+        "norm_scratch_bytes": norm_scratch,
+        "weight_code_bytes": weight_codes,
+        "gradient_code_bytes": gradient_codes,
+        "near_copies": near_copies,
+    }
 
-    from_files = [r for r in streamed if placement[r.index, SegmentKind.PARAM].is_file]
+
+def _add_host_buffers(
+    sheet: _Sheet, records: Sequence[Record], config: OffloadConfig, placement: Placement
+) -> _HostBuffers:
+    """Size the buffers of the host, those for activation checkpoints apart."""
+    leaving, grads_have_homes = _leaving(records, placement), keeps_gradients(config)
+    from_files = [r for r in _streamed(records, placement) if placement[r.index, SegmentKind.PARAM].is_file]
     param_staging_bytes = _largest(r.kept_param_bytes for r in from_files)
-    sheet.add(TierName.HOST, "parameter staging", NUM_STAGING_LEASES * param_staging_bytes)
-
     passing = [r for r in leaving if not grads_have_homes or placement[r.index, SegmentKind.GRAD].is_file]
     host_grad_bytes = _largest(r.state.kept_trainable * r.grad_dtype.itemsize for r in passing)
     num_host_grads = NUM_PASSING_GRADS if host_grad_bytes else 0
-    sheet.add(TierName.HOST, "gradients in passing", num_host_grads * host_grad_bytes)
-    grad_staging_bytes = (
-        _largest(r.kept_trainable * r.dtype.itemsize for r in leaving) if grads_have_homes else 0
-    )
+    added = leaving if grads_have_homes else []
+    grad_staging_bytes = _largest(r.kept_trainable * r.dtype.itemsize for r in added)
     num_grad_staging = NUM_GRAD_STAGING if config.batch.gradient_accumulation_steps > 1 else 1
-    sheet.add(TierName.HOST, "gradient staging", num_grad_staging * grad_staging_bytes)
-
     slot_bytes = _slot_bytes(records, config, placement)
     num_slots = max(2, config.update.num_chunks_in_flight) if slot_bytes else 0
-    sheet.add(TierName.HOST, "update staging", num_slots * slot_bytes)
+
+    host = TierName.HOST
+    sheet.add(host, "parameter staging", NUM_STAGING_LEASES * param_staging_bytes)
+    sheet.add(host, "gradients in passing", num_host_grads * host_grad_bytes)
+    sheet.add(host, "gradient staging", num_grad_staging * grad_staging_bytes)
+    sheet.add(host, "update staging", num_slots * slot_bytes)
+    return {
+        "host_grad_bytes": host_grad_bytes,
+        "num_host_grads": num_host_grads,
+        "grad_staging_bytes": grad_staging_bytes,
+        "num_grad_staging": num_grad_staging,
+        "param_staging_bytes": param_staging_bytes,
+        "slot_bytes": slot_bytes,
+        "num_slots": num_slots,
+    }
+
+
+def _add_inputs_and_checksums(sheet: _Sheet, config: OffloadConfig, inputs: InputPlan | None) -> None:
+    """Add what activation checkpoints take off the device, and the checksums of all files."""
     checksums = checksum_bytes(sheet.total(TierName.NVME))
     if inputs is not None:
-        is_on_host = inputs.tier.is_host_memory
-        sheet.add(TierName.HOST, f"activation {'checkpoints' if is_on_host else 'staging'}", inputs.host)
+        what = "checkpoints" if inputs.tier.is_host_memory else "staging"
+        sheet.add(TierName.HOST, f"activation {what}", inputs.host)
         sheet.add(TierName.NVME, "activation checkpoints", inputs.nvme)
         checksums += checksum_bytes(inputs.nvme)  # a file of its own
     if config.aio.checksums:
         sheet.add(TierName.HOST, "checksums of nvme", checksums)
-    return MemoryPlan(
-        placement=placement,
-        lines=tuple(sheet.lines),
-        update_in_backward=in_backward,
-        grads_have_homes=grads_have_homes,
-        unit_lease_bytes=unit_lease_bytes,
-        device_grad_bytes=device_grad_bytes,
-        own_grad_bytes=own_grad_bytes,
-        device_form=form,
-        update_scratch_bytes=update_scratch_bytes,
-        norm_scratch_bytes=norm_scratch,
-        host_grad_bytes=host_grad_bytes,
-        num_host_grads=num_host_grads,
-        grad_staging_bytes=grad_staging_bytes,
-        num_grad_staging=num_grad_staging,
-        param_staging_bytes=param_staging_bytes,
-        slot_bytes=slot_bytes,
-        num_slots=num_slots,
-        inputs=inputs,
-        weight_code_bytes=weight_codes,
-        gradient_code_bytes=gradient_codes,
-        near_copies=near_copies,
-    )
 
 
 def _near_copies(

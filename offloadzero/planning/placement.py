@@ -35,7 +35,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offloadzero.config import BudgetConfig, OffloadConfig
-from offloadzero.planning.memory_plan import Placement, keeps_gradients, plan_memory
+from offloadzero.planning.homes import Placement
+from offloadzero.planning.memory_plan import keeps_gradients, plan_memory
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm

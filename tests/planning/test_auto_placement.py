@@ -26,7 +26,8 @@ from offloadzero.config.schema import (
     UpdateConfig,
 )
 from offloadzero.errors import BudgetError, ConfigError
-from offloadzero.planning.memory_plan import MemoryPlan, Placement, format_bytes, plan_memory
+from offloadzero.planning.homes import Placement
+from offloadzero.planning.memory_plan import MemoryPlan, format_bytes, plan_memory
 from offloadzero.planning.placement import choose_placement, describe_placement
 from offloadzero.planning.probe import cores_beside_launching
 from offloadzero.segments import SegmentKind, TierName

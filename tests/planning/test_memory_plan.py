@@ -19,7 +19,8 @@ from offloadzero.config import OffloadConfig, load_config
 from offloadzero.config.schema import BudgetConfig, PlacementConfig, PlacementRule, UpdateConfig
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.swap_file import MARK_BYTES
-from offloadzero.planning.memory_plan import MemoryPlan, format_bytes, place, plan_memory, updates_in_backward
+from offloadzero.planning.homes import place
+from offloadzero.planning.memory_plan import MemoryPlan, format_bytes, plan_memory, updates_in_backward
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.specs.adam import ADAM
