@@ -348,32 +348,10 @@ def make_ranks(device: torch.device, *, node_ranks: int = 1, reduces_codes: bool
             more than 1, else those that the launcher says.
     """
     spec = ShardSpec(dist.get_rank(), dist.get_world_size())
-    is_fake = _is_fake()
-    timeout = None if is_fake else timeout_of_process_group()
-    board = _Board(spec.rank)
-    if timeout is not None:
-        board.join(spec.world_size, timeout)
+    channels = _Channels(spec)
     on_device = "gloo" if device.type == "cpu" else "nccl"
-
-    def new_group(backend: str, members: list[int] | None = None) -> Any:
-        with _named(f"the making of process groups (rank {spec.rank} of {spec.world_size})"):
-            return dist.new_group(members, backend="fake" if is_fake else backend, timeout=timeout)
-
-    def channel(backend: str) -> Channel:
-        return Channel(new_group(backend), spec, board, is_on_host=backend == "gloo")
-
-    def part_channel(backend: str, groups: Sequence[Sequence[int]]) -> Channel | None:
-        """The channel of the one of `groups` that this rank is in. All ranks make all of them, in one order."""
-        own: Channel | None = None
-        for members in groups:
-            group = new_group(backend, [*members])
-            if spec.rank in members:
-                place = ShardSpec(members.index(spec.rank), len(members))
-                own = Channel(group, place, board, is_on_host=backend == "gloo", members=members)
-        return own
-
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or spec.world_size)
-    control = channel("gloo")
+    control = channels.of_all("gloo")
     nodes = _consecutive(spec, node_ranks)
     near: list[list[int]] = []
     far: list[list[int]] = []
@@ -388,26 +366,66 @@ def make_ranks(device: torch.device, *, node_ranks: int = 1, reduces_codes: bool
     ranks = Ranks(
         spec,
         local_world_size,
-        weights=channel(on_device),
-        orders=channel("gloo"),
-        updates=channel(on_device),
-        gradients=channel(on_device),
-        decisions=channel("gloo"),
+        weights=channels.of_all(on_device),
+        orders=channels.of_all("gloo"),
+        updates=channels.of_all(on_device),
+        gradients=channels.of_all(on_device),
+        decisions=channels.of_all("gloo"),
         control=control,
-        states=channel("gloo"),
-        board=board,
-        near_weights=part_channel(on_device, nodes),
-        near_gradients=part_channel(on_device, near),
-        far_gradients=part_channel(on_device, far),
+        states=channels.of_all("gloo"),
+        board=channels.board,
+        near_weights=channels.of_part(on_device, nodes),
+        near_gradients=channels.of_part(on_device, near),
+        far_gradients=channels.of_part(on_device, far),
     )
-    # NCCL makes a communicator at its first collective. On the threads of several channels these would come in any
-    # order, beside kernels of another run, which may wait for each other. Here they come in one order, with no kernels.
+    _begin_one_by_one(ranks, device)
+    return ranks
+
+
+class _Channels:
+    """Makes this rank's channels. All ranks make the same ones, in one order."""
+
+    def __init__(self, spec: ShardSpec) -> None:
+        self._spec = spec
+        self._is_fake = _is_fake()
+        self._timeout = None if self._is_fake else timeout_of_process_group()
+        self.board = _Board(spec.rank)
+        if self._timeout is not None:
+            self.board.join(spec.world_size, self._timeout)
+
+    def of_all(self, backend: str) -> Channel:
+        """Make a channel of all ranks."""
+        return Channel(self._new_group(backend), self._spec, self.board, is_on_host=backend == "gloo")
+
+    def of_part(self, backend: str, groups: Sequence[Sequence[int]]) -> Channel | None:
+        """Make the channel of the one of `groups` that this rank is in. All ranks make all of them."""
+        own: Channel | None = None
+        for members in groups:
+            group = self._new_group(backend, [*members])
+            if self._spec.rank in members:
+                place = ShardSpec(members.index(self._spec.rank), len(members))
+                own = Channel(group, place, self.board, is_on_host=backend == "gloo", members=members)
+        return own
+
+    def _new_group(self, backend: str, members: list[int] | None = None) -> Any:
+        spec = self._spec
+        with _named(f"the making of process groups (rank {spec.rank} of {spec.world_size})"):
+            return dist.new_group(
+                members, backend="fake" if self._is_fake else backend, timeout=self._timeout
+            )
+
+
+def _begin_one_by_one(ranks: Ranks, device: torch.device) -> None:
+    """Do the first collective of each channel of devices.
+
+    NCCL makes a communicator at its first collective. On the threads of several channels these would come in any order,
+    beside kernels of another run, which may wait for each other. Here they come in one order, with no kernels.
+    """
     on_devices = (ranks.weights, ranks.updates, ranks.gradients)
     of_parts = (ranks.near_weights, ranks.near_gradients, ranks.far_gradients)
     for each in (*on_devices, *of_parts):
         if each is not None:
             each.all_reduce(torch.zeros(1, device=device), "the first collective")
-    return ranks
 
 
 def _is_fake() -> bool:
