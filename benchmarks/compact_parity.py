@@ -7,7 +7,7 @@
 The GPT of examples/gpt_model.py with 10.8M parameters in bf16 on the sources of Python's standard library, AdamW.
 Runs of one seed see the same initial weights and the same batches and differ in the optimizer's state alone:
 
-- fp32: 16-bit remainder, fp32 moments (12 bytes), the kernel of `offloadzero.native.cpu_adam`;
+- fp32: 16-bit remainder, fp32 moments (12 bytes), the kernel of `offloadzero.native.kernels`;
 - control: the same, but one of the weights starts one bf16 step off. Training is chaotic: this is how far from the
   first run the smallest difference takes it;
 - shaken: the same, but every weight starts one bf16 step up or down, at random: how far a difference of the size of
@@ -48,7 +48,7 @@ from torch import Tensor, nn  # noqa: E402
 from offloadzero.kernel_arguments.adam import AdamHyper  # noqa: E402
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales  # noqa: E402
 from offloadzero.native.compact import compact_adam_step, compact_decode, compact_encode  # noqa: E402
-from offloadzero.native.cpu_adam import adam_step  # noqa: E402
+from offloadzero.native.kernels import adam_step  # noqa: E402
 
 SIZE = GPTSize(num_layers=6, width=384, num_heads=6)
 SEQ_LEN = 64

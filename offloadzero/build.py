@@ -20,7 +20,7 @@ from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.store import StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
-from offloadzero.native.cpu_adam import set_cores
+from offloadzero.native.kernels import set_cores
 from offloadzero.observe.clock import StepClock
 from offloadzero.planning.engine_plan import DTYPES, plan_engine
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan

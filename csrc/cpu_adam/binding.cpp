@@ -1,4 +1,4 @@
-// The Python module: addresses and sizes as plain ints, limited API 3.10. offloadzero/native/cpu_adam.py
+// The Python module: addresses and sizes as plain ints, limited API 3.10. offloadzero/native/kernels.py
 // checks the tensors; here arguments are checked as far as numbers allow (common/arguments.h).
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

@@ -14,7 +14,7 @@ import torch
 
 from offloadzero.arithmetic import compact_math, torch_pieces
 from offloadzero.memory import device as devices
-from offloadzero.native import cpu_adam
+from offloadzero.native import kernels
 
 NORM_ELEMENTS = 1 << 20  # of a gradient on a device that are squared at once: 8 MiB of fp64
 
@@ -22,7 +22,7 @@ NORM_ELEMENTS = 1 << 20  # of a gradient on a device that are squared at once: 8
 def sq_norm(grad: torch.Tensor, *, num_threads: int | None = None) -> float:
     """Return the sum of squares of a flat gradient; not finite if an element is not. Blocks the host on CUDA."""
     if devices.is_host_memory(grad):
-        return cpu_adam.sq_norm(grad, num_threads=num_threads)
+        return kernels.sq_norm(grad, num_threads=num_threads)
     return sq_norms(grad, ((0, grad.numel()),))[0]
 
 
@@ -41,7 +41,7 @@ def sq_norms(
     if not parts:
         return ()
     if devices.is_host_memory(grad):
-        return cpu_adam.sq_norms(grad, parts, num_threads=num_threads)
+        return kernels.sq_norms(grad, parts, num_threads=num_threads)
     return sq_norms_in_pieces(grad, parts, scratch)
 
 
@@ -81,7 +81,7 @@ def _cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
 def accumulate(acc: torch.Tensor, grad: torch.Tensor, *, num_threads: int | None = None) -> None:
     """Compute acc += grad, rounded to acc's dtype."""
     if devices.is_host_memory(acc):
-        cpu_adam.accumulate(acc, grad, num_threads=num_threads)
+        kernels.accumulate(acc, grad, num_threads=num_threads)
     else:
         acc.add_(grad)
 

@@ -46,7 +46,7 @@ def torch_step(
     scales: Tensor | None,
     scratch: Tensor,
 ) -> None:
-    """`native.cpu_adam.adam_step`, or with `scales` `native.compact.compact_adam_step`, in place.
+    """`native.kernels.adam_step`, or with `scales` `native.compact.compact_adam_step`, in place.
 
     The flat tensors are of one device.
 

@@ -125,7 +125,7 @@ def timed(call: Callable[[], object], *, num_calls: int = 1) -> Sample:
 
 def kernel_cases(num_params: int, num_cores: int) -> Cases:
     """Return the layouts x instruction sets x threads, the ceilings, and the kernels on data in the cache."""
-    from offloadzero.native.cpu_adam import Isa, active_isa, isa_supported
+    from offloadzero.native.kernels import Isa, active_isa, isa_supported
 
     counts = sorted({*(n for n in (1, 2, 4, 8, 16, 32, 64) if n <= num_cores), num_cores})
     isas = [isa for isa in Isa if isa_supported(isa)]
@@ -151,7 +151,7 @@ class Records:
         from offloadzero.kernel_arguments.compact import num_scales
         from offloadzero.memory.arena import Arena, allocate_host, staggered
         from offloadzero.native.compact import compact_encode
-        from offloadzero.native.cpu_adam import split_master
+        from offloadzero.native.kernels import split_master
 
         self.num_params = num_params
         self.hyper = AdamHyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
@@ -178,7 +178,7 @@ class Records:
         """Return the case of one step of a layout. Data in the cache are timed over many calls."""
         from offloadzero.kernel_arguments.compact import BYTES_PER_PARAM
         from offloadzero.native.compact import compact_adam_step
-        from offloadzero.native.cpu_adam import adam_step
+        from offloadzero.native.kernels import adam_step
 
         options: dict[str, Any] = {"hyper": self.hyper, "step": 10, "isa": isa, "num_threads": num_threads}
 
@@ -201,7 +201,7 @@ class Records:
         One pass inverts the arrays' bits: a sample is two passes.
         """
         from offloadzero.native import _cpu_adam
-        from offloadzero.native.cpu_adam import active_isa, isa_code
+        from offloadzero.native.kernels import active_isa, isa_code
 
         record = self.fp32 if layout == "fp32" else self.compact  # the scales would be 1 % more
         arrays = tuple((t.data_ptr(), t.element_size()) for t in (*record, self.grad))

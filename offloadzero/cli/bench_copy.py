@@ -141,7 +141,7 @@ def dram_cases(num_bytes: int, num_cores: int) -> list[tuple[Case, Transfer]]:
 
 
 def _dram_transfers(target: Tensor, source: Tensor, num_threads: int) -> dict[str, Transfer]:
-    from offloadzero.native.cpu_adam import copy
+    from offloadzero.native.kernels import copy
 
     num_bytes = source.numel()
     share = -(-num_bytes // num_threads // _PAGE) * _PAGE

@@ -100,7 +100,7 @@ def find_facts(
 
     from offloadzero.io.engine import AioEngine
     from offloadzero.memory.device import find_device, pci_address
-    from offloadzero.native import cpu_adam
+    from offloadzero.native import kernels
     from offloadzero.planning.checkup import Facts
     from offloadzero.planning.probe import cgroup_free_bytes, memlock_bytes
 
@@ -113,7 +113,7 @@ def find_facts(
     return Facts(
         usable_cores=len(os.sched_getaffinity(0)),
         machine_cores=os.cpu_count() or 1,
-        isa=cpu_adam.active_isa().value,
+        isa=kernels.active_isa().value,
         memory_bytes=machine["memory_bytes"],
         group_free_bytes=cgroup_free_bytes(root=root),
         memlock_bytes=memlock_bytes(),

@@ -42,7 +42,7 @@ from offloadzero.cli.progress import Progress
 from offloadzero.errors import AioError, ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.memory.device import Device, find_device
-from offloadzero.native import cpu_adam
+from offloadzero.native import kernels
 from offloadzero.observe.run_dir import STEPS_FILE
 from offloadzero.planning.activation_trace import trace_micro_batch
 from offloadzero.planning.fit import Memory
@@ -236,7 +236,7 @@ def host_update_rates() -> dict[str, float]:
     num_threads = len(os.sched_getaffinity(0))
     rates = {}
     for layout in (FP32, COMPACT):
-        case, sample = records.adam(layout, cpu_adam.active_isa(), num_threads)
+        case, sample = records.adam(layout, kernels.active_isa(), num_threads)
         rates[layout] = case.bytes_per_param * case.num_params / _best_s(sample, clock=_cores_s)
     return rates
 
@@ -244,13 +244,13 @@ def host_update_rates() -> dict[str, float]:
 def copy_rate() -> float:
     """Return the bytes per second of a copy in host memory by one thread; a copy counts its bytes once."""
     source, target = torch.zeros(64 * _MIB, dtype=torch.uint8), torch.zeros(64 * _MIB, dtype=torch.uint8)
-    return source.nbytes / _best_s(lambda: cpu_adam.copy(target, source), clock=time.process_time)
+    return source.nbytes / _best_s(lambda: kernels.copy(target, source), clock=time.process_time)
 
 
 def landing_rate() -> float:
     """Return the bytes per second of the norm of a gradient in bf16."""
     grad = torch.zeros(64 * _MIB, dtype=torch.bfloat16)
-    return grad.nbytes / _best_s(lambda: cpu_adam.sq_norm(grad), clock=_cores_s)
+    return grad.nbytes / _best_s(lambda: kernels.sq_norm(grad), clock=_cores_s)
 
 
 def link_rates() -> dict[str, Any]:

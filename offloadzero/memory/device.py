@@ -148,9 +148,9 @@ class CpuDevice:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy with a memcpy outside the GIL: torch's own copy would start a second OpenMP team on the lane."""
-        from offloadzero.native import cpu_adam
+        from offloadzero.native import kernels
 
-        cpu_adam.copy(target, source)
+        kernels.copy(target, source)
 
     def synchronize(self) -> None:
         """Do nothing: no work is ever outstanding."""

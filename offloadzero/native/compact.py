@@ -18,7 +18,7 @@ from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
 from offloadzero.kernel_arguments.tensors import address, describe, float_code, typed_address
 from offloadzero.native import _cpu_adam
-from offloadzero.native.cpu_adam import GradCheck, Isa, check_num_threads, checked_step, isa_code
+from offloadzero.native.kernels import GradCheck, Isa, check_num_threads, checked_step, isa_code
 
 
 def compact_adam_step(

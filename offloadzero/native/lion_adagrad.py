@@ -1,4 +1,4 @@
-"""The Lion and Adagrad kernels as typed calls; see `native.cpu_adam` for the rules that all kernels share."""
+"""The Lion and Adagrad kernels as typed calls; see `native.kernels` for the rules that all kernels share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offloadzero.kernel_arguments.lion import LionHyper
 from offloadzero.kernel_arguments.scalars import AdamScalars
 from offloadzero.kernel_arguments.tensors import address, float_code, layout_code, typed_address
 from offloadzero.native import _cpu_adam
-from offloadzero.native.cpu_adam import GradCheck, Isa, check_num_threads, checked_step, isa_code
+from offloadzero.native.kernels import GradCheck, Isa, check_num_threads, checked_step, isa_code
 
 _Arguments = tuple[int, int, int, int, int, int, int, int, int, AdamScalars]
 
@@ -27,7 +27,7 @@ def lion_step(
     num_threads: int | None = None,
     isa: Isa | None = None,
 ) -> float | None:
-    """One Lion step in place, in one pass over memory; dtypes and result are those of `cpu_adam.adam_step`."""
+    """One Lion step in place, in one pass over memory; dtypes and result are those of `kernels.adam_step`."""
     scalars = hyper.scalars(grad_scale=grad_scale)
     arguments = moment_arguments(param, grad, ("exp_avg", exp_avg), master, scalars, num_threads, isa)
     return checked_step(
@@ -52,7 +52,7 @@ def adagrad_step(
     num_threads: int | None = None,
     isa: Isa | None = None,
 ) -> float | None:
-    """One Adagrad step in place, in one pass over memory; dtypes and result are those of `cpu_adam.adam_step`.
+    """One Adagrad step in place, in one pass over memory; dtypes and result are those of `kernels.adam_step`.
 
     `square_sum` (fp32) is the sum of the squared gradients; `step` counts from 1.
     """

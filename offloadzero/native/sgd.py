@@ -1,4 +1,4 @@
-"""The SGD kernel as typed calls; see `native.cpu_adam` for the rules that all kernels share."""
+"""The SGD kernel as typed calls; see `native.kernels` for the rules that all kernels share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from offloadzero.kernel_arguments.sgd import SgdHyper
 from offloadzero.native import _cpu_adam
-from offloadzero.native.cpu_adam import GradCheck, Isa, checked_step
+from offloadzero.native.kernels import GradCheck, Isa, checked_step
 from offloadzero.native.lion_adagrad import moment_arguments
 
 
@@ -23,7 +23,7 @@ def sgd_step(
     num_threads: int | None = None,
     isa: Isa | None = None,
 ) -> float | None:
-    """One step of SGD in place, in one pass over memory; dtypes and result are those of `cpu_adam.adam_step`.
+    """One step of SGD in place, in one pass over memory; dtypes and result are those of `kernels.adam_step`.
 
     Without momentum `momentum_buffer` (fp32) is not changed; `step` counts from 1.
     """

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper
-from offloadzero.native import cpu_adam
+from offloadzero.native import kernels
 from offloadzero.native.compact import compact_adam_step
 from offloadzero.optim import compact_tensors
 from offloadzero.optim.cpu_optimizer import CPUOptimizer, remainder_of
@@ -53,7 +53,7 @@ class CPUAdam(CPUOptimizer):
         state_layout: "fp32", or "compact": contiguous bf16 parameters take 5.06 bytes with all of their state
             instead of 12, and are updated nearly as exactly (docs/compact.md); others keep the fp32 layout. Their
             state has the tensors of `optim.compact_tensors` in the place of exp_avg and exp_avg_sq.
-        num_threads: threads of one update; None is `native.cpu_adam.get_default_num_threads()`.
+        num_threads: threads of one update; None is `native.kernels.get_default_num_threads()`.
 
     The state_dict is torch.optim.AdamW's: [Note: CPU optimizer state_dict]; a group with amsgrad is refused. That of
     a compact state has tensors of its own. Either layout loads the other's, and AdamW's.
@@ -97,7 +97,7 @@ class CPUAdam(CPUOptimizer):
     def _update(
         self, param: Tensor, grad: Tensor, master: Tensor | None, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        cpu_adam.adam_step(
+        kernels.adam_step(
             param,
             grad,
             state["exp_avg"],

@@ -13,7 +13,7 @@ from offloadzero.fail_points import through
 from offloadzero.memory.arena import BufferPool, Lease
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Promise, Ticket
-from offloadzero.native.cpu_adam import set_cores
+from offloadzero.native.kernels import set_cores
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import LANDING
 from offloadzero.step.decider import Decider

@@ -22,7 +22,7 @@ from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
 from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
 from offloadzero.kernel_arguments.compact import num_scales
 from offloadzero.kernel_arguments.scalars import AdamScalars
-from offloadzero.native import compact, cpu_adam
+from offloadzero.native import compact, kernels
 from offloadzero.update.spec import FormChoice, UpdateForm, piece_scratch_bytes
 
 
@@ -72,7 +72,7 @@ def triton_step(
     master: Tensor | None,
     scales: Tensor | None,
 ) -> None:
-    """`native.cpu_adam.adam_step`, or with `scales` `native.compact.compact_adam_step`, as one kernel on the device."""
+    """`native.kernels.adam_step`, or with `scales` `native.compact.compact_adam_step`, as one kernel on the device."""
     from offloadzero.arithmetic import triton_adam
 
     if scales is None:
@@ -100,7 +100,7 @@ def adam_step(
     form: UpdateForm = UpdateForm.NATIVE,
     scratch: Tensor | None = None,
 ) -> None:
-    """Do one Adam step in place on flat tensors of one device; see `native.cpu_adam.adam_step`.
+    """Do one Adam step in place on flat tensors of one device; see `native.kernels.adam_step`.
 
     With `scales` the state is compact: see `native.compact.compact_adam_step`.
 
@@ -160,7 +160,7 @@ def _native_step(
     num_threads: int | None,
 ) -> None:
     if scales is None or master is None:
-        cpu_adam.adam_step(
+        kernels.adam_step(
             param,
             grad,
             exp_avg,
@@ -227,7 +227,7 @@ def _trial_state(*, is_compact: bool) -> dict[str, Tensor]:
     param = torch.empty(count, dtype=torch.bfloat16)
     if not is_compact:
         master = torch.empty(count, dtype=torch.int16)
-        cpu_adam.split_master(weights, param, master)
+        kernels.split_master(weights, param, master)
         return {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "master": master}
     state = {
         "param": param,
@@ -255,7 +255,7 @@ def _host_step(state: dict[str, Tensor], grad: Tensor, step: int) -> None:
             grad_scale=0.7,
         )
     else:
-        cpu_adam.adam_step(
+        kernels.adam_step(
             param,
             grad,
             exp_avg,

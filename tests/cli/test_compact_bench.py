@@ -12,7 +12,7 @@ import pytest
 
 from offloadzero.cli import bench_adam, main
 from offloadzero.errors import ConfigError, OffloadError
-from offloadzero.native.cpu_adam import Isa, active_isa, isa_supported
+from offloadzero.native.kernels import Isa, active_isa, isa_supported
 
 
 def parse(*arguments: str) -> argparse.Namespace:

@@ -28,7 +28,7 @@ from offloadzero.memory.arena import allocate_host
 from offloadzero.memory.device import find_device
 from offloadzero.memory.lanes import Accelerator, LaneTicket
 from offloadzero.memory.tickets import Failures, Promise
-from offloadzero.native import cpu_adam
+from offloadzero.native import kernels
 from offloadzero.native.compact import compact_encode
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.timeline import Timeline
@@ -394,7 +394,7 @@ def test_the_device_update_gives_the_bits_of_the_kernel(
     device_master = None if master is None else master.cuda()
     for step in range(1, 6):
         grad = values(count, 100 + step).clamp(-6e4, 6e4).to(grad_dtype)
-        cpu_adam.adam_step(
+        kernels.adam_step(
             host[0], grad, host[1], host[2], hyper=hyper, step=step, grad_scale=0.37, master=master
         )
         device_adam.adam_step(
@@ -458,7 +458,7 @@ def test_norms_and_sums_on_the_device(dtype: torch.dtype) -> None:
         other = values(70_001, 5).clamp(-1e4, 1e4).to(dtype)
         on_device = acc.cuda()
         device_math.accumulate(on_device, other.cuda())
-        cpu_adam.accumulate(acc, other)
+        kernels.accumulate(acc, other)
         assert torch.equal(on_device.cpu().view(torch.uint8), acc.view(torch.uint8))
 
 

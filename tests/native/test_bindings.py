@@ -18,10 +18,10 @@ import torch
 
 from offloadzero.errors import ConfigError
 from offloadzero.io.engine import AioEngine
-from offloadzero.native import cpu_adam
+from offloadzero.native import kernels
 from tests.support.tiny import run_script
 
-PACKAGE = Path(cpu_adam.__file__).parents[1]
+PACKAGE = Path(kernels.__file__).parents[1]
 
 # A script forks for each call: what it prints is {entry point: [[arguments, outcome], ...]}, where an outcome is
 # "returned", the name of an exception, or "signal N".
@@ -421,8 +421,8 @@ def test_tensors_that_do_not_lie_right_are_named() -> None:
     crooked = torch.frombuffer(memory, dtype=torch.float32, offset=1 if base % 4 else 2, count=8)
     assert crooked.data_ptr() % 4
     with pytest.raises(ConfigError, match="aligned"):
-        cpu_adam.sq_norm(crooked)
+        kernels.sq_norm(crooked)
     floats = torch.zeros(100)
     with pytest.raises(ValueError, match="acc and grad overlap"):
-        cpu_adam.accumulate(floats[:60], floats[40:])
+        kernels.accumulate(floats[:60], floats[40:])
     assert not floats.any()

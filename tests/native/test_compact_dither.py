@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
-from offloadzero.native.cpu_adam import Isa
+from offloadzero.native.kernels import Isa
 from tests.native.test_compact_kernels import ADAMW, ISAS, Record, X, Y, oracle_step, step_of_m, step_of_s
 
 UNIT_M, UNIT_S = 2**18, 2**16  # of a code, in patterns

@@ -19,10 +19,10 @@ from torch import Tensor
 from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.kernel_arguments.compact import BYTES_PER_PARAM, COMPACT_BLOCK, num_scales
-from offloadzero.native import compact, cpu_adam
-from offloadzero.native.cpu_adam import GradCheck, Isa
+from offloadzero.native import compact, kernels
+from offloadzero.native.kernels import GradCheck, Isa
 
-ISAS = [isa for isa in Isa if cpu_adam.isa_supported(isa)]
+ISAS = [isa for isa in Isa if kernels.isa_supported(isa)]
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 ADAMW = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
 L2 = replace(ADAMW, decoupled=False)
@@ -547,7 +547,7 @@ def test_norm_of_the_same_pass(grad_dtype: torch.dtype, n: int) -> None:
         for check in (GradCheck.REPORT, GradCheck.REFUSE):
             record = start.copy()
             norm = record.step(grad, hyper=ADAMW, step=1, isa=isa, num_threads=num_threads, grad_check=check)
-            assert norm == cpu_adam.sq_norm(grad)
+            assert norm == kernels.sq_norm(grad)
             record.assert_same_bytes(plain)
 
 

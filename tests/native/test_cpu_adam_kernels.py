@@ -22,10 +22,10 @@ from torch import Tensor
 from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
 from offloadzero.kernel_arguments.scalars import AdamScalars
-from offloadzero.native import _cpu_adam, cpu_adam
-from offloadzero.native.cpu_adam import Isa
+from offloadzero.native import _cpu_adam, kernels
+from offloadzero.native.kernels import Isa
 
-ISAS = [isa for isa in Isa if cpu_adam.isa_supported(isa)]
+ISAS = [isa for isa in Isa if kernels.isa_supported(isa)]
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 LAYOUTS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "bf16_split": (torch.bfloat16, torch.int16),
@@ -79,7 +79,7 @@ class State:
         return bits.astype(np.uint32).view(np.float32)
 
     def step(self, grad: Tensor, **kwargs: object) -> None:
-        cpu_adam.adam_step(self.param, grad, self.exp_avg, self.exp_avg_sq, master=self.master, **kwargs)
+        kernels.adam_step(self.param, grad, self.exp_avg, self.exp_avg_sq, master=self.master, **kwargs)
 
     def assert_same_bits(self, other: State) -> None:
         for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
@@ -298,10 +298,10 @@ def test_weight_beyond_bf16_keeps_its_master() -> None:
     """A finite weight that rounds to a bf16 infinity is still exact in the pair."""
     weights = torch.tensor([3.4028234e38, -3.4028234e38, 3.3961776e38])
     param, remainder = torch.empty(3, dtype=torch.bfloat16), torch.empty(3, dtype=torch.int16)
-    cpu_adam.split_master(weights, param, remainder)
+    kernels.split_master(weights, param, remainder)
     assert param[:2].isinf().all()
     back = torch.empty(3)
-    cpu_adam.join_master(param, remainder, back)
+    kernels.join_master(param, remainder, back)
     assert torch.equal(back, weights)
 
 
@@ -322,12 +322,12 @@ def test_split_and_join_against_numpy(isa: Isa) -> None:
     master = torch.from_numpy(bits.view(np.float32).copy())
     n = master.numel()
     param, remainder = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int16)
-    cpu_adam.split_master(master, param, remainder, isa=isa)
+    kernels.split_master(master, param, remainder, isa=isa)
     hi = ((bits.astype(np.uint64) + 0x8000) >> 16).astype(np.uint16)
     assert (param.view(torch.int16).numpy().view(np.uint16) == hi).all()
     assert (remainder.numpy().view(np.uint16) == (bits & 0xFFFF)).all()
     back = torch.empty(n)
-    cpu_adam.join_master(param, remainder, back, isa=isa, num_threads=3)
+    kernels.join_master(param, remainder, back, isa=isa, num_threads=3)
     assert (back.numpy().view(np.uint32) == bits).all()
     not_a_tie = torch.from_numpy((bits & 0xFFFF) != 0x8000)  # ties aside, it is round to nearest even
     same = master.isfinite() & not_a_tie
@@ -336,8 +336,8 @@ def test_split_and_join_against_numpy(isa: Isa) -> None:
 
 def test_split_and_join_exhaustively() -> None:
     """All 2^32 patterns on the widest instruction set; the tails and the others are covered above."""
-    code = cpu_adam._ISA_CODE[ISAS[-1]]
-    assert _cpu_adam.split_join_exhaustive(code, cpu_adam.get_default_num_threads()) == 0
+    code = kernels._ISA_CODE[ISAS[-1]]
+    assert _cpu_adam.split_join_exhaustive(code, kernels.get_default_num_threads()) == 0
 
 
 # --- conversions and accumulation ---
@@ -353,7 +353,7 @@ def assert_equal_bits_or_both_nan(actual: Tensor, expected: Tensor) -> None:
 def test_every_16bit_pattern_widens_exactly(dtype: torch.dtype, isa: Isa) -> None:
     grad = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     acc = torch.full((2**16,), -0.0)  # -0 + x is x, the sign of zero included
-    cpu_adam.accumulate(acc, grad, isa=isa)
+    kernels.accumulate(acc, grad, isa=isa)
     assert_equal_bits_or_both_nan(acc, grad.float())
 
 
@@ -369,7 +369,7 @@ def test_narrowing_rounds_to_nearest_even(dtype: torch.dtype, isa: Isa) -> None:
     positive = torch.cat([bits, bits + 1, (bits - 1).clamp_min(0)]).view(torch.float32)
     grad = torch.cat([positive, -positive, random.to(torch.int32).view(torch.float32)])
     acc = torch.full((grad.numel(),), -0.0, dtype=dtype)
-    cpu_adam.accumulate(acc, grad, isa=isa)
+    kernels.accumulate(acc, grad, isa=isa)
     assert_equal_bits_or_both_nan(acc, grad.to(dtype))
 
 
@@ -385,7 +385,7 @@ def test_accumulate_against_torch(acc_dtype: torch.dtype, grad_dtype: torch.dtyp
     for isa in ISAS:
         for num_threads, offset in ((1, 0), (2, 3), (3, 1)):
             acc = place(start, offset)
-            cpu_adam.accumulate(acc, place(grad, offset), isa=isa, num_threads=num_threads)
+            kernels.accumulate(acc, place(grad, offset), isa=isa, num_threads=num_threads)
             assert_equal_bits_or_both_nan(acc, expected)
 
 
@@ -397,11 +397,11 @@ def test_accumulate_against_torch(acc_dtype: torch.dtype, grad_dtype: torch.dtyp
 def test_sq_norm_against_exact_sum(dtype: torch.dtype, n: int) -> None:
     grad = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
     exact = math.fsum((grad.double().numpy() ** 2).tolist())
-    expected = cpu_adam.sq_norm(grad, isa=Isa.SCALAR, num_threads=1)
+    expected = kernels.sq_norm(grad, isa=Isa.SCALAR, num_threads=1)
     assert expected == pytest.approx(exact, rel=1e-14)
     for isa in ISAS:
         for num_threads, offset in ((1, 0), (2, 1), (3, 5)):
-            assert cpu_adam.sq_norm(place(grad, offset), isa=isa, num_threads=num_threads) == expected
+            assert kernels.sq_norm(place(grad, offset), isa=isa, num_threads=num_threads) == expected
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -409,18 +409,18 @@ def test_sq_norm_against_exact_sum(dtype: torch.dtype, n: int) -> None:
 def test_sq_norms_are_those_of_the_parts_by_themselves(dtype: torch.dtype, isa: Isa) -> None:
     grad = torch.randn(140_001, generator=torch.Generator().manual_seed(7)).to(dtype)
     parts = ((0, 1), (1, 4099), (4099, 4099), (4097, 77_000), (0, 140_001), (139_999, 140_001))
-    expected = tuple(cpu_adam.sq_norm(grad[start:stop], isa=isa, num_threads=1) for start, stop in parts)
-    assert cpu_adam.sq_norms(grad, parts, isa=isa, num_threads=3) == expected
-    assert cpu_adam.sq_norms(grad, (), isa=isa) == ()
+    expected = tuple(kernels.sq_norm(grad[start:stop], isa=isa, num_threads=1) for start, stop in parts)
+    assert kernels.sq_norms(grad, parts, isa=isa, num_threads=3) == expected
+    assert kernels.sq_norms(grad, (), isa=isa) == ()
     with pytest.raises(ValueError, match="stop"):
-        cpu_adam.sq_norms(grad, ((0, 140_002),), isa=isa)
+        kernels.sq_norms(grad, ((0, 140_002),), isa=isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_sq_norm_of_huge_finite_gradients_is_finite(dtype: torch.dtype, isa: Isa) -> None:
     grad = torch.full((100_003,), 3e38, dtype=dtype)
-    result = cpu_adam.sq_norm(grad, isa=isa)
+    result = kernels.sq_norm(grad, isa=isa)
     assert math.isfinite(result)
     assert result == pytest.approx(100_003 * float(grad[0]) ** 2, rel=1e-12)
 
@@ -428,7 +428,7 @@ def test_sq_norm_of_huge_finite_gradients_is_finite(dtype: torch.dtype, isa: Isa
 @pytest.mark.parametrize("isa", ISAS)
 def test_sq_norm_of_subnormal_gradients(isa: Isa) -> None:
     grad = torch.full((5,), 1e-45)
-    assert cpu_adam.sq_norm(grad, isa=isa) == pytest.approx(5 * float(grad[0]) ** 2, rel=1e-15)
+    assert kernels.sq_norm(grad, isa=isa) == pytest.approx(5 * float(grad[0]) ** 2, rel=1e-15)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -439,7 +439,7 @@ def test_sq_norm_reports_one_bad_element_anywhere(bad: float, dtype: torch.dtype
     for at in (0, 13, 4095, 4096, 40_000, n - 1):
         grad = torch.ones(n, dtype=dtype)
         grad[at] = bad
-        result = cpu_adam.sq_norm(grad, isa=isa)
+        result = kernels.sq_norm(grad, isa=isa)
         assert math.isnan(result) if math.isnan(bad) else result == math.inf
 
 
@@ -451,7 +451,7 @@ def test_sq_norm_reports_one_bad_element_anywhere(bad: float, dtype: torch.dtype
 def test_copy(n: int, num_threads: int | None) -> None:
     src = torch.randint(-128, 127, (n,), dtype=torch.int8, generator=torch.Generator().manual_seed(n))
     guarded = torch.full((n + 2,), 99, dtype=torch.int8)
-    cpu_adam.copy(guarded[1 : n + 1], src, num_threads=num_threads)
+    kernels.copy(guarded[1 : n + 1], src, num_threads=num_threads)
     assert torch.equal(guarded[1 : n + 1], src)
     assert guarded[0] == 99
     assert guarded[-1] == 99
@@ -459,16 +459,16 @@ def test_copy(n: int, num_threads: int | None) -> None:
 
 def test_copy_between_dtypes_copies_bytes() -> None:
     dst = torch.empty(2, dtype=torch.float32)
-    cpu_adam.copy(dst, torch.tensor([0, 0x3F80, 0, 0x4000], dtype=torch.int16))
+    kernels.copy(dst, torch.tensor([0, 0x3F80, 0, 0x4000], dtype=torch.int16))
     assert dst.tolist() == [1.0, 2.0]
 
 
 def test_copy_refuses_overlap_and_other_sizes() -> None:
     buffer = torch.zeros(100)
     with pytest.raises(ConfigError, match=r"dst.*overlap"):
-        cpu_adam.copy(buffer[:60], buffer[40:])
+        kernels.copy(buffer[:60], buffer[40:])
     with pytest.raises(ConfigError, match=r"dst.*400 bytes"):
-        cpu_adam.copy(buffer[:60], torch.zeros(100))
+        kernels.copy(buffer[:60], torch.zeros(100))
 
 
 # --- what is refused ---
@@ -500,14 +500,14 @@ def test_step_names_the_bad_argument(name: str, bad: Tensor) -> None:
     }
     tensors[name] = bad
     with pytest.raises(ConfigError, match=f"^{name} "):
-        cpu_adam.adam_step(**tensors, hyper=ADAMW, step=1)
+        kernels.adam_step(**tensors, hyper=ADAMW, step=1)
 
 
 def test_other_mistakes_are_named() -> None:
     state = make_state("fp32", 8)
     grad = torch.zeros(8)
     with pytest.raises(ConfigError, match=r"^param .*no master"):
-        cpu_adam.adam_step(torch.zeros(8).bfloat16(), grad, grad, grad, hyper=ADAMW, step=1)
+        kernels.adam_step(torch.zeros(8).bfloat16(), grad, grad, grad, hyper=ADAMW, step=1)
     with pytest.raises(ConfigError, match=r"^step "):
         state.step(grad, hyper=ADAMW, step=0)
     with pytest.raises(ConfigError, match=r"^num_threads "):
@@ -519,41 +519,41 @@ def test_other_mistakes_are_named() -> None:
     with pytest.raises(ConfigError, match=r"^lr "):
         replace(ADAMW, lr=math.nan)
     with pytest.raises(ConfigError, match=r"^acc "):
-        cpu_adam.accumulate(torch.zeros(8, dtype=torch.int32), grad)
+        kernels.accumulate(torch.zeros(8, dtype=torch.int32), grad)
 
 
 def test_default_num_threads() -> None:
-    before = cpu_adam.get_default_num_threads()
+    before = kernels.get_default_num_threads()
     assert before == len(os.sched_getaffinity(0))
     try:
-        cpu_adam.set_default_num_threads(3)
-        assert cpu_adam.get_default_num_threads() == 3
+        kernels.set_default_num_threads(3)
+        assert kernels.get_default_num_threads() == 3
         with pytest.raises(ConfigError):
-            cpu_adam.set_default_num_threads(0)
+            kernels.set_default_num_threads(0)
     finally:
-        cpu_adam.set_default_num_threads(before)
+        kernels.set_default_num_threads(before)
 
 
 # --- processes and threads ---
 
 
 def run_script(script: str, *, isa: str | None = None) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if key != cpu_adam.ISA_ENV}
+    env = {key: value for key, value in os.environ.items() if key != kernels.ISA_ENV}
     if isa is not None:
-        env[cpu_adam.ISA_ENV] = isa
+        env[kernels.ISA_ENV] = isa
     command = [sys.executable, "-c", textwrap.dedent(script)]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_environment_chooses_the_isa(isa: Isa) -> None:
-    script = "from offloadzero.native import cpu_adam as c; print(c.active_isa().value, c.isa_reason())"
+    script = "from offloadzero.native import kernels as c; print(c.active_isa().value, c.isa_reason())"
     done = run_script(script, isa=isa.value)
     assert done.stdout.split() == [isa.value, f"OFFLOADZERO_ISA={isa.value}"], done.stderr
 
 
 def test_environment_with_an_unknown_isa_is_refused() -> None:
-    done = run_script("from offloadzero.native import cpu_adam as c; c.active_isa()", isa="avx")
+    done = run_script("from offloadzero.native import kernels as c; c.active_isa()", isa="avx")
     assert done.returncode == 1
     assert "OFFLOADZERO_ISA = 'avx': allowed scalar, avx2, avx512" in done.stderr
 
@@ -563,7 +563,7 @@ def test_forked_child_works_even_while_another_thread_calls() -> None:
         """
         import os, threading, time
         import torch
-        from offloadzero.native import cpu_adam as c
+        from offloadzero.native import kernels as c
         grad = torch.ones(1_000_000)
         stop = False
         def hammer():
@@ -595,7 +595,7 @@ def test_interpreter_exits_while_a_daemon_thread_calls() -> None:
         """
         import threading, time
         import torch
-        from offloadzero.native import cpu_adam as c
+        from offloadzero.native import kernels as c
         grad = torch.ones(1_000_000)
         def hammer():
             while True:

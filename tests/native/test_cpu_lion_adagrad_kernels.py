@@ -17,13 +17,13 @@ from offloadzero.kernel_arguments.adagrad import AdagradHyper
 from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.kernel_arguments.lion import LionHyper
 from offloadzero.kernel_arguments.sgd import SgdHyper
-from offloadzero.native import cpu_adam
-from offloadzero.native.cpu_adam import GradCheck, Isa
+from offloadzero.native import kernels
+from offloadzero.native.kernels import GradCheck, Isa
 from offloadzero.native.lion_adagrad import adagrad_step, lion_step
 from offloadzero.native.sgd import sgd_step
 from tests.support.cases import case, loop_over
 
-ISAS = [isa for isa in Isa if cpu_adam.isa_supported(isa)]
+ISAS = [isa for isa in Isa if kernels.isa_supported(isa)]
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 LAYOUTS = {
     "bf16_split": (torch.bfloat16, torch.int16),
@@ -86,7 +86,7 @@ def make_state(layout: str, n: int, *, positive: bool, seed: int = 0) -> State:
     param_dtype, master_dtype = LAYOUTS[layout]
     if master_dtype == torch.int16:
         param, remainder = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int16)
-        cpu_adam.split_master(weights, param, remainder)
+        kernels.split_master(weights, param, remainder)
         return State(param, remainder, moment)
     return State(weights.to(param_dtype), None if master_dtype is None else weights.clone(), moment)
 
@@ -270,7 +270,7 @@ def test_gradient_checks(layout: str, name: str) -> None:
     start, grad = make_state(layout, n, positive=is_positive(name)), make_grad(n, torch.bfloat16)
     plain, reported, refused = start.copy(), start.copy(), start.copy()
     assert STEPS[name](plain, grad) is None
-    assert STEPS[name](reported, grad, grad_check=GradCheck.REPORT, num_threads=3) == cpu_adam.sq_norm(grad)
+    assert STEPS[name](reported, grad, grad_check=GradCheck.REPORT, num_threads=3) == kernels.sq_norm(grad)
     reported.assert_same_bits(plain)
     grad[n - 1] = math.nan
     assert math.isnan(STEPS[name](refused, grad, grad_check=GradCheck.REFUSE) or 0.0)
@@ -286,16 +286,16 @@ def test_gradient_check_of_adam(check: GradCheck, n: int) -> None:
     runs = []
     for grad_check in (GradCheck.OFF, check):
         state, m = start.copy(), moments.clone()
-        norm = cpu_adam.adam_step(
+        norm = kernels.adam_step(
             state.param, grad, m[0], m[1], master=state.master, hyper=hyper, step=1, grad_check=grad_check
         )
         runs.append((state, m, norm))
     runs[0][0].assert_same_bits(runs[1][0])
     assert torch.equal(runs[0][1], runs[1][1])
-    assert runs[1][2] == cpu_adam.sq_norm(grad)
+    assert runs[1][2] == kernels.sq_norm(grad)
     bad, before = start.copy(), start.copy()
     grad[n // 2] = -math.inf
-    norm = cpu_adam.adam_step(
+    norm = kernels.adam_step(
         bad.param, grad, moments[0], moments[1], master=bad.master, hyper=hyper, step=1, grad_check=check
     )
     assert norm == math.inf

@@ -15,7 +15,7 @@ from offloadzero.arithmetic import device_math, torch_adam
 from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES
 from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
-from offloadzero.native import cpu_adam
+from offloadzero.native import kernels
 from offloadzero.planning import engine_plan
 from offloadzero.planning.memory_plan import plan_memory
 from offloadzero.segments import TierName
@@ -134,7 +134,7 @@ def test_master_weights_are_split_as_the_host_kernel_does() -> None:
         [torch.empty(weights.shape, dtype=dtype) for _ in range(2)] for dtype in (torch.bfloat16, torch.int16)
     )
     device_math.split_master(weights, param, master)
-    cpu_adam.split_master(weights, other, theirs)
+    kernels.split_master(weights, other, theirs)
     assert torch.equal(param.view(torch.int16), other.view(torch.int16))
     assert torch.equal(master, theirs)
     assert torch.equal(device_math.join_master(param, master).view(torch.int32), weights.view(torch.int32))

@@ -26,7 +26,7 @@ from offloadzero.memory.device import CpuDevice
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.store import Segment, StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
-from offloadzero.native import cpu_adam
+from offloadzero.native import kernels
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.step import landing
 from offloadzero.update.delivery import UpdateTicket
@@ -109,7 +109,7 @@ class Plain:
         for slot in slots:
             part = slice(slot.offset, slot.offset + slot.num_elements)
             assert slot.group_index is not None
-            cpu_adam.adam_step(
+            kernels.adam_step(
                 self.param[part],
                 grad[part],
                 self.exp_avg[part],
@@ -215,7 +215,7 @@ def make_case(
     plain = Plain(weights.to(dtype), None, torch.zeros(trainable), torch.zeros(trainable))
     if master_dtype is torch.int16:
         plain.master = torch.zeros(trainable, dtype=torch.int16)
-        cpu_adam.split_master(weights[:trainable].clone(), plain.param[:trainable], plain.master)
+        kernels.split_master(weights[:trainable].clone(), plain.param[:trainable], plain.master)
     elif master_dtype is not None:
         plain.master = weights[:trainable].clone()
     contents = {
@@ -328,7 +328,7 @@ def test_against_torch_in_double(
     if dtype is torch.bfloat16:
         assert case.plain.master is not None
         joined = torch.empty(case.record.num_trainable)
-        cpu_adam.join_master(case.plain.param[: joined.numel()], case.plain.master, joined)
+        kernels.join_master(case.plain.param[: joined.numel()], case.plain.master, joined)
         first = joined.double()
     elif case.plain.master is not None:
         first = case.plain.master.double()
@@ -486,16 +486,16 @@ def test_threads_keep_to_the_cores_they_are_given() -> None:
     script = """
 import os, threading, time, torch
 from pathlib import Path
-from offloadzero.native import cpu_adam
+from offloadzero.native import kernels
 from offloadzero.update.specs.adam import ADAM
 from tests.support.tiny import make_engine, settings
 
 everywhere = os.sched_getaffinity(0)
 core = max(everywhere)
 values = torch.ones(1 << 22)
-cpu_adam.sq_norm(values, num_threads=3)  # threads from before
+kernels.sq_norm(values, num_threads=3)  # threads from before
 engine = make_engine(settings(placement="host", update={"cores": [core], "num_threads": 5}))
-cpu_adam.sq_norm(values, num_threads=5)
+kernels.sq_norm(values, num_threads=5)
 
 def affinities():
     names = {int(t.name): (t / "comm").read_text().strip() for t in Path("/proc/self/task").iterdir()}

@@ -14,7 +14,7 @@ from offloadzero import runtime
 from offloadzero.errors import StateError
 from offloadzero.memory import device as devices
 from offloadzero.memory.tickets import Failures
-from offloadzero.native import cpu_adam
+from offloadzero.native import kernels
 from offloadzero.planning import engine_plan
 from offloadzero.update.spec import UpdateForm
 from tests.simulated.backward import AutogradThread, Backward, call_on_another_stream, run_backward_on
@@ -91,7 +91,7 @@ class SimulatedDevice:
             parts = [(target[part], source[part]) for part in (slice(half), slice(half, None))]
         self.machine.counts["copies"] += 1
         for to, origin in parts:
-            self.machine.current_stream.launch(partial(cpu_adam.copy, to, origin))
+            self.machine.current_stream.launch(partial(kernels.copy, to, origin))
 
     def new_pinned(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty((), dtype=dtype)

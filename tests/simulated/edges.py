@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from offloadzero.memory import arena, checksums, lanes, nvme, tickets
 from offloadzero.memory.device import CpuDevice
-from offloadzero.native import compact, cpu_adam, lion_adagrad, sgd
+from offloadzero.native import compact, kernels, lion_adagrad, sgd
 from offloadzero.streaming import activation_homes, activations, executor
 from offloadzero.update import delivery, edits
 from tests.simulated.dispatch import _has_own_dispatch, _is_view, _written
@@ -36,7 +36,7 @@ from tests.simulated.order import DEVICE_THREAD, Clock, Holder, Order
 
 # What host kernels read; all other tensors they write.
 KERNELS: dict[Any, dict[str, tuple[str, ...]]] = {
-    cpu_adam: {
+    kernels: {
         "adam_step": ("grad",),
         "sq_norm": ("grad",),
         "sq_norms": ("grad",),
@@ -289,8 +289,8 @@ def _kernels(order: Order, patch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    for module, kernels in KERNELS.items():
-        for name, reads in kernels.items():
+    for module, named in KERNELS.items():
+        for name, reads in named.items():
             patch.setattr(module, name, recorded(getattr(module, name), reads))
 
 

@@ -26,7 +26,7 @@ import torch
 
 from offloadzero.memory import arena, nvme, tickets
 from offloadzero.memory import device as devices
-from offloadzero.native import cpu_adam
+from offloadzero.native import kernels
 from offloadzero.observe.timeline import NVME_READ, NVME_WRITE, OFF
 from offloadzero.update import device_adam
 
@@ -165,7 +165,7 @@ class VirtualDevice:
         return torch.empty((), dtype=dtype)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        cpu_adam.copy(target, source)
+        kernels.copy(target, source)
         stream = self.current_stream()
         stream.launch(self.seconds_of(stream.name, target.nbytes))
 
