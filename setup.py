@@ -36,7 +36,7 @@ def native_module(name: str, folder: str) -> Extension:
 setup(
     ext_modules=[
         native_module("io._aio", "aio"),
-        native_module("native._cpu_adam", "cpu_adam"),
+        native_module("native._kernels", "cpu_adam"),
         native_module("native._termination", "termination"),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},

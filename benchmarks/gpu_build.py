@@ -115,7 +115,7 @@ def main() -> int:
         return 1
     sys.path.insert(0, str(ROOT))
     from offloadzero.io import _aio  # noqa: F401 (it loads)
-    from offloadzero.native import _cpu_adam, _termination  # noqa: F401 (they load)
+    from offloadzero.native import _kernels, _termination  # noqa: F401 (they load)
 
     return 0
 

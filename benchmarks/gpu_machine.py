@@ -55,7 +55,7 @@ def missing_to_test() -> list[Missing]:
 def missing_native_modules() -> list[Missing]:
     """Return the native modules that are missing: they are built here first."""
     package = ROOT / "offloadzero"
-    names = ("io._aio", "native._cpu_adam", "native._termination")
+    names = ("io._aio", "native._kernels", "native._termination")
     absent = [name for name in names if not any(package.glob(f"{name.replace('.', '/')}.*so"))]
     return [Missing(f"offloadzero.{name}", "run the part build first") for name in absent]
 

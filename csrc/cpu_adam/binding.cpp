@@ -504,7 +504,7 @@ PyMethodDef methods[] = {
 };
 
 PyModuleDef module_def = {PyModuleDef_HEAD_INIT,
-                          "_cpu_adam",
+                          "_kernels",
                           "Optimizer kernels; see csrc/cpu_adam/cpu_adam.h.",
                           -1,
                           methods,
@@ -515,4 +515,4 @@ PyModuleDef module_def = {PyModuleDef_HEAD_INIT,
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__cpu_adam() { return PyModule_Create(&module_def); }
+PyMODINIT_FUNC PyInit__kernels() { return PyModule_Create(&module_def); }

@@ -200,7 +200,7 @@ class Records:
 
         One pass inverts the arrays' bits: a sample is two passes.
         """
-        from offloadzero.native import _cpu_adam
+        from offloadzero.native import _kernels
         from offloadzero.native.kernels import active_isa, isa_code
 
         record = self.fp32 if layout == "fp32" else self.compact  # the scales would be 1 % more
@@ -209,7 +209,7 @@ class Records:
 
         def stream(prefetch: bool) -> Callable[[], object]:
             code = isa_code(None)
-            return lambda: _cpu_adam.stream(
+            return lambda: _kernels.stream(
                 arrays, len(arrays) - 1, prefetch, self.num_params, code, num_threads
             )
 

@@ -17,7 +17,7 @@ from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
 from offloadzero.kernel_arguments.tensors import address, describe, float_code, typed_address
-from offloadzero.native import _cpu_adam
+from offloadzero.native import _kernels
 from offloadzero.native.kernels import GradCheck, Isa, check_num_threads, checked_step, isa_code
 
 
@@ -53,7 +53,7 @@ def compact_adam_step(
         step,
     )
     return checked_step(
-        lambda with_sq_norm: _cpu_adam.compact_adam_step(*arguments, with_sq_norm),
+        lambda with_sq_norm: _kernels.compact_adam_step(*arguments, with_sq_norm),
         grad,
         grad_check=grad_check,
         num_threads=num_threads,
@@ -76,7 +76,7 @@ def compact_encode(
 ) -> None:
     """Write fp32 master weights and moments (three tensors of n elements) as a compact record."""
     num_elements = param.numel()
-    _cpu_adam.compact_encode(
+    _kernels.compact_encode(
         _fp32_addresses(master_fp32, exp_avg_fp32, exp_avg_sq_fp32, num_elements),
         _compact_addresses(param, remainder_i8, exp_avg_i8, exp_avg_sq_u8, scales),
         num_elements,
@@ -100,7 +100,7 @@ def compact_decode(
 ) -> None:
     """Write the fp32 master weights and moments that a compact record stands for."""
     num_elements = param.numel()
-    _cpu_adam.compact_decode(
+    _kernels.compact_decode(
         _compact_addresses(param, remainder_i8, exp_avg_i8, exp_avg_sq_u8, scales),
         _fp32_addresses(master_fp32, exp_avg_fp32, exp_avg_sq_fp32, num_elements),
         num_elements,

@@ -20,7 +20,7 @@ from torch import Tensor
 from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
 from offloadzero.kernel_arguments.tensors import address, describe, float_code, layout_code, typed_address
-from offloadzero.native import _cpu_adam
+from offloadzero.native import _kernels
 
 ISA_ENV = "OFFLOADZERO_ISA"
 
@@ -58,7 +58,7 @@ def _choose_isa() -> tuple[Isa, str]:
 
 def isa_supported(isa: Isa) -> bool:
     """Whether this CPU, its operating system and this build have the instruction set."""
-    return _cpu_adam.isa_supported(_ISA_CODE[isa])
+    return _kernels.isa_supported(_ISA_CODE[isa])
 
 
 def active_isa() -> Isa:
@@ -100,7 +100,7 @@ def set_cores(cores: Collection[int]) -> None:
             "cores", list(cores), f"allowed: some of the CPUs this thread may run on, {allowed}"
         )
     mask = sum(1 << core for core in set(cores))
-    _cpu_adam.set_cores(mask.to_bytes(max(cores) // 8 + 1, "little"))
+    _kernels.set_cores(mask.to_bytes(max(cores) // 8 + 1, "little"))
     os.sched_setaffinity(0, cores)
 
 
@@ -185,7 +185,7 @@ def adam_step(
         adam_scalars(hyper, step=step, grad_scale=grad_scale),
     )
     return checked_step(
-        lambda with_sq_norm: _cpu_adam.adam_step(*arguments, with_sq_norm),
+        lambda with_sq_norm: _kernels.adam_step(*arguments, with_sq_norm),
         grad,
         grad_check=grad_check,
         num_threads=num_threads,
@@ -199,7 +199,7 @@ def sq_norm(grad: Tensor, *, num_threads: int | None = None, isa: Isa | None = N
     It is finite exactly when every element is: the squares of finite elements cannot overflow a double's sum.
     """
     num_elements = grad.numel()
-    return _cpu_adam.sq_norm(
+    return _kernels.sq_norm(
         float_code("grad", grad),
         address("grad", grad, num_elements),
         num_elements,
@@ -217,7 +217,7 @@ def sq_norms(
 ) -> tuple[float, ...]:
     """Return `sq_norm` of each of the parts [start, stop) of a tensor, in one call that takes the GIL once."""
     num_elements = grad.numel()
-    return _cpu_adam.sq_norms(
+    return _kernels.sq_norms(
         float_code("grad", grad),
         address("grad", grad, num_elements),
         num_elements,
@@ -230,7 +230,7 @@ def sq_norms(
 def accumulate(acc: Tensor, grad: Tensor, *, num_threads: int | None = None, isa: Isa | None = None) -> None:
     """Compute acc = round(float(acc) + float(grad)), to nearest even; each of the two is bf16, fp16 or fp32."""
     num_elements = acc.numel()
-    _cpu_adam.accumulate(
+    _kernels.accumulate(
         float_code("acc", acc),
         float_code("grad", grad),
         address("acc", acc, num_elements),
@@ -251,7 +251,7 @@ def split_master(
 ) -> None:
     """Write fp32 weights as bf16 parameter and int16 remainder: [Note: bf16 split] in csrc/cpu_adam."""
     num_elements = master_fp32.numel()
-    _cpu_adam.split_master(
+    _kernels.split_master(
         typed_address("master_fp32", master_fp32, num_elements, torch.float32),
         typed_address("param_bf16", param_bf16, num_elements, torch.bfloat16),
         typed_address("remainder_i16", remainder_i16, num_elements, torch.int16),
@@ -271,7 +271,7 @@ def join_master(
 ) -> None:
     """Write the fp32 weights that a bf16 parameter and its int16 remainder stand for; exact."""
     num_elements = param_bf16.numel()
-    _cpu_adam.join_master(
+    _kernels.join_master(
         typed_address("param_bf16", param_bf16, num_elements, torch.bfloat16),
         typed_address("remainder_i16", remainder_i16, num_elements, torch.int16),
         typed_address("out_fp32", out_fp32, num_elements, torch.float32),
@@ -293,4 +293,4 @@ def copy(dst: Tensor, src: Tensor, *, num_threads: int | None = 1) -> None:
         raise ConfigError("dst", describe(dst), f"must have {num_bytes} bytes like src")
     if num_bytes and abs(dst_address - src_address) < num_bytes:
         raise ConfigError("dst", describe(dst), "must not overlap src")
-    _cpu_adam.copy_bytes(dst_address, src_address, num_bytes, check_num_threads(num_threads))
+    _kernels.copy_bytes(dst_address, src_address, num_bytes, check_num_threads(num_threads))

@@ -9,7 +9,7 @@ from offloadzero.kernel_arguments.adagrad import AdagradHyper
 from offloadzero.kernel_arguments.lion import LionHyper
 from offloadzero.kernel_arguments.scalars import AdamScalars
 from offloadzero.kernel_arguments.tensors import address, float_code, layout_code, typed_address
-from offloadzero.native import _cpu_adam
+from offloadzero.native import _kernels
 from offloadzero.native.kernels import GradCheck, Isa, check_num_threads, checked_step, isa_code
 
 _Arguments = tuple[int, int, int, int, int, int, int, int, int, AdamScalars]
@@ -31,7 +31,7 @@ def lion_step(
     scalars = hyper.scalars(grad_scale=grad_scale)
     arguments = moment_arguments(param, grad, ("exp_avg", exp_avg), master, scalars, num_threads, isa)
     return checked_step(
-        lambda with_sq_norm: _cpu_adam.lion_step(*arguments, with_sq_norm),
+        lambda with_sq_norm: _kernels.lion_step(*arguments, with_sq_norm),
         grad,
         grad_check=grad_check,
         num_threads=num_threads,
@@ -59,7 +59,7 @@ def adagrad_step(
     scalars = hyper.scalars(step=step, grad_scale=grad_scale)
     arguments = moment_arguments(param, grad, ("square_sum", square_sum), master, scalars, num_threads, isa)
     return checked_step(
-        lambda with_sq_norm: _cpu_adam.adagrad_step(*arguments, with_sq_norm),
+        lambda with_sq_norm: _kernels.adagrad_step(*arguments, with_sq_norm),
         grad,
         grad_check=grad_check,
         num_threads=num_threads,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from offloadzero.kernel_arguments.sgd import SgdHyper
-from offloadzero.native import _cpu_adam
+from offloadzero.native import _kernels
 from offloadzero.native.kernels import GradCheck, Isa, checked_step
 from offloadzero.native.lion_adagrad import moment_arguments
 
@@ -31,7 +31,7 @@ def sgd_step(
     moment = ("momentum_buffer", momentum_buffer)
     arguments = moment_arguments(param, grad, moment, master, scalars, num_threads, isa)
     return checked_step(
-        lambda with_sq_norm: _cpu_adam.sgd_step(*arguments, with_sq_norm),
+        lambda with_sq_norm: _kernels.sgd_step(*arguments, with_sq_norm),
         grad,
         grad_check=grad_check,
         num_threads=num_threads,

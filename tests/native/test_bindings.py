@@ -84,7 +84,7 @@ HARNESS = """
 """
 
 ADAM = """
-    from offloadzero.native import _cpu_adam as module
+    from offloadzero.native import _kernels as module
     SCALARS = (1.0, 0.9, 0.1, 0.99, 0.01, 1e-8, 1e-3, 1.0, 1.0, 0.0, 1.0, 0.1, True)
     N = 1000
     COMPACT = tuple(map(place, range(5)))
@@ -316,8 +316,8 @@ def ends(results: Results, name: str) -> dict[Any, str]:
 
 def test_every_entry_point_of_the_kernels_survives(adam: Results) -> None:
     assert_survived(adam)
-    assert entry_points("native/_cpu_adam") <= set(adam)
-    for name in entry_points("native/_cpu_adam") - {"split_join_exhaustive"}:
+    assert entry_points("native/_kernels") <= set(adam)
+    for name in entry_points("native/_kernels") - {"split_join_exhaustive"}:
         assert ends(adam, name)["as it is"] == "returned", name
         assert ends(adam, name)["too few"] == ends(adam, name)["too many"] == "TypeError"
     outcomes = Counter(end for calls in adam.values() for _, end in calls)

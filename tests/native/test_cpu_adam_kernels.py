@@ -22,7 +22,7 @@ from torch import Tensor
 from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
 from offloadzero.kernel_arguments.scalars import AdamScalars
-from offloadzero.native import _cpu_adam, kernels
+from offloadzero.native import _kernels, kernels
 from offloadzero.native.kernels import Isa
 
 ISAS = [isa for isa in Isa if kernels.isa_supported(isa)]
@@ -337,7 +337,7 @@ def test_split_and_join_against_numpy(isa: Isa) -> None:
 def test_split_and_join_exhaustively() -> None:
     """All 2^32 patterns on the widest instruction set; the tails and the others are covered above."""
     code = kernels._ISA_CODE[ISAS[-1]]
-    assert _cpu_adam.split_join_exhaustive(code, kernels.get_default_num_threads()) == 0
+    assert _kernels.split_join_exhaustive(code, kernels.get_default_num_threads()) == 0
 
 
 # --- conversions and accumulation ---

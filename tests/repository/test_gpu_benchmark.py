@@ -23,7 +23,7 @@ from offloadzero.segments import TierName
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
 HAS_CUDA = torch.cuda.is_available()
-NATIVE_MODULES = ["offloadzero.io._aio", "offloadzero.native._cpu_adam", "offloadzero.native._termination"]
+NATIVE_MODULES = ["offloadzero.io._aio", "offloadzero.native._kernels", "offloadzero.native._termination"]
 
 
 @pytest.fixture(autouse=True)

@@ -65,7 +65,7 @@ FLOORS: Mapping[str, int] = {
 }
 
 # Built from csrc/: no Python file shows them.
-COMPILED = ("io._aio", "native._cpu_adam", "native._termination")
+COMPILED = ("io._aio", "native._kernels", "native._termination")
 
 # What `import offloadzero` must not load: optional dependencies, the async file fallback, compiled modules.
 FORBIDDEN_AT_IMPORT = (
@@ -76,7 +76,7 @@ FORBIDDEN_AT_IMPORT = (
     "aiofiles",
     "triton",
     "offloadzero.io._aio",
-    "offloadzero.native._cpu_adam",
+    "offloadzero.native._kernels",
     "offloadzero.native._termination",
 )
 
