@@ -19,7 +19,8 @@ import torch
 import offloadzero
 from offloadzero.config import load_config, schema
 from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action
-from tests.config.test_config import USED, USED_ELSEWHERE, nested
+from tests.config.blocks import nested
+from tests.config.test_config import USED, USED_ELSEWHERE
 from tests.support.tiny import TinyModel, make_engine, settings, tokens, train
 
 # Field -> the module that reads it. Those that hold others are not listed.

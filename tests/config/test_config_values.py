@@ -1,0 +1,354 @@
+"""Batch sizes, numbers, byte sizes, precisions and optimizers are read for what they are; mistakes are named."""
+
+from __future__ import annotations
+
+import math
+import re
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offloadzero.config import (
+    BatchConfig,
+    BudgetConfig,
+    LossScaleConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    load_config,
+)
+from offloadzero.config.batch import resolve_batch
+from offloadzero.config.parse import read_num_bytes
+from offloadzero.errors import ConfigError
+from tests.config.blocks import TABLES, adam, nested
+from tests.support.cases import case, loop_over
+
+# --- batch sizes -----------------------------------------------------------------------------------------
+
+SIZES = st.integers(1, 4096)
+
+
+@given(micro=SIZES, steps=SIZES, world=SIZES)
+def test_any_two_batch_sizes_give_the_third(micro: int, steps: int, world: int) -> None:
+    train = micro * steps * world
+    whole = BatchConfig(train, micro, steps)
+    for given_sizes in [
+        (train, micro, steps),
+        (None, micro, steps),
+        (train, None, steps),
+        (train, micro, None),
+    ]:
+        assert resolve_batch(*given_sizes, world_size=world) == whole
+    assert resolve_batch(None, micro, None, world_size=world) == BatchConfig(micro * world, micro, 1)
+    assert resolve_batch(micro * world, None, None, world_size=world) == BatchConfig(micro * world, micro, 1)
+
+
+@given(train=st.none() | SIZES, micro=st.none() | SIZES, steps=st.none() | SIZES, world=st.integers(1, 64))
+def test_a_resolved_batch_keeps_what_was_given_and_multiplies_out(
+    train: int | None, micro: int | None, steps: int | None, world: int
+) -> None:
+    known = (micro or 1) * (steps or 1) * world
+    fits = train is None or (train == known if micro and steps else train % known == 0)
+    if not fits:  # no positive whole numbers fill the gaps
+        with pytest.raises(ConfigError, match=f"^train_batch_size = {train}: must equal"):
+            resolve_batch(train, micro, steps, world_size=world)
+        return
+    batch = resolve_batch(train, micro, steps, world_size=world)
+    given_and_found = [
+        (train, batch.train_batch_size),
+        (micro, batch.micro_batch_size),
+        (steps, batch.gradient_accumulation_steps),
+    ]
+    assert all(wanted in (None, found) for wanted, found in given_and_found)
+    if train is None and micro is None:
+        assert (batch.train_batch_size, batch.micro_batch_size) == (None, None)
+    else:
+        assert batch.micro_batch_size is not None
+        product = batch.micro_batch_size * batch.gradient_accumulation_steps * world
+        assert batch.train_batch_size == product
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {
+                "train_batch_size": 32,
+                "train_micro_batch_size_per_gpu": 3,
+                "gradient_accumulation_steps": 2,
+            },
+            r"train_batch_size = 32: must equal .* = 3 \* 2 \* 4 = 24",
+        ),
+        (
+            {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 3},
+            r"must equal 3 \(train_micro_batch_size_per_gpu\) \* gradient_accumulation_steps \* 4 \(ranks\)",
+        ),
+        ({"train_batch_size": 2}, "not a multiple of 4"),
+        ({"train_batch_size": 0}, r"train_batch_size = 0: a whole number at least 1"),
+        ({"train_micro_batch_size_per_gpu": -1}, "train_micro_batch_size_per_gpu"),
+        ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps"),
+        ({"train_batch_size": True}, "train_batch_size"),
+        ({"train_batch_size": "8"}, "train_batch_size"),
+    ],
+)
+def test_bad_batch_sizes(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(sizes, world_size=4)
+
+
+# --- numbers and byte sizes ------------------------------------------------------------------------------
+
+UNITS = {"B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4}
+UNITS |= {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4, "": 1}
+
+
+@given(number=st.integers(0, 10**9), unit=st.sampled_from(sorted(UNITS)), space=st.sampled_from(["", " "]))
+def test_byte_sizes(number: int, unit: str, space: str) -> None:
+    expected = number * UNITS[unit]
+    assert read_num_bytes("key", f"{number}{space if unit else ''}{unit}") == expected
+    assert read_num_bytes("key", expected) == expected
+
+
+@given(thousandths=st.integers(0, 10**6), unit=st.sampled_from(["KB", "MB", "GB", "TB"]))
+def test_decimal_byte_sizes_are_exact(thousandths: int, unit: str) -> None:
+    text = f"{thousandths // 1000}.{thousandths % 1000:03d}{unit}"
+    assert read_num_bytes("key", text) == thousandths * UNITS[unit] // 1000
+
+
+@given(text=st.text(max_size=8))
+def test_other_text_is_never_a_byte_size(text: str) -> None:
+    accepted = re.fullmatch(r"\s*[0-9]+(\.[0-9]+)? *(|B|[KMGT]i?B)\s*", text)
+    try:
+        num_bytes = read_num_bytes("key", text)
+    except ConfigError:
+        assert not accepted or "." in text  # a fraction of a byte
+    else:
+        assert accepted
+        assert num_bytes >= 0
+
+
+@pytest.mark.parametrize(
+    "value", ["16G", "16gb", "16 Gib", "-1GB", "", "GB", "0.5B", "1e9", "٣GB", 1.5, -1, True]
+)
+def test_bad_byte_sizes(value: object) -> None:
+    for tier in ("device", "host", "nvme"):
+        with case(tier):
+            with pytest.raises(ConfigError) as caught:
+                load_config({"offloadzero": {"budgets": {tier: value}}})
+            assert caught.value.key == f"offloadzero.budgets.{tier}"
+
+
+def test_budgets() -> None:
+    budgets = {"device": "1.5GiB", "host": "512MB", "nvme": 1e12}
+    config = load_config({"offloadzero": {"budgets": budgets}})
+    assert config.budgets == BudgetConfig(3 * 2**29, 512_000_000, 10**12)
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "value"),
+    [
+        ("", "gradient_clipping", -0.1),
+        ("", "gradient_clipping", math.nan),
+        ("", "gradient_clipping", "1"),
+        ("", "gradient_clipping", 10**400),
+        ("", "steps_per_print", 0),
+        ("fp16", "enabled", 2),
+        ("fp16", "enabled", "true"),
+        ("fp16", "loss_scale", -1),
+        ("fp16", "initial_scale_power", 128),
+        ("fp16", "loss_scale_window", 0),
+        ("fp16", "hysteresis", 0),
+        ("data_types", "grad_accum_dtype", "int8"),
+        ("zero_optimization", "stage", 4),
+        ("zero_optimization", "stage", -1),
+        ("zero_optimization", "stage", "3"),
+        ("zero_optimization", "stage", 1.5),
+        ("zero_optimization", "sub_group_size", 0),
+        ("zero_optimization", "stage3_max_live_parameters", -1),
+        ("zero_optimization.offload_param", "device", "gpu"),
+        ("zero_optimization.offload_optimizer", "ratio", 1.5),
+        ("aio", "block_size", 0),
+        ("aio", "queue_depth", 0),
+        ("aio", "queue_depth", 4097),
+        ("aio", "thread_count", 0),
+        ("offloadzero", "state_layout", "fp8"),
+        ("offloadzero", "device", "cuda:"),
+        ("offloadzero", "device", "cuda:1234567890"),
+        ("offloadzero", "device", "mps"),
+        ("offloadzero", "poison_released_leases", 0.5),
+        ("offloadzero.units", "patterns", 1),
+        ("offloadzero.units", "prefetch_units", 0),
+        ("offloadzero.update", "in_backward", "yes"),
+        ("offloadzero.update", "on_nonfinite", "ignore"),
+        ("offloadzero.update", "chunk_elements", 5000),
+        ("offloadzero.update", "chunk_elements", 0),
+        ("offloadzero.update", "num_chunks_in_flight", 0),
+        ("offloadzero.update", "num_chunks_in_flight", 1e9),
+        ("offloadzero.update", "num_threads", 1e9),
+        ("", "gradient_accumulation_steps", 1e30),
+        ("aio", "block_size", 1e30),
+        ("offloadzero.update", "num_threads", 0),
+        ("offloadzero.update", "cores", []),
+        ("offloadzero.update", "cores", [1 << 20]),
+        ("offloadzero.aio", "backend", "libaio"),
+        ("offloadzero.aio", "transfer_timeout_s", 0),
+        ("offloadzero.aio", "transfer_timeout_s", "60s"),
+    ],
+)
+def test_bad_values_are_named(path: str, key: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(nested(path, key, value))
+    assert caught.value.key == (f"{path}.{key}" if path else key)
+    assert caught.value.value is value or caught.value.value == value
+
+
+@loop_over({path: (path,) for path in TABLES if path and not path.endswith("[]")})
+def test_a_block_must_be_an_object(path: str) -> None:
+    head, _, last = path.rpartition(".")
+    with pytest.raises(ConfigError) as caught:
+        load_config(nested(head, last, 7))
+    assert caught.value.key.startswith(path)
+
+
+def test_accelerates_infinite_print_interval_is_never() -> None:
+    assert load_config({"steps_per_print": math.inf}).steps_per_print is None
+    assert load_config({"steps_per_print": 2000.0}).steps_per_print == 2000
+
+
+# --- precision and optimizer -----------------------------------------------------------------------------
+
+
+def test_fp16_block() -> None:
+    block = {
+        "loss_scale": 0,
+        "initial_scale_power": 8,
+        "loss_scale_window": 100,
+        "hysteresis": 3,
+        "min_loss_scale": 4,
+    }
+    config = load_config({"fp16": {"enabled": True, **block}})
+    assert config.precision.param_dtype == "fp16"
+    assert config.precision.loss_scale == LossScaleConfig(0.0, 8, 100, 3, 4.0)
+    off = load_config({"fp16": {"enabled": False, **block}})
+    assert off.precision == OffloadConfig().precision
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16"])
+def test_one_precision_at_a_time(name: str) -> None:
+    config = load_config({name: {"enabled": True}, "fp16": {"enabled": False}})
+    assert (config.precision.param_dtype, config.precision.loss_scale) == ("bf16", None)
+    with pytest.raises(ConfigError, match=rf"{name}\.enabled = True: fp16\.enabled is true as well"):
+        load_config({name: {"enabled": True}, "fp16": {"enabled": True}})
+
+
+@pytest.mark.parametrize(
+    ("spelling", "dtype"),
+    [("fp32", "fp32"), ("torch.float32", "fp32"), ("bfloat16", "bf16"), ("half", "fp16"), ("fp16", "fp16")],
+)
+def test_grad_accum_dtype(spelling: str, dtype: str) -> None:
+    assert load_config({"data_types": {"grad_accum_dtype": spelling}}).precision.grad_accum_dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ({"type": "Adam"}, adam("Adam")),
+        ({"type": "adamw"}, adam("AdamW")),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, adam("Adam", decoupled_weight_decay=False)),
+        (
+            {
+                "type": "AdamW",
+                "params": {
+                    "lr": 3e-4,
+                    "betas": [0, 0.95],
+                    "eps": 0,
+                    "weight_decay": 0.1,
+                    "bias_correction": False,
+                    "torch_adam": True,
+                },
+            },
+            adam("AdamW", lr=3e-4, betas=(0.0, 0.95), eps=0.0, weight_decay=0.1, bias_correction=False),
+        ),
+        (
+            {"type": "Adam", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
+            adam("Adam", lr=None),
+        ),
+        (
+            {"type": "lion", "params": {"lr": 1e-4}},
+            OptimizerConfig(
+                "Lion", MappingProxyType({"lr": 1e-4, "betas": (0.9, 0.999), "weight_decay": 0.0})
+            ),
+        ),
+    ],
+)
+def test_optimizers(block: dict[str, Any], expected: OptimizerConfig) -> None:
+    assert load_config({"optimizer": block}).optimizer == expected
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (
+            {"type": "Adamax"},
+            "type = 'Adamax': known, not built yet: available are Adam, AdamW, Lion, Adagrad, SGD",
+        ),
+        ({"type": "Adagrad", "params": {"lr_decay": -1}}, r"optimizer\.params\.lr_decay"),
+        (
+            {"type": "Lion", "params": {"eps": 1e-6}},
+            r"params\.eps = 1e-06: Lion takes lr, betas, weight_decay$",
+        ),
+        ({"type": "Lion", "params": {"adam_w_mode": True}}, r"params\.adam_w_mode = True: Lion takes"),
+        (
+            {"type": "SGD", "params": {"betas": [0.9, 0.9]}},
+            r"params\.betas = .*: SGD takes lr, momentum, dampening",
+        ),
+        ({"type": "OneBitAdam"}, "known, not built yet"),
+        (
+            {"type": "Adma"},
+            r"unknown optimizer: available are Adam, AdamW, Lion, Adagrad, SGD \(did you mean 'Adam",
+        ),
+        ({"type": 3}, r"optimizer\.type = 3"),
+        (
+            {"params": {}},
+            r"optimizer\.type = None: the name of an optimizer: available are Adam, AdamW, Lion, Adagrad, SGD",
+        ),
+        (
+            {"type": "Adam", "params": {"learning_rate": 1}},
+            r"optimizer\.params\.learning_rate = 1: unknown key",
+        ),
+        ({"type": "Adam", "params": {"beta": 1}}, "did you mean 'betas'"),
+        ({"type": "Adam", "params": {"max_grad_norm": 1}}, "write gradient_clipping"),
+        ({"type": "AdamW", "params": {"adam_w_mode": False}}, "contradicts the type"),
+        ({"type": "Adam", "params": {"betas": [0.9]}}, "two numbers"),
+        ({"type": "Adam", "params": {"betas": [0.9, 1]}}, "below 1"),
+        ({"type": "Adam", "params": {"betas": [-0.1, 0.9]}}, r"betas\[0\] = -0.1"),
+        ({"type": "Adam", "params": {"betas": 0.9}}, "two numbers"),
+        ({"type": "Adam", "params": {"betas": ["auto", 0.9]}}, r"betas\[0\]"),
+        ({"type": "Adam", "params": {"eps": -1e-8}}, r"optimizer\.params\.eps"),
+        ({"type": "Adam", "params": {"lr": -1}}, r"optimizer\.params\.lr"),
+        ({"type": "Adam", "params": {"lr": 1e300}}, r"optimizer\.params\.lr = 1e\+300: .* at most 3\.4e\+38"),
+        ({"type": "Adam", "params": {"weight_decay": -1}}, r"optimizer\.params\.weight_decay"),
+    ],
+)
+def test_bad_optimizers(block: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({"optimizer": block})
+
+
+def test_scheduler_parameters_are_passed_on_as_they_are() -> None:
+    params = {"warmup_min_lr": "auto", "warmup_max_lr": 0.5, "warmup_num_steps": None}
+    scheduler = load_config({"scheduler": {"type": "WarmupLR", "params": params}}).scheduler
+    assert scheduler is not None
+    assert scheduler.type == "WarmupLR"
+    assert scheduler.params == params
+    assert isinstance(scheduler.params, MappingProxyType)
+    with pytest.raises(ConfigError, match=r"scheduler\.type = None"):
+        load_config({"scheduler": {"params": {"warmup_num_steps": 3}}})
+
+
+@pytest.mark.parametrize("block", ["optimizer", "scheduler"])
+def test_an_empty_block_is_none(block: str) -> None:
+    """As in DeepSpeed, where what has no type is not built."""
+    assert load_config({block: {}}) == load_config({})
