@@ -27,7 +27,7 @@ from tests.simulated.backward import Backward
 from tests.simulated.checked import checked
 from tests.simulated.device import simulated
 from tests.simulated.virtual_time import VirtualDevice, virtual_time
-from tests.streaming.test_streaming import take_inputs
+from tests.streaming.loops import take_inputs
 from tests.support.models import features
 from tests.support.training import assert_same, make_config, run_engine
 

@@ -29,7 +29,7 @@ from tests.simulated import edges, mutations, small_runs
 from tests.simulated.checked import checked
 from tests.simulated.device import SimulatedDevice, simulated
 from tests.simulated.order import Order, RaceError
-from tests.streaming.test_streaming import MODELS, take_inputs
+from tests.streaming.loops import MODELS, take_inputs
 from tests.support.homes import file_home
 from tests.support.models import Stack, features
 from tests.support.training import assert_same, make_config, merge, run_engine

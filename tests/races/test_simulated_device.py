@@ -18,7 +18,7 @@ from offloadzero.errors import StateError
 from tests.simulated.backward import Backward
 from tests.simulated.checked import checked
 from tests.simulated.device import simulated
-from tests.streaming.test_streaming import MODELS, take_inputs
+from tests.streaming.loops import MODELS, take_inputs
 from tests.support import parity
 from tests.support.models import PartlyUnusedBlock, Stack, features
 from tests.support.schedules import draw_schedule, reference

@@ -1,0 +1,83 @@
+"""Training loops and awkward models that tests of streaming share, and the comparison of their runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.support import models
+from tests.support.models import Stack, TiedLM, features, tokens
+from tests.support.training import (
+    Loop,
+    Outcome,
+    assert_same,
+    make_config,
+    run_engine,
+    run_plain,
+    worst_relative_difference,
+)
+
+NUM_STEPS = 4
+
+
+def take_inputs(make_input: Callable[[int], Tensor], num_steps: int = NUM_STEPS) -> Loop:
+    """The plain training loop over `make_input(0)`, `make_input(1)`, ..."""
+
+    def loop(engine: Any) -> list[float]:
+        losses = []
+        for seed in range(num_steps):
+            loss = engine(make_input(seed))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    return loop
+
+
+def check_everywhere(
+    make_model: Callable[[], nn.Module],
+    loop: Loop,
+    directory: Path,
+    *,
+    placements: tuple[str, ...] = ("host", "nvme"),
+    dtypes: tuple[str | None, ...] = ("bf16", None),
+    tolerance: float = 2e-5,
+    **options: Any,
+) -> Outcome:
+    """Bitwise equal in every dtype and near plain torch in the last, fp32; gives the fp32 outcome."""
+    reference = Outcome([], {}, {})
+    for dtype in dtypes:
+        reference = run_engine(make_model, loop, make_config("resident", directory, dtype=dtype, **options))
+        for placement in placements:
+            config = make_config(placement, directory, dtype=dtype, **options)
+            assert_same(run_engine(make_model, loop, config), reference)
+    expected = run_plain(make_model, loop, make_config("resident", directory, dtype=None, **options))
+    assert worst_relative_difference(reference.losses, expected.losses) < tolerance
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(reference.weights[name], value, rtol=1e-4, atol=1e-5)
+    return reference
+
+
+LIVE = {"zero_optimization": {"stage3_max_live_parameters": 12_000}}  # two or three units
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], dict[str, Any]]] = {
+    "plain blocks": (Stack, features, {}),
+    "tied head": (TiedLM, tokens, {}),
+    "functional head": (models.FunctionalHeadLM, tokens, {}),
+    "shared reader": (models.SharedReader, features, LIVE),
+    "checkpointing": (models.CheckpointedStack, features, {}),
+    "checkpointing inside": (lambda: Stack(models.InnerCheckpointBlock), features, {}),
+    "lora": (lambda: Stack(models.LoraBlock), features, {}),
+    "frozen middle": (models.FrozenMiddle, features, {}),
+    "frozen front": (models.FrozenFront, features, {}),
+    "unused parameters": (models.WithUnusedBlock, features, {}),
+    "blocks used twice": (models.SharedBlocks, features, {}),
+    "structured outputs": (models.StructuredStack, features, {}),
+    "outputs without gradient": (models.NoGradOutputs, features, {}),
+    "odd sizes": (models.OddSizes, features, {}),
+    "torch's transformer": (models.TorchTransformer, tokens, {}),
+}

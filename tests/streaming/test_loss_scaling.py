@@ -1,0 +1,119 @@
+"""Loss scaling and gradients that are not finite, the same in every placement."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offloadzero
+from offloadzero.errors import NonFiniteError, StateError
+from tests.streaming.loops import NUM_STEPS, take_inputs
+from tests.support.models import Stack, features
+from tests.support.training import assert_same, make_config, run_engine, snapshot
+
+pytestmark = pytest.mark.usefixtures("no_files_left")
+
+
+@pytest.mark.parametrize("placement", ["resident", "host", "nvme", "mixed"])
+def test_overflow_skips_the_step(placement: str, tmp_path: Path) -> None:
+    scale = {"loss_scale": 0, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 100}
+    config = make_config(
+        placement,
+        tmp_path,
+        dtype="fp16",
+        fp16=scale,
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_type": "linear"}},
+    )
+    engine, *_ = offloadzero.initialize(model=Stack(), config=config)
+    take_inputs(features, num_steps=2)(engine)
+    before, rate = snapshot(engine, []), engine.get_lr()
+    assert engine.loss_scale == 256.0
+    loss = engine(features(5)) * 1e6  # overflows fp16 on its way back
+    engine.backward(loss)
+    engine.step()
+    assert not engine.was_step_applied()
+    assert engine.loss_scale == 128.0
+    assert (engine.skipped_steps, engine.global_steps) == (1, 3)
+    assert engine.get_lr() == rate
+    assert math.isnan(engine.get_global_grad_norm())
+    after = snapshot(engine, [])
+    after.norm = before.norm
+    assert_same(after, before)
+    loss = engine(features(6))
+    engine.backward(loss)
+    engine.step()
+    assert engine.was_step_applied()
+    assert engine.get_lr() != rate
+    assert not torch.equal(engine.module.state_dict()["out.weight"], before.weights["out.weight"])
+    engine.close()
+
+
+def test_training_over_overflows_is_the_same_everywhere(tmp_path: Path) -> None:
+    """A scale that starts far too high: most of the first steps are skipped."""
+    scale = {"loss_scale": 0, "initial_scale_power": 30, "hysteresis": 2, "loss_scale_window": 3}
+
+    def loop(engine: Any) -> list[float]:
+        losses = take_inputs(features, num_steps=40)(engine)
+        skipped.append(engine.skipped_steps)
+        return losses
+
+    skipped: list[int] = []
+    outcomes = [
+        run_engine(Stack, loop, make_config(placement, tmp_path, dtype="fp16", fp16=scale, clipping=0.5))
+        for placement in ("resident", "host", "nvme", "mixed")
+    ]
+    assert len(set(skipped)) == 1
+    assert 10 < skipped[0] < 38
+    for outcome in outcomes[1:]:
+        assert_same(outcome, outcomes[0])
+
+
+def test_fp16_without_scaling_is_refused(tmp_path: Path) -> None:
+    config = make_config("host", tmp_path, dtype="fp16")
+    engine, *_ = offloadzero.initialize(model=Stack(), config=config)
+    loss = engine(features(0))
+    with pytest.raises(StateError, match="scale"):
+        loss.backward()
+    engine.close()
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
+@pytest.mark.parametrize("placement", ["resident", "host", "nvme"])
+def test_gradient_that_is_not_finite_stops_the_training(
+    placement: str, clipping: float, tmp_path: Path
+) -> None:
+    engine, *_ = offloadzero.initialize(
+        model=Stack(), config=make_config(placement, tmp_path, clipping=clipping)
+    )
+    take_inputs(features, num_steps=1)(engine)
+
+    def step() -> None:
+        """The failure shows at the next use after another thread has met it."""
+        engine.backward(engine(features(1)) * float("nan"))
+        engine.step()
+        engine.synchronize()
+
+    with pytest.raises(NonFiniteError, match="step 2: the gradient of"):
+        step()
+    with pytest.raises(NonFiniteError, match="step 2: the gradient of"):
+        engine(features(2))
+    engine.close()  # it was raised: not again
+
+
+def test_gradient_that_is_not_finite_can_be_skipped(tmp_path: Path) -> None:
+    def loop(engine: Any) -> list[float]:
+        losses = []
+        for seed in range(NUM_STEPS):
+            engine.backward(engine(features(seed + 30)) * float("inf"))
+            engine.step()
+            losses += take_inputs(lambda _, seed=seed: features(seed), num_steps=1)(engine)
+        return losses
+
+    over = {"offloadzero": {"update": {"on_nonfinite": "skip"}}}
+    for placement in ("host", "nvme"):
+        config = make_config(placement, tmp_path, **over)
+        assert_same(run_engine(Stack, loop, config), run_engine(Stack, take_inputs(features), config))
