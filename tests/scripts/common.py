@@ -97,6 +97,16 @@ class Result:
 Script = Callable[[Wrap], Result]
 
 
+def registering(scripts: dict[str, Script]) -> Callable[[Script], Script]:
+    """Make a decorator that puts a script into `scripts` under its name."""
+
+    def register(function: Script) -> Script:
+        scripts[function.__name__] = function
+        return function
+
+    return register
+
+
 def forget_accelerate() -> None:
     """Accelerate keeps its settings (mixed precision) for the whole process: the next script begins anew."""
     if "accelerate" in sys.modules:

@@ -10,7 +10,7 @@ import torch
 
 import offloadzero
 from offloadzero import OffloadError
-from tests.scripts import gradients
+from tests.scripts import gradient_loops, gradient_params, gradients
 from tests.scripts.common import (
     AUTOCAST_TOLERANCES,
     LM,
@@ -24,17 +24,19 @@ from tests.scripts.common import (
     tokens,
 )
 
+SCRIPTS = {**gradients.SCRIPTS, **gradient_loops.SCRIPTS, **gradient_params.SCRIPTS}
 
-@pytest.mark.parametrize(("name", "placement"), cases(gradients.SCRIPTS, ["host", "nvme", "stage 1"]))
+
+@pytest.mark.parametrize(("name", "placement"), cases(SCRIPTS, ["host", "nvme", "stage 1"]))
 def test_gradients_are_those_of_torch(name: str, placement: str, tmp_path: Path) -> None:
-    script = gradients.SCRIPTS[name]
+    script = SCRIPTS[name]
     tolerances = AUTOCAST_TOLERANCES if name == "autocast" else {}
     assert_matches(run(script, offloaded(placement, tmp_path)), reference(script), **tolerances)
 
 
-@pytest.mark.parametrize("name", gradients.SCRIPTS_THAT_MAY_BE_REFUSED)
+@pytest.mark.parametrize("name", gradient_params.SCRIPTS_THAT_MAY_BE_REFUSED)
 def test_followed_or_refused_by_name(name: str, tmp_path: Path) -> None:
-    script, words = gradients.SCRIPTS_THAT_MAY_BE_REFUSED[name]
+    script, words = gradient_params.SCRIPTS_THAT_MAY_BE_REFUSED[name]
     expected = reference(script)
     try:
         result = run(script, offloaded("host", tmp_path))
