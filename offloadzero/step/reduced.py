@@ -298,6 +298,7 @@ class ReducingCoordinator(StepCoordinator):
                 "set_to_none", False, "True: over several ranks gradients are dropped, not zeroed"
             )
         self._expect_backward_ended()
+        self._wait_decided()  # [Note: where a refused step is told]
         super().discard_gradients()
 
     def give_up_step(self) -> None:
@@ -325,6 +326,7 @@ class ReducingCoordinator(StepCoordinator):
         if jobs:
             self._decider.note_writes(account)
             self._pipeline.submit(functools.partial(self._decider.decide, step))
+        self._executor.step_decided_by(step.decided)
         return step
 
     def _published(self, job: UpdateJob) -> Ticket:

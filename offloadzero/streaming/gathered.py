@@ -26,6 +26,7 @@ from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.checksums import crc32c_blocks
 from offloadzero.memory.lanes import LaneTicket
 from offloadzero.memory.store import Segment, TieredStore
+from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.segments import SegmentKind
 from offloadzero.sharding.ranks import Ranks
@@ -138,7 +139,15 @@ class OrderedResidency(ResidencyPolicy):
 
 
 class GatheringExecutor(Executor):
-    """The executor of units of which each rank keeps a shard."""
+    """The executor of units of which each rank keeps a shard.
+
+    [Note: where a refused step is told]
+    After a step whose gradients are not finite a script may go on, from the line where it got the error. That must be
+    the same line on all ranks: between two such lines a rank may have begun a fetch that the others never issue. One
+    process raises the error as soon as it knows it, and where the first units are frozen their forward waits for
+    nothing. Several ranks wait for the decision where a step's forward begins, and in `zero_grad()`; the weights of
+    trainable units are not there before it in any case.
+    """
 
     def __init__(
         self,
@@ -155,6 +164,7 @@ class GatheringExecutor(Executor):
         self._ranks = ranks
         self.coded = coded
         self._near = near
+        self._decided: Ticket = FINISHED  # the decision over the last step
         super().__init__(records, store, unit_arena=unit_arena, staging=staging, clock=clock)
 
     def _make_residency(self, arena_bytes: int) -> ResidencyPolicy:
@@ -169,6 +179,19 @@ class GatheringExecutor(Executor):
             coded=self.coded,
             near=self._near,
         )
+
+    def step_decided_by(self, decided: Ticket) -> None:
+        """Let no forward of the next step begin before `decided`: [Note: where a refused step is told]."""
+        self._decided = decided
+
+    def enter_forward(self, indices: Sequence[int], *, is_root: bool) -> None:
+        """Begin the forward of a site. Raises NonFiniteError where the last step was refused, on all ranks here."""
+        if not self._num_forwards and not self.is_evaluating and not self._decided.done():
+            with self._clock.waiting("decision"), self._store.failures.handed_over():
+                self._decided.wait()
+        if not self._num_forwards and not self.is_evaluating:
+            self._store.failures.check()
+        super().enter_forward(indices, is_root=is_root)
 
     def begin_edit(self, index: int) -> None:
         """Note that the caller is about to write any of the unit's weights, be it in a forward of its module."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 
 import offloadzero
 from offloadzero.sharding import ranks
+from offloadzero.step.account import Account, Accounts
 from offloadzero.zero import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -42,6 +43,7 @@ def depart(rank: int, directory: str) -> dict[str, Any]:
         configure,
         set_own_rates,
         write_alone,
+        learn_late_of_a_refused_step,
         take_branches,
     )
     return {work.__name__: work(rank, directory) for work in works}
@@ -234,6 +236,69 @@ def test_a_write_of_one_rank_alone_is_an_error_on_all(found: Found) -> None:
                         "the scripts of ranks [1] have not written the same values into parameters and states"
                     )
                     assert text_of_it in text, (name, text)
+
+
+# --- steps that are refused ---
+
+
+class FrozenFirst(nn.Module):
+    """Its first blocks are fetched without waiting for the step before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        for block in self.blocks[:3]:
+            block.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.pow(2).mean() * factor
+
+
+def learn_late_of_a_refused_step(rank: int, directory: str) -> list[list[str]]:
+    """What the lines of a script have raised, with and without a call of zero_grad() after each step."""
+    refuse = Accounts.refuse
+
+    def refuse_late(accounts: Accounts, account: Account, names: Sequence[str]) -> None:
+        time.sleep(0.7 * rank)
+        refuse(accounts, account, names)
+
+    found = []
+    for drops in (False, True):
+        config = config_of("host", 3, Path(directory), world_size=2)
+        del config["offloadzero"]["units"]["patterns"]
+        engine, *_ = offloadzero.initialize(model=FrozenFirst(), config=config)
+        said = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Accounts, "refuse", refuse_late)
+            for number in range(5):
+                line = "forward"
+                try:
+                    if number == 2:
+                        time.sleep(0.3)  # the first rank knows by now
+                    loss = engine(torch.ones(3, WIDTH) + rank, float("nan") if number == 1 else 1.0)
+                    line = "backward"
+                    engine.backward(loss)
+                    line = "step"
+                    engine.step()
+                    line = "zero_grad"
+                    if drops:
+                        engine.zero_grad()
+                except offloadzero.NonFiniteError:
+                    said.append(line)
+                    engine.zero_grad()
+        said.append(f"{engine.global_steps} steps, {engine.skipped_steps} skipped")
+        engine.close()
+        found.append(said)
+    return found
+
+
+def test_a_refused_step_is_told_in_the_same_line_of_all_ranks(found: Found) -> None:
+    for without, with_drops in found["learn_late_of_a_refused_step"]:
+        assert without == ["forward", "4 steps, 1 skipped"]
+        assert with_drops == ["zero_grad", "5 steps, 1 skipped"]
 
 
 # --- branches ---
