@@ -210,13 +210,25 @@ class ReducingCoordinator(StepCoordinator):
         super().__init__(*args, **more)
         self._ranks = ranks
         self._order = ReduceOrder(self._gradients)
+        self._has_begun = False
         self._has_learnt = False
         # The lane of new weights of units that stay whole on the device.
         self._publishing: Lane = store.accelerator.lane("new-weights", store.failures)
 
     def _begin_backward(self) -> None:
         super()._begin_backward()
+        if not self._has_begun:
+            self._expect_first_order()
         self._order.begin()
+
+    def _expect_first_order(self) -> None:
+        """Expect the gradients in the reversed order of the first rank's forward: [Note: when a gradient is reduced]."""
+        self._has_begun = True
+        used = dict.fromkeys(index for index in self._executor.take_entered() if index in self._gradients)
+        unused = (index for index in self._gradients if index not in used)
+        order = torch.tensor([*used, *unused][::-1], dtype=torch.int64)
+        self._ranks.control.broadcast(order, "the order of the first gradients")
+        self._order.learn(order.tolist())
 
     def complete(self, gradient: RecordGradient) -> None:
         """Reduce the gradients that are next, now that a record's is collected."""

@@ -165,6 +165,7 @@ class GatheringExecutor(Executor):
         self.coded = coded
         self._near = near
         self._decided: Ticket = FINISHED  # the decision over the last step
+        self._entered: dict[int, None] | None = {}  # units by the order of their first forward; None: asked for
         super().__init__(records, store, unit_arena=unit_arena, staging=staging, clock=clock)
 
     def _make_residency(self, arena_bytes: int) -> ResidencyPolicy:
@@ -192,6 +193,13 @@ class GatheringExecutor(Executor):
         if not self._num_forwards and not self.is_evaluating:
             self._store.failures.check()
         super().enter_forward(indices, is_root=is_root)
+        if self._entered is not None and not self.is_evaluating:
+            self._entered.update(dict.fromkeys(indices))
+
+    def take_entered(self) -> list[int]:
+        """Return the units of this rank's first forwards, in their order; it is noted until this is called."""
+        entered, self._entered = self._entered, None
+        return list(entered or ())
 
     def begin_edit(self, index: int) -> None:
         """Note that the caller is about to write any of the unit's weights, be it in a forward of its module."""

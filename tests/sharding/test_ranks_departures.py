@@ -15,6 +15,7 @@ from torch import nn
 import offloadzero
 from offloadzero.sharding import ranks
 from offloadzero.step.account import Account, Accounts
+from offloadzero.step.reduced import ReducingCollector
 from offloadzero.zero import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -44,6 +45,7 @@ def depart(rank: int, directory: str) -> dict[str, Any]:
         set_own_rates,
         write_alone,
         learn_late_of_a_refused_step,
+        use_first_what_was_made_last,
         take_branches,
     )
     return {work.__name__: work(rank, directory) for work in works}
@@ -299,6 +301,52 @@ def test_a_refused_step_is_told_in_the_same_line_of_all_ranks(found: Found) -> N
     for without, with_drops in found["learn_late_of_a_refused_step"]:
         assert without == ["forward", "4 steps, 1 skipped"]
         assert with_drops == ["zero_grad", "5 steps, 1 skipped"]
+
+
+# --- an order of use that is not that of the modules ---
+
+
+class EmbeddingMadeLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8))
+        self.emb = nn.Embedding(40, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.pow(2).mean()
+
+
+def use_first_what_was_made_last(rank: int, directory: str) -> list[int]:
+    """The number of gradients that found no lease, by stage."""
+    found = []
+    for stage in (1, 3):
+        config = config_of("host", stage, Path(directory), world_size=2)
+        del config["offloadzero"]["units"]["patterns"]
+        config["offloadzero"]["units"]["min_leaf_elements"] = 256
+        engine, *_ = offloadzero.initialize(model=EmbeddingMadeLast(), config=config)
+        temporary: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            lend = ReducingCollector._temporary_lease
+
+            def lend_temporary(collector: Any, leases: Any, record: Any) -> Any:
+                temporary.append(record.name)
+                return lend(collector, leases, record)
+
+            patch.setattr(ReducingCollector, "_temporary_lease", lend_temporary)
+            for seed in range(2):
+                engine.backward(engine(torch.arange(6).view(2, 3) + seed + rank))
+                engine.step()
+        engine.close()
+        found.append(len(temporary))
+    return found
+
+
+def test_gradients_of_modules_in_another_order_find_their_leases(found: Found) -> None:
+    assert found["use_first_what_was_made_last"] == [[0, 0], [0, 0]]
 
 
 # --- branches ---
