@@ -22,7 +22,7 @@ from offloadzero.memory.store import StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.native.kernels import set_cores
 from offloadzero.observe.clock import StepClock
-from offloadzero.planning.engine_plan import DTYPES, plan_engine
+from offloadzero.planning.engine_plan import plan_engine
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
 from offloadzero.planning.probe import cores_beside_launching
 from offloadzero.segments import SegmentKind, TierName
@@ -45,7 +45,7 @@ from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.pipeline import UpdatePipeline
 from offloadzero.update.records import Record
-from offloadzero.update.spec import AnySpec
+from offloadzero.update.spec import DTYPES, AnySpec
 
 if TYPE_CHECKING:  # it loads torch.distributed, which not every build of torch has
     from offloadzero.several_ranks import SeveralRanks
@@ -436,7 +436,8 @@ def _build_landing(
     make: Any = Landing
     if several is not None:
         codes = ground.device_lease("gradient codes", plan.gradient_code_bytes)
-        make = several.landing(None if codes is None else codes.bytes)
+        pieces = ground.device_lease("gradient pieces", plan.gradient_piece_bytes)
+        make = several.landing(*(None if lease is None else lease.bytes for lease in (codes, pieces)))
     landing: Landing = make(
         ground.store,
         passing=ground.host_pool(

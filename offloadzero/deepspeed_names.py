@@ -17,9 +17,9 @@ import torch
 from offloadzero.config import OffloadConfig
 from offloadzero.config.schema import LossScaleConfig
 from offloadzero.errors import StateError
-from offloadzero.planning.engine_plan import DTYPES
 from offloadzero.runtime import Runtime
 from offloadzero.segments import SegmentKind, TierName
+from offloadzero.update.spec import DTYPES
 
 
 @dataclass(frozen=True)

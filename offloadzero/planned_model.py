@@ -15,14 +15,14 @@ from enum import Enum
 from torch import nn
 
 from offloadzero.config import OffloadConfig, settle_for_initialize, settle_for_offload
-from offloadzero.planning.engine_plan import DTYPES, plan_records
+from offloadzero.planning.engine_plan import plan_records
 from offloadzero.planning.memory_plan import MemoryPlan, with_kept_gradients
 from offloadzero.planning.traffic import Uses
 from offloadzero.segments import TierName
 from offloadzero.sharding.shard_spec import WHOLE, ShardSpec, divides_params, divides_states
 from offloadzero.streaming.units import Site, UnitCut, checkpointed_modules, cut_units
 from offloadzero.update.records import Record
-from offloadzero.update.spec import AnySpec, UpdateForm
+from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm
 from offloadzero.update.specs import spec_of_type
 from offloadzero.update.specs.adam import ADAM
 

@@ -23,14 +23,14 @@ from offloadzero.sharding.ranks import Ranks, digest, make_ranks, odd_ranks
 from offloadzero.sharding.shard_spec import WHOLE, ShardSpec, divides_params, divides_states
 from offloadzero.step.coded_reduce import CodedReduce
 from offloadzero.step.collect import GradientCollector
+from offloadzero.step.piecewise_reduce import PiecewiseReduce
 from offloadzero.step.reduced import AgreeingDecider, ReducedLanding, ReducingCollector, ReducingCoordinator
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.gathered import GatheredWeights, GatheringExecutor
 from offloadzero.streaming.near_copies import NearCopies
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.records import Record
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from offloadzero.update.spec import DTYPES
 
 
 class SeveralRanks:
@@ -176,12 +176,21 @@ class SeveralRanks:
         """The call that makes a `GradientCollector`."""
         return ReducingCollector
 
-    def landing(self, code_memory: torch.Tensor | None) -> Any:
-        """The call that makes a `Landing`; `code_memory` is planned for gradients that are reduced as codes."""
-        name = self._config.communication_dtype
-        dtype = None if name is None else _DTYPES[name]
+    def landing(self, code_memory: torch.Tensor | None, piece_memory: torch.Tensor | None) -> Any:
+        """The call that makes a `Landing`.
+
+        Args:
+            code_memory: planned for gradients that are reduced as codes.
+            piece_memory: planned for those that are reduced in another dtype than their own.
+        """
+        dtype = DTYPES[self._config.communication_dtype]
         coded = CodedReduce(self.ranks, code_memory, config=self._config.zero_plus_plus)
-        return functools.partial(ReducedLanding, ranks=self.ranks, communication_dtype=dtype, coded=coded)
+        pieces = None
+        if piece_memory is not None and dtype is not None:
+            pieces = PiecewiseReduce(self.ranks, piece_memory, dtype=dtype)
+        return functools.partial(
+            ReducedLanding, ranks=self.ranks, coded=coded, pieces=pieces, wire_dtype=dtype
+        )
 
     def coordinator(self, store: TieredStore) -> Any:
         """The call that makes a `StepCoordinator`."""

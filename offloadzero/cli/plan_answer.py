@@ -20,7 +20,6 @@ from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planned_model import Loop, PlannedModel, plan_model
 from offloadzero.planning.activation_trace import MicroBatchTrace, TraceError, trace_micro_batch
-from offloadzero.planning.engine_plan import DTYPES
 from offloadzero.planning.fit import (
     Beside,
     Change,
@@ -41,7 +40,7 @@ from offloadzero.planning.memory_plan import (
 )
 from offloadzero.planning.probe import free_disk_bytes, nearest_directory
 from offloadzero.segments import TierName
-from offloadzero.update.spec import AnySpec, UpdateForm
+from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm
 from offloadzero.update.specs import spec_of_type
 from offloadzero.update.specs.adam import ADAM
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.errors import BudgetError
 from offloadzero.memory.device import Device
@@ -22,9 +20,7 @@ from offloadzero.planning.placement import choose_placement
 from offloadzero.planning.probe import available_host_bytes
 from offloadzero.segments import TierName
 from offloadzero.update.records import Record
-from offloadzero.update.spec import AnySpec, UpdateForm, device_form
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
+from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm, device_form
 
 
 def plan_engine(

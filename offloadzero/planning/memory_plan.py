@@ -21,8 +21,13 @@ from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.planning.homes import Placement, place
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
-from offloadzero.update.spec import UpdateForm
-from offloadzero.update.wire import gradient_code_bytes, near_copy_bytes, weight_code_bytes
+from offloadzero.update.spec import DTYPES, UpdateForm
+from offloadzero.update.wire import (
+    gradient_code_bytes,
+    gradient_piece_bytes,
+    near_copy_bytes,
+    weight_code_bytes,
+)
 
 NUM_GRAD_LEASES = 2  # one being filled by backward, one on its way
 NUM_PASSING_GRADS = 2  # [Note: gradients in passing]
@@ -81,6 +86,7 @@ class MemoryPlan:
     inputs: InputPlan | None  # None: no inputs wait off the device, or their size is not given
     weight_code_bytes: int = 0  # of weights that are gathered as codes, one unit after another
     gradient_code_bytes: int = 0  # the same for gradients that are reduced as codes
+    gradient_piece_bytes: int = 0  # of one that is reduced in another dtype
     # By record: the part of its weights that this rank keeps for the ranks of its machine, and where.
     near_copies: Mapping[int, tuple[TierName, int]] = field(default_factory=dict)
 
@@ -300,6 +306,7 @@ class _DeviceBuffers(TypedDict):
     norm_scratch_bytes: int
     weight_code_bytes: int
     gradient_code_bytes: int
+    gradient_piece_bytes: int
     near_copies: dict[int, tuple[TierName, int]]  # some are on the host
 
 
@@ -350,6 +357,8 @@ def _add_device_buffers(
     norm_scratch = _norm_scratch_bytes(records, placement, form)
     weight_codes = _largest(weight_code_bytes(r, config.zero_plus_plus) for r in records)
     gradient_codes = _largest(gradient_code_bytes(r, config.zero_plus_plus) for r in records)
+    wire_dtype = DTYPES[config.communication_dtype]
+    gradient_pieces = _largest(gradient_piece_bytes(r, wire_dtype) for r in leaving)
     near_copies = _near_copies(records, config, placement)
 
     device = TierName.DEVICE
@@ -359,6 +368,7 @@ def _add_device_buffers(
     sheet.add(device, "norm scratch", norm_scratch)
     sheet.add(device, "weight codes", weight_codes)
     sheet.add(device, "gradient codes", gradient_codes)
+    sheet.add(device, "gradient pieces", gradient_pieces)
     for tier in (device, TierName.HOST):
         sizes = (align_up(num_bytes) for home, num_bytes in near_copies.values() if home is tier)
         sheet.add(tier, "copies for near ranks", sum(sizes))
@@ -375,6 +385,7 @@ def _add_device_buffers(
         "norm_scratch_bytes": norm_scratch,
         "weight_code_bytes": weight_codes,
         "gradient_code_bytes": gradient_codes,
+        "gradient_piece_bytes": gradient_pieces,
         "near_copies": near_copies,
     }
 

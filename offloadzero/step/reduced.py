@@ -32,6 +32,7 @@ from offloadzero.step.coordinator import StepCoordinator
 from offloadzero.step.decider import Decider
 from offloadzero.step.job import StepJobs, UpdateJob
 from offloadzero.step.landing import Landing, Place
+from offloadzero.step.piecewise_reduce import PiecewiseReduce
 from offloadzero.step.record_gradient import Borrowed, Brought, RecordGradient, WindowGradients
 from offloadzero.step.reduce_order import ReduceOrder
 from offloadzero.streaming.gathered import GatheringExecutor
@@ -84,15 +85,22 @@ class ReducedLanding(Landing):
         store: TieredStore,
         *,
         ranks: Ranks,
-        communication_dtype: torch.dtype | None,
         coded: CodedReduce,
+        pieces: PiecewiseReduce | None,
+        wire_dtype: torch.dtype | None,
         **more: Any,
     ) -> None:
-        """Make the landing. `communication_dtype` is that of what is not `coded`; None: the parameters' dtype."""
+        """Make the landing.
+
+        Args:
+            pieces: for gradients that are not `coded` and whose dtype is not `wire_dtype`; None: there are none.
+            wire_dtype: that of what is not `coded`; None: the gradients' own.
+        """
         super().__init__(store, **more)
         self._coded = coded
+        self._pieces = pieces
         self._ranks = ranks
-        self._dtype = communication_dtype
+        self._wire_dtype = wire_dtype
 
     def send(self, brought: Brought, place: Place | None, *, before: Ticket, job: UpdateJob | None) -> None:
         """Reduce a record's gradient of this backward and take it home. Waits for nothing.
@@ -129,14 +137,14 @@ class ReducedLanding(Landing):
         flat, codes = brought.flat, self._coded.wire_of(record)
         if codes is not None:
             return self._coded.reduce(record, codes, flat, brought.places)
-        wire = flat if self._dtype is None else flat.to(self._dtype)
-        wire.div_(self._ranks.spec.world_size)
+        if self._pieces is not None and self._wire_dtype != record.dtype:
+            return self._pieces.reduce(record, flat)
+        flat.div_(self._ranks.spec.world_size)
         label = f"{record.name}.grad"
         if record.shard.world_size > 1:
-            wire = self._ranks.gradients.reduce_scatter(wire, label)
-        else:
-            self._ranks.gradients.all_reduce(wire, label)
-        return wire.to(record.dtype)
+            return self._ranks.gradients.reduce_scatter(flat, label)
+        self._ranks.gradients.all_reduce(flat, label)
+        return flat
 
     def _bring(self, brought: Brought, part: Tensor) -> Place:
         """Copy or add `part` to its place; on the lane from the device, whose stream has reduced it."""
@@ -222,7 +230,7 @@ class ReducingCoordinator(StepCoordinator):
         self._order.begin()
 
     def _expect_first_order(self) -> None:
-        """Expect the gradients in the reversed order of the first rank's forward: [Note: when a gradient is reduced]."""
+        """Expect them in the reversed order of the first rank's forward: [Note: when a gradient is reduced]."""
         self._has_begun = True
         used = dict.fromkeys(index for index in self._executor.take_entered() if index in self._gradients)
         unused = (index for index in self._gradients if index not in used)

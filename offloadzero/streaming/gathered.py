@@ -165,7 +165,9 @@ class GatheringExecutor(Executor):
         self.coded = coded
         self._near = near
         self._decided: Ticket = FINISHED  # the decision over the last step
-        self._entered: dict[int, None] | None = {}  # units by the order of their first forward; None: asked for
+        self._entered: (
+            dict[int, None] | None
+        ) = {}  # units by the order of their first forward; None: asked for
         super().__init__(records, store, unit_arena=unit_arena, staging=staging, clock=clock)
 
     def _make_residency(self, arena_bytes: int) -> ResidencyPolicy:

@@ -33,6 +33,9 @@ log = logging.getLogger("offloadzero.update")
 
 SCRATCH_ELEMENTS = 1 << 21  # of a piece of an update in torch operations, at most
 
+# By their names in a configuration.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
+
 # The dtype of the rest of a master weight in the fp32 layout, by the dtype of the parameter.
 MASTER_DTYPES: Mapping[torch.dtype, torch.dtype | None] = MappingProxyType(
     {

@@ -179,3 +179,15 @@ def weight_code_bytes(record: Record, config: ZeroPlusPlusConfig) -> int:
     """Return the device memory in which the record's weights are gathered in fewer bits, beside its lease."""
     regions = wire_regions(record, config)
     return max((region.gather_bytes for region in regions.values()), default=0)
+
+
+MAX_PIECE_BYTES = 32 << 20  # of a gradient that goes in another dtype than its own
+
+
+def gradient_piece_bytes(record: Record, dtype: torch.dtype | None) -> int:
+    """Return the device memory in which the record's gradient goes in `dtype`, in pieces; None: in its own."""
+    if dtype is None or dtype == record.dtype or not record.is_reduced:
+        return 0
+    num_ranks = record.shard.world_size
+    num_columns = max(1, MAX_PIECE_BYTES // dtype.itemsize // num_ranks)
+    return min(record.num_trainable, num_columns * num_ranks) * dtype.itemsize

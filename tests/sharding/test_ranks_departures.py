@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -273,8 +274,7 @@ def learn_late_of_a_refused_step(rank: int, directory: str) -> list[list[str]]:
         del config["offloadzero"]["units"]["patterns"]
         engine, *_ = offloadzero.initialize(model=FrozenFirst(), config=config)
         said = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Accounts, "refuse", refuse_late)
+        with patch.object(Accounts, "refuse", refuse_late):
             for number in range(5):
                 line = "forward"
                 try:
@@ -328,20 +328,17 @@ def use_first_what_was_made_last(rank: int, directory: str) -> list[int]:
         del config["offloadzero"]["units"]["patterns"]
         config["offloadzero"]["units"]["min_leaf_elements"] = 256
         engine, *_ = offloadzero.initialize(model=EmbeddingMadeLast(), config=config)
-        temporary: list[str] = []
-        with pytest.MonkeyPatch.context() as patch:
-            lend = ReducingCollector._temporary_lease
-
-            def lend_temporary(collector: Any, leases: Any, record: Any) -> Any:
-                temporary.append(record.name)
-                return lend(collector, leases, record)
-
-            patch.setattr(ReducingCollector, "_temporary_lease", lend_temporary)
+        with patch.object(
+            ReducingCollector,
+            "_temporary_lease",
+            autospec=True,
+            side_effect=ReducingCollector._temporary_lease,
+        ) as lend:
             for seed in range(2):
                 engine.backward(engine(torch.arange(6).view(2, 3) + seed + rank))
                 engine.step()
         engine.close()
-        found.append(len(temporary))
+        found.append(lend.call_count)
     return found
 
 
