@@ -3,11 +3,11 @@
 [Note: the life of param.grad]
 Each trainable parameter has one `GradientTensor`, made once, which the hook on its gradient puts into `param.grad`. It
 stands for the parameter's part of the record's gradient: in the device lease until the unit's gradients are complete,
-then landing, then at home, earlier micro batches included. complete, then landing, then at home, earlier micro batches
-included. Nothing intercepts `param.grad = None` or `param.grad = tensor`. They are seen when it matters: when the next
-gradient of the parameter arrives, and at the step. If `param.grad` is the tensor itself, the kept gradient counts. If
-it is None, the gradient was dropped, and takes no part in the norm and in the update. If it is another tensor, that one
-is the gradient, and it stays the script's own (it may be a view of a buffer that the script goes on to write into).
+then landing, then at home, earlier micro batches included. Nothing intercepts `param.grad = None` or
+`param.grad = tensor`. They are seen when it matters: when the next gradient of the parameter arrives, and at the step.
+If `param.grad` is the tensor itself, the kept gradient counts. If it is None, the gradient was dropped, and takes no
+part in the norm and in the update. If it is another tensor, that one is the gradient, and it stays the script's own (it
+may be a view of a buffer that the script goes on to write into).
 
 In a later backward of a window autograd adds to `param.grad` in place. The tensor keeps that contribution for the hook,
 which takes it as it takes a first one; nothing is read.
