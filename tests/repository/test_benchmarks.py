@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -51,3 +54,22 @@ def test_large_model_trains_the_same_in_every_placement(
         losses.append(result["losses"])
     assert losses[1:] == losses[:1] * 3
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_contenders_on_two_ranks_train_the_same(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "ranks_side_by_side.py"), "--model", "tiny"]
+    command += ["--contenders", "fsdp2-cpu", "offloadzero-nvme", "--seq-len", "16"]
+    command += ["--rounds", "2", "--steps", "2", "--warmup", "1"]
+    command += ["--nvme-path", str(tmp_path / "files"), "--output", str(tmp_path / "report.md")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert run.returncode == 0, run.stderr
+    report = (tmp_path / "report.md").read_text()
+    rows = dict(re.findall(r"^\| (fsdp2-cpu|offloadzero-nvme) \| (.*) \|$", report, re.MULTILINE))
+    assert list(rows) == ["fsdp2-cpu", "offloadzero-nvme"]
+    losses = [[float(loss) for loss in row.split("|")[-1].split()] for row in rows.values()]
+    assert all(len(each) == 4 for each in losses)
+    for each in losses:
+        assert each == pytest.approx(losses[0], abs=0.02)
+    assert "agree (same seed" in report
+    assert os.listdir(tmp_path / "files") == []
