@@ -57,6 +57,7 @@ def test_large_model_trains_the_same_in_every_placement(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("OFFLOADZERO_TEST_EXHAUSTIVE" not in os.environ, reason="in make campaign")
 def test_contenders_on_two_ranks_train_the_same(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "ranks_side_by_side.py"), "--model", "tiny"]
     command += ["--contenders", "fsdp2-cpu", "offloadzero-nvme", "--seq-len", "16"]
