@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from offloadzero.cli import bench_adam_deepspeed
-from offloadzero.cli.machine import describe_machine, describe_versions
 from offloadzero.cli.output import check_output, print_lines, save_json, text_table
 from offloadzero.errors import ConfigError, OffloadError
+from offloadzero.planning.machine import describe_machine, describe_versions
 
 FORMAT = "offloadzero.bench.adam"
 FORMAT_VERSION = 1

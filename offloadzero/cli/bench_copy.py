@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from offloadzero.cli.machine import describe_machine, describe_versions
 from offloadzero.cli.output import check_output, print_lines, save_json, text_table
 from offloadzero.cli.progress import Progress
 from offloadzero.cli.units import read_seconds, size_text
 from offloadzero.config.parse import read_num_bytes
 from offloadzero.errors import ConfigError
+from offloadzero.planning.machine import describe_machine, describe_versions
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,6 @@ from typing import Any
 
 from offloadzero.cli import nvme_report
 from offloadzero.cli.fio import fio_version, run_fio
-from offloadzero.cli.machine import MEMORY_FILESYSTEMS, describe_machine, describe_path, describe_versions
 from offloadzero.cli.nvme_sweep import (
     MIB,
     Point,
@@ -46,6 +45,12 @@ from offloadzero.cli.units import read_seconds, size_text
 from offloadzero.config.parse import read_num_bytes
 from offloadzero.errors import AioError, ConfigError
 from offloadzero.io.engine import AioBackend, AioEngine
+from offloadzero.planning.machine import (
+    MEMORY_FILESYSTEMS,
+    describe_machine,
+    describe_path,
+    describe_versions,
+)
 
 MIN_SIZE = 16 * MIB
 MIN_TIME_S = 1.0

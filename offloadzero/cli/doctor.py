@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offloadzero.cli.machine import describe_machine, describe_path, describe_versions
 from offloadzero.cli.output import check_output, print_lines, save_json
+from offloadzero.planning.machine import describe_machine, describe_path, describe_versions
 
 if TYPE_CHECKING:
     from offloadzero.planning.checkup import Drive, Facts, Finding

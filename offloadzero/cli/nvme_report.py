@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from offloadzero.cli.machine import MEMORY_FILESYSTEMS
 from offloadzero.cli.nvme_sweep import (
     STATE_BYTES_PER_PARAM,
     Point,
@@ -20,9 +19,11 @@ from offloadzero.cli.nvme_sweep import (
     step_seconds,
 )
 from offloadzero.cli.nvme_traffic import Sample
-from offloadzero.cli.output import load_json, text_table
+from offloadzero.cli.output import text_table
 from offloadzero.cli.units import duration_text, size_text
 from offloadzero.errors import ConfigError
+from offloadzero.planning.machine import MEMORY_FILESYSTEMS
+from offloadzero.planning.result_file import load_json
 
 FORMAT = "offloadzero.bench.nvme"
 FORMAT_VERSION = 1

@@ -167,6 +167,7 @@ def ask(args: argparse.Namespace, config: OffloadConfig) -> tuple[Any, Any]:
     from offloadzero.cli.plan_model import read_model
     from offloadzero.planned_model import Loop
     from offloadzero.planning.fit import Memory
+    from offloadzero.planning.kept_rates import read_hardware
 
     model = read_model(args.model)
     positions = model.shape.num_positions if model.shape is not None else 0
@@ -175,7 +176,7 @@ def ask(args: argparse.Namespace, config: OffloadConfig) -> tuple[Any, Any]:
             "--sequence", args.sequence, f"at most {positions:,}, the positions of {args.model}"
         )
     if args.hardware != "probe":
-        hardware = plan_probe.read_hardware(args.hardware)
+        hardware = read_hardware(args.hardware)
     elif args.no_time:
         hardware = plan_probe.memory_only(config.device, config.nvme_paths)
     else:

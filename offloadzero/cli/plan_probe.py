@@ -17,7 +17,6 @@ Memory is read anew each time; rates are kept by facts that tell one machine fro
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import statistics
@@ -35,8 +34,7 @@ from torch import nn
 
 from offloadzero.cli import bench_copy, bench_nvme
 from offloadzero.cli.bench_adam import Records
-from offloadzero.cli.machine import describe_machine, describe_path, describe_versions
-from offloadzero.cli.output import load_json, save_json
+from offloadzero.cli.output import save_json
 from offloadzero.cli.plan_answer import drive_bytes, drive_of
 from offloadzero.cli.progress import Progress
 from offloadzero.errors import AioError, ConfigError
@@ -46,7 +44,8 @@ from offloadzero.native import kernels
 from offloadzero.observe.run_dir import STEPS_FILE
 from offloadzero.planning.activation_trace import trace_micro_batch
 from offloadzero.planning.fit import Memory
-from offloadzero.planning.hardware import FORMAT, FORMAT_VERSION, Hardware, hardware_from_json
+from offloadzero.planning.hardware import Hardware
+from offloadzero.planning.kept_rates import cache_file, describe, kept_hardware
 from offloadzero.planning.probe import (
     available_host_bytes,
     memlock_bytes,
@@ -59,28 +58,20 @@ from offloadzero.segments import SegmentKind
 from offloadzero.update.spec import UpdateForm, device_form
 from offloadzero.update.specs.adam import ADAM
 
-KEY = "--hardware"
 PROBE_S = 45.0
 _MIB = 1 << 20
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 NUM_SAMPLES = 6
 
 
-def read_hardware(path: str) -> Hardware:
-    """Read a file that `--hardware-out` has written, or one by hand. Raises ConfigError."""
-    value = load_json(KEY, path, format_name=FORMAT, format_version=FORMAT_VERSION)
-    return hardware_from_json(KEY, value)
-
-
 def this_hardware(device_name: str | None, paths: Sequence[Path], *, fresh: bool) -> Hardware:
     """Describe this machine: its present memory, with rates that were kept or are measured. Raises OffloadError."""
     found = memory_only(device_name, paths)  # before measurements take memory
-    kept = cache_file(found.identity)
-    rates = _kept_rates(kept, found.identity) if not fresh else None
+    rates = _kept_rates(found.identity) if not fresh else None
     if rates is not None:
         return replace(found, rates=rates)
     found = replace(found, rates=measure(find_device(device_name), paths))
-    _keep(kept, found)
+    _keep(cache_file(found.identity), found)
     return found
 
 
@@ -108,32 +99,6 @@ def resident_bytes() -> int:
 # --- kept rates ---
 
 
-def describe(device: Device, paths: Sequence[Path]) -> dict[str, Any]:
-    """Return the facts that tell this machine, its drives and its software from others."""
-    machine = {key: value for key, value in describe_machine().items() if key != "load_average"}
-    drives = []
-    for path in paths:
-        found = describe_path(str(nearest_directory(path)))
-        drives.append(
-            {"filesystem": found["filesystem"], "source": found["source"], "device": found["device"]}
-        )
-    return {
-        "machine": machine,
-        "cores": usable_cores(),
-        "torch_threads": torch.get_num_threads(),
-        "device": device.name(),
-        "drives": drives,
-        "versions": describe_versions("offloadzero", "torch"),
-    }
-
-
-def cache_file(identity: Mapping[str, Any]) -> Path:
-    """Return the file for the rates of such a machine: below XDG_CACHE_HOME, or ~/.cache."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    return base / "offloadzero" / f"hardware-{digest}.json"
-
-
 def _keep(path: Path, found: Hardware) -> None:
     """Keep the rates for the next time, which measures again where there is no place for them."""
     try:
@@ -143,15 +108,13 @@ def _keep(path: Path, found: Hardware) -> None:
         print(f"The measurement is not kept for the next time: {error}", file=sys.stderr, flush=True)
 
 
-def _kept_rates(path: Path, identity: Mapping[str, Any]) -> Rates | None:
-    if not path.is_file():
-        return None
+def _kept_rates(identity: Mapping[str, Any]) -> Rates | None:
     try:
-        found = read_hardware(str(path))
+        found = kept_hardware(identity)
     except ConfigError as error:  # cut short, or of another version
         print(f"What was measured before is not used: {error}", file=sys.stderr, flush=True)
         return None
-    return found.rates if found.identity == identity else None
+    return None if found is None else found.rates
 
 
 # --- measurements ---

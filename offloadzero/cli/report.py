@@ -16,11 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offloadzero.cli.output import check_output, load_json, parse_json, print_lines, save_text
+from offloadzero.cli.output import check_output, print_lines, save_text
 from offloadzero.cli.report_forecast import PlannedStep, compare, read_planned_step
 from offloadzero.cli.units import duration_text, size_text
 from offloadzero.errors import AioError, ConfigError
 from offloadzero.observe.run_dir import FORMAT, FORMAT_VERSION, RUN_FILE, STEPS_FILE
+from offloadzero.planning.result_file import load_json, parse_json
 
 PAGE_FILE = Path(__file__).with_name("report_page.html")
 MAX_POINTS = 600  # of a chart; longer runs are drawn as means of consecutive steps

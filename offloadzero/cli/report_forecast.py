@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offloadzero.cli.output import load_json, text_table
+from offloadzero.cli.output import text_table
 from offloadzero.cli.plan import FORMAT, FORMAT_VERSION
 from offloadzero.cli.units import duration_text, size_text
 from offloadzero.errors import ConfigError
 from offloadzero.observe.bound import NVME
 from offloadzero.observe.timeline import NVME_READ, NVME_WRITE
+from offloadzero.planning.result_file import load_json
 
 KEY = "--plan"
 MIN_STEPS = 10  # of a run that is compared

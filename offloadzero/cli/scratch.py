@@ -14,9 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from offloadzero.cli.machine import MEMORY_FILESYSTEMS, describe_path
 from offloadzero.cli.nvme_sweep import MIB
 from offloadzero.errors import AioError, ConfigError
+from offloadzero.planning.machine import MEMORY_FILESYSTEMS, describe_path
 
 NAME_PREFIX = "offloadzero-bench-"
 _FREE_MARGIN_BYTES = 1024 * MIB

@@ -19,6 +19,7 @@ from offloadzero.memory.device import find_device
 from offloadzero.observe.bound import CORES
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import Hardware, hardware_from_json
+from offloadzero.planning.kept_rates import cache_file, read_hardware
 from offloadzero.planning.shapes import read_shape
 from offloadzero.planning.time_model import Rates
 from offloadzero.update.spec import UpdateForm
@@ -219,7 +220,7 @@ def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
         identity={"machine": {"cpu": "x"}},
     )
     path = write(tmp_path / "machine.json", machine.to_json())
-    assert plan_probe.read_hardware(path) == machine
+    assert read_hardware(path) == machine
     assert plan_probe.form_on(machine, ADAM) is UpdateForm.TRITON
     assert plan_probe.form_on(machine, LION) is UpdateForm.TORCH
     assert plan_probe.form_on(MACHINE, ADAM) is UpdateForm.NATIVE
@@ -274,13 +275,13 @@ def test_a_cache_that_cannot_be_written_or_read_loses_no_measurement(
     assert found.rates == KNOWN
     assert "The measurement is not kept for the next time: " in capsys.readouterr().err
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept = plan_probe.cache_file(found.identity)
+    kept = cache_file(found.identity)
     kept.parent.mkdir()
     for damage in (kept.mkdir, lambda: kept.rmdir() or kept.write_text("{")):
         damage()
         assert plan_probe.this_hardware("cpu", [], fresh=False).rates == KNOWN
     assert "What was measured before is not used: --hardware = " in capsys.readouterr().err
-    assert plan_probe.read_hardware(str(kept)).rates == KNOWN
+    assert read_hardware(str(kept)).rates == KNOWN
 
 
 @pytest.mark.parametrize("form", [UpdateForm.NATIVE, UpdateForm.TORCH])
