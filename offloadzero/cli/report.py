@@ -1,29 +1,23 @@
-"""`offloadzero report`: a run directory as one HTML page.
-
-[Note: the page]
-report_page.html holds the style and the script; the run's data goes into it as one JSON object. The script sets
-text through textContent only, and `<` is escaped in the JSON, so no name of a module, file or wait can become
-markup. Nothing is loaded from anywhere: the page can be mailed.
-"""
+"""`offloadzero report`: a run directory as one HTML page, [Note: the page] in page.py."""
 
 from __future__ import annotations
 
 import argparse
 import errno
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from offloadzero.cli.output import check_output, print_lines, save_text
+from offloadzero.cli.page import make_page
 from offloadzero.cli.report_forecast import PlannedStep, compare, read_planned_step
 from offloadzero.cli.units import duration_text, size_text
 from offloadzero.errors import AioError, ConfigError
 from offloadzero.observe.run_dir import FORMAT, FORMAT_VERSION, RUN_FILE, STEPS_FILE
 from offloadzero.planning.result_file import load_json, parse_json
 
-PAGE_FILE = Path(__file__).with_name("report_page.html")
+PAGE = "report_page.html"
 MAX_POINTS = 600  # of a chart; longer runs are drawn as means of consecutive steps
 MAX_SPANS = 20_000  # of a traced step
 _MAX_NUMBER = 1e30
@@ -61,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     check_output("--output", output)
     planned = None if args.plan is None else read_planned_step(args.plan)
     data = page_data(directory, description, planned)
-    save_text(output, make_page(data))
+    save_text(output, make_page(PAGE, data))
     compared = [] if planned is None else compare(planned, read_steps(directory / STEPS_FILE)[0]).lines()
     print_lines([data["summary"], *compared, f"written to {output}"])
     return 0
@@ -75,12 +69,6 @@ def _are_tiers(tiers: object) -> bool:
 
 def _is_tier_line(line: object) -> bool:
     return isinstance(line, dict) and isinstance(line.get("what"), str) and _is_number(line.get("num_bytes"))
-
-
-def make_page(data: Mapping[str, Any]) -> str:
-    """Return the page with its data in it: [Note: the page]."""
-    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
-    return PAGE_FILE.read_text(encoding="utf-8").replace("/*DATA*/", text, 1)
 
 
 def page_data(

@@ -13,6 +13,7 @@ import pytest
 
 from offloadzero.cli import report
 from offloadzero.cli.main import main
+from offloadzero.cli.page import make_page, page_template
 from offloadzero.observe.run_dir import FORMAT, FORMAT_VERSION, trace_events
 from offloadzero.observe.timeline import Span
 from tests.support.tiny import make_engine, settings, train
@@ -42,7 +43,7 @@ class Page(HTMLParser):
             self._is_data = False
 
 
-TEMPLATE_TAGS = list(Page(report.PAGE_FILE.read_text(encoding="utf-8").replace("/*DATA*/", "{}")).tags)
+TEMPLATE_TAGS = list(Page(make_page(report.PAGE, {})).tags)
 
 
 def step_record(step: int, **keys: Any) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     assert ["device", HOSTILE] in data["facts"]
     assert HOSTILE in data["summary"]
     assert data["traces"][0]["names"] == [HOSTILE]
-    template = report.PAGE_FILE.read_text(encoding="utf-8")
+    template = page_template(report.PAGE)
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
         assert way not in template  # text reaches the page as text only
 
