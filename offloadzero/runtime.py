@@ -37,6 +37,7 @@ from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.collectives import CollectiveCount
+from offloadzero.observe.forecast import PlannedStep
 from offloadzero.observe.monitor import StepMonitor
 from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.placement import describe_placement
@@ -101,7 +102,7 @@ class Runtime:
         self.clock = _make_clock(self.monitor, self.accelerator)
         group_of = _group_of(param_groups)
         cut = cut_model(model, config, group_of=group_of, spec=spec, several=self.several)
-        self.records = cut.records
+        self._cut, self.records = cut, cut.records
         self.slots = {id(slot.param): (record, slot) for record in self.records for slot in record.slots}
         loop = Loop(
             current_hypers=current_hypers,
@@ -113,6 +114,7 @@ class Runtime:
         self._is_restored = False
         self.hooks: ModelHooks | None = None
         checkpointed = find_checkpointed(model, cut, config)
+        self._checkpointed = tuple(checkpointed)
         self.plan = plan_cut(
             cut, config, self.accelerator, spec=spec, num_checkpointed=len(checkpointed), several=self.several
         )
@@ -171,6 +173,7 @@ class Runtime:
             self._description(),
             device_is_cpu=self.accelerator.asynchronous.free_bytes() is None,
             collectives=dict if self.several is None else self.several.ranks.collectives,
+            forecast=self._prepare_forecast(),
         )
         _live.add(self)
         if multiprocessing.parent_process() is not None:
@@ -179,6 +182,34 @@ class Runtime:
             log.info("%s", notice)
         self.monitor.timeline.take(0)  # moving the weights home is no part of a step
         self.clock.restart()
+
+    def _prepare_forecast(self) -> Callable[[], PlannedStep] | None:
+        """Return what makes the forecast of a step when the first one has run; it must not hold the engine."""
+        if self.several is not None or self.hooks is None or not self.monitor.is_on:
+            return None
+        from offloadzero.step_forecast import (  # late: a run without reports needs none of it
+            FirstCall,
+            forecast_step,
+        )
+
+        first, reference = FirstCall(), weakref.ref(self)
+        self.hooks.tell_first_call(first.see)
+
+        def make() -> PlannedStep:
+            runtime = reference()
+            if runtime is None:
+                raise AssertionError("an engine that is gone has taken a step")
+            return forecast_step(
+                runtime.model,
+                runtime._cut,
+                runtime.plan,
+                runtime.config,
+                checkpointed=runtime._checkpointed,
+                device=runtime.accelerator.asynchronous,
+                call=first.form,
+            )
+
+        return make
 
     def reserved_bytes(self, tier: TierName) -> int:
         """Bytes that the plan reserves in a tier, and the activation checkpoints so far."""

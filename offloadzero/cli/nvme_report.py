@@ -20,8 +20,9 @@ from offloadzero.cli.nvme_sweep import (
 )
 from offloadzero.cli.nvme_traffic import Sample
 from offloadzero.cli.output import text_table
-from offloadzero.cli.units import duration_text, size_text
+from offloadzero.cli.units import size_text
 from offloadzero.errors import ConfigError
+from offloadzero.observe.texts import duration_text
 from offloadzero.planning.machine import MEMORY_FILESYSTEMS
 from offloadzero.planning.result_file import load_json
 

@@ -6,26 +6,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
 from offloadzero.cli.output import text_table
 from offloadzero.cli.plan_answer import Answer, Planner, Question
 from offloadzero.cli.plan_model import ModelSource
-from offloadzero.cli.units import duration_text, size_text
+from offloadzero.cli.units import size_text
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.observe.bound import CORES
+from offloadzero.observe.texts import duration_text
 from offloadzero.observe.timeline import COMPUTE
 from offloadzero.planned_model import uses_of
 from offloadzero.planning.fit import Change, Source, needed, with_keys
 from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.shapes import MAX_LAYERS, ModelShape
-from offloadzero.planning.time_model import FASTER, Forecast, Run, Step, forecast, forecast_run
-from offloadzero.planning.traffic import step_traffic
+from offloadzero.planning.time_model import FASTER, Forecast, Run, Step, forecast, forecast_run, plan_step
 from offloadzero.planning.zero_formulas import STAGES, efficiency, state_bytes
 from offloadzero.segments import TierName
-
-_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
@@ -361,21 +357,12 @@ def _of_stage(planner: Planner, source: Source, stage: int) -> StageBytes:
 def step_of(answer: Answer) -> Step:
     """Return the bytes and operations of a step of a planned model."""
     planned = answer.planned
-    traffic = step_traffic(
+    return plan_step(
         planned.records,
         planned.plan,
         planned.config,
         uses=uses_of(planned.cut),
-        inputs=answer.trace.inputs if answer.trace is not None else (),
-    )
-    largest = max(planned.records, key=lambda record: record.num_elements)
-    return Step(
-        traffic=traffic,
         trace=answer.trace,
-        num_micro=planned.config.batch.gradient_accumulation_steps,
-        update_in_backward=planned.plan.update_in_backward,
-        dtype=_DTYPE_NAMES.get(largest.dtype, str(largest.dtype)),
-        layout=planned.config.state_layout,
     )
 
 

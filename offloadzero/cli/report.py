@@ -11,10 +11,12 @@ from typing import Any
 
 from offloadzero.cli.output import check_output, print_lines, save_text
 from offloadzero.cli.page import make_page
-from offloadzero.cli.report_forecast import PlannedStep, compare, read_planned_step
-from offloadzero.cli.units import duration_text, size_text
+from offloadzero.cli.report_forecast import compare_run, compared_lines, read_own_forecast, read_planned_step
+from offloadzero.cli.units import size_text
 from offloadzero.errors import AioError, ConfigError
+from offloadzero.observe.forecast import MIN_STEPS, Comparison, compare
 from offloadzero.observe.run_dir import FORMAT, FORMAT_VERSION, RUN_FILE, STEPS_FILE
+from offloadzero.observe.texts import duration_text
 from offloadzero.planning.result_file import load_json, parse_json
 
 PAGE = "report_page.html"
@@ -53,12 +55,21 @@ def run(args: argparse.Namespace) -> int:
             "RUN_DIR", args.run_dir, f"{RUN_FILE} is damaged: tiers are lists of what and num_bytes"
         )
     check_output("--output", output)
-    planned = None if args.plan is None else read_planned_step(args.plan)
-    data = page_data(directory, description, planned)
+    compared = compared_with(directory, args.plan)
+    data = page_data(directory, description, compared)
     save_text(output, make_page(PAGE, data))
-    compared = [] if planned is None else compare(planned, read_steps(directory / STEPS_FILE)[0]).lines()
-    print_lines([data["summary"], *compared, f"written to {output}"])
+    lines = [] if compared is None else compared_lines(compared)
+    print_lines([data["summary"], *lines, f"written to {output}"])
     return 0
+
+
+def compared_with(directory: Path, plan: str | None) -> Comparison | None:
+    """Compare the run with a plan's file, else with the forecast that it made of itself, once it has steps enough."""
+    records, _ = read_steps(directory / STEPS_FILE)
+    if plan is not None:
+        return compare_run(read_planned_step(plan), records)
+    own = read_own_forecast(directory)
+    return None if own is None or len(records) < MIN_STEPS else compare(own, records)
 
 
 def _are_tiers(tiers: object) -> bool:
@@ -72,7 +83,7 @@ def _is_tier_line(line: object) -> bool:
 
 
 def page_data(
-    directory: Path, description: Mapping[str, Any], planned: PlannedStep | None = None
+    directory: Path, description: Mapping[str, Any], compared: Comparison | None = None
 ) -> dict[str, Any]:
     """Return all data that the page shows."""
     records, num_unreadable = read_steps(directory / STEPS_FILE)
@@ -82,10 +93,9 @@ def page_data(
     if any(record.get("spans_lost") for record in records):
         notes.append("Some steps recorded more spans than fit in memory: their bytes and bounds are too low.")
     tiles = facts(records, description)
-    if planned is not None:
-        compared = compare(planned, records)
+    if compared is not None:
         notes.append(compared.sentence)
-        tiles.insert(1, ["forecast", duration_text(compared.forecast_s)])
+        tiles.insert(1, ["forecast", duration_text(compared.planned.seconds)])
     return {
         "title": directory.resolve().name,
         "summary": summary(records),

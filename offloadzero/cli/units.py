@@ -31,11 +31,3 @@ def size_text(num_bytes: float) -> str:
                 else f"{num_bytes / size:.0f} {unit}"
             )
     return f"{num_bytes:.0f} B"
-
-
-def duration_text(seconds: float) -> str:
-    """Return a time with three digits: 430 us, 1.25 ms, 2.5 s."""
-    for unit, length in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"

@@ -21,6 +21,7 @@ from typing import Any
 from offloadzero.config import ObserveConfig
 from offloadzero.observe import bound
 from offloadzero.observe.collectives import CollectiveCount, since
+from offloadzero.observe.forecast import ForecastCheck, PlannedStep
 from offloadzero.observe.run_dir import RunDirectory, json_number
 from offloadzero.observe.step_report import StepReport
 from offloadzero.observe.timeline import Span, Timeline
@@ -75,6 +76,7 @@ class StepMonitor:
         self._read_collectives: ReadCollectives = dict
         self._collectives: Mapping[str, CollectiveCount] = {}  # when the last step ended
         self._process_cpu_s = time.process_time()
+        self._check: ForecastCheck | None = None  # of the first steps; None: there is none, or it is done
 
     def begin(
         self,
@@ -82,8 +84,15 @@ class StepMonitor:
         *,
         device_is_cpu: bool,
         collectives: ReadCollectives = dict,
+        forecast: Callable[[], PlannedStep] | None = None,
     ) -> None:
-        """Begin the training: `description` holds for the whole run, `collectives` reads those of the ranks so far."""
+        """Begin the training: `description` holds for the whole run, `collectives` reads those of the ranks so far.
+
+        `forecast` makes the forecast of a step, on the training thread when the first one has run, and may raise
+        NoForecastError.
+        """
+        if forecast is not None and self.is_on:
+            self._check = ForecastCheck(forecast)
         self._device_is_cpu = device_is_cpu
         self._read_collectives = collectives
         self._collectives = collectives()
@@ -139,10 +148,10 @@ class StepMonitor:
             cores_s=launched.cores_s if self._device_is_cpu else None,
         )
         found = bound.step_bound(lanes_s)
-        self._say(report, found)
-        if self._directory is None:
+        if self._logs or self._config.step_line:
+            self._say(step_line(report, found))
+        if self._directory is None and self._check is None:
             return found
-        self._write(spans)
         record = {
             "step": report.step,
             "step_s": report.step_s,
@@ -157,6 +166,11 @@ class StepMonitor:
             **_collectives_in_json(launched.collectives),
             **({"spans_lost": True} if is_full else {}),
         }
+        if self._check is not None:
+            self._compare(self._check, record)
+        if self._directory is None:
+            return found
+        self._write(spans)
         traced = spans if self._is_traced(report.step) else []
         self._finished = _Finished(report, record, launched.losses, traced)
         return found
@@ -164,10 +178,21 @@ class StepMonitor:
     def _is_traced(self, step: int) -> bool:
         return any(first <= step <= last for first, last in self._config.trace_steps)
 
-    def _say(self, report: StepReport, found: bound.Bound) -> None:
-        if not (self._config.step_line or self._logs):
+    def _compare(self, check: ForecastCheck, record: Mapping[str, Any]) -> None:
+        """Hand a step to the check: at the first one there is a forecast, and after some what became of it is told."""
+        was_planned = check.planned is not None
+        is_done = check.add(record)
+        if check.planned is not None and not was_planned and self._directory is not None:
+            self._directory.write_forecast(check.planned.to_json())
+        if not is_done:
             return
-        line = step_line(report, found)
+        self._check = None
+        if check.found is not None:
+            self._say(check.found.line)
+        else:
+            log.info("no forecast of a step to compare these with: %s", check.unknown)
+
+    def _say(self, line: str) -> None:
         if self._logs:
             log.info("%s", line)
         if self._config.step_line:

@@ -1,8 +1,9 @@
-"""The files of an observed run: run.json, steps.jsonl, trace_step_N.json.
+"""The files of an observed run: run.json, steps.jsonl, forecast.json, trace_step_N.json.
 
 [Note: files of a run]
 run.json       the run: format, device, cores, units, bytes per tier
 steps.jsonl    one JSON object per step; a run that goes on from a checkpoint appends to it
+forecast.json  the forecast of a step, where the run made one; a run that goes on makes its own anew
 trace_step_N.json   the lanes of one step in the Trace Event Format, for ui.perfetto.dev or chrome://tracing
 
 Spans of one lane that overlap, such as two reads in flight, go to tracks of their own with the same name: that
@@ -22,7 +23,9 @@ from offloadzero.observe.timeline import COMPUTE, LANES, WAIT, Span
 
 RUN_FILE = "run.json"
 STEPS_FILE = "steps.jsonl"
+FORECAST_FILE = "forecast.json"
 FORMAT = "offloadzero.run"
+FORECAST_FORMAT = "offloadzero.forecast"
 FORMAT_VERSION = 1
 
 _STEP_TRACK = 0
@@ -50,9 +53,15 @@ class RunDirectory:
             ) from error
 
     def write_run(self, description: Mapping[str, Any]) -> None:
-        """Write the facts that hold for the whole run."""
+        """Write the facts that hold for the whole run, of which there is no forecast yet."""
+        (self.path / FORECAST_FILE).unlink(missing_ok=True)
         value = {"format": FORMAT, "format_version": FORMAT_VERSION, **description}
         (self.path / RUN_FILE).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+    def write_forecast(self, forecast: Mapping[str, Any]) -> None:
+        """Write the forecast of the run's step."""
+        value = {"format": FORECAST_FORMAT, "format_version": FORMAT_VERSION, **forecast}
+        (self.path / FORECAST_FILE).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
     def write_step(self, record: Mapping[str, Any]) -> None:
         """Write one step's line."""

@@ -15,13 +15,14 @@ and no formula here would count as nothing, so its name is kept, and the operati
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,19 @@ from offloadzero.torch_private import (
 )
 
 _HEAVY = re.compile(r"mm(?![a-z])|matmul|conv(?!ert)|attention")  # in the name of an operation
+
+
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+)  # no call changes them
 
 
 class TraceError(OffloadError, RuntimeError):
@@ -104,6 +118,90 @@ def trace_micro_batch(
     `model` is on the meta device, and must not be used afterwards. `checkpointed` names modules that keep only their
     inputs, `dtype` is that of floating-point parameters (None: their own). Raises TraceError.
     """
+
+    def loss_of(model: nn.Module) -> Tensor:
+        return _loss(model, torch.zeros(micro_batch, sequence, dtype=torch.long))
+
+    return _trace(model, loss_of, dtype=dtype, num_tokens=micro_batch * sequence, checkpointed=checkpointed)
+
+
+class TensorForm(NamedTuple):
+    """A tensor apart from its memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class CallForm:
+    """The arguments of a call of a model, without the memory of their tensors."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Take the form of `model(*args, **kwargs)`. The arguments themselves are not kept."""
+        leaves, self._structure = _pytree.tree_flatten((args, kwargs))
+        self._leaves = [_form_of(leaf) for leaf in leaves]
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of elements of the first tensor of integers, token ids mostly; 0 without one."""
+        forms = (leaf for leaf in self._leaves if isinstance(leaf, TensorForm))
+        return next((math.prod(form.shape) for form in forms if form.dtype in (torch.int64, torch.int32)), 0)
+
+    def call(self, model: nn.Module) -> Any:
+        """Call a model so, with tensors of the running mode. Raises TraceError."""
+        leaves = []
+        for leaf in self._leaves:
+            if isinstance(leaf, _Unknown):
+                raise TraceError(f"{type(model).__name__} is called with an object: {leaf.kind}")
+            if isinstance(leaf, TensorForm):
+                made = torch.zeros(leaf.shape, dtype=leaf.dtype, requires_grad=leaf.requires_grad)
+                leaves.append(made)
+            else:
+                leaves.append(leaf)
+        args, kwargs = _pytree.tree_unflatten(leaves, self._structure)
+        return model(*args, **kwargs)
+
+
+class _Unknown(NamedTuple):
+    """An argument that a call may change."""
+
+    kind: str
+
+
+def _form_of(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return TensorForm(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    return leaf if isinstance(leaf, _PLAIN) else _Unknown(type(leaf).__name__)
+
+
+def trace_call(
+    model: nn.Module, form: CallForm, *, dtype: torch.dtype | None, checkpointed: Collection[str] = ()
+) -> MicroBatchTrace:
+    """Trace a call of a model and the backward of what it gives: of its loss, or of all its results.
+
+    The other arguments are those of `trace_micro_batch`. Raises TraceError.
+    """
+
+    def loss_of(model: nn.Module) -> Tensor:
+        output = form.call(model)
+        found = getattr(output, "loss", None)
+        results = [found] if isinstance(found, Tensor) else _pytree.tree_leaves(output)
+        trained = [one for one in results if isinstance(one, Tensor) and one.requires_grad]
+        if not trained:
+            raise TraceError(f"{type(model).__name__} gives nothing that has a backward")
+        return torch.stack([one.sum().float() for one in trained]).sum()
+
+    return _trace(model, loss_of, dtype=dtype, num_tokens=form.num_tokens, checkpointed=checkpointed)
+
+
+def _trace(
+    model: nn.Module,
+    loss_of: Callable[[nn.Module], Tensor],
+    *,
+    dtype: torch.dtype | None,
+    num_tokens: int,
+    checkpointed: Collection[str],
+) -> MicroBatchTrace:
     if dtype is not None:
         model.to(dtype)
     counter = _Counter()
@@ -114,10 +212,9 @@ def trace_micro_batch(
     with fake_tensor_mode():
         _give_storages(model)
         counter.ignore(model)
-        ids = torch.zeros(micro_batch, sequence, dtype=torch.long)
         with counter:
             try:
-                loss = _loss(model, ids)
+                loss = loss_of(model)
                 forward_flops, kept_bytes = counter.flops, counter.live_bytes
                 loss.backward()
             except TraceError:
@@ -125,7 +222,7 @@ def trace_micro_batch(
             except Exception as error:  # any error of the model's code on tensors without values
                 raise TraceError(f"{type(model).__name__}: {type(error).__name__}: {error}") from error
     return MicroBatchTrace(
-        num_tokens=micro_batch * sequence,
+        num_tokens=num_tokens,
         forward_flops=forward_flops,
         backward_flops=counter.flops - forward_flops,
         kept_bytes=kept_bytes,

@@ -25,7 +25,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
+from offloadzero.config import OffloadConfig
 from offloadzero.observe.bound import CORES
+from offloadzero.observe.forecast import FILE_ENGINE, OF_ONE_CORE, PYTHON
 from offloadzero.observe.timeline import (
     COMPUTE,
     D2H,
@@ -37,14 +41,15 @@ from offloadzero.observe.timeline import (
     UPDATE,
 )
 from offloadzero.planning.activation_trace import MicroBatchTrace
-from offloadzero.planning.traffic import AFTER, BACKWARD, FORWARD, StepTraffic
+from offloadzero.planning.memory_plan import MemoryPlan
+from offloadzero.planning.traffic import AFTER, BACKWARD, FORWARD, StepTraffic, Uses, step_traffic
+from offloadzero.update.records import Record
 
 OVERLAP = 0.95  # overlap efficiency of a phase: the design's goal, which steady steps reach
-PYTHON = "python"  # the thread that launches: hooks around each use of a unit
 NVME_MIXED = "nvme"
-FILE_ENGINE = "file engine"  # the cores' work for the drive
 _OF_THE_DRIVE = (NVME_READ, NVME_WRITE, NVME_MIXED)
 FP32, COMPACT = "fp32", "compact"
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 Lanes = Mapping[str, float]  # seconds
 
@@ -83,6 +88,38 @@ class Step:
     layout: str  # of the states
 
 
+def plan_step(
+    records: Sequence[Record],
+    plan: MemoryPlan,
+    config: OffloadConfig,
+    *,
+    uses: Uses,
+    trace: MicroBatchTrace | None,
+) -> Step:
+    """Return the bytes and operations of a step of a model that is planned."""
+    largest = max(records, key=lambda record: record.num_elements)
+    inputs = trace.inputs if trace is not None else ()
+    return Step(
+        traffic=step_traffic(records, plan, config, uses=uses, inputs=inputs),
+        trace=trace,
+        num_micro=config.batch.gradient_accumulation_steps,
+        update_in_backward=plan.update_in_backward,
+        dtype=_DTYPE_NAMES.get(largest.dtype, str(largest.dtype)),
+        layout=config.state_layout,
+    )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a step in which lanes run side by side: [Note: the forecast]."""
+
+    name: str
+    seconds: float
+    lanes_s: Lanes
+    parts_s: Lanes  # of the work that shares the cores, as in `Forecast`
+    num_bytes: Mapping[str, float]
+
+
 @dataclass(frozen=True)
 class Forecast:
     """The seconds of a step: [Note: the forecast]. Without a rate that matters there are none; `unknown` names it.
@@ -100,6 +137,7 @@ class Forecast:
     seconds: float | None = None
     alone_s: float | None = None
     tokens: int | None = None
+    phases: tuple[Phase, ...] = ()  # in their order; together they take `seconds`
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -110,7 +148,7 @@ class Forecast:
 def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -> Forecast:
     """Forecast a step, or give the reason why that is not possible."""
     parts = {phase: _phase_seconds(step, phase, rates, device_is_cpu) for phase in (FORWARD, BACKWARD, AFTER)}
-    phases = parts
+    phases, shared = parts, {phase: dict[str, float]() for phase in parts}
     if device_is_cpu:
         shared = {phase: _share_of_cores(lanes, num_cores) for phase, lanes in parts.items()}
         phases = {phase: _on_the_cores(parts[phase], lanes) for phase, lanes in shared.items()}
@@ -130,12 +168,19 @@ def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -
         return found
     lane = max(total, key=lambda name: total[name])
     in_turn = [_with_both_directions(lanes, rates) for lanes in _in_turn(known, step)]
+    of_parts = _in_turn(shared, step)
+    of_bytes = _in_turn(step.traffic.by_phase, step)
+    turns = [
+        Phase(name, max(lanes.values(), default=0.0) / OVERLAP, lanes, parts_s, num_bytes)
+        for name, lanes, parts_s, num_bytes in zip(_turns(step), in_turn, of_parts, of_bytes, strict=True)
+    ]
     return replace(
         found,
         bound_s=total[lane],
         lane=lane,
-        seconds=sum(max(lanes.values(), default=0.0) for lanes in in_turn) / OVERLAP,
+        seconds=sum(turn.seconds for turn in turns),
         alone_s=sum(map(_one_after_the_other, in_turn)) / OVERLAP,
+        phases=tuple(turn for turn in turns if turn.seconds),
     )
 
 
@@ -157,12 +202,24 @@ def _with_both_directions(lanes: Lanes, rates: Rates, *, at_best: bool = False) 
 
 
 def _in_turn(phases: Mapping[str, Lanes], step: Step) -> Sequence[Lanes]:
-    """Return the phases that follow one another: [Note: the forecast]."""
+    """Return the phases that follow one another, in the order of `_turns`: [Note: the forecast]."""
     share = 1.0 / step.num_micro
     hides = BACKWARD if step.update_in_backward else FORWARD
     beside = _together([_scaled(phases[hides], share), phases[AFTER]])
-    other = FORWARD if step.update_in_backward else BACKWARD
-    return (beside, _scaled(phases[hides], 1.0 - share), phases[other])
+    others = _scaled(phases[hides], 1.0 - share)
+    if step.update_in_backward:
+        return (phases[FORWARD], others, beside)
+    return (beside, others, phases[BACKWARD])
+
+
+def _turns(step: Step) -> tuple[str, str, str]:
+    """Name the phases in their order; of a single micro batch the second one is empty."""
+    has_several = step.num_micro > 1
+    if step.update_in_backward:
+        last = "backward of the last micro batch" if has_several else "backward"
+        return ("forward", "backward of the other micro batches", f"{last}, with its updates")
+    first = "forward of the first micro batch" if has_several else "forward"
+    return (f"{first}, with the updates of the step before", "forward of the other micro batches", "backward")
 
 
 def _scaled(lanes: Lanes, factor: float) -> Lanes:
@@ -198,9 +255,8 @@ def _phase_seconds(step: Step, phase: str, rates: Rates, device_is_cpu: bool) ->
 
 def _share_of_cores(lanes: Mapping[str, float | None], num_cores: int) -> dict[str, float]:
     """Return the seconds of all cores by work. A copy keeps one of them busy, and so do Python and the file engine."""
-    of_one = (H2D, D2H, PYTHON, FILE_ENGINE)
     return {
-        lane: seconds / (num_cores if lane in of_one else 1)
+        lane: seconds / (num_cores if lane in OF_ONE_CORE else 1)
         for lane, seconds in lanes.items()
         if seconds is not None and lane not in _OF_THE_DRIVE
     }

@@ -115,6 +115,19 @@ class _Forward:
         self._forward = module.forward
         module.forward = self
 
+    def tell_next(self, tell: Callable[[Any, Any], None]) -> None:
+        """Show the arguments of the next call that trains, positional and by name, to `tell`."""
+        forward = self._forward
+
+        def telling(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                self._forward = forward
+                tell(args, kwargs)
+            return forward(*args, **kwargs)
+
+        skip_frame(telling, with_calls=False)
+        self._forward = telling
+
     def remove(self) -> None:
         """Restore the module's forward; the last object put on comes first."""
         if self._own is None:
@@ -150,7 +163,7 @@ class _SiteForward(_Forward):
     def __init__(self, site: Site, hooks: ModelHooks) -> None:
         super().__init__(site.module)
         self._records = site.records
-        self._is_root = not site.name
+        self.is_root = not site.name
         self._hooks = hooks
         self._timeline = hooks.timeline
         self._lap = f"forward {site.name or 'model'}"
@@ -174,7 +187,7 @@ class _SiteForward(_Forward):
             self._timeline.enter_model()
             with self._timeline.launching():
                 hooks.commit_gathered(self._records)
-                hooks.executor.enter_forward(self._records, is_root=self._is_root)
+                hooks.executor.enter_forward(self._records, is_root=self.is_root)
                 try:
                     return torch.is_grad_enabled() and hooks.push_saved_tensor_hooks()
                 except BaseException:
@@ -343,6 +356,11 @@ class ModelHooks:
                 if slot.param.requires_grad:
                     hook = self._gradient_hook(record, slot)
                     self._gradient_handles.append(slot.param.register_post_accumulate_grad_hook(hook))
+
+    def tell_first_call(self, tell: Callable[[Any, Any], None]) -> None:
+        """Show the arguments of the model's next call that trains to `tell`; those after it cost nothing."""
+        (root,) = (one for one in self._forwards if isinstance(one, _SiteForward) and one.is_root)
+        root.tell_next(tell)
 
     def remove_gradient_hooks(self) -> None:
         """Take the hooks on gradients off: Python's collector does not see the cycle that they close."""

@@ -42,10 +42,11 @@ from offloadzero.cli.nvme_sweep import (
     reference_point,
     step_seconds,
 )
-from offloadzero.cli.units import duration_text, read_seconds, size_text
+from offloadzero.cli.units import read_seconds, size_text
 from offloadzero.config import load_config
 from offloadzero.errors import AioError, ConfigError
 from offloadzero.io.engine import AioEngine
+from offloadzero.observe.texts import duration_text
 
 ROOT = Path(__file__).parents[2]
 SHM = Path("/dev/shm")

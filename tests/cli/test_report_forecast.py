@@ -13,6 +13,7 @@ import offloadzero
 from offloadzero.cli.main import USER_ERROR, main
 from offloadzero.cli.plan import FORMAT, FORMAT_VERSION
 from offloadzero.cli.plan_model import read_model
+from offloadzero.observe.run_dir import FORECAST_FORMAT
 from tests.cli.test_plan import SHAPE, words
 from tests.cli.test_report import make, step_record, write_run
 from tests.support.tiny import settings
@@ -77,7 +78,8 @@ def test_the_bytes_of_a_run_are_those_of_its_plan(tmp_path: Path, capsys: pytest
         (
             2.0,
             {"compute": 0.8, "nvme read": 0.8},
-            "2 s were forecast: 50.0% less. The lane that departs most is compute: 500 ms, 800 ms were forecast.",
+            "2 s were forecast: 50.0% less. The lane that departs most is compute: 500 ms, 800 ms were forecast. "
+            "That is less than half of it: the lanes overlapped more than was forecast.",
         ),
         (0.5, {"h2d": 1.0}, "500 ms were forecast: 100.0% more. No lane of the forecast was measured."),
     ],
@@ -122,3 +124,64 @@ def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert main(["report", str(run), "--plan", plan_file(plan, seconds, lanes)]) == USER_ERROR  # type: ignore[arg-type]
         assert message in capsys.readouterr().err
         assert not (run / "report.html").exists()
+
+
+def own_forecast(path: Path, **keys: Any) -> None:
+    value = {
+        "format": FORECAST_FORMAT,
+        "format_version": FORMAT_VERSION,
+        "seconds": 0.5,
+        "lane": "compute",
+        "lanes_s": {"compute": 0.4, "nvme read": 0.1},
+        "num_bytes": {"nvme read": 7},
+        "parts_s": {},
+    }
+    (path / "forecast.json").write_text(json.dumps({**value, **keys}))
+
+
+def test_without_a_plan_a_run_is_compared_with_its_own_forecast(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow: dict[str, Any] = {
+        "lanes_s": {"compute": 0.4},
+        "busy_s": {"nvme read": 0.7},
+        "bytes": {"nvme read": 7},
+    }
+    run = run_of(tmp_path / "run", **slow)
+    own_forecast(run)
+    page = make(run)
+    sentence = (
+        "A step took 1 s (median), 500 ms were forecast: 100.0% more. The lane that departs most is nvme read: 700 ms, "
+        "100 ms were forecast."
+    )
+    assert sentence in page.data["notes"]
+    assert page.data["facts"][1] == ["forecast", "500 ms"]
+    assert sentence in capsys.readouterr().out
+    plan = plan_file(tmp_path / "plan.json", 0.9, {"compute": 0.4})
+    assert main(["report", str(run), "--plan", plan]) == 0
+    assert "900 ms were forecast" in capsys.readouterr().out, "a plan that is named goes first"
+    few = run_of(tmp_path / "few", 9, **slow)
+    own_forecast(few)
+    assert make(few).data["notes"] == []
+
+
+@pytest.mark.parametrize(
+    "damage", [{"seconds": 0}, {"lane": 3}, {"lanes_s": []}, {"num_bytes": {"a": "b"}}, {"parts_s": None}]
+)
+def test_a_damaged_forecast_is_named(
+    damage: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(tmp_path / "run")
+    own_forecast(run, **damage)
+    assert main(["report", str(run)]) == USER_ERROR
+    assert "is damaged: not the forecast of a step" in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_has_no_forecast_of_an_earlier_one(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run")
+    own_forecast(run)
+    engine, *_ = offloadzero.initialize(
+        model=read_model(SHAPE).build(), config=settings(placement="host", observe={"run_dir": str(run)})
+    )
+    engine.close()
+    assert not (run / "forecast.json").exists()

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offloadzero.planning.activation_trace import MicroBatchTrace, TraceError, trace_micro_batch
+from offloadzero.planning.activation_trace import (
+    CallForm,
+    MicroBatchTrace,
+    TraceError,
+    trace_call,
+    trace_micro_batch,
+)
 from offloadzero.planning.shapes import ModelShape, read_shape
 from tests.support.models import Stack
 from tests.support.tiny import TinyModel
@@ -181,3 +187,57 @@ def test_what_takes_no_token_ids_is_an_error_with_its_reason() -> None:
 
     with pytest.raises(TraceError, match="TellsNothing gives dict for token ids: no loss and no logits"):
         trace(TellsNothing)
+
+
+# --- a call as a script makes it ---
+
+
+def trace_of_call(build: Callable[[], nn.Module], *args: Any, **kwargs: Any) -> MicroBatchTrace:
+    with torch.device("meta"):
+        model = build()
+    return trace_call(model, CallForm(args, kwargs), dtype=torch.bfloat16)
+
+
+def test_a_call_with_token_ids_has_the_operations_of_a_micro_batch() -> None:
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    expected = trace(LLAMA.build)
+    found = trace_of_call(LLAMA.build, ids)
+    assert (found.num_tokens, found.forward_flops, found.backward_flops) == (
+        ROWS * LENGTH,
+        expected.forward_flops,
+        expected.backward_flops,
+    )
+    assert found.uncounted == ()
+
+
+class Named(nn.Module):
+    """Gives what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16, bias=False)
+
+    def forward(self, pair: tuple[Tensor, list[Tensor]], *, what: str, factor: float) -> Any:
+        x = self.linear(pair[0]) * factor + pair[1][0]
+        return {"tensor": x, "detached": x.detach(), "nested": {"sum": x.sum(), "input": pair[0]}}[what]
+
+
+@pytest.mark.parametrize("what", ["tensor", "nested"])
+def test_arguments_and_results_may_have_any_form(what: str) -> None:
+    x = torch.zeros(4, 16, dtype=torch.bfloat16)
+    found = trace_of_call(Named, (x, [x]), what=what, factor=2.0)
+    assert (found.forward_flops, found.backward_flops) == (2 * 4 * 16 * 16, 2 * 4 * 16 * 16)
+    assert found.num_tokens == 0
+    x.requires_grad_()
+    found = trace_of_call(Named, (x, [x]), what=what, factor=2.0)
+    assert found.backward_flops == 2 * 2 * 4 * 16 * 16, "the input has a gradient, too"
+
+
+def test_a_call_that_cannot_be_made_again_is_named() -> None:
+    x = torch.zeros(4, 16, dtype=torch.bfloat16)
+    with pytest.raises(TraceError, match="Named gives nothing that has a backward"):
+        trace_of_call(Named, (x, [x]), what="detached", factor=2.0)
+    with pytest.raises(TraceError, match="Named is called with an object: object"):
+        trace_of_call(Named, (x, [x]), what=object(), factor=2.0)
+    with pytest.raises(TraceError, match="TypeError"):
+        trace_of_call(Named, (x, [x]))

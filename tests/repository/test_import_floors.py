@@ -34,6 +34,7 @@ FLOORS: Mapping[str, int] = {
     "param_groups": 6,
     "planned_model": 6,
     "runtime": 6,
+    "step_forecast": 6,
     "build": 6,
     "several_ranks": 6,
     "ops": 5,

@@ -1,0 +1,187 @@
+"""The forecast of an engine's own step, for its log and its run directory.
+
+[Note: a forecast while training]
+It is the forecast that `offloadzero plan` makes, from the engine's own records and plan and from the rates that were
+measured on this machine before: nothing is measured while a model trains. The operations of a micro batch are counted
+as the plan counts them, on tensors without memory, when the first step has run: only then it is known how many tokens
+a micro batch has. The count must touch nothing of the training, so it runs on a copy of the model without memory and
+without hooks. Where something in the copy leads back to the model, a function set as `forward` that holds a module of
+it say, the model's modules refuse to be called, and there is no forecast. Random numbers stay as they were, compiled
+parts run as they are written.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from offloadzero.config import OffloadConfig
+from offloadzero.errors import ConfigError
+from offloadzero.memory.device import Device
+from offloadzero.observe.forecast import NoForecastError, PlannedStep, parts_alone
+from offloadzero.planned_model import uses_of
+from offloadzero.planning.activation_trace import CallForm, MicroBatchTrace, TraceError, trace_call
+from offloadzero.planning.hardware import Hardware
+from offloadzero.planning.kept_rates import describe, kept_hardware
+from offloadzero.planning.memory_plan import MemoryPlan
+from offloadzero.planning.time_model import forecast, plan_step
+from offloadzero.streaming.units import UnitCut
+from offloadzero.update.spec import DTYPES
+
+_HOOKS = (  # of a module, by their attributes
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+class FirstCall:
+    """The form of the first call of a model that trains; None until then."""
+
+    def __init__(self) -> None:
+        self.form: CallForm | None = None
+
+    def see(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Take the form of a call."""
+        self.form = CallForm(args, kwargs)
+
+
+def forecast_step(
+    model: nn.Module,
+    cut: UnitCut,
+    plan: MemoryPlan,
+    config: OffloadConfig,
+    *,
+    checkpointed: Collection[str],
+    device: Device,
+    call: CallForm | None,
+) -> PlannedStep:
+    """Forecast a step of an engine: [Note: a forecast while training].
+
+    Args:
+        checkpointed: names of the modules that keep only their inputs.
+        call: of the model with a micro batch; None where it has not been called.
+
+    Raises:
+        NoForecastError: the machine has not been measured, or the operations cannot be counted.
+    """
+    hardware = _measured(config, device)
+    step = plan_step(
+        cut.records,
+        plan,
+        config,
+        uses=uses_of(cut),
+        trace=_count(model, config, checkpointed, call),
+    )
+    found = forecast(
+        step,
+        hardware.rates,
+        num_cores=hardware.num_cores,
+        device_is_cpu=device.free_bytes() is None,
+    )
+    if found.seconds is None or found.lane is None:
+        raise NoForecastError(f"no rate or no count of {', '.join(found.unknown) or 'anything that moves'}")
+    return PlannedStep(
+        seconds=found.seconds,
+        lanes_s=found.lanes_s,
+        num_bytes=step.traffic.lanes,
+        lane=found.lane,
+        parts_s=parts_alone(found.parts_s, hardware.num_cores),
+    )
+
+
+def _measured(config: OffloadConfig, device: Device) -> Hardware:
+    try:
+        found = kept_hardware(describe(device, config.nvme_paths))
+    except (
+        ConfigError,
+        OSError,
+        RuntimeError,
+    ) as error:  # a damaged file, a home that cannot be read or is not there
+        raise NoForecastError(f"what was measured of this machine is not used: {error}") from error
+    if found is None:
+        raise NoForecastError(
+            "this machine has not been measured. `offloadzero plan --model SPEC --config FILE --hardware probe` does "
+            "that once, in less than a minute, and forecasts the step; later runs are then compared by themselves"
+        )
+    return found
+
+
+def _count(
+    model: nn.Module, config: OffloadConfig, checkpointed: Collection[str], call: CallForm | None
+) -> MicroBatchTrace:
+    """Count a micro batch on a copy of the model: [Note: a forecast while training]."""
+    if call is None:
+        raise NoForecastError("the model has not been called: its modules were, or a function of it")
+    try:
+        bare = _without_memory(model)
+    except Exception as error:  # any error of the model's code, or of an object in it that has no copy
+        raise NoForecastError(f"the model has no copy: {type(error).__name__}: {error}") from error
+    with ExitStack() as around:
+        around.enter_context(_uncallable(model.modules()))
+        around.enter_context(torch.random.fork_rng(devices=[]))
+        around.enter_context(torch.enable_grad())
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and loading it takes seconds
+            around.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            dtype = DTYPES[config.precision.param_dtype]
+            trace = trace_call(bare, call, dtype=dtype, checkpointed=checkpointed)
+        except TraceError as error:
+            raise NoForecastError(f"its operations are not counted: {error}") from error
+    if trace.uncounted:
+        raise NoForecastError(f"what {', '.join(trace.uncounted)} computes is not counted")
+    return trace
+
+
+class _OnMeta(TorchFunctionMode):
+    """Makes a copy of a tensor one without memory."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation; copies have no memory."""
+        if func in (torch.Tensor.__deepcopy__, torch.Tensor.clone):
+            return torch.empty_like(args[0], device="meta")
+        return func(*args, **(kwargs or {}))
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose tensors are on the meta device, without its hooks. Raises any error."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None and id(param) not in memo:
+                empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
+                memo[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+        for name in _HOOKS:
+            memo[id(getattr(module, name))] = OrderedDict()
+    with _OnMeta():
+        return copy.deepcopy(model, memo)
+
+
+@contextmanager
+def _uncallable(modules: Iterator[nn.Module]) -> Iterator[None]:
+    """Let these modules raise TraceError where they are called."""
+
+    def refuse(module: nn.Module, _: Any) -> None:
+        raise TraceError(f"a copy of the model calls the model itself: {type(module).__name__}")
+
+    with ExitStack() as handles:
+        for module in modules:
+            handles.callback(module.register_forward_pre_hook(refuse, prepend=True).remove)
+        yield
