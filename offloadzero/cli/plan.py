@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from offloadzero.cli.output import check_output, print_lines, save_json
+from offloadzero.cli.output import check_output, print_lines, save_json, save_text
+from offloadzero.cli.page import make_page
 from offloadzero.config import OffloadConfig, load_config, read_config_file
 from offloadzero.config.parse import read_num_bytes
 from offloadzero.errors import ConfigError
@@ -76,6 +77,7 @@ def add_parser(commands: Any) -> None:
         "--largest", action="store_true", help="with more or fewer blocks of that shape: the most that fit"
     )
     parser.add_argument("--json", metavar="FILE", help="everything, - for standard output")
+    parser.add_argument("--html", metavar="FILE", help="the answer as a page that loads nothing")
     parser.set_defaults(run=run)
 
 
@@ -106,6 +108,12 @@ def run(args: argparse.Namespace) -> int:
         print_lines(report.lines())
         if args.json:
             save_json(args.json, result)
+    if args.html:
+        from offloadzero.cli.plan_page import PAGE, plan_data
+
+        save_text(args.html, make_page(PAGE, plan_data(report)))
+        if args.json != "-":
+            print_lines(["", f"written to {args.html}"])
     if args.hardware_out:
         save_json(args.hardware_out, hardware.to_json())
     return 0 if report.fits else 1
@@ -121,6 +129,7 @@ def _check(args: argparse.Namespace) -> None:
         if value is not None and not 1 <= value <= most:
             raise ConfigError(key, value, f"a whole number from 1 to {most:,}")
     check_output("--hardware-out", args.hardware_out)
+    check_output("--html", args.html)
     if args.json != "-":
         check_output("--json", args.json)
     if args.no_time and args.hardware_out:

@@ -23,6 +23,8 @@ from offloadzero.planning.time_model import FASTER, Forecast, Run, Step, forecas
 from offloadzero.planning.zero_formulas import STAGES, efficiency, state_bytes
 from offloadzero.segments import TierName
 
+LANE_HEADER = ("lane", "bytes per step", "alone", "FLOP/byte", "efficiency")
+
 
 @dataclass(frozen=True)
 class StageBytes:
@@ -75,23 +77,29 @@ class Report:
         lines = list(self._memory_lines()) if self.answer is not None else [self.refusal]
         if self.stages:
             lines += ["", *self._stage_lines()]
-        lines += ["", *self._verdict_lines()]
+        lines += ["", *self.verdict_lines()]
         if self.forecast is not None:
-            lines += ["", *self._time_lines(self.forecast)]
+            lines += ["", self.time_line(), *self._lane_lines(self.forecast), *self.advice_lines()]
         elif self.num_ranks > 1:
-            lines += ["", "The step's time is not forecast over several ranks."]
+            lines += ["", self.time_line()]
         return lines
+
+    def head_line(self) -> str:
+        """Return the model in one line."""
+        if self.answer is None:
+            return self.model
+        planned = self.answer.planned
+        return (
+            f"{self.model} ({planned.class_name}): {count_text(planned.num_parameters)} parameters in "
+            f"{len(planned.records)} units, {planned.spec.name}, {planned.config.state_layout} layout of the states"
+        )
 
     def _memory_lines(self) -> Iterator[str]:
         answer = self.answer
         if answer is None:
             return
         planned, beside = answer.planned, answer.beside
-        config = planned.config
-        yield (
-            f"{self.model} ({planned.class_name}): {_count_text(planned.num_parameters)} parameters in "
-            f"{len(planned.records)} units, {planned.spec.name}, {config.state_layout} layout of the states"
-        )
+        yield self.head_line()
         yield ""
         yield planned.plan.table()
         yield ""
@@ -112,6 +120,13 @@ class Report:
             if num_bytes
         ]
         yield from text_table(["in all", "needed", "available"], rows)
+        yield from self.memory_notes()
+
+    def memory_notes(self) -> Iterator[str]:
+        """Yield sentences about the bytes."""
+        answer = self.answer
+        if answer is None:
+            return
         if answer.memory.device is None:
             yield "The CPU is the device: what is needed there is a part of the host's."
         if answer.waiting_bytes:
@@ -123,6 +138,11 @@ class Report:
 
     def _stage_lines(self) -> Iterator[str]:
         yield f"One of {self.num_ranks:,} ranks, by stage of ZeRO:"
+        yield from text_table(*self.stage_table())
+        yield from self.stage_notes()
+
+    def stage_table(self) -> tuple[list[str], list[list[str]]]:
+        """Return header and rows of the bytes of one rank by stage."""
         rows = []
         for found in self.stages:
             tiers = ["refused"] * len(TierName)
@@ -130,9 +150,10 @@ class Report:
                 tiers = [format_bytes(found.tiers[tier]) for tier in TierName]
             states = "" if found.tiers is None else format_bytes(found.states)
             rows.append([str(found.stage), *tiers, states, format_bytes(found.formula)])
-        yield from text_table(
-            ["stage", *(tier.value for tier in TierName), "of it states", "ZeRO's formula"], rows
-        )
+        return ["stage", *(tier.value for tier in TierName), "of it states", "ZeRO's formula"], rows
+
+    def stage_notes(self) -> Iterator[str]:
+        """Yield a sentence for each stage that the engine refuses."""
         for found in self.stages:
             if found.refusal:
                 yield f"Stage {found.stage} is refused: {found.refusal}"
@@ -143,7 +164,8 @@ class Report:
             return "not counted"
         return format_bytes(answer.trace.peak_bytes)
 
-    def _verdict_lines(self) -> Iterator[str]:
+    def verdict_lines(self) -> Iterator[str]:
+        """Yield sentences on whether it fits, and on what would."""
         answer = self.answer
         if answer is not None and answer.trace is None:
             yield f"Activations are not counted: {answer.untraced}."
@@ -157,18 +179,25 @@ class Report:
             yield f"It does not fit: {short} short."
         yield f"The smallest change with which it fits: {self.change.text()}"
 
-    def _time_lines(self, found: Forecast) -> Iterator[str]:
+    def time_line(self) -> str:
+        """Return the forecast in a sentence, or the reason why there is none; empty where none is asked for."""
+        found = self.forecast
+        if found is None:
+            return "The step's time is not forecast over several ranks." if self.num_ranks > 1 else ""
         if found.seconds is None or found.bound_s is None or found.alone_s is None:
             what = ", ".join(found.unknown) or "anything that moves"
             why = f" ({self.answer.unknown})" if self.answer is not None and self.answer.unknown else ""
-            yield f"The step's time is not forecast: no rate or no count of {what}{why}."
-            yield from self._lane_lines(found)
-            return
-        yield (
-            f"A step takes {_time_text(found.seconds)} (forecast; {_time_text(found.bound_s)} if all of it "
-            f"overlapped, {_time_text(found.alone_s)} if nothing did): {_rate_text(found.tokens_per_s or 0.0)} tokens/s"
+            return f"The step's time is not forecast: no rate or no count of {what}{why}."
+        return (
+            f"A step takes {time_text(found.seconds)} (forecast; {time_text(found.bound_s)} if all of it "
+            f"overlapped, {time_text(found.alone_s)} if nothing did): {rate_text(found.tokens_per_s or 0.0)} tokens/s"
         )
-        yield from self._lane_lines(found)
+
+    def advice_lines(self) -> Iterator[str]:
+        """Yield sentences about what would make the step faster, and about the run."""
+        found = self.forecast
+        if found is None:
+            return
         if found.lane is not None:
             yield f"What would make it faster: {FASTER[found.lane]}."
         if self.run is not None and self.run.days is not None:
@@ -183,6 +212,10 @@ class Report:
             )
 
     def _lane_lines(self, found: Forecast) -> Iterator[str]:
+        yield from text_table(LANE_HEADER, self.lane_rows(found))
+
+    def lane_rows(self, found: Forecast) -> list[list[str]]:
+        """Return the lanes of the forecast in the columns of LANE_HEADER, the longest first."""
         moved = self.step.traffic.lanes if self.step is not None else {}
         lanes = sorted(
             {*found.lanes_s, *moved} - found.parts_s.keys(), key=lambda name: -found.lanes_s.get(name, 0.0)
@@ -195,7 +228,7 @@ class Report:
                 for part in sorted(found.parts_s, key=lambda part: -found.parts_s[part]):
                     row = _lane_row(part, moved, found.parts_s, indent="  ")
                     rows.append([*row, *_intensity_texts(of_bytes.get(part))])
-        yield from text_table(["lane", "bytes per step", "alone", "FLOP/byte", "efficiency"], rows)
+        return rows
 
     # --- for programs ---
 
@@ -228,22 +261,25 @@ class Report:
         }
 
 
-def _count_text(count: int) -> str:
+def count_text(count: int) -> str:
+    """Return a number of parameters."""
     return f"{count / 1e9:,.3f} billion" if count >= 1e8 else f"{count:,}"
 
 
-def _time_text(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """Return the time of a step, long ones in whole seconds."""
     return duration_text(seconds) if seconds < 1000 else f"{seconds:,.0f} s"
 
 
-def _rate_text(rate: float) -> str:
+def rate_text(rate: float) -> str:
+    """Return a rate with three digits."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _lane_row(
     name: str, moved: Mapping[str, int], seconds: Mapping[str, float], *, indent: str = ""
 ) -> list[str]:
-    known = _time_text(seconds[name]) if name in seconds else ""
+    known = time_text(seconds[name]) if name in seconds else ""
     return [indent + name, size_text(moved[name]) if name in moved else "", known]
 
 
