@@ -52,7 +52,8 @@ def make_loader(
             "training_data",
             type(dataset).__name__,
             f"a dataset with a length: over {world_size} ranks each would get all of an IterableDataset's data. Make "
-            "the DataLoader of this rank's part yourself: islice(data, engine.global_rank, None, engine.world_size)",
+            "the DataLoader of this rank's part yourself: islice(data, engine.get_data_parallel_rank(), None, "
+            "engine.dp_world_size)",
         )
     if sampler is None and route == "train" and not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank)

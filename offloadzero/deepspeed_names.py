@@ -87,7 +87,7 @@ def _optimizer_params(runtime: Runtime) -> dict[str, Any] | None:
     return {key: value for key, value in config.params.items() if key not in _OWN_OPTIONS}
 
 
-def _rank(runtime: Runtime) -> int:
+def _data_rank(runtime: Runtime) -> int:
     return 0 if runtime.several is None else runtime.several.ranks.spec.rank
 
 
@@ -129,10 +129,12 @@ ANSWERS: Mapping[str, Callable[[Runtime], Any]] = MappingProxyType(
         "optimizer_params": _optimizer_params,
         "scheduler_name": lambda runtime: getattr(runtime.config.scheduler, "type", None),
         "scheduler_params": lambda runtime: getattr(runtime.config.scheduler, "params", None),
-        # ranks: all of them are data-parallel
-        "get_data_parallel_rank": lambda runtime: _rank(runtime),
-        "get_model_parallel_rank": lambda _: 0,
-        "get_tensor_parallel_rank": lambda _: 0,
+        # ranks
+        "get_data_parallel_rank": _data_rank,
+        "get_model_parallel_rank": lambda runtime: runtime.part or 0,
+        "get_tensor_parallel_rank": lambda runtime: (
+            0 if runtime.config.mesh is None else runtime.config.mesh.tensor_rank
+        ),
         "get_sequence_parallel_group": lambda _: None,
         # nothing to do, nothing to tell
         "empty_partition_cache": lambda _: None,  # leases on the device have a fixed size: no cache
@@ -172,14 +174,14 @@ VALUES: Mapping[str, Callable[[Runtime], Any]] = MappingProxyType(
             DTYPES[runtime.config.communication_dtype] or data_types(runtime.config)[0]
         ),
         "dp_world_size": lambda runtime: runtime.config.world_size,
-        "global_rank": lambda runtime: _rank(runtime),
+        "global_rank": lambda runtime: 0 if runtime.several is None else runtime.several.ranks.control.rank,
         "has_moe_layers": lambda _: False,
-        "mp_world_size": lambda _: 1,
-        "mpu": lambda _: None,
+        "mp_world_size": lambda runtime: runtime.num_parts,
+        "mpu": lambda runtime: None if runtime.config.mesh is None else runtime.config.mesh.source,
         "pipeline_parallelism": lambda _: False,
         "seq_parallel_group": lambda _: None,
         "sequence_parallel_size": lambda _: 1,
-        "world_size": lambda runtime: runtime.config.world_size,
+        "world_size": lambda runtime: runtime.config.world_size * runtime.num_parts,
     }
 )
 

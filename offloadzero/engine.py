@@ -216,8 +216,8 @@ class Engine:
             collate_fn=collate_fn,
             pin_memory=pin_memory,
             num_workers=num_local_io_workers or 0,
-            rank=self.global_rank,
-            world_size=self.world_size,
+            rank=self.get_data_parallel_rank(),
+            world_size=self.dp_world_size,
         )
 
     def gradient_accumulation_steps(self) -> int:

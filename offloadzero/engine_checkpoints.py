@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from offloadzero.checkpoint.loading import (
 )
 from offloadzero.checkpoint.meta import LossScaleState, Meta, client_dict
 from offloadzero.checkpoint.names import directory_of, tag_text
+from offloadzero.checkpoint.parts import directory_of_part, expect_parts
 from offloadzero.checkpoint.states import States, save_states, save_weights
 from offloadzero.errors import CheckpointError, StateError
 from offloadzero.lifetime import EngineState
@@ -85,7 +86,7 @@ class EngineCheckpoints:
     ) -> None:
         """Write a checkpoint as `Engine.save_checkpoint` says."""
         self.expect_savable("save_checkpoint")
-        directory = directory_of("save_dir", save_dir)
+        directory = directory_of_part(directory_of("save_dir", save_dir), self._runtime.part)
         partial_step = self._coordinator.partial_step
         if partial_step is not None:
             warnings.warn(f"save_checkpoint: {partial_step}", stacklevel=3)
@@ -102,7 +103,12 @@ class EngineCheckpoints:
                 exclude_frozen=exclude_frozen,
             )
 
-        self._runtime.read_by_first(save)
+        with self._saving("save_checkpoint()"):
+            self._runtime.read_by_first(save)
+
+    def _saving(self, call: str) -> AbstractContextManager[None]:
+        """A block that fails on all ranks where it fails on one. Those of a part know that of each other."""
+        return nullcontext() if self._runtime.part is None else self._runtime.together(call)
 
     def _meta(
         self, client_state: Mapping[str, Any] | None, partial_step: str | None, lr_scheduler: Any
@@ -135,8 +141,9 @@ class EngineCheckpoints:
     def save_weights(self, save_dir: str | Path, file_name: str) -> None:
         """Write the weights as `Engine.save_16bit_model` says."""
         self.expect_savable("save_16bit_model")
-        path = directory_of("save_dir", save_dir) / file_name
-        self._runtime.read_by_first(lambda: save_weights(self._states(), path))
+        path = directory_of_part(directory_of("save_dir", save_dir), self._runtime.part) / file_name
+        with self._saving("save_16bit_model()"):
+            self._runtime.read_by_first(lambda: save_weights(self._states(), path))
 
     # --- loading ---
 
@@ -155,9 +162,11 @@ class EngineCheckpoints:
         Returns None where `load_dir` has no checkpoint and no `tag` is given.
         """
         self._expect_open("load_checkpoint")
-        directory = directory_of("load_dir", load_dir)
+        whole, part = directory_of("load_dir", load_dir), self._runtime.part
+        directory = directory_of_part(whole, part)
         unchanged = "load_checkpoint(), before anything has changed,"
         with self._runtime.together(unchanged):
+            expect_parts(whole, part, self._runtime.num_parts)
             found = find_checkpoint(directory, None if tag is None else tag_text(tag))
         with self._runtime.together(unchanged):
             if self._runtime.is_on_some_rank(found is not None) and found is None:
@@ -171,17 +180,26 @@ class EngineCheckpoints:
             groups = fit_param_groups(self._param_groups, checkpoint) if with_states else []
             if with_schedule:
                 try_schedule(lr_scheduler, checkpoint)
-            taken = (strict, with_states, with_schedule, checkpoint.identity())
-        self._expect_same(found, taken)
+        self._expect_same(found, (strict, with_states, with_schedule), checkpoint.identity())
         return FoundCheckpoint(found.path, checkpoint.meta, plan, with_states, with_schedule, groups)
 
-    def _expect_same(self, found: Found, taken: object) -> None:
-        """Raise CheckpointError on all ranks unless they load the same; `taken` says what each of them loads."""
-        odd = self._runtime.odd_ranks("checkpoints", repr((found.tag, taken)))
+    def _expect_same(self, found: Found, taken: object, identity: object) -> None:
+        """Raise CheckpointError on all ranks unless they load the same.
+
+        Args:
+            taken: what each of them loads.
+            identity: that of the checkpoint, which is another for each part of the model.
+        """
+        odd = self._runtime.odd_ranks("checkpoints", repr((found.tag, taken)), of_part=repr(identity))
         if odd:
             raise CheckpointError(
                 f"{found.path}: ranks {odd} load another checkpoint than rank 0, or other parts of it. All ranks must "
                 "see one directory, or copies of it"
+                + (
+                    ""
+                    if self._runtime.part is None
+                    else "; a tag that all parts have is loaded where it is given"
+                )
             )
 
     def load(self, found: FoundCheckpoint, *, lr_scheduler: Any) -> None:

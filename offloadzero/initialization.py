@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from offloadzero import launch
 from offloadzero.arguments import Collate, config_source, make_loader
 from offloadzero.config import OffloadConfig, load_config, settle_for_initialize
-from offloadzero.config.schema import ObserveConfig
+from offloadzero.config.schema import MeshConfig, ObserveConfig
 from offloadzero.engine import Engine
 from offloadzero.errors import ConfigError
 from offloadzero.lr_schedules import build_lr_scheduler
@@ -54,7 +54,9 @@ def initialize(
         training_data: a dataset for the returned DataLoader, at the micro batch size, shuffled as in DeepSpeed.
         lr_scheduler: a scheduler or a callable that makes one from the optimizer; None takes the config's.
         distributed_port: not used: the launcher's MASTER_PORT is.
-        mpu, mesh_param: refused unless None.
+        mpu: where the ranks divide the model along other axes than the data's: a DeviceMesh with the axis dp and any of
+            tp and pp, or an object with Megatron's get_data_parallel_group() and get_tensor_model_parallel_rank().
+        mesh_param: refused unless None.
         dist_init_required: True makes torch's process group also where no launcher asks for it.
         config, config_params: a dict, a path, or an OffloadConfig.
 
@@ -67,17 +69,17 @@ def initialize(
     with _telling_others():  # where there is a group already
         rank, world_size = launch.join_group()
     with _telling_others():
-        for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-            if value is not None:
-                raise ConfigError(name, value, "None: model and sequence parallelism are not built")
-        settings = _of_rank(
-            load_config(config_source(args, config, config_params), world_size=world_size), rank, world_size
-        )
+        if mesh_param is not None:
+            raise ConfigError("mesh_param", mesh_param, "None: sequence parallelism is not built")
+        mesh = _find_mesh(mpu)
+        rank_of_data, num_of_data = _place_in_data(mesh, rank, world_size)
+        source = load_config(config_source(args, config, config_params), world_size=num_of_data)
+        settings = _of_rank(source, rank, num_of_data, mesh)
         if dist_init_required:
             launch.init_distributed(distributed_port=distributed_port, dist_init_required=True)
         return _make_engine(
             settings,
-            rank,
+            rank_of_data,
             model=model,
             optimizer=optimizer,
             model_parameters=model_parameters,
@@ -85,6 +87,22 @@ def initialize(
             lr_scheduler=lr_scheduler,
             collate_fn=collate_fn,
         )
+
+
+def _find_mesh(mpu: Any) -> MeshConfig | None:
+    """This rank's place beside others that have another part of the model; None where there are none."""
+    if mpu is None:
+        return None
+    from offloadzero.sharding.mesh import find_mesh  # imported here, as it loads torch.distributed
+
+    return find_mesh(mpu)
+
+
+def _place_in_data(mesh: MeshConfig | None, rank: int, world_size: int) -> tuple[int, int]:
+    """This rank's place along the data-parallel axis, and the number of ranks there."""
+    if mesh is None:
+        return rank, world_size
+    return mesh.data_ranks.index(rank), len(mesh.data_ranks)
 
 
 def _telling_others() -> AbstractContextManager[None]:
@@ -98,7 +116,7 @@ def _telling_others() -> AbstractContextManager[None]:
 
 def _make_engine(
     settings: OffloadConfig,
-    rank: int,
+    rank_of_data: int,
     *,
     model: nn.Module | None,
     optimizer: OptimizerSource,
@@ -122,7 +140,7 @@ def _make_engine(
             training_data,
             settings.batch.micro_batch_size,
             collate_fn=collate_fn,
-            rank=rank,
+            rank=rank_of_data,
             world_size=settings.world_size,
         )
     schedulers: list[Any] = []
@@ -150,12 +168,16 @@ def _make_engine(
     return engine, offloaded, loader, scheduler
 
 
-def _of_rank(config: OffloadConfig, rank: int, world_size: int) -> OffloadConfig:
-    """The configuration of one rank: each computes on its own GPU, and only the first one reports on the run."""
+def _of_rank(config: OffloadConfig, rank: int, world_size: int, mesh: MeshConfig | None) -> OffloadConfig:
+    """The configuration of one rank: each computes on its own GPU, and only the first one reports on the run.
+
+    `world_size` is the number of ranks that train the same part of the model.
+    """
     if config.world_size != world_size:
         allowed = f"{world_size}: load_config(..., world_size={world_size}) makes it for so many ranks"
         raise ConfigError("config.world_size", config.world_size, allowed)
-    if world_size == 1:
+    config = replace(config, mesh=mesh)
+    if not config.is_of_several:
         return config
     config = replace(config, device=device_of_rank(config.device, launch.local_rank()))
     return config if rank == 0 else replace(config, observe=ObserveConfig(), steps_per_print=None)

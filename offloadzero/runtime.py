@@ -270,9 +270,25 @@ class Runtime:
         """Whether `flag` holds on any rank."""
         return flag if self.several is None else self.several.is_on_some(flag)
 
-    def odd_ranks(self, what: str, text: str) -> list[int]:
-        """The ranks whose `text` differs from that of the first one; `what` names the compared things in messages."""
-        return [] if self.several is None else self.several.departures({what: text})[what]
+    def odd_ranks(self, what: str, text: str, *, of_part: str) -> list[int]:
+        """The ranks whose `text` differs from that of the first one; `what` names the compared things in messages.
+
+        `of_part` is compared among the ranks that train the same part of the model alone.
+        """
+        if self.several is None:
+            return []
+        found = self.several.departures(of_all={what: text}, of_part={f"{what} of a part": of_part})
+        return sorted({rank for odd in found.values() for rank in odd})
+
+    @property
+    def part(self) -> int | None:
+        """The number of the part of the model that this rank trains; None: all of it."""
+        return self.several.ranks.part if self.several is not None and self.num_parts > 1 else None
+
+    @property
+    def num_parts(self) -> int:
+        """The number of parts of the model, each trained by ranks of its own."""
+        return 1 if self.several is None else self.several.ranks.num_parts
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """A block that fails on all ranks, at its end, where it fails on one of them."""
@@ -378,7 +394,7 @@ def _make_clock(monitor: StepMonitor, accelerator: Accelerator) -> StepClock:
 
 def _join_ranks(device: torch.device, config: OffloadConfig, resources: Resources) -> SeveralRanks | None:
     """Join the other ranks, which `resources` leaves in the end; None where this process alone trains the model."""
-    if config.world_size == 1:
+    if not config.is_of_several:
         return None
     from offloadzero.several_ranks import join_ranks
 

@@ -19,7 +19,7 @@ from offloadzero.memory.device import make_current
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.segments import SegmentKind, TierName
-from offloadzero.sharding.ranks import Ranks, digest, make_ranks, odd_ranks
+from offloadzero.sharding.ranks import Channel, Ranks, digest, make_ranks
 from offloadzero.sharding.shard_spec import WHOLE, ShardSpec, divides_params, divides_states
 from offloadzero.step.coded_reduce import CodedReduce
 from offloadzero.step.collect import GradientCollector
@@ -57,7 +57,7 @@ class SeveralRanks:
         self.ranks.close()
 
     def agree(self, values: torch.Tensor) -> None:
-        """Overwrite a host tensor with that of the first rank."""
+        """Overwrite a host tensor with that of the first rank that trains the same part of the model."""
         self.ranks.control.broadcast(values, "the first values")
 
     def agree_on_buffers(self, model: nn.Module) -> None:
@@ -90,51 +90,47 @@ class SeveralRanks:
         )
 
     def expect_same(self, records: Sequence[Record]) -> None:
-        """Raise ConfigError on all ranks unless they have the same units and the same configuration."""
-        what = {
-            "configuration": repr(_of_all_ranks(self._config)),
-            "model": repr(
-                [
-                    (
-                        record.name,
-                        record.dtype,
-                        [(slot.name, slot.shape, slot.group_index) for slot in record.slots],
-                    )
-                    for record in records
-                ]
-            ),
-        }
-        for name, odd in self.departures(what).items():
+        """Raise ConfigError unless all ranks have the same configuration, and those of a group the same units."""
+        units = [
+            (record.name, record.dtype, [(slot.name, slot.shape, slot.group_index) for slot in record.slots])
+            for record in records
+        ]
+        configuration, model = repr(_of_all_ranks(self._config)), repr(units)
+        for name, odd in self.departures(
+            of_all={"configuration": configuration}, of_part={"model": model}
+        ).items():
             if odd:
-                allowed = f"the same on all ranks: ranks {odd} have another than rank 0"
-                raise ConfigError(name, f"that of rank {self.ranks.spec.rank}", allowed)
+                first = self.ranks.control.members[0] if name == "model" else 0
+                allowed = f"the same on all ranks: ranks {odd} have another than rank {first}"
+                raise ConfigError(name, f"that of rank {self.ranks.control.rank}", allowed)
 
-    def departures(self, texts: Mapping[str, str]) -> dict[str, list[int]]:
-        """The ranks whose text differs from the first one's, by key. All ranks have the same keys."""
-        own = [digest(text) for text in texts.values()]
-        by_rank = self.ranks.control.by_rank_unless_same(
-            own, f"the comparison of the ranks' {' and '.join(texts)}"
-        )
-        columns = zip(*(by_rank or [own]), strict=True)
-        return {key: odd_ranks(digests) for key, digests in zip(texts, columns, strict=True)}
+    def departures(self, *, of_all: Mapping[str, str], of_part: Mapping[str, str]) -> dict[str, list[int]]:
+        """The ranks whose text differs from the first one's, by key. All ranks have the same keys.
+
+        `of_part` are compared among the ranks that train the same part of the model alone.
+        """
+        if self.ranks.everyone is None:
+            return _departures(self.ranks.control, {**of_all, **of_part})
+        return _departures(self.ranks.everyone, of_all) | _departures(self.ranks.control, of_part)
 
     def is_on_some(self, flag: bool) -> bool:
         """Whether `flag` holds on any rank."""
         flags = torch.tensor([flag], dtype=torch.uint8)
-        self.ranks.control.all_reduce(flags, "a question to all ranks", largest=True)
+        self.ranks.agreements.all_reduce(flags, "a question to all ranks", largest=True)
         return bool(flags)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Raise RankError at the end of the block where another rank has failed in it. All ranks have such a block."""
-        spec = self.ranks.spec
+        channel = self.ranks.agreements
+        spec = channel.spec
         failed = torch.zeros(spec.world_size, dtype=torch.uint8)
         failed[spec.rank] = 1
         try:
             yield
             failed[spec.rank] = 0
         finally:
-            self.ranks.control.all_reduce(failed, what)
+            channel.all_reduce(failed, what)
         ranks = failed.nonzero().view(-1).tolist()
         if ranks:
             raise RankError(f"{what} has failed on ranks {ranks}, and not on rank {spec.rank}")
@@ -197,6 +193,14 @@ class SeveralRanks:
         return functools.partial(ReducingCoordinator, ranks=self.ranks, store=store)
 
 
+def _departures(channel: Channel, texts: Mapping[str, str]) -> dict[str, list[int]]:
+    own = [digest(text) for text in texts.values()]
+    by_rank = channel.by_rank_unless_same(own, f"the comparison of the ranks' {' and '.join(texts)}")
+    if by_rank is None:
+        return {key: [] for key in texts}
+    return {key: channel.odd_ranks(said) for key, said in zip(texts, zip(*by_rank, strict=True), strict=True)}
+
+
 def _of_all_ranks(config: OffloadConfig) -> OffloadConfig:
     """The configuration without the values that may differ from rank to rank."""
     return replace(
@@ -205,6 +209,7 @@ def _of_all_ranks(config: OffloadConfig) -> OffloadConfig:
         observe=ObserveConfig(),
         steps_per_print=None,
         device=None,
+        mesh=None,
         notices=(),
         warnings=(),
         nvme_paths=(),
@@ -216,13 +221,20 @@ def join_ranks(device: torch.device, config: OffloadConfig, failures: Failures) 
     expect_built(config)
     make_current(device)
     wire = config.zero_plus_plus
-    ranks = make_ranks(device, node_ranks=wire.node_ranks, reduces_codes=wire.quantized_gradients)
+    ranks = make_ranks(
+        device, mesh=config.mesh, node_ranks=wire.node_ranks, reduces_codes=wire.quantized_gradients
+    )
     return SeveralRanks(ranks, config, failures)
 
 
 def expect_built(config: OffloadConfig) -> None:
     """Refuse settings that would not be right over several ranks."""
-    several = f"over {config.world_size} ranks"
+    several = f"over {config.world_size} ranks" if config.mesh is None else "in a mesh of ranks"
+    wire = config.zero_plus_plus
+    if config.mesh is not None and wire.node_ranks > 1:
+        raise ConfigError("zero_optimization.zero_hpz_partition_size", wire.node_ranks, f"{several}: 1")
+    if config.mesh is not None and wire.quantized_gradients:
+        raise ConfigError("zero_optimization.zero_quantized_gradients", True, f"{several}: false")
     if config.placement.auto:
         raise ConfigError(
             "offloadzero.placement", "auto", f"homes by name: {several} the choice is not built"

@@ -57,12 +57,12 @@ class Init:
         enabled: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if data_parallel_group is not None:
-            allowed = "None: the ranks are those of torch's default process group"
-            raise ConfigError("data_parallel_group", data_parallel_group, allowed)
         source = config_dict_or_path if config_dict_or_path is not None else config
+        size = None if data_parallel_group is None else _size_of(data_parallel_group)
         self._settings = (
-            OffloadConfig() if source is None else load_config(source, world_size=launch.join_group()[1])
+            OffloadConfig()
+            if source is None
+            else load_config(source, world_size=launch.join_group()[1] if size is None else size)
         )
         self._enabled = enabled
         self._dtype = dtype  # None: a parameter keeps all its bits until the engine takes it over
@@ -164,6 +164,15 @@ class Init:
                 name = f"{type(module).__name__}.{name}"
                 spill(param, name=name, directory=self._next_directory(param.nbytes))
                 self._freed.add(num_bytes)
+
+
+def _size_of(group: Any) -> int:
+    """The number of ranks that share the data, where others have another part of the model."""
+    if not callable(getattr(group, "size", None)):
+        raise ConfigError(
+            "data_parallel_group", type(group).__name__, "a process group of torch.distributed, or None"
+        )
+    return int(group.size())
 
 
 def _all_subclasses(cls: type[nn.Module]) -> list[type[nn.Module]]:

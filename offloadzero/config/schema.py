@@ -155,6 +155,16 @@ class ZeroPlusPlusConfig:
 
 
 @dataclass(frozen=True)
+class MeshConfig:
+    """A rank's place in a mesh of ranks, of which one axis is data-parallel and the others divide the model."""
+
+    data_ranks: tuple[int, ...]  # those that train this rank's part of the model, itself included, in order
+    # The place along the tensor-parallel axis: a parameter that is not divided along it counts once in the norm, at 0.
+    tensor_rank: int = 0
+    source: object = field(default=None, compare=False, repr=False)  # what `initialize(mpu=...)` was given
+
+
+@dataclass(frozen=True)
 class ObserveConfig:
     """The parts of each step that are recorded or printed. `trace_steps` are ranges of steps, both ends included."""
 
@@ -174,7 +184,8 @@ class OffloadConfig:
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     zero_stage: int = 0
-    world_size: int = 1  # ranks that train the model together
+    world_size: int = 1  # ranks that train the model together, each on its part of the data
+    mesh: MeshConfig | None = None  # None: each rank has the whole model
     communication_dtype: str | None = (
         None  # "bf16" | "fp16" | "fp32", of gradients between ranks; None: each gradient's own
     )
@@ -198,3 +209,8 @@ class OffloadConfig:
     # One line for each DeepSpeed key that is accepted and changes nothing here, or was left at "auto".
     notices: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()  # for the user: a value may not be the one meant
+
+    @property
+    def is_of_several(self) -> bool:
+        """Whether the process trains together with others, which have other data or another part of the model."""
+        return self.world_size > 1 or self.mesh is not None

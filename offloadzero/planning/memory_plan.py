@@ -169,8 +169,8 @@ def updates_in_backward(config: OffloadConfig) -> bool:
         "fp16": config.precision.param_dtype == "fp16",
         'offloadzero.update.on_nonfinite = "skip"': config.update.on_nonfinite == "skip",
     }
-    if config.world_size > 1:  # all ranks' gradients must be known to be finite first
-        reasons[f"{config.world_size} ranks"] = True
+    if config.is_of_several:  # all ranks' gradients must be known to be finite first
+        reasons["a mesh of ranks" if config.mesh is not None else f"{config.world_size} ranks"] = True
     binding = [name for name, holds in reasons.items() if holds]
     if config.update.in_backward and binding:
         raise ConfigError(

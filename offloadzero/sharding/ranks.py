@@ -20,6 +20,7 @@ notes the reason.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import logging
@@ -37,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offloadzero.config.schema import MeshConfig
 from offloadzero.errors import ConfigError, RankError, StateError
 from offloadzero.interrupts import interruptible, uninterrupted
 from offloadzero.observe.collectives import (
@@ -48,6 +50,7 @@ from offloadzero.observe.collectives import (
     CollectiveCount,
     CollectiveCounter,
 )
+from offloadzero.sharding.mesh import MeshGroups, mesh_groups, numbers_of
 from offloadzero.sharding.shard_spec import ShardSpec
 from offloadzero.torch_private import default_process_group_store, timeout_of_process_group
 
@@ -146,7 +149,7 @@ class Channel:
         """
         self._group = group
         self.spec = spec
-        members = members or range(spec.world_size)
+        self.members = members = members or range(spec.world_size)
         self._who = f"rank {members[spec.rank]} of {spec.world_size}"
         if len(members) < dist.get_world_size():
             self._who = f"rank {members[spec.rank]}, with ranks {[*members]}"
@@ -178,20 +181,39 @@ class Channel:
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         self._run(ALL_REDUCE, label, values, lambda: dist.all_reduce(values, op=op, **self._options))
 
+    @property
+    def rank(self) -> int:
+        """This rank among all there are."""
+        return self.members[self.spec.rank]
+
+    def odd_ranks(self, by_rank: Sequence[object]) -> list[int]:
+        """The ranks whose value differs from that of the group's first one."""
+        return [rank for rank, value in zip(self.members, by_rank, strict=True) if value != by_rank[0]]
+
     def expect_same(self, order: int, writes: int, label: str) -> None:
         """Raise StateError unless all ranks have fetched in the same order, and written the same values, so far."""
-        spec = self.spec
         by_rank = self.by_rank_unless_same([order, writes], f"{label}: the comparison of the ranks' orders")
         if by_rank is None:
             return
         orders, writes_by_rank = zip(*by_rank, strict=True)
         if len(set(orders)) > 1:
             raise StateError(
-                f"{label}: the ranks fetch weights in different orders: ranks {odd_ranks(orders)} in another than "
-                f"rank 0, and this is rank {spec.rank}. All ranks must run the same forwards, evaluations too, and "
-                "read the same weights"
+                f"{label}: the ranks fetch weights in different orders: ranks {self.odd_ranks(orders)} in another than "
+                f"rank {self.members[0]}, and this is rank {self.rank}. All ranks must run the same forwards, "
+                "evaluations too, and read the same weights"
             )
-        expect_same_writes(writes_by_rank, label)
+        self.expect_same_writes(writes_by_rank, label)
+
+    def expect_same_writes(self, by_rank: Sequence[int], label: str) -> None:
+        """Raise StateError unless the sums over the values that scripts have written are the same on all ranks."""
+        odd = self.odd_ranks(by_rank)
+        if odd:
+            raise StateError(
+                f"{label}: since the start the scripts of ranks {odd} have not written the same values into parameters "
+                f"and states as that of rank {self.members[0]}, and what each rank keeps of them no longer fits. All "
+                "ranks must write the same values, or none: load_state_dict(), param.data, "
+                "safe_set_full_fp32_param(), load_checkpoint()"
+            )
 
     def by_rank_unless_same(self, own: Sequence[int], label: str) -> list[list[int]] | None:
         """The numbers of each rank, by rank; None where all ranks have the same.
@@ -203,8 +225,12 @@ class Channel:
         self.all_reduce(largest, label, largest=True)
         if torch.equal(largest[0], -largest[1]):
             return None
+        return self.by_rank(own, label)
+
+    def by_rank(self, own: Sequence[int], label: str) -> list[list[int]]:
+        """The numbers of each rank, by rank."""
         said = torch.zeros(self.spec.world_size, len(own), dtype=torch.int64)
-        said[self.spec.rank] = values
+        said[self.spec.rank] = torch.tensor(own, dtype=torch.int64)
         self.all_reduce(said, label)
         by_rank: list[list[int]] = said.tolist()
         return by_rank
@@ -213,7 +239,7 @@ class Channel:
         """Replace `values` by those of the first rank."""
         data = values.view(-1).view(torch.uint8)
         if data.numel():
-            self._run(BROADCAST, label, data, lambda: dist.broadcast(data, 0, **self._options))
+            self._run(BROADCAST, label, data, lambda: dist.broadcast(data, group_src=0, **self._options))
 
     def close(self) -> None:
         """Give the group's threads and connections back, after its last collective. A second call does nothing.
@@ -302,13 +328,28 @@ class Ranks:
     near_weights: Channel | None = None  # fetches, among the ranks of a machine that keep copies of weights
     near_gradients: Channel | None = None  # codes of gradients, within a machine
     far_gradients: Channel | None = None  # the same, between the ranks of equal place in their machines
+    # In a mesh the others are those of this rank's data-parallel group: [Note: the axes of a mesh].
+    everyone: Channel | None = None  # as control, over all ranks
+    across: Channel | None = None  # decisions, among ranks that have the whole model together
+    part: int = 0  # the number of the part of the model that the group trains
+    tensor_rank: int = 0
     order: OrderSum = field(default_factory=lambda: OrderSum())
     writes: OrderSum = field(default_factory=lambda: OrderSum())  # the sum of the values that scripts write
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that prints and writes."""
+        """Whether this is the rank that writes what its group keeps."""
         return self.spec.rank == 0
+
+    @property
+    def num_parts(self) -> int:
+        """The number of parts of the model, each with a group of ranks of its own."""
+        return 1 if self.across is None else self.across.spec.world_size
+
+    @property
+    def agreements(self) -> Channel:
+        """The channel of what the scripts of all ranks agree on."""
+        return self.control if self.everyone is None else self.everyone
 
     def collectives(self) -> dict[str, CollectiveCount]:
         """Counts of this rank since the start, by purpose and kind: "gradients reduce-scatter"."""
@@ -339,44 +380,57 @@ class OrderSum:
         self.value = (self.value * 1_000_003 + index + 1) % self.MODULUS
 
 
-def make_ranks(device: torch.device, *, node_ranks: int = 1, reduces_codes: bool = False) -> Ranks:
+def make_ranks(
+    device: torch.device,
+    *,
+    mesh: MeshConfig | None = None,
+    node_ranks: int = 1,
+    reduces_codes: bool = False,
+) -> Ranks:
     """Join the ranks of torch's default process group. All of them call this in the same order.
 
     Args:
+        mesh: this rank's place where only some ranks train the same part of the model.
         node_ranks: so many consecutive ones keep copies of weights together; 1: none do.
         reduces_codes: gradients go as codes, within machines and between them. A machine has `node_ranks` if that is
             more than 1, else those that the launcher says.
     """
-    spec = ShardSpec(dist.get_rank(), dist.get_world_size())
-    channels = _Channels(spec)
+    world = ShardSpec(dist.get_rank(), dist.get_world_size())
+    channels = _Channels(world)
     on_device = "gloo" if device.type == "cpu" else "nccl"
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or spec.world_size)
-    control = channels.of_all("gloo")
-    nodes = _consecutive(spec, node_ranks)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or world.world_size)
+    everyone = channels.of_all("gloo")
     near: list[list[int]] = []
     far: list[list[int]] = []
     try:
-        _expect_same_groups(control, node_ranks, reduces_codes=reduces_codes)
+        _expect_same_groups(everyone, mesh, node_ranks, reduces_codes=reduces_codes)
+        groups = _agreed_groups(everyone, mesh)
         if reduces_codes:
-            size = node_ranks if node_ranks > 1 else _agreed_node_size(control, local_world_size)
-            near, far = _consecutive(spec, size), _of_equal_place(spec, size)
+            size = node_ranks if node_ranks > 1 else _agreed_node_size(everyone, local_world_size)
+            near, far = _consecutive(world, size), _of_equal_place(world, size)
     except ConfigError:  # on all ranks
-        control.close()
+        everyone.close()
         raise
+    of_data = channels.of_all if groups is None else functools.partial(channels.of_own, groups=groups.data)
+    control = everyone if groups is None else of_data("gloo")
     ranks = Ranks(
-        spec,
+        control.spec,
         local_world_size,
-        weights=channels.of_all(on_device),
-        orders=channels.of_all("gloo"),
-        updates=channels.of_all(on_device),
-        gradients=channels.of_all(on_device),
-        decisions=channels.of_all("gloo"),
+        weights=of_data(on_device),
+        orders=of_data("gloo"),
+        updates=of_data(on_device),
+        gradients=of_data(on_device),
+        decisions=of_data("gloo"),
         control=control,
-        states=channels.of_all("gloo"),
+        states=of_data("gloo"),
         board=channels.board,
-        near_weights=channels.of_part(on_device, nodes),
+        near_weights=channels.of_part(on_device, _consecutive(world, node_ranks)),
         near_gradients=channels.of_part(on_device, near),
         far_gradients=channels.of_part(on_device, far),
+        everyone=None if groups is None else everyone,
+        across=None if groups is None else channels.of_own("gloo", groups.across),
+        part=0 if groups is None else groups.part_of(world.rank),
+        tensor_rank=0 if mesh is None else mesh.tensor_rank,
     )
     _begin_one_by_one(ranks, device)
     return ranks
@@ -405,6 +459,13 @@ class _Channels:
             if self._spec.rank in members:
                 place = ShardSpec(members.index(self._spec.rank), len(members))
                 own = Channel(group, place, self.board, is_on_host=backend == "gloo", members=members)
+        return own
+
+    def of_own(self, backend: str, groups: Sequence[Sequence[int]]) -> Channel:
+        """Make the same where this rank is in one of `groups`."""
+        own = self.of_part(backend, groups)
+        if own is None:
+            raise AssertionError(f"rank {self._spec.rank} is in none of {groups}")
         return own
 
     def _new_group(self, backend: str, members: list[int] | None = None) -> Any:
@@ -450,16 +511,35 @@ def _of_equal_place(spec: ShardSpec, num_ranks: int) -> list[list[int]]:
     return [[*range(place, spec.world_size, num_ranks)] for place in range(num_ranks)]
 
 
-def _expect_same_groups(control: Channel, node_ranks: int, *, reduces_codes: bool) -> None:
+def _expect_same_groups(
+    everyone: Channel, mesh: MeshConfig | None, node_ranks: int, *, reduces_codes: bool
+) -> None:
     """Raise ConfigError on all ranks unless they are about to make the same groups: else each would wait for others."""
-    by_rank = control.by_rank_unless_same([node_ranks, reduces_codes], "the comparison of the ranks' groups")
+    own = {
+        "zero_optimization.zero_hpz_partition_size": node_ranks,
+        "zero_optimization.zero_quantized_gradients": reduces_codes,
+        "mpu": mesh is not None,
+    }
+    by_rank = everyone.by_rank_unless_same([*own.values()], "the comparison of the ranks' groups")
     if by_rank is None:
         return
-    keys = ("zero_hpz_partition_size", "zero_quantized_gradients")
-    for key, values in zip(keys, zip(*by_rank, strict=True), strict=True):
-        if odd := odd_ranks(values):
+    for key, values in zip(own, zip(*by_rank, strict=True), strict=True):
+        if odd := everyone.odd_ranks(values):
             allowed = f"the same on all ranks: ranks {odd} have another than rank 0"
-            raise ConfigError(f"zero_optimization.{key}", values[control.spec.rank], allowed)
+            value = type(mesh.source).__name__ if key == "mpu" and mesh is not None else own[key] or None
+            raise ConfigError(key, value, allowed)
+
+
+def _agreed_groups(everyone: Channel, mesh: MeshConfig | None) -> MeshGroups | None:
+    """Return the groups of the mesh that all ranks are in; None without one. ConfigError on all where it is none."""
+    if mesh is None:
+        return None
+    if _is_fake():  # nobody says in which groups the others are: any will do
+        world_size = everyone.spec.world_size
+        others = [rank for rank in range(world_size) if rank not in mesh.data_ranks]
+        across = [everyone.rank, *others[: world_size // len(mesh.data_ranks) - 1]]
+        return MeshGroups([[*mesh.data_ranks]], [sorted(across)])
+    return mesh_groups(everyone.by_rank(numbers_of(mesh), "the groups of the mesh"))
 
 
 def _agreed_node_size(control: Channel, local_world_size: int) -> int:
@@ -500,22 +580,6 @@ def telling_others() -> Iterator[None]:
 def digest(text: str) -> int:
     """A number of 56 bits that ranks compare in the place of `text`."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-
-def odd_ranks(by_rank: Sequence[object]) -> list[int]:
-    """The ranks whose value differs from the first one's."""
-    return [rank for rank, value in enumerate(by_rank) if value != by_rank[0]]
-
-
-def expect_same_writes(by_rank: Sequence[int], label: str) -> None:
-    """Raise StateError unless the sums over the values that scripts have written are the same on all ranks."""
-    odd = odd_ranks(by_rank)
-    if odd:
-        raise StateError(
-            f"{label}: since the start the scripts of ranks {odd} have not written the same values into parameters and "
-            "states as that of rank 0, and what each rank keeps of them no longer fits. All ranks must write the same "
-            "values, or none: load_state_dict(), param.data, safe_set_full_fp32_param(), load_checkpoint()"
-        )
 
 
 def _first_line(error: BaseException) -> str:

@@ -429,7 +429,7 @@ class StepCoordinator:
         for job in jobs:
             self._executor.begin_update(job.record.index, job.ticket)
         order = self._executor.step_order([job.record.index for job in jobs])
-        step = StepJobs(account, jobs, reads=reads, order=order)
+        step = StepJobs(account, jobs, reads=reads, order=order or None)
         if jobs:
             self._pipeline.submit(functools.partial(self._decider.decide, step))
         return step

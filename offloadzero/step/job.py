@@ -83,20 +83,20 @@ class StepJobs:
         jobs: Sequence[UpdateJob] = (),
         *,
         reads: Ticket = FINISHED,
-        order: Sequence[int] = (),
+        order: Sequence[int] | None = None,
     ) -> None:
         """Take the jobs of a step.
 
         Args:
             reads: done when the weights before the step have been read.
-            order: of the records, in which they are updated if all of them are; empty: nothing is left to decide.
+            order: of the records, in which they are updated if all of them are; None: nothing is left to decide.
         """
         self.account = account
         self.jobs = tuple(jobs)
         self.reads = reads
-        self._order = order
+        self._order = order or ()
         self.decided = Promise()
-        if not order:
+        if order is None:
             self.decided.fulfil()
         self.decision: StepDecision | None = None  # None: each job was decided by itself, as it landed
 

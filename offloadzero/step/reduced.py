@@ -5,7 +5,8 @@ At the end of each backward the ranks tell each other which parameters have got 
 closes: a parameter that some rank has used has a gradient on all of them, zeros where it was not used, as with DDP. At
 the step they add up the squares of their shards, so that norm, clipping, loss scale and the skip of a step that is not
 finite are one decision. The number of the step, a digest of its hyperparameters and one of the values that scripts have
-written come along: ranks that differ in one of them stop.
+written come along: ranks that differ in one of them stop. In a mesh each group then tells its sum to the groups of the
+other parts of the model: [Note: the axes of a mesh].
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
-from offloadzero.sharding.ranks import Ranks, digest, expect_same_writes, odd_ranks
+from offloadzero.sharding.mesh import is_divided_by_tensor_parallelism
+from offloadzero.sharding.ranks import Channel, Ranks, digest
 from offloadzero.step.account import Account
 from offloadzero.step.coded_reduce import CodedReduce
 from offloadzero.step.collect import GradientCollector
@@ -178,33 +180,71 @@ class AgreeingDecider(Decider):
         self._writes[account] = self._ranks.writes.value
 
     def _sq_norms(self, step: StepJobs) -> Sequence[float]:
-        own = step.sq_norms()
-        total = math.fsum(own) if all(map(math.isfinite, own)) else math.nan
-        spec = self._ranks.spec
-        said = torch.zeros(spec.world_size, 4, dtype=torch.int64)
-        said[spec.rank, 0] = torch.tensor(total, dtype=torch.float64).view(torch.int64)
-        said[spec.rank, 1] = step.account.step
-        said[spec.rank, 2] = digest(repr(step.account.hypers))
-        said[spec.rank, 3] = self._writes.pop(step.account)
-        self._ranks.decisions.all_reduce(said, f"step {step.account.step}")
-        steps, hypers, writes = said[:, 1:].t().tolist()
+        channel, number = self._ranks.decisions, step.account.step
+        hypers, writes = digest(repr(step.account.hypers)), self._writes.pop(step.account)
+        totals, steps, by_rank = _told(channel, self._own_total(step), number, [hypers, writes])
         if len(set(steps)) > 1:
-            raise StateError(f"the ranks take different steps: {steps}, by rank")
-        if len(set(hypers)) > 1:
             raise StateError(
-                f"step {step.account.step}: the hyperparameters of ranks {odd_ranks(hypers)} are not those of rank 0; "
-                f"rank {spec.rank} has {shortened(step.account.hypers)}. All ranks must set the same ones: a scheduler "
-                "that goes by the loss needs the mean over the ranks"
+                f"the ranks take different steps: {dict(zip(channel.members, steps, strict=True))}"
             )
-        expect_same_writes(writes, f"step {step.account.step}")
-        totals: list[float] = said[:, 0].contiguous().view(torch.float64).tolist()
+        if odd := channel.odd_ranks(by_rank[0]):
+            raise StateError(
+                f"step {number}: the hyperparameters of ranks {odd} are not those of rank {channel.members[0]}; "
+                f"rank {channel.rank} has {shortened(step.account.hypers)}. All ranks must set the same ones: a "
+                "scheduler that goes by the loss needs the mean over the ranks"
+            )
+        channel.expect_same_writes(by_rank[1], f"step {number}")
         is_divided = any(job.record.shard.world_size > 1 for job in step.jobs)
-        return totals if is_divided else totals[:1]
+        of_part = totals if is_divided else totals[:1]
+        return (
+            of_part if self._ranks.across is None else self._of_all_parts(self._ranks.across, of_part, number)
+        )
+
+    def _own_total(self, step: StepJobs) -> float:
+        """The sum of this rank's squared norms, NaN where some gradient is not finite: [Note: the axes of a mesh]."""
+        own = step.sq_norms()
+        if not all(map(math.isfinite, own)):
+            return math.nan
+        if self._ranks.tensor_rank:
+            own = [
+                job.gradient.sq_norm_of(slot)
+                for job in step.jobs
+                for slot in job.gradient.present_slots
+                if is_divided_by_tensor_parallelism(slot.param)
+            ]
+        return math.fsum(own)
+
+    @staticmethod
+    def _of_all_parts(across: Channel, of_part: Sequence[float], number: int) -> Sequence[float]:
+        """The sums of all parts of the model, which the ranks tell those of their place in the other groups."""
+        own = math.fsum(of_part) if all(map(math.isfinite, of_part)) else math.nan
+        totals, steps, _ = _told(across, own, number, [])
+        if len(set(steps)) > 1:
+            raise StateError(
+                f"the ranks take different steps: {dict(zip(across.members, steps, strict=True))}"
+            )
+        return totals
 
     def _non_finite(self, step: StepJobs) -> Sequence[str]:
         flags = torch.tensor([not job.gradient.is_finite for job in step.jobs], dtype=torch.uint8)
-        self._ranks.decisions.all_reduce(flags, f"step {step.account.step}", largest=True)
-        return [job.record.name for job, flag in zip(step.jobs, flags.tolist(), strict=True) if flag]
+        if step.jobs:
+            self._ranks.decisions.all_reduce(flags, f"step {step.account.step}", largest=True)
+        names = [job.record.name for job, flag in zip(step.jobs, flags.tolist(), strict=True) if flag]
+        return names or ["a unit of another part of the model"]
+
+
+def _told(
+    channel: Channel, total: float, number: int, more: Sequence[int]
+) -> tuple[list[float], list[int], list[list[int]]]:
+    """Return the sums of all ranks and the numbers of their steps, both by rank, and `more` of them, each by rank."""
+    spec = channel.spec
+    said = torch.zeros(spec.world_size, 2 + len(more), dtype=torch.int64)
+    said[spec.rank, 0] = torch.tensor(total, dtype=torch.float64).view(torch.int64)
+    said[spec.rank, 1:] = torch.tensor([number, *more])
+    channel.all_reduce(said, f"step {number}")
+    totals: list[float] = said[:, 0].contiguous().view(torch.float64).tolist()
+    steps, *others = said[:, 1:].t().tolist()
+    return totals, steps, others
 
 
 class ReducingCoordinator(StepCoordinator):
@@ -342,8 +382,10 @@ class ReducingCoordinator(StepCoordinator):
         for job in jobs:
             self._executor.begin_update(job.record.index, self._published(job))
         order = self._executor.step_order([job.record.index for job in jobs])
-        step = StepJobs(account, jobs, reads=reads, order=order)
-        if jobs:
+        # Where another part of the model has gradients, the ranks of this one decide with it.
+        is_decided = not jobs and self._ranks.across is None
+        step = StepJobs(account, jobs, reads=reads, order=None if is_decided else order)
+        if not is_decided:
             self._decider.note_writes(account)
             self._pipeline.submit(functools.partial(self._decider.decide, step))
         self._executor.step_decided_by(step.decided)

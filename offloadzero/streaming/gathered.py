@@ -305,7 +305,9 @@ class GatheredWeights(WeightAccess):
             if index == _FAILED:
                 said = torch.empty(num_said, dtype=torch.uint8)
                 self._ranks.states.broadcast(said, "what the first rank says")
-                raise RankError(f"rank 0: {bytes(said.tolist()).decode(errors='replace')}")
+                raise RankError(
+                    f"rank {self._ranks.states.members[0]}: {bytes(said.tolist()).decode(errors='replace')}"
+                )
             record = self._records[index]
             self._follows = True
             try:
@@ -323,11 +325,14 @@ class GatheredWeights(WeightAccess):
         first, *others = by_rank
         fitting = [_FOLLOWS, 0, 0, 0, 0] if first[-1] else first
         if first[0] == _FOLLOWS or any(other != fitting for other in others):
-            texts = [f"rank {rank} {self._text(*words)}" for rank, words in enumerate(by_rank)]
+            members = self._ranks.states.members
+            texts = [
+                f"rank {rank} {self._text(*words)}" for rank, words in zip(members, by_rank, strict=True)
+            ]
             self._has_departed = True
             raise StateError(
-                f"{', '.join(texts)} (this is rank {spec.rank}): all ranks must read the same weights and states in "
-                "the same order, and save together"
+                f"{', '.join(texts)} (this is rank {self._ranks.states.rank}): all ranks must read the same weights "
+                "and states in the same order, and save together"
             )
         return first[:-1]
 

@@ -1,0 +1,134 @@
+"""Which ranks share the data, as a DeviceMesh or Megatron's `mpu` says it; what is no mesh; one rank of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import offloadzero
+from offloadzero import zero
+from offloadzero.config.schema import MeshConfig
+from offloadzero.errors import ConfigError
+from offloadzero.sharding.mesh import (
+    MeshGroups,
+    find_mesh,
+    is_divided_by_tensor_parallelism,
+    mesh_groups,
+    numbers_of,
+)
+from tests.support import meshes
+
+RANK, WORLD_SIZE = 5, 8
+
+
+@pytest.fixture
+def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The sixth of eight ranks; the others are not there."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    dist.init_process_group("fake", rank=RANK, world_size=WORLD_SIZE)
+    yield
+    dist.destroy_process_group()
+
+
+class Megatron:
+    """An `mpu`; `more` are the answers of further methods."""
+
+    def __init__(self, group: Any, tensor_name: str = "get_tensor_model_parallel_rank", **more: int) -> None:
+        self.get_data_parallel_group = lambda: group
+        for name, answer in {tensor_name: 1, **more}.items():
+            setattr(self, name, lambda answer=answer: answer)
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_the_place_in_a_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    assert find_mesh(mesh) == MeshConfig((5, 7), tensor_rank=1)
+    assert find_mesh(init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "pp"))) == MeshConfig((1, 5))
+    assert find_mesh(init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))) is None
+    assert find_mesh(init_device_mesh("cpu", (8, 1), mesh_dim_names=("dp", "tp"))) is None
+    assert find_mesh(None) is None
+    group = mesh.get_group("dp")
+    for name in ("get_tensor_model_parallel_rank", "get_model_parallel_rank", "get_slice_parallel_rank"):
+        assert find_mesh(Megatron(group, name)) == MeshConfig((5, 7), tensor_rank=1)
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_what_is_no_mesh_that_is_built() -> None:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "cp"))
+    with pytest.raises(
+        ConfigError, match=r"mpu = .*the axes \('dp', 'cp'\).*: one axis dp, and any of tp and pp"
+    ):
+        find_mesh(mesh)
+    with pytest.raises(ConfigError, match=r"mpu = .*one axis dp, and any of tp and pp"):
+        find_mesh(init_device_mesh("cpu", (8,)))
+    group = mesh.get_group("dp")
+    with pytest.raises(ConfigError, match=r"mpu\.get_context_parallel_world_size\(\) = 2: 1: "):
+        find_mesh(Megatron(group, get_context_parallel_world_size=2))
+    with pytest.raises(
+        ConfigError, match="mpu = 'object': a DeviceMesh with the axes dp and tp or pp, or an object"
+    ):
+        find_mesh(object())
+    with pytest.raises(ConfigError, match="a data-parallel group with this rank in it"):
+        find_mesh(Megatron(dist.new_group([0, 1])))
+
+
+def test_a_mesh_needs_a_process_group() -> None:
+    with pytest.raises(ConfigError, match="mpu = 'object': None: there is no process group"):
+        find_mesh(object())
+
+
+def said(*groups: tuple[int, ...]) -> list[list[int]]:
+    """What the ranks of these groups say, by rank."""
+    by_rank = {rank: numbers_of(MeshConfig(group)) for group in groups for rank in group}
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def test_groups_of_a_mesh() -> None:
+    groups = mesh_groups(said((0, 2), (1, 3)))
+    assert groups == MeshGroups(data=[[0, 2], [1, 3]], across=[[0, 1], [2, 3]])
+    assert [groups.part_of(rank) for rank in range(4)] == [0, 1, 0, 1]
+    assert mesh_groups(said((0,), (1,))) == MeshGroups(data=[[0], [1]], across=[[0, 1]])
+    assert mesh_groups(said((3, 5), (0, 4), (1, 2))).data == [[0, 4], [1, 2], [3, 5]]
+
+
+def test_groups_of_no_mesh() -> None:
+    with pytest.raises(ConfigError, match="groups of one size, of which all members name the same ranks"):
+        mesh_groups(said((0, 2), (1,)))
+    by_rank = said((0, 2), (1, 3))
+    by_rank[3] = numbers_of(MeshConfig((2, 3)))
+    with pytest.raises(
+        ConfigError, match=r"other members on ranks \[1, 2, 3\]|other members on ranks \[1, 3\]"
+    ):
+        mesh_groups(by_rank)
+
+
+def test_the_attributes_of_a_divided_parameter() -> None:
+    param = nn.Parameter(torch.ones(1))
+    assert not is_divided_by_tensor_parallelism(param)
+    for name in ("tensor_model_parallel", "model_parallel"):
+        marked = nn.Parameter(torch.ones(1))
+        setattr(marked, name, True)
+        assert is_divided_by_tensor_parallelism(marked)
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_one_rank_of_a_mesh_keeps_its_part_of_its_group(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("tp", "dp"))
+    config = meshes.config_of("host", 3, tmp_path, num_ranks=4)
+    with zero.Init(config_dict_or_path=config, data_parallel_group=mesh.get_group("dp")):
+        model = meshes.make_model()
+    engine, *_ = offloadzero.initialize(model=model, config=config, mpu=mesh)
+    names = ("dp_world_size", "mp_world_size", "world_size", "global_rank", "mpu")
+    assert [getattr(engine, name) for name in names] == [4, 2, 8, RANK, mesh]
+    assert (engine.get_data_parallel_rank(), engine.get_tensor_parallel_rank()) == (1, 1)
+    assert engine.train_batch_size() == 2 * meshes.GLOBAL_BATCH
+    assert "rank 1 of 4, stage 3: homes " in engine.memory_table()
+    engine.close()

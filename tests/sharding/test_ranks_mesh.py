@@ -1,0 +1,316 @@
+"""Four ranks of which two train the same part of a model: tensor parallelism beside ZeRO's stages."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import offloadzero
+from tests.support import meshes
+from tests.support.ranks import run_ranks
+from tests.support.sharded import global_losses
+
+TIMEOUT_S = 100.0
+IS_LONG = os.environ.get("OFFLOADZERO_TEST_RANKS") == "all"
+NUM_STEPS = 2
+TOLERANCE = 1e-5  # relative, of fp32 losses
+
+Found = dict[str, list[Any]]  # what each rank's function of that name gives, by rank
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the checkpoint of a whole model in it."""
+    path = tmp_path_factory.mktemp("mesh")
+    engine, *_ = offloadzero.initialize(model=meshes.make_model(), config=meshes.config_of("host", 0, path))
+    engine.save_checkpoint(path / "whole")
+    engine.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def found(directory: Path) -> Found:
+    """All functions of this file, one after the other in the same processes."""
+    by_rank = run_ranks(train_all, 4, directory / "ranks", str(directory), timeout_s=TIMEOUT_S)
+    return {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
+
+
+def train_all(rank: int, directory: str) -> dict[str, Any]:
+    """By function."""
+    works: tuple[Callable[[int, str], Any], ...] = (
+        train_tensor_parallel,
+        decide_together,
+        step_alone,
+        save_and_load,
+        start_with_other_calls,
+    )
+    return {work.__name__: work(rank, directory) for work in works}
+
+
+class Megatron:
+    """An `mpu` with the methods of Megatron's that are needed."""
+
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh
+
+    def get_data_parallel_group(self) -> Any:
+        return self._mesh.get_group("dp")
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return int(self._mesh.get_local_rank("tp"))
+
+
+def mesh_of(first: str, second: str, shape: tuple[int, int] = (2, 2)) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=(first, second))
+
+
+def weights_of(engine: Any) -> dict[str, Any]:
+    return {name: value.tolist() for name, value in engine.module.state_dict().items()}
+
+
+def said_of(call: Callable[[], Any]) -> str:
+    """What `call` raises."""
+    try:
+        call()
+    except offloadzero.OffloadError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+# --- tensor parallelism ---
+
+CASES = ((3, "nvme"), (1, "host"), (0, "resident"), *(((3, "host"), (2, "nvme")) if IS_LONG else ()))
+
+
+def train_tensor_parallel(_: int, directory: str) -> dict[str, Any]:
+    """By case: losses, norm, weights."""
+    mesh = mesh_of("dp", "tp")
+    found: dict[str, Any] = {}
+    for number, (stage, placement) in enumerate(CASES):
+        model = meshes.make_model(mesh.get_group("tp"))
+        config = meshes.config_of(placement, stage, directory, num_ranks=2)
+        mpu = Megatron(mesh) if number % 2 else mesh
+        engine, *_ = offloadzero.initialize(model=model, config=config, mpu=mpu)
+        losses = meshes.train(engine, num_steps=NUM_STEPS)
+        found[f"{stage} {placement}"] = [losses, engine.get_global_grad_norm(), weights_of(engine)]
+        found["names"] = [engine.dp_world_size, engine.mp_world_size, engine.world_size, engine.global_rank]
+        found["names"] += [engine.get_data_parallel_rank(), engine.get_tensor_parallel_rank()]
+        found["batch"] = engine.train_batch_size()
+        engine.close()
+    return found
+
+
+def train_alone(directory: Path) -> tuple[list[float], float, dict[str, torch.Tensor]]:
+    config = meshes.config_of("resident", 0, directory)
+    engine, *_ = offloadzero.initialize(model=meshes.make_model(), config=config)
+    losses = meshes.train(engine, num_steps=NUM_STEPS)
+    norm, weights = engine.get_global_grad_norm(), dict(engine.module.state_dict())
+    engine.close()
+    return losses, norm, weights
+
+
+def expect_as_alone(by_case: list[list[list[Any]]], directory: Path) -> None:
+    """Losses, norm and weights of the ranks, by case, are those of one process on the global batch."""
+    expected, norm, weights = train_alone(directory)
+    assert norm > 0.5, "nothing is clipped"
+    for ranks in by_case:
+        losses = [found[0] for found in ranks]
+        assert losses[0] == losses[1]
+        assert losses[2] == losses[3]
+        assert global_losses([losses[0], losses[2]]) == pytest.approx(expected, rel=TOLERANCE)
+        assert len({found[1] for found in ranks}) == 1
+        assert ranks[0][1] == pytest.approx(norm, rel=TOLERANCE)
+        for data_rank in range(2):
+            whole = meshes.whole_weights([ranks[2 * data_rank + place][2] for place in range(2)])
+            for name, value in weights.items():
+                torch.testing.assert_close(whole[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_tensor_parallel_ranks_train_as_one_process(found: Found, directory: Path) -> None:
+    by_rank = found["train_tensor_parallel"]
+    by_case = [[of_rank[f"{stage} {placement}"] for of_rank in by_rank] for stage, placement in CASES]
+    expect_as_alone(by_case, directory)
+    for rank, of_rank in enumerate(by_rank):
+        assert of_rank["names"] == [2, 2, 4, rank, rank // 2, rank % 2]
+        assert of_rank["batch"] == 2 * meshes.GLOBAL_BATCH
+
+
+# --- decisions of all parts ---
+
+
+def decide_together(rank: int, directory: str) -> dict[str, Any]:
+    """By step, of which one rank spoils the gradient of its part in the second: losses, scale, norm."""
+    mesh = mesh_of("dp", "tp")
+    model = meshes.make_model(mesh.get_group("tp"))
+    poison = [1.0]
+    if rank == 1:
+        model.blocks[0].up.weight.register_hook(lambda grad: grad * poison[0])
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 100}
+    config = meshes.config_of("host", 3, directory, num_ranks=2, fp16=fp16)
+    engine, *_ = offloadzero.initialize(model=model, config=config, mpu=mesh)
+    found: dict[str, Any] = {"applied": [], "scale": [], "norm": []}
+    for step in range(3):
+        poison[0] = float("inf") if step == 1 else 1.0
+        meshes.train(engine, num_steps=1, first=step)
+        found["applied"].append(engine.was_step_applied())
+        found["scale"].append(float(engine.loss_scale))
+        found["norm"].append(engine.get_global_grad_norm())
+    found["skipped"] = engine.skipped_steps
+    engine.close()
+    return found
+
+
+def test_a_gradient_that_is_not_finite_in_one_part_skips_the_step_of_all(found: Found) -> None:
+    by_rank = found["decide_together"]
+    for of_rank in by_rank:
+        assert of_rank["applied"] == [True, False, True]
+        assert of_rank["scale"] == [16.0, 8.0, 8.0]
+        assert of_rank["skipped"] == 1
+        for step in (0, 2):
+            assert of_rank["norm"][step] == by_rank[0]["norm"][step] > 0
+
+
+def step_alone(rank: int, directory: str) -> dict[str, Any]:
+    """Four parts without a second rank each, of which two alone have gradients in the second step; one ends then."""
+    mesh = mesh_of("pp", "dp", (4, 1))
+    torch.manual_seed(rank)
+    config = meshes.config_of("host", 1, directory, gradient_accumulation_steps=1)
+    del config["train_batch_size"]
+    engine, *_ = offloadzero.initialize(model=torch.nn.Linear(16, 16), config=config, mpu=mesh)
+    weights, norms = [], []
+
+    def step(*, with_gradient: bool) -> None:
+        weights.append(engine.module.weight.detach().clone())
+        if with_gradient:
+            engine.backward(engine(torch.ones(1, 16)).pow(2).sum())
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+
+    step(with_gradient=True)
+    step(with_gradient=rank >= 2)
+    weights.append(engine.module.weight.detach().clone())
+    changed = [not torch.equal(one, other) for one, other in itertools.pairwise(weights)]
+    said = said_of(engine.close if rank == 3 else lambda: step(with_gradient=True))
+    said_of(engine.close)  # what it has found meanwhile, once more
+    return {"norms": norms, "changed": changed, "said": said}
+
+
+def test_parts_without_gradients_take_the_step_of_the_others(found: Found) -> None:
+    by_rank = found["step_alone"]
+    norms = by_rank[0]["norms"]
+    assert 0 < norms[1] < norms[0]
+    assert [of_rank["norms"] for of_rank in by_rank] == [norms] * 4
+    assert [of_rank["changed"] for of_rank in by_rank] == [[True, rank >= 2] for rank in range(4)]
+
+
+def test_the_ranks_of_the_other_parts_are_told_of_an_end(found: Found) -> None:
+    *others, last = (of_rank["said"] for of_rank in found["step_alone"])
+    assert last == "nothing"
+    for said in others:
+        assert said.startswith("RankError: ")
+        assert "rank 3: StateError: it has closed its engine" in said
+
+
+# --- checkpoints ---
+
+
+def save_and_load(rank: int, directory: str) -> dict[str, Any]:
+    """Of an engine that is saved, of two that load, and of checkpoints that do not fit."""
+    mesh = mesh_of("dp", "tp")
+    found: dict[str, Any] = {}
+
+    def engine_of(placement: str, stage: int) -> Any:
+        config = meshes.config_of(placement, stage, directory, num_ranks=2)
+        return offloadzero.initialize(model=meshes.make_model(mesh.get_group("tp")), config=config, mpu=mesh)[
+            0
+        ]
+
+    engine = engine_of("host", 3)
+    meshes.train(engine, num_steps=2)
+    engine.save_checkpoint(f"{directory}/saved", client_state={"seen": 2})
+    engine.save_16bit_model(f"{directory}/saved")
+    found["on"] = [meshes.train(engine, num_steps=1, first=2), weights_of(engine)]
+    for tag in ("of both", "of one"):
+        engine.save_checkpoint(f"{directory}/two", tag=tag, save_latest=tag == "of both" or rank % 2 == 0)
+    engine.close()
+    for stage, placement in ((3, "nvme"), (1, "resident")):
+        engine = engine_of(placement, stage)
+        path, client_state = engine.load_checkpoint(f"{directory}/saved")
+        found[f"path {stage}"] = [str(Path(path).relative_to(directory)), client_state, engine.global_steps]
+        found[f"on {stage}"] = [meshes.train(engine, num_steps=1, first=2), weights_of(engine)]
+        if stage == 3:
+            for name, given in (("two", {}), ("two", {"tag": "of one"}), ("whole", {})):
+                load = engine.load_checkpoint
+                found[f"{name} {given}"] = said_of(lambda: load(f"{directory}/{name}", **given))  # noqa: B023
+        engine.close()
+    return found
+
+
+def test_each_part_of_a_model_has_its_checkpoint(found: Found, directory: Path) -> None:
+    for rank, of_rank in enumerate(found["save_and_load"]):
+        for stage in (1, 3):
+            place = f"saved/mp_rank_0{rank % 2}/global_step2"
+            assert of_rank[f"path {stage}"] == [place, {"seen": 2}, 2]
+            assert of_rank[f"on {stage}"] == of_rank["on"]
+        assert "ranks [1, 3] load another checkpoint than rank 0" in of_rank["two {}"]
+        assert of_rank["two {'tag': 'of one'}"] == "nothing"
+        assert "has the checkpoint of a whole model, and this rank trains part" in of_rank["whole {}"]
+    assert [path.name for path in (directory / "saved").glob("*/*.safetensors")] == ["model.safetensors"] * 2
+    engine, *_ = offloadzero.initialize(
+        model=meshes.make_model(), config=meshes.config_of("host", 0, directory)
+    )
+    said = said_of(lambda: engine.load_checkpoint(directory / "saved"))
+    assert (
+        "has the checkpoints of 2 parts of a model (mp_rank_00, mp_rank_01): load them with the mpu" in said
+    )
+    engine.close()
+
+
+# --- what is refused ---
+
+
+def start_with_other_calls(rank: int, directory: str) -> dict[str, str]:
+    """By what is wrong, on some ranks or on all; then all start."""
+    mesh = mesh_of("dp", "tp")
+    config = meshes.config_of("host", 3, directory, num_ranks=2)
+    del config["train_batch_size"]
+    near = {"zero_optimization": {**config["zero_optimization"], "zero_hpz_partition_size": 2}}
+
+    def start(mpu: Any, **over: Any) -> str:
+        model = meshes.make_model(mesh.get_group("tp"))
+        call = offloadzero.initialize
+        return said_of(lambda: call(model=model, config={**config, **over}, mpu=mpu)[0].close())
+
+    def other_group() -> Any:
+        """The third rank has a group that the fourth does not know."""
+        *_, group = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3], [2, 3])]
+        mpu = Megatron(mesh)
+        if rank == 2:
+            mpu.get_data_parallel_group = lambda: group  # type: ignore[method-assign]
+        return mpu
+
+    return {
+        "some": start(mesh if rank != 3 else None),
+        "groups": start(other_group()),
+        "near": start(mesh, **near),
+        "flat": start(init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))),
+        "right": start(mesh),
+    }
+
+
+def test_what_is_wrong_with_a_mesh_is_said_on_all_ranks(found: Found) -> None:
+    for of_rank in found["start_with_other_calls"]:
+        assert of_rank["right"] == of_rank["flat"] == "nothing"
+        assert of_rank["some"].startswith("ConfigError: mpu = ")
+        assert of_rank["some"].endswith("the same on all ranks: ranks [3] have another than rank 0")
+        assert of_rank["groups"].startswith("ConfigError: mpu = 'data-parallel groups by their first ranks")
+        near = "ConfigError: zero_optimization.zero_hpz_partition_size = 2: in a mesh of ranks: 1"
+        assert of_rank["near"] == near
