@@ -1,4 +1,4 @@
-"""Four ranks of which two train the same part of a model: tensor parallelism beside ZeRO's stages."""
+"""Four ranks of which two train the same part of a model: tensor parallelism and pipelines beside ZeRO's stages."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def train_all(rank: int, directory: str) -> dict[str, Any]:
         decide_together,
         step_alone,
         save_and_load,
+        train_pipeline,
         start_with_other_calls,
     )
     return {work.__name__: work(rank, directory) for work in works}
@@ -272,6 +273,91 @@ def test_each_part_of_a_model_has_its_checkpoint(found: Found, directory: Path) 
         "has the checkpoints of 2 parts of a model (mp_rank_00, mp_rank_01): load them with the mpu" in said
     )
     engine.close()
+
+
+# --- pipelines ---
+
+NUM_MICRO = 4
+
+
+def pipeline_batch(step: int, data_rank: int, num_ranks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [meshes.batch_of(step * NUM_MICRO + micro, data_rank, num_ranks) for micro in range(NUM_MICRO)]
+
+
+def pipeline_config(stage: int, directory: str, num_ranks: int) -> dict[str, Any]:
+    """Each step() is a boundary: a schedule runs all backwards of a step before it."""
+    over = {"managed_gradient_accumulation": False, "gradient_accumulation_steps": NUM_MICRO}
+    over["train_batch_size"] = NUM_MICRO * meshes.GLOBAL_BATCH
+    return meshes.config_of("host", stage, directory, num_ranks=num_ranks, **over)
+
+
+def train_pipeline(_: int, directory: str) -> dict[str, Any]:
+    """By schedule and stage of ZeRO: losses (of the last stage's ranks), norm, weights."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    mesh = mesh_of("pp", "dp")
+    place, data_rank = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    found: dict[str, Any] = {}
+    for kind, stage in itertools.product((Schedule1F1B, ScheduleGPipe), (1, 0, 3) if IS_LONG else (1,)):
+        engine, *_ = offloadzero.initialize(
+            model=meshes.make_model(first=place == 0, last=place == 1),
+            config=pipeline_config(stage, directory, 2),
+            mpu=mesh,
+        )
+        schedule = kind(
+            PipelineStage(engine.module, place, 2, engine.device, group=mesh.get_group("pp")),
+            NUM_MICRO,
+            loss_fn=lambda logits, targets: meshes.loss_of(logits, targets) / NUM_MICRO,
+            scale_grads=False,
+        )
+        losses: list[torch.Tensor] = []
+        for step in range(NUM_STEPS):
+            batch = zip(*pipeline_batch(step, data_rank, 2), strict=True)
+            inputs, targets = (torch.cat(side) for side in batch)
+            of_step: list[torch.Tensor] = []
+            if place == 0:
+                schedule.step(inputs)
+            else:
+                schedule.step(target=targets, losses=of_step)
+            engine.step()
+            losses += of_step
+        scaled = [NUM_MICRO * loss.item() for loss in losses]
+        found[f"{kind.__name__} {stage}"] = [scaled, engine.get_global_grad_norm(), weights_of(engine)]
+        engine.close()
+    return found
+
+
+def train_pipeline_alone(directory: Path) -> tuple[list[float], float, dict[str, torch.Tensor]]:
+    config = pipeline_config(0, str(directory), 1)
+    engine, *_ = offloadzero.initialize(model=meshes.make_model(), config=config)
+    losses = []
+    for step in range(NUM_STEPS):
+        for inputs, targets in pipeline_batch(step, 0, 1):
+            loss = meshes.loss_of(engine(inputs), targets)
+            (loss / NUM_MICRO).backward()
+            losses.append(loss.item())
+        engine.step()
+    norm, weights = engine.get_global_grad_norm(), dict(engine.module.state_dict())
+    engine.close()
+    return losses, norm, weights
+
+
+def test_a_pipeline_trains_as_one_process(found: Found, directory: Path) -> None:
+    expected, norm, weights = train_pipeline_alone(directory)
+    assert norm > 0.5, "nothing is clipped"
+    by_rank = found["train_pipeline"]
+    for key in by_rank[0]:
+        first, last = by_rank[:2], by_rank[2:]
+        losses = global_losses([of_rank[key][0] for of_rank in last])
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
+        assert len({of_rank[key][1] for of_rank in by_rank}) == 1
+        assert first[0][key][1] == pytest.approx(norm, rel=TOLERANCE)
+        for one, other in zip(first, last, strict=True):
+            of_last = {name.replace("blocks.0", "blocks.1"): value for name, value in other[key][2].items()}
+            both = {**one[key][2], **of_last}
+            assert both.keys() == weights.keys()
+            for name, value in weights.items():
+                torch.testing.assert_close(torch.tensor(both[name]), value, rtol=1e-4, atol=1e-6)
 
 
 # --- what is refused ---
