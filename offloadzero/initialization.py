@@ -22,6 +22,7 @@ from offloadzero.lr_schedules import build_lr_scheduler
 from offloadzero.memory.device import device_of_rank
 from offloadzero.optimizer import ConfigSource, OffloadedOptimizer, check_optimizer
 from offloadzero.param_groups import group_defaults
+from offloadzero.parameters.dtensors import LocalParameters
 from offloadzero.runtime import Runtime
 from offloadzero.update.specs.adam import ADAM
 
@@ -126,14 +127,50 @@ def _make_engine(
     collate_fn: Collate | None,
 ) -> tuple[Engine, OffloadedOptimizer | None, DataLoader[Any] | None, Any]:
     """Make the four things that `initialize()` returns."""
-    if optimizer is not None or settings.optimizer is not None:
-        settings = settle_for_initialize(settings)
-        for warning in settings.warnings:
-            warnings.warn(warning, stacklevel=3)
     if model is None:
         raise ConfigError("model", None, "an nn.Module")
     if not any(True for _ in model.parameters()):
         raise ConfigError("model", type(model).__name__, "a module with parameters: this one has none")
+    local = LocalParameters(
+        model, range(settings.world_size) if settings.mesh is None else settings.mesh.data_ranks
+    )
+    try:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            local.exchange(optimizer.param_groups)
+        if model_parameters is not None:
+            model_parameters = local.exchange(model_parameters)
+        return _make_parts(
+            settings,
+            rank_of_data,
+            local,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            collate_fn=collate_fn,
+        )
+    except BaseException:
+        local.remove()
+        raise
+
+
+def _make_parts(
+    settings: OffloadConfig,
+    rank_of_data: int,
+    local: LocalParameters,
+    *,
+    model: nn.Module,
+    optimizer: OptimizerSource,
+    model_parameters: Any,
+    training_data: Dataset[Any] | None,
+    lr_scheduler: SchedulerSource,
+    collate_fn: Collate | None,
+) -> tuple[Engine, OffloadedOptimizer | None, DataLoader[Any] | None, Any]:
+    if optimizer is not None or settings.optimizer is not None:
+        settings = settle_for_initialize(settings)
+        for warning in settings.warnings:
+            warnings.warn(warning, stacklevel=4)
     loader = None
     if training_data is not None:
         loader = make_loader(
@@ -165,6 +202,7 @@ def _make_engine(
     except BaseException:
         runtime.undo()
         raise
+    runtime.on_restore.append(local.remove)
     return engine, offloaded, loader, scheduler
 
 

@@ -111,6 +111,7 @@ class Runtime:
             may_not_train=_may_not_train(self.records, group_of, is_of_all_trainable=is_of_all_trainable),
         )
         self._original = OriginalForm(self.records)
+        self.on_restore: list[Callable[[], None]] = []  # called when the model is an ordinary one again
         self._is_restored = False
         self.hooks: ModelHooks | None = None
         checkpointed = find_checkpointed(model, cut, config)
@@ -355,6 +356,8 @@ class Runtime:
         self._is_restored = True
         if self.hooks is not None:
             self.hooks.remove()
+        for call in self.on_restore:
+            call()
         self.close()
 
     def undo(self) -> None:

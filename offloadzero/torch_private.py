@@ -152,6 +152,12 @@ def fake_tensor_mode() -> AbstractContextManager[Any]:
     return mode()  # type: ignore[no-any-return]
 
 
+def memory_of_dtensor(tensor: Any) -> torch.Tensor:
+    """The very tensor in which a DTensor keeps what this rank has; of a parameter `to_local()` gives an alias of it."""
+    memory: torch.Tensor = tensor._local_tensor
+    return memory
+
+
 def default_process_group_store() -> Any:
     """The key-value store in which the ranks of the default process group have found each other."""
     return _look_up("distributed.distributed_c10d._get_default_store")()

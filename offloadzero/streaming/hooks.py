@@ -50,13 +50,14 @@ from torch.utils.hooks import RemovableHandle
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import held, raise_held, uninterrupted, uninterrupted_from_start
 from offloadzero.observe.timeline import Timeline
+from offloadzero.parameters.dtensors import Form, dtensor_type, local_tensor
 from offloadzero.parameters.remote import RemoteTensor
 from offloadzero.parameters.state import WrittenWeight, is_copy_of, state_tensor
 from offloadzero.parameters.weight import AwayParameter, PresentParameter, recorded, weight_of
 from offloadzero.streaming.activations import ActivationStore, Call, KeptInput
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import SavedWeight
-from offloadzero.streaming.saved_weights import SavedWeights
+from offloadzero.streaming.saved_weights import SavedShard, SavedWeights
 from offloadzero.streaming.units import Site, UnitCut
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.torch_private import (
@@ -502,6 +503,7 @@ class _SavedTensorHooks:
         self._save = weights.save
         self._load = weights.load
         self._outer = outer
+        self._dtensor = dtensor_type()
 
     # Called for every saved tensor: their timing costs nothing when the timeline is off. These are no attributes: a
     # bound method in its own object is a cycle, and the collector would decide when a checkpoint's inputs, held by
@@ -532,12 +534,11 @@ class _SavedTensorHooks:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         kind = type(tensor)  # takes a tenth of the time of isinstance()
-        if (
-            kind is not torch.Tensor
-            and kind is not PresentParameter
-            and isinstance(tensor, RemoteTensor | AwayParameter)
-        ):
-            return recorded(tensor)
+        if kind is not torch.Tensor and kind is not PresentParameter:
+            if isinstance(tensor, RemoteTensor | AwayParameter):
+                return recorded(tensor)
+            if kind is self._dtensor:
+                return self._pack_dtensor(tensor)
         address = tensor.data_ptr()
         if self._low <= address < self._high:
             return self._save(tensor, address)
@@ -547,7 +548,19 @@ class _SavedTensorHooks:
         # release the interpreter's lock; autograd does not look at the version of tensors that hooks return.
         return tensor.data if tensor.requires_grad else tensor
 
+    def _pack_dtensor(self, tensor: torch.Tensor) -> Any:
+        """Pack a DTensor, whose local tensor may be a weight: [Note: shards as parameters]."""
+        local = local_tensor(tensor)
+        if type(local) is torch.Tensor and self._low <= local.data_ptr() < self._high:
+            return SavedShard(self._save(local, local.data_ptr()), Form.of(tensor))
+        if self._outer is not None:
+            return self._outer[0](tensor)
+        return tensor.detach() if tensor.requires_grad else tensor
+
     def _unpack(self, packed: Any) -> torch.Tensor:
+        if type(packed) is SavedShard and packed.weight.owner == self._low:
+            with torch.no_grad():
+                return packed.form.around(self._load(packed.weight, may_recompute=self._outer is not None))
         if type(packed) is SavedWeight and packed.owner == self._low:
             weight = self._load(packed, may_recompute=self._outer is not None)
             # A backward that records its own graph (create_graph=True) saves its inputs without these hooks.
@@ -584,6 +597,7 @@ class _InputHooks:
 # depend on addresses that differ at each call.
 for _hook in (
     _SavedTensorHooks._pack,
+    _SavedTensorHooks._pack_dtensor,
     _SavedTensorHooks._timed_pack,
     _SavedTensorHooks._unpack,
     _SavedTensorHooks._timed_unpack,

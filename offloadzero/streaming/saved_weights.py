@@ -10,13 +10,23 @@ plan has room for both unless a device budget is too small for that.)
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
 
 from offloadzero.errors import BudgetError, StateError
+from offloadzero.parameters.dtensors import Form
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import HOME, LeasedUnit, SavedWeight
+
+
+@dataclass(frozen=True)
+class SavedShard:
+    """The object that autograd keeps instead of a DTensor whose local tensor is a weight."""
+
+    weight: SavedWeight
+    form: Form
 
 
 class SavedWeights:

@@ -47,6 +47,7 @@ def train_all(rank: int, directory: str) -> dict[str, Any]:
     """By function."""
     works: tuple[Callable[[int, str], Any], ...] = (
         train_tensor_parallel,
+        train_dtensors,
         decide_together,
         step_alone,
         save_and_load,
@@ -142,6 +143,55 @@ def test_tensor_parallel_ranks_train_as_one_process(found: Found, directory: Pat
     for rank, of_rank in enumerate(by_rank):
         assert of_rank["names"] == [2, 2, 4, rank, rank // 2, rank % 2]
         assert of_rank["batch"] == 2 * meshes.GLOBAL_BATCH
+
+
+# --- DTensors ---
+
+# Stage, placement, whether blocks are recomputed. Else what autograd saves of weights is fetched again.
+FORMS = ((3, "host", False), (3, "nvme", True), (1, "resident", False))
+
+
+def parallelized(mesh: Any) -> meshes.Model:
+    """The whole model, of which torch divides the blocks."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = meshes.make_model()
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def train_dtensors(_: int, directory: str) -> dict[str, Any]:
+    """By case: losses, norm, weights; and whether a checkpoint gives another engine the same ones."""
+    mesh = mesh_of("dp", "tp")
+    found: dict[str, Any] = {}
+
+    def engine_of(stage: int, placement: str, *, recomputes: bool) -> Any:
+        model = parallelized(mesh)
+        model.recomputes = recomputes
+        given = [param for param in model.parameters() if param.requires_grad]
+        config = meshes.config_of(placement, stage, directory, num_ranks=2)
+        return offloadzero.initialize(model=model, model_parameters=given, config=config, mpu=mesh)[0]
+
+    for stage, placement, recomputes in FORMS:
+        engine = engine_of(stage, placement, recomputes=recomputes)
+        losses = meshes.train(engine, num_steps=NUM_STEPS)
+        found[f"{stage} {placement}"] = [losses, engine.get_global_grad_norm(), weights_of(engine)]
+        if placement == "host":
+            engine.save_checkpoint(f"{directory}/dtensors")
+        engine.close()
+    engine = engine_of(3, "nvme", recomputes=False)
+    engine.load_checkpoint(f"{directory}/dtensors")
+    found["loaded"] = weights_of(engine) == found["3 host"][2]
+    engine.close()
+    return found
+
+
+def test_dtensors_train_as_one_process(found: Found, directory: Path) -> None:
+    by_rank = found["train_dtensors"]
+    assert all(of_rank["loaded"] for of_rank in by_rank)
+    by_case = [[of_rank[f"{stage} {placement}"] for of_rank in by_rank] for stage, placement, _ in FORMS]
+    expect_as_alone(by_case, directory)
 
 
 # --- decisions of all parts ---
