@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 MAX_SHOWN_CHARS = 240
 _MAX_COMPARED_CHARS = 80  # of a word that is compared with the known ones
@@ -75,7 +75,14 @@ class ConfigError(OffloadError, ValueError):
 
 
 class BudgetError(OffloadError, MemoryError):
-    """A request does not fit a tier; the message holds the table of bytes."""
+    """A request does not fit a tier; the message holds the table of bytes.
+
+    `needed` has the bytes that the refused plan takes, by the name of the tier, where a budget is too small for it.
+    """
+
+    def __init__(self, message: str = "", *, needed: Mapping[str, int] | None = None) -> None:
+        super().__init__(message)
+        self.needed = dict(needed or {})
 
 
 class AioError(OffloadError, OSError):

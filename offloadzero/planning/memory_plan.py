@@ -11,13 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TypedDict
 
-from offloadzero.arithmetic.device_math import norm_scratch_bytes
 from offloadzero.config import OffloadConfig
 from offloadzero.errors import BudgetError, ConfigError
-from offloadzero.memory.arena import ALIGN_BYTES, align_up, room_for, staggered
+from offloadzero.memory.arena import align_up, staggered
 from offloadzero.memory.checksums import checksum_bytes
+from offloadzero.planning.buffer_sizes import (
+    grad_home_bytes,
+    largest_of,
+    norms_scratch_bytes,
+    unit_lease_bytes,
+    update_scratch_bytes,
+    update_slot_bytes,
+)
+from offloadzero.planning.first_enough import first_enough
 from offloadzero.planning.homes import Placement, place
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record
@@ -250,15 +259,24 @@ def _move_grads_to_nvme(
 
     Where that does not make it fit, return the plan that is nearest: buffers for the file may take more than they free.
     """
-    placement, nearest = dict(plan.placement), plan
-    for record in reversed(records):
-        if not plan.grads_have_homes or plan.tier_bytes(TierName.HOST) <= host_budget:
-            return plan
-        if record.num_trainable and placement[record.index, SegmentKind.GRAD].is_host_memory:
-            placement[record.index, SegmentKind.GRAD] = TierName.NVME
-            plan = _plan(records, config, dict(placement), together, form, num_checkpointed)
-            nearest = min(nearest, plan, key=lambda one: one.tier_bytes(TierName.HOST))
-    return nearest
+    if not plan.grads_have_homes:
+        return plan
+    moved = [
+        r
+        for r in reversed(records)
+        if r.num_trainable and plan.placement[r.index, SegmentKind.GRAD].is_host_memory
+    ]
+    plans = {0: plan}
+
+    def host_bytes_after(number: int) -> int:
+        if number not in plans:
+            away = {(record.index, SegmentKind.GRAD): TierName.NVME for record in moved[:number]}
+            placement = {**plan.placement, **away}
+            plans[number] = _plan(records, config, placement, together, form, num_checkpointed)
+        return plans[number].tier_bytes(TierName.HOST)
+
+    freed = accumulate((staggered(grad_home_bytes(record)) for record in moved), initial=0)
+    return plans[first_enough(host_bytes_after, list(freed), host_budget)]
 
 
 def _plan(
@@ -352,13 +370,13 @@ def _add_device_buffers(
     grad_bytes = {r.index: align_up(r.num_trainable * r.dtype.itemsize) for r in leaving}
     # A resident record may have parameters at both ends of the model: it would keep a lease for all of backward.
     own_grad_bytes = {r.index: grad_bytes[r.index] for r in leaving if r.resident}
-    device_grad_bytes = _largest(grad_bytes[r.index] for r in leaving if not r.resident)
-    update_scratch = _update_scratch_bytes(records, placement, form)
-    norm_scratch = _norm_scratch_bytes(records, placement, form)
-    weight_codes = _largest(weight_code_bytes(r, config.zero_plus_plus) for r in records)
-    gradient_codes = _largest(gradient_code_bytes(r, config.zero_plus_plus) for r in records)
+    device_grad_bytes = largest_of(grad_bytes[r.index] for r in leaving if not r.resident)
+    update_scratch = update_scratch_bytes(records, placement, form)
+    norm_scratch = norms_scratch_bytes(records, placement, form)
+    weight_codes = largest_of(weight_code_bytes(r, config.zero_plus_plus) for r in records)
+    gradient_codes = largest_of(gradient_code_bytes(r, config.zero_plus_plus) for r in records)
     wire_dtype = DTYPES[config.communication_dtype]
-    gradient_pieces = _largest(gradient_piece_bytes(r, wire_dtype) for r in leaving)
+    gradient_pieces = largest_of(gradient_piece_bytes(r, wire_dtype) for r in leaving)
     near_copies = _near_copies(records, config, placement)
 
     device = TierName.DEVICE
@@ -373,7 +391,7 @@ def _add_device_buffers(
         sizes = (align_up(num_bytes) for home, num_bytes in near_copies.values() if home is tier)
         sheet.add(tier, "copies for near ranks", sum(sizes))
     sheet.add(device, "activation fetches", fetched_inputs)
-    unit_leases = _unit_lease_bytes(
+    unit_leases = unit_lease_bytes(
         _streamed(records, placement), config, together, taken=sheet.total(device), recomputes=recomputes
     )
     sheet.add(device, "unit leases", unit_leases)
@@ -396,14 +414,14 @@ def _add_host_buffers(
     """Size the buffers of the host, those for activation checkpoints apart."""
     leaving, grads_have_homes = _leaving(records, placement), keeps_gradients(config)
     from_files = [r for r in _streamed(records, placement) if placement[r.index, SegmentKind.PARAM].is_file]
-    param_staging_bytes = _largest(r.kept_param_bytes for r in from_files)
+    param_staging_bytes = largest_of(r.kept_param_bytes for r in from_files)
     passing = [r for r in leaving if not grads_have_homes or placement[r.index, SegmentKind.GRAD].is_file]
-    host_grad_bytes = _largest(r.state.kept_trainable * r.grad_dtype.itemsize for r in passing)
+    host_grad_bytes = largest_of(grad_home_bytes(r) for r in passing)
     num_host_grads = NUM_PASSING_GRADS if host_grad_bytes else 0
     added = leaving if grads_have_homes else []
-    grad_staging_bytes = _largest(r.kept_trainable * r.dtype.itemsize for r in added)
+    grad_staging_bytes = largest_of(r.kept_trainable * r.dtype.itemsize for r in added)
     num_grad_staging = NUM_GRAD_STAGING if config.batch.gradient_accumulation_steps > 1 else 1
-    slot_bytes = _slot_bytes(records, config, placement)
+    slot_bytes = update_slot_bytes(records, config, placement)
     num_slots = max(2, config.update.num_chunks_in_flight) if slot_bytes else 0
 
     host = TierName.HOST
@@ -462,10 +480,6 @@ def _input_plan(config: OffloadConfig, num_checkpointed: int) -> InputPlan | Non
     )
 
 
-def _largest(sizes: Iterable[int]) -> int:
-    return align_up(max(sizes, default=0))
-
-
 def _add_homes(
     sheet: _Sheet, records: Sequence[Record], placement: Placement, grads_have_homes: bool
 ) -> None:
@@ -482,79 +496,10 @@ def _add_homes(
         if record.num_trainable:
             tier = placement[record.index, SegmentKind.GRAD]
             if grads_have_homes or tier.is_device:
-                add(tier, SegmentKind.GRAD, record.state.kept_trainable * record.grad_dtype.itemsize)
+                add(tier, SegmentKind.GRAD, grad_home_bytes(record))
     for kind in dict.fromkeys(kind for record in records for kind in record.spec.kinds):
         for tier in TierName:
             sheet.add(tier, f"home: {kind.value}", totals.get((tier, kind), 0))
-
-
-def _unit_lease_bytes(
-    streamed: Sequence[Record],
-    config: OffloadConfig,
-    together: Sequence[Collection[int]],
-    *,
-    taken: int,
-    recomputes: bool,
-) -> int:
-    """The bytes for unit leases: the rest of the device budget, else the largest need and the units prefetched.
-
-    `recomputes`: backward runs forwards of sites while an operation that waits for them holds a weight. Within a
-    device budget that is too small for both it holds a copy: [Note: weights that find no room] in
-    streaming/saved_weights.py.
-    """
-    if not streamed:
-        return 0
-    sizes = {record.index: align_up(record.param_bytes) for record in streamed}
-    total = sum(sizes.values())
-    groups = ([sizes[index] for index in group if index in sizes] for group in together)
-    largest = max(sizes.values())
-    at_least = max(largest, *map(room_for, groups), 0)
-    if recomputes and config.budgets.device is None:
-        at_least = max(at_least, min(room_for((largest, largest)), total))
-    if config.budgets.device is not None:
-        wanted = (config.budgets.device - taken) // ALIGN_BYTES * ALIGN_BYTES
-    elif config.max_live_parameters is not None:
-        wanted = align_up(config.max_live_parameters * streamed[0].dtype.itemsize)
-    else:
-        wanted = at_least + largest * config.units.prefetch_units
-    return max(at_least, min(total, wanted))
-
-
-def _update_scratch_bytes(records: Sequence[Record], placement: Placement, form: UpdateForm) -> int:
-    on_device = [r for r in records if r.num_trainable and _updates_on_device(r, placement)]
-    return _largest(r.spec.scratch_bytes(form, r.state.kept_trainable, compact=r.compact) for r in on_device)
-
-
-def _norm_scratch_bytes(records: Sequence[Record], placement: Placement, form: UpdateForm) -> int:
-    if form is UpdateForm.NATIVE:  # the kernel that takes norms in host memory widens as it reads
-        return 0
-    on_device = [r for r in records if r.num_trainable and placement[r.index, SegmentKind.GRAD].is_device]
-    return _largest(norm_scratch_bytes(r.kept_parts) for r in on_device)
-
-
-def _updates_on_device(record: Record, placement: Placement) -> bool:
-    kinds = (*record.layout(), SegmentKind.GRAD)
-    return all(placement[record.index, kind].is_device for kind in kinds)
-
-
-def _slot_bytes(records: Sequence[Record], config: OffloadConfig, placement: Placement) -> int:
-    """The bytes of one update slot: the staged segments of one chunk, of the record with the most."""
-    largest = 0
-    for record in records:
-        if not record.num_trainable or _updates_on_device(record, placement):
-            continue
-        layout = record.layout()
-        tiers = {kind: placement[record.index, kind] for kind in layout}
-        grad_tier = placement[record.index, SegmentKind.GRAD]
-        staged = {kind: dtype for kind, (dtype, _) in layout.items() if not tiers[kind].is_host_memory}
-        if not grad_tier.is_host_memory:
-            staged[SegmentKind.GRAD] = record.grad_dtype
-        needed = 0
-        for kind, dtype in staged.items():  # the first chunk is the largest
-            part = record.chunk_slice(kind, 0, min(config.update.chunk_elements, record.state.kept_trainable))
-            needed += staggered((part.stop - part.start) * dtype.itemsize)
-        largest = max(largest, needed)
-    return largest
 
 
 def _check_budgets(plan: MemoryPlan, config: OffloadConfig) -> None:
@@ -569,7 +514,8 @@ def _check_budgets(plan: MemoryPlan, config: OffloadConfig) -> None:
             raise BudgetError(
                 f"offloadzero.budgets.{tier.value}: {format_bytes(needed)} are needed, "
                 f"{format_bytes(budget)} are allowed ({format_bytes(needed - budget)} short).\n"
-                f"{plan.table()}\n{advice(plan, [tier], _ADVICE[tier])}"
+                f"{plan.table()}\n{advice(plan, [tier], _ADVICE[tier])}",
+                needed={tier.value: needed},
             )
 
 
