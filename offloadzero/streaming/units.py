@@ -83,10 +83,12 @@ def cut_units(
     if not owned:
         raise ConfigError("model", type(model).__name__, "a module with parameters: this one has none")
     records: list[Record] = []
+    names: set[str] = set()
     record_of: dict[int, int] = {}
     for unit_name, params in owned.items():
         for dtype, members in _by_dtype(params, param_dtype).items():
-            name = unit_name if not _holds(records, unit_name) else f"{unit_name}#{_dtype_name(dtype)}"
+            name = unit_name if unit_name not in names else f"{unit_name}#{_dtype_name(dtype)}"
+            names.add(name)
             placed = [
                 (param_name, param, group_of.get(id(param)) if param.requires_grad else None)
                 for param_name, param in members
@@ -128,10 +130,10 @@ def checkpointed_modules(
     """
     names = {record.unit_name for record in cut.records} - {REST}
     key = "offloadzero.activation_checkpoints.units"
-    patterns = patterns or sorted(names & set(_unit_roots(model, units).values()))
-    if not patterns:
+    roots = [] if patterns else sorted(names & set(_unit_roots(model, units).values()))
+    if not patterns and not roots:
         raise ConfigError(key, None, "the model has no repeated blocks: name units", known_values=names)
-    chosen: dict[str, nn.Module] = {}
+    chosen = {name: model.get_submodule(name) for name in roots}
     for pattern in patterns:
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
@@ -180,10 +182,6 @@ def _expect_trainable_dtype(
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _holds(records: Sequence[Record], name: str) -> bool:
-    return any(record.name == name for record in records)
 
 
 def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -13,7 +13,9 @@ multiples of 65,536 elements, 4096 bytes of scales, so every chunk of every segm
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -69,7 +71,8 @@ class RecordState:
         """The codes of the states in the compact layout; None in the fp32 layout."""
         return self.spec.codes if self.compact else None
 
-    def layout(self) -> dict[SegmentKind, tuple[torch.dtype, int]]:
+    @cached_property
+    def layout(self) -> Mapping[SegmentKind, tuple[torch.dtype, int]]:
         """The dtype and number of elements of each segment except the gradient."""
         segments = {SegmentKind.PARAM: (self.flat.dtype, self.kept_elements)}
         trainable = self.kept_trainable
@@ -85,7 +88,7 @@ class RecordState:
         """The segments' elements of a chunk [start, stop). The last includes the padding: file blocks move whole."""
         part = segment_slice(kind, start, stop)
         if kind is SegmentKind.SCALES and stop == self.kept_trainable:
-            return slice(part.start, self.layout()[kind][1])
+            return slice(part.start, self.layout[kind][1])
         return part
 
     @property

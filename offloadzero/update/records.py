@@ -161,9 +161,9 @@ class Record:
         """Whether all segments of the update live on the device."""
         return self.state.updates_on_device
 
-    def layout(self) -> dict[SegmentKind, tuple[torch.dtype, int]]:
+    def layout(self) -> Mapping[SegmentKind, tuple[torch.dtype, int]]:
         """The dtype and number of elements of each segment except the gradient."""
-        return self.state.layout()
+        return self.state.layout
 
     def chunk_slice(self, kind: SegmentKind, start: int, stop: int) -> slice:
         """The segments' elements of a chunk [start, stop). The last includes the padding: file blocks move whole."""
