@@ -8,15 +8,16 @@ made by the engine's own functions, and equals the plan that the engine makes of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from torch import nn
 
 from offloadzero.config import OffloadConfig, settle_for_initialize, settle_for_offload
 from offloadzero.planning.engine_plan import plan_records
-from offloadzero.planning.memory_plan import MemoryPlan, with_kept_gradients
+from offloadzero.planning.memory_plan import MemoryPlan, keeps_gradients, with_kept_gradients
 from offloadzero.planning.traffic import Uses
 from offloadzero.segments import TierName
 from offloadzero.sharding.shard_spec import WHOLE, ShardSpec, divides_params, divides_states
@@ -81,48 +82,77 @@ def plan_model(
     Raises:
         ConfigError, BudgetError: those of the engine.
     """
-    config = settle(config, loop)
-    is_several = config.world_size > 1
-    if is_several:
-        from offloadzero.several_ranks import expect_built  # it loads torch.distributed
+    return ModelPlanner(model).plan(config, loop=loop, available=available, form=form)
 
-        expect_built(config)
-    is_divided = is_several and divides_states(config.zero_stage)
-    spec = spec_of_type(config.optimizer.type) if config.optimizer is not None else ADAM
-    spec.expect_layout(config.state_layout)
-    cut = cut_units(
-        model,
-        config.units,
-        group_of={id(param): 0 for param in model.parameters() if param.requires_grad},
-        param_dtype=DTYPES[config.precision.param_dtype],
-        spec=spec,
-        compact=config.state_layout == "compact",
-        shard=ShardSpec(0, config.world_size) if is_divided else WHOLE,
-        gathers_params=is_several and divides_params(config.zero_stage),
-        is_reduced=is_several,
-    )
-    checkpointing = config.activation_checkpoints
-    checkpointed = (
-        checkpointed_modules(model, cut, config.units, checkpointing.units) if checkpointing else {}
-    )
-    plan = plan_records(
-        cut.records,
-        config,
-        together=cut.together,
-        available=available,
-        form=form,
-        num_checkpointed=len(checkpointed),
-    )
-    buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
-    return PlannedModel(
-        class_name=type(model).__name__,
-        config=config,
-        spec=spec,
-        cut=cut,
-        plan=plan,
-        checkpointed=tuple(checkpointed),
-        buffer_bytes=buffer_bytes,
-    )
+
+class ModelPlanner:
+    """Plans one model for many configurations, and cuts it once for those that cut it alike.
+
+    Their plans share the records.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+        self._cuts: dict[Hashable, UnitCut] = {}
+
+    def plan(
+        self,
+        config: OffloadConfig,
+        *,
+        loop: Loop = Loop.INITIALIZE,
+        available: Mapping[TierName, int],
+        form: UpdateForm = UpdateForm.NATIVE,
+    ) -> PlannedModel:
+        """Do what `plan_model` does."""
+        config = settle(config, loop)
+        if config.world_size > 1:
+            from offloadzero.several_ranks import expect_built  # it loads torch.distributed
+
+            expect_built(config)
+        spec = spec_of_type(config.optimizer.type) if config.optimizer is not None else ADAM
+        spec.expect_layout(config.state_layout)
+        cut = self._cut(config, spec)
+        checkpointing = config.activation_checkpoints
+        checkpointed = (
+            checkpointed_modules(self._model, cut, config.units, checkpointing.units) if checkpointing else {}
+        )
+        plan = plan_records(
+            cut.records,
+            config,
+            together=cut.together,
+            available=available,
+            form=form,
+            num_checkpointed=len(checkpointed),
+        )
+        return PlannedModel(
+            class_name=type(self._model).__name__,
+            config=config,
+            spec=spec,
+            cut=cut,
+            plan=plan,
+            checkpointed=tuple(checkpointed),
+            buffer_bytes=self._buffer_bytes,
+        )
+
+    def _cut(self, config: OffloadConfig, spec: AnySpec) -> UnitCut:
+        """Return the cut for a settled configuration."""
+        is_several = config.world_size > 1
+        is_divided = is_several and divides_states(config.zero_stage)
+        settings: dict[str, Any] = {
+            "param_dtype": DTYPES[config.precision.param_dtype],
+            "compact": config.state_layout == "compact",
+            "shard": ShardSpec(0, config.world_size) if is_divided else WHOLE,
+            "gathers_params": is_several and divides_params(config.zero_stage),
+            "is_reduced": is_several,
+        }
+        # Planning gives the gradients of the records their dtype: plans with another one have records of their own.
+        grad_dtype = keeps_gradients(config) and config.precision.grad_accum_dtype
+        key = (config.units, spec.name, grad_dtype, *settings.values())
+        if key not in self._cuts:
+            group_of = {id(param): 0 for param in self._model.parameters() if param.requires_grad}
+            self._cuts[key] = cut_units(self._model, config.units, group_of=group_of, spec=spec, **settings)
+        return self._cuts[key]
 
 
 def settle(config: OffloadConfig, loop: Loop) -> OffloadConfig:

@@ -18,7 +18,7 @@ from offloadzero.memory.arena import ALIGN_BYTES
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES
-from offloadzero.planned_model import Loop, PlannedModel, plan_model
+from offloadzero.planned_model import Loop, ModelPlanner, PlannedModel
 from offloadzero.planning.activation_trace import MicroBatchTrace, TraceError, trace_micro_batch
 from offloadzero.planning.fit import (
     Beside,
@@ -96,6 +96,7 @@ class Planner:
     def __init__(self, question: Question) -> None:
         self.question = question
         self._model: nn.Module | None = None
+        self._model_planner: ModelPlanner | None = None
         self._traces: dict[tuple[Any, ...], MicroBatchTrace | str] = {}
 
     def model(self) -> nn.Module:
@@ -116,7 +117,9 @@ class Planner:
         if memory.device is not None:
             available[TierName.DEVICE] = memory.device
         form = question.form_of(spec_in(config))
-        planned = plan_model(self.model(), config, loop=question.loop, available=available, form=form)
+        if self._model_planner is None:
+            self._model_planner = ModelPlanner(self.model())
+        planned = self._model_planner.plan(config, loop=question.loop, available=available, form=form)
         return planned, memory
 
     def answer(self, source: Source, more: More = NOTHING) -> Answer:
@@ -144,13 +147,13 @@ class Planner:
         except ConfigError as error:
             return Verdict(refusal=str(error), is_mistake=True)
 
-    def is_planned(self, source: Source) -> bool:
-        """Whether the budgets of a JSON are enough."""
+    def refusal(self, source: Source) -> BudgetError | None:
+        """Return the refusal of the budgets of a JSON; None where they are enough."""
         try:
             self.answer(source)
-        except BudgetError:
-            return False
-        return True
+        except BudgetError as error:
+            return error
+        return None
 
     def smallest_change(self, source: Source) -> Change:
         """Return the change of a JSON that does not fit."""
@@ -164,7 +167,7 @@ class Planner:
             source,
             config,
             self._verdict_of_candidate,
-            is_planned=self.is_planned,
+            refusal_of=self.refusal,
             can_be_compact=codes is not None and config.precision.param_dtype == "bf16",
             has_activations=self.question.sequence is not None,
             device_room=None if answer is None else _room(answer),
@@ -249,7 +252,8 @@ def _check_budgets(planned: PlannedModel, trace: MicroBatchTrace | None) -> None
                 f"offloadzero.budgets.{tier.value}: {format_bytes(of_plan + taken)} are needed, "
                 f"{format_bytes(budget)} are allowed: {format_bytes(of_plan)} are planned for states, and the inputs "
                 f"of checkpointed units take {format_bytes(taken)} in the first step.\nWhat would make it fit: another "
-                "offloadzero.activation_checkpoints.tier, a smaller micro batch, or a larger budget."
+                "offloadzero.activation_checkpoints.tier, a smaller micro batch, or a larger budget.",
+                needed={tier.value: of_plan + taken},
             )
 
 

@@ -54,21 +54,22 @@ def plan_engine(
     try:
         plan = make(config)
     except BudgetError as error:
-        enough = least_budgets(config.budgets, lambda budgets: _is_planned(make, config, budgets))
+        enough = least_budgets(config.budgets, lambda budgets: _refusal(make, config, budgets))
         raise BudgetError(f"{error}\n{budgets_text(enough)}") from None
     expect_room(plan, available)
     return plan
 
 
-def _is_planned(
+def _refusal(
     make: Callable[[OffloadConfig], MemoryPlan], config: OffloadConfig, budgets: Mapping[TierName, int]
-) -> bool:
+) -> BudgetError | None:
+    """Return the refusal of a configuration with these budgets; None where they are enough."""
     sizes = {tier.value: size for tier, size in budgets.items()}
     try:
         make(replace(config, budgets=BudgetConfig(**sizes)))
-    except BudgetError:
-        return False
-    return True
+    except BudgetError as error:
+        return error
+    return None
 
 
 def plan_records(

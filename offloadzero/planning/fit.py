@@ -30,6 +30,7 @@ from itertools import combinations
 from typing import Any
 
 from offloadzero.config import BudgetConfig, OffloadConfig, load_config
+from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.planning.memory_plan import MemoryPlan, format_bytes
 from offloadzero.segments import TierName
@@ -150,7 +151,7 @@ def smallest_change(
     config: OffloadConfig,
     verdict_of: Callable[[Source, More], Verdict],
     *,
-    is_planned: Callable[[Source], bool],
+    refusal_of: Callable[[Source], BudgetError | None],
     can_be_compact: bool,
     has_activations: bool = True,
     device_room: int | None = None,
@@ -160,17 +161,17 @@ def smallest_change(
     Args:
         config: the configuration that `source` holds.
         verdict_of: plans a JSON and judges it on a machine that has so many more bytes.
-        is_planned: whether the engine's own budgets allow a JSON on a machine of any size.
+        refusal_of: the refusal of a JSON whose own budgets are too small; None where they are enough.
         can_be_compact: whether optimizer and dtype have the compact layout.
         has_activations: whether activations are known, so that fewer of them are a change.
         device_room: bytes of a device that activations leave; None where that is not known.
     """
-    budgets = budget_keys(source, config, is_planned)
+    budgets = budget_keys(source, config, refusal_of)
     least: tuple[int, Keys] | None = None
     steps = list(_steps(config, can_be_compact=can_be_compact, has_activations=has_activations))
     if device_room is not None and (config.budgets.device is None or device_room < config.budgets.device):
         steps.insert(0, {"offloadzero.budgets.device": device_room})
-    raised_beside = partial(_raised_beside, source, config.world_size, verdict_of, is_planned)
+    raised_beside = partial(_raised_beside, source, config.world_size, verdict_of, refusal_of)
     for keys in _candidates(steps, budgets, raised_beside):
         verdict = verdict_of(with_keys(source, keys), {})
         if verdict.fits:
@@ -195,13 +196,15 @@ def _lacking(source: Source, verdict_of: Callable[[Source, More], Verdict]) -> M
     return more
 
 
-def budget_keys(source: Source, config: OffloadConfig, is_planned: Callable[[Source], bool]) -> Keys:
+def budget_keys(
+    source: Source, config: OffloadConfig, refusal_of: Callable[[Source], BudgetError | None]
+) -> Keys:
     """Raise each budget that is too small to the least with which the engine plans on a machine of any size."""
 
-    def is_enough(budgets: Mapping[TierName, int]) -> bool:
-        return is_planned(with_keys(source, _keys_of(budgets)))
+    def refusal_with(budgets: Mapping[TierName, int]) -> BudgetError | None:
+        return refusal_of(with_keys(source, _keys_of(budgets)))
 
-    return _keys_of(least_budgets(config.budgets, is_enough))
+    return _keys_of(least_budgets(config.budgets, refusal_with))
 
 
 def _keys_of(budgets: Mapping[TierName, int]) -> Keys:
@@ -209,12 +212,12 @@ def _keys_of(budgets: Mapping[TierName, int]) -> Keys:
 
 
 def least_budgets(
-    budgets: BudgetConfig, is_planned: Callable[[Mapping[TierName, int]], bool]
+    budgets: BudgetConfig, refusal_of: Callable[[Mapping[TierName, int]], BudgetError | None]
 ) -> dict[TierName, int]:
     """Raise those of the `budgets` that are too small, each to the least with which a plan is made.
 
     One follows the other, with those before it as they are by then and with any amount of those after it: so all
-    of them together are enough. `is_planned` gets all that are given.
+    of them together are enough. `refusal_of` gets all that are given, and returns None where they are enough.
     """
     sizes = (budgets.device, budgets.host, budgets.nvme)
     given = {tier: size for tier, size in zip(TierName, sizes, strict=True) if size is not None}
@@ -222,12 +225,13 @@ def least_budgets(
     raised: dict[TierName, int] = {}
     for tier, budget in given.items():
 
-        def is_enough(size: int, tier: TierName = tier) -> bool:
-            return is_planned({**settled, tier: size})
+        def refusal_with(size: int, tier: TierName = tier) -> BudgetError | None:
+            return refusal_of({**settled, tier: size})
 
         settled[tier] = budget
-        if not is_enough(budget):
-            settled[tier] = raised[tier] = _least(budget, is_enough)
+        refusal = refusal_with(budget)
+        if refusal is not None:
+            settled[tier] = raised[tier] = _least(tier, budget, refusal, refusal_with)
     return raised
 
 
@@ -237,19 +241,26 @@ def budgets_text(budgets: Mapping[TierName, int]) -> str:
     return f"{ENOUGH}: {keys}."
 
 
-def _least(too_small: int, is_enough: Callable[[int], bool]) -> int:
-    """Return the least multiple of a page above `too_small` that is enough; more always is."""
+def _least(
+    tier: TierName, too_small: int, refusal: BudgetError, refusal_of: Callable[[int], BudgetError | None]
+) -> int:
+    """Return the least multiple of a page above `too_small` that is enough; more always is.
+
+    A refusal names what its plan takes, most often the least there is: so the figure is tried first, then a page less.
+    """
     low, high = too_small // ALIGN_BYTES, max(1, align_up(too_small) // ALIGN_BYTES)
-    while not is_enough(high * ALIGN_BYTES):
-        low, high = high, 2 * high
+    high = max(high, align_up(refusal.needed.get(tier.value, 0)) // ALIGN_BYTES)
+    while (found := refusal_of(high * ALIGN_BYTES)) is not None:
+        low, high = high, max(2 * high, align_up(found.needed.get(tier.value, 0)) // ALIGN_BYTES)
         if high * ALIGN_BYTES > MAX_BUDGET:
             raise AssertionError("no budget is enough")
+    middle = high - 1
     while high - low > 1:
-        middle = (low + high) // 2
-        if is_enough(middle * ALIGN_BYTES):
+        if refusal_of(middle * ALIGN_BYTES) is None:
             high = middle
         else:
             low = middle
+        middle = (low + high) // 2
     return high * ALIGN_BYTES
 
 
@@ -257,7 +268,7 @@ def _raised_beside(
     source: Source,
     num_ranks: int,
     verdict_of: Callable[[Source, More], Verdict],
-    is_planned: Callable[[Source], bool],
+    refusal_of: Callable[[Source], BudgetError | None],
     keys: Keys,
 ) -> Keys:
     """Raise the budgets that are too small when `keys` are set: these may be others than without the keys."""
@@ -265,7 +276,7 @@ def _raised_beside(
     verdict = verdict_of(changed, {})
     if not verdict.refusal or verdict.is_mistake:
         return {}
-    return budget_keys(changed, load_config(changed, world_size=num_ranks), is_planned)
+    return budget_keys(changed, load_config(changed, world_size=num_ranks), refusal_of)
 
 
 def _candidates(

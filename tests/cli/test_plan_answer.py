@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offloadzero
+from offloadzero import planned_model
 from offloadzero.cli.plan_answer import Planner, Question, drive_bytes
 from offloadzero.cli.plan_model import ModelSource, read_model
 from offloadzero.config import load_config
@@ -138,6 +139,27 @@ def test_a_budget_is_raised_to_the_byte(case: tuple[str, dict[str, Any], Memory]
     assert value % PAGE == 0
     assert asked.verdict(with_keys(source, {key: value})).fits
     assert not asked.verdict(with_keys(source, {key: value - PAGE})).fits
+
+
+def test_a_search_plans_on_one_cut_and_asks_for_few_budgets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Candidates that cut the model alike share its records; a refusal says how large a budget must be."""
+    cuts: list[Any] = []
+    cut_units = planned_model.cut_units
+    monkeypatch.setattr(
+        planned_model, "cut_units", lambda *args, **keys: cuts.append(keys) or cut_units(*args, **keys)
+    )
+    question = Question(read_model(DEEP), lambda _: PLENTY, lambda _: UpdateForm.NATIVE, sequence=16)
+    asked = Planner(question)
+    budgets = {"device": "1KiB", "host": "1KiB", "nvme": "1KiB"}
+    source = settings(tmp_path, placement={"states": "nvme"}, budgets=budgets)
+    plans: list[Any] = []
+    plan = asked.plan
+    monkeypatch.setattr(asked, "plan", lambda *args: plans.append(args) or plan(*args))
+    assert set(asked.smallest_change(source).keys) == {f"offloadzero.budgets.{tier}" for tier in budgets}
+    assert len(cuts) == 1
+    assert len(plans) <= 2 + 3 * len(budgets)
 
 
 def test_the_engine_takes_the_change(tmp_path: Path) -> None:
