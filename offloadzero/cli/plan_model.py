@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from offloadzero.errors import ConfigError
 from offloadzero.planning.shapes import PUBLISHED, ModelShape, read_shape
@@ -29,8 +30,23 @@ class ModelSource:
 
     def on_meta(self) -> nn.Module:
         """Make the model without its numbers: [Note: a model that is nowhere]."""
-        with torch.device("meta"):
+        with torch.device("meta"), _NoNumbers():
             return self.build()
+
+
+class _NoNumbers(TorchFunctionMode):
+    """Draws no random numbers for tensors that have no memory: torch would load its compiler to do nothing."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in (torch.Tensor.normal_, torch.Tensor.uniform_) and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def read_model(text: str) -> ModelSource:
