@@ -100,12 +100,13 @@ def run(args: argparse.Namespace) -> int:
         with_time=not args.no_time and args.ranks == 1,
         num_tokens=read_count("--tokens", args.tokens),
         endurance_bytes=None if args.drive_tbw is None else read_num_bytes("--drive-tbw", args.drive_tbw),
+        show=None if args.json == "-" else print_lines,
     )
     result = {"format": FORMAT, "format_version": FORMAT_VERSION, **report.to_json()}
     if args.json == "-":
         print_lines([json.dumps(result, indent=1, allow_nan=False)])
     else:
-        print_lines(report.lines())
+        print_lines(report.answer_lines())
         if args.json:
             save_json(args.json, result)
     if args.html:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -74,10 +74,18 @@ class Report:
 
     def lines(self) -> list[str]:
         """Return paragraphs of text."""
+        return [*self.plan_lines(), *self.answer_lines()]
+
+    def plan_lines(self) -> list[str]:
+        """Return those about the plan, which is known before a change is searched for."""
         lines = list(self._memory_lines()) if self.answer is not None else [self.refusal]
         if self.stages:
             lines += ["", *self._stage_lines()]
-        lines += ["", *self.verdict_lines()]
+        return lines
+
+    def answer_lines(self) -> list[str]:
+        """Return the others."""
+        lines = ["", *self.verdict_lines()]
         if self.forecast is not None:
             lines += ["", self.time_line(), *self._lane_lines(self.forecast), *self.advice_lines()]
         elif self.num_ranks > 1:
@@ -340,20 +348,23 @@ def make_report(
     with_time: bool,
     num_tokens: int | None = None,
     endurance_bytes: int | None = None,
+    show: Callable[[list[str]], None] | None = None,
 ) -> Report:
-    """Answer a question for a JSON. Raises ConfigError."""
+    """Answer a question for a JSON. Raises ConfigError.
+
+    `show` gets `plan_lines()` before the search for a change, which takes longer than all before it.
+    """
     planner = Planner(question)
     refusal, answer = "", None
     try:
         answer = planner.answer(source)
     except BudgetError as error:
         refusal = str(error)
-    fits = answer is not None and answer.verdict.fits
     report = Report(
         model=str(question.model.shape or question.model.text),
         refusal=refusal,
         answer=answer,
-        change=None if fits else planner.smallest_change(source),
+        change=None,
         step=None,
         forecast=None,
         run=None,
@@ -362,6 +373,10 @@ def make_report(
         num_ranks=question.num_ranks,
         stages=by_stage(planner, source) if question.num_ranks > 1 else (),
     )
+    if show is not None:
+        show(report.plan_lines())
+    if answer is None or not answer.verdict.fits:
+        report = replace(report, change=planner.smallest_change(source))
     if answer is None or not with_time:
         return report
     step = step_of(answer)

@@ -13,6 +13,7 @@ import torch
 from offloadzero.cli import plan_probe
 from offloadzero.cli.main import FAILURE, USER_ERROR, main
 from offloadzero.cli.plan import FORMAT, read_count
+from offloadzero.cli.plan_answer import Planner
 from offloadzero.cli.plan_model import read_model
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import find_device
@@ -80,6 +81,25 @@ def test_what_does_not_fit_is_said_with_what_would(
     text = capsys.readouterr().out
     assert "offloadzero.budgets.host: " in text
     assert "The smallest change with which it fits: offloadzero.budgets.host = " in text
+
+
+def test_the_plan_is_printed_before_the_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed: list[str] = []
+    search = Planner.smallest_change
+
+    def watched(planner: Planner, source: Any) -> Any:
+        printed.append(capsys.readouterr().out)
+        return search(planner, source)
+
+    monkeypatch.setattr(Planner, "smallest_change", watched)
+    assert main(words(tmp_path, budgets={"host": "1KiB"})) == FAILURE
+    assert "offloadzero.budgets.host: " in printed[0]
+    assert "home: " in printed[0]
+    rest = capsys.readouterr().out
+    assert "home: " not in rest
+    assert "The smallest change with which it fits: " in rest
 
 
 def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
