@@ -271,6 +271,11 @@ class _Offloaded(nn.Parameter):
 
     def set_(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: the memory of a weight belongs to its tier."""
+        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils.parametrize":
+            raise StateError(
+                f"{weight_of(self).name}: register parametrizations before offload(), of parameters that still have "
+                "memory of their own, or call restore_model() first"
+            )
         raise StateError(
             f"{weight_of(self).name}: set_() would give the parameter memory of its own: write its value with copy_() "
             "under torch.no_grad(), or assign param.data"

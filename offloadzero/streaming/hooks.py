@@ -65,6 +65,7 @@ from offloadzero.torch_private import (
     is_tracing,
     pop_saved_tensors_default_hooks,
     push_saved_tensors_default_hooks,
+    running_transform,
     skip_frame,
     top_saved_tensors_default_hooks,
 )
@@ -421,7 +422,7 @@ class ModelHooks:
         hooks = _SavedTensorHooks(
             self._saved_weights, top_saved_tensors_default_hooks(False), timeline=self.timeline
         )
-        push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+        _push(hooks.pack, hooks.unpack)
         return True
 
     def push_input_hooks(self, name: str) -> None:
@@ -430,10 +431,10 @@ class ModelHooks:
             self._saved_weights, top_saved_tensors_default_hooks(False), timeline=self.timeline
         )
         if others.is_under_foreign or self._activations is None:
-            push_saved_tensors_default_hooks(others.pack, others.unpack)
+            _push(others.pack, others.unpack)
         else:
             inputs = _InputHooks(Call(name), self._activations, self._saved_weights, others)
-            push_saved_tensors_default_hooks(inputs.pack, inputs.unpack)
+            _push(inputs.pack, inputs.unpack)
 
     # --- state dict ---
 
@@ -474,7 +475,7 @@ class ModelHooks:
     ) -> None:
         """Write one module's own weights to their homes; `_forgive_missing` then corrects torch's report."""
         if metadata.get("assign_to_params_buffers"):
-            allowed = "False: an offloaded model keeps its parameters, and takes the values"
+            allowed = "an offloaded model keeps its parameters and takes the values: leave out assign=True"
             raise ConfigError("load_state_dict(assign)", True, allowed)
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             self._loaded.discard(prefix + name)
@@ -489,6 +490,19 @@ class ModelHooks:
 
     def _forgive_missing(self, module: nn.Module, incompatible: Any) -> None:
         incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in self._loaded]
+
+
+def _push(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+    """Push a pair of saved-tensor hooks."""
+    try:
+        push_saved_tensors_default_hooks(pack, unpack)
+    except RuntimeError as error:
+        if running_transform() is None:
+            raise
+        raise StateError(
+            "torch.func's transforms allow no saved-tensor hooks, which bring the weights of an offloaded model back "
+            "in backward: give functional_call an ordinary copy, copy.deepcopy(model)"
+        ) from error
 
 
 class _SavedTensorHooks:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 from offloadzero.errors import StateError
 from tests.support.plain_form import ALL_PLACEMENTS, final_weights, make_model, offloaded
@@ -69,6 +69,32 @@ REFUSED: dict[str, Callable[[Any], object]] = {
 def test_transforms_of_parameters_are_refused_by_name(name: str, pair: tuple[Any, Any]) -> None:
     with pytest.raises(StateError, match=r"blocks\.0\.up\.weight: torch\.func.*p\.detach\(\)"):
         REFUSED[name](pair[0])
+
+
+def loss_of(model: nn.Module) -> Callable[..., Any]:
+    return lambda values, ids: functional_call(model, values, (ids,))
+
+
+THROUGH: dict[str, Callable[[Any, Any], Any]] = {
+    "grad": lambda base, model: grad(loss_of(base))(named(model), TOKENS),
+    "jacrev": lambda base, model: jacrev(loss_of(base))(named(model), TOKENS),
+    "vmap of grad": lambda base, model: vmap(grad(loss_of(base)), in_dims=(None, 0))(
+        named(model), TOKENS.unsqueeze(1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", THROUGH)
+def test_transforms_through_the_model_say_what_to_take(name: str, pair: tuple[Any, Any]) -> None:
+    model, plain = pair
+    with pytest.raises(StateError, match=r"torch\.func.*functional_call.*copy\.deepcopy\(model\)"):
+        THROUGH[name](model, model)
+    expected = THROUGH[name](plain, plain)
+    for key, value in THROUGH[name](copy.deepcopy(model), model).items():
+        torch.testing.assert_close(value, expected[key], msg=key)
+    model(TOKENS).backward()
+    plain(TOKENS).backward()
+    torch.testing.assert_close(weight(model).grad.clone(), weight(plain).grad)  # type: ignore[union-attr]
 
 
 EXPORTS: dict[str, Callable[[Any], Any]] = {

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 import offloadzero
-from offloadzero.errors import StateError
+from offloadzero.errors import ConfigError, StateError
 from tests.support.plain_form import plain_config
 
 PLACEMENTS = ("resident", "host")
@@ -108,6 +109,20 @@ def test_another_memory_or_shape_in_place_is_refused_by_name(what: str, both: An
         REFUSED[what](model)
     assert torch.equal(model.lin.weight, before)
     optimizer.zero_grad()
+
+
+def test_parametrizations_come_before_offloading(both: Any) -> None:
+    _, (model, _) = both
+    before = model.lin.weight.detach().clone()
+    with pytest.raises(StateError, match=r"^lin\.weight: register parametrizations before offload\(\)"):
+        register_parametrization(model.lin, "weight", nn.Identity())
+    assert torch.equal(model.lin.weight, before)
+
+
+def test_a_state_dict_that_is_to_be_assigned_is_refused(both: Any) -> None:
+    _, (model, _) = both
+    with pytest.raises(ConfigError, match=r"assign\) = True: an offloaded .* leave out assign=True$"):
+        model.load_state_dict(model.state_dict(), assign=True)
 
 
 def test_apply_of_a_parameter_that_trains_is_refused_as_in_torch(both: Any) -> None:
