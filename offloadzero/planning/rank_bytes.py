@@ -72,7 +72,7 @@ def rank_bytes(records: Sequence[Record], plan: MemoryPlan, *, gathers_params: b
         if gathers_params and not record.is_gathered:
             whole += all_params - all_params / num_ranks
         states += num_trainable * _state_bytes(record) / num_ranks
-        homes = record.layout()
+        homes = dict(record.layout())
         if num_trainable and _keeps_gradient(record, plan):
             grads += num_trainable * record.grad_dtype.itemsize / num_ranks
             homes[SegmentKind.GRAD] = (record.grad_dtype, record.kept_trainable)
