@@ -148,7 +148,7 @@ def test_tensor_parallel_ranks_train_as_one_process(found: Found, directory: Pat
 # --- DTensors ---
 
 # Stage, placement, whether blocks are recomputed. Else what autograd saves of weights is fetched again.
-FORMS = ((3, "host", False), (3, "nvme", True), (1, "resident", False))
+FORMS = ((3, "host", False), (3, "nvme", True), *(((1, "resident", False),) if IS_LONG else ()))
 
 
 def parallelized(mesh: Any) -> meshes.Model:
