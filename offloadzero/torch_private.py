@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
+import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -107,6 +108,25 @@ def skip_frame(function: Callable[..., Any], *, with_calls: bool) -> None:
     action = _eval_frame._FrameAction
     strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if with_calls else action.DEFAULT)
     _eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+def skip_methods(kind: type) -> None:
+    """Have the compiler run the functions, methods and properties that a class itself defines as they are."""
+    for value in vars(kind).values():
+        accessors = [getattr(value, name, None) for name in ("__func__", "fget", "fset")]
+        for function in (value, *accessors):
+            if isinstance(function, types.FunctionType):
+                skip_frame(function, with_calls=True)
+
+
+# What the compiler traces at present on this thread, None where it does not run.
+_tracing_context: Callable[[], Any] = _look_up("_guards.TracingContext.try_get")
+
+
+def end_graph(reason: str) -> None:
+    """Where the compiler traces, have it end the graph: it runs the operation as it is, and goes on after it."""
+    if _tracing_context() is not None:
+        raise importlib.import_module("torch._dynamo.exc").Unsupported(reason)
 
 
 def import_compiler() -> None:

@@ -46,6 +46,7 @@ from offloadzero.torch_private import (
     is_any_autocast_enabled,
     make_subclass,
     make_wrapper_subclass,
+    skip_methods,
 )
 
 aten = torch.ops.aten
@@ -198,6 +199,9 @@ class GradientTensor(RemoteTensor):
         raise StateError(
             f"{self._source.name}: {what} needs memory, but the gradient is away: take a copy with clone()"
         )
+
+
+skip_methods(GradientTensor)
 
 
 class _Seen(GradientTensor):

@@ -37,8 +37,10 @@ from offloadzero.parameters.trees import leaves_of, map_leaves
 from offloadzero.torch_private import (
     autocast_key,
     disabled_torch_function_impl,
+    end_graph,
     make_wrapper_subclass,
     prim_device,
+    skip_methods,
 )
 
 META = torch.device("meta")
@@ -347,6 +349,7 @@ class RemoteTensor(torch.Tensor):
 
     def untyped_storage(self) -> NoReturn:
         """Raise: there is no storage."""
+        end_graph(f"{self._source.name} is away, and has no memory for a compiled graph to read")
         self._refuse("untyped_storage()")
 
     def share_memory_(self) -> NoReturn:
@@ -361,6 +364,7 @@ class RemoteTensor(torch.Tensor):
 
 
 send_by_value(RemoteTensor, RemoteTensor.read)
+skip_methods(RemoteTensor)
 
 
 def asking_for_device(

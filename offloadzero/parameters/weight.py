@@ -37,6 +37,7 @@ from offloadzero.torch_private import (
     get_data,
     may_share_memory,
     running_transform,
+    skip_methods,
 )
 
 _ATTRIBUTE = "_offloadzero_weight"
@@ -382,6 +383,8 @@ class KeptView(torch.Tensor):
 
 
 send_by_value(KeptView, lambda kept: kept_value(kept).read())
+for _kind in (_Offloaded, PresentParameter, AwayParameter, KeptView):
+    skip_methods(_kind)
 
 
 def kept_value(kept: Tensor) -> RemoteTensor:
