@@ -101,10 +101,14 @@ _eval_frame: Any = _look_up("_C._dynamo.eval_frame")
 _REASON = "weights of an offloaded model are fetched here; torch.export takes an ordinary copy, copy.deepcopy(model)"
 
 
-def skip_frame(function: Callable[..., Any], *, with_calls: bool) -> None:
-    """Have the compiler run `function` as it is, and with `with_calls` also the functions that it calls."""
-    setattr(function, "_torchdynamo_disable", True)  # noqa: B010 (no inlining either: a graph ends here)
-    setattr(function, "_torchdynamo_disable_msg", _REASON)  # noqa: B010
+def skip_frame(function: Callable[..., Any], *, with_calls: bool, inlined: bool = False) -> None:
+    """Have the compiler run `function` as it is, and with `with_calls` also the functions that it calls.
+
+    A graph ends where it is called; with `inlined` the compiler may trace it as a part of the function that calls it.
+    """
+    if not inlined:
+        setattr(function, "_torchdynamo_disable", True)  # noqa: B010
+        setattr(function, "_torchdynamo_disable_msg", _REASON)  # noqa: B010
     action = _eval_frame._FrameAction
     strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if with_calls else action.DEFAULT)
     _eval_frame.set_code_exec_strategy(function.__code__, strategy)

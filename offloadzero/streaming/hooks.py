@@ -73,7 +73,6 @@ from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
 _EXPORTERS = ("torch.jit", "torch._jit_internal", "torch.export", "torch._export")
-_item = dict.__getitem__  # `super()` takes as long as the look-up
 
 
 class _WatchedParameters(dict[str, nn.Parameter | None]):
@@ -86,7 +85,8 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
         self._on_read = hooks.on_read
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
-        param: nn.Parameter | None = _item(self, name)
+        # `super()` takes as long as the look-up. The compiler goes in here, and to its own reader of a dict's items.
+        param: nn.Parameter | None = dict.__getitem__(self, name)
         if param is not None and type(param) is not PresentParameter:  # else its module is in its forward
             index = self._record_of.get(id(param))
             if index is not None and not self._pins[index]:
@@ -256,10 +256,12 @@ class _CheckpointedForward(_Forward):
         return result
 
 
-# The compiler goes from a site's wrapper to the wrapped forward, and into nothing else of this package.
+# The compiler goes from a site's wrapper to the wrapped forward. Of this package it sees nothing but the dict that a
+# module's parameters come from: those of a present unit are then in the graph, and a read of another unit's ends it.
 skip_frame(_SiteForward.__call__, with_calls=False)
-for _function in (_SiteForward._enter, _SiteForward._leave, _WatchedParameters.__getitem__):
+for _function in (_SiteForward._enter, _SiteForward._leave):
     skip_frame(_function, with_calls=True)
+skip_frame(_WatchedParameters.__getitem__, with_calls=True, inlined=True)
 
 
 class _StateDictHook:
@@ -617,5 +619,6 @@ for _hook in (
     _SavedTensorHooks._timed_unpack,
     _InputHooks.pack,
     _InputHooks.unpack,
+    ModelHooks.on_read,
 ):
     skip_frame(_hook, with_calls=True)
