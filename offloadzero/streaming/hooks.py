@@ -50,14 +50,12 @@ from torch.utils.hooks import RemovableHandle
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import held, raise_held, uninterrupted, uninterrupted_from_start
 from offloadzero.observe.timeline import Timeline
-from offloadzero.parameters.dtensors import Form, dtensor_type, local_tensor
-from offloadzero.parameters.remote import RemoteTensor
 from offloadzero.parameters.state import WrittenWeight, is_copy_of, state_tensor
-from offloadzero.parameters.weight import AwayParameter, PresentParameter, recorded, weight_of
-from offloadzero.streaming.activations import ActivationStore, Call, KeptInput
+from offloadzero.parameters.weight import PresentParameter, weight_of
+from offloadzero.streaming.activations import ActivationStore, Call
 from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.leased_unit import SavedWeight
-from offloadzero.streaming.saved_weights import SavedShard, SavedWeights
+from offloadzero.streaming.saved_tensor_hooks import InputHooks, SavedTensorHooks
+from offloadzero.streaming.saved_weights import SavedWeights
 from offloadzero.streaming.units import Site, UnitCut
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.torch_private import (
@@ -393,11 +391,11 @@ class ModelHooks:
             may_be_kept = torch.is_grad_enabled() and self._own_innermost() is None
             self.executor.show(index, place=self._slot_of[id(param)].index, as_copy=may_be_kept)
 
-    def _own_innermost(self) -> _SavedTensorHooks | None:
+    def _own_innermost(self) -> SavedTensorHooks | None:
         """The innermost saved-tensor hooks, if they are this engine's."""
         top = top_saved_tensors_default_hooks(False)
         owner = getattr(top[0], "__self__", None) if top is not None else None
-        is_own = isinstance(owner, _SavedTensorHooks) and owner.weights is self._saved_weights
+        is_own = isinstance(owner, SavedTensorHooks) and owner.weights is self._saved_weights
         return owner if is_own else None
 
     # --- writes ---
@@ -421,7 +419,7 @@ class ModelHooks:
         """Push this engine's pair, which hands on to the innermost one; False if that is this engine's already."""
         if self._own_innermost() is not None:
             return False
-        hooks = _SavedTensorHooks(
+        hooks = SavedTensorHooks(
             self._saved_weights, top_saved_tensors_default_hooks(False), timeline=self.timeline
         )
         _push(hooks.pack, hooks.unpack)
@@ -429,13 +427,13 @@ class ModelHooks:
 
     def push_input_hooks(self, name: str) -> None:
         """Push the pair that takes the inputs of unit `name`: [Note: checkpointed units]."""
-        others = self._own_innermost() or _SavedTensorHooks(
+        others = self._own_innermost() or SavedTensorHooks(
             self._saved_weights, top_saved_tensors_default_hooks(False), timeline=self.timeline
         )
         if others.is_under_foreign or self._activations is None:
             _push(others.pack, others.unpack)
         else:
-            inputs = _InputHooks(Call(name), self._activations, self._saved_weights, others)
+            inputs = InputHooks(Call(name), self._activations, self._saved_weights, others)
             _push(inputs.pack, inputs.unpack)
 
     # --- state dict ---
@@ -507,118 +505,5 @@ def _push(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
         ) from error
 
 
-class _SavedTensorHooks:
-    """One pair of saved-tensor hooks; `outer` is a foreign pair for tensors that are no weights of the engine."""
-
-    def __init__(
-        self, weights: SavedWeights, outer: Sequence[Callable[[Any], Any]] | None, *, timeline: Timeline
-    ) -> None:
-        self._timeline = timeline
-        self.weights = weights
-        self._low, self._high = weights.address_range
-        self._save = weights.save
-        self._load = weights.load
-        self._outer = outer
-        self._dtensor = dtensor_type()
-
-    # Called for every saved tensor: their timing costs nothing when the timeline is off. These are no attributes: a
-    # bound method in its own object is a cycle, and the collector would decide when a checkpoint's inputs, held by
-    # `_outer`, go.
-
-    @property
-    def pack(self) -> Callable[[torch.Tensor], Any]:
-        """The hook that autograd calls when it saves a tensor."""
-        return self._timed_pack if self._timeline.is_on else self._pack
-
-    @property
-    def unpack(self) -> Callable[[Any], torch.Tensor]:
-        """The hook that gives the tensor back."""
-        return self._timed_unpack if self._timeline.is_on else self._unpack
-
-    @property
-    def is_under_foreign(self) -> bool:
-        """Whether a foreign pair gets tensors that are no weights."""
-        return self._outer is not None
-
-    def _timed_pack(self, tensor: torch.Tensor) -> Any:
-        with self._timeline.launching():
-            return self._pack(tensor)
-
-    def _timed_unpack(self, packed: Any) -> torch.Tensor:
-        with self._timeline.launching():
-            return self._unpack(packed)
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        kind = type(tensor)  # takes a tenth of the time of isinstance()
-        if kind is not torch.Tensor and kind is not PresentParameter:
-            if isinstance(tensor, RemoteTensor | AwayParameter):
-                return recorded(tensor)
-            if kind is self._dtensor:
-                return self._pack_dtensor(tensor)
-        address = tensor.data_ptr()
-        if self._low <= address < self._high:
-            return self._save(tensor, address)
-        if self._outer is not None:
-            return self._outer[0](tensor)
-        # An output that kept its grad_fn here would keep its own graph alive. `data` is a `detach()` that does not
-        # release the interpreter's lock; autograd does not look at the version of tensors that hooks return.
-        return tensor.data if tensor.requires_grad else tensor
-
-    def _pack_dtensor(self, tensor: torch.Tensor) -> Any:
-        """Pack a DTensor, whose local tensor may be a weight: [Note: shards as parameters]."""
-        local = local_tensor(tensor)
-        if type(local) is torch.Tensor and self._low <= local.data_ptr() < self._high:
-            return SavedShard(self._save(local, local.data_ptr()), Form.of(tensor))
-        if self._outer is not None:
-            return self._outer[0](tensor)
-        return tensor.detach() if tensor.requires_grad else tensor
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if type(packed) is SavedShard and packed.weight.owner == self._low:
-            with torch.no_grad():
-                return packed.form.around(self._load(packed.weight, may_recompute=self._outer is not None))
-        if type(packed) is SavedWeight and packed.owner == self._low:
-            weight = self._load(packed, may_recompute=self._outer is not None)
-            # A backward that records its own graph (create_graph=True) saves its inputs without these hooks.
-            return weight.clone() if torch.is_grad_enabled() else weight
-        if self._outer is not None and not isinstance(packed, RemoteTensor):
-            return self._outer[1](packed)  # type: ignore[no-any-return]
-        return packed  # type: ignore[no-any-return]
-
-
-class _InputHooks:
-    """Saved-tensor hooks for the inputs of one call of a checkpointed unit."""
-
-    def __init__(
-        self, call: Call, activations: ActivationStore, weights: SavedWeights, others: _SavedTensorHooks
-    ) -> None:
-        """Take the inputs of `call`. `others` gets tensors that do not move: weights, indices, small tensors."""
-        self._call = call
-        self._activations = activations
-        self._is_weight = weights.is_weight
-        self._others = others
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        if self._activations.wants(tensor) and not self._is_weight(tensor):
-            return self._activations.keep(self._call, tensor)
-        return self._others.pack(tensor)
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        return (
-            self._activations.load(packed) if isinstance(packed, KeptInput) else self._others.unpack(packed)
-        )
-
-
-# The compiler also compiles functions that C++ calls back, where a compiled frame has called it. The results of these
-# depend on addresses that differ at each call.
-for _hook in (
-    _SavedTensorHooks._pack,
-    _SavedTensorHooks._pack_dtensor,
-    _SavedTensorHooks._timed_pack,
-    _SavedTensorHooks._unpack,
-    _SavedTensorHooks._timed_unpack,
-    _InputHooks.pack,
-    _InputHooks.unpack,
-    ModelHooks.on_read,
-):
-    skip_frame(_hook, with_calls=True)
+# [Note: calls from C++] in offloadzero/streaming/saved_tensor_hooks.py
+skip_frame(ModelHooks.on_read, with_calls=True)

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import offloadzero
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.parameters.dtensors import LocalParameters
-from offloadzero.streaming import hooks
+from offloadzero.streaming import saved_tensor_hooks
 from offloadzero.torch_private import memory_of_dtensor
 from tests.support import meshes
 from tests.support.training import make_config
@@ -141,7 +141,7 @@ def test_what_autograd_saves_of_a_weight_is_fetched_with_its_unit(
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     engine, *_ = offloadzero.initialize(model=model, config=meshes.config_of("host", 3, tmp_path), mpu=mesh)
     kinds = []
-    own = hooks._SavedTensorHooks._unpack
+    own = saved_tensor_hooks.SavedTensorHooks._unpack
 
     def unpack(saved: Any, packed: Any) -> Tensor:
         tensor = own(saved, packed)
@@ -149,7 +149,7 @@ def test_what_autograd_saves_of_a_weight_is_fetched_with_its_unit(
             kinds.append(type(memory_of_dtensor(tensor)))
         return tensor
 
-    monkeypatch.setattr(hooks._SavedTensorHooks, "_unpack", unpack)
+    monkeypatch.setattr(saved_tensor_hooks.SavedTensorHooks, "_unpack", unpack)
     inputs, targets = meshes.batch_of(0, 0, 1)
     engine.backward(meshes.loss_of(engine(inputs), targets))
     assert kinds == [Tensor] * 4 * meshes.NUM_BLOCKS
