@@ -19,7 +19,7 @@ from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planned_model import Loop, ModelPlanner, PlannedModel
-from offloadzero.planning.activation_trace import MicroBatchTrace, TraceError, trace_micro_batch
+from offloadzero.planning.activation_trace import MicroBatchTrace, TraceError
 from offloadzero.planning.fit import (
     Beside,
     Change,
@@ -39,6 +39,7 @@ from offloadzero.planning.memory_plan import (
     waits_on_nvme,
 )
 from offloadzero.planning.probe import free_disk_bytes, nearest_directory
+from offloadzero.planning.repeated_trace import trace_blocks
 from offloadzero.segments import TierName
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm
 from offloadzero.update.specs import spec_of_type
@@ -180,8 +181,9 @@ class Planner:
         key = (micro_batch, planned.checkpointed, planned.config.precision.param_dtype)
         if key not in self._traces:
             try:
-                self._traces[key] = trace_micro_batch(
-                    self.question.model.on_meta(),
+                self._traces[key] = trace_blocks(
+                    self.question.model.on_meta,
+                    self.question.model.num_blocks,
                     dtype=DTYPES[planned.config.precision.param_dtype],
                     micro_batch=micro_batch,
                     sequence=sequence,

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,21 @@ class ModelSource:
     build: Callable[[], nn.Module]
     shape: ModelShape | None = None
 
-    def on_meta(self) -> nn.Module:
-        """Make the model without its numbers: [Note: a model that is nowhere]."""
+    @property
+    def num_blocks(self) -> int:
+        """The number of equal blocks, of a model of a shape; of another 0, which says nothing."""
+        return self.shape.num_layers if self.shape is not None and self.build == self.shape.build else 0
+
+    def on_meta(self, num_blocks: int = 0) -> nn.Module:
+        """Make the model without its numbers: [Note: a model that is nowhere].
+
+        With another number of blocks where one is given, which a model of a shape allows.
+        """
+        build = self.build
+        if self.shape is not None and num_blocks not in (0, self.shape.num_layers):
+            build = replace(self.shape, num_layers=num_blocks).build
         with torch.device("meta"), _NoNumbers():
-            return self.build()
+            return build()
 
 
 class _NoNumbers(TorchFunctionMode):

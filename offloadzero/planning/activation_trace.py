@@ -21,6 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -105,6 +106,35 @@ class MicroBatchTrace:
         return sum(call.home for call in self.inputs)
 
 
+class Event(Enum):
+    """What happens to the counts; each event has an amount."""
+
+    FLOPS = "operations"
+    MADE = "bytes of a new storage"
+    GONE = "its bytes, negative, when it is freed"
+    INPUT = "bytes that are inputs of one call from now on; negative: no longer"
+    FORWARD_ENDS = "nothing"
+
+
+@dataclass(frozen=True)
+class LoggedCall:
+    """One call of a checkpointed unit; `aligned` is the sum of its inputs, each rounded up to pages."""
+
+    inputs: CallInputs
+    aligned: int
+    largest: int  # of `aligned`, one tensor
+
+
+@dataclass(frozen=True)
+class TraceLog:
+    """A micro batch, event by event."""
+
+    num_tokens: int
+    events: list[tuple[Event, int]]
+    calls: list[LoggedCall]
+    uncounted: frozenset[str]
+
+
 def trace_micro_batch(
     model: nn.Module,
     *,
@@ -118,11 +148,27 @@ def trace_micro_batch(
     `model` is on the meta device, and must not be used afterwards. `checkpointed` names modules that keep only their
     inputs, `dtype` is that of floating-point parameters (None: their own). Raises TraceError.
     """
+    return trace_of(
+        log_micro_batch(
+            model, dtype=dtype, micro_batch=micro_batch, sequence=sequence, checkpointed=checkpointed
+        )
+    )
+
+
+def log_micro_batch(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None,
+    micro_batch: int,
+    sequence: int,
+    checkpointed: Collection[str] = (),
+) -> TraceLog:
+    """Return what `trace_micro_batch` counts, event by event."""
 
     def loss_of(model: nn.Module) -> Tensor:
         return _loss(model, torch.zeros(micro_batch, sequence, dtype=torch.long))
 
-    return _trace(model, loss_of, dtype=dtype, num_tokens=micro_batch * sequence, checkpointed=checkpointed)
+    return _log(model, loss_of, dtype=dtype, num_tokens=micro_batch * sequence, checkpointed=checkpointed)
 
 
 class TensorForm(NamedTuple):
@@ -191,17 +237,17 @@ def trace_call(
             raise TraceError(f"{type(model).__name__} gives nothing that has a backward")
         return torch.stack([one.sum().float() for one in trained]).sum()
 
-    return _trace(model, loss_of, dtype=dtype, num_tokens=form.num_tokens, checkpointed=checkpointed)
+    return trace_of(_log(model, loss_of, dtype=dtype, num_tokens=form.num_tokens, checkpointed=checkpointed))
 
 
-def _trace(
+def _log(
     model: nn.Module,
     loss_of: Callable[[nn.Module], Tensor],
     *,
     dtype: torch.dtype | None,
     num_tokens: int,
     checkpointed: Collection[str],
-) -> MicroBatchTrace:
+) -> TraceLog:
     if dtype is not None:
         model.to(dtype)
     counter = _Counter()
@@ -215,25 +261,41 @@ def _trace(
         with counter:
             try:
                 loss = loss_of(model)
-                forward_flops, kept_bytes = counter.flops, counter.live_bytes
+                counter.events.append((Event.FORWARD_ENDS, 0))
                 loss.backward()
             except TraceError:
                 raise
             except Exception as error:  # any error of the model's code on tensors without values
                 raise TraceError(f"{type(model).__name__}: {type(error).__name__}: {error}") from error
+    return TraceLog(num_tokens, counter.events, inputs.by_call(), frozenset(counter.uncounted))
+
+
+def trace_of(log: TraceLog) -> MicroBatchTrace:
+    """Add up a log."""
+    flops = forward_flops = live = of_inputs = kept = peak = peak_without_inputs = 0
+    for event, amount in log.events:
+        if event is Event.FLOPS:
+            flops += amount
+        elif event is Event.INPUT:
+            of_inputs += amount
+        elif event is Event.FORWARD_ENDS:
+            forward_flops, kept = flops, live
+        else:
+            live += amount
+            if event is Event.MADE:
+                peak = max(peak, live)
+                peak_without_inputs = max(peak_without_inputs, live - of_inputs)
     return MicroBatchTrace(
-        num_tokens=num_tokens,
+        num_tokens=log.num_tokens,
         forward_flops=forward_flops,
-        backward_flops=counter.flops - forward_flops,
-        kept_bytes=kept_bytes,
-        peak_bytes=counter.peak_bytes,
-        peak_without_inputs=counter.peak_without_inputs,
-        inputs=inputs.by_call(),
-        input_bytes=max((sum(map(align_up, call.values())) for call in inputs.calls), default=0),
-        largest_input_bytes=max(
-            (align_up(size) for call in inputs.calls for size in call.values()), default=0
-        ),
-        uncounted=tuple(sorted(counter.uncounted)),
+        backward_flops=flops - forward_flops,
+        kept_bytes=kept,
+        peak_bytes=peak,
+        peak_without_inputs=peak_without_inputs,
+        inputs=tuple(call.inputs for call in log.calls),
+        input_bytes=max((call.aligned for call in log.calls), default=0),
+        largest_input_bytes=max((call.largest for call in log.calls), default=0),
+        uncounted=tuple(sorted(log.uncounted)),
     )
 
 
@@ -251,22 +313,22 @@ class _Inputs:
         for tensor in call.values():
             self._counter.note_input(tensor)
 
-    def by_call(self) -> tuple[CallInputs, ...]:
+    def by_call(self) -> list[LoggedCall]:
         num_calls = Counter(key for call in self.calls for key in call)
         known: set[object] = set()
         found = []
         for call in self.calls:
             first = [size for key, size in call.items() if key not in known]
-            found.append(
-                CallInputs(
-                    sent=sum(first),
-                    home=sum(map(align_up, first)),
-                    fetched=sum(call.values()),
-                    own=sum(size for key, size in call.items() if num_calls[key] == 1),
-                )
+            call_inputs = CallInputs(
+                sent=sum(first),
+                home=sum(map(align_up, first)),
+                fetched=sum(call.values()),
+                own=sum(size for key, size in call.items() if num_calls[key] == 1),
             )
+            aligned = [align_up(size) for size in call.values()]
+            found.append(LoggedCall(call_inputs, sum(aligned), max(aligned, default=0)))
             known |= call.keys()
-        return tuple(found)
+        return found
 
 
 def _checkpointed(forward: Callable[..., Any], inputs: _Inputs, *args: Any, **kwargs: Any) -> Any:
@@ -310,13 +372,9 @@ class _Counter(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
+        self.events: list[tuple[Event, int]] = []
         self.uncounted: set[str] = set()
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self.peak_without_inputs = 0
         self._inputs: dict[int, int] = {}  # bytes by the storage's address, of live inputs of one call
-        self._input_bytes = 0  # of them together
         self._shared: set[int] = set()
         self._known: dict[int, weakref.ref[Any]] = {}  # by the storage's address
 
@@ -337,7 +395,7 @@ class _Counter(DispatchMode):
         output = func(*args, **kwargs)
         count = _COUNTS.get(func.overloadpacket)
         if count is not None:
-            self.flops += count(*args, **kwargs, out_val=output)
+            self.events.append((Event.FLOPS, count(*args, **kwargs, out_val=output)))
         elif _HEAVY.search(func.overloadpacket.__name__):
             self.uncounted.add(str(func.overloadpacket))
         for leaf in _pytree.tree_leaves(output):
@@ -352,26 +410,28 @@ class _Counter(DispatchMode):
         if known is not None and known() is not None:
             return
         self._known[key] = weakref.ref(storage, partial(self._forget, key, num_bytes))
-        self.live_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        self.peak_without_inputs = max(self.peak_without_inputs, self.live_bytes - self._input_bytes)
+        self.events.append((Event.MADE, num_bytes))
 
     def note_input(self, tensor: Tensor) -> None:
         """Count a tensor as the input of a call from now on, unless another call has it as well."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._inputs or key in self._shared:
-            self._input_bytes -= self._inputs.pop(key, 0)
+            self._forget_input(key)
             self._shared.add(key)
         elif key in self._known:
             self._inputs[key] = storage.nbytes()
-            self._input_bytes += storage.nbytes()
+            self.events.append((Event.INPUT, storage.nbytes()))
 
     def _forget(self, key: int, num_bytes: int, _: object) -> None:
         self._known.pop(key, None)
-        self._input_bytes -= self._inputs.pop(key, 0)
+        self._forget_input(key)
         self._shared.discard(key)
-        self.live_bytes -= num_bytes
+        self.events.append((Event.GONE, -num_bytes))
+
+    def _forget_input(self, key: int) -> None:
+        if key in self._inputs:
+            self.events.append((Event.INPUT, -self._inputs.pop(key)))
 
 
 def _drop_gradient(param: Tensor) -> None:

@@ -1,0 +1,63 @@
+"""The trace of many equal blocks from those of a few, beside the trace of all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offloadzero.cli.plan_model import read_model
+from offloadzero.planning import repeated_trace
+from offloadzero.planning.activation_trace import trace_micro_batch
+from offloadzero.planning.repeated_trace import FEW, trace_blocks
+
+BLOCKS = {"llama": "model.layers", "gpt": "transformer.h"}
+
+
+@pytest.mark.parametrize("is_checkpointed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", ["64/14/4/101", "32/12/1/4000"])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_it_is_the_trace_of_all_blocks(
+    kind: str, sizes: str, dtype: torch.dtype, is_checkpointed: bool
+) -> None:
+    source = read_model(f"{kind}:{sizes}")
+    names = [f"{BLOCKS[kind]}.{index}" for index in range(source.num_blocks)] if is_checkpointed else []
+    keys: dict[str, Any] = {"dtype": dtype, "micro_batch": 2, "sequence": 9, "checkpointed": names}
+    built: list[int] = []
+
+    def build(number: int) -> nn.Module:
+        built.append(number)
+        return source.on_meta(number)
+
+    assert trace_blocks(build, source.num_blocks, **keys) == trace_micro_batch(source.on_meta(), **keys)
+    assert built == list(FEW)
+
+
+@pytest.mark.parametrize(
+    "names", [["model.layers.0"], ["model.layers.3", "lm_head"], ["model.layers.13", "model.layers.2"]]
+)
+def test_other_checkpoints_than_of_all_blocks_take_the_trace_of_all(names: list[str]) -> None:
+    source = read_model("llama:64/14/4/101")
+    keys: dict[str, Any] = {"dtype": None, "micro_batch": 1, "sequence": 9, "checkpointed": names}
+    found = trace_blocks(source.on_meta, source.num_blocks, **keys)
+    assert found == trace_micro_batch(source.on_meta(), **keys)
+    assert len(found.inputs) == len(names)
+
+
+def test_blocks_that_differ_are_all_traced() -> None:
+    """The fourth is wider, and the logs of two and three do not say so."""
+    source = read_model("llama:64/14/4/101")
+
+    def build(number: int) -> nn.Module:
+        model: Any = source.on_meta(number)
+        if number > 3:
+            model.model.layers[3].mlp = read_model("llama:64/1/4/101/999").on_meta().model.layers[0].mlp  # type: ignore[union-attr,index]
+        return model  # type: ignore[no-any-return]
+
+    keys: dict[str, Any] = {"dtype": None, "micro_batch": 1, "sequence": 9}
+    assert trace_blocks(build, 14, **keys) == trace_micro_batch(build(14), **keys)
+    assert trace_blocks(build, 14, **keys) != trace_blocks(source.on_meta, 14, **keys)
+    assert repeated_trace.MIN_BLOCKS <= 14
