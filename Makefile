@@ -50,16 +50,16 @@ test: $(STAMPS)/native $(STAMPS)/dev
 CAMPAIGN ?= tests/scripts/test_scripts.py tests/scripts/test_script_gradients.py tests/scripts/test_script_weights.py \
 	tests/parameters/test_access_table.py tests/config/test_config_mutations.py \
 	tests/checkpoint/test_checkpoint_damage.py tests/checkpoint/test_checkpoint_kills.py \
-	tests/checkpoint/test_checkpoint_names.py tests/memory/test_swap_file.py tests/memory/test_checksums.py \
+	tests/checkpoint/test_checkpoint_names.py tests/memory/test_swap_file.py tests/memory/test_checksums.py tests/memory/test_memory.py \
 	tests/cli/test_report.py tests/cli/test_plan_answer.py tests/engine/test_interrupts.py \
-	tests/engine/test_parity.py tests/engine/test_failures.py tests/races/test_races.py \
+	tests/engine/test_parity.py tests/engine/test_failures.py tests/engine/test_lifetime.py tests/races/test_races.py \
 	tests/races/test_happens_before.py tests/races/test_simulated_device.py tests/races/test_simulated_scripts.py \
 	tests/sharding/test_ranks_parity.py tests/sharding/test_ranks_models.py tests/sharding/test_ranks_bytes.py \
 	tests/sharding/test_ranks_order.py tests/sharding/test_ranks_kills.py tests/sharding/test_ranks_quantized.py \
 	tests/planning/test_random_budgets.py tests/repository/test_benchmarks.py \
 	tests/sharding/test_ranks_mesh.py \
 	tests/io/test_aio_stress.py tests/native/test_compact_native.py \
-	tests/native/test_compact_kernels.py
+	tests/native/test_compact_kernels.py tests/native/test_cpu_adam_kernels.py
 
 campaign: export OFFLOADZERO_TEST_STEPS = 50
 campaign: export OFFLOADZERO_TEST_SCHEDULES = 500
@@ -115,7 +115,7 @@ build/native-test/address: SANITIZERS := address,undefined
 build/native-test/thread: SANITIZERS := thread
 build/native-test/%: $(NATIVE_TEST_SOURCES) $(wildcard csrc/aio/*.h tests/native/*.h)
 	mkdir -p $(@D)
-	$(CXX) -std=c++17 -O1 -g1 -Wall -Wextra -Werror -pthread -fsanitize=$(SANITIZERS) -fno-sanitize-recover=all \
+	$(CXX) -std=c++17 -Og -g1 -Wall -Wextra -Werror -pthread -fsanitize=$(SANITIZERS) -fno-sanitize-recover=all \
 		$(filter %.cpp,$^) -o $@
 
 # Everything below is done once: a stamp is newer than what it was made from.

@@ -28,7 +28,7 @@ from offloadzero.streaming.spill import file_bytes
 from offloadzero.update.spec import UpdateForm
 from tests.support.tiny import TinyModel, settings, train
 
-NUM_EXAMPLES = int(os.environ.get("OFFLOADZERO_PLAN_EXAMPLES", "12"))
+NUM_EXAMPLES = int(os.environ.get("OFFLOADZERO_PLAN_EXAMPLES", "8"))
 PAGE = 4096
 CAMPAIGN: dict[str, Any] = {
     "deadline": None,

@@ -23,7 +23,7 @@ from tests.support.training import (
 
 # As many as in docs/parity.md, which `python -m tests.support.parity` makes, or fewer of the same.
 IN_FULL = "OFFLOADZERO_TEST_EXHAUSTIVE" in os.environ
-STEPS = {} if IN_FULL else {"num_steps": 8, "num_plain_steps": 20}
+STEPS = {} if IN_FULL else {"num_steps": 5, "num_plain_steps": 12}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -52,12 +52,12 @@ class Reentrant(Stack):
 
 
 CELL_MODELS = {**MODELS, "reentrant checkpointing": (Reentrant, features, {})}
-# Each model in each placement, with and without clipping, or with one of the two in turn.
+# Each model in each placement, with and without clipping, or in two of the placements, of which one has clipping.
 CELLS = [
     (name, place, clipping)
     for (at, name), (turn, place) in itertools.product(enumerate(CELL_MODELS), enumerate(PLACEMENTS))
     for clipping in (0.0, 0.5)
-    if IN_FULL or (clipping > 0) == bool((at + turn) % 2)
+    if IN_FULL or ((at + turn) % len(PLACEMENTS) < 2 and (clipping > 0) == bool((at + turn) % 2))
 ]
 
 
