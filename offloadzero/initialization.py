@@ -110,7 +110,7 @@ def _telling_others() -> AbstractContextManager[None]:
     """Tell an error of the block to the other ranks of the process group, which wait for this one."""
     if launch.group_size() == 1:
         return nullcontext()
-    from offloadzero.sharding.ranks import telling_others  # imported here, as it loads torch.distributed
+    from offloadzero.sharding.board import telling_others  # imported here, as it loads torch.distributed
 
     return telling_others()
 

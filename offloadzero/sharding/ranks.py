@@ -9,30 +9,18 @@ submitted, and the sums, a few bytes in host memory, are compared before the wei
 error on all ranks before any computes with it, or, where one rank waits for collectives that the others never issue,
 the error is that of the group's timeout. The values that scripts write are summed up, too, and compared there and at
 each step, as each rank keeps only its part of them.
-
-[Note: errors of other ranks]
-When a rank's engine fails it leaves the text in the store of torch's process group. A rank that waits for a collective
-looks there now and then, so it stops with that text, long before the group's timeout. A rank that is gone closes its
-connections, which ends the collectives of the others. Process groups are made by all ranks together, in a wait that
-does not look into the store. So before that each rank notes in the store that it has come so far; one that cannot start
-notes the reason.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
-import logging
 import os
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,83 +38,14 @@ from offloadzero.observe.collectives import (
     CollectiveCount,
     CollectiveCounter,
 )
+from offloadzero.sharding.board import LOOK_UP_S, Board, first_line, is_fake, named
 from offloadzero.sharding.mesh import MeshGroups, mesh_groups, numbers_of
 from offloadzero.sharding.shard_spec import ShardSpec
-from offloadzero.torch_private import default_process_group_store, timeout_of_process_group
-
-log = logging.getLogger("offloadzero")
-
-LOOK_UP_S = 0.5  # between two looks of a wait at the store
+from offloadzero.torch_private import timeout_of_process_group
 
 # Newer versions of torch have other names for these functions, and warn of the old ones.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-_numbers = itertools.count()  # numbers of the models of this process, which all ranks make in one order
-
-
-class _Board:
-    """The place where the first rank that fails leaves its text for the others: [Note: errors of other ranks]."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        # In a fake group nobody reads it, and its own store can do nothing.
-        self._store = dist.HashStore() if _is_fake() else default_process_group_store()  # type: ignore[attr-defined]
-        self._key = f"offloadzero/{next(_numbers)}/error"
-        self._lock = threading.Lock()
-        self._has_failed = False
-        _Board.latest = weakref.ref(self)
-
-    latest: ClassVar[Callable[[], _Board | None]] = lambda: None
-
-    def join(self, world_size: int, timeout: timedelta) -> None:
-        """Return when all ranks have called this. Raises RankError where one cannot start, or does not come."""
-        what = f"the start of an engine (rank {self._rank} of {world_size})"
-        here = [f"{self._key}/{rank} is here" for rank in range(world_size)]
-        until_s = time.monotonic() + timeout.total_seconds()
-        with _named(what), self._lock:
-            self._store.set(here[self._rank], "1")
-        while True:
-            self.look(what)
-            begun_s = time.monotonic()
-            try:
-                self._store.wait(here, timedelta(seconds=LOOK_UP_S))
-                return
-            except RuntimeError as error:  # torch has a timeout of its own only in newer versions
-                # It has not waited its time: the rank that holds the store is gone.
-                if time.monotonic() - begun_s < LOOK_UP_S / 2:
-                    raise RankError(f"{what} has failed ({_first_line(error)})") from error
-                if time.monotonic() > until_s:
-                    with _named(what):
-                        late = [rank for rank, key in enumerate(here) if not self._store.check([key])]
-                    raise RankError(f"{what}: ranks {late} have not come to it") from error
-
-    def report(self, error: BaseException) -> None:
-        """Tell the others, unless one of them was first."""
-        self._has_failed = True
-        text = f"rank {self._rank}: {type(error).__name__}: {error}"
-        try:
-            with self._lock:
-                self._store.compare_set(self._key, "", text)
-        except RuntimeError as unreachable:  # the rank that holds the store is gone, which the others notice
-            log.warning("the other ranks could not be told of the failure: %s", unreachable)
-
-    def look(self, what: str) -> None:
-        """Raise RankError where the engine of some rank has failed."""
-        text = self.text()
-        if text is not None:
-            raise RankError(f"{what} is given up: {text}")
-        if self._has_failed:
-            raise RankError(f"{what} is given up: the engine of rank {self._rank} has failed")
-
-    def text(self) -> str | None:
-        """The text that the first failed rank has left."""
-        try:
-            with self._lock:
-                said = self._store.get(self._key) if self._store.check([self._key]) else None
-        except RuntimeError:  # the rank that holds the store is gone: the collective itself raises
-            return None
-        return None if said is None else bytes(said).decode(errors="replace")
 
 
 class Channel:
@@ -136,7 +55,7 @@ class Channel:
         self,
         group: Any,
         spec: ShardSpec,
-        board: _Board,
+        board: Board,
         *,
         is_on_host: bool,
         members: Sequence[int] | None = None,
@@ -282,7 +201,7 @@ class Channel:
         except RuntimeError as error:
             text = self._said_within(LOOK_UP_S * 4)
             because = f": {text}" if text is not None else ""
-            raise RankError(f"{what} has failed{because} ({_first_line(error)})") from error
+            raise RankError(f"{what} has failed{because} ({first_line(error)})") from error
 
     @interruptible
     def _wait(self, work: Any, what: str) -> None:
@@ -324,7 +243,7 @@ class Ranks:
     decisions: Channel  # the decisions over steps; host memory
     control: Channel  # used by the script's thread and that of its backward; host memory
     states: Channel  # states that scripts read; host memory
-    board: _Board
+    board: Board
     near_weights: Channel | None = None  # fetches, among the ranks of a machine that keep copies of weights
     near_gradients: Channel | None = None  # codes of gradients, within a machine
     far_gradients: Channel | None = None  # the same, between the ranks of equal place in their machines
@@ -441,9 +360,9 @@ class _Channels:
 
     def __init__(self, spec: ShardSpec) -> None:
         self._spec = spec
-        self._is_fake = _is_fake()
+        self._is_fake = is_fake()
         self._timeout = None if self._is_fake else timeout_of_process_group()
-        self.board = _Board(spec.rank)
+        self.board = Board(spec.rank)
         if self._timeout is not None:
             self.board.join(spec.world_size, self._timeout)
 
@@ -470,7 +389,7 @@ class _Channels:
 
     def _new_group(self, backend: str, members: list[int] | None = None) -> Any:
         spec = self._spec
-        with _named(f"the making of process groups (rank {spec.rank} of {spec.world_size})"):
+        with named(f"the making of process groups (rank {spec.rank} of {spec.world_size})"):
             return dist.new_group(
                 members, backend="fake" if self._is_fake else backend, timeout=self._timeout
             )
@@ -487,14 +406,6 @@ def _begin_one_by_one(ranks: Ranks, device: torch.device) -> None:
     for each in (*on_devices, *of_parts):
         if each is not None:
             each.all_reduce(torch.zeros(1, device=device), "the first collective")
-
-
-def _is_fake() -> bool:
-    """Whether the default process group is torch's fake one: only this rank is there, and collectives do nothing.
-
-    Engines can be built in it, which shows what a rank of so many keeps; they do not train.
-    """
-    return bool(dist.get_backend() == "fake")
 
 
 def _consecutive(spec: ShardSpec, num_ranks: int) -> list[list[int]]:
@@ -534,7 +445,7 @@ def _agreed_groups(everyone: Channel, mesh: MeshConfig | None) -> MeshGroups | N
     """Return the groups of the mesh that all ranks are in; None without one. ConfigError on all where it is none."""
     if mesh is None:
         return None
-    if _is_fake():  # nobody says in which groups the others are: any will do
+    if is_fake():  # nobody says in which groups the others are: any will do
         world_size = everyone.spec.world_size
         others = [rank for rank in range(world_size) if rank not in mesh.data_ranks]
         across = [everyone.rank, *others[: world_size // len(mesh.data_ranks) - 1]]
@@ -554,33 +465,6 @@ def _agreed_node_size(control: Channel, local_world_size: int) -> int:
     return local_world_size
 
 
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Raise RankError in the place of what torch raises where a rank or the store is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RankError(f"{what} has failed ({_first_line(error)})") from error
-
-
-@contextmanager
-def telling_others() -> Iterator[None]:
-    """Inside the block an engine starts: a failure is told to the ranks that wait in their blocks."""
-    before = _Board.latest()
-    try:
-        yield
-    except BaseException as error:
-        board = _Board.latest()
-        if board is None or board is before:  # the start has not come as far as making one
-            board = _Board(dist.get_rank())
-        board.report(error)
-        raise
-
-
 def digest(text: str) -> int:
     """A number of 56 bits that ranks compare in the place of `text`."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,132 @@
+"""The place where the ranks of one model tell each other of their ends.
+
+[Note: errors of other ranks]
+When a rank's engine fails it leaves the text in the store of torch's process group. A rank that waits for a collective
+looks there now and then, so it stops with that text, long before the group's timeout. A rank that is gone closes its
+connections, which ends the collectives of the others. Process groups are made by all ranks together, in a wait that
+does not look into the store. So before that each rank notes in the store that it has come so far; one that cannot start
+notes the reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import ClassVar
+
+import torch.distributed as dist
+
+from offloadzero.errors import RankError
+from offloadzero.torch_private import default_process_group_store
+
+log = logging.getLogger("offloadzero")
+
+LOOK_UP_S = 0.5  # between two looks of a wait at the store
+
+_numbers = itertools.count()  # numbers of the models of this process, which all ranks make in one order
+
+
+class Board:
+    """The place where the first rank that fails leaves its text for the others: [Note: errors of other ranks]."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        # In a fake group nobody reads it, and its own store can do nothing.
+        self._store = dist.HashStore() if is_fake() else default_process_group_store()  # type: ignore[attr-defined]
+        self._key = f"offloadzero/{next(_numbers)}/error"
+        self._lock = threading.Lock()
+        self._has_failed = False
+        Board.latest = weakref.ref(self)
+
+    latest: ClassVar[Callable[[], Board | None]] = lambda: None
+
+    def join(self, world_size: int, timeout: timedelta) -> None:
+        """Return when all ranks have called this. Raises RankError where one cannot start, or does not come."""
+        what = f"the start of an engine (rank {self._rank} of {world_size})"
+        here = [f"{self._key}/{rank} is here" for rank in range(world_size)]
+        until_s = time.monotonic() + timeout.total_seconds()
+        with named(what), self._lock:
+            self._store.set(here[self._rank], "1")
+        while True:
+            self.look(what)
+            begun_s = time.monotonic()
+            try:
+                self._store.wait(here, timedelta(seconds=LOOK_UP_S))
+                return
+            except RuntimeError as error:  # torch has a timeout of its own only in newer versions
+                # It has not waited its time: the rank that holds the store is gone.
+                if time.monotonic() - begun_s < LOOK_UP_S / 2:
+                    raise RankError(f"{what} has failed ({first_line(error)})") from error
+                if time.monotonic() > until_s:
+                    with named(what):
+                        late = [rank for rank, key in enumerate(here) if not self._store.check([key])]
+                    raise RankError(f"{what}: ranks {late} have not come to it") from error
+
+    def report(self, error: BaseException) -> None:
+        """Tell the others, unless one of them was first."""
+        self._has_failed = True
+        text = f"rank {self._rank}: {type(error).__name__}: {error}"
+        try:
+            with self._lock:
+                self._store.compare_set(self._key, "", text)
+        except RuntimeError as unreachable:  # the rank that holds the store is gone, which the others notice
+            log.warning("the other ranks could not be told of the failure: %s", unreachable)
+
+    def look(self, what: str) -> None:
+        """Raise RankError where the engine of some rank has failed."""
+        text = self.text()
+        if text is not None:
+            raise RankError(f"{what} is given up: {text}")
+        if self._has_failed:
+            raise RankError(f"{what} is given up: the engine of rank {self._rank} has failed")
+
+    def text(self) -> str | None:
+        """The text that the first failed rank has left."""
+        try:
+            with self._lock:
+                said = self._store.get(self._key) if self._store.check([self._key]) else None
+        except RuntimeError:  # the rank that holds the store is gone: the collective itself raises
+            return None
+        return None if said is None else bytes(said).decode(errors="replace")
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Raise RankError in the place of what torch raises where a rank or the store is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(f"{what} has failed ({first_line(error)})") from error
+
+
+@contextmanager
+def telling_others() -> Iterator[None]:
+    """Inside the block an engine starts: a failure is told to the ranks that wait in their blocks."""
+    before = Board.latest()
+    try:
+        yield
+    except BaseException as error:
+        board = Board.latest()
+        if board is None or board is before:  # the start has not come as far as making one
+            board = Board(dist.get_rank())
+        board.report(error)
+        raise
+
+
+def is_fake() -> bool:
+    """Whether the default process group is torch's fake one: only this rank is there, and collectives do nothing.
+
+    Engines can be built in it, which shows what a rank of so many keeps; they do not train.
+    """
+    return bool(dist.get_backend() == "fake")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its kind where it has none."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
