@@ -104,11 +104,11 @@ class Resources:
         unseen = self.failures.unseen()
         collected = StateError("the engine was collected")
         if not self.others_wait:  # updates still under way would write weights that can no longer be read
-            self.failures.record(collected)
+            self.failures.record(collected, has_failed=False)
         try:
             self.close()
         finally:
-            self.failures.record(collected)
+            self.failures.record(collected, has_failed=False)
             _closing.discard(self)
             self._collected.set()
         if unseen is not None:

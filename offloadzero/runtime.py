@@ -332,7 +332,9 @@ class Runtime:
             finally:
                 unseen = self.failures.unseen()
                 closed = StateError("the engine of this model is closed")
-                self.failures.record(closed, cause=_script_error() or StateError("it has closed its engine"))
+                script_error = _script_error()
+                cause = script_error or StateError("it has closed its engine")
+                self.failures.record(closed, cause=cause, has_failed=script_error is not None)
         if unseen is not None:
             raise unseen
 

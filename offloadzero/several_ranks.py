@@ -40,7 +40,8 @@ class SeveralRanks:
         """Make the parts for these ranks, and have the other ranks told of the first one of `failures`."""
         self.ranks = ranks
         self._config = config
-        failures.tell = ranks.board.report
+        board = ranks.board
+        failures.tell = lambda error, has_failed: board.report(error, has_failed=has_failed)
 
     @property
     def shard(self) -> ShardSpec:

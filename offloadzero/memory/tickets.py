@@ -204,17 +204,25 @@ class Failures:
         self.is_foreign = False  # this process is a forked child of the engine's
         self.given_up = False  # the engine will not be used any more: background threads wait for nothing
         self.threads: list[Thread] = []  # in the order of their making: a later one may use earlier ones
-        self.tell: Callable[[BaseException], None] | None = None  # called with the first failure
+        # Called with the first failure, and whether it is one: the end of an engine is none.
+        self.tell: Callable[[BaseException, bool], None] | None = None
         _known.add(self)
 
-    def record(self, error: BaseException, *, cause: BaseException | None = None) -> None:
-        """Remember `error` unless another came first. `cause`: the error that the other ranks are told in its place."""
+    def record(
+        self, error: BaseException, *, cause: BaseException | None = None, has_failed: bool = True
+    ) -> None:
+        """Remember `error` unless another came first.
+
+        Args:
+            cause: the error that the other ranks are told in its place.
+            has_failed: False where the engine has ended, and nothing has failed.
+        """
         with self._lock:
             is_first = self.first is None
             if is_first:
                 self.first = error
         if is_first and self.tell is not None:
-            self.tell(error if cause is None else cause)
+            self.tell(error if cause is None else cause, has_failed)
 
     def spoil(self, error: BaseException) -> None:
         """Record an error that the caller sees anyway."""

@@ -6,6 +6,10 @@ looks there now and then, so it stops with that text, long before the group's ti
 connections, which ends the collectives of the others. Process groups are made by all ranks together, in a wait that
 does not look into the store. So before that each rank notes in the store that it has come so far; one that cannot start
 notes the reason.
+
+An engine that is closed where nothing has failed ends that of the ranks that train the same part of the model, but
+other parts may be at the work of their last step still, which needs no rank of it. So a rank leaves that text under its
+own name: it stops the collectives that the rank would take part in, and no others.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import ClassVar
@@ -41,7 +45,7 @@ class Board:
         self._store = dist.HashStore() if is_fake() else default_process_group_store()  # type: ignore[attr-defined]
         self._key = f"offloadzero/{next(_numbers)}/error"
         self._lock = threading.Lock()
-        self._has_failed = False
+        self._has_ended = False
         Board.latest = weakref.ref(self)
 
     latest: ClassVar[Callable[[], Board | None]] = lambda: None
@@ -68,32 +72,46 @@ class Board:
                         late = [rank for rank, key in enumerate(here) if not self._store.check([key])]
                     raise RankError(f"{what}: ranks {late} have not come to it") from error
 
-    def report(self, error: BaseException) -> None:
-        """Tell the others, unless one of them was first."""
-        self._has_failed = True
+    def report(self, error: BaseException, *, has_failed: bool = True) -> None:
+        """Tell the others, unless one of them was first. Without `has_failed`, those that wait for this rank alone."""
+        self._has_ended = True
         text = f"rank {self._rank}: {type(error).__name__}: {error}"
+        key = self._key if has_failed else self._key_of_end(self._rank)
         try:
             with self._lock:
-                self._store.compare_set(self._key, "", text)
+                self._store.compare_set(key, "", text)
+                self._store.set(self._key_of_any, "1")  # last: who sees it finds the text
         except RuntimeError as unreachable:  # the rank that holds the store is gone, which the others notice
             log.warning("the other ranks could not be told of the failure: %s", unreachable)
 
-    def look(self, what: str) -> None:
-        """Raise RankError where the engine of some rank has failed."""
-        text = self.text()
+    def _key_of_end(self, rank: int) -> str:
+        return f"{self._key}/{rank} has ended"
+
+    @property
+    def _key_of_any(self) -> str:
+        """The key of the note that some key has a text: while nobody has ended a look asks for one key alone."""
+        return f"{self._key}/any"
+
+    def look(self, what: str, members: Iterable[int] = ()) -> None:
+        """Raise RankError where the engine of some rank has failed, or that of one of `members` is closed."""
+        text = self.text(members)
         if text is not None:
             raise RankError(f"{what} is given up: {text}")
-        if self._has_failed:
+        if self._has_ended:
             raise RankError(f"{what} is given up: the engine of rank {self._rank} has failed")
 
-    def text(self) -> str | None:
-        """The text that the first failed rank has left."""
+    def text(self, members: Iterable[int] = ()) -> str | None:
+        """The text of the first rank that has failed, or else of the first of `members` that has ended."""
         try:
             with self._lock:
-                said = self._store.get(self._key) if self._store.check([self._key]) else None
+                if not self._store.check([self._key_of_any]):
+                    return None
+                for key in (self._key, *map(self._key_of_end, members)):
+                    if self._store.check([key]):
+                        return bytes(self._store.get(key)).decode(errors="replace")
         except RuntimeError:  # the rank that holds the store is gone: the collective itself raises
-            return None
-        return None if said is None else bytes(said).decode(errors="replace")
+            pass
+        return None
 
 
 @contextmanager

@@ -181,7 +181,7 @@ class Channel:
         if self._is_closed:
             raise StateError(f"{label}: the {kind}: the engine of this model is closed")
         what = f"{label}: the {kind} ({self._who})"
-        self._board.look(what)
+        self._board.look(what, self.members)
         try:
             self._is_in_collective = True
             work = start()
@@ -220,12 +220,12 @@ class Channel:
                 if work.is_completed():  # since then, perhaps: the error is that of the wait, or its own
                     work.wait()
                     return
-            self._board.look(what)
+            self._board.look(what, self.members)
 
     def _said_within(self, wait_s: float) -> str | None:
         """Return the text of a failed rank, which may come a little later than its end."""
         until_s = time.monotonic() + wait_s
-        while (text := self._board.text()) is None and time.monotonic() < until_s:
+        while (text := self._board.text(self.members)) is None and time.monotonic() < until_s:
             time.sleep(LOOK_UP_S / 10)
         return text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def train_all(rank: int, directory: str) -> dict[str, Any]:
         train_dtensors,
         decide_together,
         step_alone,
+        end_apart,
         save_and_load,
         train_pipeline,
         start_with_other_calls,
@@ -268,6 +270,50 @@ def test_the_ranks_of_the_other_parts_are_told_of_an_end(found: Found) -> None:
     for said in others:
         assert said.startswith("RankError: ")
         assert "rank 3: StateError: it has closed its engine" in said
+
+
+def end_apart(rank: int, directory: str) -> dict[str, Any]:
+    """The first part gathers the weights of its last step when the second has closed its engine; it reads them, too."""
+    mesh = mesh_of("pp", "dp")
+    config = meshes.config_of("host", 1, directory, num_ranks=2, gradient_accumulation_steps=1)
+    del config["train_batch_size"]
+    torch.manual_seed(0)
+    engine, *_ = offloadzero.initialize(model=torch.nn.Linear(16, 16), config=config, mpu=mesh)
+    before = engine.module.weight.detach().clone()
+    others_closed = [Path(directory) / f"rank {other} has closed" for other in (2, 3)]
+    updates = engine._runtime.several.ranks.updates
+    gather = updates.all_gather
+
+    def gather_late(*given: Any) -> None:
+        until_s = time.monotonic() + TIMEOUT_S / 4
+        while not all(path.exists() for path in others_closed):
+            assert time.monotonic() < until_s, "the other part has not ended"
+            time.sleep(0.01)
+        gather(*given)
+
+    if rank < 2:
+        updates.all_gather = gather_late
+    engine.backward(engine(torch.ones(1, 16)).pow(2).sum())
+    engine.step()
+    if rank >= 2:
+        said = said_of(engine.close)
+        others_closed[rank - 2].touch()
+        return {"said": [said]}
+    changed = []
+    said = said_of(lambda: changed.append(not torch.equal(engine.module.weight.detach(), before)))
+    saving = said_of(lambda: engine.save_checkpoint(f"{directory}/apart"))
+    dist.barrier(mesh.get_group("dp"))
+    said_of(engine.close)
+    return {"said": [said], "changed": changed, "saving": saving}
+
+
+def test_a_part_ends_its_run_after_another_has_closed_its_engine(found: Found) -> None:
+    by_rank = found["end_apart"]
+    assert [of_rank["said"] for of_rank in by_rank] == [["nothing"]] * 4
+    for of_rank in by_rank[:2]:
+        assert of_rank["changed"] == [True]
+        assert of_rank["saving"].startswith("RankError: ")  # which takes all parts
+        assert "StateError: it has closed its engine" in of_rank["saving"]
 
 
 # --- checkpoints ---
