@@ -161,6 +161,7 @@ class MeshConfig:
     data_ranks: tuple[int, ...]  # those that train this rank's part of the model, itself included, in order
     # The place along the tensor-parallel axis: a parameter that is not divided along it counts once in the norm, at 0.
     tensor_rank: int = 0
+    pipeline_rank: int = 0  # the place along the pipeline, where `source` says it
     source: object = field(default=None, compare=False, repr=False)  # what `initialize(mpu=...)` was given
 
 

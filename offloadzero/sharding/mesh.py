@@ -7,10 +7,16 @@ communicates there. Three things are decided over all of them: the global norm, 
 with that the loss scale. The norm needs to know which parameters are the same on several ranks. Along a pipeline none
 are. Along the tensor-parallel axis those are that the model does not mark as divided, and they count on its first
 rank alone.
+
+[Note: numbers of parts]
+A checkpoint has a directory for each part of the model, by its number. So the number must say the same part in each
+run, whichever ranks train it there: the stages of the pipeline come one after the other, and in each of them the places
+along the tensor-parallel axis.
 """
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +35,7 @@ _PIPELINE = ("pp", "pipeline_parallel")
 
 # Megatron's names for one thing, the newest first, and DeepSpeed's.
 _TENSOR_RANK = ("get_tensor_model_parallel_rank", "get_slice_parallel_rank", "get_model_parallel_rank")
+_PIPELINE_RANK = ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank")
 
 # Megatron's names of axes along which gradients must be added up in other groups than those of the data.
 _OTHER_SIZES = (
@@ -39,7 +46,7 @@ _OTHER_SIZES = (
 
 _ALLOWED = (
     "a DeviceMesh with the axes dp and tp or pp, or an object with Megatron's get_data_parallel_group() and "
-    "get_tensor_model_parallel_rank()"
+    "get_tensor_model_parallel_rank(), and with get_pipeline_model_parallel_rank() where there are stages"
 )
 
 
@@ -55,7 +62,7 @@ def find_mesh(mpu: Any) -> MeshConfig | None:
         raise ConfigError(
             "mpu", type(mpu).__name__, "None: there is no process group (torchrun starts the ranks)"
         )
-    group, tensor_rank = _of_mesh(mpu) if isinstance(mpu, DeviceMesh) else _of_mpu(mpu)
+    group, tensor_rank, pipeline_rank = _of_mesh(mpu) if isinstance(mpu, DeviceMesh) else _of_mpu(mpu)
     # torch sorts the ranks of each group it makes.
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
     if dist.get_rank() not in ranks:
@@ -64,29 +71,32 @@ def find_mesh(mpu: Any) -> MeshConfig | None:
         )
     if len(ranks) == dist.get_world_size():
         return None
-    return MeshConfig(ranks, tensor_rank, source=mpu)
+    return MeshConfig(ranks, tensor_rank, pipeline_rank, source=mpu)
 
 
-def _of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int]:
-    """The data-parallel group of a DeviceMesh, and this rank's place along its tensor-parallel axis."""
+def _of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int, int]:
+    """The data-parallel group of a DeviceMesh, and this rank's places along the axes of tensors and of the pipeline."""
     names = mesh.mesh_dim_names or ()
     known = (*_DATA, *_TENSOR, *_PIPELINE)
     if any(name not in known for name in names) or sum(name in _DATA for name in names) != 1:
         raise ConfigError(
             "mpu", f"DeviceMesh with the axes {names}", f"one axis dp, and any of tp and pp: {known}"
         )
-    tensor_rank = 0
-    for name in names:
-        if name in _TENSOR:
-            tensor_rank = mesh.get_local_rank(name)
+    tensor_rank, pipeline_rank = (
+        next((mesh.get_local_rank(name) for name in names if name in axis), 0)
+        for axis in (_TENSOR, _PIPELINE)
+    )
     (data,) = (name for name in names if name in _DATA)
-    return mesh.get_group(data), tensor_rank
+    return mesh.get_group(data), tensor_rank, pipeline_rank
 
 
-def _of_mpu(mpu: Any) -> tuple[dist.ProcessGroup, int]:
+def _of_mpu(mpu: Any) -> tuple[dist.ProcessGroup, int, int]:
     """The same of an object with Megatron's methods."""
     data_group = _method(mpu, "get_data_parallel_group")
-    tensor_rank = next(filter(None, (_method(mpu, name) for name in _TENSOR_RANK)), None)
+    tensor_rank, pipeline_rank = (
+        next(filter(None, (_method(mpu, name) for name in names)), None)
+        for names in (_TENSOR_RANK, _PIPELINE_RANK)
+    )
     if data_group is None or tensor_rank is None:
         raise ConfigError("mpu", type(mpu).__name__, _ALLOWED)
     for name in _OTHER_SIZES:
@@ -94,7 +104,7 @@ def _of_mpu(mpu: Any) -> tuple[dist.ProcessGroup, int]:
         if size is not None and size() > 1:
             allowed = "1: beside the data's axis those of tensors and pipelines are built"
             raise ConfigError(f"mpu.{name}()", size(), allowed)
-    return data_group(), int(tensor_rank())
+    return data_group(), int(tensor_rank()), 0 if pipeline_rank is None else int(pipeline_rank())
 
 
 def _method(mpu: Any, name: str) -> Callable[[], Any] | None:
@@ -114,7 +124,7 @@ def is_divided_by_tensor_parallelism(param: nn.Parameter) -> bool:
 class MeshGroups:
     """All groups of a mesh. Each rank makes all of them, in one order."""
 
-    data: list[list[int]]  # by the part of the model that the group trains
+    data: list[list[int]]  # by the part of the model that the group trains: [Note: numbers of parts]
     across: list[list[int]]  # by place in the data: ranks that have the whole model together
 
     def part_of(self, rank: int) -> int:
@@ -123,8 +133,13 @@ class MeshGroups:
 
 
 def numbers_of(mesh: MeshConfig) -> list[int]:
-    """The numbers by which a rank tells its data-parallel group to the others, for `mesh_groups`."""
-    return [mesh.data_ranks[0], zlib.crc32(repr(mesh.data_ranks).encode())]
+    """The numbers by which a rank tells its place to the others, for `mesh_groups`."""
+    return [
+        mesh.pipeline_rank,
+        mesh.tensor_rank,
+        mesh.data_ranks[0],
+        zlib.crc32(repr(mesh.data_ranks).encode()),
+    ]
 
 
 def mesh_groups(by_rank: Sequence[Sequence[int]]) -> MeshGroups:
@@ -134,19 +149,35 @@ def mesh_groups(by_rank: Sequence[Sequence[int]]) -> MeshGroups:
         ConfigError: these are not the groups of a mesh. All ranks see that alike.
     """
     parts: dict[int, list[int]] = {}
-    for rank, (first, _) in enumerate(by_rank):
+    for rank, (_, _, first, _) in enumerate(by_rank):
         parts.setdefault(first, []).append(rank)
-    data = [parts[first] for first in sorted(parts)]
+    data = sorted(parts.values(), key=lambda ranks: [*by_rank[ranks[0]]])
+    places = [tuple(by_rank[ranks[0]][:2]) for ranks in data]
     odd = [
         rank
-        for ranks in data
+        for ranks, place in zip(data, places, strict=True)
         for rank in ranks
-        if list(by_rank[rank]) != numbers_of(MeshConfig(tuple(ranks)))
+        if [*by_rank[rank]] != [*place, *numbers_of(MeshConfig(tuple(ranks)))[2:]]
     ]
     if odd or len({len(ranks) for ranks in data}) > 1:
-        firsts = {rank: first for rank, (first, _) in enumerate(by_rank)}
+        firsts = {rank: first for rank, (_, _, first, _) in enumerate(by_rank)}
         said = f"data-parallel groups by their first ranks {firsts}" + (
-            f", other members on ranks {odd}" if odd else ""
+            f", other members or another place on ranks {odd}" if odd else ""
         )
-        raise ConfigError("mpu", said, "groups of one size, of which all members name the same ranks")
+        allowed = "groups of one size, whose members name the same ranks and the same place on the other axes"
+        raise ConfigError("mpu", said, allowed)
+    _expect_places_of_their_own(data, places)
     return MeshGroups(data, [sorted(ranks) for ranks in zip(*data, strict=True)])
+
+
+def _expect_places_of_their_own(data: Sequence[Sequence[int]], places: Sequence[tuple[int, ...]]) -> None:
+    """Raise ConfigError where `mpu` has left an axis out: the norm, say, would count some parameters twice."""
+    for (one, place), (other, next_place) in itertools.pairwise(zip(data, places, strict=True)):
+        if place == next_place:
+            pipeline_rank, tensor_rank = place
+            said = f"pipeline rank {pipeline_rank} and tensor-parallel rank {tensor_rank} on ranks {one} and {other}"
+            allowed = (
+                "another place for each part of the model: a DeviceMesh with all of its axes dp, tp and pp, or an "
+                "object with Megatron's get_tensor_model_parallel_rank() and get_pipeline_model_parallel_rank()"
+            )
+            raise ConfigError("mpu", said, allowed)

@@ -92,7 +92,7 @@ READERS: Mapping[str, str] = {
 }
 SAID = {"OffloadConfig.notices", "OffloadConfig.warnings"}  # what is said of a key is not what it does
 # Read where there are several ranks: tests/sharding/test_ranks_mesh.py.
-OF_A_MESH = {"MeshConfig.data_ranks", "MeshConfig.tensor_rank", "MeshConfig.source"}
+OF_A_MESH = {f"MeshConfig.{name}" for name in ("data_ranks", "tensor_rank", "pipeline_rank", "source")}
 CLASSES = [cls for cls in vars(schema).values() if isinstance(cls, type) and dataclasses.is_dataclass(cls)]
 
 

@@ -50,14 +50,18 @@ class Megatron:
 @pytest.mark.usefixtures("fake_ranks")
 def test_the_place_in_a_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-    assert find_mesh(mesh) == MeshConfig((5, 7), tensor_rank=1)
-    assert find_mesh(init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "pp"))) == MeshConfig((1, 5))
+    assert find_mesh(mesh) == MeshConfig((5, 7), tensor_rank=1, pipeline_rank=1)
+    mesh_of_two = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "pp"))
+    assert find_mesh(mesh_of_two) == MeshConfig((1, 5), pipeline_rank=1)
     assert find_mesh(init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))) is None
     assert find_mesh(init_device_mesh("cpu", (8, 1), mesh_dim_names=("dp", "tp"))) is None
     assert find_mesh(None) is None
     group = mesh.get_group("dp")
     for name in ("get_tensor_model_parallel_rank", "get_model_parallel_rank", "get_slice_parallel_rank"):
         assert find_mesh(Megatron(group, name)) == MeshConfig((5, 7), tensor_rank=1)
+    for name in ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank"):
+        mpu = Megatron(group, **{name: 3})
+        assert find_mesh(mpu) == MeshConfig((5, 7), tensor_rank=1, pipeline_rank=3)
 
 
 @pytest.mark.usefixtures("fake_ranks")
@@ -86,8 +90,10 @@ def test_a_mesh_needs_a_process_group() -> None:
 
 
 def said(*groups: tuple[int, ...]) -> list[list[int]]:
-    """What the ranks of these groups say, by rank."""
-    by_rank = {rank: numbers_of(MeshConfig(group)) for group in groups for rank in group}
+    """What the ranks of these groups, each with the next tensor-parallel place, say, by rank."""
+    by_rank = {
+        rank: numbers_of(MeshConfig(group, place)) for place, group in enumerate(groups) for rank in group
+    }
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
@@ -96,17 +102,38 @@ def test_groups_of_a_mesh() -> None:
     assert groups == MeshGroups(data=[[0, 2], [1, 3]], across=[[0, 1], [2, 3]])
     assert [groups.part_of(rank) for rank in range(4)] == [0, 1, 0, 1]
     assert mesh_groups(said((0,), (1,))) == MeshGroups(data=[[0], [1]], across=[[0, 1]])
-    assert mesh_groups(said((3, 5), (0, 4), (1, 2))).data == [[0, 4], [1, 2], [3, 5]]
+    assert mesh_groups(said((3, 5), (0, 4), (1, 2))).data == [[3, 5], [0, 4], [1, 2]]
+
+
+def test_the_number_of_a_part_is_that_of_its_place_and_not_of_its_ranks() -> None:
+    def part_at(rank: int, shape: tuple[int, int]) -> MeshConfig:
+        """Of a mesh of so many stages and places in each, whose ranks go along the pipeline first."""
+        tensor_rank, pipeline_rank = divmod(rank, shape[0])
+        return MeshConfig((rank,), tensor_rank, pipeline_rank)
+
+    groups = mesh_groups([numbers_of(part_at(rank, (2, 3))) for rank in range(6)])
+    assert groups.data == [[0], [2], [4], [1], [3], [5]]
+    reversed_places = [numbers_of(MeshConfig((rank,), tensor_rank=1 - rank)) for rank in range(2)]
+    assert mesh_groups(reversed_places).data == [[1], [0]]
 
 
 def test_groups_of_no_mesh() -> None:
-    with pytest.raises(ConfigError, match="groups of one size, of which all members name the same ranks"):
+    places = [numbers_of(MeshConfig((0, 1), tensor_rank=rank)) for rank in range(2)]
+    with pytest.raises(ConfigError, match=r"another place on ranks \[1\]"):
+        mesh_groups(places)
+    with pytest.raises(ConfigError, match="groups of one size, whose members name the same ranks"):
         mesh_groups(said((0, 2), (1,)))
     by_rank = said((0, 2), (1, 3))
-    by_rank[3] = numbers_of(MeshConfig((2, 3)))
-    with pytest.raises(
-        ConfigError, match=r"other members on ranks \[1, 2, 3\]|other members on ranks \[1, 3\]"
-    ):
+    by_rank[3] = numbers_of(MeshConfig((2, 3), tensor_rank=1))
+    with pytest.raises(ConfigError, match=r"other members or another place on ranks (\[1, 2, 3\]|\[1, 3\])"):
+        mesh_groups(by_rank)
+
+
+def test_parts_at_one_place_are_refused() -> None:
+    """As of a mesh whose axis tp was left out: replicated parameters would count twice."""
+    by_rank = [numbers_of(MeshConfig(ranks)) for ranks in ((0, 2), (1, 3))] * 2
+    said = r"pipeline rank 0 and tensor-parallel rank 0 on ranks \[0, 2\] and \[1, 3\].*all of its axes dp, tp and pp"
+    with pytest.raises(ConfigError, match=said):
         mesh_groups(by_rank)
 
 
