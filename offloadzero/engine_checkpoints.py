@@ -5,10 +5,11 @@ Where several ranks train, the first one writes, and reads the others' parts thr
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from offloadzero.checkpoint.loading import (
     schedule_name,
     try_schedule,
 )
-from offloadzero.checkpoint.meta import LossScaleState, Meta, client_dict
+from offloadzero.checkpoint.meta import LossScaleState, Meta, PartOfModel, client_dict
 from offloadzero.checkpoint.names import directory_of, tag_text
-from offloadzero.checkpoint.parts import directory_of_part, expect_parts
+from offloadzero.checkpoint.parts import directory_of_part, expect_parts, expect_place, expect_room
 from offloadzero.checkpoint.states import States, save_states, save_weights
 from offloadzero.errors import CheckpointError, StateError
 from offloadzero.lifetime import EngineState
@@ -86,29 +87,46 @@ class EngineCheckpoints:
     ) -> None:
         """Write a checkpoint as `Engine.save_checkpoint` says."""
         self.expect_savable("save_checkpoint")
-        directory = directory_of_part(directory_of("save_dir", save_dir), self._runtime.part)
+        whole = directory_of("save_dir", save_dir)
         partial_step = self._coordinator.partial_step
         if partial_step is not None:
             warnings.warn(f"save_checkpoint: {partial_step}", stacklevel=3)
         meta = self._meta(client_state, partial_step, lr_scheduler)
         name = f"global_step{self._coordinator.global_steps}" if tag is None else tag_text(tag)
 
-        def save() -> None:
+        def save(part: PartOfModel | None) -> None:
             save_states(
                 self._states(),
-                directory,
+                directory_of_part(whole, self._runtime.part),
                 tag=name,
-                meta=meta,
+                meta=replace(meta, part=part),
                 save_latest=save_latest,
                 exclude_frozen=exclude_frozen,
             )
 
+        part = self._part_to_save(whole)
         with self._saving("save_checkpoint()"):
-            self._runtime.read_by_first(save)
+            self._runtime.read_by_first(functools.partial(save, part))
 
     def _saving(self, call: str) -> AbstractContextManager[None]:
         """A block that fails on all ranks where it fails on one. Those of a part know that of each other."""
         return nullcontext() if self._runtime.part is None else self._runtime.together(call)
+
+    def _part(self, *, save_number: int = 0) -> PartOfModel | None:
+        """The part of the model that this rank has; None: all of it."""
+        mesh = self._runtime.config.mesh
+        if mesh is None or self._runtime.part is None:
+            return None
+        return PartOfModel(mesh.pipeline_rank, mesh.tensor_rank, self._runtime.num_parts, save_number)
+
+    def _part_to_save(self, directory: Path) -> PartOfModel | None:
+        """The same for a save into `directory`, whose number all parts have: [Note: parts of one save]."""
+        if self._runtime.part is None:
+            return None
+        with self._saving("save_checkpoint(), before anything is written,"):
+            number = self._runtime.agreed_number()
+            expect_room(directory, self._runtime.num_parts)
+        return self._part(save_number=number)
 
     def _meta(
         self, client_state: Mapping[str, Any] | None, partial_step: str | None, lr_scheduler: Any
@@ -176,18 +194,27 @@ class EngineCheckpoints:
             if found is None:
                 return None
             checkpoint = open_found(directory, found)
+            own, saved = self._part(), checkpoint.meta.part
+            if own is not None:
+                expect_place(found.path, saved, own)
             plan = plan_load(self._states(), checkpoint, strict=strict, with_states=with_states)
             groups = fit_param_groups(self._param_groups, checkpoint) if with_states else []
             if with_schedule:
                 try_schedule(lr_scheduler, checkpoint)
-        self._expect_same(found, (strict, with_states, with_schedule), checkpoint.identity())
+        taken = (
+            strict,
+            with_states,
+            with_schedule,
+            None if own is None or saved is None else saved.save_number,
+        )
+        self._expect_same(found, taken, checkpoint.identity())
         return FoundCheckpoint(found.path, checkpoint.meta, plan, with_states, with_schedule, groups)
 
     def _expect_same(self, found: Found, taken: object, identity: object) -> None:
         """Raise CheckpointError on all ranks unless they load the same.
 
         Args:
-            taken: what each of them loads.
+            taken: what each of them loads, and of which save: [Note: parts of one save].
             identity: that of the checkpoint, which is another for each part of the model.
         """
         odd = self._runtime.odd_ranks("checkpoints", repr((found.tag, taken)), of_part=repr(identity))
@@ -198,7 +225,8 @@ class EngineCheckpoints:
                 + (
                     ""
                     if self._runtime.part is None
-                    else "; a tag that all parts have is loaded where it is given"
+                    else "; parts of two saves are not loaded together, and a tag of which all parts are those of one "
+                    "save is loaded where it is given"
                 )
             )
 

@@ -291,6 +291,10 @@ class Runtime:
         """The number of parts of the model, each trained by ranks of its own."""
         return 1 if self.several is None else self.several.ranks.num_parts
 
+    def agreed_number(self) -> int:
+        """A number that all ranks have in common, and that no other call gives; 0 with one process."""
+        return 0 if self.several is None else self.several.agreed_number()
+
     def together(self, what: str) -> AbstractContextManager[None]:
         """A block that fails on all ranks, at its end, where it fails on one of them."""
         return nullcontext() if self.several is None else self.several.together(what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -60,6 +61,12 @@ class SeveralRanks:
     def agree(self, values: torch.Tensor) -> None:
         """Overwrite a host tensor with that of the first rank that trains the same part of the model."""
         self.ranks.control.broadcast(values, "the first values")
+
+    def agreed_number(self) -> int:
+        """A number that all ranks have in common, and that no other call gives again."""
+        number = torch.tensor([secrets.randbits(62)], dtype=torch.int64)
+        self.ranks.agreements.broadcast(number, "a number for all ranks")
+        return int(number)
 
     def agree_on_buffers(self, model: nn.Module) -> None:
         """Overwrite the model's buffers with those of the first rank. Buffers without values (meta) are passed over."""

@@ -33,6 +33,16 @@ class LossScaleState:
 
 
 @dataclass(frozen=True)
+class PartOfModel:
+    """The place of one part of a model whose parts are saved by themselves, and the save that it is of."""
+
+    pipeline_rank: int
+    tensor_rank: int
+    num_parts: int
+    save_number: int  # the same in all parts of one save, and in no other
+
+
+@dataclass(frozen=True)
 class Meta:
     """The content of meta.json beside the format."""
 
@@ -48,6 +58,7 @@ class Meta:
     partial_step: str | None = None  # updates in the states beyond `global_steps`, in words
     steps: dict[str, int] = field(default_factory=dict)  # updates so far of each trainable parameter
     extra_states: dict[str, Any] = field(default_factory=dict)  # [Note: extra state]
+    part: PartOfModel | None = None  # None: the whole model
     saved_unix_ns: int = 0
     version: int = VERSION
 
@@ -79,9 +90,10 @@ def encode_meta(meta: Meta) -> bytes:
 
 
 def _as_dict(meta: Meta) -> dict[str, Any]:
-    """Return the fields by name; the loss scale as a dict."""
+    """Return the fields by name; the loss scale and the part as dicts."""
     values = {name: getattr(meta, name) for name in meta.__dataclass_fields__}
-    values["loss_scale"] = None if meta.loss_scale is None else asdict(meta.loss_scale)
+    for name, value in (("loss_scale", meta.loss_scale), ("part", meta.part)):
+        values[name] = None if value is None else asdict(value)
     return values
 
 
@@ -113,6 +125,7 @@ def read_meta(checkpoint: Path) -> Meta:
         partial_step=get("partial_step", _optional(_text)) if "partial_step" in values else None,
         steps=get("steps", _counts),
         extra_states=get("extra_states", _dict) if "extra_states" in values else {},
+        part=get("part", _optional(_part)) if "part" in values else None,
         saved_unix_ns=get("saved_unix_ns", _whole) if version >= 2 else 0,
     )
 
@@ -209,6 +222,12 @@ def _loss_scale(value: Any) -> LossScaleState:
     if type(scale) is not float or not math.isfinite(scale) or scale <= 0:
         raise _WrongTypeError("scale is not a positive number")
     return LossScaleState(scale, _whole(values.get("good_steps")), _whole(values.get("hysteresis_left")))
+
+
+def _part(value: Any) -> PartOfModel:
+    values = _dict(value)
+    names = PartOfModel.__dataclass_fields__
+    return PartOfModel(**{name: _whole(values.get(name)) for name in names})
 
 
 def _optional(parse: Callable[[Any], T]) -> Callable[[Any], T | None]:

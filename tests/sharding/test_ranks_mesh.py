@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,7 @@ def train_all(rank: int, directory: str) -> dict[str, Any]:
         step_alone,
         end_apart,
         save_and_load,
+        load_parts_that_do_not_fit,
         train_pipeline,
         start_with_other_calls,
     )
@@ -369,6 +371,70 @@ def test_each_part_of_a_model_has_its_checkpoint(found: Found, directory: Path) 
         "has the checkpoints of 2 parts of a model (mp_rank_00, mp_rank_01): load them with the mpu" in said
     )
     engine.close()
+
+
+def load_parts_that_do_not_fit(rank: int, directory: str) -> dict[str, Any]:
+    """Stages of equal shapes, on ranks that go along `pp` or `tp` first; parts of two saves; more parts than before."""
+    found: dict[str, Any] = {}
+
+    def engine_of(names: tuple[str, str, str], shape: tuple[int, int, int] = (2, 1, 2)) -> tuple[Any, int]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        model = torch.nn.Linear(16, 16)
+        place = 10 * mesh.get_local_rank("pp") + mesh.get_local_rank("tp")
+        torch.nn.init.constant_(model.weight, place)
+        config = meshes.config_of("host", 1, directory)
+        del config["train_batch_size"]
+        config["train_micro_batch_size_per_gpu"] = 1
+        return offloadzero.initialize(model=model, config=config, mpu=mesh)[0], place
+
+    def end(engine: Any) -> None:
+        dist.barrier()
+        said_of(engine.close)
+
+    engine, _ = engine_of(("pp", "dp", "tp"))
+    engine.save_checkpoint(f"{directory}/stages", tag="best")
+    dist.barrier()
+    old = Path(f"{directory}/stages/mp_rank_01")
+    if rank == 0:
+        shutil.copytree(old, f"{directory}/old")
+    dist.barrier()
+    engine.save_checkpoint(f"{directory}/stages", tag="best")
+    end(engine)
+    engine, place = engine_of(("tp", "dp", "pp"))
+    with torch.no_grad():
+        engine.module.weight.fill_(-1.0)
+    engine.load_checkpoint(f"{directory}/stages")
+    found["loaded"] = [engine.module.weight.detach().unique().tolist(), place]
+    if rank == 0:
+        shutil.rmtree(old)
+        shutil.move(f"{directory}/old", old)
+    dist.barrier()
+    found["two saves"] = said_of(lambda: engine.load_checkpoint(f"{directory}/stages"))
+    end(engine)
+    engine, _ = engine_of(("pp", "dp", "tp"), (4, 1, 1))
+    found["other axes"] = said_of(lambda: engine.load_checkpoint(f"{directory}/stages"))
+    end(engine)
+    engine, _ = engine_of(("pp", "dp", "tp"), (2, 2, 1))
+    found["fewer parts"] = said_of(lambda: engine.save_checkpoint(f"{directory}/stages"))
+    end(engine)
+    return found
+
+
+def test_a_part_is_loaded_at_its_place_with_the_others_of_its_save(found: Found) -> None:
+    for rank, of_rank in enumerate(found["load_parts_that_do_not_fit"]):
+        weights, place = of_rank["loaded"]
+        assert weights == [place]
+        assert place == 10 * (rank % 2) + rank // 2
+        assert "parts of two saves are not loaded together" in of_rank["two saves"]
+        assert "CheckpointError: " in of_rank["fewer parts"]
+        assert (
+            "4 parts of a model, and there are 2 here: save into another directory" in of_rank["fewer parts"]
+        )
+    said = [of_rank["other axes"] for of_rank in found["load_parts_that_do_not_fit"]]
+    assert (
+        "is of the part at pipeline rank 0 and tensor-parallel rank 1, of 4, and this rank trains" in said[1]
+    )
+    assert all("CheckpointError: " in text or "RankError: " in text for text in said)
 
 
 # --- pipelines ---
