@@ -135,6 +135,10 @@ class LocalParameters:
         if id(param) not in self._local:
             memory = memory_of_dtensor(param)
             local = nn.Parameter(memory.detach(), requires_grad=param.requires_grad)
+            # Scripts tell parameters apart by attributes of their own, a callable that makes the groups say.
+            vars(local).update(
+                {name: value for name, value in vars(param).items() if name not in vars(local)}
+            )
             local.tensor_model_parallel = any(not place.is_replicate() for place in param.placements)  # type: ignore[attr-defined]
             memory.data = memory.new_empty(()).expand(memory.shape)  # else the DTensor would keep it
             self._local[id(param)] = local

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,31 @@ def test_local_parameters_stand_in_the_model_and_dtensors_in_forward(mesh: Devic
     assert groups[0]["params"][0] is divided
     assert torch.equal(divided.to_local(), torch.arange(18.0).view(3, 6) + 1)
     assert "forward" not in vars(model[0])
+
+
+def test_a_local_parameter_has_the_attributes_that_a_script_gave_the_dtensor(
+    mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    model = make_model(mesh)
+    model[0].weight.no_decay = True
+
+    def make_optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+        for param in params:
+            groups[getattr(param, "no_decay", False)].append(param)
+        return torch.optim.AdamW(
+            [{"params": groups[False]}, {"params": groups[True], "weight_decay": 0.0}], lr=1e-3
+        )
+
+    config = config_of(tmp_path)
+    del config["optimizer"]
+    engine, optimizer, *_ = offloadzero.initialize(
+        model=model, optimizer=make_optimizer, config=config, mpu=mesh
+    )
+    assert optimizer is not None
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
+    assert model[0].weight.tensor_model_parallel
+    engine.close()
 
 
 def test_an_ordinary_model_is_left_alone(mesh: DeviceMesh) -> None:
