@@ -20,6 +20,7 @@ from offloadzero.memory.device import make_current
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.segments import SegmentKind, TierName
+from offloadzero.sharding.mesh import expect_whole_gradient
 from offloadzero.sharding.ranks import Channel, Ranks, digest, make_ranks
 from offloadzero.sharding.shard_spec import WHOLE, ShardSpec, divides_params, divides_states
 from offloadzero.step.coded_reduce import CodedReduce
@@ -98,7 +99,13 @@ class SeveralRanks:
         )
 
     def expect_same(self, records: Sequence[Record]) -> None:
-        """Raise ConfigError unless all ranks have the same configuration, and those of a group the same units."""
+        """Raise ConfigError unless all ranks have the same configuration, and those of a group the same units.
+
+        In a mesh also for a parameter whose gradients tensor-parallel ranks have in parts.
+        """
+        if self._config.mesh is not None:
+            for slot in (slot for record in records for slot in record.trainable_slots):
+                expect_whole_gradient(slot.name, slot.param)
         units = [
             (record.name, record.dtype, [(slot.name, slot.shape, slot.group_index) for slot in record.slots])
             for record in records

@@ -120,6 +120,20 @@ def is_divided_by_tensor_parallelism(param: nn.Parameter) -> bool:
     return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))
 
 
+def expect_whole_gradient(name: str, param: nn.Parameter) -> None:
+    """Raise ConfigError for a parameter that each tensor-parallel rank uses with its part of the sequence.
+
+    Megatron marks them, and adds up their gradients along that axis when backward is over. The engine has sent them on
+    by then, each rank another one, and the ranks would drift apart.
+    """
+    if getattr(param, "sequence_parallel", False):
+        allowed = (
+            "False: its gradients are parts of a sum over the tensor-parallel ranks. Add them up in a hook, "
+            "param.register_hook(...) before initialize(), and take the mark away"
+        )
+        raise ConfigError(f"{name}.sequence_parallel", True, allowed)
+
+
 @dataclass(frozen=True)
 class MeshGroups:
     """All groups of a mesh. Each rank makes all of them, in one order."""

@@ -159,3 +159,16 @@ def test_one_rank_of_a_mesh_keeps_its_part_of_its_group(tmp_path: Path) -> None:
     assert engine.train_batch_size() == 2 * meshes.GLOBAL_BATCH
     assert "rank 1 of 4, stage 3: homes " in engine.memory_table()
     engine.close()
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_gradients_that_are_parts_of_a_sum_are_refused(tmp_path: Path) -> None:
+    """Those of a norm under Megatron's sequence parallelism, which it adds up after backward."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    model[1].weight.sequence_parallel = True
+    config = meshes.config_of("host", 1, tmp_path, num_ranks=2)
+    with pytest.raises(ConfigError, match=r"1\.weight\.sequence_parallel = True: False: .*register_hook"):
+        offloadzero.initialize(model=model, config=config, mpu=mesh)
+    model[1].weight.sequence_parallel = False
+    offloadzero.initialize(model=model, config=config, mpu=mesh)[0].close()
