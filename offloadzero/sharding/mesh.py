@@ -71,6 +71,8 @@ def find_mesh(mpu: Any) -> MeshConfig | None:
         )
     if len(ranks) == dist.get_world_size():
         return None
+    if isinstance(mpu, DeviceMesh):
+        _expect_ascending(mpu, ranks)
     return MeshConfig(ranks, tensor_rank, pipeline_rank, source=mpu)
 
 
@@ -88,6 +90,14 @@ def _of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int, int]:
     )
     (data,) = (name for name in names if name in _DATA)
     return mesh.get_group(data), tensor_rank, pipeline_rank
+
+
+def _expect_ascending(mesh: DeviceMesh, ranks: Sequence[int]) -> None:
+    """Refuse a mesh in which this rank's place along dp is not that in its group: others beside it had other data."""
+    places = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=False))
+    if [place for name, place in places.items() if name in _DATA] != [ranks.index(dist.get_rank())]:
+        said = f"DeviceMesh with the ranks {mesh.mesh.tolist()}"
+        raise ConfigError("mpu", said, "ranks that ascend along dp, as in those of init_device_mesh()")
 
 
 def _of_mpu(mpu: Any) -> tuple[dist.ProcessGroup, int, int]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import offloadzero
 from offloadzero import zero
@@ -73,6 +73,9 @@ def test_what_is_no_mesh_that_is_built() -> None:
         find_mesh(mesh)
     with pytest.raises(ConfigError, match=r"mpu = .*one axis dp, and any of tp and pp"):
         find_mesh(init_device_mesh("cpu", (8,)))
+    descending = DeviceMesh("cpu", [[0, 5], [2, 3], [4, 1], [6, 7]], mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ConfigError, match=r"mpu = .*ranks that ascend along dp"):
+        find_mesh(descending)
     group = mesh.get_group("dp")
     with pytest.raises(ConfigError, match=r"mpu\.get_context_parallel_world_size\(\) = 2: 1: "):
         find_mesh(Megatron(group, get_context_parallel_world_size=2))
