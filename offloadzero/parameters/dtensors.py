@@ -107,7 +107,7 @@ class LocalParameters:
             data_ranks: the ranks over which the engine divides what it keeps.
 
         Raises:
-            ConfigError: a DTensor is divided over `data_ranks`, or its values are partial sums.
+            ConfigError: a DTensor is divided over `data_ranks`, its values are partial sums, or it has hooks.
         """
         self._forwards: list[_ShardedForward] = []
         self._local: dict[int, nn.Parameter] = {}  # by the id of the DTensor
@@ -183,3 +183,9 @@ def _expect_built(name: str, param: Any, data_ranks: Sequence[int]) -> None:
         )
     if any(place.is_partial() for place in param.placements):
         raise ConfigError(name, "a DTensor of partial sums", "one that is replicated or sharded")
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise ConfigError(
+            name,
+            "a DTensor with hooks on its gradient",
+            "hooks that are put on after initialize(), where they get the local gradient",
+        )

@@ -196,3 +196,16 @@ def test_what_is_refused(mesh: DeviceMesh, tmp_path: Path, placement: Any) -> No
     ):
         offloadzero.initialize(model=model, config=config_of(tmp_path), mpu=mesh if is_partial else None)
     assert isinstance(model[0].weight, DTensor)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_that_would_not_be_called_are_refused(mesh: DeviceMesh, tmp_path: Path, register: str) -> None:
+    model = make_model(mesh)
+    handle = getattr(model[0].weight, register)(lambda _: None)
+    with pytest.raises(
+        ConfigError, match=r"0\.weight = .*a DTensor with hooks on its gradient.*after initialize"
+    ):
+        offloadzero.initialize(model=model, config=config_of(tmp_path), mpu=mesh)
+    handle.remove()
+    assert isinstance(model[0].weight, DTensor)
+    offloadzero.initialize(model=model, config=config_of(tmp_path), mpu=mesh)[0].close()
