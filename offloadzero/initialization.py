@@ -55,8 +55,9 @@ def initialize(
         training_data: a dataset for the returned DataLoader, at the micro batch size, shuffled as in DeepSpeed.
         lr_scheduler: a scheduler or a callable that makes one from the optimizer; None takes the config's.
         distributed_port: not used: the launcher's MASTER_PORT is.
-        mpu: where the ranks divide the model along other axes than the data's: a DeviceMesh with the axis dp and any of
-            tp and pp, or an object with Megatron's get_data_parallel_group() and get_tensor_model_parallel_rank().
+        mpu: where the ranks divide the model along other axes than the data's: a DeviceMesh with the axis dp and those
+            of tp and pp that the model has, or an object with Megatron's get_data_parallel_group(),
+            get_tensor_model_parallel_rank() and, for stages, get_pipeline_model_parallel_rank().
         mesh_param: refused unless None.
         dist_init_required: True makes torch's process group also where no launcher asks for it.
         config, config_params: a dict, a path, or an OffloadConfig.
