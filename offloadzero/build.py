@@ -97,7 +97,7 @@ class Ground:
     def unit_arena(self) -> Arena:
         """The part of the device arena from which units are leased."""
         lease = self.device_lease("unit leases", self.plan.unit_lease_bytes)
-        memory = lease.bytes if lease is not None else torch.empty(0)
+        memory = lease.bytes if lease is not None else torch.empty(0, device="cpu")
         return Arena("unit lease", memory, poison=self.config.poison_released_leases)
 
     def update_threads(self) -> tuple[Sequence[int], int | None]:

@@ -71,7 +71,7 @@ def read_states(weights: WeightAccess, record: Record, slot: ParamSlot) -> dict[
     states = {kind.value: weights.read_state(record, slot, kind) for kind in record.spec.states}
     # Reading has waited for the update, which counts the step.
     if record.spec.counts_steps:
-        states["step"] = torch.tensor(float(slot.step))
+        states["step"] = torch.tensor(float(slot.step), device="cpu")
     if record.dtype != torch.float32:
         states["master"] = weights.read_master(record, slot)
     states.update(weights.read_codes(record, slot))
@@ -105,7 +105,7 @@ class ParamStates(dict[str, torch.Tensor]):
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in self:
             self._refuse(key)
-        self[key].copy_(torch.as_tensor(value))
+        self[key].copy_(torch.as_tensor(value, device="cpu"))
 
     def update(self, *others: Any, **more: Any) -> None:
         """Assign each item."""

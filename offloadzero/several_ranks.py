@@ -130,7 +130,7 @@ class SeveralRanks:
 
     def is_on_some(self, flag: bool) -> bool:
         """Whether `flag` holds on any rank."""
-        flags = torch.tensor([flag], dtype=torch.uint8)
+        flags = torch.tensor([flag], dtype=torch.uint8, device="cpu")
         self.ranks.agreements.all_reduce(flags, "a question to all ranks", largest=True)
         return bool(flags)
 
@@ -139,7 +139,7 @@ class SeveralRanks:
         """Raise RankError at the end of the block where another rank has failed in it. All ranks have such a block."""
         channel = self.ranks.agreements
         spec = channel.spec
-        failed = torch.zeros(spec.world_size, dtype=torch.uint8)
+        failed = torch.zeros(spec.world_size, dtype=torch.uint8, device="cpu")
         failed[spec.rank] = 1
         try:
             yield

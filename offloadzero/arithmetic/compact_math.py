@@ -121,7 +121,7 @@ def compact_factors(scalars: AdamScalars) -> CompactFactors:
         root, floor = root / scalars.step_size, scalars.eps / scalars.step_size
     exact = (scalars.one_minus_beta1 * grad_scale, scalars.sqrt_one_minus_beta2 * grad_scale, root, floor)
     # Rounded once: doubles hold such products exactly, and quotients with more than twice the bits.
-    return CompactFactors(*torch.tensor(exact, dtype=torch.float64).float().tolist())
+    return CompactFactors(*torch.tensor(exact, dtype=torch.float64, device="cpu").float().tolist())
 
 
 class Workspace(NamedTuple):
@@ -207,7 +207,7 @@ def _inverse(largest: Tensor, span: float) -> Tensor:
 
 
 def _scale(largest: Tensor, span: float) -> Tensor:
-    to_scale = float(torch.tensor(0.5 / span, dtype=torch.float32))
+    to_scale = float(torch.tensor(0.5 / span, dtype=torch.float32, device="cpu"))
     return (largest * to_scale).masked_fill(largest < SMALLEST_SCALED, 0.0)
 
 

@@ -54,7 +54,7 @@ def may_overlap(buffer: torch.Tensor) -> bool:
 
 def can_hold(buffer: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether the buffer can show `value`: [Note: buffers that overlap]."""
-    trial = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype)
+    trial = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device="cpu")
     write_buffer(trial, value)
     return _bits(trial) == _bits(value.to(buffer.dtype))
 

@@ -198,7 +198,7 @@ class SafetensorsReader:
         if name not in self.entries:
             raise CheckpointError(f"{self.path}: there is no {name}")
         entry = self.entries[name]
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         if tensor.numel():
             view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data).cast("B")
             self._read_into(self._data_offset + entry.start, view, what=name)

@@ -46,7 +46,8 @@ class _StandIn(Optimizer):
 
 
 def _without_weights(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": [torch.zeros(1)]}
+    options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+    return {**options, "params": [torch.zeros(1, device="cpu")]}
 
 
 def rehearse(config: SchedulerConfig, cls: type[LRScheduler], optimizer: Optimizer) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def room_for(sizes: Iterable[int]) -> int:
 def allocate_host(num_bytes: int) -> torch.Tensor:
     """Allocate host memory of exactly `num_bytes`, page-aligned, zero: uint8, shape (num_bytes,)."""
     if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     mapping = map_pages(num_bytes)
     # open(2): direct I/O into a private mapping can go astray while the process forks (a DataLoader's workers do).
     mapping.madvise(mmap.MADV_DONTFORK)

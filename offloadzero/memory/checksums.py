@@ -116,7 +116,7 @@ class Checksums:
     def __init__(self, num_bytes: int) -> None:
         self._sums = np.zeros(0, dtype=np.uint32)
         self._covered = np.zeros(0, dtype=np.uint16)
-        self._zero_sum = crc32c(torch.zeros(BLOCK_BYTES, dtype=torch.uint8))
+        self._zero_sum = crc32c(torch.zeros(BLOCK_BYTES, dtype=torch.uint8, device="cpu"))
         # The last transfer of each block that is read or written in part.
         self._in_part: dict[int, Ticket] = {}
         self._in_part_lock = threading.Lock()
@@ -171,7 +171,7 @@ class Checksums:
         expected, covered = self._entry(part.block)
         if part.begin or (covered != _UNKNOWN and covered > part.end):
             length = part.end if covered == _UNKNOWN else max(covered, part.end)
-            old = torch.empty(length, dtype=torch.uint8)
+            old = torch.empty(length, dtype=torch.uint8, device="cpu")
             transfers.read(part.block * BLOCK_BYTES, old).wait()
             self._check_beginning(part.block, old, covered, expected, transfers)
             old[part.begin : part.end] = piece
@@ -228,7 +228,7 @@ class Checksums:
     def _read_again(self, part: _Part, transfers: Transfers) -> _Again:
         self._settle(part.block)
         expected, covered = self._entry(part.block)
-        data = torch.empty(max(covered, part.end), dtype=torch.uint8)
+        data = torch.empty(max(covered, part.end), dtype=torch.uint8, device="cpu")
         ticket = transfers.read(part.block * BLOCK_BYTES, data)
         self._in_part[part.block] = ticket
         return _Again(part, data, covered, expected, ticket)

@@ -133,7 +133,7 @@ class CpuDevice:
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Allocate ordinary memory, zero, touched when first used."""
         if num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(map_pages(num_bytes), dtype=torch.uint8)
 
     def pin(self, buffer: torch.Tensor, *, label: str) -> None:
@@ -144,7 +144,7 @@ class CpuDevice:
 
     def new_pinned(self, dtype: torch.dtype) -> torch.Tensor:
         """Allocate ordinary memory, as all memory is the host's."""
-        return torch.empty((), dtype=dtype)
+        return torch.empty((), dtype=dtype, device="cpu")
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy with a memcpy outside the GIL: torch's own copy would start a second OpenMP team on the lane."""
@@ -209,7 +209,7 @@ class StreamDevice:
 
     def new_pinned(self, dtype: torch.dtype) -> torch.Tensor:
         """Allocate from torch's pinned allocator."""
-        return torch.empty((), dtype=dtype, pin_memory=True)
+        return torch.empty((), dtype=dtype, pin_memory=True, device="cpu")
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy as torch does: asynchronously where the host memory is pinned."""

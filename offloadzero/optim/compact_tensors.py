@@ -27,8 +27,8 @@ def is_compact(state: Mapping[str, object]) -> bool:
 
 def zeros(param: Tensor) -> dict[str, Tensor]:
     """Make the state of a contiguous bf16 parameter before its first step."""
-    state = {key: torch.zeros(param.shape, dtype=dtype) for key, dtype in CODE_DTYPES.items()}
-    return {**state, _SCALES: torch.zeros(num_scales(param.numel()))}
+    state = {key: torch.zeros(param.shape, dtype=dtype, device="cpu") for key, dtype in CODE_DTYPES.items()}
+    return {**state, _SCALES: torch.zeros(num_scales(param.numel()), device="cpu")}
 
 
 def flat_record(param: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -67,17 +67,18 @@ def encoded(param: Tensor, exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
     low = exact.get("master_remainder")
     if low is not None:
         state["master_remainder"].copy_(((low.to(torch.int32) + 0x80) >> 8).clamp(max=127))
-    moments = [exact.get(key, torch.zeros(param.shape)).reshape(-1) for key in ("exp_avg", "exp_avg_sq")]
+    none_yet = torch.zeros(param.shape, device="cpu")
+    moments = [exact.get(key, none_yet).reshape(-1) for key in ("exp_avg", "exp_avg_sq")]
     scratch = torch.empty_like(param.detach()), torch.empty_like(state["master_remainder"])
     _, _, *codes = flat_record(param, state)
-    compact_encode(torch.zeros(param.numel()), *moments, *(t.view(-1) for t in scratch), *codes)
+    compact_encode(torch.zeros(param.numel(), device="cpu"), *moments, *(t.view(-1) for t in scratch), *codes)
     return state
 
 
 def decoded(param: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the exact values of a compact state: `exp_avg`, `exp_avg_sq` (fp32) and `master_remainder` (int16)."""
-    master, exp_avg, exp_avg_sq = (torch.empty(param.shape) for _ in range(3))
-    high = torch.zeros(param.shape, dtype=torch.bfloat16)
+    master, exp_avg, exp_avg_sq = (torch.empty(param.shape, device="cpu") for _ in range(3))
+    high = torch.zeros(param.shape, dtype=torch.bfloat16, device="cpu")
     compact_decode(*flat_record(high, state), *(t.view(-1) for t in (master, exp_avg, exp_avg_sq)))
     remainder = state["master_remainder"].to(torch.int16) << 8
     return {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "master_remainder": remainder}

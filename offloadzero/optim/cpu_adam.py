@@ -118,7 +118,8 @@ class CPUAdam(CPUOptimizer):
             return
         state: dict[str, Tensor] = self.state[param]
         if not state:
-            state.update(step=torch.tensor(0.0, dtype=torch.float32), **compact_tensors.zeros(param))
+            step = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+            state.update(step=step, **compact_tensors.zeros(param))
         flat_param, *record = compact_tensors.flat_record(param, state)
         compact_adam_step(
             flat_param,
@@ -137,12 +138,12 @@ class CPUAdam(CPUOptimizer):
             exact = super()._restored(name, param, saved)
             if not exact or not is_compact:
                 return exact
-            step = exact.pop("step", torch.tensor(0.0, dtype=torch.float32))
+            step = exact.pop("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
             return {"step": step, **compact_tensors.encoded(param, exact)}
         if "master" in saved and "master_remainder" not in saved:  # an offloaded optimizer has saved it
             saved = {**saved, "master_remainder": remainder_of(name, param, saved["master"], torch.int8)}
         copies = compact_tensors.checked(name, param, saved)
-        step = torch.tensor(float(saved.get("step", 0.0)), dtype=torch.float32)
+        step = torch.tensor(float(saved.get("step", 0.0)), dtype=torch.float32, device="cpu")
         if is_compact:
             return {"step": step, **copies}
         return super()._restored(name, param, {"step": step, **compact_tensors.decoded(param, copies)})

@@ -115,7 +115,7 @@ class CPUOptimizer(Optimizer, ABC):
         """Return the parameter's state, with missing tensors added."""
         state: dict[str, Any] = self.state[param]
         if self.COUNTS_STEPS and "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         for name in self.MOMENTS:
             if name not in state:
                 state[name] = self._initial_moment(name, param, group)
@@ -194,7 +194,7 @@ class CPUOptimizer(Optimizer, ABC):
             copied = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
             restored[key] = copied.copy_(value)
         if self.COUNTS_STEPS and "step" in saved:
-            restored["step"] = torch.tensor(float(saved["step"]), dtype=torch.float32)
+            restored["step"] = torch.tensor(float(saved["step"]), dtype=torch.float32, device="cpu")
         return restored
 
     def _check_param(self, name: str, param: Tensor) -> None:
@@ -222,8 +222,8 @@ def remainder_of(name: str, param: Tensor, master: Tensor, dtype: torch.dtype) -
     """Return the part of saved fp32 master weights that a bf16 parameter lacks, as int16 (int8 if compact)."""
     if master.shape != param.shape:
         raise ConfigError(f"{name}.master", tuple(master.shape), f"must have shape {tuple(param.shape)}")
-    rounded = torch.empty(param.shape, dtype=param.dtype)
-    remainder = torch.empty(param.shape, dtype=dtype)
+    rounded = torch.empty(param.shape, dtype=param.dtype, device="cpu")
+    remainder = torch.empty(param.shape, dtype=dtype, device="cpu")
     split_master(master.to("cpu", torch.float32).contiguous(), rounded, remainder)
     if not torch.equal(rounded.view(torch.int16), param.detach().contiguous().view(torch.int16)):
         message = "the parameter has other weights: load those of the model before the optimizer's state"

@@ -36,6 +36,7 @@ def _rebuild(
     bytes_: bytes, dtype: torch.dtype, shape: tuple[int, ...], device: str, requires_grad: bool | None
 ) -> Tensor:
     """Rebuild a tensor, as a parameter with that `requires_grad` unless it is None."""
-    flat = torch.frombuffer(bytearray(bytes_), dtype=dtype) if bytes_ else torch.empty(0, dtype=dtype)
+    empty = torch.empty(0, dtype=dtype, device="cpu")
+    flat = torch.frombuffer(bytearray(bytes_), dtype=dtype) if bytes_ else empty
     tensor = flat.view(shape).to(device)
     return tensor if requires_grad is None else nn.Parameter(tensor, requires_grad=requires_grad)

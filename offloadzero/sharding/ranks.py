@@ -139,7 +139,7 @@ class Channel:
 
         The comparison takes a few bytes, however many ranks there are. Only where some differ do they tell which.
         """
-        values = torch.tensor(own, dtype=torch.int64)
+        values = torch.tensor(own, dtype=torch.int64, device="cpu")
         largest = torch.stack([values, -values])
         self.all_reduce(largest, label, largest=True)
         if torch.equal(largest[0], -largest[1]):
@@ -148,8 +148,8 @@ class Channel:
 
     def by_rank(self, own: Sequence[int], label: str) -> list[list[int]]:
         """The numbers of each rank, by rank."""
-        said = torch.zeros(self.spec.world_size, len(own), dtype=torch.int64)
-        said[self.spec.rank] = torch.tensor(own, dtype=torch.int64)
+        said = torch.zeros(self.spec.world_size, len(own), dtype=torch.int64, device="cpu")
+        said[self.spec.rank] = torch.tensor(own, dtype=torch.int64, device="cpu")
         self.all_reduce(said, label)
         by_rank: list[list[int]] = said.tolist()
         return by_rank

@@ -374,8 +374,8 @@ def _is_held(grad: torch.Tensor) -> bool:
 @functools.cache
 def _unheld() -> tuple[int, int]:
     """The numbers of references without another holder, which differ between versions of torch."""
-    param = torch.nn.Parameter(torch.zeros(1))
-    param.grad = torch.zeros(1)
+    param = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+    param.grad = torch.zeros(1, device="cpu")
 
     def called(grad: torch.Tensor) -> tuple[int, int]:
         def again(grad: torch.Tensor) -> tuple[int, int]:

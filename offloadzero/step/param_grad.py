@@ -396,7 +396,7 @@ class GradientAccess:
             return torch.zeros(slot.num_elements, dtype=home.dtype, device=self._device)
         self._wait_landed(state)
         if not home.is_in_memory:
-            flat = torch.empty(slot.num_elements, dtype=home.dtype)
+            flat = torch.empty(slot.num_elements, dtype=home.dtype, device="cpu")
             with self._clock.waiting("gradient access"), self._store.failures.handed_over():
                 self._store.read(home, flat, start=slot.offset).wait()
         else:

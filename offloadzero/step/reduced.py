@@ -226,7 +226,8 @@ class AgreeingDecider(Decider):
         return totals
 
     def _non_finite(self, step: StepJobs) -> Sequence[str]:
-        flags = torch.tensor([not job.gradient.is_finite for job in step.jobs], dtype=torch.uint8)
+        found = [not job.gradient.is_finite for job in step.jobs]
+        flags = torch.tensor(found, dtype=torch.uint8, device="cpu")
         if step.jobs:
             self._ranks.decisions.all_reduce(flags, f"step {step.account.step}", largest=True)
         names = [job.record.name for job, flag in zip(step.jobs, flags.tolist(), strict=True) if flag]
@@ -238,9 +239,9 @@ def _told(
 ) -> tuple[list[float], list[int], list[list[int]]]:
     """Return the sums of all ranks and the numbers of their steps, both by rank, and `more` of them, each by rank."""
     spec = channel.spec
-    said = torch.zeros(spec.world_size, 2 + len(more), dtype=torch.int64)
-    said[spec.rank, 0] = torch.tensor(total, dtype=torch.float64).view(torch.int64)
-    said[spec.rank, 1:] = torch.tensor([number, *more])
+    said = torch.zeros(spec.world_size, 2 + len(more), dtype=torch.int64, device="cpu")
+    said[spec.rank, 0] = torch.tensor(total, dtype=torch.float64, device="cpu").view(torch.int64)
+    said[spec.rank, 1:] = torch.tensor([number, *more], device="cpu")
     channel.all_reduce(said, f"step {number}")
     totals: list[float] = said[:, 0].contiguous().view(torch.float64).tolist()
     steps, *others = said[:, 1:].t().tolist()
@@ -274,7 +275,7 @@ class ReducingCoordinator(StepCoordinator):
         self._has_begun = True
         used = dict.fromkeys(index for index in self._executor.take_entered() if index in self._gradients)
         unused = (index for index in self._gradients if index not in used)
-        order = torch.tensor([*used, *unused][::-1], dtype=torch.int64)
+        order = torch.tensor([*used, *unused][::-1], dtype=torch.int64, device="cpu")
         self._ranks.control.broadcast(order, "the order of the first gradients")
         self._order.learn(order.tolist())
 
@@ -311,7 +312,7 @@ class ReducingCoordinator(StepCoordinator):
         """Return the slots with a gradient on some rank, by record, and the records complete on all ranks before."""
         gradients: WindowGradients = self._gradients
         counts = [len(gradient.sq_norms) for gradient in gradients.values()]
-        flags = torch.zeros(sum(counts) + len(counts) + 2, dtype=torch.uint8)
+        flags = torch.zeros(sum(counts) + len(counts) + 2, dtype=torch.uint8, device="cpu")
         *slots, late, closing = flags.split([*counts, len(counts), 2])
         completed = self._order.completed
         for number, (gradient, own) in enumerate(zip(gradients.values(), slots, strict=True)):
@@ -320,7 +321,7 @@ class ReducingCoordinator(StepCoordinator):
             if index in completed:
                 own.fill_(1)
             elif gradient.arrived:
-                own[torch.tensor(gradient.arrived)] = 1
+                own[torch.tensor(gradient.arrived, device="cpu")] = 1
         closing[int(self._closes_window)] = 1
         self._ranks.control.all_reduce(flags, "the end of a backward", largest=True)
         if bool(closing.all()):
@@ -341,7 +342,7 @@ class ReducingCoordinator(StepCoordinator):
             self._order.expect_only(everywhere)
             return
         completed = [index for index in self._order.completed if index in everywhere]
-        order = torch.tensor(completed, dtype=torch.int64)
+        order = torch.tensor(completed, dtype=torch.int64, device="cpu")
         self._ranks.control.broadcast(order, "the order of gradients")
         self._order.learn(order.tolist())
         self._has_learnt = True

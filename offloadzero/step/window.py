@@ -129,7 +129,7 @@ class GradientWindow:
                 f"{slot.name}.grad was lost with a backward that did not finish: call optimizer.zero_grad()"
             )
         if slot.index in gradient.zeroed:
-            zeros = torch.zeros(slot.num_elements, dtype=gradient.record.dtype)
+            zeros = torch.zeros(slot.num_elements, dtype=gradient.record.dtype, device="cpu")
             through("gradient.store", self._access.store, slot.name)(gradient, slot, zeros)
 
     def _changed(self) -> Iterator[Change]:

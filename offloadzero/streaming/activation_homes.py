@@ -378,7 +378,7 @@ class InputStaging:
 
 
 def _no_buffer() -> PooledBuffer:
-    return PooledBuffer(torch.empty(0, dtype=torch.uint8))  # of no size yet
+    return PooledBuffer(torch.empty(0, dtype=torch.uint8, device="cpu"))  # of no size yet
 
 
 def homes_in_host_memory(memory: HostMemory, ended: EndedCells, *, store: TieredStore) -> InputHomes:

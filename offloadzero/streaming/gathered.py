@@ -295,7 +295,8 @@ class GatheredWeights(WeightAccess):
 
     def _give_up(self, why: bytes) -> None:
         self._say(_FAILED, num_said=len(why))
-        self._ranks.states.broadcast(torch.tensor(list(why), dtype=torch.uint8), "what the first rank says")
+        said = torch.tensor(list(why), dtype=torch.uint8, device="cpu")
+        self._ranks.states.broadcast(said, "what the first rank says")
 
     def _follow(self) -> None:
         while True:
@@ -303,7 +304,7 @@ class GatheredWeights(WeightAccess):
             if index == _ENDED:
                 return
             if index == _FAILED:
-                said = torch.empty(num_said, dtype=torch.uint8)
+                said = torch.empty(num_said, dtype=torch.uint8, device="cpu")
                 self._ranks.states.broadcast(said, "what the first rank says")
                 raise RankError(
                     f"rank {self._ranks.states.members[0]}: {bytes(said.tolist()).decode(errors='replace')}"
@@ -318,8 +319,8 @@ class GatheredWeights(WeightAccess):
     def _say(self, what: int, place: int = 0, kind: int = 0, *, num_said: int = 0) -> list[int]:
         """Tell the others the next act: [Note: ranks say what they read]. Returns that of the first rank."""
         spec = self._ranks.spec
-        said = torch.zeros(spec.world_size, 5, dtype=torch.int64)
-        said[spec.rank] = torch.tensor([what, place, kind, num_said, self._leads])
+        said = torch.zeros(spec.world_size, 5, dtype=torch.int64, device="cpu")
+        said[spec.rank] = torch.tensor([what, place, kind, num_said, self._leads], device="cpu")
         self._ranks.states.all_reduce(said, "the comparison of what the ranks read")
         by_rank: list[list[int]] = said.tolist()
         first, *others = by_rank

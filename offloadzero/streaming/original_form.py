@@ -83,12 +83,12 @@ def _give_up(record: Record) -> None:
     """Make the record's parameters NaN, as this rank alone does not have all of their values."""
     for slot in record.slots:
         restore_parameter(slot.param)
-        slot.param.data = torch.full((), float("nan")).to(record.dtype).expand(slot.shape)
+        slot.param.data = torch.full((), float("nan"), device="cpu").to(record.dtype).expand(slot.shape)
 
 
 def _read(record: Record, kind: SegmentKind, store: TieredStore) -> torch.Tensor:
     segment = record.segments[kind]
-    values = torch.empty(segment.num_elements, dtype=segment.dtype)
+    values = torch.empty(segment.num_elements, dtype=segment.dtype, device="cpu")
     store.read(segment, values).wait()
     return values
 

@@ -54,7 +54,7 @@ class WeightAccess:
             master = torch.zeros(record.num_trainable, dtype=layout[SegmentKind.MASTER][0], device="cpu")
         for slot in record.slots:
             _encode(slot, slot.param.detach().to("cpu"), param, master)
-            slot.param.data = torch.zeros((), dtype=record.dtype).expand(slot.shape)
+            slot.param.data = torch.zeros((), dtype=record.dtype, device="cpu").expand(slot.shape)
         agree(param)
         if master is not None:
             agree(master)

@@ -217,24 +217,24 @@ def _differing_arrays(device: torch.device) -> list[str]:
 def _trial_values(seed: int) -> Tensor:
     """Return fp32 values of many magnitudes, subnormal ones among them."""
     generator = torch.Generator().manual_seed(seed)
-    exponents = torch.randint(-140, 10, (_TRIAL_ELEMENTS,), generator=generator)
-    return torch.ldexp(torch.randn(_TRIAL_ELEMENTS, generator=generator), exponents)
+    exponents = torch.randint(-140, 10, (_TRIAL_ELEMENTS,), generator=generator, device="cpu")
+    return torch.ldexp(torch.randn(_TRIAL_ELEMENTS, generator=generator, device="cpu"), exponents)
 
 
 def _trial_state(*, is_compact: bool) -> dict[str, Tensor]:
     count = _TRIAL_ELEMENTS
     weights, exp_avg, exp_avg_sq = _trial_values(1), _trial_values(2), _trial_values(3).abs()
-    param = torch.empty(count, dtype=torch.bfloat16)
+    param = torch.empty(count, dtype=torch.bfloat16, device="cpu")
     if not is_compact:
-        master = torch.empty(count, dtype=torch.int16)
+        master = torch.empty(count, dtype=torch.int16, device="cpu")
         kernels.split_master(weights, param, master)
         return {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "master": master}
     state = {
         "param": param,
-        "master": torch.empty(count, dtype=torch.int8),
-        "exp_avg": torch.empty(count, dtype=torch.int8),
-        "exp_avg_sq": torch.empty(count, dtype=torch.uint8),
-        "scales": torch.empty(num_scales(count)),
+        "master": torch.empty(count, dtype=torch.int8, device="cpu"),
+        "exp_avg": torch.empty(count, dtype=torch.int8, device="cpu"),
+        "exp_avg_sq": torch.empty(count, dtype=torch.uint8, device="cpu"),
+        "scales": torch.empty(num_scales(count), device="cpu"),
     }
     compact.compact_encode(weights, exp_avg, exp_avg_sq, *state.values())
     return state
