@@ -24,6 +24,8 @@ from offloadzero.memory.pages import map_pages, populate
 log = logging.getLogger("offloadzero.device")
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+# Of the segments of torch's allocator: all bytes, those in use, and the unused ones beside these in a segment.
+_OF_SEGMENTS = ("reserved", "active", "inactive_split")
 
 
 class Event(Protocol):
@@ -283,9 +285,14 @@ class CudaDevice(StreamDevice):
                 raise OffloadError(f"cudaHostUnregister failed: error {int(status)}")
 
     def free_bytes(self) -> int | None:
-        """The free bytes by the driver's count."""
+        """The free bytes by the driver's count, and whole segments that torch's allocator keeps unused.
+
+        It gives those back when memory is short: a closed engine's arena is such a segment.
+        """
         free, _ = torch.cuda.mem_get_info(self.torch_device)
-        return free
+        stats: dict[str, int] = torch.cuda.memory_stats(self.torch_device)
+        kept, *in_use = (stats.get(f"{name}_bytes.all.current", 0) for name in _OF_SEGMENTS)
+        return free + kept - sum(in_use)
 
     def check_not_capturing(self) -> None:
         """Raise StateError in a capture: a replayed graph would use leases that hold other units by then."""
