@@ -13,7 +13,7 @@ import logging
 import os
 import resource
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Protocol, cast
 
 import torch
@@ -265,6 +265,7 @@ class CudaDevice(StreamDevice):
                 status = cudart.cudaHostRegister(buffer.data_ptr(), buffer.numel(), _PORTABLE)
             if int(status) != 0:
                 reason = f"{cudart.cudaGetErrorString(status)}, error {int(status)}"
+                self._take_last_error()
                 raise OffloadError(_refused(label, buffer.numel(), reason))
             took_s = time.perf_counter() - begun_s
             per_100_gb_s = took_s / buffer.numel() * 100e9
@@ -282,7 +283,13 @@ class CudaDevice(StreamDevice):
             with torch.cuda.device(self.torch_device):
                 status = torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
             if int(status) != 0:
+                self._take_last_error()
                 raise OffloadError(f"cudaHostUnregister failed: error {int(status)}")
+
+    def _take_last_error(self) -> None:
+        """Take the error that the runtime keeps for this thread, which the next launch would raise as its own."""
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self.torch_device).add_(1)
 
     def free_bytes(self) -> int | None:
         """The free bytes by the driver's count, and whole segments that torch's allocator keeps unused.

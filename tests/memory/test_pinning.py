@@ -30,10 +30,24 @@ class Refusing:
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, int]] = []
+        self.last_error = 0  # until it is asked for, as by the check of a launch
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
         self.asked.append((address, num_bytes, flags))
+        self.last_error = 2
         return 2
+
+    def cudaHostUnregister(self, _address: int) -> int:  # noqa: N802
+        self.last_error = 713
+        return 713
+
+    def launch(self, *_size: int, device: torch.device) -> torch.Tensor:
+        """In the place of a kernel on the device: its check raises what is left of an earlier call."""
+        assert device == torch.device("cuda", 0)
+        status, self.last_error = self.last_error, 0
+        if status:
+            raise RuntimeError(f"CUDA error {status}")
+        return torch.empty(1)
 
     def cudaGetErrorString(self, status: int) -> str:  # noqa: N802
         return {2: "out of memory"}[status]
@@ -44,6 +58,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Refusing:
     refusing = Refusing()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+    launching = SimpleNamespace(**{**vars(torch), "zeros": refusing.launch})
+    monkeypatch.setattr(devices, "torch", launching)
     return refusing
 
 
@@ -63,6 +79,17 @@ def test_memory_that_is_not_locked_is_named(
     assert f"is {'8,192 bytes' if limit == 8192 else 'unlimited'})" in said
     for help_ in ("ulimit", "offloadzero.placement", "offloadzero.budgets.host", '"pin_memory": false'):
         assert help_ in said
+
+
+def test_a_refusal_does_not_come_back_at_the_next_kernel(runtime: Refusing) -> None:
+    """A script that does without pinning after it would otherwise get the error at its first launch."""
+    device, buffer = CudaDevice(torch.device("cuda", 0)), torch.empty(12345, dtype=torch.uint8)
+    with pytest.raises(OffloadError, match="could not be page-locked"):
+        device.pin(buffer, label="the host arena")
+    runtime.launch(1, device=device.torch_device)
+    with pytest.raises(OffloadError, match="cudaHostUnregister failed: error 713"):
+        device.unpin(buffer)
+    runtime.launch(1, device=device.torch_device)
 
 
 class Granting:
