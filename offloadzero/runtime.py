@@ -32,7 +32,7 @@ from offloadzero.build import (
 from offloadzero.config import OffloadConfig
 from offloadzero.errors import StateError
 from offloadzero.lifetime import EngineState, Resources, wait_for_collected
-from offloadzero.memory.device import find_device
+from offloadzero.memory.device import find_device, make_current
 from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
@@ -98,6 +98,8 @@ class Runtime:
         self.resources.close_when_collected(self)
         self.resources.add(self.monitor.close)
         self.accelerator = Accelerator(find_device(config.device), self.monitor.timeline)
+        # Else a new thread's is the first one, where a look at an event makes a context of half a gigabyte.
+        self.failures.begin_thread = functools.partial(make_current, self.accelerator.device)
         self.several = _join_ranks(self.accelerator.device, config, self.resources)
         self.clock = _make_clock(self.monitor, self.accelerator)
         group_of = _group_of(param_groups)

@@ -206,6 +206,7 @@ class Failures:
         self.threads: list[Thread] = []  # in the order of their making: a later one may use earlier ones
         # Called with the first failure, and whether it is one: the end of an engine is none.
         self.tell: Callable[[BaseException, bool], None] | None = None
+        self.begin_thread: Callable[[], None] | None = None  # called first on each background thread
         _known.add(self)
 
     def record(
@@ -256,6 +257,8 @@ class Failures:
     def in_background(self) -> None:
         """Mark the calling thread as the engine's: its waits end when the engine has been given up."""
         _here.look_up = _here.outside = self._check_given_up
+        if self.begin_thread is not None:
+            self.begin_thread()
 
     def check(self) -> None:
         """Raise the first failure or what has stopped the training, if there was one."""

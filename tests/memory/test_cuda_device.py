@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from offloadzero import runtime
 from offloadzero.memory.device import CudaDevice
+from tests.support.tiny import make_engine, settings, tokens
 
 GIB = 1 << 30
 
@@ -34,3 +40,23 @@ def test_memory_that_the_allocator_keeps_unused_is_free(monkeypatch: pytest.Monk
         "inactive_split_bytes.all.current": 3 * GIB,  # beside tensors that live: nobody gets these
     }
     assert device.free_bytes() == 130 * GIB
+
+
+def test_each_background_thread_is_on_the_engines_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new thread is on the first device, whatever the script's is."""
+    begun: dict[str, torch.device] = {}
+
+    def make_current(device: torch.device) -> None:
+        begun[threading.current_thread().name] = device
+
+    monkeypatch.setattr(runtime, "make_current", make_current)
+    engine = make_engine(settings(tmp_path, placement="nvme", activation_checkpoints={"tier": "nvme"}))
+    engine.backward(engine(tokens(0, batch=4, length=33)))
+    engine.step()
+    threads: list[Any] = engine.optimizer.runtime.failures.threads
+    names = {each._thread.name for each in threads}
+    engine.close()
+    assert {"offloadzero-fetch", "offloadzero-stage", "offloadzero-landing", "offloadzero-update"} < names
+    assert begun == dict.fromkeys(names, torch.device("cpu"))
