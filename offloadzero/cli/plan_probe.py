@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -230,6 +231,7 @@ def link_rates() -> dict[str, Any]:
 def device_update_rates(device: Device, *, num_params: int = 1 << 24) -> dict[str, float]:
     """Return the bytes per second that Adam moves in the device's memory, by layout."""
     form, hyper = device_form(ADAM, device.torch_device), AdamHyper(1e-5, 0.9, 0.999, 1e-8, 0.01)
+    stream = device.current_stream()
     rates = {}
     for layout in (FP32, COMPACT):
         compact = layout == COMPACT
@@ -250,7 +252,9 @@ def device_update_rates(device: Device, *, num_params: int = 1 << 24) -> dict[st
         def step(
             buffers: dict[SegmentKind, torch.Tensor] = buffers, scratch: torch.Tensor | None = scratch
         ) -> None:
-            ADAM.step(buffers, hyper=hyper, step=10, grad_scale=1.0, form=form, scratch=scratch)
+            # Triton launches on the current device, whichever the buffers are on.
+            with nullcontext() if stream is None else device.launching_on(stream):
+                ADAM.step(buffers, hyper=hyper, step=10, grad_scale=1.0, form=form, scratch=scratch)
 
         rates[layout] = moved / _best_s(step, device.synchronize)
     return rates

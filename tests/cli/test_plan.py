@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from offloadzero.cli.plan import FORMAT, read_count
 from offloadzero.cli.plan_answer import Planner
 from offloadzero.cli.plan_model import read_model
 from offloadzero.errors import ConfigError
-from offloadzero.memory.device import find_device
+from offloadzero.memory.device import CpuDevice, find_device
 from offloadzero.observe.bound import CORES
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import Hardware, hardware_from_json
@@ -313,6 +315,27 @@ def test_updates_on_a_device_are_measured_in_their_form(
     rates = plan_probe.device_update_rates(find_device("cpu"), num_params=1 << 16)
     assert set(rates) == {"fp32", "compact"}
     assert min(rates.values()) > 0
+
+
+def test_updates_are_launched_with_their_device_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which need not be the script's: Triton launches on the current one."""
+    current: list[object] = []
+    seen: list[object] = []
+
+    class Second(CpuDevice):
+        def current_stream(self) -> Any:
+            return "its stream"
+
+        @contextmanager
+        def launching_on(self, stream: Any) -> Iterator[None]:
+            current.append(stream)
+            yield
+            current.pop()
+
+    monkeypatch.setattr(plan_probe, "NUM_SAMPLES", 1)
+    monkeypatch.setattr(plan_probe.ADAM.__class__, "step", lambda *_, **__: seen.extend(current or ["none"]))
+    plan_probe.device_update_rates(Second(), num_params=1 << 10)
+    assert seen == ["its stream", "its stream"]
 
 
 def test_computation_on_fewer_threads_than_cores_is_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
