@@ -45,6 +45,7 @@ NEED_CUDA = ("gpu-tests", "device", "host", "auto", "nvme", "compact")
 OK, FAILED, MISSING, NO_CUDA = 0, 1, 2, 3
 MAX_PART_S = 480.0
 CLOSING_S = 30.0  # of a run, from its last step: unpinning, removing files
+TAKING_S = 60.0  # for --memory to be taken once
 BUILDING_S = 60.0  # time of a run beside the traffic of its states, for sizing
 TAIL_LINES = 25
 LARGEST = "7.2B"  # so that "at least 7 billion" holds
@@ -199,8 +200,22 @@ def rates(part: Part) -> bool:
     return is_good
 
 
+def take_memory(part: Part) -> None:
+    """Have the machine show the memory that it is said to have: see `gpu_machine.take_memory`."""
+    wanted, shown = part.args.memory, gpu_machine.available_memory()
+    if wanted is None or shown >= wanted:
+        return
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_machine.py"), str(wanted)]
+    done = part.run(command, deadline=Deadline(min(TAKING_S, part.deadline.left_s())))
+    then = gpu_machine.available_memory()
+    part.save(taken={"status": status_of(done), "available_before": shown, "available_then": then})
+    words = f"{then / 2**30:.1f} GiB once {wanted / 2**30:.1f} GiB were taken ({status_of(done)})"
+    print(f"host memory available: {shown / 2**30:.1f} GiB, {words}", flush=True)
+
+
 def trainings(part: Part) -> bool:
     """Do the runs of a part, each in the time that is left to it."""
+    take_memory(part)
     runs: list[dict[str, Any]] = []
     sizes: dict[str, Any] = {}
     # A run that had to be killed loses everything with its folder.
@@ -408,7 +423,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--parameters", type=read_count, help="of every model: 20M; else as many as fit")
     parser.add_argument("--largest", type=read_count, default=read_count(LARGEST), help=f"default {LARGEST}")
     parser.add_argument(
-        "--memory", type=read_gib, help="host memory to size models for: 110GiB; else what is free"
+        "--memory",
+        type=read_gib,
+        help="host memory to size models for: 110GiB, taken once where less is free; else what is free",
     )
     parser.add_argument("--disk", type=read_gib, help="the same of the drive")
     parser.add_argument("--batch-size", type=int, help="default 8, on the CPU 1")

@@ -122,6 +122,20 @@ def available_memory() -> int:
     return available
 
 
+def take_memory(num_bytes: int) -> None:
+    """Take host memory once, in a process that ends with it: some virtual machines get theirs as they use it.
+
+    Until then they show little as available, and an engine is refused what the machine does not show.
+    """
+    from offloadzero.memory.arena import allocate_host
+    from offloadzero.memory.pages import populate
+
+    Path("/proc/self/oom_score_adj").write_text(
+        "1000"
+    )  # where there is too little, no other process is to end
+    populate(allocate_host(num_bytes), num_threads=len(os.sched_getaffinity(0)))
+
+
 def available_disk(directory: Path) -> int:
     """Return the bytes that are free in a directory."""
     space = os.statvfs(directory)
@@ -245,3 +259,7 @@ def drive_gbps(directory: Path, *, num_bytes: int = GIB) -> tuple[float, float]:
 
         write_s, read_s = seconds(engine.write), seconds(engine.read)
     return num_bytes / read_s / 1e9, num_bytes / write_s / 1e9
+
+
+if __name__ == "__main__":
+    take_memory(int(sys.argv[1]))
