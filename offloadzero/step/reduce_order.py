@@ -7,9 +7,10 @@ of a backward (an expert that got no token there) would hold up all others. So a
 which units they had complete before, and a unit that was not is no longer expected. The units that are left then follow
 in the records' order, if some rank has a gradient of them.
 
-The first backward expects the reversed order in which the first rank's forward used the records, later ones the order
-that the first rank saw in it. The order of the records themselves would not do: of a model whose embedding is made
-after its blocks all other gradients would wait for that of the embedding, the last one, in memory that nothing plans.
+The first backward expects the reversed order in which the first rank's forward used the records, and then those that it
+did not use; later ones expect the order that the first rank saw in it. The order of the records themselves would not
+do: of a model whose embedding is made after its blocks all other gradients would wait for that of the embedding, the
+last one, in memory that nothing plans.
 """
 
 from __future__ import annotations

@@ -274,8 +274,9 @@ class ReducingCoordinator(StepCoordinator):
         """Expect them in the reversed order of the first rank's forward: [Note: when a gradient is reduced]."""
         self._has_begun = True
         used = dict.fromkeys(index for index in self._executor.take_entered() if index in self._gradients)
-        unused = (index for index in self._gradients if index not in used)
-        order = torch.tensor([*used, *unused][::-1], dtype=torch.int64, device="cpu")
+        # What may never come is last, so nothing waits for it.
+        unused = (index for index in reversed(self._gradients) if index not in used)
+        order = torch.tensor([*reversed(used), *unused], dtype=torch.int64, device="cpu")
         self._ranks.control.broadcast(order, "the order of the first gradients")
         self._order.learn(order.tolist())
 

@@ -320,14 +320,29 @@ class EmbeddingMadeLast(nn.Module):
         return x.pow(2).mean()
 
 
+class PartUnused(EmbeddingMadeLast):
+    """Two of its units take no part: a head for another task, say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.insert(4, nn.Linear(WIDTH, WIDTH, bias=False))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens)
+        for number, block in enumerate(self.blocks):
+            x = x if number == 4 else torch.tanh(block(x))
+        return x.pow(2).mean()
+
+
 def use_first_what_was_made_last(rank: int, directory: str) -> list[int]:
-    """The number of gradients that found no lease, by stage."""
+    """The number of gradients that found no lease, by model and stage."""
     found = []
-    for stage in (1, 3):
+    for make, stage in ((EmbeddingMadeLast, 1), (EmbeddingMadeLast, 3), (PartUnused, 3)):
         config = config_of("host", stage, Path(directory), world_size=2)
         del config["offloadzero"]["units"]["patterns"]
         config["offloadzero"]["units"]["min_leaf_elements"] = 256
-        engine, *_ = offloadzero.initialize(model=EmbeddingMadeLast(), config=config)
+        engine, *_ = offloadzero.initialize(model=make(), config=config)
         with patch.object(
             ReducingCollector,
             "_temporary_lease",
@@ -343,7 +358,7 @@ def use_first_what_was_made_last(rank: int, directory: str) -> list[int]:
 
 
 def test_gradients_of_modules_in_another_order_find_their_leases(found: Found) -> None:
-    assert found["use_first_what_was_made_last"] == [[0, 0], [0, 0]]
+    assert found["use_first_what_was_made_last"] == [[0, 0, 0], [0, 0, 0]]
 
 
 # --- branches ---
