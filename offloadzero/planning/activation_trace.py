@@ -248,25 +248,25 @@ def _log(
     num_tokens: int,
     checkpointed: Collection[str],
 ) -> TraceLog:
-    if dtype is not None:
-        model.to(dtype)
     counter = _Counter()
     inputs = _Inputs(counter)
-    for name in checkpointed:
-        module = model.get_submodule(name)
-        setattr(module, "forward", partial(_checkpointed, module.forward, inputs))  # noqa: B010
-    with fake_tensor_mode():
-        _give_storages(model)
-        counter.ignore(model)
-        with counter:
-            try:
+    try:
+        if dtype is not None:
+            model.to(dtype)
+        for name in checkpointed:
+            module = model.get_submodule(name)
+            setattr(module, "forward", partial(_checkpointed, module.forward, inputs))  # noqa: B010
+        with fake_tensor_mode():
+            _give_storages(model)
+            counter.ignore(model)
+            with counter:
                 loss = loss_of(model)
                 counter.events.append((Event.FORWARD_ENDS, 0))
                 loss.backward()
-            except TraceError:
-                raise
-            except Exception as error:  # any error of the model's code on tensors without values
-                raise TraceError(f"{type(model).__name__}: {type(error).__name__}: {error}") from error
+    except TraceError:
+        raise
+    except Exception as error:  # any error of the model's code, `to()` included, on tensors without values
+        raise TraceError(f"{type(model).__name__}: {type(error).__name__}: {error}") from error
     return TraceLog(num_tokens, counter.events, inputs.by_call(), frozenset(counter.uncounted))
 
 

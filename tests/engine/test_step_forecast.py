@@ -231,6 +231,13 @@ class Uncopied(TinyModel):
         self.file = open(__file__)  # noqa: SIM115 - a file has no copy
 
 
+class Quantized(TinyModel):
+    """Refuses a cast."""
+
+    def to(self, *_: Any, **__: Any) -> Any:
+        raise ValueError("no cast")
+
+
 class Batch:
     def __init__(self, ids: torch.Tensor) -> None:
         self.ids = ids
@@ -291,6 +298,7 @@ def of_tokens(engine: Any) -> torch.Tensor:
     [
         (Twisted, of_tokens, "its operations are not counted: a copy of the model calls the model itself: "),
         (Uncopied, of_tokens, "the model has no copy: TypeError: "),
+        (Quantized, of_tokens, "its operations are not counted: Quantized: ValueError: no cast"),
         (Objects, of_an_object, "its operations are not counted: Objects is called with an object: Batch"),
         (Blocks, of_its_blocks, "the model has not been called"),
     ],

@@ -189,6 +189,17 @@ def test_what_takes_no_token_ids_is_an_error_with_its_reason() -> None:
         trace(TellsNothing)
 
 
+def test_a_model_that_refuses_its_dtype_is_an_error_with_its_reason() -> None:
+    """As quantized ones of transformers do."""
+
+    class Quantized(TinyModel):
+        def to(self, *args: Any, **_: Any) -> Any:
+            raise ValueError(f"no cast to {args}")
+
+    with pytest.raises(TraceError, match=r"Quantized: ValueError: no cast to \(torch.bfloat16,\)"):
+        trace(Quantized)
+
+
 # --- a call as a script makes it ---
 
 
