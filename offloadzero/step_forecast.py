@@ -6,13 +6,14 @@ measured on this machine before: nothing is measured while a model trains. The o
 as the plan counts them, on tensors without memory, when the first step has run: only then it is known how many tokens
 a micro batch has. The count must touch nothing of the training, so it runs on a copy of the model without memory and
 without hooks. Where something in the copy leads back to the model, a function set as `forward` that holds a module of
-it say, the model's modules refuse to be called, and there is no forecast. Random numbers stay as they were, compiled
-parts run as they are written.
+it say, the model's modules refuse to be called, and there is no forecast. Random numbers stay as they were, those of
+Python and numpy too, compiled parts run as they are written.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -131,7 +132,7 @@ def _count(
         raise NoForecastError(f"the model has no copy: {type(error).__name__}: {error}") from error
     with ExitStack() as around:
         around.enter_context(_uncallable(model.modules()))
-        around.enter_context(torch.random.fork_rng(devices=[]))
+        around.enter_context(_random_numbers_kept())
         around.enter_context(torch.enable_grad())
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and loading it takes seconds
             around.enter_context(torch.compiler.set_stance("force_eager"))
@@ -143,6 +144,20 @@ def _count(
     if trace.uncounted:
         raise NoForecastError(f"what {', '.join(trace.uncounted)} computes is not counted")
     return trace
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Leave the generators from which models draw on the host, to skip a layer say, as they were."""
+    of_python, numpy = random.getstate(), sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
 
 
 class _OnMeta(TorchFunctionMode):
