@@ -191,12 +191,13 @@ class Runtime:
         if self.several is not None or self.hooks is None or not self.monitor.is_on:
             return None
         from offloadzero.step_forecast import (  # late: a run without reports needs none of it
-            FirstCall,
+            FirstStep,
             forecast_step,
         )
 
-        first, reference = FirstCall(), weakref.ref(self)
-        self.hooks.tell_first_call(first.see)
+        monitor = self.monitor
+        first, reference = FirstStep(is_over=lambda: monitor.has_steps), weakref.ref(self)
+        self.hooks.tell_calls(first.see)
 
         def make() -> PlannedStep:
             runtime = reference()
@@ -209,7 +210,7 @@ class Runtime:
                 runtime.config,
                 checkpointed=runtime._checkpointed,
                 device=runtime.accelerator.asynchronous,
-                call=first.form,
+                first=first,
             )
 
         return make

@@ -16,7 +16,7 @@ import copy
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -35,6 +35,7 @@ from offloadzero.planning.kept_rates import describe, kept_hardware
 from offloadzero.planning.memory_plan import MemoryPlan
 from offloadzero.planning.time_model import forecast, plan_step
 from offloadzero.streaming.units import UnitCut
+from offloadzero.torch_private import current_autograd_node, skip_frame
 from offloadzero.update.spec import DTYPES
 
 _HOOKS = (  # of a module, by their attributes
@@ -48,15 +49,25 @@ _HOOKS = (  # of a module, by their attributes
 )
 
 
-class FirstCall:
-    """The form of the first call of a model that trains; None until then."""
+class FirstStep:
+    """The calls of a model in the first step that trains it: their number, and the form of the first."""
 
-    def __init__(self) -> None:
-        self.form: CallForm | None = None
+    def __init__(self, *, is_over: Callable[[], bool]) -> None:
+        self.form: CallForm | None = None  # None: there was no call yet
+        self.num_calls = 0
+        self._is_over = is_over
 
-    def see(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Take the form of a call."""
-        self.form = CallForm(args, kwargs)
+    def see(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Take in a call. Returns whether later ones may belong to the step."""
+        if self._is_over():
+            return False
+        if current_autograd_node() is None:  # else a checkpoint around the model runs it again
+            self.num_calls += 1
+            self.form = self.form or CallForm(args, kwargs)
+        return True
+
+
+skip_frame(FirstStep.see, with_calls=True)  # a compiled forward is what follows
 
 
 def forecast_step(
@@ -67,18 +78,19 @@ def forecast_step(
     *,
     checkpointed: Collection[str],
     device: Device,
-    call: CallForm | None,
+    first: FirstStep,
 ) -> PlannedStep:
     """Forecast a step of an engine: [Note: a forecast while training].
 
     Args:
         checkpointed: names of the modules that keep only their inputs.
-        call: of the model with a micro batch; None where it has not been called.
+        first: the step that has run.
 
     Raises:
         NoForecastError: the machine has not been measured, or the operations cannot be counted.
     """
     hardware = _measured(config, device)
+    call = _call_of_micro_batch(first, config.batch.gradient_accumulation_steps)
     step = plan_step(
         cut.records,
         plan,
@@ -120,12 +132,22 @@ def _measured(config: OffloadConfig, device: Device) -> Hardware:
     return found
 
 
+def _call_of_micro_batch(first: FirstStep, num_micro: int) -> CallForm:
+    """Return the call of one of so many micro batches. Raises NoForecastError where the script has made others."""
+    if first.form is None:
+        raise NoForecastError("the model has not been called: its modules were, or a function of it")
+    if first.num_calls != num_micro:
+        raise NoForecastError(
+            f"the first step has called the model {first.num_calls} times, and gradient_accumulation_steps is "
+            f"{num_micro}: a forecast is of one call for each micro batch"
+        )
+    return first.form
+
+
 def _count(
-    model: nn.Module, config: OffloadConfig, checkpointed: Collection[str], call: CallForm | None
+    model: nn.Module, config: OffloadConfig, checkpointed: Collection[str], call: CallForm
 ) -> MicroBatchTrace:
     """Count a micro batch on a copy of the model: [Note: a forecast while training]."""
-    if call is None:
-        raise NoForecastError("the model has not been called: its modules were, or a function of it")
     try:
         bare = _without_memory(model)
     except Exception as error:  # any error of the model's code, or of an object in it that has no copy

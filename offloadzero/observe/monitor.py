@@ -77,6 +77,7 @@ class StepMonitor:
         self._collectives: Mapping[str, CollectiveCount] = {}  # when the last step ended
         self._process_cpu_s = time.process_time()
         self._check: ForecastCheck | None = None  # of the first steps; None: there is none, or it is done
+        self.has_steps = False  # whether a step has ended on the training thread, of an engine that reports
 
     def begin(
         self,
@@ -115,6 +116,7 @@ class StepMonitor:
         """Note the end of a step on the training thread; its report comes when it has run."""
         if not self.is_on:
             return
+        self.has_steps = True
         if self.timeline.stream is None:  # else the clock of the streams has done it
             self.timeline.lap("step")
         losses, self._losses = self._losses, []

@@ -115,14 +115,13 @@ class _Forward:
         self._forward = module.forward
         module.forward = self
 
-    def tell_next(self, tell: Callable[[Any, Any], None]) -> None:
-        """Show the arguments of the next call that trains, positional and by name, to `tell`."""
+    def tell_calls(self, tell: Callable[[Any, Any], bool]) -> None:
+        """Show the arguments of calls that train, positional and by name, to `tell`, until it returns False."""
         forward = self._forward
 
         def telling(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not tell(args, kwargs):
                 self._forward = forward
-                tell(args, kwargs)
             return forward(*args, **kwargs)
 
         skip_frame(telling, with_calls=False)
@@ -359,10 +358,10 @@ class ModelHooks:
                     hook = self._gradient_hook(record, slot)
                     self._gradient_handles.append(slot.param.register_post_accumulate_grad_hook(hook))
 
-    def tell_first_call(self, tell: Callable[[Any, Any], None]) -> None:
-        """Show the arguments of the model's next call that trains to `tell`; those after it cost nothing."""
+    def tell_calls(self, tell: Callable[[Any, Any], bool]) -> None:
+        """Show the arguments of the model's calls that train to `tell`, until it returns False."""
         (root,) = (one for one in self._forwards if isinstance(one, _SiteForward) and one.is_root)
-        root.tell_next(tell)
+        root.tell_calls(tell)
 
     def remove_gradient_hooks(self) -> None:
         """Take the hooks on gradients off: Python's collector does not see the cycle that they close."""

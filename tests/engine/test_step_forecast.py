@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import offloadzero
 from offloadzero import step_forecast
@@ -350,6 +351,40 @@ def test_the_call_is_the_first_that_trains(tmp_path: Path, monkeypatch: pytest.M
         engine.step()
     engine.close()
     assert flops == [2 * 3 * 2 * (2 * 9) * 48 * 48]
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("num_micro", [1, 2])
+def test_a_loop_that_accumulates_has_a_forecast_where_it_says_so(
+    num_micro: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    plain = TinyModel()
+    config = settings(bf16=None, optimizer=None, gradient_accumulation_steps=num_micro, **ON_HOST)
+    model, optimizer = offloadzero.offload(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3), config)
+    for seed in range(MIN_STEPS):
+        model(tokens(seed)).backward()
+        model(tokens(seed + 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    (line,) = told(caplog)
+    if num_micro == 2:
+        assert line.startswith("forecast ")
+    else:
+        assert "the first step has called the model 2 times, and gradient_accumulation_steps is 1: " in line
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_call_that_is_computed_again_is_one(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    engine = make_engine(settings(**ON_HOST))
+    for seed in range(MIN_STEPS):
+        engine.backward(checkpoint(engine, tokens(seed), use_reentrant=False))
+        engine.step()
+    engine.close()
+    (line,) = told(caplog)
+    assert line.startswith("forecast ")
 
 
 @pytest.mark.usefixtures("machine")
