@@ -195,8 +195,8 @@ class Runtime:
             forecast_step,
         )
 
-        monitor = self.monitor
-        first, reference = FirstStep(is_over=lambda: monitor.has_steps), weakref.ref(self)
+        monitor, reference = self.monitor, weakref.ref(self)
+        first = FirstStep(self.accelerator.device, is_over=lambda: monitor.has_steps)
         self.hooks.tell_calls(first.see)
 
         def make() -> PlannedStep:

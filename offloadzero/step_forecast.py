@@ -52,9 +52,11 @@ _HOOKS = (  # of a module, by their attributes
 class FirstStep:
     """The calls of a model in the first step that trains it: their number, and the form of the first."""
 
-    def __init__(self, *, is_over: Callable[[], bool]) -> None:
+    def __init__(self, device: torch.device, *, is_over: Callable[[], bool]) -> None:
         self.form: CallForm | None = None  # None: there was no call yet
+        self.autocast: torch.dtype | None = None  # of the script's torch.autocast around that call
         self.num_calls = 0
+        self._device_type = device.type
         self._is_over = is_over
 
     def see(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -63,7 +65,10 @@ class FirstStep:
             return False
         if current_autograd_node() is None:  # else a checkpoint around the model runs it again
             self.num_calls += 1
-            self.form = self.form or CallForm(args, kwargs)
+            if self.form is None:
+                self.form = CallForm(args, kwargs)
+                if torch.is_autocast_enabled(self._device_type):
+                    self.autocast = torch.get_autocast_dtype(self._device_type)
         return True
 
 
@@ -96,7 +101,8 @@ def forecast_step(
         plan,
         config,
         uses=uses_of(cut),
-        trace=_count(model, config, checkpointed, call),
+        trace=_count(model, config, checkpointed, call, autocast=first.autocast),
+        products=first.autocast,
     )
     found = forecast(
         step,
@@ -145,7 +151,12 @@ def _call_of_micro_batch(first: FirstStep, num_micro: int) -> CallForm:
 
 
 def _count(
-    model: nn.Module, config: OffloadConfig, checkpointed: Collection[str], call: CallForm
+    model: nn.Module,
+    config: OffloadConfig,
+    checkpointed: Collection[str],
+    call: CallForm,
+    *,
+    autocast: torch.dtype | None,
 ) -> MicroBatchTrace:
     """Count a micro batch on a copy of the model: [Note: a forecast while training]."""
     try:
@@ -156,6 +167,8 @@ def _count(
         around.enter_context(_uncallable(model.modules()))
         around.enter_context(_random_numbers_kept())
         around.enter_context(torch.enable_grad())
+        if autocast is not None:  # of the CPU, where tensors without memory seem to be
+            around.enter_context(torch.autocast("cpu", autocast))
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and loading it takes seconds
             around.enter_context(torch.compiler.set_stance("force_eager"))
         try:

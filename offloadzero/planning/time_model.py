@@ -84,7 +84,7 @@ class Step:
     trace: MicroBatchTrace | None  # of one micro batch; None: operations are not known
     num_micro: int
     update_in_backward: bool
-    dtype: str  # of the parameters
+    dtype: str  # of products of matrices
     layout: str  # of the states
 
 
@@ -95,16 +95,21 @@ def plan_step(
     *,
     uses: Uses,
     trace: MicroBatchTrace | None,
+    products: torch.dtype | None = None,
 ) -> Step:
-    """Return the bytes and operations of a step of a model that is planned."""
+    """Return the bytes and operations of a step of a model that is planned.
+
+    `products`: the dtype of products of matrices; None: that of the parameters.
+    """
     largest = max(records, key=lambda record: record.num_elements)
+    dtype = largest.dtype if products is None else products
     inputs = trace.inputs if trace is not None else ()
     return Step(
         traffic=step_traffic(records, plan, config, uses=uses, inputs=inputs),
         trace=trace,
         num_micro=config.batch.gradient_accumulation_steps,
         update_in_backward=plan.update_in_backward,
-        dtype=_DTYPE_NAMES.get(largest.dtype, str(largest.dtype)),
+        dtype=_DTYPE_NAMES.get(dtype, str(dtype)),
         layout=config.state_layout,
     )
 

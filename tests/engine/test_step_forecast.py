@@ -360,7 +360,7 @@ def test_a_loop_that_accumulates_has_a_forecast_where_it_says_so(
 ) -> None:
     caplog.set_level(logging.INFO, LOGGER)
     plain = TinyModel()
-    config = settings(bf16=None, optimizer=None, gradient_accumulation_steps=num_micro, **ON_HOST)
+    config = settings(gradient_accumulation_steps=num_micro, **ON_HOST)
     model, optimizer = offloadzero.offload(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3), config)
     for seed in range(MIN_STEPS):
         model(tokens(seed)).backward()
@@ -385,6 +385,25 @@ def test_a_call_that_is_computed_again_is_one(caplog: pytest.LogCaptureFixture) 
     engine.close()
     (line,) = told(caplog)
     assert line.startswith("forecast ")
+
+
+@pytest.mark.usefixtures("machine")
+def test_products_have_the_rate_of_the_dtype_in_which_autocast_computes_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    assert MACHINE.rates.flops.keys() == {"bf16"}
+    for is_on, said in ((False, "no rate or no count of compute"), (True, "longest lane: forecast ")):
+        caplog.clear()
+        engine = make_engine(settings(bf16=None, **ON_HOST))
+        for seed in range(MIN_STEPS):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+                loss = engine(tokens(seed))
+            engine.backward(loss)
+            engine.step()
+        engine.close()
+        (line,) = told(caplog)
+        assert said in line
 
 
 @pytest.mark.usefixtures("machine")
