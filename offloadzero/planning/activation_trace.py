@@ -215,7 +215,7 @@ class _Unknown(NamedTuple):
 
 
 def _form_of(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
+    if isinstance(leaf, Tensor) and not leaf.is_nested:  # a nested one may have no shape
         return TensorForm(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
     return leaf if isinstance(leaf, _PLAIN) else _Unknown(type(leaf).__name__)
 

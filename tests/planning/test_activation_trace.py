@@ -250,5 +250,7 @@ def test_a_call_that_cannot_be_made_again_is_named() -> None:
         trace_of_call(Named, (x, [x]), what="detached", factor=2.0)
     with pytest.raises(TraceError, match="Named is called with an object: object"):
         trace_of_call(Named, (x, [x]), what=object(), factor=2.0)
+    with pytest.raises(TraceError, match="Named is called with an object: Tensor"):
+        trace_of_call(Named, (x, [torch.nested.nested_tensor([x, x[1:]])]), what="nothing", factor=2.0)
     with pytest.raises(TraceError, match="TypeError"):
         trace_of_call(Named, (x, [x]))
