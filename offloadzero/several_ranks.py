@@ -65,7 +65,7 @@ class SeveralRanks:
 
     def agreed_number(self) -> int:
         """A number that all ranks have in common, and that no other call gives again."""
-        number = torch.tensor([secrets.randbits(62)], dtype=torch.int64)
+        number = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device="cpu")
         self.ranks.agreements.broadcast(number, "a number for all ranks")
         return int(number)
 
