@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -125,10 +125,13 @@ class UnitViews:
                 self._num_own += 1
             return flat.as_strided(size, stride, start)
 
-    def holders(self) -> list[torch.Tensor]:
-        """The holders that are ordinary tensors of Python's."""
+    def holders(self) -> Iterator[torch.Tensor]:
+        """Yield the holders that are ordinary tensors of Python's, until no other is left."""
         own = {id(one) for one in (*self._flats.values(), *self.params, *self.weights.values())}
-        return [one for one in tensors_over(self._storage) if id(one) not in own]
+        for tensors in tensors_over(self._storage):
+            yield from (one for one in tensors if id(one) not in own)
+            if not self.num_holders():
+                return
 
 
 @dataclass(eq=False)

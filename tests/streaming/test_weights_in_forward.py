@@ -237,6 +237,42 @@ def test_a_view_that_a_forward_has_made_is_alive(name: str, offloaded: Any) -> N
     assert_same_weights(model, reference)
 
 
+def test_a_view_that_was_just_made_is_found_among_the_young(
+    offloaded: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """A look at all objects of a process takes longer than a small model's step."""
+    asked: list[int | None] = []
+    get_objects = gc.get_objects
+
+    def recorded(generation: int | None = None) -> list[Any]:
+        asked.append(generation)
+        return get_objects(generation)
+
+    model, optimizer = offloaded(keeping(VIEWS["t"]))
+    monkeypatch.setattr(gc, "get_objects", recorded)
+    gc.collect()
+    model(features(0)).backward()
+    optimizer.step()
+    assert None not in asked
+    assert (0 in asked) == ("resident" not in request.node.name)
+
+
+def test_a_view_that_has_grown_old_is_found(offloaded: Any) -> None:
+    make = keeping(VIEWS["t"])
+    model, optimizer = offloaded(make)
+    reference = build(make)
+    plain = adam(reference)
+    for seed in range(2):
+        losses = [net(features(seed)) for net in (model, reference)]
+        gc.collect()
+        for loss, one in zip(losses, (optimizer, plain), strict=True):
+            loss.backward()
+            one.step()
+            one.zero_grad()
+        assert_same_views(model, reference, same_bits=False)
+    assert_same_weights(model, reference)
+
+
 def test_a_kept_view_that_the_collector_does_not_show(offloaded: Any) -> None:
     """`gc.freeze()` hides the tensors that look at a weight from whoever asks the collector."""
     make = keeping(VIEWS["t"])
@@ -253,7 +289,8 @@ def test_a_kept_view_that_the_collector_does_not_show(offloaded: Any) -> None:
                 one.zero_grad()
             assert_same_views(model, reference, same_bits=False)
     finally:
-        gc.unfreeze()
+        gc.collect()
+        gc.freeze()  # as the tests' collection leaves it
     assert_same_weights(model, reference)
 
 
