@@ -14,6 +14,7 @@ import pytest
 from offloadzero.cli.main import FAILURE, UNREAD, USER_ERROR
 from tests.cli.test_report import step_record, write_run
 from tests.support.tiny import REPOSITORY, script_environment
+from tests.support.warm import WarmProcess, run_warm
 
 COMMANDS = {
     "version": ["--version"],
@@ -33,7 +34,7 @@ def command(name: str, tmp_path: Path) -> list[str]:
 
 def start(words: Sequence[str], stdout: int, stderr: int) -> subprocess.Popen[str]:
     environment = {**script_environment(), "PYTHONDEVMODE": ""}
-    return subprocess.Popen(words, cwd=REPOSITORY, env=environment, stdout=stdout, stderr=stderr, text=True)
+    return WarmProcess(words, cwd=REPOSITORY, env=environment, stdout=stdout, stderr=stderr, text=True)
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "bench adam"])
@@ -75,15 +76,8 @@ def test_a_full_disk_under_the_output_is_named(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("option", ["--json", "-o"])
 def test_a_full_disk_under_a_file_is_named(tmp_path: Path, option: str) -> None:
     name = "report" if option == "-o" else "bench copy"
-    done = subprocess.run(
-        [*command(name, tmp_path), option, "/dev/full"],
-        cwd=REPOSITORY,
-        env=script_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    words = [*command(name, tmp_path), option, "/dev/full"]
+    done = run_warm(words, cwd=REPOSITORY, env=script_environment(), timeout_s=120)
     assert done.returncode == FAILURE
     assert done.stderr.splitlines()[-1].startswith("offloadzero: write /dev/full+0x0, ")
     assert "Traceback" not in done.stderr

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from offloadzero.memory.tickets import Failures, Latch, Promise
 from tests.engine.interrupts import FINE, Injected, InjectedError, InjectedFault, summary
 from tests.engine.test_lifetime import assert_as_before, collect, forms, fresh_model, threads_of_ours
 from tests.support.tiny import REPOSITORY, make_engine, script_environment, settings, train
+from tests.support.warm import run_warm
 
 SOON_S = 5.0
 
@@ -323,14 +323,11 @@ SEED = int(os.environ.get("OFFLOADZERO_TEST_INTERRUPT_SEED", "1"))
 @pytest.mark.parametrize(("kind", "number"), [("injected", NUM_INJECTED), ("real", NUM_REAL)])
 def test_runs_go_on_with_the_same_bits_or_refuse_or_end(tmp_path: Path, kind: str, number: int) -> None:
     reports_file = tmp_path / "reports.jsonl"
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, "-m", "tests.engine.interrupts", kind, str(number), str(SEED), str(reports_file)],
         cwd=REPOSITORY,
         env=script_environment(),
-        capture_output=True,
-        text=True,
-        timeout=600 + 40 * number,
-        check=False,
+        timeout_s=600 + 40 * number,
     )
     assert done.returncode == 0, done.stderr
     reports = [json.loads(line) for line in reports_file.read_text().splitlines()]

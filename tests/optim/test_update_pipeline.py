@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +34,7 @@ from offloadzero.update.records import Record, UpdateRange, make_record, update_
 from offloadzero.update.specs.adam import ADAM
 from tests.simulated.device import simulated
 from tests.support.faults import observes
-from tests.support.tiny import REPOSITORY, all_states, make_engine, settings
+from tests.support.tiny import all_states, make_engine, run_script, settings
 from tests.support.training import make_config, run_engine
 
 MASTER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32, torch.float32: None}
@@ -511,7 +509,7 @@ assert affinities() == expected, affinities()
 assert os.sched_getaffinity(0) == everywhere
 engine.close()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=REPOSITORY)
+    done = run_script(script)
     assert done.returncode == 0, done.stderr
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.support.tiny import script_environment
+from tests.support.warm import run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -203,14 +205,8 @@ def run_script(directory: Path, config: dict[str, Any], *options: str) -> subpro
     (directory / "text").write_bytes(SENTENCE * 40)
     (directory / "config.json").write_text(json.dumps(config))
     command = [sys.executable, str(EXAMPLES / "train_gpt.py"), "--config", "config.json", "--data", "text"]
-    return subprocess.run(
-        [*command, "--seq-len", "16", *options],
-        cwd=directory,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words = [*command, "--seq-len", "16", *options]
+    return run_warm(words, cwd=directory, env=script_environment(), timeout_s=120)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import asdict
@@ -22,6 +21,8 @@ import pytest
 from offloadzero.memory.swap_file import remove_stale_files
 from tests.sharding.killed import PHASES, WORLD_SIZE, Case, state_digest
 from tests.support.sharded import config_of, engine_of
+from tests.support.tiny import script_environment
+from tests.support.warm import run_warm
 
 NUM_KILLS = int(os.environ.get("OFFLOADZERO_TEST_KILLS", "1"))
 FIRST_SEED = int(os.environ.get("OFFLOADZERO_TEST_FIRST_SEED", "0"))
@@ -77,7 +78,7 @@ def test_a_kill_stops_the_others_and_leaves_files_whole(first: int, tmp_path: Pa
     cases = [draw_case(seed, tmp_path) for seed in seeds]
     (tmp_path / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
     command = [sys.executable, "-m", "tests.sharding.killed", str(tmp_path / "cases.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60 + 30 * len(cases), check=False)
+    done = run_warm(command, env=script_environment(), timeout_s=60 + 30 * len(cases))
     assert done.returncode == 0, done.stderr
     engine = engine_of(config_of("host", 0, tmp_path), seed=10_000)
     for seed, case, ends in zip(seeds, cases, json.loads(done.stdout), strict=True):

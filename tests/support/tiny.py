@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offloadzero
+from tests.support.warm import WarmProcess, run_warm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VOCABULARY = 96
@@ -125,9 +126,9 @@ def script_environment() -> dict[str, str]:
 
 
 def start_script(script: str, *arguments: object) -> subprocess.Popen[str]:
-    """A Python process that runs `script`, with pipes for its output."""
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+    """A Python process that runs `script`, with pipes for its output; it starts with torch imported."""
+    return WarmProcess(
+        _command(script, arguments),
         env=script_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -137,14 +138,11 @@ def start_script(script: str, *arguments: object) -> subprocess.Popen[str]:
 
 def run_script(script: str, *arguments: object, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
     """`start_script` to its end. One that outlives `timeout_s` is killed: subprocess.TimeoutExpired."""
-    process = start_script(script, *arguments)
-    try:
-        stdout, stderr = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        raise
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+    return run_warm(_command(script, arguments), env=script_environment(), timeout_s=timeout_s)
+
+
+def _command(script: str, arguments: Sequence[object]) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
 
 
 @contextmanager
