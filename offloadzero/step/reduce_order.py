@@ -27,7 +27,6 @@ class ReduceOrder:
         self._records = tuple(records)
         self._expected = self._records[::-1]
         self._next = 0  # index into the expected ones: those before it have gone
-        self._gone: set[int] = set()
         self._complete: dict[int, None] = {}  # in the order of their completion
 
     @property
@@ -38,7 +37,6 @@ class ReduceOrder:
     def begin(self) -> None:
         """Begin a backward."""
         self._next = 0
-        self._gone.clear()
         self._complete.clear()
 
     def complete(self, record: int, name: str) -> list[int]:
@@ -53,7 +51,6 @@ class ReduceOrder:
         while self._next < len(self._expected) and self._expected[self._next] in self._complete:
             now.append(self._expected[self._next])
             self._next += 1
-        self._gone.update(now)
         return now
 
     def rest(self, present: Collection[int]) -> list[int]:
@@ -63,10 +60,6 @@ class ReduceOrder:
             *late,
             *(record for record in self._records if record in present and record not in self._expected),
         ]
-
-    def has_gone(self, record: int) -> bool:
-        """Whether the record was reduced in this backward."""
-        return record in self._gone
 
     def learn(self, order: Sequence[int]) -> None:
         """Expect the records of `order` from now on."""
