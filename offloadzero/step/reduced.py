@@ -59,8 +59,8 @@ class ReducingCollector(GradientCollector):
     def _tell_temporary(self, record: Record, num_leases: int, num_bytes: int) -> None:
         log.info(
             "%s: its gradient comes while all %d gradient leases wait for other ranks: it takes a temporary buffer of "
-            "%d bytes on the device, beside the plan. That is so in the first backward, and with experts that only "
-            "some ranks use",
+            "%d bytes on the device, beside the plan. The numbers are the same. That is so where some rank completes a "
+            "unit's gradient only at the end of backward, an expert without a token say",
             record.name,
             num_leases,
             num_bytes,
