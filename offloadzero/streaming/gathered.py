@@ -189,10 +189,10 @@ class GatheringExecutor(Executor):
 
     def enter_forward(self, indices: Sequence[int], *, is_root: bool) -> None:
         """Begin the forward of a site. Raises NonFiniteError where the last step was refused, on all ranks here."""
-        if not self._num_forwards and not self.is_evaluating and not self._decided.done():
-            with self._clock.waiting("decision"), self._store.failures.handed_over():
-                self._decided.wait()
         if not self._num_forwards and not self.is_evaluating:
+            if not self._decided.done():
+                with self._clock.waiting("decision"), self._store.failures.handed_over():
+                    self._decided.wait()
             self._store.failures.check()
         super().enter_forward(indices, is_root=is_root)
         if self._entered is not None and not self.is_evaluating:
