@@ -193,7 +193,7 @@ def differing(one: Any, other: Any, name: str) -> set[str]:
     return found
 
 
-# Those that test_config.py tries on their own.
+# Those that `test_config.py` leaves to tests of their own, those of placement in `test_config_placement.py`.
 ELSEWHERE = {
     ("zero_optimization.offload_param", "device"): {"PlacementConfig.rules"},
     ("zero_optimization.offload_optimizer", "device"): {"PlacementConfig.rules"},
