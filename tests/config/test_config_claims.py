@@ -1,7 +1,7 @@
 """What the table of keys says of those that it takes and does nothing with: each claim is tried.
 
 A claim is a note of `offloadzero/config/keys.py` whose key is accepted or read as another. It is tried here, under
-`@claim`, or by the test that TRIED_BY names. So are the values that notes of used keys give for when they are absent.
+`@claim`, or by the test that TRIED_BY of `claims.py` names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ast
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,115 +21,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import offloadzero
 from offloadzero.config import load_config
-from offloadzero.config.keys import DEEPSPEED_KEYS, OWN_KEYS, Action
 from offloadzero.errors import ConfigError, OffloadError
 from offloadzero.memory.device import CpuDevice
 from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.step.landing import Landing
 from offloadzero.step.record_gradient import Brought
+from tests.config.claims import ABSENT_ELSEWHERE, PACKAGE, READ_IN, TESTS, TRIED_BY, accepted, claim, tried
 from tests.streaming.test_order_of_use import config_with_room, start, train_step
 from tests.support.models import SometimesStack
 from tests.support.tiny import TinyModel, all_states, make_engine, settings, tokens, train
 
-TESTS = Path(__file__).parents[1]
-PACKAGE = TESTS.parent / "offloadzero"
-
-Test = Callable[..., None]
-_tried: dict[str, list[str]] = {}
-
-
-def claim(*notes: str) -> Callable[[Test], Test]:
-    """Marks the test that tries these notes."""
-
-    def mark(test: Test) -> Test:
-        for note in notes:
-            _tried.setdefault(note, []).append(test.__name__)
-        return test
-
-    return mark
-
-
-# Note -> the test that tries it, of another file.
-TRIED_BY: Mapping[str, str] = {
-    "rank 0 writes under its own; ranks that would load different ones load none": (
-        "test_ranks_checkpoints.py::test_a_checkpoint_of_two_ranks_is_one_of_any_number"
-    ),
-    "an optimizer passed in is used or refused by its type": "test_bad_input.py::test_an_optimizer_that_is_not_built",
-    "there is no sequence parallelism": "test_deepspeed_names.py::test_parallelism_is_refused",
-    "there is no expert parallelism": "test_deepspeed_names.py::test_parallelism_is_refused",
-    "there is no pipeline parallelism": "test_deepspeed_names.py::test_parallelism_is_refused",
-    "there is no tensor parallelism": "test_deepspeed_names.py::test_parallelism_is_refused",
-    "the placement is planned from the budgets, nothing is tuned by trial": (
-        "test_auto_placement.py::test_budgets_hold_and_the_choice_is_the_same_each_time"
-    ),
-    "compile the model's blocks with torch.compile before wrapping": "test_streaming.py::test_compiled_blocks",
-    "checkpoints are written by this package": (
-        "test_checkpoint.py::test_files_are_what_the_safetensors_library_reads"
-    ),
-    "tensors are written as safetensors": "test_checkpoint.py::test_files_are_what_the_safetensors_library_reads",
-    "a checkpoint holds the master weights": "test_checkpoint.py::test_resume_is_bitwise",
-    "a checkpoint holds whole tensors, whatever the placement": "test_checkpoint.py::test_resume_is_bitwise",
-    "there is one fused update": "test_update_pipeline.py::test_every_combination_of_tiers",
-    "the update is this package's own Adam, on the host and on the device": (
-        "test_cpu_adam_kernels.py::test_separate_torch_operations_give_the_same_bits"
-    ),
-    "gradients are converted inside the fused update": "test_cpu_adam_kernels.py::test_step_against_fp64",
-    "gradients are always checked (offloadzero.update.on_nonfinite)": (
-        "test_bad_input.py::test_bf16_stops_at_a_gradient_that_is_not_finite"
-    ),
-    "whole units are fetched ahead as far as the leases allow (offloadzero.budgets)": (
-        "test_order_of_use.py::test_a_step_fetches_as_little_as_is_possible_and_waits_for_none"
-    ),
-    "what stays on the device follows from the recorded order of use (offloadzero.budgets.device)": (
-        "test_order_of_use.py::test_a_step_fetches_as_little_as_is_possible_and_waits_for_none"
-    ),
-    "transfers always overlap the computation": (
-        "test_order_of_use.py::test_a_step_fetches_as_little_as_is_possible_and_waits_for_none"
-    ),
-    "parameters leased on the device at once, at least a unit; a device budget wins": (
-        "test_auto_placement.py::test_max_live_parameters_are_the_leases_where_no_budget_is"
-    ),
-    "units are cut by offloadzero.units": "test_units.py::test_patterns_replace_the_default_cut",
-    "the flat layout aligns what needs it": "test_units.py::test_record_layout",
-    "offloadzero.poison_released_leases and offloadzero.aio.checksums are the checks there are": (
-        "test_races.py::test_poison_is_what_a_released_lease_holds"
-    ),
-    "leases are sized from the units and the budgets (offloadzero.budgets)": (
-        "test_memory_plan.py::test_unit_leases_take_what_the_device_budget_leaves"
-    ),
-    "the host tier's share is offloadzero.budgets.host": "test_bad_input.py::test_a_budget_that_is_too_small",
-    "the update overlaps backward or the next forward, and is exact": "test_parity.py::test_matrix",
-    "the update's threads are offloadzero.update.num_threads": (
-        "test_update_pipeline.py::test_threads_keep_to_the_cores_they_are_given"
-    ),
-    "submission and completion always overlap": "test_aio_faults.py::test_a_delayed_block_stalls_no_other",
-    "the model, or offloadzero.activation_checkpoints.units, says where checkpoints are": (
-        "test_activations.py::test_units_are_chosen_by_name"
-    ),
-}
-# What no run of ours shows, and where it can be read.
-READ_IN: Mapping[str, str] = {
-    "in DeepSpeed it only warns of an unaligned size": "deepspeed/runtime/config.py, 0.19.8",
-    "use torch.profiler": "advice",
-    "requests are submitted in batches": "csrc/aio/worker.cpp: fill() stages them, serve() submits them",
-}
-
-
-def accepted() -> dict[str, str]:
-    """Note -> one of its keys."""
-    tables = (*DEEPSPEED_KEYS.items(), *OWN_KEYS.items())
-    return {
-        spec.note: f"{path}.{key}"
-        for path, table in tables
-        for key, spec in table.items()
-        if spec.action in (Action.ACCEPT, Action.MAP)
-    }
-
 
 def test_every_claim_is_tried() -> None:
     claims = set(accepted())
-    tables = (set(_tried), set(TRIED_BY), set(READ_IN))
+    tables = (set(tried), set(TRIED_BY), set(READ_IN))
     assert set().union(*tables) == claims
     assert sum(map(len, tables)) == len(claims), "tried twice"
 
@@ -623,7 +529,7 @@ def test_muon() -> None:
         load_config({"optimizer": {"type": "Muon"}})
 
 
-# --- keys that are read as others, and values that stand where a key does not
+# --- keys that are read as others
 
 
 @claim(
@@ -653,104 +559,3 @@ def test_sub_group_size() -> None:
 
     default = load_config({}).update.chunk_elements
     assert [chunk_elements(size) for size in (1, 65536, 100_000, 1e9)] == [65536, 65536, 102_400, default]
-
-
-# Key -> what its note gives for when it is absent, and what a configuration without it has.
-ABSENT: Mapping[str, tuple[str, Callable[[offloadzero.OffloadConfig], bool]]] = {
-    "managed_gradient_accumulation": ("true when", lambda c: c.batch.managed),
-    "aio.block_size": ("1 MiB when", lambda c: c.aio.block_size == 2**20),
-    "aio.queue_depth": ("32 when", lambda c: c.aio.queue_depth == 32),
-    "aio.intra_op_parallelism": ("1 when", lambda c: c.aio.num_threads == 1),
-    "offloadzero.aio.transfer_timeout_s": ("no limit when", lambda c: c.aio.transfer_timeout_s is None),
-    "zero_optimization.offload_param.device": ("none when", lambda c: c.placement.rules == ()),
-    "zero_optimization.offload_optimizer.device": ("none when", lambda c: c.placement.rules == ()),
-    "zero_optimization.offload_param.pin_memory": ("true when", lambda c: c.pin_memory),
-    "zero_optimization.offload_optimizer.pin_memory": ("true when", lambda c: c.pin_memory),
-    "zero_optimization.offload_optimizer.ratio": ("1 when", lambda c: c.placement.host_update_ratio == 1),
-    "data_types.grad_accum_dtype": ("parameter's dtype when", lambda c: c.precision.grad_accum_dtype is None),
-    "offloadzero.activation_checkpoints": ("off when", lambda c: c.activation_checkpoints is None),
-    "offloadzero.activation_checkpoints.units": (
-        "every repeated block (or unit of units.patterns) when",
-        lambda c: c.activation_checkpoints is None,
-    ),
-    "offloadzero.activation_checkpoints.tier": (
-        "device when",
-        lambda _: with_checkpoints().activation_checkpoints.tier is TierName.DEVICE,
-    ),
-    "offloadzero.activation_checkpoints.input_bytes": (
-        "seen in the first step when",
-        lambda _: with_checkpoints().activation_checkpoints.input_bytes is None,
-    ),
-    "offloadzero.budgets": ("what the machine has when", lambda c: c.budgets == type(c.budgets)()),
-    "offloadzero.units.patterns": ("default cut when", lambda c: c.units.patterns == ()),
-    "offloadzero.update.num_threads": ("this process may use when", lambda c: c.update.num_threads is None),
-    "offloadzero.update.cores": ("any when", lambda c: c.update.cores == ()),
-    "offloadzero.device": ('"cuda" if there is one when', lambda c: c.device is None),
-    "optimizer.params.lr": ("1e-3 (Adagrad: 1e-2) when", lambda _: absent("lr") == {1e-3, 1e-2}),
-    "optimizer.params.betas": ("0.9, 0.999 when", lambda _: absent("betas") == {(0.9, 0.999)}),
-    "optimizer.params.eps": ("1e-8 (Adagrad: 1e-10) when", lambda _: absent("eps") == {1e-8, 1e-10}),
-    "optimizer.params.weight_decay": ("0 when", lambda _: absent("weight_decay") == {0}),
-    "optimizer.params.lr_decay": ("0 when", lambda _: absent("lr_decay") == {0}),
-    "optimizer.params.initial_accumulator_value": (
-        "0 when",
-        lambda _: absent("initial_accumulator_value") == {0},
-    ),
-    "optimizer.params.momentum": ("0 when", lambda _: absent("momentum") == {0}),
-    "optimizer.params.dampening": ("0 when", lambda _: absent("dampening") == {0}),
-    "optimizer.params.nesterov": ("false when", lambda _: absent("nesterov") == {False}),
-    "optimizer.params.adam_w_mode": ("true when", lambda _: absent("decoupled_weight_decay") == {True}),
-    "optimizer.params.bias_correction": ("true when", lambda _: absent("bias_correction") == {True}),
-    "fp16.loss_scale": ("0 (when", lambda _: scaling().static == 0),
-    "fp16.initial_scale_power": ("16 when", lambda _: scaling().initial_scale_power == 16),
-    "fp16.loss_scale_window": ("1000 when", lambda _: scaling().window == 1000),
-    "fp16.hysteresis": ("2 when", lambda _: scaling().hysteresis == 2),
-    "fp16.min_loss_scale": ("1 when", lambda _: scaling().min_scale == 1),
-    "zero_optimization.zero_hpz_partition_size": ("1 (when", lambda c: c.zero_plus_plus.node_ranks == 1),
-    "offloadzero.placement[].units": ("* when", lambda _: one_rule().units == "*"),
-}
-
-
-OPTIMIZERS = ("Adam", "Lion", "Adagrad", "SGD")
-ABSENT_ELSEWHERE = {
-    "gradient_clipping": "test_config_auto.py::test_initialize_clips_as_deepspeed_does_and_says_so",
-    **{
-        f"offloadzero.placement{form}.{segment}": test
-        for form in ("", "[]")
-        for segment, test in (
-            ("scales", "test_compact_engine.py::test_the_scales_live_with_the_first_moment_unless_placed"),
-            ("grad", "test_memory_plan.py::test_gradients_move_to_nvme_when_the_host_is_too_small"),
-        )
-    },
-}
-
-
-def with_checkpoints() -> Any:
-    return load_config({"offloadzero": {"activation_checkpoints": {}}})
-
-
-def absent(option: str) -> set[Any]:
-    """What the optimizers that know the option take in its place."""
-    groups = [load_config({"optimizer": {"type": type}}).optimizer.params for type in OPTIMIZERS]
-    return {group[option] for group in groups if option in group}
-
-
-def scaling() -> Any:
-    return load_config({"fp16": {"enabled": True}}).precision.loss_scale
-
-
-def one_rule() -> Any:
-    return load_config({"offloadzero": {"placement": [{"param": "host"}]}}).placement.rules[0]
-
-
-def test_what_stands_where_a_key_does_not() -> None:
-    config = load_config({})
-    said = {
-        f"{path}.{key}".removeprefix("."): spec.note
-        for path, table in (*DEEPSPEED_KEYS.items(), *OWN_KEYS.items())
-        for key, spec in table.items()
-        if spec.action is Action.USE and " absent" in spec.note
-    }
-    for key, (text, holds) in ABSENT.items():
-        assert text in said.pop(key), key
-        assert holds(config), key
-    assert set(said) == set(ABSENT_ELSEWHERE)
