@@ -31,10 +31,10 @@ TRIED_BY: Mapping[str, str] = {
         "test_ranks_checkpoints.py::test_a_checkpoint_of_two_ranks_is_one_of_any_number"
     ),
     "an optimizer passed in is used or refused by its type": "test_bad_input.py::test_an_optimizer_that_is_not_built",
-    "there is no sequence parallelism": "test_deepspeed_names.py::test_parallelism_is_refused",
-    "there is no expert parallelism": "test_deepspeed_names.py::test_parallelism_is_refused",
-    "there is no pipeline parallelism": "test_deepspeed_names.py::test_parallelism_is_refused",
-    "there is no tensor parallelism": "test_deepspeed_names.py::test_parallelism_is_refused",
+    "there is no sequence parallelism": "test_deepspeed_initialize.py::test_parallelism_is_refused",
+    "there is no expert parallelism": "test_deepspeed_initialize.py::test_parallelism_is_refused",
+    "there is no pipeline parallelism": "test_deepspeed_initialize.py::test_parallelism_is_refused",
+    "there is no tensor parallelism": "test_deepspeed_initialize.py::test_parallelism_is_refused",
     "the placement is planned from the budgets, nothing is tuned by trial": (
         "test_auto_placement.py::test_budgets_hold_and_the_choice_is_the_same_each_time"
     ),
