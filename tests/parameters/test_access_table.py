@@ -13,16 +13,8 @@ import pytest
 import torch
 
 from tests.parameters import access_table
-from tests.parameters.access_table import (
-    KEPT_READS,
-    MADE_READS,
-    PLACES,
-    READS,
-    STATES,
-    UNUSUAL_WRITES,
-    WRITES,
-    Cell,
-)
+from tests.parameters.access_table import PLACES, STATES, Cell
+from tests.parameters.access_ways import KEPT_READS, MADE_READS, READS, UNUSUAL_WRITES, WRITES
 from tests.scripts.common import NUM_STEPS
 
 LONG = NUM_STEPS >= 50
