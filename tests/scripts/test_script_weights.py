@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from offloadzero import OffloadError
-from tests.scripts import weights
+from tests.scripts import weights, weights_replaced
 from tests.scripts.common import Script, assert_matches, cases, offloaded, reference, run
 
 COMPILED_STEPS = 3
@@ -20,9 +20,9 @@ def test_weights_are_those_of_torch(name: str, placement: str, tmp_path: Path) -
     assert_matches(run(script, offloaded(placement, tmp_path, clipping=0.0)), reference(script))
 
 
-@pytest.mark.parametrize("name", weights.SCHEDULES)
+@pytest.mark.parametrize("name", weights_replaced.SCHEDULES)
 def test_schedules_of_torch(name: str, tmp_path: Path) -> None:
-    script = weights.SCHEDULES[name]
+    script = weights_replaced.SCHEDULES[name]
     assert_matches(run(script, offloaded("host", tmp_path, clipping=0.0)), reference(script))
 
 
@@ -38,14 +38,14 @@ def followed_or_refused(script: Script, words: str, directory: Path) -> None:
         assert_matches(result, expected)
 
 
-@pytest.mark.parametrize("name", weights.MAY_BE_REFUSED)
+@pytest.mark.parametrize("name", weights_replaced.MAY_BE_REFUSED)
 def test_followed_or_refused_by_name(name: str, tmp_path: Path) -> None:
-    followed_or_refused(*weights.MAY_BE_REFUSED[name], tmp_path)
+    followed_or_refused(*weights_replaced.MAY_BE_REFUSED[name], tmp_path)
 
 
-@pytest.mark.parametrize("name", weights.COMPILED)
+@pytest.mark.parametrize("name", weights_replaced.COMPILED)
 def test_compiled_models_train_or_are_refused_by_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "NUM_STEPS", COMPILED_STEPS)
-    followed_or_refused(weights.COMPILED[name], "torch.compile", tmp_path)
+    followed_or_refused(weights_replaced.COMPILED[name], "torch.compile", tmp_path)

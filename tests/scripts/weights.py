@@ -6,7 +6,6 @@ None touches a gradient: that is the business of `gradients`.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,40 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
-from torch.optim import lr_scheduler
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from tests.scripts.common import (
-    LM,
-    LR,
-    NUM_STEPS,
-    Result,
-    Script,
-    Wrap,
-    adamw,
-    start,
-    tokens,
-    weights_of,
-)
+from tests.scripts.common import LM, NUM_STEPS, Result, Script, Wrap, adamw, start, tokens, weights_of
 
 Visit = Callable[[nn.Module, int], Any]  # right after step(); what it returns is noted if it is a tensor
 SCRIPTS: dict[str, Script] = {}
-MAY_BE_REFUSED: dict[str, tuple[Script, str]] = {}
 
 
 def script(function: Script) -> Script:
     SCRIPTS[function.__name__] = function
     return function
-
-
-def may_be_refused(words: str) -> Callable[[Script], Script]:
-    """What torch takes and we may refuse, at that line, with a message that `words` (a pattern) is found in."""
-
-    def register(function: Script) -> Script:
-        MAY_BE_REFUSED[function.__name__] = (function, words)
-        return function
-
-    return register
 
 
 def train(model: nn.Module, optimizer: Any, visit: Visit | None = None, **hooks: Any) -> Result:
@@ -540,79 +516,7 @@ def spectral_norm(wrap: Wrap) -> Result:
     return train(*start(wrap, made))
 
 
-# --- what may be refused ---
-
-
-@may_be_refused("assign|replaced")
-def state_dict_assigned(wrap: Wrap) -> Result:
-    """load_state_dict(assign=True) makes new parameters: torch's optimizer goes on with the old ones."""
-    model, optimizer = start(wrap)
-    saved = weights_of(model)
-
-    def visit(model: nn.Module, step: int) -> None:
-        if step == 4:
-            model.load_state_dict(saved, assign=True)
-
-    return train(model, optimizer, visit)
-
-
-@may_be_refused("head")
-def head_replaced(wrap: Wrap) -> Result:
-    """A new head after offloading; the optimizer does not have it."""
-    model, optimizer = start(wrap)
-    torch.manual_seed(3)
-    model.head = nn.Linear(24, 61, bias=False)
-    return train(model, optimizer)
-
-
-@may_be_refused("blocks")
-def block_appended(wrap: Wrap) -> Result:
-    """Another block after offloading."""
-    from tests.scripts.common import Block
-
-    model, optimizer = start(wrap)
-    torch.manual_seed(3)
-    model.blocks.append(Block())
-    return train(model, optimizer)
-
-
-@may_be_refused("bias")
-def parameter_replaced(wrap: Wrap) -> Result:
-    model, optimizer = start(wrap)
-    model.blocks[1].up.bias = nn.Parameter(torch.full((49,), 0.1))
-    return train(model, optimizer)
-
-
-@may_be_refused("float64|double|dtype")
-def model_in_double(wrap: Wrap) -> Result:
-    """model.double() after offloading."""
-    model, optimizer = start(wrap)
-    return train(model.double(), optimizer)
-
-
-@may_be_refused("weight")
-def pruned_by_torch(wrap: Wrap) -> Result:
-    """torch.nn.utils.prune after offloading."""
-    model, optimizer = start(wrap)
-    prune.l1_unstructured(model.blocks[1].up, "weight", amount=0.3)
-    return train(model, optimizer)
-
-
-@may_be_refused("weight")
-def weight_norm_after_offloading(wrap: Wrap) -> Result:
-    model, optimizer = start(wrap)
-    nn.utils.parametrizations.weight_norm(model.blocks[1].up)
-    return train(model, optimizer)
-
-
-@may_be_refused("weight")
-def numpy_written(wrap: Wrap) -> Result:
-    """Through the memory that numpy shares with a detached parameter."""
-
-    def visit(model: nn.Module, step: int) -> None:  # noqa: ARG001
-        model.blocks[1].up.weight.detach().numpy()[0] = 0.25
-
-    return train(*start(wrap), visit)
+# --- moves ---
 
 
 @script
@@ -621,105 +525,3 @@ def moved_to_where_it_is(wrap: Wrap) -> Result:
     model, optimizer = start(wrap)
     model = model.to("cpu").float().cpu()
     return train(model, optimizer)
-
-
-# --- schedules ---
-
-
-def scheduled(make: Callable[[Any], Any], *, before: bool = False, metric: bool = False) -> Script:
-    """The loop with a scheduler of torch, made after offloading or before; its warnings are errors."""
-
-    def run(wrap: Wrap) -> Result:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            made = LM()
-            optimizer = adamw(made)
-            scheduler = make(optimizer) if before else None
-            model, optimizer = wrap(made, optimizer)
-            scheduler = scheduler or make(optimizer)
-            rates, losses = [], []
-            for step in range(NUM_STEPS):
-                loss = model(tokens(step))
-                loss.backward()
-                optimizer.step()
-                scheduler.step(loss.item()) if metric else scheduler.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-                group = optimizer.param_groups[0]
-                rates.append((float(group["lr"]), *map(float, group["betas"])))
-        return Result(losses, [], weights_of(model), {"rates and betas": torch.tensor(rates)})
-
-    return run
-
-
-SCHEDULES: dict[str, Script] = {
-    "LambdaLR": scheduled(lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.8**step)),
-    "LambdaLR made before": scheduled(
-        lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.8**step), before=True
-    ),
-    "OneCycleLR": scheduled(lambda o: lr_scheduler.OneCycleLR(o, 10 * LR, total_steps=NUM_STEPS + 1)),
-    "OneCycleLR made before": scheduled(
-        lambda o: lr_scheduler.OneCycleLR(o, 10 * LR, total_steps=NUM_STEPS + 1), before=True
-    ),
-    "OneCycleLR without momentum": scheduled(
-        lambda o: lr_scheduler.OneCycleLR(o, 10 * LR, total_steps=NUM_STEPS + 1, cycle_momentum=False)
-    ),
-    "CyclicLR": scheduled(lambda o: lr_scheduler.CyclicLR(o, LR, 10 * LR, step_size_up=3)),
-    "StepLR": scheduled(lambda o: lr_scheduler.StepLR(o, 2, 0.5)),
-    "CosineAnnealingWarmRestarts": scheduled(lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3)),
-    "ReduceLROnPlateau": scheduled(lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0), metric=True),
-    "SequentialLR": scheduled(
-        lambda o: lr_scheduler.SequentialLR(
-            o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [3]
-        )
-    ),
-}
-
-
-# --- torch.compile ---
-
-
-def compiled(how: str, *, before: bool) -> Script:
-    """torch.compile of the model, of its blocks in the list, or of blocks in place; aot_eager compiles quickly."""
-
-    def compile_(model: Any) -> Any:
-        if how == "model":
-            return torch.compile(model, backend="aot_eager")
-        if how == "model in place":
-            model.compile(backend="aot_eager")
-        elif how == "blocks in place":
-            for block in model.blocks:
-                block.compile(backend="aot_eager")
-        elif how == "list of compiled blocks":
-            for i, block in enumerate(model.blocks):
-                model.blocks[i] = torch.compile(block, backend="aot_eager")
-        else:
-            model.blocks = nn.ModuleList(torch.compile(b, backend="aot_eager") for b in model.blocks)
-        return model
-
-    def run(wrap: Wrap) -> Result:
-        torch._dynamo.reset()
-        made: Any = LM()
-        if before:
-            made = compile_(made)
-        model, optimizer = wrap(made, adamw(made))
-        if not before:
-            model = compile_(model)
-        result = train(model, optimizer)
-        weights = {name.replace("_orig_mod.", ""): value for name, value in result.weights.items()}
-        return Result(result.losses, [], weights)
-
-    return run
-
-
-COMPILED: dict[str, Script] = {
-    f"{how}, {'before' if before else 'after'} offloading": compiled(how, before=before)
-    for how in (
-        "model",
-        "model in place",
-        "blocks in place",
-        "list of compiled blocks",
-        "new list of compiled blocks",
-    )
-    for before in (True, False)
-}
