@@ -25,7 +25,7 @@ from offloadzero.memory.lanes import Accelerator, Lane
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.tickets import Failures, Promise
 from offloadzero.native import kernels
-from tests.simulated import edges, mutations, small_runs
+from tests.simulated import edges, mutations, small_loops, small_runs
 from tests.simulated.checked import checked
 from tests.simulated.device import SimulatedDevice, simulated
 from tests.simulated.order import Order, RaceError
@@ -377,7 +377,7 @@ def test_norms_of_a_window_that_closes(tmp_path: Path, monkeypatch: pytest.Monke
     config = make_config("resident", tmp_path, clipping=0.5, accumulation=2)
     with checked(), simulated(monkeypatch) as device:
         monkeypatch.setattr(small_runs.Running, "machine", device.machine)
-        run_engine(Stack, small_runs.train_on_its_own_stream, config)
+        run_engine(Stack, small_loops.train_on_its_own_stream, config)
 
 
 def drop_gradients(engine: Any) -> list[float]:

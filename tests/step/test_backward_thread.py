@@ -16,7 +16,7 @@ from tests.simulated.backward import Backward
 from tests.simulated.checked import checked
 from tests.simulated.device import simulated
 from tests.simulated.machine import AUTOGRAD_THREAD
-from tests.simulated.small_runs import FailingStack
+from tests.simulated.small_loops import FailingStack
 from tests.support.models import Stack, features
 from tests.support.training import assert_same, make_config, run_engine
 
