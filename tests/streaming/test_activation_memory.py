@@ -25,7 +25,7 @@ from offloadzero.streaming import activation_memory, activations
 from tests.simulated.checked import checked
 from tests.simulated.counting import TEMPORARY_BYTES, counting
 from tests.simulated.device import SimulatedDevice, simulated
-from tests.streaming.test_activations import FORMS, NUM_STEPS, config_with, features, loop, make_engine
+from tests.streaming.checkpointed import FORMS, NUM_STEPS, config_with, features, loop, make_engine
 from tests.support import models
 from tests.support.models import NUM_BLOCKS, Stack
 from tests.support.training import assert_same, merge, run_engine

@@ -1,23 +1,16 @@
-"""Activation checkpoints by configuration: the numbers stay, the memory leaves, and what is lost or late shows."""
+"""Activation checkpoints by configuration: the numbers stay, budgets and errors are told, and what is late shows."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import inspect
-import subprocess
-import sys
-import textwrap
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,65 +22,21 @@ from offloadzero.planning import memory_plan
 from offloadzero.segments import TierName
 from offloadzero.streaming import activation_homes, activations, hooks
 from offloadzero.torch_private import top_saved_tensors_default_hooks
+from tests.streaming.checkpointed import (
+    AWAY,
+    FORMS,
+    NUM_STEPS,
+    TIERS,
+    config_with,
+    features,
+    loop,
+    make_engine,
+)
 from tests.support import models
 from tests.support.faults import delays
 from tests.support.models import WIDTH, CheckpointedStack, Stack
 from tests.support.schedules import Slowness
-from tests.support.training import (
-    PLACEMENTS,
-    Config,
-    Outcome,
-    assert_same,
-    differences,
-    make_config,
-    merge,
-    run_engine,
-)
-
-ROOT = Path(__file__).parents[2]
-ROWS = 97  # 4656 bytes in bf16: an input that moves
-NUM_STEPS = 4
-TIERS = ("device", "host", "nvme")
-AWAY = ("host", "nvme")
-
-
-def features(seed: int) -> Tensor:
-    return models.features(seed, rows=ROWS)
-
-
-def loop(engine: Any) -> list[float]:
-    losses = []
-    for seed in range(NUM_STEPS * engine.gradient_accumulation_steps()):
-        loss = engine(features(seed))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-def config_with(tier: str | None, directory: Path, placement: str = "host", **options: Any) -> Config:
-    config = make_config(placement, directory, **options)
-    block = {} if tier is None else {"offloadzero": {"activation_checkpoints": {"tier": tier}}}
-    return merge(config, block)
-
-
-def make_engine(
-    tier: str | None, directory: Path, make_model: Callable[[], nn.Module] = Stack, **options: Any
-) -> Any:
-    torch.manual_seed(0)
-    engine, *_ = offloadzero.initialize(model=make_model(), config=config_with(tier, directory, **options))
-    return engine
-
-
-@contextmanager
-def no_collector() -> Iterator[None]:
-    """What is freed inside is freed by its references alone."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+from tests.support.training import PLACEMENTS, Outcome, assert_same, differences, merge, run_engine
 
 
 @pytest.fixture
@@ -110,61 +59,6 @@ def test_losses_weights_and_moments_are_those_without(
     for tier in TIERS:
         for placement in PLACEMENTS:
             assert_same(run_engine(Stack, loop, config_with(tier, tmp_path, placement, **options)), plain)
-
-
-class DropoutBlock(models.Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.3)
-
-
-class NestedInputs(models.Block):
-    """Takes tensors inside tuples and dicts, integers, None, and a tensor that every block gets."""
-
-    def forward(self, x: Tensor, pair: tuple[Tensor, Tensor], *, more: dict[str, Any], none: None) -> Any:
-        cos, sin = pair
-        h = super().forward(x * cos + sin)
-        picked = h.index_select(0, more["rows"]) * more["scale"]
-        return {"x": h + more["bias"].t(), "extra": (picked.float().mean(), none)}
-
-
-class NestedStack(Stack):
-    def __init__(self) -> None:
-        super().__init__(NestedInputs)
-
-    def run_blocks(self, x: Tensor) -> Tensor:
-        pair = (x.detach().cos(), x.sin())
-        bias = (x * 0.5).t().contiguous()
-        more = {"rows": torch.arange(5), "scale": 2, "bias": bias, "strided": x[:, ::2]}
-        total = x.new_zeros(())
-        for block in self.blocks:
-            out = block(x, pair, more=more, none=None)
-            x = out["x"]
-            total = total + out["extra"][0]
-        return x + total
-
-
-class AroundStack(Stack):
-    """The user's own checkpoint around two of our units."""
-
-    def run_blocks(self, x: Tensor) -> Tensor:
-        first, second, third, last = self.blocks
-        return last(third(checkpoint(lambda h: second(first(h)), x, use_reentrant=False)))
-
-
-FORMS: dict[str, Callable[[], nn.Module]] = {
-    "dropout": lambda: Stack(DropoutBlock),
-    "nested inputs": NestedStack,
-    "blocks used twice": models.SharedBlocks,
-    "a checkpoint inside": lambda: Stack(models.InnerCheckpointBlock),
-    "a checkpoint around": AroundStack,
-    "structured outputs": models.StructuredStack,
-    "frozen front": models.FrozenFront,
-    "frozen middle": models.FrozenMiddle,
-    "lora": lambda: Stack(models.LoraBlock),
-    "shared reader": models.SharedReader,
-    "outputs without gradient": models.NoGradOutputs,
-    "unused parameters": models.WithUnusedBlock,
-}
 
 
 @pytest.mark.usefixtures("every_size")
@@ -268,157 +162,6 @@ def test_lengths_that_change(tier: str, tmp_path: Path) -> None:
     assert taken == {name: reserved[6][name] - reserved[0][name] for name in taken}
     if tier == "host":
         assert reserved[-1]["host"] - without["host"] == models.NUM_BLOCKS * largest
-
-
-# --- the memory
-
-
-class WatchedBlock(models.Block):
-    """Notes the storages of its inputs and of an activation inside."""
-
-    inputs: list[weakref.ref[Any]]
-    inner: list[weakref.ref[Any]]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.inputs.append(weakref.ref(x.untyped_storage()))
-        h = self.up(self.norm(x))
-        self.inner.append(weakref.ref(h.untyped_storage()))
-        return x + self.down(F.gelu(h))
-
-
-def num_alive(references: list[weakref.ref[Any]]) -> int:
-    return sum(reference() is not None for reference in references)
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_what_is_on_the_device_between_forward_and_backward(tier: str, tmp_path: Path) -> None:
-    engine = make_engine(tier, tmp_path, lambda: Stack(WatchedBlock, num_blocks=8))
-    inputs: list[weakref.ref[Any]] = []
-    inner: list[weakref.ref[Any]] = []
-    for block in engine.module.blocks:
-        block.inputs, block.inner = inputs, inner
-    with no_collector():
-        loss = engine(features(0))
-        assert len(inputs) == 8
-        assert num_alive(inner) == 0
-        held = num_alive(inputs)
-        assert held == 8 if tier == "device" else 1 <= held <= activations.NUM_SENDING + 1
-        engine.backward(loss)
-        left = {storage._cdata for reference in inputs if (storage := reference()) is not None}
-        # Those that came back lay in a few buffers, which stay.
-        assert len(left) <= (0 if tier == "device" else 1 + memory_plan.INPUTS_AHEAD[TierName(tier)])
-        engine.step()
-    engine.close()
-
-
-def test_what_the_first_call_of_a_process_keeps() -> None:
-    """Nothing: the compiler, which torch's checkpoint imports, leaves cycles that hold the frames it is imported in."""
-    code = """
-        import sys, tempfile
-        from pathlib import Path
-        from tests.streaming.test_activations import test_what_is_on_the_device_between_forward_and_backward as test
-        assert "torch._dynamo" not in sys.modules
-        with tempfile.TemporaryDirectory() as directory:
-            test("device", Path(directory))
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=ROOT)
-
-
-@pytest.mark.parametrize("make_model", [Stack, CheckpointedStack], ids=["plain", "by the user"])
-def test_inputs_are_freed_without_the_collector(make_model: Callable[[], nn.Module], tmp_path: Path) -> None:
-    """A cycle among the hooks would keep them until it runs."""
-    engine = make_engine(None, tmp_path, make_model)
-    for block in engine.module.blocks:
-        block.__class__ = WatchedBlock
-        block.inputs, block.inner = [], []
-    with no_collector():
-        engine.backward(engine(features(0)))
-        assert sum(num_alive(block.inputs) for block in engine.module.blocks) == 0
-        engine.step()
-    engine.close()
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_forwards_without_a_backward_leave_nothing(
-    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cells: list[weakref.ref[Any]] = []
-    find = activations.ActivationStore._find_or_make
-
-    def noting(store: Any, call: Any, tensor: Tensor) -> Any:
-        cell = find(store, call, tensor)
-        cells.append(weakref.ref(cell))
-        return cell
-
-    monkeypatch.setattr(activations.ActivationStore, "_find_or_make", noting)
-    engine = make_engine(tier, tmp_path)
-    with no_collector():
-        with torch.no_grad():
-            engine(features(0))
-        assert cells == []
-        engine.backward(engine(features(0)))
-        engine.step()
-        assert len(cells) == models.NUM_BLOCKS
-        reserved = engine.reserved_bytes()
-        for seed in range(5):
-            engine(features(seed))  # the loss is thrown away
-        assert num_alive(cells) == 0
-        assert len(cells) == 6 * models.NUM_BLOCKS
-        assert engine.reserved_bytes() == reserved
-    engine.close()
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_an_exception_in_the_forward(tier: str, tmp_path: Path) -> None:
-    class Failing(models.Block):
-        fails = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.fails:
-                raise KeyError("in the forward")
-            return super().forward(x)
-
-    def failing_loop(engine: Any) -> list[float]:
-        losses = []
-        for seed in range(2):
-            engine.module.blocks[2].fails = True
-            with pytest.raises(KeyError, match="in the forward"):
-                engine(features(seed))
-            engine.module.blocks[2].fails = False
-            losses += loop(engine)
-        return losses
-
-    plain = run_engine(lambda: Stack(Failing), failing_loop, config_with(None, tmp_path, "resident"))
-    assert_same(run_engine(lambda: Stack(Failing), failing_loop, config_with(tier, tmp_path, "nvme")), plain)
-
-
-class AddsInPlace(Stack):
-    """Changes the input of each block after the block."""
-
-    def run_blocks(self, x: Tensor) -> Tensor:
-        x = x * 1
-        for block in self.blocks:
-            x += block(x)
-        return x
-
-
-class ChangesItsInput(models.Block):
-    def forward(self, x: Tensor) -> Tensor:
-        x.mul_(2)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("make_model", [AddsInPlace, lambda: Stack(ChangesItsInput)], ids=["after", "inside"])
-@pytest.mark.parametrize("tier", TIERS)
-def test_inputs_changed_in_place_are_refused(
-    make_model: Callable[[], nn.Module], tier: str, tmp_path: Path
-) -> None:
-    engine = make_engine(tier, tmp_path, make_model)
-    with pytest.raises(
-        StateError, match=r"blocks\.\d: an input of this checkpointed unit was changed in place"
-    ):
-        engine.backward(engine(features(0)))
-    engine.close()
 
 
 # --- budgets, files, errors
@@ -599,7 +342,6 @@ def test_nvme_needs_a_directory() -> None:
 
 
 # --- missing waits
-
 
 SLOW_S = 0.004
 
