@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,91 +18,15 @@ from torch import Tensor
 
 from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper
-from offloadzero.kernel_arguments.compact import BYTES_PER_PARAM, COMPACT_BLOCK, num_scales
+from offloadzero.kernel_arguments.compact import BYTES_PER_PARAM, COMPACT_BLOCK
 from offloadzero.native import compact, kernels
 from offloadzero.native.kernels import GradCheck, Isa
+from tests.native.compact_records import ADAMW, FLOATS, ISAS, L2, Record, make_grad, make_state, place
 
-ISAS = [isa for isa in Isa if kernels.isa_supported(isa)]
-FLOATS = [torch.bfloat16, torch.float16, torch.float32]
-ADAMW = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
-L2 = replace(ADAMW, decoupled=False)
 SIZES = [1, 15, 16, 17, 127, 128, 129, 4097, 100_003]
 LARGEST = np.float64(np.finfo(np.float32).max)
 SMALLEST_NORMAL = 2.0**-126
 SMALLEST_SCALED = 2.0**-100
-
-
-def place(values: Tensor, offset: int) -> Tensor:
-    buffer = torch.empty(values.numel() + offset, dtype=values.dtype)
-    buffer[offset:] = values
-    return buffer[offset:]
-
-
-@dataclass
-class Record:
-    param: Tensor
-    remainder: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    scales: Tensor
-
-    @staticmethod
-    def empty(n: int) -> Record:
-        dtypes = (torch.bfloat16, torch.int8, torch.int8, torch.uint8)
-        return Record(*(torch.zeros(n, dtype=d) for d in dtypes), torch.zeros(num_scales(n)))
-
-    @staticmethod
-    def of(master: Tensor, m: Tensor, v: Tensor, **kwargs: object) -> Record:
-        record = Record.empty(master.numel())
-        compact.compact_encode(master, m, v, *record.tensors(), **kwargs)
-        return record
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return self.param, self.remainder, self.exp_avg, self.exp_avg_sq, self.scales
-
-    def copy(self, *, offset: int = 0) -> Record:
-        return Record(*(place(t, offset) for t in self.tensors()))
-
-    def piece(self, start: int, stop: int) -> Record:
-        scales = self.scales[num_scales(start) : num_scales(stop)]
-        return Record(*(t[start:stop] for t in self.tensors()[:4]), scales)
-
-    def step(self, grad: Tensor, **kwargs: object) -> float | None:
-        return compact.compact_adam_step(self.param, grad, *self.tensors()[1:], **kwargs)
-
-    def decode(self, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
-        out = tuple(torch.empty(self.param.numel()) for _ in range(3))
-        compact.compact_decode(*self.tensors(), *out, **kwargs)
-        return out
-
-    def assert_same_bytes(self, other: Record) -> None:
-        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
-            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
-
-
-def make_state(n: int, *, seed: int = 0, specials: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Master, exp_avg and exp_avg_sq; magnitudes differ by orders within and between blocks."""
-    generator = torch.Generator().manual_seed(seed)
-    spread = torch.exp(3 * torch.randn(n, generator=generator))
-    master = torch.randn(n, generator=generator) * 0.05
-    m = torch.randn(n, generator=generator) * 1e-4 * spread
-    v = torch.rand(n, generator=generator) * 1e-6 * spread * spread
-    if specials and n > 1000:
-        master[:7] = torch.tensor([0.0, -0.0, 1e-40, -1e-45, 1.0, -2.0, 3e38])
-        m[: 3 * COMPACT_BLOCK] = 0.0
-        v[: 2 * COMPACT_BLOCK] = 0.0
-        m[COMPACT_BLOCK : 2 * COMPACT_BLOCK] = 1e-42
-        m[500:505] = torch.tensor([0.0, -0.0, 1e-42, -1e10, 1e-20])
-        v[700:704] = torch.tensor([0.0, 1e-45, 1e-40, 1e20])
-    return master, m, v
-
-
-def make_grad(n: int, dtype: torch.dtype, *, seed: int = 100, specials: bool = True) -> Tensor:
-    grad = torch.randn(n, generator=torch.Generator().manual_seed(seed)) * 1e-3
-    if specials and n > 1000:
-        values = [0.0, -0.0, 1e-7, 1e-40, -1e-45, 1e4, -1e18, 1e-25, 1e30]
-        grad[900 : 900 + len(values)] = torch.tensor(values)
-    return grad.clamp(-65504, 65504).to(dtype) if dtype == torch.float16 else grad.to(dtype)
 
 
 # --- the format ---

@@ -16,7 +16,7 @@ from offloadzero.kernel_arguments.compact import num_scales
 from offloadzero.native.compact import compact_encode
 from offloadzero.update import device_adam
 from offloadzero.update.spec import UpdateForm
-from tests.native.test_compact_kernels import make_grad, make_state
+from tests.native.compact_records import make_grad, make_state
 
 INF, NAN = math.inf, math.nan
 ADAMW = AdamHyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)

@@ -15,8 +15,8 @@ from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
 from offloadzero.native.compact import compact_adam_step, compact_decode, compact_encode
 from offloadzero.update import device_adam
 from offloadzero.update.spec import UpdateForm
+from tests.native.compact_records import make_grad, make_state
 from tests.native.test_compact_dither import dither
-from tests.native.test_compact_kernels import make_grad, make_state
 
 Record = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # param, remainder, exp_avg, exp_avg_sq, scales
 INF, NAN = float("inf"), float("nan")

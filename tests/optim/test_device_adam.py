@@ -19,7 +19,7 @@ import torch
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
 from offloadzero.update import device_adam
 from offloadzero.update.spec import UpdateForm
-from tests.native.test_compact_kernels import make_grad
+from tests.native.compact_records import make_grad
 from tests.optim.device_states import (
     ADAMW,
     CASES,

@@ -23,7 +23,7 @@ from offloadzero.update import spec
 from offloadzero.update.device_adam import choose_form
 from offloadzero.update.spec import FormChoice, UpdateForm, device_form
 from offloadzero.update.specs.adam import ADAM
-from tests.native.test_compact_kernels import make_grad
+from tests.native.compact_records import make_grad
 from tests.optim.device_states import ADAMW, CASES, HYPERS, LAYOUTS, assert_same, extremes, make, take_step
 from tests.planning.test_memory_plan import config, everything, records
 from tests.support.tiny import all_states, make_engine, settings, train
