@@ -25,7 +25,7 @@ from offloadzero.memory.lanes import Accelerator, Lane
 from offloadzero.memory.nvme import NvmeTier
 from offloadzero.memory.tickets import Failures, Promise
 from offloadzero.native import kernels
-from tests.simulated import edges, mutations, small_loops, small_runs
+from tests.simulated import edges, mutations, removals, small_loops, small_runs
 from tests.simulated.checked import checked
 from tests.simulated.device import SimulatedDevice, simulated
 from tests.simulated.order import Order, RaceError
@@ -472,7 +472,7 @@ SOME = (
 
 
 def test_every_mutant_has_a_place_of_its_own() -> None:
-    found = mutations.mutations()
+    found = removals.mutations()
     assert len(found) > 80
     assert len(set(found)) == len(found)
     keys = {mutation.key for mutation in found}
@@ -485,12 +485,12 @@ def test_every_mutant_has_a_place_of_its_own() -> None:
 def test_a_mutant_that_only_the_numbers_show_is_listed_with_the_reason() -> None:
     """Or the table says so in capitals, which fails the run."""
     key = next(iter(mutations.NUMBERS_ALONE))
-    found = {mutation.key: mutation for mutation in mutations.mutations()}
+    found = {mutation.key: mutation for mutation in removals.mutations()}
     unlisted = next(
         m for m in found.values() if m.key not in {*mutations.NUMBERS_ALONE, *mutations.REDUNDANT}
     )
 
-    def said(mutation: mutations.Mutation, **caught: Any) -> str:
+    def said(mutation: removals.Mutation, **caught: Any) -> str:
         verdict = mutations.Verdict(mutation, [], {})
         for name, value in caught.items():
             setattr(verdict, name, value)
@@ -506,6 +506,6 @@ def test_a_mutant_that_only_the_numbers_show_is_listed_with_the_reason() -> None
 def test_mutants_are_caught() -> None:
     """Each order of the device path, removed: OFFLOADZERO_TEST_MUTATIONS=all takes half an hour for it."""
     command = [sys.executable, "-m", "tests.simulated.mutations", *(() if ALL else SOME)]
-    done = subprocess.run(command, cwd=mutations.ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=removals.ROOT, capture_output=True, text=True, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
