@@ -51,7 +51,7 @@ TRIED_BY: Mapping[str, str] = {
     ),
     "gradients are converted inside the fused update": "test_cpu_adam_kernels.py::test_step_against_fp64",
     "gradients are always checked (offloadzero.update.on_nonfinite)": (
-        "test_bad_input.py::test_bf16_stops_at_a_gradient_that_is_not_finite"
+        "test_nonfinite.py::test_bf16_stops_at_a_gradient_that_is_not_finite"
     ),
     "whole units are fetched ahead as far as the leases allow (offloadzero.budgets)": (
         "test_order_of_use.py::test_a_step_fetches_as_little_as_is_possible_and_waits_for_none"
