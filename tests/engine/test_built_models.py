@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from offloadzero import AioError, StateError, interrupts, zero
-from tests.engine.test_zero import build, masters, stored_bytes
+from tests.engine.built import build, masters, stored_bytes
 from tests.support.faults import fails, replaced
 from tests.support.tiny import TinyModel, make_engine, settings, tokens
 
