@@ -15,7 +15,7 @@ import offloadzero
 from offloadzero import ConfigError
 from offloadzero.config import load_config
 from offloadzero.memory.swap_file import SwapFile
-from tests.engine.test_lifetime import collect
+from tests.engine.leftovers import collect
 from tests.support.faults import observes
 from tests.support.tiny import make_engine, run_script, settings, tokens, train
 

@@ -29,7 +29,7 @@ from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import Failures, Latch, Promise
 from tests.engine.interrupts import FINE, Injected, InjectedError, InjectedFault, summary
-from tests.engine.test_lifetime import assert_as_before, collect, forms, fresh_model, threads_of_ours
+from tests.engine.leftovers import assert_as_before, collect, forms, fresh_model, threads_of_ours
 from tests.support.tiny import REPOSITORY, make_engine, script_environment, settings, train
 from tests.support.warm import run_warm
 
