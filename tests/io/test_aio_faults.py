@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,22 +11,14 @@ import pytest
 
 from offloadzero.errors import AioError, ConfigError
 from offloadzero.io.engine import AioEngine, AioFile
+from tests.io.engines import BACKENDS, make_engine, random_bytes
 
 BLOCK = 16384
 WAIT_S = 30.0
 LONG_MS = 3_600_000
 
 
-def make_engine(backend: str, **options: int) -> AioEngine:
-    try:
-        return AioEngine(backend=backend, **options)
-    except ConfigError as refusal:
-        if "not available here" in str(refusal):
-            pytest.skip(str(refusal))
-        raise
-
-
-@pytest.fixture(params=["io_uring", "native_aio", "aiofiles"])
+@pytest.fixture(params=BACKENDS)
 def engine(request: pytest.FixtureRequest) -> Iterator[AioEngine]:
     made = make_engine(request.param, block_size=BLOCK, queue_depth=4)
     yield made
@@ -43,10 +34,6 @@ def path(tmp_path: Path) -> Path:
 def file(engine: AioEngine, path: Path) -> AioFile:
     path.write_bytes(random_bytes(16 * BLOCK, seed=9))
     return engine.open(path)
-
-
-def random_bytes(num_bytes: int, seed: int = 0) -> bytes:
-    return random.Random(seed).randbytes(num_bytes)
 
 
 def aligned(data: bytes) -> np.ndarray:

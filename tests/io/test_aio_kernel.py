@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,24 +20,13 @@ import torch
 
 from offloadzero.errors import AioError, AioTimeoutError, ConfigError, StateError
 from offloadzero.io.engine import AioEngine
+from tests.io.engines import BACKENDS, MIB, REPOSITORY, make_engine
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-BACKENDS = ["io_uring", "native_aio", "aiofiles"]
-MIB = 1 << 20
 BLOCK = 16384
 DEPTH = 4
 WAIT_S = 30.0
 LONG_MS = 3_600_000
 TIMEOUT_S = 0.5
-
-
-def make_engine(backend: str, **options: Any) -> AioEngine:
-    try:
-        return AioEngine(backend=backend, **options)
-    except ConfigError as refusal:
-        if "not available here" in str(refusal):
-            pytest.skip(str(refusal))
-        raise
 
 
 @pytest.fixture(params=BACKENDS)

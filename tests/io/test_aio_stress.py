@@ -5,39 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 
-from offloadzero.errors import AioError, ConfigError
+from offloadzero.errors import AioError
 from offloadzero.io.engine import AioEngine, AioFile, AioTicket
+from tests.io.engines import BACKENDS, make_engine
 
-BACKENDS = ["io_uring", "native_aio", "aiofiles"]
 WAIT_S = 60.0
 GIB = 1 << 30
-
-
-def make_engine(backend: str, **options: int) -> AioEngine:
-    try:
-        return AioEngine(backend=backend, **options)
-    except ConfigError as refusal:
-        if "not available here" in str(refusal):
-            pytest.skip(str(refusal))
-        raise
-
-
-@pytest.fixture(params=["disk", "tmpfs"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    if request.param == "disk":
-        yield tmp_path
-        return
-    if not os.path.isdir("/dev/shm"):
-        pytest.skip("no tmpfs at /dev/shm")
-    with TemporaryDirectory(dir="/dev/shm") as name:
-        yield Path(name)
 
 
 def descriptors() -> dict[str, str]:
