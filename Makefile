@@ -34,12 +34,14 @@ train-2: $(STAMPS)/native $(STAMPS)/examples | offload-files
 		examples/train_gpt.py --config $(CONFIG) --model $(MODEL) --steps $(STEPS)
 
 # The tests wait for files, for delays and for processes as long as they compute: four workers keep two cores busy.
-# Those that measure time, and those on the GPU, run one by one.
+# Those that measure time, and those on the GPU, run one by one: to look for them in all files takes ten seconds.
 TEST_WORKERS ?= 4
+
+ONE_BY_ONE := grep -rlE 'mark\.(alone|gpu)' tests --include 'test_*.py'
 
 test: $(STAMPS)/native $(STAMPS)/dev
 	one_by_one="alone and not gpu"; if $(BIN)/python -c '$(HAS_CUDA)'; then one_by_one="alone or gpu"; fi; \
-	$(BIN)/python -m pytest -m "$$one_by_one"; alone=$$?; \
+	$(BIN)/python -m pytest -m "$$one_by_one" $$($(ONE_BY_ONE)); alone=$$?; \
 	$(BIN)/python -m pytest -m "not alone and not gpu" -n $(TEST_WORKERS) --max-worker-restart 0 \
 		--dist loadfile --no-loadscope-reorder; \
 	together=$$?; \
@@ -56,7 +58,7 @@ CAMPAIGN ?= tests/scripts/test_scripts.py tests/scripts/test_script_gradients.py
 	tests/races/test_happens_before.py tests/races/test_simulated_device.py tests/races/test_simulated_scripts.py \
 	tests/sharding/test_ranks_parity.py tests/sharding/test_ranks_models.py tests/sharding/test_ranks_bytes.py \
 	tests/sharding/test_ranks_order.py tests/sharding/test_ranks_kills.py tests/sharding/test_ranks_quantized.py \
-	tests/planning/test_random_budgets.py tests/repository/test_benchmarks.py \
+	tests/planning/test_random_budgets.py tests/planning/test_memory_limits.py tests/repository/test_benchmarks.py \
 	tests/sharding/test_ranks_mesh.py \
 	tests/io/test_aio_stress.py tests/native/test_compact_native.py \
 	tests/native/test_compact_kernels.py tests/native/test_cpu_adam_kernels.py
@@ -72,6 +74,7 @@ campaign: export OFFLOADZERO_TEST_FOREIGN_RUNS = 100
 campaign: export OFFLOADZERO_TEST_FLIPS = 500
 campaign: export OFFLOADZERO_TEST_HANG_S = 900
 campaign: export OFFLOADZERO_TEST_BUDGETS = 200
+campaign: export OFFLOADZERO_TEST_LIMITS = 20
 campaign: export OFFLOADZERO_PLAN_EXAMPLES = 200
 campaign: export OFFLOADZERO_CONFIG_MUTATIONS = 5000
 campaign: export OFFLOADZERO_TEST_MUTATIONS = all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from tests.support.training import (
     worst_relative_difference,
 )
 
-transformers = pytest.importorskip("transformers")
+NEEDED = importlib.util.find_spec("transformers")
+pytestmark = pytest.mark.skipif(NEEDED is None, reason="needs transformers")
 
 VOCABULARY = 96
 LENGTH = 12
@@ -30,6 +32,8 @@ NUM_STEPS = 5
 
 
 def llama() -> nn.Module:
+    import transformers
+
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -45,6 +49,8 @@ def llama() -> nn.Module:
 
 def gpt2() -> nn.Module:
     """Its head is its embedding."""
+    import transformers
+
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=32,
@@ -63,6 +69,8 @@ def gpt2() -> nn.Module:
 
 def t5() -> nn.Module:
     """Encoder and decoder, one embedding for both and for the head, relative position bias in block 0."""
+    import transformers
+
     config = transformers.T5Config(
         vocab_size=VOCABULARY,
         d_model=32,
@@ -210,6 +218,8 @@ def test_save_pretrained_round_trip(tmp_path: Path) -> None:
     expected = snapshot(engine, []).weights
     engine.module.save_pretrained(tmp_path / "saved", state_dict=engine.module.state_dict())
     engine.close()
+    import transformers
+
     loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved").state_dict()
     for key, value in expected.items():
         assert torch.equal(loaded[key], value), key
