@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from offloadzero.memory import lanes
 from tests.simulated.clock_reads import reads_clock, watch_clock_reads
+from tests.simulated.collectives import Communicator
 from tests.simulated.cuda_edges import add_cuda_edges
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.dispatch import Dispatch
@@ -33,6 +34,7 @@ def checked() -> Iterator[Order]:
         watch_clock_reads(patch)
         _device_edges(order, patch)
         _device_accesses(order, patch)
+        _collective_accesses(order, patch)
         if torch.cuda.is_available():
             add_cuda_edges(order, patch)
         try:
@@ -162,3 +164,19 @@ def _device_accesses(order: Order, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedDevice, "new_pinned", pinned)
     patch.setattr(Dispatch, "_on_device", kernel)
     patch.setattr(Dispatch, "_on_host", at_once)
+
+
+def _collective_accesses(order: Order, patch: pytest.MonkeyPatch) -> None:
+    """By the stream of the group: what is written first among the tensors, and what is read."""
+    launch = Communicator.launch
+
+    def launching(communicator: Communicator, collective: Any, tensors: Any) -> None:
+        agent = _launching(order, communicator.stream)
+        label = f"{collective.func.__name__} of {lanes._here.label}"
+        written, *read = tensors
+        for tensor in read:
+            order.access_tensor(agent, tensor, writes=False, label=label)
+        order.access_tensor(agent, written, writes=True, label=label)
+        launch(communicator, collective, tensors)
+
+    patch.setattr(Communicator, "launch", launching)

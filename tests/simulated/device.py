@@ -18,6 +18,7 @@ from offloadzero.native import kernels
 from offloadzero.planning import engine_plan
 from offloadzero.update.spec import UpdateForm
 from tests.simulated.backward import AutogradThread, Backward, call_on_another_stream, run_backward_on
+from tests.simulated.collectives import Communicator, run_on_streams
 from tests.simulated.dispatch import Dispatch
 from tests.simulated.graph_streams import NotedStreams
 from tests.simulated.machine import Machine
@@ -34,6 +35,7 @@ class SimulatedDevice:
         self.machine = Machine(seed, slow=slow)
         self.memory = DeviceMemory(self.machine)
         self.pinned: dict[int, int] = {}
+        self.communicators: list[Communicator] = []
         self.is_capturing = False
 
     def name(self) -> str | None:
@@ -108,6 +110,8 @@ class SimulatedDevice:
 
     def close(self) -> None:
         self.machine.close()
+        for communicator in self.communicators:
+            communicator.close()
 
 
 @contextmanager
@@ -155,6 +159,7 @@ def _install(device: SimulatedDevice, patch: pytest.MonkeyPatch, name: str | Non
         devices, "is_host_memory", lambda tensor: is_host_memory(tensor) and not device.memory.holds(tensor)
     )
     patch.setattr(Failures, "in_background", in_background)
+    run_on_streams(device, patch)
     for method in ("tolist", "numpy"):  # of a tensor on the CPU they read the memory without a dispatch
         patch.setattr(torch.Tensor, method, _reading(device, getattr(torch.Tensor, method)))
     for method in ("to", "cpu"):  # it is there, to torch

@@ -14,6 +14,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ class Machine:
         self._num_waiting = 0  # threads that wait for the device
         self._credit = 0  # tasks that may run though nobody waits
         self._eagerness = 0.0 if slow else self.random.choice((0.0, 0.2, 1.0))
+        self.idle_s: float | None = None  # after so long all may run though nobody here waits; None: never
         self._now_s = 0.0
         self._closed = False
         self.default_stream = self.new_stream("default")
@@ -128,16 +130,23 @@ class Machine:
     def record(self, stream: SimulatedStream) -> SimulatedEvent:
         self.own(stream)
         event = SimulatedEvent(self)
-
-        def reach() -> None:
-            with self._changed:
-                self._now_s += 1e-6
-                event.at_s = self._now_s
-                event.is_reached = True
-
-        self._put(stream, reach)
+        self._put(stream, partial(self.reach, event))
         self.counts["events"] += 1
         return event
+
+    def reach(self, event: SimulatedEvent) -> None:
+        """Have an event come now; one of a stream by the device itself."""
+        with self._changed:
+            self._now_s += 1e-6
+            event.at_s = self._now_s
+            event.is_reached = True
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Raise `error` in all who wait for the device from now on."""
+        with self._changed:
+            self.error = error
+            self._changed.notify_all()
 
     def order(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         if event.machine is not self:
@@ -197,9 +206,7 @@ class Machine:
                 try:
                     task()
                 except BaseException as error:
-                    with self._changed:
-                        self.error = error
-                        self._changed.notify_all()
+                    self.fail(error)
                     break
                 del task  # what it holds goes back now
 
@@ -219,7 +226,8 @@ class Machine:
                         assert not isinstance(task, SimulatedEvent)
                         return task
                     self._credit = 0
-                self._changed.wait()
+                if not self._changed.wait(self.idle_s):
+                    self._credit = self._num_outstanding
 
     def _is_ready(self, stream: SimulatedStream) -> bool:
         tasks = stream.tasks
