@@ -123,8 +123,9 @@ class GatheredFetches(UnitFetches):
         """Read the unit's parameters into memory of their own on the device, shape (num_elements,)."""
         if not unit.record.is_gathered:
             return super().read_home(unit)
-        record, device = unit.record, self._store.accelerator.device
-        target = torch.empty(record.num_elements, dtype=record.dtype, device=device)
+        record = unit.record
+        target = self._store.accelerator.allocate(record.num_elements * record.dtype.itemsize)
+        target = target.view(record.dtype)
         with self._clock.waiting("fetch"), self._store.failures.handed_over():
             self.submit(unit, target).order_compute()
         return target
