@@ -22,7 +22,7 @@ from offloadzero.memory.arena import Lease, staggered
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.segments import SegmentKind
-from offloadzero.update.records import Record
+from offloadzero.update.records import Record, all_ranges
 
 
 class _Slot:
@@ -87,8 +87,12 @@ class ChunkStager:
         for record in records:
             if not needs_slot(record):
                 continue
-            trainable = record.kept_trainable
-            for start, stop in chunk_bounds(0, trainable, self._chunk_elements, trainable):
+            # A rank may keep nothing of a small record but padding, of which its update has no chunk.
+            ranges = [part for part in all_ranges(record) if part.start < part.stop]
+            if not ranges:
+                continue
+            first, last = ranges[0].start, ranges[-1].stop
+            for start, stop in chunk_bounds(first, last, self._chunk_elements, record.kept_trainable):
                 if not self._free or not self._free[0].users.done():
                     return
                 with record.edits.reading() as reads:

@@ -32,6 +32,8 @@ from offloadzero.sharding.shard_spec import ShardSpec
 from offloadzero.streaming.units import cut_units
 from offloadzero.update.spec import UpdateForm
 from offloadzero.update.specs.adam import ADAM
+from offloadzero.update.staging import StagedChunk
+from tests.support.models import Stack, features
 from tests.support.ranks import run_ranks
 from tests.support.sharded import make_odd_model
 from tests.support.training import make_config, merge
@@ -131,6 +133,36 @@ def by_formula(num_params: int, stage: int, num_ranks: int, layout: str) -> dict
 
 def num_params(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
+
+
+# --- what a rank reads ---
+
+
+def count_chunks(rank: int, directory: str) -> list[int]:
+    """Chunks whose states were read ahead in backward: those the update has taken, and those it has not."""
+    counts = {True: 0, False: 0}
+    matches = StagedChunk.matches
+
+    def matching(chunk: StagedChunk, *wanted: Any) -> bool:
+        found = matches(chunk, *wanted)
+        counts[found] += 1
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StagedChunk, "matches", matching)
+        engine = engine_of(Stack(), make_config("nvme", directory, clipping=1.0))
+        for step in range(4):
+            engine.backward(engine(features(2 * step + rank, rows=2)))
+            engine.step()
+        engine.close()
+    return [counts[True], counts[False]]
+
+
+def test_what_is_read_ahead_has_elements_of_the_rank(tmp_path: Path) -> None:
+    """The first of two ranks keeps all of a small unit: the other's update has no chunk of it."""
+    for taken, dropped in run_ranks(count_chunks, 2, tmp_path / "ranks", str(tmp_path)):
+        assert taken
+        assert not dropped
 
 
 # --- what a rank keeps ---
