@@ -358,7 +358,7 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
                 patch.setattr(Running, "machine", device.machine)
                 patch.setattr(Running, "order", order)
                 if "early" in over:
-                    _ask_early(patch)
+                    ask_early(patch)
                 if "new references" in over:  # each time that somebody looks
                     patch.setattr(marks, "MAX_REFERENCE_AGE_S", -1.0)
                 if "late landings" in over:
@@ -397,7 +397,7 @@ def _land_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Landing, "_measure", measuring)
 
 
-def _ask_early(patch: pytest.MonkeyPatch) -> None:
+def ask_early(patch: pytest.MonkeyPatch) -> None:
     """Who asks a ticket first hears that it is not done: what follows must not count on anything else."""
 
     def asking(done: Callable[[Any], bool]) -> Callable[[Any], bool]:

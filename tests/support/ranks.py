@@ -32,15 +32,18 @@ def run_ranks(
     *given: Any,
     timeout_s: float = 60.0,
     own_interpreters: bool = False,
+    forks: bool = False,
 ) -> list[Any]:
     """What `work(rank, *given)` gives on each of so many ranks. Raises RanksError.
 
     `own_interpreters`: each rank starts Python itself, as under torchrun, so that sets of strings have another order on
-    each. Otherwise the ranks are forked from a process that has nothing but torch in it, which spares 2 s of each.
+    each. `forks`: they are forks of this process, which has made no process group, and have what it has imported.
+    Otherwise the ranks are forked from a process that has nothing but torch in it, which spares 2 s of each.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("spawn" if own_interpreters else "forkserver")
-    if not own_interpreters:
+    method = "fork" if forks else "spawn" if own_interpreters else "forkserver"
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
         context.set_forkserver_preload(["torch.distributed", "offloadzero", "tests.support.ranks"])
     arguments = [(work, rank, world_size, directory, timeout_s, given) for rank in range(world_size)]
     processes = [context.Process(target=_run, args=each, daemon=True) for each in arguments]
