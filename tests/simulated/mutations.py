@@ -5,7 +5,8 @@ The list is read from the code (removals.py): each fence, each wait, each `last_
 `AllOf`, each reference that is held for a transfer. A mutant is the package without that one, in a process of its own
 (forked from one that has imported torch), on which those runs of tests/simulated/small_runs.py are made that come to
 its place. It is caught by the checker when a run has a race that the package itself does not have, by the numbers when
-a run gives others (or ends in an error, or does not end).
+a run gives others (or ends in an error, or does not end). What no run of one process comes to is left to those of
+several ranks in tests/simulated/ranks_runs.py, which take longer.
 
 `python -m tests.simulated.mutations` prints the table; arguments select places by a part of their name, `--list` prints
 them only, `--runs=NAME` (a beginning, once or more) makes these runs alone, `--workers=N` says how many at a time.
@@ -28,11 +29,14 @@ from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from typing import Any
 
+from tests.simulated import reached
 from tests.simulated.forks import Say, forked
+from tests.simulated.reached import OF_RANKS, Place
 from tests.simulated.removals import ROOT, Mutation, changes, mutations, parse
 
 SEEDS = (0, 1, 2)
-RUN_S = 60.0  # a run takes one or two
+# A run takes one or two, of several ranks some more.
+RUN_S = float(os.environ.get("OFFLOADZERO_TEST_HANG_S", "120"))
 OPTIONS = ("--list", "--runs=", "--workers=")
 MORE_RUNS = 2  # of a mutant that the checker has caught, for the numbers
 
@@ -46,6 +50,8 @@ REDUNDANT: dict[str, str] = {
     "computation reads; the unit's next update and every read of states wait for them by themselves",
     "update/staging.py read_ahead: as if self._free[0].users.done()": "memory() waits for the slot's users: without "
     "the look the update's thread would do so in backward, where other work may come",
+    "step/reduced.py send: not held: lease": "the merge that follows the copy holds what was brought, and the lease "
+    "with it",
     "streaming/activations.py __del__: AllOf without copy.sent.written": "one lane writes all inputs, in their "
     "order: who gets the place writes after the one that had it",
     "streaming/activation_homes.py fetch: after without self.sent.copied": "needed only by a backward on a stream on "
@@ -65,6 +71,9 @@ NUMBERS_ALONE: dict[str, str] = {
     "streaming/activation_homes.py release: as if entry.users.done()": "a home in use is not given back, and more "
     "memory is taken: no race",
     "streaming/activation_homes.py release: no entry.users.wait()": "as the line before it",
+    "streaming/gathered.py enter_forward: as if self._decided.done()": "what comes too early is a forward behind a "
+    "step that is refused: how far a script gets before it is told",
+    "streaming/gathered.py enter_forward: no self._decided.wait()": "as the line before it",
     "streaming/weights.py _write: nothing of AllOf [self._begin_write(record, slot, segments[kind], parts[kind]) for "
     "kind in parts]": "without its elements the list writes nothing: the weight keeps its old value, in good order",
 }
@@ -94,9 +103,6 @@ def _mutated(mutation: Mutation) -> dict[str, ast.Module]:
     return {mutation.file: tree}
 
 
-Place = tuple[str, int]  # file, line of a statement
-
-
 def _marked(places: Iterable[Place]) -> dict[str, ast.Module]:
     """The files with a note before each of these statements."""
     lines: dict[str, set[int]] = {}
@@ -120,13 +126,6 @@ def _with_notes(file: str, block: Iterable[ast.stmt], lines: set[int]) -> Iterat
 
 
 _NOTE = "_reached_by_a_run"
-
-
-def _note_reached() -> set[Place]:
-    """To be filled by the notes."""
-    reached: set[Place] = set()
-    setattr(builtins, _NOTE, lambda file, line: reached.add((file, line)))
-    return reached
 
 
 # --- what the runs say ---
@@ -157,18 +156,18 @@ class _Referring:
     def work(self, say: Say) -> None:
         with _failing_aloud(say):
             _install(_marked(self.places))
-            reached = _note_reached()
-            small_runs = _import_runs()
+            setattr(builtins, _NOTE, reached.note)
+            runs = _import_runs()
             for name in self.names:
-                reached.clear()
-                digest, races = small_runs.run(name)
-                say([name, digest, sorted(map(signature, races)), sorted(reached)])
+                reached.PLACES.clear()
+                digest, races = runs.run(name)
+                say([name, digest, sorted(map(signature, races)), sorted(reached.PLACES)])
 
     def hear(self, said: Any) -> None:
         if isinstance(said, dict):
             raise AssertionError(said["failed"])
-        name, digest, races, reached = said
-        self.found[name] = Reference(digest, races, {(file, line) for file, line in reached})
+        name, digest, races, places = said
+        self.found[name] = Reference(digest, races, {(file, line) for file, line in places})
 
     def goes_on(self, *, was_killed: bool) -> bool:
         if was_killed or len(self.found) < len(self.names):
@@ -202,11 +201,11 @@ class Verdict:
     def work(self, say: Say) -> None:
         with _failing_aloud(say):
             _install(_mutated(self.mutation))
-            small_runs = _import_runs()
-            watch = _Watch(say, small_runs)
+            runs = _import_runs()
+            watch = _Watch(say, runs)
             for name, seed in self.runs:
                 watch.begin(name)
-                digest, races = small_runs.run(name, seed=seed)
+                digest, races = runs.run(name, seed=seed)
                 say(self._said(name, digest, races))
                 if self._is_clear:
                     break
@@ -248,9 +247,9 @@ class Verdict:
 class _Watch:
     """Ends a process whose run does not end, with the races so far: others of its runs come in the next one."""
 
-    def __init__(self, say: Say, small_runs: Any) -> None:
+    def __init__(self, say: Say, runs: _Runs) -> None:
         self._say = say
-        self._runs = small_runs
+        self._runs = runs
         self._name = ""
         self._begun = threading.Event()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -264,8 +263,7 @@ class _Watch:
         while self._begun.is_set():
             self._begun.clear()
             self._begun.wait(RUN_S)
-        races = [str(race) for race in self._runs.Running.races()]
-        self._say({"run": self._name, "races": races, "differs": True})
+        self._say({"run": self._name, "races": self._runs.races(), "differs": True})
         os._exit(0)
 
 
@@ -277,12 +275,31 @@ def _failing_aloud(say: Say) -> Iterator[None]:
         say({"failed": traceback.format_exc()[-2000:]})
 
 
-def _import_runs() -> Any:
-    """With the package of this process."""
-    logging.disable(logging.CRITICAL)
-    from tests.simulated import small_runs
+class _Runs:
+    """The runs, with the package of this process."""
 
-    return small_runs
+    def __init__(self, of_one: Any, of_ranks: Any) -> None:
+        self._of_one = of_one
+        self._of_ranks = of_ranks
+        self.names = [*of_one.RUNS, *of_ranks.RUNS]
+
+    def run(self, name: str, *, seed: int = 0) -> tuple[str, list[str]]:
+        """The digest of all numbers of a run, or its error, and the races in it."""
+        runs = self._of_ranks if name.startswith(OF_RANKS) else self._of_one
+        told: tuple[str, list[str]] = runs.run(name, seed=seed)
+        return told
+
+    def races(self) -> list[str]:
+        """Those so far of a run that does not end; several ranks keep theirs."""
+        found: list[str] = self._of_one.Running.races()
+        return found
+
+
+def _import_runs() -> _Runs:
+    logging.disable(logging.CRITICAL)
+    from tests.simulated import ranks_runs, small_runs
+
+    return _Runs(small_runs, ranks_runs)
 
 
 def signature(race: str) -> str:
@@ -297,8 +314,7 @@ def judge(
     """Each in the runs that come to its place; one that is known to be redundant is not looked for with other luck."""
     verdicts = []
     for mutation in mutants:
-        place = mutation.file, mutation.statement
-        names = [name for name, known in reference.items() if place in known.reached]
+        names = _runs_at((mutation.file, mutation.statement), reference)
         seeds = SEEDS[:1] if mutation.key in REDUNDANT else SEEDS
         verdicts.append(Verdict(mutation, [(name, seed) for seed in seeds for name in names], reference))
     ended: dict[Mutation, Verdict] = {}
@@ -311,11 +327,18 @@ def judge(
             following = next(waiting, None)
 
 
+def _runs_at(place: Place, reference: Mapping[str, Reference]) -> list[str]:
+    """Those that come to a place; of several ranks only where no other does."""
+    names = [name for name, known in reference.items() if place in known.reached]
+    return [name for name in names if not name.startswith(OF_RANKS)] or names
+
+
 def warm_up() -> None:
     """Import what is no part of the package, before any thread is started: the mutants share it."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import pytest  # noqa: F401
     import torch
+    import torch.distributed
 
     from tests.simulated.dispatch import Dispatch
     from tests.simulated.machine import Machine
@@ -406,7 +429,7 @@ def _print_table(chosen: Sequence[Mutation], reference: Mapping[str, Reference],
 
 
 def run_names() -> list[str]:
-    """Of the small runs. They import the package, of which a mutant has its own: told by a process."""
+    """Of all runs. They import the package, of which a mutant has its own: told by a process."""
     (told,) = forked([_Naming()], at_once=1, silence_s=2 * RUN_S)
     return told.names
 
@@ -416,7 +439,7 @@ class _Naming:
     names: list[str] = field(default_factory=list)
 
     def work(self, say: Say) -> None:
-        say(list(_import_runs().RUNS))
+        say(_import_runs().names)
 
     def hear(self, said: Any) -> None:
         self.names = said

@@ -39,6 +39,7 @@ from tests.simulated.ranks_scripts import (
     notice_a_refused_step,
     read_states,
     train,
+    trained_at_the_end,
     use_a_graph_from_before_the_step,
     use_old_graphs_without_room,
 )
@@ -46,7 +47,7 @@ from tests.simulated.rare_scripts import Shift, stack_of_frozen_weights
 from tests.simulated.reached import OF_RANKS
 from tests.simulated.small_runs import OnceWithoutGradient, ask_early
 from tests.support import sharded
-from tests.support.models import SMALL_GRADIENT_BYTES, FrozenFront, Stack
+from tests.support.models import SMALL_GRADIENT_BYTES, Stack
 from tests.support.ranks import RanksError, run_ranks
 from tests.support.sharded import OddModel, config_of, digest
 from tests.support.training import make_config, merge
@@ -216,6 +217,13 @@ RUNS: dict[str, RanksRun] = {
         "stage 2, device": of("device", stage=2, slow=("updates",)),
         "stage 0, updated slowly": of("device", stage=0, slow=("update-device",)),
         "old graphs": of(STATES_ON_HOST, stage=1, make_model=Shift, script=use_a_graph_from_before_the_step),
+        "asked early, old graphs": of(
+            STATES_ON_HOST,
+            stage=1,
+            make_model=Shift,
+            script=use_a_graph_from_before_the_step,
+            patches=(ask_early,),
+        ),
         "old graphs, no room": of(
             "host", make_model=stack_of_frozen_weights, script=use_old_graphs_without_room, slow=("fetch",)
         ),
@@ -226,7 +234,7 @@ RUNS: dict[str, RanksRun] = {
             "host", make_model=OnceWithoutGradient, patches=(_no_patience,), slow=("gradient-d2h",)
         ),
         "states that are read": of("nvme", script=read_states),
-        "a refused step": of("host", make_model=FrozenFront, script=notice_a_refused_step),
+        "a refused step": of("host", make_model=trained_at_the_end, script=notice_a_refused_step),
     }.items()
 }
 

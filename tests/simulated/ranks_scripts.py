@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offloadzero.errors import BudgetError, NonFiniteError
 from offloadzero.streaming.executor import Executor
@@ -21,7 +21,7 @@ from offloadzero.zero import (
     safe_set_full_optimizer_state,
 )
 from tests.support.faults import delays
-from tests.support.models import features
+from tests.support.models import Stack, features
 from tests.support.sharded import micro_batch
 
 NUM_STEPS = 2
@@ -107,6 +107,13 @@ def drop_gradients(engine: Any, here: Here) -> list[float]:
         engine.step()
         losses.append(loss.detach())
     return floats(losses)
+
+
+def trained_at_the_end() -> nn.Module:
+    """Nothing before the last block waits for an update."""
+    model = Stack().requires_grad_(False)
+    model.blocks[-1].requires_grad_(True)
+    return model
 
 
 def notice_a_refused_step(engine: Any, here: Here) -> list[float]:

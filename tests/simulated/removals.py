@@ -14,8 +14,6 @@ PACKAGES = ("memory", "streaming", "step", "update", "arithmetic")
 # Waits for the file engine's own transfers, which the checker takes as they are; the device itself.
 # Times of events, which order nothing: tests/observe/test_device_time.py.
 LEFT_OUT = {"memory/nvme.py", "memory/checksums.py", "memory/device.py", "memory/marks.py"}
-# What several ranks order, which no run here is: only the numbers of tests/sharding see it.
-LEFT_OUT |= {"step/reduced.py", "streaming/gathered.py"}
 WAITS = {
     "join_streams",
     "order_compute",
