@@ -90,7 +90,9 @@ def play(run: RanksRun, rank: int, directory: Path, *, over: dict[str, Any] | No
         engine, *_ = offloadzero.initialize(model=run.make_model(), config=config)
         try:
             losses = run.script(engine, Here(rank, run.world_size, directory))
-            return {"losses": losses, "norm": repr(engine.get_global_grad_norm()), **own_bits(engine)}
+            # Sums in fp64, which torch takes in another order on the device than the kernels on the host.
+            norm = f"{engine.get_global_grad_norm():.12g}"
+            return {"losses": losses, "norm": norm, **own_bits(engine)}
         finally:
             engine.close()
 
