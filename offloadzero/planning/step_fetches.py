@@ -1,0 +1,125 @@
+"""When the fetches of a step start: the decisions of the running schedule, made for a whole step in advance.
+
+They are those of `plan_prefetch` at the places where the engine asks for them (streaming/executor.py): when a use
+begins, when backward has all gradients of a unit, and at the end of a step, when updates have made leases stale. What
+is still on its way counts as there, so that the result does not depend on time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from offloadzero.schedule.prefetch import Evict, choose_victims, next_uses, plan_prefetch
+
+
+class UseOfUnit(NamedTuple):
+    """One use of a unit in a step; `completes`: backward has its gradient then."""
+
+    unit: int
+    completes: bool = False
+    makes_stale: bool = False  # its update begins with it
+
+
+class StartedFetch(NamedTuple):
+    """A fetch that starts when the uses before the place `start` of a step have been launched."""
+
+    start: int
+    unit: int
+
+
+def fetches_in_order(
+    uses: Sequence[UseOfUnit],
+    num_bytes: Mapping[int, int],
+    *,
+    arena_bytes: int,
+    kept: Collection[int] = (),
+) -> list[StartedFetch]:
+    """Return the fetches of a step that is like the one before it, in the order of their submission.
+
+    Args:
+        uses: of the units in `num_bytes`, all micro batches of a step.
+        num_bytes: bytes of each unit's lease.
+        arena_bytes: the bytes that leases share.
+        kept: units that no update makes stale: their leases last into the next step.
+    """
+    if not uses:
+        return []
+    schedule = _Schedule(uses, num_bytes, arena_bytes, kept)
+    schedule.run()  # the second step begins as every later one does
+    schedule.run()
+    return schedule.fetches
+
+
+class _Schedule:
+    """The leases in the course of a step."""
+
+    def __init__(
+        self,
+        uses: Sequence[UseOfUnit],
+        num_bytes: Mapping[int, int],
+        arena_bytes: int,
+        kept: Collection[int],
+    ) -> None:
+        self._uses = uses
+        self._order = [use.unit for use in uses]
+        self._num_bytes = num_bytes
+        self._arena_bytes = arena_bytes
+        self._kept = frozenset(kept)
+        self._after = [*(unit for unit in self._order if unit in self._kept), *self._order]
+        self._present: set[int] = set()
+        self.fetches: list[StartedFetch] = []
+
+    def run(self) -> None:
+        """Run a step."""
+        self.fetches = []
+        self._present &= self._kept
+        self._plan(0, following=0, current=None)
+        planned = -1  # the place of a use that has been planned for when the one before it ended
+        for place, use in enumerate(self._uses):
+            if use.unit not in self._present:
+                self._make_room(place)
+                self._present.add(use.unit)
+                self.fetches.append(StartedFetch(place, use.unit))
+                planned = -1
+            if place != planned:
+                self._plan(place, following=place + 1, current=use.unit)
+            if use.completes:
+                self._plan(place + 1, following=place + 1, current=None)
+                planned = place + 1
+            if use.makes_stale:
+                self._present.discard(use.unit)
+                planned = -1
+
+    @property
+    def _free_bytes(self) -> int:
+        return self._arena_bytes - sum(self._num_bytes[unit] for unit in self._present)
+
+    def _plan(self, start: int, *, following: int, current: int | None) -> None:
+        if len(self._present) == len(self._num_bytes):
+            return
+        moves = plan_prefetch(
+            self._order[following:],
+            later=self._after,
+            num_bytes=self._num_bytes,
+            present=self._present,
+            protected=() if current is None else (current,),
+            in_use=current,
+            free_bytes=self._free_bytes,
+        )
+        for move in moves:
+            if isinstance(move, Evict):
+                self._present.discard(move.unit)
+            else:
+                self._present.add(move.unit)
+                self.fetches.append(StartedFetch(start, move.unit))
+
+    def _make_room(self, place: int) -> None:
+        unit = self._order[place]
+        wanted = self._num_bytes[unit] - self._free_bytes
+        if wanted <= 0:
+            return
+        upcoming = (*self._order[place + 1 :], *self._after)
+        distances = next_uses(upcoming, among=self._present)
+        victims = choose_victims(self._present, distances, num_bytes=self._num_bytes, wanted=wanted)
+        self._present.difference_update(victims)
