@@ -9,7 +9,8 @@ the longest lane: no schedule is faster. The forecast is the bound phase by phas
 - Where updates run in backward, they share its phase; with several micro batches that of the last one.
 
 A phase is longer than its longest lane, due to the first unit's fetch and the last one's update: only the share OVERLAP
-of the forecast is work. It lies between the bound and the step in which nothing overlaps, and both are given.
+of the forecast is work. It lies between the bound and the step in which nothing overlaps, and both are given. Beside it
+stands [Note: the simulated step], which sees leases and buffers: what too few of them cost, no sum of a phase does.
 
 With the CPU as the device all but the drive share the cores: computation, copies, landings, updates and the file
 engine's own work add up, as [Note: the bound] in observe/bound.py adds them up when it measures.
@@ -42,6 +43,8 @@ from offloadzero.observe.timeline import (
 )
 from offloadzero.planning.activation_trace import MicroBatchTrace
 from offloadzero.planning.memory_plan import MemoryPlan
+from offloadzero.planning.simulated_step import SimulatedStep, simulate_step
+from offloadzero.planning.step_work import LaneRates, StepWork, work_of_step
 from offloadzero.planning.traffic import AFTER, BACKWARD, FORWARD, StepTraffic, Uses, step_traffic
 from offloadzero.update.records import Record
 
@@ -86,6 +89,7 @@ class Step:
     update_in_backward: bool
     dtype: str  # of products of matrices
     layout: str  # of the states
+    work: StepWork | None = None  # the same unit by unit; None: the step is not simulated
 
 
 def plan_step(
@@ -111,6 +115,7 @@ def plan_step(
         update_in_backward=plan.update_in_backward,
         dtype=_DTYPE_NAMES.get(dtype, str(dtype)),
         layout=config.state_layout,
+        work=work_of_step(records, plan, config, uses=uses, inputs=inputs),
     )
 
 
@@ -187,6 +192,29 @@ def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -
         alone_s=sum(map(_one_after_the_other, in_turn)) / OVERLAP,
         phases=tuple(turn for turn in turns if turn.seconds),
     )
+
+
+def simulated(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -> SimulatedStep | None:
+    """Simulate a step: [Note: the simulated step]. None: a rate, the operations or the work by unit are not known."""
+    if step.work is None or not (step.work.forward and step.work.backward):
+        return None
+    by_lane = {
+        lane: _rate(lane, rates, step, device_is_cpu) for lane, size in step.traffic.lanes.items() if size
+    }
+    forward_s, backward_s = (_compute_s(step, phase, rates) for phase in (FORWARD, BACKWARD))
+    known = {lane: rate for lane, rate in by_lane.items() if rate is not None}
+    if forward_s is None or backward_s is None or rates.unit_s is None or len(known) < len(by_lane):
+        return None
+    lane_rates = LaneRates(
+        bytes_per_s=known,
+        forward_s=forward_s / step.num_micro,
+        backward_s=backward_s / step.num_micro,
+        launch_s=rates.unit_s,
+        drive_bytes_per_s=rates.nvme_mixed,
+        num_cores=num_cores if device_is_cpu else None,
+        drive_cores_s=rates.nvme_cpu_s_per_byte or 0.0,
+    )
+    return simulate_step(step.work, lane_rates)
 
 
 def _one_after_the_other(lanes: Lanes) -> float:

@@ -166,6 +166,21 @@ def _fetches(
         yield is_forward, unit
 
 
+def gradient_bytes(record: Record, plan: MemoryPlan, num_micro: int) -> Mapping[str, int]:
+    """Return the bytes by lane of a record's gradient in backward, all micro batches together."""
+    sheet = _Sheet()
+    _add_gradient(sheet, record, plan, num_micro)
+    return sheet.by_phase[BACKWARD]
+
+
+def update_bytes(record: Record, plan: MemoryPlan) -> Mapping[str, int]:
+    """Return the bytes by lane of a record's update, of a gradient that lives on a drive too."""
+    sheet = _Sheet()
+    _add_gradient(sheet, record, plan, 1)
+    _add_update(sheet, record, plan)
+    return sheet.by_phase[AFTER]
+
+
 def _add_gradient(sheet: _Sheet, record: Record, plan: MemoryPlan, num_micro: int) -> None:
     tier = plan.placement[record.index, GRAD]
     if tier.is_device:  # measured on the device, when the last micro batch has ended
