@@ -27,7 +27,7 @@ def plan_data(report: Report) -> dict[str, Any]:
         "summary": report.time_line(),
         "verdict": [*([report.refusal] if report.refusal else []), *report.verdict_lines()],
         "fits": report.fits,
-        "notes": [*report.memory_notes(), *report.advice_lines()],
+        "notes": [*report.memory_notes(), *report.simulation_lines(), *report.advice_lines()],
         "facts": list(_facts(report)),
         "tiers": [] if answer is None else tier_rows(answer, report.hardware.process_bytes),
         "lanes": [] if found is None else lane_names(found),

@@ -19,7 +19,17 @@ from offloadzero.planning.fit import Change, Source, needed, with_keys
 from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.shapes import MAX_LAYERS, ModelShape
-from offloadzero.planning.time_model import FASTER, Forecast, Run, Step, forecast, forecast_run, plan_step
+from offloadzero.planning.simulated_step import SimulatedStep
+from offloadzero.planning.time_model import (
+    FASTER,
+    Forecast,
+    Run,
+    Step,
+    forecast,
+    forecast_run,
+    plan_step,
+    simulated,
+)
 from offloadzero.planning.zero_formulas import STAGES, efficiency, state_bytes
 from offloadzero.segments import TierName
 
@@ -64,6 +74,7 @@ class Report:
     num_tokens: int | None
     num_ranks: int = 1
     stages: tuple[StageBytes, ...] = ()  # of several ranks
+    simulated: SimulatedStep | None = None  # None: not asked for, or something is not known
 
     @property
     def fits(self) -> bool:
@@ -87,7 +98,8 @@ class Report:
         """Return the others."""
         lines = ["", *self.verdict_lines()]
         if self.forecast is not None:
-            lines += ["", self.time_line(), *self._lane_lines(self.forecast), *self.advice_lines()]
+            times = [self.time_line(), *self.simulation_lines()]
+            lines += ["", *times, *self._lane_lines(self.forecast), *self.advice_lines()]
         elif self.num_ranks > 1:
             lines += ["", self.time_line()]
         return lines
@@ -201,6 +213,15 @@ class Report:
             f"overlapped, {time_text(found.alone_s)} if nothing did): {rate_text(found.tokens_per_s or 0.0)} tokens/s"
         )
 
+    def simulation_lines(self) -> Iterator[str]:
+        """Yield a sentence about the simulated step, if there is one."""
+        found = self.simulated
+        if found is None:
+            return
+        chain = sorted(found.critical_s.items(), key=lambda part: -part[1])
+        parts = ", ".join(f"{lane} {time_text(s)}" for lane, s in chain if s >= 0.005 * found.seconds)
+        yield f"Simulated unit by unit, with its leases and buffers, it takes {time_text(found.seconds)}: {parts}."
+
     def advice_lines(self) -> Iterator[str]:
         """Yield sentences about what would make the step faster, and about the run."""
         found = self.forecast
@@ -255,6 +276,7 @@ class Report:
             **({} if answer is None else _answer_json(answer)),
             "forecast": self.forecast
             and {**asdict(self.forecast), "tokens_per_s": self.forecast.tokens_per_s},
+            "simulated": self.simulated and asdict(self.simulated),
             "intensity": {
                 name: asdict(found) for name, found in intensities(self.step, self.forecast).items()
             }
@@ -381,10 +403,13 @@ def make_report(
         return report
     step = step_of(answer)
     found = forecast(step, hardware.rates, num_cores=hardware.num_cores, device_is_cpu=hardware.device_is_cpu)
+    simulation = simulated(
+        step, hardware.rates, num_cores=hardware.num_cores, device_is_cpu=hardware.device_is_cpu
+    )
     run = None
     if num_tokens is not None:
         run = forecast_run(found, step, num_tokens=num_tokens, endurance_bytes=endurance_bytes)
-    return replace(report, step=step, forecast=found, run=run)
+    return replace(report, step=step, forecast=found, run=run, simulated=simulation)
 
 
 def by_stage(planner: Planner, source: Source) -> tuple[StageBytes, ...]:

@@ -61,6 +61,7 @@ def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         "The CPU is the device",
         "It fits.",
         "A step takes ",
+        "Simulated unit by unit, with its leases and buffers, it takes ",
         "cores ",
         "  compute ",
         "nvme read ",
@@ -121,6 +122,10 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert beside["device"] == result["micro_batch_trace"]["peak_bytes"]
     assert result["forecast"]["seconds"] >= result["forecast"]["bound_s"]
     assert result["forecast"]["lane"] in (CORES, "nvme", "nvme read", "nvme write")
+    simulated = result["simulated"]
+    assert simulated["seconds"] == pytest.approx(sum(simulated["critical_s"].values()))
+    assert simulated["seconds"] == pytest.approx(max(end_s for *_, end_s in simulated["spans"]))
+    assert {lane for lane, *_ in simulated["spans"]} == set(simulated["busy_s"])
 
 
 def test_a_micro_batch_takes_the_place_of_the_configurations(
