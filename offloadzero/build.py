@@ -22,6 +22,7 @@ from offloadzero.memory.store import StoreSizes, TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.native.kernels import set_cores
 from offloadzero.observe.clock import StepClock
+from offloadzero.planned_model import uses_of
 from offloadzero.planning.engine_plan import plan_engine
 from offloadzero.planning.memory_plan import NUM_GRAD_LEASES, NUM_STAGING_LEASES, MemoryPlan
 from offloadzero.planning.probe import cores_beside_launching
@@ -201,6 +202,7 @@ def plan_cut(
         num_checkpointed=num_checkpointed,
         num_local_ranks=1 if several is None else several.ranks.local_world_size,
         movable_bytes=sum(host_bytes(slot.param) for record in cut.records for slot in record.slots),
+        uses=uses_of(cut),
     )
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from offloadzero.config import OffloadConfig, settle_for_initialize, settle_for_offload
 from offloadzero.planning.engine_plan import plan_records
+from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.memory_plan import MemoryPlan, keeps_gradients, with_kept_gradients
 from offloadzero.planning.traffic import Uses
 from offloadzero.segments import TierName
@@ -70,6 +71,7 @@ def plan_model(
     loop: Loop = Loop.INITIALIZE,
     available: Mapping[TierName, int],
     form: UpdateForm = UpdateForm.NATIVE,
+    hardware: Hardware | None = None,
 ) -> PlannedModel:
     """Plan the memory that the engine reserves for `model`, whose parameters that require gradients are all trained.
 
@@ -78,11 +80,12 @@ def plan_model(
     Args:
         available: bytes by tier for `"placement": "auto"`; of a device whose memory is the host's there is no entry.
         form: the form of the updates on the device.
+        hardware: the measured machine, for "auto" by time; None: it goes by bytes.
 
     Raises:
         ConfigError, BudgetError: those of the engine.
     """
-    return ModelPlanner(model).plan(config, loop=loop, available=available, form=form)
+    return ModelPlanner(model).plan(config, loop=loop, available=available, form=form, hardware=hardware)
 
 
 class ModelPlanner:
@@ -103,6 +106,7 @@ class ModelPlanner:
         loop: Loop = Loop.INITIALIZE,
         available: Mapping[TierName, int],
         form: UpdateForm = UpdateForm.NATIVE,
+        hardware: Hardware | None = None,
     ) -> PlannedModel:
         """Do what `plan_model` does."""
         config = settle(config, loop)
@@ -124,6 +128,8 @@ class ModelPlanner:
             available=available,
             form=form,
             num_checkpointed=len(checkpointed),
+            uses=uses_of(cut),
+            hardware=hardware,
         )
         return PlannedModel(
             class_name=type(self._model).__name__,

@@ -225,6 +225,7 @@ class Runtime:
         lines = [self.plan.table()]
         if self.config.placement.auto:
             lines.append(f"placement auto: {describe_placement(self.records, self.plan.placement)}")
+            lines += [f"    {line}" for line in self.plan.choice]
         if self.several is not None:
             spec, stage = self.several.ranks.spec, self.config.zero_stage
             kept = rank_bytes(self.records, self.plan, gathers_params=self.several.gathers_params)

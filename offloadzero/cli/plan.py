@@ -209,5 +209,6 @@ def ask(args: argparse.Namespace, config: OffloadConfig) -> tuple[Any, Any]:
         sequence=args.sequence,
         process_bytes=hardware.process_bytes,
         num_ranks=args.ranks,
+        hardware=hardware,
     )
     return question, hardware

@@ -31,6 +31,7 @@ from offloadzero.planning.fit import (
     memory_with,
     smallest_change,
 )
+from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.memory_plan import (
     INPUTS_AHEAD,
     NUM_INPUT_STAGING,
@@ -61,6 +62,7 @@ class Question:
     sequence: int | None = None  # None: activations are not counted
     process_bytes: int = 0  # of Python and torch
     num_ranks: int = 1
+    hardware: Hardware | None = None  # for "auto" by time
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,13 @@ class Planner:
     def _load(self, source: Source) -> OffloadConfig:
         return load_config(source, world_size=self.question.num_ranks)
 
-    def plan(self, source: Source, more: More = NOTHING) -> tuple[PlannedModel, Memory]:
-        """Plan a JSON, and return the machine's memory, too. Raises the engine's errors: ConfigError, BudgetError."""
+    def plan(
+        self, source: Source, more: More = NOTHING, *, by_time: bool = False
+    ) -> tuple[PlannedModel, Memory]:
+        """Plan a JSON, and return the machine's memory, too. Raises the engine's errors: ConfigError, BudgetError.
+
+        `by_time`: "auto" may go by time, as the engine's does; it takes longer.
+        """
         question = self.question
         config = self._load(source)
         memory = memory_with(question.memory_of(config), more)
@@ -120,12 +127,15 @@ class Planner:
         form = question.form_of(spec_in(config))
         if self._model_planner is None:
             self._model_planner = ModelPlanner(self.model())
-        planned = self._model_planner.plan(config, loop=question.loop, available=available, form=form)
+        hardware = question.hardware if by_time else None
+        planned = self._model_planner.plan(
+            config, loop=question.loop, available=available, form=form, hardware=hardware
+        )
         return planned, memory
 
-    def answer(self, source: Source, more: More = NOTHING) -> Answer:
+    def answer(self, source: Source, more: More = NOTHING, *, by_time: bool = False) -> Answer:
         """Plan a JSON, and judge whether it fits. Raises the engine's errors: ConfigError, BudgetError."""
-        planned, memory = self.plan(source, more)
+        planned, memory = self.plan(source, more, by_time=by_time)
         micro_batch = planned.config.batch.micro_batch_size or 1
         found = self._trace(planned, micro_batch)
         trace, untraced = (None, found) if isinstance(found, str) else (found, "")

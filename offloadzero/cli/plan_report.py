@@ -155,6 +155,14 @@ class Report:
                 f"{format_bytes(answer.waiting_bytes)} of nvme at the most, "
                 f"{format_bytes(answer.memory.nvme or 0)} are available."
             )
+        yield from answer.planned.plan.choice
+        config, trace = answer.planned.config, answer.trace
+        is_by_bytes = config.placement.auto and config.placement_tokens is None
+        if is_by_bytes and trace is not None and self.num_ranks == 1:
+            yield (
+                f"auto goes by bytes: offloadzero.placement_tokens = {trace.num_tokens} lets it go by the time of a "
+                "step."
+            )
 
     def _stage_lines(self) -> Iterator[str]:
         yield f"One of {self.num_ranks:,} ranks, by stage of ZeRO:"
@@ -379,7 +387,7 @@ def make_report(
     planner = Planner(question)
     refusal, answer = "", None
     try:
-        answer = planner.answer(source)
+        answer = planner.answer(source, by_time=True)
     except BudgetError as error:
         refusal = str(error)
     report = Report(

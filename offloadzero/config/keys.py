@@ -436,6 +436,10 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
                 "a tier for everything, tiers by segment, a list of rules, or auto; wins over offload_*",
                 auto_is_absent=False,
             ),
+            "placement_tokens": _use(
+                "tokens of a micro batch: auto takes the fastest placement by what `offloadzero plan` has measured of "
+                "this machine; by bytes when absent"
+            ),
             "nvme_path": _use("a directory or a list of them (striped), after those of the offload blocks"),
             "state_layout": _use(
                 "fp32 (exact), or compact: 5.06 bytes per bf16 parameter, moments in 8 bits"

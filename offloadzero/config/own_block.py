@@ -41,6 +41,7 @@ STATE_LAYOUTS = ("fp32", "compact")
 # 4096 bytes of scales, two fp32 per 128 elements: every segment of a chunk is on the grid of direct I/O.
 COMPACT_CHUNK_MULTIPLE = 65_536
 MAX_CHUNKS_IN_FLIGHT = 1024
+MAX_TOKENS = 1 << 40
 MAX_UPDATE_THREADS = 1024
 RECORD_SEGMENTS = (SegmentKind.PARAM, SegmentKind.STATES)
 _SEGMENTS = tuple(SegmentKind(name) for name in OWN_KEYS["offloadzero.placement"])
@@ -61,6 +62,7 @@ def read_own_block(top: Block, base: OffloadConfig, *, reading: Reading) -> Offl
     return replace(
         base,
         placement=_read_placement(own, base.placement, reading),
+        placement_tokens=own.read("placement_tokens", read_int, None, minimum=1, maximum=MAX_TOKENS),
         budgets=_read_budgets(_part(own, "budgets", reading)),
         state_layout=state_layout,
         units=_read_units(_part(own, "units", reading), base.units),

@@ -194,6 +194,7 @@ class OffloadConfig:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     budgets: BudgetConfig = field(default_factory=BudgetConfig)
     nvme_paths: tuple[Path, ...] = ()
+    placement_tokens: int | None = None  # of a micro batch, for "auto" by time; None: by bytes
     pin_memory: bool = True
     state_layout: str = "fp32"  # "fp32" | "compact": the layout of the optimizer states of bf16 parameters
     units: UnitConfig = field(default_factory=UnitConfig)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from offloadzero.config import BudgetConfig, OffloadConfig
-from offloadzero.errors import BudgetError
+from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.device import Device
+from offloadzero.planning.fastest_placement import fastest_placement
 from offloadzero.planning.fit import budgets_text, least_budgets
+from offloadzero.planning.hardware import Hardware
+from offloadzero.planning.kept_rates import describe, kept_hardware
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
     advice,
@@ -17,10 +21,14 @@ from offloadzero.planning.memory_plan import (
     plan_memory,
 )
 from offloadzero.planning.placement import choose_placement
+from offloadzero.planning.placement_time import step_timer
 from offloadzero.planning.probe import available_host_bytes
+from offloadzero.planning.traffic import Uses
 from offloadzero.segments import TierName
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm, device_form
+
+log = logging.getLogger("offloadzero.planning")
 
 
 def plan_engine(
@@ -33,6 +41,7 @@ def plan_engine(
     num_checkpointed: int,
     num_local_ranks: int,
     movable_bytes: int,
+    uses: Uses,
 ) -> MemoryPlan:
     """Plan the memory of an engine on this machine.
 
@@ -40,8 +49,9 @@ def plan_engine(
     or the machine, have too little.
     """
     available = _available(device, movable_bytes=movable_bytes, num_local_ranks=num_local_ranks)
+    hardware = _measured(config, device) if goes_by_time(config) else None
 
-    def make(config: OffloadConfig) -> MemoryPlan:
+    def make(config: OffloadConfig, hardware: Hardware | None = None) -> MemoryPlan:
         return plan_records(
             records,
             config,
@@ -49,10 +59,12 @@ def plan_engine(
             available=available,
             form=device_form(spec, device.torch_device),
             num_checkpointed=num_checkpointed,
+            uses=uses,
+            hardware=hardware,
         )
 
     try:
-        plan = make(config)
+        plan = make(config, hardware)
     except BudgetError as error:
         enough = least_budgets(config.budgets, lambda budgets: _refusal(make, config, budgets))
         raise BudgetError(f"{error}\n{budgets_text(enough)}") from None
@@ -80,21 +92,36 @@ def plan_records(
     available: Mapping[TierName, int],
     form: UpdateForm,
     num_checkpointed: int,
+    uses: Uses | None = None,
+    hardware: Hardware | None = None,
 ) -> MemoryPlan:
     """Plan the memory of a model that is cut into `records`, whose gradients get the dtype in which they add up.
 
+    With `uses` and `hardware` "auto" goes by time where the configuration says how many tokens a micro batch has.
     `available` is by tier; the other arguments are those of `plan_memory`. Raises BudgetError.
     """
     wanted = DTYPES[config.precision.grad_accum_dtype]
     for record in records:
         # With one micro batch per step nothing is added up: the parameter's dtype holds the gradient exactly.
         record.grad_dtype = wanted if wanted is not None and keeps_gradients(config) else record.dtype
-    placement = None
-    if config.placement.auto:
+    placement, choice = None, tuple[str, ...]()
+    if config.placement.auto and hardware is not None and uses is not None and goes_by_time(config):
+        num_tokens = config.placement_tokens or 0
+        found = fastest_placement(
+            records,
+            config,
+            available,
+            seconds_of=step_timer(records, config, uses=uses, hardware=hardware, num_tokens=num_tokens),
+            together=together,
+            form=form,
+            num_checkpointed=num_checkpointed,
+        )
+        placement, choice = found.placement, tuple(found.lines(num_tokens))
+    elif config.placement.auto:
         placement = choose_placement(
             records, config, available, together=together, form=form, num_checkpointed=num_checkpointed
         )
-    return plan_memory(
+    plan = plan_memory(
         records,
         config,
         together=together,
@@ -102,6 +129,26 @@ def plan_records(
         form=form,
         num_checkpointed=num_checkpointed,
     )
+    return replace(plan, choice=choice)
+
+
+def goes_by_time(config: OffloadConfig) -> bool:
+    """Whether "auto" goes by time where the machine has been measured: one process, with tokens that are given."""
+    return config.placement.auto and config.placement_tokens is not None and not config.is_of_several
+
+
+def _measured(config: OffloadConfig, device: Device) -> Hardware | None:
+    """Return this machine as `offloadzero plan` has measured it; None, and a line in the log, where it has not."""
+    try:
+        found = kept_hardware(describe(device, config.nvme_paths))
+        why = "this machine has not been measured"
+    except (ConfigError, OSError, RuntimeError) as error:  # a damaged file, or no home to look in
+        found, why = None, f"what was measured of this machine is not used: {error}"
+    if found is None:
+        log.warning(
+            '"placement": "auto" goes by bytes: %s. `offloadzero plan --hardware probe` does that once', why
+        )
+    return found
 
 
 def _available(device: Device, *, movable_bytes: int, num_local_ranks: int) -> dict[TierName, int]:

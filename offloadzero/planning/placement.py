@@ -51,6 +51,23 @@ ACTIVATION_PARTS = 2
 
 
 @dataclass(frozen=True)
+class Filling:
+    """An order of moves to faster tiers. The defaults are those of [Note: which segments earn a fast tier].
+
+    `to_host` orders the segments: a state's kind counts as STATES. `device_share` is of the records that the device has
+    room for: what it leaves is for unit leases where the device has a budget.
+    """
+
+    to_host: tuple[SegmentKind, ...] = (SegmentKind.PARAM, SegmentKind.GRAD, SegmentKind.STATES)
+    last_on_device: bool = False  # the records that the forward uses last go to the device first
+    last_in_host: bool = False  # the same for the host
+    device_share: float = 1.0
+
+
+BY_BYTES = Filling()
+
+
+@dataclass(frozen=True)
 class _Limits:
     """The bytes for the plan."""
 
@@ -67,6 +84,7 @@ def choose_placement(
     together: Sequence[Collection[int]] = (),
     form: UpdateForm = UpdateForm.NATIVE,
     num_checkpointed: int = 0,
+    filling: Filling = BY_BYTES,
 ) -> Placement:
     """Choose the home of every segment: [Note: which segments earn a fast tier].
 
@@ -78,9 +96,10 @@ def choose_placement(
         form: the form of the updates on the device.
         num_checkpointed: units whose inputs wait for backward.
         together: record indices that must be on the device at once, in the order of their use.
+        filling: the order of the moves.
     """
     limits = _limits(config, available)
-    moves = _Moves(records, config)
+    moves = _Moves(records, config, filling)
     unbounded = replace(
         config,
         budgets=BudgetConfig(),
@@ -103,6 +122,7 @@ def choose_placement(
     if num_bytes(TierName.DEVICE, len(records), 0) <= limits.device_alone:
         return moves.placement(len(records), 0)
     on_device = _most(len(records), lambda num: num_bytes(TierName.DEVICE, num, 0) <= limits.device)
+    on_device = int(on_device * filling.device_share)
     in_host = _most(moves.num_to_host, lambda num: num_bytes(TierName.HOST, on_device, num) <= limits.host)
     return moves.placement(on_device, in_host)
 
@@ -126,15 +146,21 @@ def describe_placement(records: Sequence[Record], placement: Placement) -> str:
 class _Moves:
     """The moves to faster tiers in their order: [Note: which segments earn a fast tier]."""
 
-    def __init__(self, records: Sequence[Record], config: OffloadConfig) -> None:
+    def __init__(self, records: Sequence[Record], config: OffloadConfig, filling: Filling) -> None:
         self._slowest = TierName.NVME if config.nvme_paths else TierName.HOST
         self._keeps_gradients = keeps_gradients(config)
-        # The resident records come first: all of the forward needs them.
-        self._records = sorted(records, key=lambda record: (not record.resident, record.index))
-        params = [(record.index, SegmentKind.PARAM) for record in self._records]
-        grads = [(r.index, SegmentKind.GRAD) for r in self._records if r.num_trainable]
-        states = [(r.index, kind) for r in self._records for kind in r.layout() if kind != SegmentKind.PARAM]
-        to_host = [*params, *(grads if self._keeps_gradients else ()), *states]
+        self._records = _in_order(records, last_first=filling.last_on_device)
+        of_host = _in_order(records, last_first=filling.last_in_host)
+        segments = {
+            SegmentKind.PARAM: [(record.index, SegmentKind.PARAM) for record in of_host],
+            SegmentKind.GRAD: [(r.index, SegmentKind.GRAD) for r in of_host if r.num_trainable],
+            SegmentKind.STATES: [
+                (r.index, kind) for r in of_host for kind in r.layout() if kind != SegmentKind.PARAM
+            ],
+        }
+        if not self._keeps_gradients:
+            del segments[SegmentKind.GRAD]
+        to_host = [segment for kind in filling.to_host for segment in segments.get(kind, ())]
         self._position = {segment: position for position, segment in enumerate(to_host)}
         self.num_to_host = len(to_host)
 
@@ -153,6 +179,16 @@ class _Moves:
                 else:
                     placement[segment] = self._slowest
         return placement
+
+
+def _in_order(records: Sequence[Record], *, last_first: bool) -> list[Record]:
+    """Return the records in the order of the forward, or in that of backward.
+
+    The resident records come first: all of the forward needs them.
+    """
+    return sorted(
+        records, key=lambda record: (not record.resident, -record.index if last_first else record.index)
+    )
 
 
 def _most(count: int, fits: Callable[[int], bool]) -> int:

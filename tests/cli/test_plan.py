@@ -128,6 +128,23 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {lane for lane, *_ in simulated["spans"]} == set(simulated["busy_s"])
 
 
+def test_auto_by_time_says_what_it_chose_and_what_was_slower(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"placement": "auto", "budgets": {"device": "1MiB", "host": "3MiB"}, "gradient_clipping": 1.0}
+    assert main(words(tmp_path, **keys)) == 0
+    text = capsys.readouterr().out
+    assert "auto goes by bytes: offloadzero.placement_tokens = 32 lets it go by the time of a step." in text
+    assert "auto, by the forecast" not in text
+    assert main(words(tmp_path, placement_tokens=4096, **keys)) == 0
+    text = capsys.readouterr().out
+    assert "auto, by the forecast of a step with 4,096 tokens in a micro batch: to the host " in text
+    assert "\nslower: to the host " in text
+    assert "auto goes by bytes" not in text
+    assert main(words(tmp_path, "--no-time", placement_tokens=4096, **keys)) == 0
+    assert "by the forecast" in capsys.readouterr().out, "the rates of a file are known all the same"
+
+
 def test_a_micro_batch_takes_the_place_of_the_configurations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

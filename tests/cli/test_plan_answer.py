@@ -156,7 +156,7 @@ def test_a_search_plans_on_one_cut_and_asks_for_few_budgets(
     source = settings(tmp_path, placement={"states": "nvme"}, budgets=budgets)
     plans: list[Any] = []
     plan = asked.plan
-    monkeypatch.setattr(asked, "plan", lambda *args: plans.append(args) or plan(*args))
+    monkeypatch.setattr(asked, "plan", lambda *args, **keys: plans.append(args) or plan(*args, **keys))
     assert set(asked.smallest_change(source).keys) == {f"offloadzero.budgets.{tier}" for tier in budgets}
     assert len(cuts) == 1
     assert len(plans) <= 2 + 3 * len(budgets)

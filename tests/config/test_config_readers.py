@@ -81,6 +81,7 @@ READERS: Mapping[str, str] = {
     "OffloadConfig.communication_dtype": "deepspeed_names",
     "OffloadConfig.nvme_paths": "build",
     "OffloadConfig.pin_memory": "build",
+    "OffloadConfig.placement_tokens": "planning.engine_plan",
     "OffloadConfig.state_layout": "build",
     "OffloadConfig.max_live_parameters": "planning.buffer_sizes",
     "OffloadConfig.gather_16bit_weights_on_save": "deepspeed_names",

@@ -1,0 +1,208 @@
+""" "auto" by time: made times and made rates under which another order is faster, the budgets, and the engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offloadzero
+from offloadzero.config import BudgetConfig, OffloadConfig
+from offloadzero.memory.device import find_device
+from offloadzero.planning.fastest_placement import FoundPlacement, fastest_placement, filling_text
+from offloadzero.planning.fit import Memory
+from offloadzero.planning.hardware import Hardware
+from offloadzero.planning.kept_rates import cache_file, describe
+from offloadzero.planning.memory_plan import MemoryPlan, plan_memory
+from offloadzero.planning.placement import BY_BYTES, Filling, choose_placement
+from offloadzero.planning.placement_time import step_timer
+from offloadzero.planning.time_model import Rates
+from offloadzero.planning.traffic import Uses
+from offloadzero.segments import SegmentKind
+from offloadzero.update.records import Record
+from tests.planning.test_auto_placement import (
+    COUNT,
+    DEVICE,
+    GIB,
+    GRAD,
+    HOST,
+    M1,
+    M2,
+    MASTER,
+    NVME,
+    PARAM,
+    PLENTY,
+    auto,
+    unbounded,
+)
+from tests.planning.test_memory_plan import records
+from tests.planning.test_time_model import KNOWN
+from tests.support.tiny import TinyModel, settings, tokens
+
+NUM = 12
+STATE_KINDS = (MASTER, M1, M2)
+SLOW_DRIVE = replace(KNOWN, nvme_read=1e9, nvme_write=1e9, nvme_mixed=1e9, flops={"bf16": 1e15}, unit_s=1e-9)
+
+
+def in_host(found: FoundPlacement, *kinds: Any) -> int:
+    return sum(tier is HOST and kind in kinds for (_, kind), tier in found.placement.items())
+
+
+def away(plan: MemoryPlan, *kinds: Any) -> int:
+    return sum(tier is NVME and kind in kinds for (_, kind), tier in plan.placement.items())
+
+
+def room_for_some(units: list[Record], **keys: Any) -> OffloadConfig:
+    """A host budget with room for half of the states, and no record on the device."""
+    config = auto(10 * COUNT, 0, **keys)
+    nothing = {(unit.index, kind): NVME for unit in units for kind in (*unit.layout(), GRAD)}
+    needed = plan_memory(units, unbounded(config), placement=nothing).tier_bytes(HOST)
+    return replace(config, budgets=BudgetConfig(10 * COUNT, needed + 5 * NUM * (COUNT + 4096)))
+
+
+@pytest.mark.parametrize("kinds", [STATE_KINDS, (GRAD,), (PARAM,)], ids=["states", "gradients", "parameters"])
+def test_what_costs_time_moves_up_first(kinds: tuple[SegmentKind, ...]) -> None:
+    """Made times: segments of these kinds cost time where they are on the drive, and nothing else does."""
+    units = list(records(*[COUNT] * NUM))
+    config = room_for_some(units, gradient_clipping=1.0)
+    found = fastest_placement(units, config, PLENTY, seconds_of=lambda plan: 1.0 + away(plan, *kinds))
+    by_bytes = FoundPlacement(choose_placement(units, config, PLENTY), ())
+    assert in_host(found, *kinds) >= max(NUM, in_host(by_bytes, *kinds))
+    if kinds == STATE_KINDS:  # the last ones by bytes
+        assert in_host(found, *kinds) > in_host(by_bytes, *kinds)
+    plan = plan_memory(units, config, placement=found.placement)  # raises where a budget is exceeded
+    assert found.tried[0].seconds == 1.0 + away(plan, *kinds) == min(one.seconds for one in found.tried)
+    assert [one.seconds for one in found.tried] == sorted(one.seconds for one in found.tried)
+
+
+def test_of_equally_fast_placements_the_order_by_bytes_is_taken() -> None:
+    units = list(records(*[COUNT] * NUM))
+    config = room_for_some(units)
+    found = fastest_placement(units, config, PLENTY, seconds_of=lambda _: 1.0)
+    assert found.placement == choose_placement(units, config, PLENTY)
+    barely = fastest_placement(
+        units, config, PLENTY, seconds_of=lambda plan: 1.0 + away(plan, *STATE_KINDS) * 1e-5
+    )
+    assert barely.placement == found.placement, "no simulation tells so little apart"
+
+
+def test_where_nothing_fits_the_refusal_is_that_of_the_order_by_bytes() -> None:
+    units = list(records(*[COUNT] * NUM))
+    config = auto(0, 0)
+    found = fastest_placement(units, config, PLENTY, seconds_of=lambda _: 1.0)
+    assert found == FoundPlacement(choose_placement(units, config, PLENTY), ())
+    assert list(found.lines(8)) == []
+
+
+def timed(units: list[Record], config: OffloadConfig, rates: Rates, num_tokens: int) -> FoundPlacement:
+    uses = Uses(tuple(range(len(units))), tuple(reversed(range(len(units)))))
+    hardware = Hardware(memory=Memory(host=GIB, device=GIB, nvme=GIB), rates=rates, num_cores=8)
+    timer = step_timer(units, config, uses=uses, hardware=hardware, num_tokens=num_tokens)
+    return fastest_placement(units, config, PLENTY, seconds_of=timer)
+
+
+def test_states_come_before_gradients_where_backward_hides_those() -> None:
+    """With clipping a forward has all states to hide, and backward only the gradients' writes: it is long enough."""
+    units = list(records(*[64 * COUNT] * NUM))
+    config = room_for_some(units, gradient_clipping=1.0)
+    config = replace(
+        config, budgets=BudgetConfig(10 * 64 * COUNT, (config.budgets.host or 0) + 220 * NUM * COUNT)
+    )
+    tokens_that_hide = 30_000  # backward computes for about a millisecond a unit, the drive writes 5 MB in 5
+    found = timed(units, config, SLOW_DRIVE, tokens_that_hide * 200)
+    by_bytes = choose_placement(units, config, PLENTY)
+    first = next(one for one in found.tried if one.homes == frozenset(by_bytes.items()))
+    assert found.tried[0].seconds < 0.985 * first.seconds
+    assert in_host(found, *STATE_KINDS) > in_host(FoundPlacement(by_bytes, ()), *STATE_KINDS)
+    assert in_host(found, GRAD) < in_host(FoundPlacement(by_bytes, ()), GRAD)
+    plan = plan_memory(units, config, placement=found.placement)
+    assert plan.tier_bytes(HOST) <= (config.budgets.host or 0)
+    assert plan.tier_bytes(DEVICE) <= (config.budgets.device or 0)
+
+
+def test_a_device_that_updates_slowly_is_left_alone() -> None:
+    units = list(records(*[COUNT] * NUM))
+    config = auto(70 * COUNT, GIB)
+    slow, fast = (
+        timed(units, config, replace(KNOWN, device_update={"fp32": rate}), num_tokens=1)
+        for rate in (1e8, 1e13)
+    )
+    assert choose_placement(units, config, PLENTY) == fast.placement
+    num = [sum(found.placement[u.index, M1] is DEVICE for u in units) for found in (slow, fast)]
+    assert num[0] < num[1]
+    assert (
+        "updates on the host alone" in slow.tried[0].text()
+        or "of those that have room" in slow.tried[0].text()
+    )
+
+
+def test_a_rate_that_is_not_known_leaves_the_order_by_bytes() -> None:
+    units = list(records(*[COUNT] * NUM))
+    config = room_for_some(units)
+    found = timed(units, config, replace(KNOWN, nvme_read=None), num_tokens=1)
+    assert found == FoundPlacement(choose_placement(units, config, PLENTY), ())
+
+
+def test_the_words_name_what_was_chosen_and_what_was_slower() -> None:
+    units = list(records(*[COUNT] * NUM))
+    config = room_for_some(units, gradient_clipping=1.0)
+    found = fastest_placement(units, config, PLENTY, seconds_of=lambda plan: 1.0 + away(plan, *STATE_KINDS))
+    chosen, slower = found.lines(4096)
+    assert chosen.startswith(
+        "auto, by the forecast of a step with 4,096 tokens in a micro batch: to the host states"
+    )
+    assert filling_text(found.tried[0].filling) in chosen
+    assert f"of {len(found.tried)} placements" in chosen
+    assert slower.startswith("slower: ")
+    assert filling_text(found.tried[1].filling) in slower
+    turned = Filling(to_host=BY_BYTES.to_host, last_on_device=True, last_in_host=True, device_share=0.5)
+    assert filling_text(turned) == (
+        "to the host parameters, then gradients, then states, the last units first; updates on the device of the last "
+        "units, 50% of those that have room"
+    )
+
+
+# --- the engine ---
+
+
+def trained(config: dict[str, Any]) -> tuple[list[float], str]:
+    torch.manual_seed(1)
+    engine, *_ = offloadzero.initialize(model=TinyModel(), config=config)
+    try:
+        losses = []
+        for step in range(3):
+            loss = engine(tokens(step))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses, engine.memory_table()
+    finally:
+        engine.close()
+
+
+def test_an_engine_goes_by_what_was_measured_and_trains_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    config = settings(drive, placement="auto", budgets={"device": "200KiB", "host": "800KiB"})
+    by_bytes, table = trained(config)
+    assert "by the forecast" not in table
+    config["offloadzero"]["placement_tokens"] = 18
+    with caplog.at_level(logging.WARNING):
+        assert trained(config)[0] == by_bytes
+    assert "goes by bytes: this machine has not been measured" in caplog.text
+    identity = describe(find_device("cpu"), [drive])
+    kept = Hardware(memory=Memory(host=GIB), rates=SLOW_DRIVE, num_cores=2, identity=identity)
+    path = cache_file(identity)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(kept.to_json()))
+    by_time, table = trained(config)
+    assert by_time == by_bytes
+    assert "auto, by the forecast of a step with 18 tokens in a micro batch" in table
