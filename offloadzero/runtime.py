@@ -100,7 +100,7 @@ class Runtime:
         self.accelerator = Accelerator(find_device(config.device), self.monitor.timeline)
         # Else a new thread's is the first one, where a look at an event makes a context of half a gigabyte.
         self.failures.begin_thread = functools.partial(make_current, self.accelerator.device)
-        self.several = _join_ranks(self.accelerator.device, config, self.resources)
+        self.several = _join_ranks(self.accelerator, config, self.resources)
         self.clock = _make_clock(self.monitor, self.accelerator)
         group_of = _group_of(param_groups)
         cut = cut_model(model, config, group_of=group_of, spec=spec, several=self.several)
@@ -405,7 +405,9 @@ def _make_clock(monitor: StepMonitor, accelerator: Accelerator) -> StepClock:
     return clock
 
 
-def _join_ranks(device: torch.device, config: OffloadConfig, resources: Resources) -> SeveralRanks | None:
+def _join_ranks(
+    accelerator: Accelerator, config: OffloadConfig, resources: Resources
+) -> SeveralRanks | None:
     """Join the other ranks, which `resources` leaves in the end; None where this process alone trains the model."""
     if not config.is_of_several:
         return None
@@ -414,7 +416,8 @@ def _join_ranks(device: torch.device, config: OffloadConfig, resources: Resource
     # Registered again, to run before the end of torch's process group, which was registered earlier: closing takes
     # collectives.
     atexit.register(_close_at_exit)
-    several = join_ranks(device, config, resources.failures)
+    several = join_ranks(accelerator.device, config, resources.failures)
+    several.ranks.record(accelerator.span)
     resources.others_wait = True
     resources.add(several.close)
     return several

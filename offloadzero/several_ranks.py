@@ -167,7 +167,7 @@ class SeveralRanks:
         `code_memory` is what the plan has for weights that are gathered as codes, `copy_memory`, by record, for copies
         that the ranks of a machine keep.
         """
-        coded = CodedGather(store.accelerator, code_memory, config=self._config.zero_plus_plus)
+        coded = CodedGather(code_memory, config=self._config.zero_plus_plus)
         weights, near = self.ranks.near_weights, None
         if weights is not None:
             near = NearCopies(store.accelerator, copy_memory, weights=weights)

@@ -291,10 +291,17 @@ class Accelerator:
         event = self.asynchronous.record(stream, timed=True)
         return LaneTicket.of(self.asynchronous, event, timed=True)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy equal bytes between host and device; called on a lane, where it may end later than this returns."""
-        with self.span(_here.lane, _here.label, target.nbytes):
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, lane: str | None = None) -> None:
+        """Copy equal bytes between host and device; called on a lane, where it may end later than this returns.
+
+        `lane` names the direction on the timeline where it is not that of the thread's lane.
+        """
+        with self.span(lane or _here.lane, _here.label, target.nbytes):
             self.asynchronous.copy(target, source)
+
+    def copy_inside(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy equal bytes inside the device, as `copy` does; it takes no link and is on no lane of the timeline."""
+        self.asynchronous.copy(target, source)
 
     def span(self, lane: str, name: str, num_bytes: int) -> AbstractContextManager[None]:
         """Record the device's time for the work launched inside the block: [Note: timing on a lane]."""

@@ -10,7 +10,7 @@ on those that compute, [Note: the device's time].
 
 Where the device is the CPU, computation, copies, landings and updates share the cores, and what counts is their
 sum. Wall times of threads that take each other's turns would count a second twice, so the sum is the process's CPU
-time over the cores it may use (`cores`). Beside it only the drive is a lane of its own.
+time over the cores it may use (`cores`). Beside it the drive and the collectives are lanes of their own.
 
 Any slowness of the training thread that is no named wait, due to another process on its cores say, counts
 as computation: the efficiency says how well transfers and updates hide, not how fast the computation is.
@@ -18,6 +18,10 @@ as computation: the efficiency says how well transfers and updates hide, not how
 On a device with streams a step begins and ends when the device gets there, and a wait is the time for which its stream
 stood still: a fetch that is there before the stream reaches it costs nothing. A thread that launches too
 slowly makes the stream idle inside a unit; that counts as computation, as its own slowness does on the CPU.
+
+A collective begins on a rank when that issues it, and ends when all have: in the time between, the rank may wait for
+the others. So the rate of `collectives` is the best that one of them has shown, not that of a whole step; their time in
+a step may be much longer than their bytes need.
 
 A drive reads and writes at once, so each direction is a lane of its own; a virtual drive often has one limit for
 both. `"observe": {"nvme_shared": true}` makes them one lane, `nvme`. That bound is the higher one: set it only
@@ -29,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from offloadzero.observe.timeline import COMPUTE, NVME_READ, NVME_WRITE, WAIT, Span
+from offloadzero.observe.timeline import COLLECTIVES, COMPUTE, NVME_READ, NVME_WRITE, WAIT, Span
 
 NVME = "nvme"
 CORES = "cores"
@@ -42,6 +46,7 @@ class LaneUse:
 
     num_bytes: int
     busy_s: float
+    best_rate: float | None = None  # of one transfer, where not the lane's but that is the rate
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,13 @@ def use_by_lane(spans: Iterable[Span], *, nvme_shared: bool) -> dict[str, LaneUs
     for lane, group in by_lane.items():
         first_s, last_s = min(span.start_s for span in group), max(span.end_s for span in group)
         busy_s = busy_seconds(((s.start_s, s.end_s) for s in group), start_s=first_s, end_s=last_s)
-        uses[lane] = LaneUse(sum(span.num_bytes for span in group), busy_s)
+        best = max(map(_rate_of, group)) if lane == COLLECTIVES else None
+        uses[lane] = LaneUse(sum(span.num_bytes for span in group), busy_s, best)
     return uses
+
+
+def _rate_of(span: Span) -> float:
+    return span.num_bytes / (span.end_s - span.start_s) if span.end_s > span.start_s else 0.0
 
 
 class BestRates:
@@ -94,7 +104,8 @@ class BestRates:
         """Take in one step's rates."""
         for lane, use in uses.items():
             if use.busy_s > 0:
-                self.by_lane[lane] = max(self.by_lane.get(lane, 0.0), use.num_bytes / use.busy_s)
+                rate = use.num_bytes / use.busy_s if use.best_rate is None else use.best_rate
+                self.by_lane[lane] = max(self.by_lane.get(lane, 0.0), rate)
 
     def seconds(self, uses: Mapping[str, LaneUse]) -> dict[str, float]:
         """Return the least seconds each lane needs for the bytes of `uses`; lanes without a rate are left out."""
@@ -109,8 +120,8 @@ def lane_seconds(
     compute_s = max(step_s - wait_s, 0.0)
     if cores_s is None:
         return {COMPUTE: compute_s, **transfers_s}
-    drive = {lane: seconds for lane, seconds in transfers_s.items() if lane in NVME_LANES}
-    return {COMPUTE: compute_s, CORES: cores_s, **drive}
+    apart = {lane: seconds for lane, seconds in transfers_s.items() if lane in (*NVME_LANES, COLLECTIVES)}
+    return {COMPUTE: compute_s, CORES: cores_s, **apart}
 
 
 def step_bound(lanes_s: Mapping[str, float]) -> Bound:

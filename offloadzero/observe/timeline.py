@@ -9,6 +9,8 @@ update       the optimizer's kernels on the host; bytes are those read and writt
 device update   the same on the device
 nvme read, nvme write   transfers of the file engine, from their first block to their last
 landing      gradients that are added up and measured on the host
+collectives  parameters and gradients between ranks, from the begin of a collective on this rank, which may wait for the
+             others; bytes as [Note: bytes of a collective] weighs them
 
 Recording an interval appends one tuple to a bounded deque, from any thread; nothing is formatted, sorted or
 added up before the step has ended. A transfer that is still under way is asked for its times then.
@@ -32,8 +34,9 @@ DEVICE_UPDATE = "device update"
 NVME_READ = "nvme read"
 NVME_WRITE = "nvme write"
 LANDING = "landing"
+COLLECTIVES = "collectives"
 
-LANES = (COMPUTE, WAIT, H2D, D2H, UPDATE, DEVICE_UPDATE, LANDING, NVME_READ, NVME_WRITE)
+LANES = (COMPUTE, WAIT, H2D, D2H, UPDATE, DEVICE_UPDATE, LANDING, NVME_READ, NVME_WRITE, COLLECTIVES)
 
 MAX_SPANS = 200_000  # of one step: some 60 MB, and far beyond what a step of a large model records
 

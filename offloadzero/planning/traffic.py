@@ -8,18 +8,39 @@ before the update begins get the new parameters from the update itself, [Note: d
 not read. Their number depends on time, so reads of the drive are a range: at least, all fetches that find room are
 delivered, at most none.
 
+Of several ranks the bytes are those of one: its shards on its own link and drive, and the tensors of its collectives,
+[Note: which collectives a step has] in planning/collective_traffic.py. No update delivers a shard to a lease.
+
 Lanes have the names of observe/timeline.py, and the bytes are counted as they are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from offloadzero.config import OffloadConfig
 from offloadzero.memory.arena import align_up
-from offloadzero.observe.timeline import D2H, DEVICE_UPDATE, H2D, LANDING, NVME_READ, NVME_WRITE, UPDATE
+from offloadzero.observe.collectives import CollectiveCount, volume_bytes
+from offloadzero.observe.timeline import (
+    COLLECTIVES,
+    D2H,
+    DEVICE_UPDATE,
+    H2D,
+    LANDING,
+    NVME_READ,
+    NVME_WRITE,
+    UPDATE,
+)
 from offloadzero.planning.activation_trace import CallInputs
+from offloadzero.planning.collective_traffic import (
+    OF_TENSORS,
+    Collective,
+    of_fetch,
+    of_gradient,
+    of_update,
+)
 from offloadzero.planning.memory_plan import MemoryPlan
 from offloadzero.schedule.prefetch import choose_victims, next_uses
 from offloadzero.segments import SegmentKind, TierName
@@ -45,6 +66,8 @@ class StepTraffic:
     measured_on_device: int = (
         0  # of the lane LANDING: gradients whose norms are taken where the device computes
     )
+    # Of several ranks, by phase; keys as in `Ranks.collectives`: purpose and kind.
+    collectives: Mapping[str, Mapping[str, CollectiveCount]] = field(default_factory=dict)
 
     def lane(self, name: str) -> int:
         """The bytes on one lane in the whole step."""
@@ -62,11 +85,22 @@ class _Sheet:
 
     def __init__(self) -> None:
         self.by_phase: dict[str, dict[str, int]] = {phase: {} for phase in PHASES}
+        self.collectives: dict[str, dict[str, CollectiveCount]] = {phase: {} for phase in PHASES}
 
     def add(self, phase: str, lane: str, num_bytes: int) -> None:
         if num_bytes:
             lanes = self.by_phase[phase]
             lanes[lane] = lanes.get(lane, 0) + num_bytes
+
+    def send(self, phase: str, collectives: Iterable[Collective], *, times: int = 1) -> None:
+        counts = self.collectives[phase]
+        for purpose, kind, num_bytes in collectives:
+            key = f"{purpose} {kind}"
+            one = CollectiveCount(times, times * num_bytes)
+            if purpose in OF_TENSORS:
+                self.add(phase, COLLECTIVES, volume_bytes({key: one}))
+            before = counts.get(key, CollectiveCount())
+            counts[key] = CollectiveCount(before.num_calls + one.num_calls, before.num_bytes + one.num_bytes)
 
 
 @dataclass(frozen=True)
@@ -77,6 +111,14 @@ class Uses:
     backward: tuple[int, ...]
 
 
+class Fetch(NamedTuple):
+    """One fetch of a step."""
+
+    phase: str
+    record: Record
+    is_near: bool  # from the copies that the ranks of a machine keep
+
+
 def step_traffic(
     records: Sequence[Record],
     plan: MemoryPlan,
@@ -84,51 +126,92 @@ def step_traffic(
     *,
     uses: Uses,
     inputs: Sequence[CallInputs] = (),
+    num_local_ranks: int | None = None,
 ) -> StepTraffic:
     """Return the bytes of one step after the first.
 
     Args:
         inputs: those of the calls of checkpointed units in a micro batch.
+        num_local_ranks: the ranks of a machine; None: all are on one.
     """
     sheet = _Sheet()
     num_micro = config.batch.gradient_accumulation_steps
-    streamed = [r for r in records if not plan.placement[r.index, PARAM].is_device]
-    delivered = _add_fetches(sheet, streamed, plan, uses, num_micro)
+    fetches = _fetches_in(records, plan, uses, num_micro)
+    delivered = _add_fetches(sheet, fetches, plan, config)
+    machine_ranks = config.zero_plus_plus.node_ranks
+    if machine_ranks == 1:
+        machine_ranks = num_local_ranks or config.world_size
     for record in records:
         if record.num_trainable:
             _add_gradient(sheet, record, plan, num_micro)
             _add_update(sheet, record, plan)
+        if record.num_trainable and record.is_reduced:
+            reduced = of_gradient(record, plan, config, machine_ranks=machine_ranks)
+            sheet.send(BACKWARD, reduced, times=num_micro)
+            sheet.send(AFTER, of_update(record))
     if config.activation_checkpoints is not None:
         _add_inputs(sheet, config.activation_checkpoints.tier, inputs, num_micro)
     num_uses = num_micro * (len(uses.forward) + len(uses.backward))
     on_device = [r for r in records if r.num_trainable and plan.placement[r.index, GRAD].is_device]
-    measured = sum(r.state.kept_trainable * r.grad_dtype.itemsize for r in on_device)
-    return StepTraffic(sheet.by_phase, delivered, num_uses, measured)
+    measured = sum(
+        _num_measured(r, num_micro) * r.state.kept_trainable * r.grad_dtype.itemsize for r in on_device
+    )
+    return StepTraffic(sheet.by_phase, delivered, num_uses, measured, sheet.collectives)
 
 
-def _add_fetches(
-    sheet: _Sheet, streamed: Sequence[Record], plan: MemoryPlan, uses: Uses, num_micro: int
-) -> int:
-    """Add the fetches; return the bytes that updates may deliver."""
-    sizes = {record.index: align_up(record.param_bytes) for record in streamed}
-    by_index = {record.index: record for record in streamed}
-    kept = frozenset(record.index for record in streamed if not record.num_trainable)
-    order = [(True, index) for index in uses.forward if index in sizes]
-    order += [(False, index) for index in uses.backward if index in sizes]
-    delivered, room, seen = 0, plan.unit_lease_bytes, set(kept)
+def _fetches_in(records: Sequence[Record], plan: MemoryPlan, uses: Uses, num_micro: int) -> list[Fetch]:
+    """Return the fetches of a step in their order."""
+    streamed = {r.index: r for r in records if r.is_gathered or not plan.placement[r.index, PARAM].is_device}
+    kept = frozenset(index for index, record in streamed.items() if not record.num_trainable)
+    order = [(True, index) for index in uses.forward if index in streamed]
+    order += [(False, index) for index in uses.backward if index in streamed]
+    sizes = {index: align_up(record.param_bytes) for index, record in streamed.items()}
+    found: list[Fetch] = []
+    copied = set(kept)  # near copies are those of the weights since the last update
     for is_forward, index in fetches_of_step(
         order * num_micro, sizes, arena_bytes=plan.unit_lease_bytes, kept=kept
     ):
-        record, phase = by_index[index], FORWARD if is_forward else BACKWARD
-        sheet.add(phase, H2D, record.param_bytes)
-        if plan.placement[index, PARAM].is_file:
-            sheet.add(phase, NVME_READ, record.param_bytes)
-        if index not in seen:  # the first units of the forward, as many as have room at once
-            seen.add(index)
-            room -= sizes[index]
-            if room >= 0 and plan.placement[index, PARAM].is_file:
+        is_near = index in copied and index in plan.near_copies
+        found.append(Fetch(FORWARD if is_forward else BACKWARD, streamed[index], is_near))
+        copied.add(index)
+    return found
+
+
+def _add_fetches(sheet: _Sheet, fetches: Sequence[Fetch], plan: MemoryPlan, config: OffloadConfig) -> int:
+    """Add the fetches; return the bytes that updates may deliver."""
+    seen = {fetch.record.index for fetch in fetches if not fetch.record.num_trainable}
+    delivered, room = 0, plan.unit_lease_bytes
+    for fetch in fetches:
+        record, is_file = fetch.record, plan.placement[fetch.record.index, PARAM].is_file
+        if record.is_gathered:
+            _add_gather(sheet, fetch, plan, config)
+            continue
+        sheet.add(fetch.phase, H2D, record.param_bytes)
+        if is_file:
+            sheet.add(fetch.phase, NVME_READ, record.param_bytes)
+        if record.index not in seen:  # the first units of the forward, as many as have room at once
+            seen.add(record.index)
+            room -= align_up(record.param_bytes)
+            if room >= 0 and is_file:
                 delivered += record.param_bytes
     return delivered
+
+
+def _add_gather(sheet: _Sheet, fetch: Fetch, plan: MemoryPlan, config: OffloadConfig) -> None:
+    """Add a fetch of a record of which each rank has a part; copies inside the device are on no lane."""
+    phase, record, is_near = fetch
+    sheet.send(phase, of_fetch(record, config, is_near=is_near))
+    tier = plan.placement[record.index, PARAM]
+    near_tier, near_bytes = plan.near_copies.get(record.index, (TierName.DEVICE, 0))
+    if is_near:
+        sheet.add(phase, H2D, 0 if near_tier.is_device else near_bytes)
+        return
+    if not tier.is_device:
+        sheet.add(phase, H2D, record.kept_param_bytes)
+    if tier.is_file:
+        sheet.add(phase, NVME_READ, record.kept_param_bytes)
+    if not near_tier.is_device:
+        sheet.add(phase, D2H, near_bytes)
 
 
 def fetches_of_step(
@@ -183,11 +266,11 @@ def update_bytes(record: Record, plan: MemoryPlan) -> Mapping[str, int]:
 
 def _add_gradient(sheet: _Sheet, record: Record, plan: MemoryPlan, num_micro: int) -> None:
     tier = plan.placement[record.index, GRAD]
-    if tier.is_device:  # measured on the device, when the last micro batch has ended
-        sheet.add(BACKWARD, LANDING, record.state.kept_trainable * record.grad_dtype.itemsize)
-        return
-    brought = record.num_trainable * record.dtype.itemsize
     home = record.state.kept_trainable * record.grad_dtype.itemsize
+    if tier.is_device:
+        sheet.add(BACKWARD, LANDING, _num_measured(record, num_micro) * home)
+        return
+    brought = record.state.kept_trainable * record.dtype.itemsize
     sheet.add(BACKWARD, D2H, num_micro * brought)
     # Norms are taken of the gradient at home; later ones are added to it.
     sheet.add(BACKWARD, LANDING, num_micro * home)
@@ -200,6 +283,11 @@ def _add_gradient(sheet: _Sheet, record: Record, plan: MemoryPlan, num_micro: in
         sheet.add(BACKWARD, NVME_WRITE, num_micro * home)
         sheet.add(BACKWARD, NVME_READ, (num_micro - 1) * home)
         sheet.add(AFTER, NVME_READ, home)
+
+
+def _num_measured(record: Record, num_micro: int) -> int:
+    """How often a gradient at home on the device is measured: once for the window, or after each reduction."""
+    return num_micro if record.is_reduced else 1
 
 
 def _add_update(sheet: _Sheet, record: Record, plan: MemoryPlan) -> None:
@@ -215,6 +303,7 @@ def _add_update(sheet: _Sheet, record: Record, plan: MemoryPlan) -> None:
         sheet.add(AFTER, DEVICE_UPDATE, moved)
         return
     sheet.add(AFTER, UPDATE, moved)
+    sheet.add(AFTER, D2H, grad_bytes if tiers[GRAD].is_device else 0)
     for kind, num_bytes in sizes.items():
         if tiers[kind].is_file:
             sheet.add(AFTER, NVME_READ, num_bytes)

@@ -18,6 +18,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -37,7 +38,9 @@ from offloadzero.observe.collectives import (
     REDUCE_SCATTER,
     CollectiveCount,
     CollectiveCounter,
+    volume_bytes,
 )
+from offloadzero.observe.timeline import COLLECTIVES, OFF
 from offloadzero.sharding.board import LOOK_UP_S, Board, first_line, is_fake, named
 from offloadzero.sharding.mesh import MeshGroups, mesh_groups, numbers_of
 from offloadzero.sharding.shard_spec import ShardSpec
@@ -46,6 +49,8 @@ from offloadzero.torch_private import timeout_of_process_group
 # Newer versions of torch have other names for these functions, and warn of the old ones.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+Recorder = Callable[[str, str, int], AbstractContextManager[None]]  # lane, name, bytes: Accelerator.span
 
 
 class Channel:
@@ -75,6 +80,7 @@ class Channel:
         self._board = board
         self._is_on_host = is_on_host
         self.counter = CollectiveCounter()
+        self.recorder: Recorder = OFF.span
         self._is_closed = False
         self._is_in_collective = False
 
@@ -184,14 +190,16 @@ class Channel:
         self._board.look(what, self.members)
         try:
             self._is_in_collective = True
-            work = start()
-            if work is None:
-                raise AssertionError("the process is in no process group")
-            self.counter.add(kind, data.nbytes)
-            if self._is_on_host:
-                self._wait(work, what)
-            else:
-                work.wait()  # makes the stream wait, not the host
+            volume = volume_bytes({kind: CollectiveCount(1, data.nbytes)})
+            with self.recorder(COLLECTIVES, label, volume):
+                work = start()
+                if work is None:
+                    raise AssertionError("the process is in no process group")
+                self.counter.add(kind, data.nbytes)
+                if self._is_on_host:
+                    self._wait(work, what)
+                else:
+                    work.wait()  # makes the stream wait, not the host
             self._is_in_collective = False
         except RankError:
             raise
@@ -278,6 +286,13 @@ class Ranks:
             for name, channel in channels
             for kind, count in channel.counter.counts.items()
         }
+
+    def record(self, recorder: Recorder) -> None:
+        """Record the collectives of parameters and gradients, on the threads that issue them."""
+        channels = (self.weights, self.updates, self.gradients)
+        for each in (*channels, self.near_weights, self.near_gradients, self.far_gradients):
+            if each is not None:
+                each.recorder = recorder
 
     def close(self) -> None:
         """Close the channels, when no thread uses one any more."""

@@ -12,6 +12,8 @@ ones, which updates and checkpoints read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,6 @@ from offloadzero.arithmetic.block_codes import (
     piece_elements,
 )
 from offloadzero.config.schema import ZeroPlusPlusConfig
-from offloadzero.memory.lanes import Accelerator
 from offloadzero.sharding.ranks import Channel
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
@@ -33,11 +34,8 @@ from offloadzero.update.wire import WireRegion, wire_regions
 class CodedGather:
     """Gathers regions of units in fewer bits; used by one lane."""
 
-    def __init__(
-        self, accelerator: Accelerator, memory: Tensor | None, *, config: ZeroPlusPlusConfig
-    ) -> None:
+    def __init__(self, memory: Tensor | None, *, config: ZeroPlusPlusConfig) -> None:
         """Use `memory`, uint8, on the device, of the largest `weight_code_bytes`; None where that is 0."""
-        self._accelerator = accelerator
         self._memory = memory
         self._config = config
         self._regions: dict[int, dict[int, WireRegion]] = {}
@@ -58,13 +56,22 @@ class CodedGather:
             self._regions[record.index] = regions
         return regions
 
-    def gather(self, region: WireRegion, target: Tensor, shard: Tensor, channel: Channel, label: str) -> None:
-        """Fill `target`, shape (n,), with the parts of all ranks, of which `shard` is this one's."""
+    def gather(
+        self,
+        region: WireRegion,
+        target: Tensor,
+        shard: Tensor,
+        channel: Channel,
+        label: str,
+        *,
+        copy: Callable[[Tensor, Tensor], None],
+    ) -> None:
+        """Fill `target`, shape (n,), with the parts of all ranks, of which `shard` is this one's: `copy` brings it."""
         work = _Memory(self._memory, region)
         num_elements, kept, rank = target.numel(), region.kept_elements, region.shard.rank
         codes = target.view(torch.uint8)[-num_elements:].view(torch.int8)
         own = target[:kept]
-        self._accelerator.copy(own, shard)
+        copy(own, shard)
         for part in region.exact:
             if part.rank == rank:
                 start, stop = part.start - rank * kept, part.stop - rank * kept

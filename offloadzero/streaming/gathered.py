@@ -112,11 +112,13 @@ class GatheredFetches(UnitFetches):
     ) -> None:
         """Gather one region, which begins with the record's element `first`."""
         wire = self._coded.region_at(record, first)
+        is_here = record.param_home.is_on_device
+        copy = self._store.accelerator.copy_inside if is_here else self._store.accelerator.copy
         if wire is not None:
-            self._coded.gather(wire, region, shard, self._ranks.weights, label)
+            self._coded.gather(wire, region, shard, self._ranks.weights, label, copy=copy)
             return
         start, stop = record.shard.kept_range(region.numel())
-        self._store.accelerator.copy(region[start:stop], shard)
+        copy(region[start:stop], shard)
         self._ranks.weights.all_gather(region, label)
 
     def read_home(self, unit: LeasedUnit) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from offloadzero.memory.lanes import Accelerator
+from offloadzero.observe.timeline import D2H
 from offloadzero.sharding.ranks import Channel
 from offloadzero.streaming.leased_unit import LeasedUnit
 from offloadzero.update.kept import gathered_regions
@@ -54,12 +55,16 @@ class NearCopies:
     def keep(self, record: Record, params: Tensor) -> None:
         """Fill the copy from all of a record's parameters, shape (num_elements,)."""
         for region, part in self._parts(record, params):
-            self._accelerator.copy(part, region[self._own(region)])
+            if record.param_home.is_on_device:
+                self._accelerator.copy_inside(part, region[self._own(region)])
+            else:
+                self._accelerator.copy(part, region[self._own(region)], lane=D2H)
 
     def gather(self, record: Record, params: Tensor, label: str) -> None:
         """Fill `params`, shape (num_elements,), from the copies of all ranks of the machine."""
+        copy = self._accelerator.copy_inside if record.param_home.is_on_device else self._accelerator.copy
         for region, part in self._parts(record, params):
-            self._accelerator.copy(region[self._own(region)], part)
+            copy(region[self._own(region)], part)
             self._weights.all_gather(region, label)
 
     def _own(self, region: Tensor) -> slice:
