@@ -37,7 +37,7 @@ from offloadzero.memory.lanes import Accelerator
 from offloadzero.memory.tickets import Failures
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.collectives import CollectiveCount
-from offloadzero.observe.forecast import PlannedStep
+from offloadzero.observe.forecast import MakeForecast, PlannedStep
 from offloadzero.observe.monitor import StepMonitor
 from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.placement import describe_placement
@@ -177,6 +177,7 @@ class Runtime:
             device_is_cpu=self.accelerator.asynchronous.free_bytes() is None,
             collectives=dict if self.several is None else self.several.ranks.collectives,
             forecast=self._prepare_forecast(),
+            num_local_ranks=self._num_local_ranks,
         )
         _live.add(self)
         if multiprocessing.parent_process() is not None:
@@ -186,9 +187,17 @@ class Runtime:
         self.monitor.timeline.take(0)  # moving the weights home is no part of a step
         self.clock.restart()
 
-    def _prepare_forecast(self) -> Callable[[], PlannedStep] | None:
-        """Return what makes the forecast of a step when the first one has run; it must not hold the engine."""
-        if self.several is not None or self.hooks is None or not self.monitor.is_on:
+    @property
+    def _num_local_ranks(self) -> int:
+        return 1 if self.several is None else self.several.ranks.local_world_size
+
+    def _prepare_forecast(self) -> MakeForecast | None:
+        """Return what makes the forecast of a step when the first one has run; it must not hold the engine.
+
+        Of several ranks the first one makes it.
+        """
+        is_first = self.several is None or self.several.ranks.is_first
+        if not is_first or self.hooks is None or not self.monitor.is_on:
             return None
         from offloadzero.step_forecast import (  # late: a run without reports needs none of it
             FirstStep,
@@ -199,7 +208,7 @@ class Runtime:
         first = FirstStep(self.accelerator.device, is_over=lambda: monitor.has_steps)
         self.hooks.tell_calls(first.see)
 
-        def make() -> PlannedStep:
+        def make(rates: Mapping[str, float]) -> PlannedStep:
             runtime = reference()
             if runtime is None:
                 raise AssertionError("an engine that is gone has taken a step")
@@ -211,6 +220,8 @@ class Runtime:
                 checkpointed=runtime._checkpointed,
                 device=runtime.accelerator.asynchronous,
                 first=first,
+                num_local_ranks=runtime._num_local_ranks,
+                shown_rates=rates,
             )
 
         return make
@@ -405,9 +416,7 @@ def _make_clock(monitor: StepMonitor, accelerator: Accelerator) -> StepClock:
     return clock
 
 
-def _join_ranks(
-    accelerator: Accelerator, config: OffloadConfig, resources: Resources
-) -> SeveralRanks | None:
+def _join_ranks(accelerator: Accelerator, config: OffloadConfig, resources: Resources) -> SeveralRanks | None:
     """Join the other ranks, which `resources` leaves in the end; None where this process alone trains the model."""
     if not config.is_of_several:
         return None

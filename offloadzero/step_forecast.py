@@ -8,6 +8,11 @@ a micro batch has. The count must touch nothing of the training, so it runs on a
 without hooks. Where something in the copy leads back to the model, a function set as `forward` that holds a module of
 it say, the model's modules refuse to be called, and there is no forecast. Random numbers stay as they were, those of
 Python and numpy too, compiled parts run as they are written.
+
+Over several ranks the first one makes it, of its own step: with its share of the machine, and with its part of what the
+ranks send. How fast that is depends on all of them and is in no measurement of one machine: the rate is the best that a
+collective of the first step has shown. A collective in the model's own forward would wait for the other ranks, which do
+not count: it is refused before it begins, and there is no forecast; nor in a mesh, where such are expected.
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,10 +35,11 @@ from offloadzero.config import OffloadConfig
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import Device
 from offloadzero.observe.forecast import NoForecastError, PlannedStep, parts_alone
+from offloadzero.observe.timeline import COLLECTIVES
 from offloadzero.planned_model import uses_of
 from offloadzero.planning.activation_trace import CallForm, MicroBatchTrace, TraceError, trace_call
 from offloadzero.planning.hardware import Hardware
-from offloadzero.planning.kept_rates import describe, kept_hardware
+from offloadzero.planning.kept_rates import describe, kept_hardware, kept_share
 from offloadzero.planning.memory_plan import MemoryPlan
 from offloadzero.planning.time_model import forecast, plan_step
 from offloadzero.streaming.units import UnitCut
@@ -84,17 +92,26 @@ def forecast_step(
     checkpointed: Collection[str],
     device: Device,
     first: FirstStep,
+    num_local_ranks: int = 1,
+    shown_rates: Mapping[str, float] = MappingProxyType({}),
 ) -> PlannedStep:
     """Forecast a step of an engine: [Note: a forecast while training].
 
     Args:
         checkpointed: names of the modules that keep only their inputs.
         first: the step that has run.
+        num_local_ranks: the ranks that share this machine.
+        shown_rates: bytes per second by lane, the best that the first step has shown; that between ranks is used.
 
     Raises:
         NoForecastError: the machine has not been measured, or the operations cannot be counted.
     """
-    hardware = _measured(config, device)
+    if config.mesh is not None:
+        raise NoForecastError("in a mesh the model's own code sends between ranks, which is not counted")
+    hardware = _measured(config, device, num_local_ranks)
+    rates = hardware.rates
+    if rates.collectives is None:
+        rates = replace(rates, collectives=shown_rates.get(COLLECTIVES))
     call = _call_of_micro_batch(first, config.batch.gradient_accumulation_steps)
     step = plan_step(
         cut.records,
@@ -103,10 +120,11 @@ def forecast_step(
         uses=uses_of(cut),
         trace=_count(model, config, checkpointed, call, autocast=first.autocast),
         products=first.autocast,
+        num_local_ranks=num_local_ranks,
     )
     found = forecast(
         step,
-        hardware.rates,
+        rates,
         num_cores=hardware.num_cores,
         device_is_cpu=device.free_bytes() is None,
     )
@@ -121,9 +139,10 @@ def forecast_step(
     )
 
 
-def _measured(config: OffloadConfig, device: Device) -> Hardware:
+def _measured(config: OffloadConfig, device: Device, num_local_ranks: int) -> Hardware:
     try:
-        found = kept_hardware(describe(device, config.nvme_paths))
+        identity = describe(device, config.nvme_paths)
+        found = kept_hardware(identity) if num_local_ranks == 1 else kept_share(identity, num_local_ranks)
     except (
         ConfigError,
         OSError,

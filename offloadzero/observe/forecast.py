@@ -183,10 +183,14 @@ def _medians(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.median(table.get(name, 0.0) for table in tables) for name in names}
 
 
+# Makes the forecast of a step from the best rates that the first one has shown, in bytes per second by lane.
+MakeForecast = Callable[[Mapping[str, float]], PlannedStep]
+
+
 class ForecastCheck:
     """Compares the first steps of a run with their forecast, once."""
 
-    def __init__(self, make: Callable[[], PlannedStep]) -> None:
+    def __init__(self, make: MakeForecast) -> None:
         """Prepare the check. `make` is called when the first step has run, and may raise NoForecastError."""
         self._make = make
         self._records: list[Record] = []
@@ -194,11 +198,11 @@ class ForecastCheck:
         self.unknown = ""  # the reason why there is no forecast
         self.found: Comparison | None = None
 
-    def add(self, record: Record) -> bool:
-        """Take in a step; return whether these were enough."""
+    def add(self, record: Record, rates: Mapping[str, float]) -> bool:
+        """Take in a step; return whether these were enough. `rates`: the best so far, by lane."""
         if not self._records:
             try:
-                self.planned = self._make()
+                self.planned = self._make(rates)
             except NoForecastError as error:
                 self.unknown = str(error)
         self._records.append(record)

@@ -21,7 +21,7 @@ from typing import Any
 from offloadzero.config import ObserveConfig
 from offloadzero.observe import bound
 from offloadzero.observe.collectives import CollectiveCount, since
-from offloadzero.observe.forecast import ForecastCheck, PlannedStep
+from offloadzero.observe.forecast import ForecastCheck, MakeForecast
 from offloadzero.observe.run_dir import RunDirectory, json_number
 from offloadzero.observe.step_report import StepReport
 from offloadzero.observe.timeline import Span, Timeline
@@ -62,7 +62,7 @@ class StepMonitor:
         """Open the run directory. Raises ConfigError when it cannot be written."""
         self._config = config
         self._device_is_cpu = True
-        self._num_cores = len(os.sched_getaffinity(0))
+        self._num_cores: float = len(os.sched_getaffinity(0))
         self._directory = RunDirectory(config.run_dir) if config.run_dir is not None else None
         self._logs = log.isEnabledFor(logging.INFO)
         self.is_on = self._directory is not None or config.step_line or self._logs
@@ -85,13 +85,16 @@ class StepMonitor:
         *,
         device_is_cpu: bool,
         collectives: ReadCollectives = dict,
-        forecast: Callable[[], PlannedStep] | None = None,
+        forecast: MakeForecast | None = None,
+        num_local_ranks: int = 1,
     ) -> None:
         """Begin the training: `description` holds for the whole run, `collectives` reads those of the ranks so far.
 
         `forecast` makes the forecast of a step, on the training thread when the first one has run, and may raise
-        NoForecastError.
+        NoForecastError. `num_local_ranks` share the cores of this machine.
         """
+        if num_local_ranks > 1:
+            self._num_cores /= num_local_ranks
         if forecast is not None and self.is_on:
             self._check = ForecastCheck(forecast)
         self._device_is_cpu = device_is_cpu
@@ -183,7 +186,7 @@ class StepMonitor:
     def _compare(self, check: ForecastCheck, record: Mapping[str, Any]) -> None:
         """Hand a step to the check: at the first one there is a forecast, and after some what became of it is told."""
         was_planned = check.planned is not None
-        is_done = check.add(record)
+        is_done = check.add(record, self._rates.by_lane)
         if check.planned is not None and not was_planned and self._directory is not None:
             self._directory.write_forecast(check.planned.to_json())
         if not is_done:

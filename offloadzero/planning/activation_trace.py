@@ -43,6 +43,7 @@ from offloadzero.torch_private import (
     grouped_matmul,
 )
 
+_BETWEEN_RANKS = ("c10d", "_c10d_functional", "c10d_functional")  # torch's namespaces of collectives
 _HEAVY = re.compile(r"mm(?![a-z])|matmul|conv(?!ert)|attention")  # in the name of an operation
 
 
@@ -392,6 +393,8 @@ class _Counter(DispatchMode):
     ) -> Any:
         """Run an operation and count its results."""
         kwargs = kwargs or {}
+        if func.namespace in _BETWEEN_RANKS:  # the other ranks are not in it: it would not come back
+            raise TraceError(f"its own code sends between ranks: {func.overloadpacket}")
         output = func(*args, **kwargs)
         count = _COUNTS.get(func.overloadpacket)
         if count is not None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from offloadzero.errors import ConfigError
 from offloadzero.planning.fit import Memory
+from offloadzero.planning.result_file import Reader
 from offloadzero.planning.time_model import Rates
 from offloadzero.update.spec import UpdateForm
 
 FORMAT = "offloadzero.hardware"
 FORMAT_VERSION = 1
-_MAX = 1e24
 _TABLES = ("flops", "update", "device_update")  # tables of Rates, by dtype or layout
 
 
@@ -48,8 +47,8 @@ class Hardware:
 
 def hardware_from_json(key: str, value: Mapping[str, Any]) -> Hardware:
     """Read the machine that a file describes, for a command's argument `key`. Raises ConfigError."""
-    reader = _Reader(key, value)
-    reader.expect(fields(Hardware), more=("format", "format_version"))
+    reader = Reader(key, value)
+    reader.expect(*_names(Hardware), "format", "format_version")
     form = reader.value.get("adam_form", UpdateForm.NATIVE.value)
     forms = [one.value for one in UpdateForm]
     if form not in forms:
@@ -58,9 +57,9 @@ def hardware_from_json(key: str, value: Mapping[str, Any]) -> Hardware:
     if device is not None and not isinstance(device, str):
         raise ConfigError(f"{key}.device", device, "a name, or null where the CPU is the device")
     rates = reader.table("rates")
-    rates.expect(fields(Rates))
+    rates.expect(*_names(Rates))
     memory = reader.table("memory")
-    memory.expect(fields(Memory))
+    memory.expect(*_names(Memory))
     found: dict[str, Any] = {name: rates.numbers(name) for name in _TABLES}
     found |= {one.name: rates.number(one.name) for one in fields(Rates) if one.name not in _TABLES}
     return Hardware(
@@ -77,52 +76,30 @@ def hardware_from_json(key: str, value: Mapping[str, Any]) -> Hardware:
     )
 
 
-class _Reader:
-    """Reads the numbers of an object in JSON; its errors have dotted names."""
+def _names(kind: Any) -> list[str]:
+    return [one.name for one in fields(kind)]
 
-    def __init__(self, name: str, value: Mapping[str, Any]) -> None:
-        self._name = name
-        self.value = value
 
-    def expect(self, known: tuple[Any, ...], *, more: tuple[str, ...] = ()) -> None:
-        """Raise ConfigError for a name that is none of a dataclass's fields."""
-        names = [*(one.name for one in known), *more]
-        for name in self.value:
-            if name not in names:
-                raise ConfigError(f"{self._name}.{name}", self.value[name], "no such entry", known_keys=names)
+def share_of(hardware: Hardware, num_local_ranks: int, *, num_threads: int | None = None) -> Hardware:
+    """Return the cores and rates that each of some ranks of a machine has of it. Memory stays that of the machine.
 
-    def table(self, name: str) -> _Reader:
-        """Return an object; an empty one where it is absent."""
-        found = self.value.get(name)
-        if found is None:
-            found = {}
-        if not isinstance(found, Mapping):
-            raise ConfigError(f"{self._name}.{name}", found, "an object")
-        return _Reader(f"{self._name}.{name}", found)
-
-    def number(self, name: str) -> float | None:
-        """Return a positive number, or None: not known."""
-        found = self.value.get(name)
-        if found is None:
-            return None
-        is_number = isinstance(found, int | float) and not isinstance(found, bool)
-        if not is_number or not math.isfinite(found) or not 0 < found < _MAX:
-            raise ConfigError(
-                f"{self._name}.{name}", found, "a positive number, or null for one that is not known"
-            )
-        return float(found)
-
-    def count(self, name: str) -> int | None:
-        """Return a whole number, 0 included, or None."""
-        found = self.value.get(name)
-        if found is None:
-            return None
-        if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < _MAX:
-            raise ConfigError(f"{self._name}.{name}", found, "a whole number of bytes, or null")
-        return found
-
-    def numbers(self, name: str) -> dict[str, float]:
-        """Return positive numbers by name."""
-        table = self.table(name)
-        found = {key: table.number(key) for key in table.value}
-        return {key: number for key, number in found.items() if number is not None}
+    Cores, the host's memory and the drives are shared evenly; each rank has a device and a link of its own, unless the
+    CPU is the device. `num_threads`: those of torch in a rank, where the machine was measured with another number.
+    """
+    if num_local_ranks == 1:
+        return hardware
+    rates, num_cores = hardware.rates, hardware.num_cores
+    flops = dict(rates.flops)
+    if hardware.device_is_cpu:
+        said = hardware.identity.get("torch_threads")
+        measured_with = said if isinstance(said, int) and said > 0 else num_cores
+        threads = min(num_threads or measured_with, num_cores / num_local_ranks)
+        flops = {dtype: rate * threads / measured_with for dtype, rate in flops.items()}
+    of_machine = ("landing", "nvme_read", "nvme_write", "nvme_mixed", "host_memory")
+    shared = {name: getattr(rates, name) for name in of_machine}
+    divided: dict[str, Any] = {
+        name: None if rate is None else rate / num_local_ranks for name, rate in shared.items()
+    }
+    update = {layout: rate / num_local_ranks for layout, rate in rates.update.items()}
+    of_rank = replace(rates, flops=flops, update=update, **divided)
+    return replace(hardware, rates=of_rank, num_cores=max(1, num_cores // num_local_ranks))

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from offloadzero.errors import ConfigError
 from offloadzero.memory.device import Device
-from offloadzero.planning.hardware import FORMAT, FORMAT_VERSION, Hardware, hardware_from_json
+from offloadzero.planning.hardware import FORMAT, FORMAT_VERSION, Hardware, hardware_from_json, share_of
 from offloadzero.planning.machine import describe_machine, describe_path, describe_versions
 from offloadzero.planning.probe import nearest_directory, usable_cores
 from offloadzero.planning.result_file import load_json
@@ -51,9 +52,12 @@ def describe(device: Device, paths: Sequence[Path]) -> dict[str, Any]:
 
 def cache_file(identity: Mapping[str, Any]) -> Path:
     """Return the file for the rates of such a machine: below XDG_CACHE_HOME, or ~/.cache."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    return base / "offloadzero" / f"hardware-{digest}.json"
+    return _directory() / f"hardware-{digest}.json"
+
+
+def _directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offloadzero"
 
 
 def kept_hardware(identity: Mapping[str, Any]) -> Hardware | None:
@@ -63,3 +67,30 @@ def kept_hardware(identity: Mapping[str, Any]) -> Hardware | None:
         return None
     found = read_hardware(str(path))
     return found if found.identity == identity else None
+
+
+def kept_share(identity: Mapping[str, Any], num_local_ranks: int) -> Hardware | None:
+    """Return what each of some ranks of this machine has of it; None where it was not measured. Raises ConfigError.
+
+    Launchers give each rank fewer threads of torch than the process had that measured: its rates are taken all the
+    same, for so many threads.
+    """
+    found = kept_hardware(identity) or _with_other_threads(identity)
+    if found is None:
+        return None
+    return share_of(found, num_local_ranks, num_threads=identity["torch_threads"])
+
+
+def _with_other_threads(identity: Mapping[str, Any]) -> Hardware | None:
+    """Return this machine as it was measured with the most threads of torch."""
+    wanted, fitting = {**identity, "torch_threads": None}, list[Hardware]()
+    for path in sorted(_directory().glob("hardware-*.json")):
+        try:
+            found = read_hardware(str(path))
+        except (
+            ConfigError
+        ):  # of another version of this package, or cut short: it says nothing of this machine
+            continue
+        if {**found.identity, "torch_threads": None} == wanted:
+            fitting.append(found)
+    return max(fitting, key=lambda one: one.identity.get("torch_threads") or 0, default=None)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from offloadzero.errors import ConfigError
 
 _MAX_INT_DIGITS = 30
+_MAX = 1e24
 
 
 def parse_json(text: str) -> Any:
@@ -50,3 +52,53 @@ def load_json(key: str, path: str, *, format_name: str, format_version: int) -> 
             key, path, f"has format_version {value.get('format_version')!r:.40}, not {format_version}"
         )
     return value
+
+
+class Reader:
+    """Reads the numbers of an object in JSON; its errors have dotted names."""
+
+    def __init__(self, name: str, value: Mapping[str, Any]) -> None:
+        self._name = name
+        self.value = value
+
+    def expect(self, *known: str) -> None:
+        """Raise ConfigError for another name than these."""
+        for name in self.value:
+            if name not in known:
+                raise ConfigError(f"{self._name}.{name}", self.value[name], "no such entry", known_keys=known)
+
+    def table(self, name: str) -> Reader:
+        """Return an object; an empty one where it is absent."""
+        found = self.value.get(name)
+        if found is None:
+            found = {}
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"{self._name}.{name}", found, "an object")
+        return Reader(f"{self._name}.{name}", found)
+
+    def number(self, name: str) -> float | None:
+        """Return a positive number, or None: not known."""
+        found = self.value.get(name)
+        if found is None:
+            return None
+        is_number = isinstance(found, int | float) and not isinstance(found, bool)
+        if not is_number or not math.isfinite(found) or not 0 < found < _MAX:
+            raise ConfigError(
+                f"{self._name}.{name}", found, "a positive number, or null for one that is not known"
+            )
+        return float(found)
+
+    def count(self, name: str) -> int | None:
+        """Return a whole number, 0 included, or None."""
+        found = self.value.get(name)
+        if found is None:
+            return None
+        if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < _MAX:
+            raise ConfigError(f"{self._name}.{name}", found, "a whole number of bytes, or null")
+        return found
+
+    def numbers(self, name: str) -> dict[str, float]:
+        """Return positive numbers by name."""
+        table = self.table(name)
+        found = {key: table.number(key) for key in table.value}
+        return {key: number for key, number in found.items() if number is not None}

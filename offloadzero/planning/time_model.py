@@ -15,6 +15,13 @@ stands [Note: the simulated step], which sees leases and buffers: what too few o
 With the CPU as the device all but the drive share the cores: computation, copies, landings, updates and the file
 engine's own work add up, as [Note: the bound] in observe/bound.py adds them up when it measures.
 
+[Note: lanes between ranks]
+Of several ranks it is the forecast of one, which has its share of what the ranks of a machine have in common. What they
+send is one lane, `collectives`, at one rate; or, of a cluster that is described, two: `links` within a machine and
+`network` between machines, as planning/cluster.py says. There `host memory` is a lane as well, of all that passes
+through the host's memory: that of h2d, d2h, updates, landings and the drives, at the same time as on their own lanes.
+Ranks are taken to be equally fast: none waits for another. The start of a collective counts in the lane of its bytes.
+
 [Note: one drive for both directions]
 Most drives share one limit between reads and writes. `mixed` is the rate of both together, and holds in each phase in
 which there are both, whichever of the model's phases they come from. The bound counts all bytes at the fastest of the
@@ -32,6 +39,7 @@ from offloadzero.config import OffloadConfig
 from offloadzero.observe.bound import CORES
 from offloadzero.observe.forecast import FILE_ENGINE, OF_ONE_CORE, PYTHON
 from offloadzero.observe.timeline import (
+    COLLECTIVES,
     COMPUTE,
     D2H,
     DEVICE_UPDATE,
@@ -50,7 +58,10 @@ from offloadzero.update.records import Record
 
 OVERLAP = 0.95  # overlap efficiency of a phase: the design's goal, which steady steps reach
 NVME_MIXED = "nvme"
-_OF_THE_DRIVE = (NVME_READ, NVME_WRITE, NVME_MIXED)
+LINKS, NETWORK, HOST_MEMORY = "links", "network", "host memory"  # [Note: lanes between ranks]
+_BETWEEN_RANKS = (COLLECTIVES, LINKS, NETWORK)
+_BESIDE_THE_CORES = (NVME_READ, NVME_WRITE, NVME_MIXED, *_BETWEEN_RANKS)
+THROUGH_HOST_MEMORY = (H2D, D2H, UPDATE, LANDING, NVME_READ, NVME_WRITE)
 FP32, COMPACT = "fp32", "compact"
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -77,6 +88,12 @@ class Rates:
     nvme_mixed: float | None = None
     nvme_cpu_s_per_byte: float | None = None
     unit_s: float | None = None  # seconds of Python for each use of a unit
+    # Of several ranks, each one's: [Note: lanes between ranks].
+    collectives: float | None = None
+    links: float | None = None  # each way
+    network: float | None = None  # each way
+    host_memory: float | None = None
+    collective_s: float | None = None  # seconds of a collective beside its bytes; None: they are left out
 
 
 @dataclass(frozen=True)
@@ -89,7 +106,8 @@ class Step:
     update_in_backward: bool
     dtype: str  # of products of matrices
     layout: str  # of the states
-    work: StepWork | None = None  # the same unit by unit; None: the step is not simulated
+    num_ranks: int = 1
+    work: StepWork | None = None  # the same unit by unit; None: the step is not simulated, that of one of several ranks say
 
 
 def plan_step(
@@ -100,22 +118,28 @@ def plan_step(
     uses: Uses,
     trace: MicroBatchTrace | None,
     products: torch.dtype | None = None,
+    num_local_ranks: int | None = None,
 ) -> Step:
-    """Return the bytes and operations of a step of a model that is planned.
+    """Return the bytes and operations of a step of a model that is planned; of several ranks those of one.
 
-    `products`: the dtype of products of matrices; None: that of the parameters.
+    Args:
+        products: the dtype of products of matrices; None: that of the parameters.
+        num_local_ranks: the ranks of a machine; None: all are on one.
     """
     largest = max(records, key=lambda record: record.num_elements)
     dtype = largest.dtype if products is None else products
     inputs = trace.inputs if trace is not None else ()
     return Step(
-        traffic=step_traffic(records, plan, config, uses=uses, inputs=inputs),
+        traffic=step_traffic(
+            records, plan, config, uses=uses, inputs=inputs, num_local_ranks=num_local_ranks
+        ),
         trace=trace,
         num_micro=config.batch.gradient_accumulation_steps,
         update_in_backward=plan.update_in_backward,
         dtype=_DTYPE_NAMES.get(dtype, str(dtype)),
         layout=config.state_layout,
-        work=work_of_step(records, plan, config, uses=uses, inputs=inputs),
+        num_ranks=config.world_size,
+        work=work_of_step(records, plan, config, uses=uses, inputs=inputs) if config.world_size == 1 else None,
     )
 
 
@@ -146,7 +170,7 @@ class Forecast:
     lane: str | None = None  # the lane of the bound
     seconds: float | None = None
     alone_s: float | None = None
-    tokens: int | None = None
+    tokens: int | None = None  # of all ranks
     phases: tuple[Phase, ...] = ()  # in their order; together they take `seconds`
 
     @property
@@ -170,7 +194,7 @@ def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -
         for phase, lanes in phases.items()
     }
     total = _with_both_directions(_together(known.values()), rates, at_best=True)
-    tokens = step.trace.num_tokens * step.num_micro if step.trace is not None else None
+    tokens = step.num_ranks * step.trace.num_tokens * step.num_micro if step.trace is not None else None
     found = Forecast(total, unknown, tokens=tokens)
     if device_is_cpu:
         found = replace(found, parts_s=_together(shared.values()))
@@ -218,10 +242,14 @@ def simulated(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) 
 
 
 def _one_after_the_other(lanes: Lanes) -> float:
-    """Add up the lanes. The drive's lane for both directions is the same work as its lanes for each."""
+    """Add up the lanes, those that are the same work as others once: both directions of the drive, host memory."""
     drive_s = lanes.get(NVME_READ, 0.0) + lanes.get(NVME_WRITE, 0.0)
-    mixed_s = lanes.get(NVME_MIXED, 0.0)
-    return sum(lanes.values()) - drive_s - mixed_s + max(drive_s, mixed_s)
+    more_s = max(lanes.get(NVME_MIXED, 0.0) - drive_s, 0.0)  # than the directions by themselves
+    through_s = sum(lanes.get(lane, 0.0) for lane in THROUGH_HOST_MEMORY) + more_s
+    elsewhere_s = sum(
+        s for lane, s in lanes.items() if lane not in (*THROUGH_HOST_MEMORY, NVME_MIXED, HOST_MEMORY)
+    )
+    return elsewhere_s + max(through_s, lanes.get(HOST_MEMORY, 0.0))
 
 
 def _with_both_directions(lanes: Lanes, rates: Rates, *, at_best: bool = False) -> Lanes:
@@ -277,6 +305,11 @@ def _phase_seconds(step: Step, phase: str, rates: Rates, device_is_cpu: bool) ->
     lanes = {
         name: _over(size, _rate(name, rates, step, device_is_cpu)) for name, size in moved.items() if size
     }
+    calls = sum(count.num_calls for count in step.traffic.collectives.get(phase, {}).values())
+    for name in _BETWEEN_RANKS:
+        seconds = lanes.get(name)
+        if seconds is not None:
+            lanes[name] = seconds + calls * (rates.collective_s or 0.0)
     if phase != AFTER:
         lanes[COMPUTE] = _compute_s(step, phase, rates)
         lanes[PYTHON] = None if rates.unit_s is None else step.traffic.num_uses / 2 * rates.unit_s
@@ -291,13 +324,13 @@ def _share_of_cores(lanes: Mapping[str, float | None], num_cores: int) -> dict[s
     return {
         lane: seconds / (num_cores if lane in OF_ONE_CORE else 1)
         for lane, seconds in lanes.items()
-        if seconds is not None and lane not in _OF_THE_DRIVE
+        if seconds is not None and lane not in _BESIDE_THE_CORES
     }
 
 
 def _on_the_cores(lanes: Mapping[str, float | None], shared: Lanes) -> dict[str, float | None]:
-    """Return all lanes but the drive as one, and the lanes without a rate."""
-    apart = {lane: seconds for lane, seconds in lanes.items() if lane in _OF_THE_DRIVE or seconds is None}
+    """Return all lanes of the cores as one, and the lanes without a rate."""
+    apart = {lane: seconds for lane, seconds in lanes.items() if lane in _BESIDE_THE_CORES or seconds is None}
     return {CORES: sum(shared.values()), **apart}
 
 
@@ -330,6 +363,10 @@ def _rate(lane: str, rates: Rates, step: Step, device_is_cpu: bool) -> float | N
         LANDING: rates.landing,
         NVME_READ: rates.nvme_read,
         NVME_WRITE: rates.nvme_write,
+        COLLECTIVES: rates.collectives,
+        LINKS: rates.links,
+        NETWORK: rates.network,
+        HOST_MEMORY: rates.host_memory,
     }[lane]
 
 
@@ -353,7 +390,7 @@ def forecast_run(
     if not found.tokens:
         return None
     num_steps = -(-num_tokens // found.tokens)
-    per_step = step.traffic.lane(NVME_WRITE)
+    per_step = step.num_ranks * step.traffic.lane(NVME_WRITE)
     years = None
     if endurance_bytes is not None and per_step and found.seconds is not None:
         years = endurance_bytes / per_step * found.seconds / (365.25 * 86_400)
@@ -377,5 +414,14 @@ FASTER: Mapping[str, str] = {
     NVME_WRITE: "writes of the drive are the bound: a larger host budget, the compact layout, a second drive, or more "
     "micro batches per step",
     NVME_MIXED: "the drive is the bound: a larger host budget, the compact layout, a second drive, or more micro "
+    "batches per step",
+    COLLECTIVES: "what the ranks send is the bound: a larger micro batch, a larger device budget, or ZeRO++'s codes "
+    "and copies for near ranks (zero_optimization.zero_quantized_weights, zero_hpz_partition_size, "
+    "zero_quantized_gradients)",
+    LINKS: "the links between the devices of a machine are the bound: a larger micro batch, a larger device budget, or "
+    "weights and gradients as codes (zero_optimization.zero_quantized_weights, zero_quantized_gradients)",
+    NETWORK: "the network between machines is the bound: ZeRO++ (zero_optimization.zero_hpz_partition_size, "
+    "zero_quantized_weights, zero_quantized_gradients), a larger micro batch, or a larger device budget",
+    HOST_MEMORY: "the host's memory is the bound: records updated on the device, the compact layout, or more micro "
     "batches per step",
 }

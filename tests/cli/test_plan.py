@@ -413,8 +413,9 @@ def test_the_probe_knows_every_rate_of_a_machine_without_a_device(
     monkeypatch.setattr(plan_probe, "drive_rates", small_drive)
     rates = plan_probe.measure(find_device("cpu"), [tmp_path / "made later"])
     of_devices = ("h2d", "d2h", "device_update")
+    of_ranks = ("collectives", "links", "network", "host_memory", "collective_s")
     for name, value in vars(rates).items():
-        assert bool(value) == (name not in of_devices), name
+        assert bool(value) == (name not in (*of_devices, *of_ranks)), name
     assert set(rates.flops) == {"bf16", "fp32"}
     assert set(rates.update) == {"fp32", "compact"}
     assert plan_probe.measure(find_device("cpu"), ()).nvme_read is None

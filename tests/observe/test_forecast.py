@@ -85,20 +85,27 @@ def test_a_part_of_the_cores_is_the_cause_where_their_time_is_not() -> None:
 
 
 def test_the_forecast_is_made_with_the_first_step_and_checked_once() -> None:
-    made: list[int] = []
-    check = ForecastCheck(lambda: made.append(1) or planned(1.0, {"compute": 1.0}))  # type: ignore[func-returns-value]
+    made: list[Any] = []
+
+    def make(rates: Any) -> PlannedStep:
+        made.append(rates)
+        return planned(1.0, {"compute": 1.0})
+
+    check = ForecastCheck(make)
     assert made == []
     steps = records(1.0, {"compute": 1.0})
-    assert [check.add(step) for step in steps] == [False] * (MIN_STEPS - 1) + [True]
-    assert made == [1]
+    shown = [{"h2d": float(number)} for number in range(MIN_STEPS)]
+    done = [check.add(step, rates) for step, rates in zip(steps, shown, strict=True)]
+    assert done == [False] * (MIN_STEPS - 1) + [True]
+    assert made == [{"h2d": 0.0}], "once, from what the first step has shown"
     assert check.found is not None
     assert check.found.ratio == 1.0
 
 
 def test_without_a_forecast_the_reason_is_kept() -> None:
-    def make() -> PlannedStep:
+    def make(_: object) -> PlannedStep:
         raise NoForecastError("no rates")
 
     check = ForecastCheck(make)
-    assert [check.add(step) for step in records(1.0, {})][-1]
+    assert [check.add(step, {}) for step in records(1.0, {})][-1]
     assert (check.found, check.planned, check.unknown) == (None, None, "no rates")
