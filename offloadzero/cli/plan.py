@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offloadzero.cli.output import check_output, print_lines, save_json, save_text
 from offloadzero.cli.page import make_page
@@ -14,6 +14,9 @@ from offloadzero.config import OffloadConfig, load_config, read_config_file
 from offloadzero.config.parse import read_num_bytes
 from offloadzero.errors import ConfigError
 from offloadzero.sharding.shard_spec import MAX_RANKS
+
+if TYPE_CHECKING:  # else it loads torch for `--help`
+    from offloadzero.planning.cluster import Cluster
 
 FORMAT = "offloadzero.plan"
 FORMAT_VERSION = 1
@@ -41,7 +44,8 @@ def add_parser(commands: Any) -> None:
         "--hardware",
         default="probe",
         metavar="probe|FILE",
-        help="this machine (measured once, in less than a minute), or a file that --hardware-out has written",
+        help="this machine (measured once, in less than a minute), a file that --hardware-out has written, or one that "
+        "describes a cluster (docs/plan.md)",
     )
     parser.add_argument(
         "--hardware-out", metavar="FILE", help="what was found out about the machine, for --hardware"
@@ -58,16 +62,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--ranks",
         type=int,
-        default=1,
         metavar="N",
-        help="the plan of one of N ranks, and its bytes by ZeRO's stage",
+        help="the plan of one of N ranks, and its bytes by ZeRO's stage (default 1, of a cluster all devices)",
     )
     parser.add_argument(
         "--local-ranks",
         type=int,
-        default=1,
         metavar="M",
-        help="of the ranks, those that share this machine's memory and drives (default 1)",
+        help="of the ranks, those that share a machine's memory, drives and cores (default 1; a cluster says it)",
     )
     parser.add_argument("--tokens", metavar="N", help="days and drive writes for so many tokens: 300b, 1.4t")
     parser.add_argument(
@@ -84,20 +86,25 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status: 0, or 1 if the model does not fit. Raises OffloadError."""
     from offloadzero.cli import plan_report
+    from offloadzero.planning.cluster import is_cluster, read_cluster
 
-    _check(args)
+    cluster = None
+    if args.hardware != "probe" and is_cluster(args.hardware):
+        cluster = read_cluster("--hardware", args.hardware)
+    _check(args, cluster)
     source = read_source(args.config, num_ranks=args.ranks)
     if args.micro_batch is not None:
         source = with_micro_batch(source, args.micro_batch, num_ranks=args.ranks)
     config = load_config(source, world_size=args.ranks)
-    question, hardware = ask(args, config)
+    question, hardware = ask(args, config, cluster)
     if args.largest:
         question = replace(question, model=plan_report.largest(question, source))
     report = plan_report.make_report(
         question,
         source,
         hardware,
-        with_time=not args.no_time and args.ranks == 1,
+        cluster=cluster,
+        with_time=not args.no_time,
         num_tokens=read_count("--tokens", args.tokens),
         endurance_bytes=None if args.drive_tbw is None else read_num_bytes("--drive-tbw", args.drive_tbw),
         show=None if args.json == "-" else print_lines,
@@ -120,7 +127,21 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.fits else 1
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace, cluster: Cluster | None) -> None:
+    """Raise ConfigError for arguments that cannot be, and fill in the number of ranks."""
+    if args.ranks is None:
+        args.ranks = 1 if cluster is None else cluster.num_gpus
+    of_machine = 1
+    if cluster is not None:
+        of_machine = cluster.local_ranks("--ranks", args.ranks) if 1 <= args.ranks <= MAX_RANKS else 1
+        if args.local_ranks not in (None, of_machine):
+            raise ConfigError("--local-ranks", args.local_ranks, f"{of_machine}, as the cluster says")
+        if args.hardware_out:
+            raise ConfigError(
+                "--hardware-out", args.hardware_out, "left out with a cluster: nothing is measured"
+            )
+    if args.local_ranks is None:
+        args.local_ranks = of_machine
     for key, value, most in (
         ("--micro-batch", args.micro_batch, 1 << 20),
         ("--sequence", args.sequence, 1 << 24),
@@ -170,8 +191,8 @@ def with_micro_batch(source: Mapping[str, Any], micro_batch: int, *, num_ranks: 
     }
 
 
-def ask(args: argparse.Namespace, config: OffloadConfig) -> tuple[Any, Any]:
-    """Return the question and the machine that it is about."""
+def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None) -> tuple[Any, Any]:
+    """Return the question, and what a rank has of the machine that it is about; the memory is the machine's."""
     from offloadzero.cli import plan_probe
     from offloadzero.cli.plan_answer import Question, drive_bytes
     from offloadzero.cli.plan_model import read_model
@@ -185,7 +206,9 @@ def ask(args: argparse.Namespace, config: OffloadConfig) -> tuple[Any, Any]:
         raise ConfigError(
             "--sequence", args.sequence, f"at most {positions:,}, the positions of {args.model}"
         )
-    if args.hardware != "probe":
+    if cluster is not None:
+        hardware = replace(cluster.rank(args.local_ranks), process_bytes=plan_probe.resident_bytes())
+    elif args.hardware != "probe":
         hardware = read_hardware(args.hardware)
     elif args.no_time:
         hardware = plan_probe.memory_only(config.device, config.nvme_paths)
@@ -209,6 +232,7 @@ def ask(args: argparse.Namespace, config: OffloadConfig) -> tuple[Any, Any]:
         sequence=args.sequence,
         process_bytes=hardware.process_bytes,
         num_ranks=args.ranks,
+        num_local_ranks=args.local_ranks,
         hardware=hardware,
     )
     return question, hardware

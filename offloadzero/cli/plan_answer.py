@@ -62,6 +62,7 @@ class Question:
     sequence: int | None = None  # None: activations are not counted
     process_bytes: int = 0  # of Python and torch
     num_ranks: int = 1
+    num_local_ranks: int = 1  # of a machine
     hardware: Hardware | None = None  # for "auto" by time
 
 

@@ -11,11 +11,28 @@ from offloadzero.observe.bound import CORES
 from offloadzero.observe.forecast import FILE_ENGINE, PYTHON
 from offloadzero.observe.timeline import LANES
 from offloadzero.planning.fit import needed
-from offloadzero.planning.time_model import NVME_MIXED, OVERLAP, Forecast, Phase
+from offloadzero.planning.time_model import (
+    HOST_MEMORY,
+    LINKS,
+    NETWORK,
+    NVME_MIXED,
+    OVERLAP,
+    Forecast,
+    Phase,
+)
 from offloadzero.segments import TierName
 
 PAGE = "plan_page.html"
-_LANES = (CORES, *LANES, NVME_MIXED, PYTHON, FILE_ENGINE)  # in the order of the chart
+_LANES = (
+    CORES,
+    *LANES,
+    NVME_MIXED,
+    LINKS,
+    NETWORK,
+    HOST_MEMORY,
+    PYTHON,
+    FILE_ENGINE,
+)  # in the order of the chart
 
 
 def plan_data(report: Report) -> dict[str, Any]:
@@ -49,6 +66,8 @@ def _facts(report: Report) -> Iterator[list[str]]:
             yield ["tokens/s", rate_text(found.tokens_per_s)]
         if found.lane is not None:
             yield ["longest lane", found.lane]
+    if report.num_ranks > 1:
+        yield ["ranks", f"{report.num_ranks:,}, {report.num_local_ranks} on a machine"]
     if answer is not None:
         config = answer.planned.config
         size = f"{answer.micro_batch}"

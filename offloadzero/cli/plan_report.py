@@ -13,10 +13,11 @@ from offloadzero.cli.units import size_text
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.observe.bound import CORES
 from offloadzero.observe.texts import duration_text
-from offloadzero.observe.timeline import COMPUTE
+from offloadzero.observe.timeline import COLLECTIVES, COMPUTE
 from offloadzero.planned_model import uses_of
+from offloadzero.planning.cluster import Cluster, on_cluster
 from offloadzero.planning.fit import Change, Source, needed, with_keys
-from offloadzero.planning.hardware import Hardware
+from offloadzero.planning.hardware import Hardware, share_of
 from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.shapes import MAX_LAYERS, ModelShape
 from offloadzero.planning.simulated_step import SimulatedStep
@@ -41,7 +42,7 @@ class StageBytes:
     """The bytes of one rank if ZeRO's stage were this one, beside the formula of ZeRO's paper.
 
     `tiers` is None where the engine refuses the stage: `refusal`. `states` are those of parameters, gradients and
-    optimizer states, buffers left out.
+    optimizer states, buffers left out. `forecast` is None where none is asked for, or where it `does_not_fit`.
     """
 
     stage: int
@@ -49,6 +50,8 @@ class StageBytes:
     tiers: Mapping[TierName, int] | None
     states: int = 0
     refusal: str = ""
+    does_not_fit: bool = False
+    forecast: Forecast | None = None
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,10 @@ class Report:
     hardware: Hardware
     num_tokens: int | None
     num_ranks: int = 1
+    num_local_ranks: int = 1
     stages: tuple[StageBytes, ...] = ()  # of several ranks
     simulated: SimulatedStep | None = None  # None: not asked for, or something is not known
+    cluster: Cluster | None = None  # whose ranks they are
 
     @property
     def fits(self) -> bool:
@@ -100,8 +105,6 @@ class Report:
         if self.forecast is not None:
             times = [self.time_line(), *self.simulation_lines()]
             lines += ["", *times, *self._lane_lines(self.forecast), *self.advice_lines()]
-        elif self.num_ranks > 1:
-            lines += ["", self.time_line()]
         return lines
 
     def head_line(self) -> str:
@@ -114,12 +117,22 @@ class Report:
             f"{len(planned.records)} units, {planned.spec.name}, {planned.config.state_layout} layout of the states"
         )
 
+    def rank_line(self) -> str:
+        """Return whose bytes and lanes these are, of several ranks."""
+        text = f"One of {self.num_ranks:,} ranks"
+        if self.cluster is not None:
+            num_machines = self.num_ranks // self.num_local_ranks
+            text += f", {self.num_local_ranks} on each of {num_machines:,} machines: {self.hardware.device}"
+        return text
+
     def _memory_lines(self) -> Iterator[str]:
         answer = self.answer
         if answer is None:
             return
         planned, beside = answer.planned, answer.beside
         yield self.head_line()
+        if self.num_ranks > 1:
+            yield self.rank_line()
         yield ""
         yield planned.plan.table()
         yield ""
@@ -170,15 +183,18 @@ class Report:
         yield from self.stage_notes()
 
     def stage_table(self) -> tuple[list[str], list[list[str]]]:
-        """Return header and rows of the bytes of one rank by stage."""
+        """Return header and rows of the bytes of one rank by stage, and of the step's time where it is forecast."""
         rows = []
+        has_times = any(found.forecast is not None for found in self.stages)
         for found in self.stages:
             tiers = ["refused"] * len(TierName)
             if found.tiers is not None:
                 tiers = [format_bytes(found.tiers[tier]) for tier in TierName]
             states = "" if found.tiers is None else format_bytes(found.states)
-            rows.append([str(found.stage), *tiers, states, format_bytes(found.formula)])
-        return ["stage", *(tier.value for tier in TierName), "of it states", "ZeRO's formula"], rows
+            times = _stage_times(found) if has_times else []
+            rows.append([str(found.stage), *tiers, states, format_bytes(found.formula), *times])
+        header = ["stage", *(tier.value for tier in TierName), "of it states", "ZeRO's formula"]
+        return [*header, *(("step", "longest lane") if has_times else ())], rows
 
     def stage_notes(self) -> Iterator[str]:
         """Yield a sentence for each stage that the engine refuses."""
@@ -211,15 +227,33 @@ class Report:
         """Return the forecast in a sentence, or the reason why there is none; empty where none is asked for."""
         found = self.forecast
         if found is None:
-            return "The step's time is not forecast over several ranks." if self.num_ranks > 1 else ""
+            return ""
         if found.seconds is None or found.bound_s is None or found.alone_s is None:
             what = ", ".join(found.unknown) or "anything that moves"
             why = f" ({self.answer.unknown})" if self.answer is not None and self.answer.unknown else ""
+            if COLLECTIVES in found.unknown:
+                why += "; --hardware takes the description of a cluster, which has the rates between ranks"
             return f"The step's time is not forecast: no rate or no count of {what}{why}."
-        return (
+        text = (
             f"A step takes {time_text(found.seconds)} (forecast; {time_text(found.bound_s)} if all of it "
             f"overlapped, {time_text(found.alone_s)} if nothing did): {rate_text(found.tokens_per_s or 0.0)} tokens/s"
         )
+        if self.num_ranks == 1:
+            return text
+        each = "" if self.tflops is None else f", {rate_text(self.tflops)} TFLOPS on each device"
+        return f"{text} of {self.num_ranks:,} ranks{each}"
+
+    @property
+    def tflops(self) -> float | None:
+        """The operations per second, in units of 10^12, of a device over a whole step; recomputations count."""
+        found, step = self.forecast, self.step
+        if found is None or found.seconds is None or step is None or step.trace is None:
+            return None
+        return step.num_micro * step.trace.flops / found.seconds / 1e12
+
+    def left_out(self) -> list[str]:
+        """Return what the forecast of several ranks leaves out."""
+        return [] if self.cluster is None else [*self.cluster.left_out()]
 
     def simulation_lines(self) -> Iterator[str]:
         """Yield a sentence about the simulated step, if there is one."""
@@ -237,6 +271,8 @@ class Report:
             return
         if found.lane is not None:
             yield f"What would make it faster: {FASTER[found.lane]}."
+            if self.left_out():
+                yield f"Not in it: {'; '.join(self.left_out())}."
         if self.run is not None and self.run.days is not None:
             years = (
                 ""
@@ -291,6 +327,10 @@ class Report:
             if self.step is not None and self.forecast is not None
             else None,
             "ranks": self.num_ranks,
+            "local_ranks": self.num_local_ranks,
+            "tflops_of_device": self.tflops,
+            "left_out": self.left_out(),
+            "cluster": self.cluster and dict(self.cluster.described),
             "stages": [_stage_json(found) for found in self.stages],
             "traffic": self.step
             and {phase: dict(lanes) for phase, lanes in self.step.traffic.by_phase.items()},
@@ -323,6 +363,14 @@ def _lane_row(
 
 def _intensity_texts(found: Intensity | None) -> list[str]:
     return ["", ""] if found is None else [f"{found.flops_per_byte:,.0f}", f"{100 * found.efficiency:.1f} %"]
+
+
+def _stage_times(found: StageBytes) -> list[str]:
+    if found.tiers is None:
+        return ["", ""]
+    if found.forecast is None or found.forecast.seconds is None:
+        return ["does not fit" if found.does_not_fit else "", ""]
+    return [time_text(found.forecast.seconds), found.forecast.lane or ""]
 
 
 def _stage_json(found: StageBytes) -> dict[str, Any]:
@@ -376,15 +424,19 @@ def make_report(
     hardware: Hardware,
     *,
     with_time: bool,
+    cluster: Cluster | None = None,
     num_tokens: int | None = None,
     endurance_bytes: int | None = None,
     show: Callable[[list[str]], None] | None = None,
 ) -> Report:
     """Answer a question for a JSON. Raises ConfigError.
 
-    `show` gets `plan_lines()` before the search for a change, which takes longer than all before it.
+    `show` gets `plan_lines()` before the search for a change, which takes longer than all before it. `hardware` is what
+    a rank has, of `cluster` where that is given.
     """
     planner = Planner(question)
+    of_rank = hardware if cluster is not None else share_of(hardware, question.num_local_ranks)
+    forecaster = Forecaster(question, of_rank, cluster)
     refusal, answer = "", None
     try:
         answer = planner.answer(source, by_time=True)
@@ -401,7 +453,11 @@ def make_report(
         hardware=hardware,
         num_tokens=num_tokens,
         num_ranks=question.num_ranks,
-        stages=by_stage(planner, source) if question.num_ranks > 1 else (),
+        num_local_ranks=question.num_local_ranks,
+        stages=by_stage(planner, source, forecaster if with_time and cluster is not None else None)
+        if question.num_ranks > 1
+        else (),
+        cluster=cluster,
     )
     if show is not None:
         show(report.plan_lines())
@@ -409,10 +465,10 @@ def make_report(
         report = replace(report, change=planner.smallest_change(source))
     if answer is None or not with_time:
         return report
-    step = step_of(answer)
-    found = forecast(step, hardware.rates, num_cores=hardware.num_cores, device_is_cpu=hardware.device_is_cpu)
+    step = forecaster.step(answer)
+    found = forecaster.forecast(step)
     simulation = simulated(
-        step, hardware.rates, num_cores=hardware.num_cores, device_is_cpu=hardware.device_is_cpu
+        step, of_rank.rates, num_cores=of_rank.num_cores, device_is_cpu=of_rank.device_is_cpu
     )
     run = None
     if num_tokens is not None:
@@ -420,26 +476,63 @@ def make_report(
     return replace(report, step=step, forecast=found, run=run, simulated=simulation)
 
 
-def by_stage(planner: Planner, source: Source) -> tuple[StageBytes, ...]:
-    """Plan a JSON for each stage of ZeRO."""
-    return tuple(_of_stage(planner, source, stage) for stage in STAGES)
+@dataclass(frozen=True)
+class Forecaster:
+    """Forecasts steps of one rank, which has `hardware`, of `cluster` where there is one."""
+
+    question: Question
+    hardware: Hardware
+    cluster: Cluster | None = None
+
+    def step(self, answer: Answer) -> Step:
+        """Return the bytes and operations of a step."""
+        num_local = self.question.num_local_ranks
+        step = step_of(answer, num_local_ranks=num_local)
+        if self.cluster is None:
+            return step
+        return on_cluster(
+            step, num_local=num_local, node_ranks=answer.planned.config.zero_plus_plus.node_ranks
+        )
+
+    def forecast(self, step: Step) -> Forecast:
+        """Return the seconds of a step."""
+        found = self.hardware
+        return forecast(step, found.rates, num_cores=found.num_cores, device_is_cpu=found.device_is_cpu)
 
 
-def _of_stage(planner: Planner, source: Source, stage: int) -> StageBytes:
+def by_stage(
+    planner: Planner, source: Source, forecaster: Forecaster | None = None
+) -> tuple[StageBytes, ...]:
+    """Plan a JSON for each stage of ZeRO, and forecast its step where there is a forecaster."""
+    return tuple(_of_stage(planner, source, stage, forecaster) for stage in STAGES)
+
+
+def _of_stage(planner: Planner, source: Source, stage: int, forecaster: Forecaster | None) -> StageBytes:
     model, num_ranks = planner.model(), planner.question.num_ranks
     num_trainable = sum(param.numel() for param in model.parameters() if param.requires_grad)
     num_frozen = sum(param.numel() for param in model.parameters()) - num_trainable
     formula = round(state_bytes(num_trainable, stage=stage, num_ranks=num_ranks, num_frozen=num_frozen))
+    of_stage = with_keys(source, {"zero_optimization.stage": stage})
+    answer: Answer | None = None
     try:
-        planned, _ = planner.plan(with_keys(source, {"zero_optimization.stage": stage}))
+        if forecaster is None:
+            planned, _ = planner.plan(of_stage)
+        else:
+            answer = planner.answer(of_stage)
+            planned = answer.planned
     except (ConfigError, BudgetError) as error:
         return StageBytes(stage, formula, None, refusal=str(error).partition("\n")[0])
     plan = planned.plan
-    return StageBytes(stage, formula, {tier: plan.tier_bytes(tier) for tier in TierName}, plan.home_bytes)
+    found = StageBytes(stage, formula, {tier: plan.tier_bytes(tier) for tier in TierName}, plan.home_bytes)
+    if forecaster is None or answer is None:
+        return found
+    if not answer.verdict.fits:
+        return replace(found, does_not_fit=True)
+    return replace(found, forecast=forecaster.forecast(forecaster.step(answer)))
 
 
-def step_of(answer: Answer) -> Step:
-    """Return the bytes and operations of a step of a planned model."""
+def step_of(answer: Answer, *, num_local_ranks: int | None = None) -> Step:
+    """Return the bytes and operations of a step of a planned model; `num_local_ranks` as in `plan_step`."""
     planned = answer.planned
     return plan_step(
         planned.records,
@@ -447,6 +540,7 @@ def step_of(answer: Answer) -> Step:
         planned.config,
         uses=uses_of(planned.cut),
         trace=answer.trace,
+        num_local_ranks=num_local_ranks,
     )
 
 
