@@ -121,13 +121,25 @@ def test_the_command_says_it_by_stage(tmp_path: Path, capsys: pytest.CaptureFixt
 # --- ZeRO-Infinity: efficiency by bandwidth ---
 
 
-def intensity(what: str, *, batch: int, sequence: int = 1024, hidden: int = 0) -> float:
-    """The paper's operations for each byte (section 4.1), with one checkpoint per block."""
-    return {
-        "parameters": sequence * batch,
-        "states": sequence * batch / 4,
-        "activations": 24 * hidden,
-    }[what]
+def intensity(what: str, *, batch: int, sequence: int = 1024, hidden: int = 8192) -> float:
+    """Operations for each byte, from what the paper's sections 3 and 4.1 count of one block with a checkpoint."""
+    params = 12 * hidden**2
+    flops = 2 * 4 * params * batch * sequence  # forward, its recomputation, and twice as many in backward
+    num_bytes = {
+        "parameters": 2 * 4 * params,  # loaded for forward, recomputation and backward; gradients stored
+        "states": 2 * 16 * params,  # read and written
+        "activations": 2 * 2 * hidden * batch * sequence,  # a checkpoint of 2 bytes, stored and loaded
+    }
+    return flops / num_bytes[what]
+
+
+@pytest.mark.parametrize(("batch", "sequence", "hidden"), [(1, 1024, 2048), (4, 512, 8192)])
+def test_the_paper_s_intensities_follow_from_what_it_counts(batch: int, sequence: int, hidden: int) -> None:
+    """Its equations 9 to 11, of one block for each checkpoint."""
+    sizes = {"batch": batch, "sequence": sequence, "hidden": hidden}
+    assert intensity("parameters", **sizes) == sequence * batch
+    assert intensity("states", **sizes) == sequence * batch / 4
+    assert intensity("activations", **sizes) == 24 * hidden
 
 
 @pytest.mark.parametrize(
@@ -156,6 +168,29 @@ def test_bandwidth_that_faster_accelerators_need(faster: int, bandwidth: float) 
     """Section 9's table: 70 GB/s between devices for 0.07 PFLOPS, and in proportion for 10 and 100 times as many."""
     found = bandwidth_for(0.5, flops_per_byte=intensity("parameters", batch=1), flops_per_s=faster * V100)
     assert found == pytest.approx(bandwidth * GB, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("shape", "figure"), [((80, 10240), 1.83), ((128, 25600), 18.31), ((195, 65536), 182.81)]
+)
+def test_model_states_of_a_tenth_one_and_ten_trillion_parameters(
+    shape: tuple[int, int], figure: float
+) -> None:
+    """Figure 2a, in TiB: 20 bytes for each of 12 layers hidden² parameters, which the figures are checked to be.
+
+    The plan of 1,024 ranks together has 16: ZeRO-Infinity counts a gradient in fp32 as well.
+    """
+    num_layers, hidden = shape
+    states = 20 * 12 * num_layers * hidden**2
+    assert states / 2**40 == pytest.approx(figure, abs=0.005)
+    question = Question(
+        read_model(f"gpt:{hidden}/{num_layers}/{hidden // 128}/256"),
+        lambda _: PLENTY,
+        lambda _: UpdateForm.TORCH,
+        num_ranks=1024,
+    )
+    planned, _ = Planner(question).plan(settings("/tmp", bf16=None, fp16={"enabled": True}))
+    assert 1024 * planned.plan.home_bytes == pytest.approx(states * 16 / 20, rel=0.02)
 
 
 @functools.cache
