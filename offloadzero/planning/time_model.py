@@ -107,7 +107,7 @@ class Step:
     dtype: str  # of products of matrices
     layout: str  # of the states
     num_ranks: int = 1
-    work: StepWork | None = None  # the same unit by unit; None: the step is not simulated, that of one of several ranks say
+    work: StepWork | None = None  # the same unit by unit; None: not simulated, as with several ranks
 
 
 def plan_step(
@@ -139,7 +139,9 @@ def plan_step(
         dtype=_DTYPE_NAMES.get(dtype, str(dtype)),
         layout=config.state_layout,
         num_ranks=config.world_size,
-        work=work_of_step(records, plan, config, uses=uses, inputs=inputs) if config.world_size == 1 else None,
+        work=work_of_step(records, plan, config, uses=uses, inputs=inputs)
+        if config.world_size == 1
+        else None,
     )
 
 
