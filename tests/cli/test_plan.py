@@ -386,13 +386,14 @@ def test_two_directories_of_one_drive_are_measured_once(
     def measure_paths(paths: list[str], **_: Any) -> dict[str, Any]:
         measured.append(paths)
         row = {"traffic": "read", "roles": ["default"], "gb_per_s": 2.0, "cpu_s_per_gb": 0.5}
-        return {"results": {"traffic": [row]}}
+        return {"results": {"traffic": [row], "first_write": {"gb_per_s": 1.0}}}
 
     monkeypatch.setattr(plan_probe.bench_nvme, "measure_paths", measure_paths)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     rates = plan_probe.drive_rates([tmp_path / "a", tmp_path / "b", tmp_path / "c"], time_s=5.0)
-    assert rates == {"nvme_read": 2e9, "nvme_cpu_s_per_byte": 0.5e-9}
+    # No row of writes, as where a fast drive has come to the write limit: the first write's rate is taken.
+    assert rates == {"nvme_read": 2e9, "nvme_cpu_s_per_byte": 0.5e-9, "nvme_write": 1e9}
     drives = {str(tmp_path / "a"): 1, str(tmp_path / "b"): 2}
     monkeypatch.setattr(plan_probe, "drive_of", lambda path: drives[str(path)])
     plan_probe.drive_rates([tmp_path / "a", tmp_path / "b"], time_s=5.0)
