@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +30,7 @@ from tests.scripts.common import (
     tokens,
     weights_of,
 )
-from tests.support.tiny import settings
+from tests.support.tiny import run_bare_script, settings
 
 Copy = Callable[[nn.Module], nn.Module]
 
@@ -175,8 +172,7 @@ def test_a_saved_state_dict_loads_where_we_are_not_installed(tmp_path: Path) -> 
         print(sum(float(value.double().sum()) for value in state.values()))
     """
     # By an interpreter of its own: those of run_script have the package.
-    words = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "weights.pt")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = run_bare_script(script, tmp_path / "weights.pt")
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == pytest.approx(total, abs=1e-9)
 

@@ -19,7 +19,7 @@ import torch
 from offloadzero.errors import ConfigError
 from offloadzero.io.engine import AioEngine
 from offloadzero.native import kernels
-from tests.support.tiny import run_script
+from tests.support.tiny import run_bare_script
 
 PACKAGE = Path(kernels.__file__).parents[1]
 
@@ -265,7 +265,7 @@ Results = dict[str, list[tuple[Any, str]]]
 
 
 def attacked(script: str, *arguments: object) -> Results:
-    done = run_script(HARNESS + script, *arguments, timeout_s=120)
+    done = run_bare_script(HARNESS + script, *arguments, timeout_s=120)
     assert done.returncode == 0, done.stderr
     results: Results = json.loads(done.stdout.splitlines()[-1])
     return results
