@@ -321,9 +321,8 @@ def drive_rates(paths: Sequence[Path], *, time_s: float, num_bytes: int = 512 * 
         if "default" in row["roles"] or name not in rates:
             rates[name] = row["gb_per_s"] * 1e9
             rates["nvme_cpu_s_per_byte"] = row["cpu_s_per_gb"] / 1e9
-    if (
-        "nvme_write" not in rates
-    ):  # a fast drive has come to the write limit: its first write is at that setting, too
+    if "nvme_write" not in rates:
+        # A fast drive has come to the write limit: its first write was at the default setting, too.
         rates["nvme_write"] = result["results"]["first_write"]["gb_per_s"] * 1e9
     return rates
 
