@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 from offloadzero.memory import lanes
 from tests.simulated.clock_reads import reads_clock, watch_clock_reads
@@ -19,6 +18,7 @@ from tests.simulated.dispatch import Dispatch
 from tests.simulated.edges import Recording, add_host_edges, record_operation, touched
 from tests.simulated.machine import Machine, SimulatedEvent, SimulatedStream
 from tests.simulated.memory import DeviceMemory
+from tests.simulated.operations import name_of, tensors_in
 from tests.simulated.order import Agent, Holder, Order
 
 
@@ -140,16 +140,16 @@ def _device_accesses(order: Order, patch: pytest.MonkeyPatch) -> None:
         order.track_storage(scalar, "a pinned scalar")
         return scalar
 
-    def kernel(mode: Any, func: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+    def kernel(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
         agent = _launching(order, mode._machine.current_stream)
         for tensor, writes in touched(func, args, kwargs):  # those in host memory are copied now
             by = agent if mode._memory.holds(tensor) else order.here()
-            order.access_tensor(by, tensor, writes=writes, label=str(func))
-        result = on_device(mode, func, args, kwargs, *rest)
-        known = set(map(id, tree_leaves((args, kwargs))))
-        for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor) and id(value) not in known:
-                order.access_tensor(agent, value, writes=True, label=str(func))
+            order.access_tensor(by, tensor, writes=writes, label=name_of(func))
+        result = on_device(mode, func, args, kwargs)
+        known = set(map(id, tensors_in((args, kwargs))))
+        for tensor in tensors_in(result):
+            if id(tensor) not in known:
+                order.access_tensor(agent, tensor, writes=True, label=name_of(func))
         return result
 
     def at_once(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:

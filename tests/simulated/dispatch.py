@@ -20,18 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tests.simulated.machine import Machine
 from tests.simulated.memory import DeviceMemory, do_results_go_home, is_own_work, own_work
-
-_ALIASES = {
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.lift_fresh.default,
-    torch.ops.aten._reshape_alias.default,
-}
-_RUNNING_STATISTICS = {torch.ops.aten.native_batch_norm.default: (3, 4)}  # written, and not in the schema
-_NEEDS_HOST = (
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.nondeterministic_seeded,
-)
+from tests.simulated.operations import has_own_dispatch, is_view, needs_host, num_returns, tensors_in, written
 
 
 class Dispatch(TorchDispatchMode):
@@ -51,24 +40,25 @@ class Dispatch(TorchDispatchMode):
         if is_own_work():
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            if any(_has_own_dispatch(kind) for kind in types):
+            if any(has_own_dispatch(kind) for kind in types):
                 return NotImplemented
-            flat, spec = tree_flatten((args, kwargs))
-            tensors = [value for value in flat if isinstance(value, torch.Tensor)]
-            if not any(map(self._memory.holds, tensors)) or _is_view(func) or _is_meta(kwargs):
+            if is_view(func) or _is_meta(kwargs):
+                return func(*args, **kwargs)
+            tensors = list(tensors_in((args, kwargs)))
+            if not any(map(self._memory.holds, tensors)):
                 return func(*args, **kwargs)
             self._memory.expect_no_other(tensors)
             with own_work():
-                return self._on_device(func, args, kwargs, flat, spec)
+                return self._on_device(func, args, kwargs)
 
-    def _on_device(self, func: Any, args: Any, kwargs: Any, flat: list[Any], spec: Any) -> Any:
+    def _on_device(self, func: Any, args: Any, kwargs: Any) -> Any:
         if do_results_go_home():
             return self._on_host(func, args, kwargs)
-        written = _written(func, args, kwargs)
-        needs_host = any(tag in func.tags for tag in _NEEDS_HOST)
-        if needs_host or any(not self._memory.holds(tensor) for tensor in written):
+        changed = written(func, args, kwargs)
+        if needs_host(func) or not all(map(self._memory.holds, changed)):
             return self._synchronously(func, args, kwargs)
-        is_fresh = not written or len(written) < _num_returns(func)
+        flat, spec = tree_flatten((args, kwargs))
+        is_fresh = not changed or len(changed) < num_returns(func)
         outputs: list[torch.Tensor] = []
         if is_fresh:
             metas = self._shapes(func, flat, spec)
@@ -81,13 +71,13 @@ class Dispatch(TorchDispatchMode):
         def kernel() -> None:
             results = func(*later_args, **later_kwargs)
             if targets:
-                fresh = [v for v in tree_flatten(results)[0] if isinstance(v, torch.Tensor) and v.numel()]
+                fresh = [tensor for tensor in tensors_in(results) if tensor.numel()]
                 for target, result in zip(targets, fresh, strict=True):
                     target.copy_(result)
 
         self._machine.launch(self._machine.current_stream, kernel)
         if not is_fresh:
-            return _returned(func, written)
+            return _returned(func, changed)
         values = iter(outputs)
         found, out_spec = metas
         return tree_unflatten([next(values) if isinstance(v, torch.Tensor) else v for v in found], out_spec)
@@ -177,42 +167,12 @@ def _signature(value: Any) -> Any:
     return (type(value), value)
 
 
-def _has_own_dispatch(kind: type) -> bool:
-    own = getattr(kind, "__torch_dispatch__", None)
-    return own is not None and own is not torch._C._disabled_torch_dispatch_impl and kind is not torch.Tensor
-
-
-def _is_view(func: Any) -> bool:
-    if func in _ALIASES:
-        return True
-    schema = func._schema
-    returned = [value.alias_info for value in schema.returns]
-    return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
-
-
 def _is_meta(kwargs: Any) -> bool:
     return kwargs.get("device") == torch.device("meta")
 
 
-def _num_returns(func: Any) -> int:
-    return len(func._schema.returns)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        if not writes and place not in _RUNNING_STATISTICS.get(func, ()):
-            continue
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        found += [
-            v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, torch.Tensor)
-        ]
-    return found
-
-
 def _returned(func: Any, written: list[torch.Tensor]) -> Any:
-    num = _num_returns(func)
+    num = num_returns(func)
     if num == 0:
         return None
     return written[0] if num == 1 else tuple(written[:num])

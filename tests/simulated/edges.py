@@ -23,15 +23,21 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from offloadzero.memory import arena, checksums, lanes, nvme, tickets
 from offloadzero.memory.device import CpuDevice
 from offloadzero.native import compact, kernels, lion_adagrad, sgd
 from offloadzero.streaming import activation_homes, activations, executor
 from offloadzero.update import delivery, edits
-from tests.simulated.dispatch import _has_own_dispatch, _is_view, _written
 from tests.simulated.memory import is_own_work
+from tests.simulated.operations import (
+    has_own_dispatch,
+    is_view,
+    looks_at_shapes,
+    name_of,
+    tensors_in,
+    written,
+)
 from tests.simulated.order import DEVICE_THREAD, Clock, Holder, Order
 
 # What host kernels read; all other tensors they write.
@@ -400,9 +406,9 @@ class Recording(TorchDispatchMode):
         if is_own_work() or FakeTensor in types:
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            if any(_has_own_dispatch(kind) for kind in types):
+            if any(has_own_dispatch(kind) for kind in types):
                 return NotImplemented
-            if not _is_view(func):
+            if not is_view(func):
                 self.record(func, args, kwargs)
             return func(*args, **kwargs)
 
@@ -414,18 +420,17 @@ class Recording(TorchDispatchMode):
 def record_operation(order: Order, agent: Any, func: Any, args: Any, kwargs: Any) -> None:
     """What an operation does to its arguments."""
     for tensor, writes in touched(func, args, kwargs):
-        order.access_tensor(agent, tensor, writes=writes, label=str(func))
+        order.access_tensor(agent, tensor, writes=writes, label=name_of(func))
 
 
 def touched(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
     """The arguments whose bytes an operation reads or, True, writes."""
-    name = func._schema.name.split("::")[1]
-    if name.endswith("_like") or name.startswith("new_"):
-        return  # they look at the shape
-    written = {id(tensor) for tensor in _written(func, args, kwargs)}
-    for value in tree_leaves((args, kwargs)):
-        if isinstance(value, torch.Tensor) and value.device.type != "meta":
-            yield value, id(value) in written
+    if looks_at_shapes(func):
+        return
+    changed = {id(tensor) for tensor in written(func, args, kwargs)}
+    for tensor in tensors_in((args, kwargs)):
+        if not tensor.is_meta:
+            yield tensor, id(tensor) in changed
 
 
 def _after_init(patch: pytest.MonkeyPatch, kind: Any, change: Any) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from tests.simulated.machine import Machine, SimulatedStream
 from tests.simulated.memory import DeviceMemory
+from tests.simulated.operations import tensors_in
 
 Node = Any  # torch.autograd.graph.Node
 
@@ -34,12 +34,11 @@ class NotedStreams(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor):
-                with torch._C.DisableTorchFunctionSubclass():
-                    node = value.grad_fn
-                if node is not None and self._key not in node.metadata:
-                    node.metadata[self._key] = self._machine.current_stream
+        for tensor in tensors_in(result):
+            with torch._C.DisableTorchFunctionSubclass():
+                node = tensor.grad_fn
+            if node is not None and self._key not in node.metadata:
+                node.metadata[self._key] = self._machine.current_stream
         return result
 
 

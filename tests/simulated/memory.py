@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable
 
@@ -78,7 +78,8 @@ class DeviceMemory:
         self._free: dict[SimulatedStream, list[_Block]] = {}  # the last one is the one that was let go last
         # By finalizers, which may run anywhere; with what must be reached before another gets it.
         self._given_back: deque[tuple[_Block, list[SimulatedEvent]]] = deque()
-        self._blocks: list[tuple[int, int, _Block]] = []  # (start, end, block), by start; none ever leaves
+        self._blocks: list[_Block] = []  # by start; none ever leaves
+        self._starts: list[int] = []
         self.taken_bytes = 0
         self.peak_bytes = 0
 
@@ -98,7 +99,9 @@ class DeviceMemory:
             is_new = block is None
             if block is None:
                 block = _Block(size, stream)
-                insort(self._blocks, (block.start, block.start + size, block), key=lambda entry: entry[0])
+                index = bisect_right(self._starts, block.start)
+                self._starts.insert(index, block.start)
+                self._blocks.insert(index, block)
             self.taken_bytes += block.bytes.nbytes
             self.peak_bytes = max(self.peak_bytes, self.taken_bytes)
         if not is_new:
@@ -150,11 +153,9 @@ class DeviceMemory:
         if not address:
             return None
         with self._lock:
-            index = bisect_right(self._blocks, address, key=lambda entry: entry[0]) - 1
-            if index < 0:
-                return None
-            _, end, block = self._blocks[index]
-            return block if address < end else None
+            index = bisect_right(self._starts, address) - 1
+            block = self._blocks[index] if index >= 0 else None
+        return block if block is not None and address < block.start + block.bytes.nbytes else None
 
     def _collect(self) -> None:
         for _ in range(len(self._given_back)):

@@ -62,8 +62,10 @@ class Agent:
         mine = self.clock
         if clock is None or clock is mine:
             return
-        if any(time > mine.get(number, 0) for number, time in clock.items()):
-            self.clock = joined(mine, clock)
+        for number, time in clock.items():
+            if time > mine.get(number, 0):
+                self.clock = joined(mine, clock)
+                return
 
     def now(self) -> int:
         """The time of what it does now."""
