@@ -61,7 +61,9 @@ CAMPAIGN ?= tests/scripts/test_scripts.py tests/scripts/test_script_gradients.py
 	tests/planning/test_random_budgets.py tests/planning/test_memory_limits.py tests/repository/test_benchmarks.py \
 	tests/sharding/test_ranks_mesh.py tests/sharding/test_ranks_simulated.py \
 	tests/io/test_aio_stress.py tests/native/test_compact_native.py \
-	tests/native/test_compact_kernels.py tests/native/test_cpu_adam_kernels.py
+	tests/native/test_compact_kernels.py tests/native/test_cpu_adam_kernels.py \
+	tests/planning/test_repeated_trace.py tests/step/test_waiting_gradients.py tests/scripts/test_models.py \
+	tests/streaming/test_streaming.py
 
 campaign: export OFFLOADZERO_TEST_STEPS = 50
 campaign: export OFFLOADZERO_TEST_SCHEDULES = 500

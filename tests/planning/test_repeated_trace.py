@@ -12,14 +12,15 @@ from offloadzero.cli.plan_model import read_model
 from offloadzero.planning import repeated_trace
 from offloadzero.planning.activation_trace import trace_micro_batch
 from offloadzero.planning.repeated_trace import FEW, trace_blocks
+from tests.support.cases import each_pair
 
 BLOCKS = {"llama": "model.layers", "gpt": "transformer.h"}
 
 
-@pytest.mark.parametrize("is_checkpointed", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("sizes", ["64/14/4/101", "32/12/1/4000"])
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize(
+    ("kind", "sizes", "dtype", "is_checkpointed"),
+    each_pair(BLOCKS, ["64/14/4/101", "32/12/1/4000"], [torch.bfloat16, torch.float32], [True, False]),
+)
 def test_it_is_the_trace_of_all_blocks(
     kind: str, sizes: str, dtype: torch.dtype, is_checkpointed: bool
 ) -> None:

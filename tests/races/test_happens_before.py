@@ -30,6 +30,7 @@ from tests.simulated.checked import checked
 from tests.simulated.device import SimulatedDevice, simulated
 from tests.simulated.order import Order, RaceError
 from tests.streaming.loops import MODELS, take_inputs
+from tests.support.cases import each_pair
 from tests.support.homes import file_home
 from tests.support.models import Stack, features
 from tests.support.training import assert_same, make_config, merge, run_engine
@@ -335,15 +336,21 @@ def test_memory_that_goes_back_under_a_copy(streams: tuple[Order, SimulatedDevic
 # --- the engine
 
 
-@pytest.mark.parametrize("placement", ["host", "nvme", "mixed"])
-@pytest.mark.parametrize("name", ["plain blocks", "tied head", "checkpointing", "unused parameters"])
-def test_the_lanes_of_the_cpu(name: str, placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "placement", "clipping"),
+    each_pair(
+        ["plain blocks", "tied head", "checkpointing", "unused parameters"],
+        ["host", "nvme", "mixed"],
+        [0.0, 0.5],
+        in_full=ALL,
+    ),
+)
+def test_the_lanes_of_the_cpu(name: str, placement: str, clipping: float, tmp_path: Path) -> None:
     make_model, make_input, over = MODELS[name]
-    for clipping in (0.0, 0.5):
-        config = make_config(placement, tmp_path, clipping=clipping, **over)
-        with checked() as order:
-            run_engine(make_model, take_inputs(make_input), config)
-        assert order.num_accesses > 100
+    config = make_config(placement, tmp_path, clipping=clipping, **over)
+    with checked() as order:
+        run_engine(make_model, take_inputs(make_input), config)
+    assert order.num_accesses > 100
 
 
 @pytest.mark.parametrize("name", list(small_runs.RUNS)[:: 1 if ALL else 4])

@@ -20,6 +20,7 @@ from tests.simulated.checked import checked
 from tests.simulated.device import simulated
 from tests.streaming.loops import MODELS, take_inputs
 from tests.support import parity
+from tests.support.cases import each_pair
 from tests.support.models import PartlyUnusedBlock, Stack, features
 from tests.support.schedules import draw_schedule, reference
 from tests.support.training import PLACEMENTS, Outcome, assert_same, make_config, run_engine
@@ -165,9 +166,10 @@ class Branches(Stack):
         return self.loss(x + sum(beside))
 
 
-@pytest.mark.parametrize("placement", ["host", "nvme", "mixed"])
-@pytest.mark.parametrize("slow", ["fetch", "side", "default"])
-@pytest.mark.parametrize("poison", [False, True], ids=["as it is", "poisoned"])
+@pytest.mark.parametrize(
+    ("placement", "slow", "poison"),
+    each_pair(["host", "nvme", "mixed"], ["fetch", "side", "default"], [False, True], in_full=IN_FULL),
+)
 def test_two_streams_compute(
     slow: str, placement: str, poison: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
+from tests.support.cases import each_pair
 from tests.support.training import (
     Config,
     Outcome,
@@ -144,9 +145,7 @@ def run_plain_form(
     return losses, weights
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["in_backward", "at_step"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "clipping", "checkpointing"), each_pair(MODELS, [0.0, 1.0], [False, True]))
 def test_training(name: str, clipping: float, checkpointing: bool, tmp_path: Path) -> None:
     make_model = checkpointed(MODELS[name]) if checkpointing else MODELS[name]
 

@@ -18,6 +18,7 @@ from tests.simulated.checked import checked
 from tests.simulated.device import simulated
 from tests.simulated.order import RaceError
 from tests.simulated.rare_scripts import Running, train_turning, turning_stack
+from tests.support.cases import each_pair
 from tests.support.models import SMALL_GRADIENT_BYTES
 from tests.support.plain_form import (
     ALL_PLACEMENTS,
@@ -70,9 +71,11 @@ def drop(param: nn.Parameter) -> None:
     param.grad = None
 
 
-@pytest.mark.parametrize("hook", [halve, replace, drop], ids=lambda hook: hook.__name__)
-@pytest.mark.parametrize("placement", ALL_PLACEMENTS)
-@pytest.mark.parametrize("before", [True, False], ids=["before offload()", "after offload()"])
+@pytest.mark.parametrize(
+    ("hook", "placement", "before", "bound"),
+    each_pair([halve, replace, drop], ALL_PLACEMENTS, [True, False], BOUNDS),
+    indirect=["bound"],
+)
 def test_what_a_hook_of_the_script_makes_of_a_gradient_is_what_is_taken(
     hook: Hook, placement: str, before: bool, bound: int, tmp_path: Path
 ) -> None:
@@ -140,11 +143,16 @@ def test_only_small_ones_wait_and_no_more_than_may_be_kept(
 
 
 @pytest.mark.parametrize(
-    "edit", [lambda grad: grad.mul_(0.5), lambda grad: grad.zero_()], ids=["halved", "zero"]
+    ("edit", "placement", "before", "accumulation", "bound"),
+    each_pair(
+        [lambda grad: grad.mul_(0.5), lambda grad: grad.zero_()],
+        ALL_PLACEMENTS,
+        [True, False],
+        [1, 2],
+        BOUNDS,
+    ),
+    indirect=["bound"],
 )
-@pytest.mark.parametrize("placement", ALL_PLACEMENTS)
-@pytest.mark.parametrize("before", [True, False], ids=["before offload()", "after offload()"])
-@pytest.mark.parametrize("accumulation", [1, 2])
 def test_what_a_hook_has_kept_is_the_gradient_when_backward_is_over(
     edit: Callable[[Tensor], Tensor],
     placement: str,

@@ -49,13 +49,15 @@ def check_everywhere(
     tolerance: float = 2e-5,
     **options: Any,
 ) -> Outcome:
-    """Bitwise equal in every dtype and near plain torch in the last, fp32; gives the fp32 outcome."""
+    """Bitwise equal in every dtype and near plain torch in fp32, if that is the last; gives the last outcome."""
     reference = Outcome([], {}, {})
     for dtype in dtypes:
         reference = run_engine(make_model, loop, make_config("resident", directory, dtype=dtype, **options))
         for placement in placements:
             config = make_config(placement, directory, dtype=dtype, **options)
             assert_same(run_engine(make_model, loop, config), reference)
+    if dtypes[-1] is not None:
+        return reference
     expected = run_plain(make_model, loop, make_config("resident", directory, dtype=None, **options))
     assert worst_relative_difference(reference.losses, expected.losses) < tolerance
     for name, value in expected.weights.items():

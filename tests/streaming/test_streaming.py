@@ -20,17 +20,18 @@ import offloadzero
 from offloadzero.errors import BudgetError, ConfigError
 from tests.streaming.loops import MODELS, NUM_STEPS, check_everywhere, take_inputs
 from tests.support import models
+from tests.support.cases import each_pair
 from tests.support.models import WIDTH, Stack, TiedLM, features, tokens
 from tests.support.training import assert_same, make_config, run_engine, worst_relative_difference
 
 pytestmark = pytest.mark.usefixtures("no_files_left")
 
 
-@pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
-@pytest.mark.parametrize("name", MODELS)
-def test_model(name: str, clipping: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "clipping", "dtype"), each_pair(MODELS, [0.0, 0.5], ["bf16", None]))
+def test_model(name: str, clipping: float, dtype: str | None, tmp_path: Path) -> None:
     make_model, make_input, over = MODELS[name]
-    check_everywhere(make_model, take_inputs(make_input), tmp_path, clipping=clipping, **over)
+    keys = {"clipping": clipping, "dtypes": (dtype,), **over}
+    check_everywhere(make_model, take_inputs(make_input), tmp_path, **keys)
 
 
 @pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
