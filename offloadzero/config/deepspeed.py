@@ -24,14 +24,11 @@ from offloadzero.config.schema import (
     ZeroPlusPlusConfig,
 )
 from offloadzero.errors import ConfigError
+from offloadzero.limits import CHUNK_MULTIPLE, GRID_BYTES, MAX_IO_BLOCK_BYTES, MAX_IO_DEPTH, MAX_IO_THREADS
 from offloadzero.segments import SegmentKind, TierName
 
 DEFAULT_GRADIENT_CLIPPING = 1.0
 MIN_SUB_GROUP_ELEMENTS = 65_536
-# O_DIRECT needs lengths and offsets in multiples of the logical block, at most a page; chunks of 4096
-# elements keep every segment of a chunk on that grid.
-ALIGNMENT = 4096
-MAX_BLOCK_BYTES = 2**30  # the limit of the file engine
 
 _DTYPES = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
@@ -280,22 +277,24 @@ def _read_update(zero: Block, reading: Reading) -> UpdateConfig:
             f" ({default.chunk_elements} elements, set by offloadzero.update.chunk_elements)"
         )
         return default
-    return UpdateConfig(chunk_elements=_round_up(max(given, MIN_SUB_GROUP_ELEMENTS)))
+    return UpdateConfig(chunk_elements=_round_up(max(given, MIN_SUB_GROUP_ELEMENTS), CHUNK_MULTIPLE))
 
 
 def _read_aio(top: Block, reading: Reading) -> AioConfig:
     aio = reading.sub_block(top, "aio", "aio")
     default = AioConfig()
-    given = aio.read("block_size", read_num_bytes, default.block_size, minimum=1, maximum=MAX_BLOCK_BYTES)
-    block_size = _round_up(given)
+    given = aio.read("block_size", read_num_bytes, default.block_size, minimum=1, maximum=MAX_IO_BLOCK_BYTES)
+    block_size = _round_up(given, GRID_BYTES)
     if block_size != given:
         reading.notices.append(f"{aio.dotted('block_size')}: {given} is rounded up to {block_size}")
     return AioConfig(
         block_size=block_size,
-        queue_depth=aio.read("queue_depth", read_int, default.queue_depth, minimum=1, maximum=4096),
-        num_threads=aio.read("intra_op_parallelism", read_int, default.num_threads, minimum=1, maximum=256),
+        queue_depth=aio.read("queue_depth", read_int, default.queue_depth, minimum=1, maximum=MAX_IO_DEPTH),
+        num_threads=aio.read(
+            "intra_op_parallelism", read_int, default.num_threads, minimum=1, maximum=MAX_IO_THREADS
+        ),
     )
 
 
-def _round_up(number: int) -> int:
-    return -(-number // ALIGNMENT) * ALIGNMENT
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

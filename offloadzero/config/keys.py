@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
+from offloadzero.kernel_arguments.compact import COMPACT_CHUNK_MULTIPLE
+from offloadzero.limits import CHUNK_MULTIPLE, GRID_BYTES, MAX_AIOFILES_THREADS, MAX_IO_DEPTH, MAX_IO_THREADS
+
 
 class Action(str, Enum):
     """The loader's treatment of a key."""
@@ -329,13 +332,15 @@ _OFFLOAD_OPTIMIZER: dict[str, KeySpec] = {
 
 _AIO: dict[str, KeySpec] = {
     "block_size": _use(
-        "bytes per request, rounded up to a multiple of 4096, fitted to the disk's requests; 1 MiB when absent"
+        f"bytes per request, rounded up to a multiple of {GRID_BYTES}, fitted to the disk's requests; 1 MiB when absent"
     ),
     "queue_depth": _use(
-        "requests in flight per thread, 1 to 4096; 32 when absent; aiofiles: of all, at most 8"
+        f"requests in flight per thread, 1 to {MAX_IO_DEPTH}; 32 when absent; "
+        f"aiofiles: of all, at most {MAX_AIOFILES_THREADS}"
     ),
     "intra_op_parallelism": _use(
-        "threads of the file engine, 1 to 256; 1 when absent; aiofiles takes up to 8 of its own"
+        f"threads of the file engine, 1 to {MAX_IO_THREADS}; 1 when absent; "
+        f"aiofiles takes up to {MAX_AIOFILES_THREADS} of its own"
     ),
     "thread_count": _alias("intra_op_parallelism"),
     "num_threads": _refuse(
@@ -475,8 +480,8 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
             ),
             "tier": _use("where the inputs wait for backward: device, host or nvme; device when absent"),
             "input_bytes": _use(
-                "of all inputs of one unit's call, each rounded up to 4096, for host or nvme: what they take is "
-                "planned; seen in the first step when absent"
+                f"of all inputs of one unit's call, each rounded up to {GRID_BYTES}, for host or nvme: what they "
+                "take is planned; seen in the first step when absent"
             ),
         },
         "offloadzero.update": {
@@ -487,7 +492,8 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
             ),
             "on_nonfinite": _use("error or skip, when a gradient holds NaN or Inf; fp16 always skips"),
             "chunk_elements": _use(
-                "elements per pipelined piece, a multiple of 4096 (of 65536 with state_layout compact); 4194304"
+                f"elements per pipelined piece, a multiple of {CHUNK_MULTIPLE} "
+                f"(of {COMPACT_CHUNK_MULTIPLE} with state_layout compact); 4194304"
             ),
             "num_chunks_in_flight": _use("pieces being read, updated and written at once; 3"),
             "num_threads": _use("threads of the update; the cores this process may use when absent"),

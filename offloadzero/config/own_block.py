@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from offloadzero.config.block import AUTO, Block, is_auto
-from offloadzero.config.deepspeed import ALIGNMENT, Reading
+from offloadzero.config.deepspeed import Reading
 from offloadzero.config.keys import OWN_KEYS
 from offloadzero.config.nvme_paths import read_nvme_paths
 from offloadzero.config.parse import (
@@ -34,15 +34,14 @@ from offloadzero.config.schema import (
     UpdateConfig,
 )
 from offloadzero.errors import ConfigError
+from offloadzero.kernel_arguments.compact import COMPACT_CHUNK_MULTIPLE
+from offloadzero.limits import CHUNK_MULTIPLE, MAX_UPDATE_THREADS
 from offloadzero.segments import SegmentKind, TierName
 
 BACKENDS = ("auto", "io_uring", "native_aio", "aiofiles")
 STATE_LAYOUTS = ("fp32", "compact")
-# 4096 bytes of scales, two fp32 per 128 elements: every segment of a chunk is on the grid of direct I/O.
-COMPACT_CHUNK_MULTIPLE = 65_536
 MAX_CHUNKS_IN_FLIGHT = 1024
 MAX_TOKENS = 1 << 40
-MAX_UPDATE_THREADS = 1024
 RECORD_SEGMENTS = (SegmentKind.PARAM, SegmentKind.STATES)
 _SEGMENTS = tuple(SegmentKind(name) for name in OWN_KEYS["offloadzero.placement"])
 
@@ -160,7 +159,7 @@ def _read_activations(own: Block, reading: Reading) -> ActivationConfig | None:
 
 
 def _read_update(block: Block, base: UpdateConfig, *, state_layout: str) -> UpdateConfig:
-    multiple = COMPACT_CHUNK_MULTIPLE if state_layout == "compact" else ALIGNMENT
+    multiple = COMPACT_CHUNK_MULTIPLE if state_layout == "compact" else CHUNK_MULTIPLE
     inherited = -(-base.chunk_elements // multiple) * multiple
     return UpdateConfig(
         in_backward=block.read("in_backward", _read_in_backward, base.in_backward),
@@ -195,9 +194,9 @@ def _read_cores(key: str, value: object) -> tuple[int, ...]:
 
 
 def _read_chunk_elements(key: str, value: object, *, multiple: int) -> int:
-    number = read_int(key, value, minimum=ALIGNMENT)
+    number = read_int(key, value, minimum=CHUNK_MULTIPLE)
     if number % multiple:
-        why = "" if multiple == ALIGNMENT else " with state_layout compact"
+        why = "" if multiple == CHUNK_MULTIPLE else " with state_layout compact"
         raise ConfigError(key, value, f"a multiple of {multiple}{why}")
     return number
 

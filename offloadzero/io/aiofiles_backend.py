@@ -24,8 +24,8 @@ from typing import Any
 import aiofiles
 
 from offloadzero.io.backends import EngineOptions, FaultKind
+from offloadzero.limits import MAX_AIOFILES_THREADS
 
-_MAX_NUM_THREADS = 8
 _MAX_STALLS = 16
 _STAT_NAMES = (
     "bytes_read",
@@ -165,7 +165,7 @@ class AiofilesEngine:
     def __init__(self, options: EngineOptions) -> None:
         self._block_size = options.block_size
         self._timeout_s = options.transfer_timeout_s
-        num_threads = min(options.queue_depth, _MAX_NUM_THREADS)
+        num_threads = min(options.queue_depth, MAX_AIOFILES_THREADS)
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="offloadzero-aiofiles")
         self._faults = _Faults()
         self._stats = dict.fromkeys(_STAT_NAMES, 0)

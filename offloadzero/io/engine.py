@@ -40,6 +40,7 @@ from offloadzero.io.backends import (
 from offloadzero.io.buffers import memory_of
 from offloadzero.io.choice import choose_backend
 from offloadzero.io.registration import Registration
+from offloadzero.limits import GRID_BYTES, MAX_IO_BLOCK_BYTES, MAX_IO_DEPTH, MAX_IO_THREADS
 
 __all__ = [
     "AioBackend",
@@ -48,11 +49,6 @@ __all__ = [
     "AioTicket",
     "FaultKind",
 ]
-
-MIN_BLOCK_SIZE = 4096
-MAX_BLOCK_SIZE = 1 << 30
-MAX_THREAD_DEPTH = 4096  # blocks in the kernel at once, of one thread
-MAX_NUM_THREADS = 256
 
 
 class AioFile:
@@ -271,12 +267,14 @@ class AioEngine:
         self._is_closed = True  # until there is something to close
         self._pid = os.getpid()
         asked = _parse(AioBackend, "backend", backend)
-        if block_size % MIN_BLOCK_SIZE or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
-            raise ConfigError("block_size", block_size, f"allowed: multiples of 4096 up to {MAX_BLOCK_SIZE}")
-        if not 1 <= num_threads <= MAX_NUM_THREADS:
-            raise ConfigError("num_threads", num_threads, f"allowed: 1 to {MAX_NUM_THREADS}")
-        if not 1 <= queue_depth <= MAX_THREAD_DEPTH * num_threads:
-            allowed = f"allowed: 1 to {MAX_THREAD_DEPTH * num_threads}, {MAX_THREAD_DEPTH} for each thread"
+        if block_size % GRID_BYTES or not GRID_BYTES <= block_size <= MAX_IO_BLOCK_BYTES:
+            raise ConfigError(
+                "block_size", block_size, f"allowed: multiples of {GRID_BYTES} up to {MAX_IO_BLOCK_BYTES}"
+            )
+        if not 1 <= num_threads <= MAX_IO_THREADS:
+            raise ConfigError("num_threads", num_threads, f"allowed: 1 to {MAX_IO_THREADS}")
+        if not 1 <= queue_depth <= MAX_IO_DEPTH * num_threads:
+            allowed = f"allowed: 1 to {MAX_IO_DEPTH * num_threads}, {MAX_IO_DEPTH} for each thread"
             raise ConfigError("queue_depth", queue_depth, allowed)
         if transfer_timeout_s is not None and transfer_timeout_s <= 0:
             raise ConfigError("transfer_timeout_s", transfer_timeout_s, "must be positive")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from offloadzero.limits import GRID_BYTES
+
 COMPACT_BLOCK = 128  # elements; the constant of csrc/cpu_adam/cpu_adam.h
-BYTES_PER_PARAM = 5.0 + 2 * 4 / COMPACT_BLOCK
+SCALE_BYTES = 2 * 4  # of a block: a pair of fp32
+BYTES_PER_PARAM = 5.0 + SCALE_BYTES / COMPACT_BLOCK
+# Elements of an update's pieces: their scales, which are the fewest bytes of a segment, are on the grid of direct I/O.
+COMPACT_CHUNK_MULTIPLE = GRID_BYTES // SCALE_BYTES * COMPACT_BLOCK
 
 
 def num_scales(num_elements: int) -> int:

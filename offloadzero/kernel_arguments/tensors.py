@@ -10,7 +10,7 @@ from offloadzero.errors import ConfigError
 # The values of DType in csrc/cpu_adam/cpu_adam.h.
 DTYPE_CODE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 # The values of Layout there, by the dtypes of parameter and master.
-_LAYOUT_CODE: dict[tuple[torch.dtype, torch.dtype | None], int] = {
+LAYOUT_CODE: dict[tuple[torch.dtype, torch.dtype | None], int] = {
     (torch.bfloat16, torch.int16): 0,
     (torch.float32, None): 1,
     (torch.float16, torch.float32): 2,
@@ -55,7 +55,7 @@ def float_code(name: str, tensor: Tensor) -> int:
 
 def layout_code(param: Tensor, master: Tensor | None) -> int:
     """The kernels' number of a parameter with its master."""
-    layout = _LAYOUT_CODE.get((param.dtype, None if master is None else master.dtype))
+    layout = LAYOUT_CODE.get((param.dtype, None if master is None else master.dtype))
     if layout is None:
         given = "no master" if master is None else f"a {master.dtype} master"
         raise ConfigError(

@@ -20,11 +20,12 @@ import torch
 
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.interrupts import interruptible, uninterrupted
+from offloadzero.limits import GRID_BYTES
 from offloadzero.memory import device as devices
 from offloadzero.memory.pages import map_pages
 from offloadzero.memory.tickets import FINISHED, LOOK_UP_S, Failures, Ticket
 
-ALIGN_BYTES = 4096  # O_DIRECT's rule for addresses; a multiple of that of copies and kernels
+ALIGN_BYTES = GRID_BYTES  # the rule of direct I/O; a multiple of that of copies and kernels
 
 
 def align_up(num_bytes: int, alignment: int = ALIGN_BYTES) -> int:

@@ -37,10 +37,11 @@ import torch
 
 from offloadzero.errors import AioError
 from offloadzero.io import _aio
+from offloadzero.limits import GRID_BYTES
 from offloadzero.memory.arena import align_up
 from offloadzero.memory.tickets import Ticket
 
-BLOCK_BYTES = 4096
+BLOCK_BYTES = GRID_BYTES  # a block is read by itself
 _UNKNOWN = 0xFFFF  # as covered bytes: the content of the block is not known
 _ENTRY_BYTES = 4 + 2
 

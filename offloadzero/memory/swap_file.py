@@ -37,10 +37,11 @@ from pathlib import Path
 
 from offloadzero.errors import AioError
 from offloadzero.interrupts import uninterrupted
+from offloadzero.limits import GRID_BYTES
 
 log = logging.getLogger("offloadzero.nvme")
 
-MARK_BYTES = 4096  # the data begin behind it, on the grid of direct I/O
+MARK_BYTES = GRID_BYTES  # the data begin behind it, on the grid of direct I/O
 FORMAT_VERSION = 1
 
 _MAGIC = b"offloadzero-swap"

@@ -20,11 +20,10 @@ from torch import Tensor
 from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
 from offloadzero.kernel_arguments.tensors import address, describe, float_code, layout_code, typed_address
+from offloadzero.limits import MAX_UPDATE_THREADS
 from offloadzero.native import _kernels
 
 ISA_ENV = "OFFLOADZERO_ISA"
-
-_MAX_THREADS = 1024
 
 
 class Isa(str, Enum):
@@ -74,7 +73,7 @@ def isa_reason() -> str:
     return _choose_isa()[1]
 
 
-_default_num_threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+_default_num_threads = min(len(os.sched_getaffinity(0)), MAX_UPDATE_THREADS)
 
 
 def get_default_num_threads() -> int:
@@ -83,7 +82,7 @@ def get_default_num_threads() -> int:
 
 
 def set_default_num_threads(num_threads: int) -> None:
-    """Set the threads of calls that name no number (1 to 1024); the calling thread is one of them."""
+    """Set the threads of calls that name no number (1 to MAX_UPDATE_THREADS); the calling thread is one of them."""
     global _default_num_threads
     _default_num_threads = check_num_threads(num_threads)
 
@@ -108,8 +107,8 @@ def check_num_threads(num_threads: int | None) -> int:
     """Return the number, or the default for None; raises ConfigError for one that is not allowed."""
     if num_threads is None:
         return _default_num_threads
-    if not 1 <= num_threads <= _MAX_THREADS:
-        raise ConfigError("num_threads", num_threads, f"allowed 1 to {_MAX_THREADS}")
+    if not 1 <= num_threads <= MAX_UPDATE_THREADS:
+        raise ConfigError("num_threads", num_threads, f"allowed 1 to {MAX_UPDATE_THREADS}")
     return num_threads
 
 

@@ -62,6 +62,7 @@ FLOORS: Mapping[str, int] = {
     "segments": 0,
     "torch_private": 0,
     "interrupts": 0,
+    "limits": 0,
     "fail_points": 0,
 }
 
