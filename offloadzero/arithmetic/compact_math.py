@@ -20,15 +20,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
+from offloadzero.kernel_arguments.compact import (
+    COMPACT_BLOCK,
+    DITHER_STEP_M,
+    DITHER_STEP_S,
+    SHIFT_M,
+    SHIFT_S,
+    SMALLEST_SCALED,
+    SPAN_M,
+    SPAN_S,
+)
 from offloadzero.kernel_arguments.scalars import AdamScalars
 
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
-SMALLEST_SCALED = 2.0**-100  # a step size or a block's largest magnitude below it counts as 0
 SIGN, MAGNITUDE, INFINITY_BITS = -(1 << 31), (1 << 31) - 1, 255 << 23  # of fp32 patterns
-_BITS_OF_1, BITS_OF_2 = 127 << 23, 128 << 23
-SPAN_M, SPAN_S = 14.75, 2.984375  # y - 1 of the largest magnitude of a block
-SHIFT_M, SHIFT_S = 18, 16  # mantissa bits of y below those of its code
+BITS_OF_1, BITS_OF_2 = 127 << 23, 128 << 23
 
 
 def join(param: Tensor, remainder: Tensor) -> Tensor:
@@ -101,7 +107,7 @@ def code_dither(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def dither_phases(step: int) -> tuple[int, int]:
     """The begin of a step's dithers of exp_avg and exp_avg_sq, modulo 2^32: [Note: dithered codes]."""
-    return step * 0x9E3779B9 % 2**32, step * 0x6A09E667 % 2**32
+    return step * DITHER_STEP_M % 2**32, step * DITHER_STEP_S % 2**32
 
 
 class CompactFactors(NamedTuple):
@@ -172,9 +178,9 @@ class Workspace(NamedTuple):
         is_lost = largest_bits >= INFINITY_BITS
         self.m.masked_fill_(is_lost, 0.0)
         largest = largest_bits.view(torch.float32).masked_fill(is_lost, 0.0)
-        torch.bitwise_and(m_bits, SIGN, out=signs).bitwise_or_(_BITS_OF_1)
+        torch.bitwise_and(m_bits, SIGN, out=signs).bitwise_or_(BITS_OF_1)
         self.fma(self.t, self.m, _inverse(largest, SPAN_M), self.g)
-        codes.bitwise_and_(MAGNITUDE).sub_(_BITS_OF_1).add_(dither).bitwise_right_shift_(SHIFT_M)
+        codes.bitwise_and_(MAGNITUDE).sub_(BITS_OF_1).add_(dither).bitwise_right_shift_(SHIFT_M)
         codes.bitwise_or_(signs.bitwise_right_shift_(24).bitwise_and_(0x80))
         return codes, _scale(largest, SPAN_M).masked_fill(is_lost, math.nan)
 
@@ -189,7 +195,7 @@ class Workspace(NamedTuple):
         largest = largest_bits.view(torch.float32).masked_fill(is_lost, 0.0).clamp_(max=_LARGEST_FLOAT)
         self.s.masked_fill_(is_lost, 0.0).clamp_(max=_LARGEST_FLOAT)
         self.fma(self.t, self.s, _inverse(largest, SPAN_S), 1.0)
-        codes.sub_(_BITS_OF_1).add_(dither).bitwise_right_shift_(SHIFT_S).clamp_(min=1)
+        codes.sub_(BITS_OF_1).add_(dither).bitwise_right_shift_(SHIFT_S).clamp_(min=1)
         return codes, _scale(largest, SPAN_S).masked_fill(is_lost, math.nan)
 
 

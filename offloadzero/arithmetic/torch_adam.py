@@ -17,8 +17,6 @@ from offloadzero.arithmetic.compact_math import (
     BITS_OF_2,
     INFINITY_BITS,
     MAGNITUDE,
-    SHIFT_M,
-    SHIFT_S,
     SIGN,
     CompactFactors,
     Workspace,
@@ -28,7 +26,7 @@ from offloadzero.arithmetic.compact_math import (
     sqrt_,
 )
 from offloadzero.arithmetic.torch_pieces import cut, fp32_pieces, mask_in, pieces, set_where_nan
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
+from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, SHIFT_M, SHIFT_S, num_scales
 from offloadzero.kernel_arguments.scalars import AdamScalars
 
 COMPACT_SCRATCH_BYTES = 5 * 4 + 4 * 8  # per element of a piece

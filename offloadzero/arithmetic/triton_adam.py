@@ -22,8 +22,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from offloadzero.arithmetic.compact_math import compact_factors, dither_phases
-from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
+from offloadzero.arithmetic.compact_math import (
+    BITS_OF_1,
+    BITS_OF_2,
+    INFINITY_BITS,
+    MAGNITUDE,
+    SIGN,
+    compact_factors,
+    dither_phases,
+)
+from offloadzero.kernel_arguments.compact import (
+    COMPACT_BLOCK,
+    SHIFT_M,
+    SHIFT_S,
+    SMALLEST_SCALED,
+    SPAN_M,
+    SPAN_S,
+)
 from offloadzero.kernel_arguments.scalars import AdamScalars
 
 # Elements of one program: with 4 warps a thread has 8, which are 16 bytes of bf16.
@@ -32,15 +47,17 @@ COMPACT_ROWS = 16  # blocks of COMPACT_BLOCK elements
 
 _BLOCK = tl.constexpr(COMPACT_BLOCK)
 _NAN_BITS = tl.constexpr(0x7FC00000)
-_INFINITY_BITS = tl.constexpr(0x7F800000)
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_SIGN = tl.constexpr(-(1 << 31))
-_BITS_OF_1 = tl.constexpr(0x3F800000)
-_BITS_OF_2 = tl.constexpr(0x40000000)
+_INFINITY_BITS = tl.constexpr(INFINITY_BITS)
+_MAGNITUDE = tl.constexpr(MAGNITUDE)
+_SIGN = tl.constexpr(SIGN)
+_BITS_OF_1 = tl.constexpr(BITS_OF_1)
+_BITS_OF_2 = tl.constexpr(BITS_OF_2)
 _LARGEST_FLOAT = tl.constexpr(torch.finfo(torch.float32).max)
-_SMALLEST_SCALED = tl.constexpr(2.0**-100)
-_SPAN_M, _SPAN_S = tl.constexpr(14.75), tl.constexpr(2.984375)
-_TO_SCALE_M, _TO_SCALE_S = tl.constexpr(1 / 29.5), tl.constexpr(1 / 5.96875)  # Triton rounds them to fp32
+_SMALLEST_SCALED = tl.constexpr(SMALLEST_SCALED)
+_SHIFT_M, _SHIFT_S = tl.constexpr(SHIFT_M), tl.constexpr(SHIFT_S)
+_SPAN_M, _SPAN_S = tl.constexpr(SPAN_M), tl.constexpr(SPAN_S)
+# Triton rounds them to fp32.
+_TO_SCALE_M, _TO_SCALE_S = tl.constexpr(0.5 / SPAN_M), tl.constexpr(0.5 / SPAN_S)
 
 
 def adam_step(
@@ -252,14 +269,14 @@ def _compact_adam(
 
     scale_m = (beta1 * tl.load(scales + 2 * row, mask=row_here, other=0.0))[:, None]
     code = tl.load(exp_avg + at, mask=here, other=0).to(tl.int32)
-    f = _float_of(((code & 0x7F) << 18) | _BITS_OF_2 | (code & _SIGN))
+    f = _float_of(((code & 0x7F) << _SHIFT_M) | _BITS_OF_2 | (code & _SIGN))
     twice = _float_of(_bits_of(scale_m + scale_m) | (code & _SIGN))
     m = _fma(f, scale_m, _fma(g, grad_m, _float_of(_bits_of(twice) ^ _SIGN)))
 
     scale_s = (sqrt_beta2 * tl.load(scales + 2 * row + 1, mask=row_here, other=0.0))[:, None]
     code = tl.load(exp_avg_sq + at, mask=here, other=0).to(tl.int32)
     twice = _float_of(_bits_of(scale_s + scale_s) ^ _SIGN)
-    old_s = _fma(_float_of((code << 16) | _BITS_OF_2), scale_s, twice)
+    old_s = _fma(_float_of((code << _SHIFT_S) | _BITS_OF_2), scale_s, twice)
     t = g * grad_s
     s = tl.sqrt_rn(_fma(old_s, old_s, t * t))
 
@@ -286,6 +303,12 @@ def _scale_and_inverse(largest, TO_SCALE: tl.constexpr, SPAN: tl.constexpr):  # 
 
 
 @triton.jit
+def _dither(start, phase, SHIFT: tl.constexpr):  # noqa: N803
+    """Return the numbers below one code that are added to patterns: [Note: dithered codes]."""
+    return ((((start << 25) + phase) >> 18 & 0x3FFF) << (SHIFT - 14)) + (1 << (SHIFT - 15))
+
+
+@triton.jit
 def _codes_m(m, place, phase):
     """Return codes and scales of first moments; in a row with one that is not finite codes are 0, the scale is NaN."""
     largest_bits = tl.max(_bits_of(m) & _MAGNITUDE, axis=1)
@@ -299,8 +322,8 @@ def _codes_m(m, place, phase):
     # The place in 7 bits from the other end, shifted to the top.
     reversed_place = (place & 1) << 6 | (place & 2) << 4 | (place & 4) << 2 | (place & 8)
     reversed_place |= (place & 16) >> 2 | (place & 32) >> 4 | (place & 64) >> 6
-    dither = ((((reversed_place << 25) + phase) >> 18 & 0x3FFF) << 4) + 8
-    codes = ((_bits_of(y) & _MAGNITUDE) - _BITS_OF_1 + dither[None, :]) >> 18
+    dither = _dither(reversed_place, phase, _SHIFT_M)
+    codes = ((_bits_of(y) & _MAGNITUDE) - _BITS_OF_1 + dither[None, :]) >> _SHIFT_M
     return codes | (sign >> 24 & 0x80), tl.where(
         is_finite, scale, _float_of(tl.full(scale.shape, _NAN_BITS, tl.int32))
     )
@@ -316,7 +339,7 @@ def _codes_s(s, place, phase):
     scale, inverse = _scale_and_inverse(largest, _TO_SCALE_S, _SPAN_S)
     s = tl.where(s > _LARGEST_FLOAT, _LARGEST_FLOAT, s)
     y = _fma(tl.where(is_nan[:, None], 0.0, s), inverse[:, None], 1.0)
-    dither = ((((place << 25) + phase) >> 18 & 0x3FFF) << 2) + 2
-    codes = (_bits_of(y) - _BITS_OF_1 + dither[None, :]) >> 16
+    dither = _dither(place, phase, _SHIFT_S)
+    codes = (_bits_of(y) - _BITS_OF_1 + dither[None, :]) >> _SHIFT_S
     codes = tl.where(codes < 1, 1, codes)
     return codes, tl.where(is_nan, _float_of(tl.full(scale.shape, _NAN_BITS, tl.int32)), scale)

@@ -23,6 +23,9 @@ NUMBERS = {
     ("aio/binding.cpp", "MAX_NUM_THREADS"): limits.MAX_IO_THREADS,
     ("cpu_adam/binding.cpp", "MAX_THREADS"): limits.MAX_UPDATE_THREADS,
     ("cpu_adam/cpu_adam.h", "COMPACT_BLOCK"): compact.COMPACT_BLOCK,
+    ("cpu_adam/kernel_compact.h", "SMALLEST_SCALED"): compact.SMALLEST_SCALED,
+    ("cpu_adam/kernel_compact.h", "SPAN_M"): compact.SPAN_M,
+    ("cpu_adam/kernel_compact.h", "SPAN_S"): compact.SPAN_S,
 }
 
 
