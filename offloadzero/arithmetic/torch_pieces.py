@@ -74,7 +74,7 @@ def set_where_nan(weights: Tensor, spare: Tensor) -> None:
 
 def mask_in(spare: Tensor) -> Tensor:
     """Return a bool per element of an fp32 array, in the array's memory."""
-    return spare.view(torch.bool).flatten()[: spare.numel()].view(spare.shape)
+    return spare.flatten().view(torch.bool)[: spare.numel()].view(spare.shape)
 
 
 def cut(scratch: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:

@@ -208,3 +208,15 @@ def test_an_engine_whose_records_are_updated_in_torch_operations(
     assert other_losses == losses
     for name, expected in states.items():
         assert torch.equal(other_states[name], expected), name
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int8])
+def test_a_master_weight_without_dimensions(dtype: torch.dtype) -> None:
+    weight, param, remainder = (
+        torch.tensor(0.1),
+        torch.empty((), dtype=torch.bfloat16),
+        torch.empty((), dtype=dtype),
+    )
+    device_math.split_master(weight, param, remainder)
+    assert param == weight.bfloat16()
+    assert device_math.join_master(param, remainder) == pytest.approx(0.1, rel=2**-17)
