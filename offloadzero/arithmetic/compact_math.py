@@ -37,21 +37,6 @@ SIGN, MAGNITUDE, INFINITY_BITS = -(1 << 31), (1 << 31) - 1, 255 << 23  # of fp32
 BITS_OF_1, BITS_OF_2 = 127 << 23, 128 << 23
 
 
-def join(param: Tensor, remainder: Tensor) -> Tensor:
-    """Return the fp32 master weights of bf16 parameters and int8 remainders: a new tensor."""
-    return ((param.view(torch.int16).to(torch.int32) << 16) + (remainder.to(torch.int32) << 8)).view(
-        torch.float32
-    )
-
-
-def split(weights: Tensor, param: Tensor, remainder: Tensor) -> None:
-    """Write fp32 master weights as bf16 parameters and int8 remainders."""
-    # A NaN with all payload bits set would become zero when it is rounded up.
-    bits = torch.where(weights.isnan(), torch.nan, weights).view(torch.int32) + 0x80
-    param.view(torch.int16).copy_((bits + 0x8000) >> 16)
-    remainder.copy_((bits >> 8) & 0xFF)
-
-
 def decode_exp_avg(codes: Tensor, scale: Tensor) -> Tensor:
     """Return the fp32 first moments, shape (n,), of int8 codes (sign and magnitude), and a scale per block."""
     x = _expand(codes & 0x7F, SHIFT_M) - 2.0

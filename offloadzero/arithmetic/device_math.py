@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from offloadzero.arithmetic import compact_math, torch_pieces
+from offloadzero.arithmetic import remainders
 from offloadzero.memory import device as devices
 from offloadzero.native import kernels
 
@@ -88,19 +88,12 @@ def accumulate(acc: torch.Tensor, grad: torch.Tensor, *, num_threads: int | None
 
 def join_master(param: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
     """Return the fp32 master weights of (bf16, int16 or int8 remainder), (fp16, fp32) or (fp32, None): a new tensor."""
-    if master is not None and master.dtype == torch.int8:
-        return compact_math.join(param, master)
     weights = torch.empty_like(param, dtype=torch.float32)
-    torch_pieces.join(weights, param, master, spare=torch.empty_like(weights))
+    remainders.join(weights, param, master, spare=torch.empty_like(weights))
     return weights
 
 
 def split_master(weights: torch.Tensor, param: torch.Tensor, master: torch.Tensor | None) -> None:
     """Write fp32 master weights into a record's parameter and remainder (or fp32 master). NaN stays NaN."""
-    if master is not None and master.dtype == torch.int8:
-        compact_math.split(weights, param, master)
-    else:
-        is_lost = master is not None and master.dtype != torch.float32
-        torch_pieces.split(
-            weights.clone() if is_lost else weights, param, master, spare=torch.empty_like(weights)
-        )
+    is_lost = master is not None and master.dtype != torch.float32
+    remainders.split(weights.clone() if is_lost else weights, param, master, spare=torch.empty_like(weights))

@@ -25,7 +25,8 @@ from offloadzero.arithmetic.compact_math import (
     load,
     sqrt_,
 )
-from offloadzero.arithmetic.torch_pieces import cut, fp32_pieces, mask_in, pieces, set_where_nan
+from offloadzero.arithmetic.remainders import join_bits, mask_in, set_where_nan, take_high_bits, take_low_bits
+from offloadzero.arithmetic.torch_pieces import cut, fp32_pieces, pieces
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, SHIFT_M, SHIFT_S, num_scales
 from offloadzero.kernel_arguments.scalars import AdamScalars
 
@@ -139,8 +140,8 @@ def _step_piece(
 ) -> None:
     weights, g, m, s, t = spare[:5]
     scale_m, scale_s = (scale.unsqueeze(1) for scale in piece.scales.unbind(1))
-    bits = load(weights.view(torch.int32), piece.param_i16).bitwise_left_shift_(16)
-    bits.add_(load(t.view(torch.int32), piece.remainder_i8).bitwise_left_shift_(8))
+    low = load(t.view(torch.int32), piece.remainder_i8)
+    join_bits(load(weights.view(torch.int32), piece.param_i16), low, dtype=piece.remainder_i8.dtype)
     load(g, piece.grad)
     if scalars.with_l2:
         spare.fma(g, weights, scalars.weight_decay, torch.mul(g, scalars.grad_scale, out=t))
@@ -183,9 +184,9 @@ def _store_weights(piece: _CompactPiece, spare: Workspace) -> None:
     is_lost = torch.ge(magnitude, INFINITY_BITS, out=mask_in(spare.g))
     spare.weights.masked_fill_(is_lost, math.nan)
     set_where_nan(spare.weights, spare.t)
-    bits = spare.weights.view(torch.int32).add_(0x80)
-    _store(torch.bitwise_right_shift(bits, 8, out=spare.t.view(torch.int32)), piece.remainder_i8)
-    _store(bits.add_(0x8000).bitwise_right_shift_(16), piece.param_i16)
+    bits, low = spare.weights.view(torch.int32), spare.t.view(torch.int32)
+    _store(take_low_bits(bits, dtype=piece.remainder_i8.dtype, spare=low), piece.remainder_i8)
+    _store(take_high_bits(bits), piece.param_i16)
 
 
 def _store(array: Tensor, target: Tensor) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from offloadzero.arithmetic.remainders import join, split
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
 
 FP32_SCRATCH_BYTES = 3 * 4  # per element of a piece with fp32 states: weights, gradient, one spare
@@ -43,38 +43,6 @@ def fp32_pieces(
         join(weights, param[part], piece_master, spare=spare)
         yield Fp32Piece(weights, tuple(state[part] for state in states), spare, grad[part], g)
         split(weights, param[part], piece_master, spare=spare)
-
-
-def join(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor) -> None:
-    """Write the fp32 master weights of a record's parameter and int16 remainder, or of its fp32 ones."""
-    if master is None or master.dtype == torch.float32:
-        weights.copy_(param if master is None else master)
-        return
-    low = spare.view(torch.int32).copy_(master)
-    weights.view(torch.int32).copy_(param.view(torch.int16)).bitwise_left_shift_(16).add_(low)
-
-
-def split(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor) -> None:
-    """Write fp32 master weights into a record's parameter and master; `weights` is overwritten. NaN stays NaN."""
-    if master is None or master.dtype == torch.float32:
-        if master is not None:
-            master.copy_(weights)
-        param.copy_(weights)
-        return
-    set_where_nan(weights, spare)
-    bits = weights.view(torch.int32)
-    master.copy_(bits)  # keeps the low 16 bits
-    param.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
-
-
-def set_where_nan(weights: Tensor, spare: Tensor) -> None:
-    """Give NaN the host's bit pattern: a device's has all bits set, and becomes zero when it is rounded up."""
-    weights.masked_fill_(torch.ne(weights, weights, out=mask_in(spare)), math.nan)
-
-
-def mask_in(spare: Tensor) -> Tensor:
-    """Return a bool per element of an fp32 array, in the array's memory."""
-    return spare.flatten().view(torch.bool)[: spare.numel()].view(spare.shape)
 
 
 def cut(scratch: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from offloadzero.arithmetic.remainders import lengthened, shortened
 from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.compact import num_scales
 from offloadzero.native.compact import compact_decode, compact_encode
@@ -60,13 +61,12 @@ def checked(name: str, param: Tensor, saved: Mapping[str, Tensor]) -> dict[str, 
 def encoded(param: Tensor, exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the compact state nearest to a parameter's `exp_avg`, `exp_avg_sq` and int16 `master_remainder`.
 
-    The parameter keeps its value, so the remainder is cut off at 127: the master weight is off by at most 2^7 spacings
-    of fp32, or 2^8 in the 1 of 512 weights that lie that near to the next bf16 number. A missing tensor counts as 0.
+    The parameter keeps its value: `shortened` says what that costs. A missing tensor counts as 0.
     """
     state = zeros(param)
     low = exact.get("master_remainder")
     if low is not None:
-        state["master_remainder"].copy_(((low.to(torch.int32) + 0x80) >> 8).clamp(max=127))
+        state["master_remainder"].copy_(shortened(low))
     none_yet = torch.zeros(param.shape, device="cpu")
     moments = [exact.get(key, none_yet).reshape(-1) for key in ("exp_avg", "exp_avg_sq")]
     scratch = torch.empty_like(param.detach()), torch.empty_like(state["master_remainder"])
@@ -80,5 +80,5 @@ def decoded(param: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     master, exp_avg, exp_avg_sq = (torch.empty(param.shape, device="cpu") for _ in range(3))
     high = torch.zeros(param.shape, dtype=torch.bfloat16, device="cpu")
     compact_decode(*flat_record(high, state), *(t.view(-1) for t in (master, exp_avg, exp_avg_sq)))
-    remainder = state["master_remainder"].to(torch.int16) << 8
+    remainder = lengthened(state["master_remainder"])
     return {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "master_remainder": remainder}

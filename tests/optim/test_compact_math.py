@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offloadzero.arithmetic import compact_math
+from offloadzero.arithmetic import compact_math, device_math
 from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, num_scales
 from offloadzero.native.compact import compact_adam_step, compact_decode, compact_encode
@@ -70,7 +70,7 @@ def test_encoding_and_decoding_are_the_kernels(n: int) -> None:
     codes_m, scale_m = compact_math.encode_exp_avg(m)
     codes_s, scale_s = compact_math.encode_exp_avg_sq(root)
     lost = ~m.isfinite()
-    compact_math.split(torch.where(lost, NAN, master), param, remainder)
+    device_math.split_master(torch.where(lost, NAN, master), param, remainder)
     remainder[param.isnan()] = expected[1][param.isnan()]  # of a NaN nothing is defined but that it is one
     assert_same((param, remainder, codes_m, codes_s, torch.stack((scale_m, scale_s), 1).flatten()), expected)
 
@@ -81,7 +81,7 @@ def assert_decoded_same(record: Record) -> None:
     back = tuple(torch.empty(record[0].numel()) for _ in range(3))
     compact_decode(*record, *back, num_threads=1)
     ours = (
-        compact_math.join(record[0], record[1]),
+        device_math.join_master(record[0], record[1]),
         compact_math.decode_exp_avg(record[2], record[4][0::2]),
         compact_math.decode_exp_avg_sq(record[3], record[4][1::2]),
     )

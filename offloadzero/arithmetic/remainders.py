@@ -1,0 +1,86 @@
+"""The fp32 master weights of parameters in torch operations: joined of a parameter and its remainder, and split again.
+
+The formats are [Note: bf16 split] (int16) and [Note: compact state] (int8) in csrc/cpu_adam/cpu_adam.h; the kernels'
+own forms are its vec_*.h, and the fused kernel's is triton_adam.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# Lowest bits of the fp32 pattern that are lost, by the dtype of the remainder.
+_LOST_BITS = {torch.int16: 0, torch.int8: 8}
+
+
+def join(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor) -> None:
+    """Write the fp32 master weights of a record's parameter and its remainder, or of its fp32 ones."""
+    if master is None or master.dtype == torch.float32:
+        weights.copy_(param if master is None else master)
+        return
+    bits = weights.view(torch.int32).copy_(param.view(torch.int16))
+    join_bits(bits, spare.view(torch.int32).copy_(master), dtype=master.dtype)
+
+
+def split(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor) -> None:
+    """Write fp32 master weights into a record's parameter and master; `weights` is overwritten. NaN stays NaN."""
+    if master is None or master.dtype == torch.float32:
+        if master is not None:
+            master.copy_(weights)
+        param.copy_(weights)
+        return
+    set_where_nan(weights, spare)
+    bits = weights.view(torch.int32)
+    master.copy_(take_low_bits(bits, dtype=master.dtype, spare=spare.view(torch.int32)))
+    param.view(torch.int16).copy_(take_high_bits(bits))
+
+
+def join_bits(high: Tensor, low: Tensor, *, dtype: torch.dtype) -> None:
+    """Make the patterns of master weights of those of bf16 parameters, in `high`, and of remainders of `dtype`.
+
+    Both are int32; `low` is overwritten.
+    """
+    if _LOST_BITS[dtype]:
+        low.bitwise_left_shift_(_LOST_BITS[dtype])
+    high.bitwise_left_shift_(16).add_(low)
+
+
+def take_low_bits(bits: Tensor, *, dtype: torch.dtype, spare: Tensor) -> Tensor:
+    """Return int32 numbers whose low bits are the remainders of `dtype`; `bits`, patterns of weights, are rounded.
+
+    They are `bits` or in `spare`, to be stored before `take_high_bits`.
+    """
+    lost = _LOST_BITS[dtype]
+    return torch.bitwise_right_shift(bits.add_(1 << (lost - 1)), lost, out=spare) if lost else bits
+
+
+def take_high_bits(bits: Tensor) -> Tensor:
+    """Return the int32 patterns of bf16 parameters, in the memory of `bits`, of which the low ones were taken."""
+    return bits.add_(0x8000).bitwise_right_shift_(16)
+
+
+def shortened(remainder_i16: Tensor) -> Tensor:
+    """Return the int8 remainders of int16 ones, for parameters that keep their value, as int32.
+
+    So they are cut off at 127: the master weight is off by at most 2^7 spacings of fp32, or 2^8 in the 1 of 512 weights
+    that lie that near to the next bf16 number.
+    """
+    lost = _LOST_BITS[torch.int8]
+    return ((remainder_i16.to(torch.int32) + (1 << (lost - 1))) >> lost).clamp(max=127)
+
+
+def lengthened(remainder_i8: Tensor) -> Tensor:
+    """Return the int16 remainders of int8 ones, exactly."""
+    return remainder_i8.to(torch.int16) << _LOST_BITS[torch.int8]
+
+
+def set_where_nan(weights: Tensor, spare: Tensor) -> None:
+    """Give NaN the host's bit pattern: a device's has all bits set, and becomes zero when it is rounded up."""
+    weights.masked_fill_(torch.ne(weights, weights, out=mask_in(spare)), math.nan)
+
+
+def mask_in(spare: Tensor) -> Tensor:
+    """Return a bool per element of an fp32 array, in the array's memory."""
+    return spare.flatten().view(torch.bool)[: spare.numel()].view(spare.shape)
