@@ -7,12 +7,25 @@ own forms are its vec_*.h, and the fused kernel's is triton_adam.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+REMAINDER_DTYPE = torch.int16  # the low half of the fp32 pattern; the bf16 parameter is the high half
+COMPACT_REMAINDER_DTYPE = torch.int8  # the same in the compact layout
+# The dtype of the rest of a master weight in the fp32 layout, by the dtype of the parameter.
+MASTER_DTYPES: Mapping[torch.dtype, torch.dtype | None] = MappingProxyType(
+    {
+        torch.bfloat16: REMAINDER_DTYPE,
+        torch.float16: torch.float32,
+        torch.float32: None,
+    }
+)
+
 # Lowest bits of the fp32 pattern that are lost, by the dtype of the remainder.
-_LOST_BITS = {torch.int16: 0, torch.int8: 8}
+_LOST_BITS = {REMAINDER_DTYPE: 0, COMPACT_REMAINDER_DTYPE: 8}
 
 
 def join(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor) -> None:
@@ -67,13 +80,13 @@ def shortened(remainder_i16: Tensor) -> Tensor:
     So they are cut off at 127: the master weight is off by at most 2^7 spacings of fp32, or 2^8 in the 1 of 512 weights
     that lie that near to the next bf16 number.
     """
-    lost = _LOST_BITS[torch.int8]
+    lost = _LOST_BITS[COMPACT_REMAINDER_DTYPE]
     return ((remainder_i16.to(torch.int32) + (1 << (lost - 1))) >> lost).clamp(max=127)
 
 
 def lengthened(remainder_i8: Tensor) -> Tensor:
     """Return the int16 remainders of int8 ones, exactly."""
-    return remainder_i8.to(torch.int16) << _LOST_BITS[torch.int8]
+    return remainder_i8.to(torch.int16) << _LOST_BITS[COMPACT_REMAINDER_DTYPE]
 
 
 def set_where_nan(weights: Tensor, spare: Tensor) -> None:

@@ -11,12 +11,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from offloadzero.arithmetic.remainders import lengthened, shortened
+from offloadzero.arithmetic.remainders import COMPACT_REMAINDER_DTYPE, lengthened, shortened
 from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.compact import num_scales
 from offloadzero.native.compact import compact_decode, compact_encode
 
-CODE_DTYPES = {"master_remainder": torch.int8, "exp_avg_e2m5": torch.int8, "exp_avg_sq_e1m7": torch.uint8}
+# Of each moment the name and the dtype of its codes. The names say what the bytes mean (bits of exponent and mantissa),
+# so that codes of another kind are refused and not misread.
+MOMENT_CODES = {"exp_avg": ("exp_avg_e2m5", torch.int8), "exp_avg_sq": ("exp_avg_sq_e1m7", torch.uint8)}
+CODE_DTYPES = {"master_remainder": COMPACT_REMAINDER_DTYPE, **dict(MOMENT_CODES.values())}
 _SCALES = "scales"
 KEYS = (*CODE_DTYPES, _SCALES)
 
@@ -68,7 +71,7 @@ def encoded(param: Tensor, exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if low is not None:
         state["master_remainder"].copy_(shortened(low))
     none_yet = torch.zeros(param.shape, device="cpu")
-    moments = [exact.get(key, none_yet).reshape(-1) for key in ("exp_avg", "exp_avg_sq")]
+    moments = [exact.get(key, none_yet).reshape(-1) for key in MOMENT_CODES]
     scratch = torch.empty_like(param.detach()), torch.empty_like(state["master_remainder"])
     _, _, *codes = flat_record(param, state)
     compact_encode(torch.zeros(param.numel(), device="cpu"), *moments, *(t.view(-1) for t in scratch), *codes)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offloadzero.arithmetic.remainders import COMPACT_REMAINDER_DTYPE
 from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.native import kernels
@@ -141,7 +142,10 @@ class CPUAdam(CPUOptimizer):
             step = exact.pop("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
             return {"step": step, **compact_tensors.encoded(param, exact)}
         if "master" in saved and "master_remainder" not in saved:  # an offloaded optimizer has saved it
-            saved = {**saved, "master_remainder": remainder_of(name, param, saved["master"], torch.int8)}
+            saved = {
+                **saved,
+                "master_remainder": remainder_of(name, param, saved["master"], COMPACT_REMAINDER_DTYPE),
+            }
         copies = compact_tensors.checked(name, param, saved)
         step = torch.tensor(float(saved.get("step", 0.0)), dtype=torch.float32, device="cpu")
         if is_compact:

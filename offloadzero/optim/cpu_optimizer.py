@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offloadzero.arithmetic.device_math import split_master
+from offloadzero.arithmetic.remainders import MASTER_DTYPES, REMAINDER_DTYPE
 from offloadzero.errors import ConfigError
 from offloadzero.torch_private import DisableTorchFunctionSubclass
 
 _MASTER_KEY = {torch.bfloat16: "master_remainder", torch.float16: "master", torch.float32: None}
-_MASTER_DTYPES = {"master_remainder": torch.int16, "master": torch.float32}
+_MASTER_DTYPES = {key: MASTER_DTYPES[dtype] for dtype, key in _MASTER_KEY.items() if key is not None}
 
 
 class CPUOptimizer(Optimizer, ABC):
@@ -120,7 +121,7 @@ class CPUOptimizer(Optimizer, ABC):
             if name not in state:
                 state[name] = self._initial_moment(name, param, group)
         if param.dtype == torch.bfloat16 and "master_remainder" not in state:
-            state["master_remainder"] = torch.zeros_like(param, dtype=torch.int16)
+            state["master_remainder"] = torch.zeros_like(param, dtype=REMAINDER_DTYPE)
         if param.dtype == torch.float16 and "master" not in state:
             state["master"] = param.detach().float()
         return state
@@ -180,7 +181,8 @@ class CPUOptimizer(Optimizer, ABC):
                     f"a state of {type(self).__name__} has {has}: this is another optimizer's",
                 )
         if param.dtype == torch.bfloat16 and "master" in saved and "master_remainder" not in saved:
-            saved = {**saved, "master_remainder": remainder_of(name, param, saved["master"], torch.int16)}
+            remainder = remainder_of(name, param, saved["master"], REMAINDER_DTYPE)
+            saved = {**saved, "master_remainder": remainder}
         for key, dtype in dtypes.items():
             if key not in saved or (key == "master" and param.dtype == torch.bfloat16):
                 continue
@@ -189,8 +191,8 @@ class CPUOptimizer(Optimizer, ABC):
                 raise ConfigError(
                     f"{name}.{key}", tuple(value.shape), f"must have shape {tuple(param.shape)}"
                 )
-            if key == "master_remainder" and value.dtype != torch.int16:
-                raise ConfigError(f"{name}.{key}", value.dtype, "must be torch.int16")
+            if key == "master_remainder" and value.dtype != REMAINDER_DTYPE:
+                raise ConfigError(f"{name}.{key}", value.dtype, f"must be {REMAINDER_DTYPE}")
             copied = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
             restored[key] = copied.copy_(value)
         if self.COUNTS_STEPS and "step" in saved:

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from offloadzero.arithmetic.remainders import MASTER_DTYPES
 from offloadzero.config import UnitConfig
 from offloadzero.errors import ConfigError
 from offloadzero.sharding.shard_spec import WHOLE, ShardSpec
 from offloadzero.streaming.shared_memory import expect_memory_of_its_own
 from offloadzero.update.records import Record, make_record
-from offloadzero.update.spec import MASTER_DTYPES, AnySpec
+from offloadzero.update.spec import AnySpec
 
 REST = "(rest)"  # no module can have this name
 

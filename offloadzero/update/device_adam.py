@@ -17,12 +17,13 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from offloadzero.arithmetic.remainders import REMAINDER_DTYPE
 from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES, torch_step
 from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
 from offloadzero.kernel_arguments.adam import AdamHyper, adam_scalars
-from offloadzero.kernel_arguments.compact import num_scales
 from offloadzero.kernel_arguments.scalars import AdamScalars
 from offloadzero.native import compact, kernels
+from offloadzero.optim import compact_tensors
 from offloadzero.update.spec import FormChoice, UpdateForm, piece_scratch_bytes
 
 
@@ -226,18 +227,12 @@ def _trial_state(*, is_compact: bool) -> dict[str, Tensor]:
     weights, exp_avg, exp_avg_sq = _trial_values(1), _trial_values(2), _trial_values(3).abs()
     param = torch.empty(count, dtype=torch.bfloat16, device="cpu")
     if not is_compact:
-        master = torch.empty(count, dtype=torch.int16, device="cpu")
+        master = torch.empty(count, dtype=REMAINDER_DTYPE, device="cpu")
         kernels.split_master(weights, param, master)
         return {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "master": master}
-    state = {
-        "param": param,
-        "master": torch.empty(count, dtype=torch.int8, device="cpu"),
-        "exp_avg": torch.empty(count, dtype=torch.int8, device="cpu"),
-        "exp_avg_sq": torch.empty(count, dtype=torch.uint8, device="cpu"),
-        "scales": torch.empty(num_scales(count), device="cpu"),
-    }
-    compact.compact_encode(weights, exp_avg, exp_avg_sq, *state.values())
-    return state
+    record = compact_tensors.flat_record(param, compact_tensors.zeros(param))
+    compact.compact_encode(weights, exp_avg, exp_avg_sq, *record)
+    return dict(zip(("param", "master", "exp_avg", "exp_avg_sq", "scales"), record, strict=True))
 
 
 def _host_step(state: dict[str, Tensor], grad: Tensor, step: int) -> None:

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from offloadzero.arithmetic.remainders import MASTER_DTYPES
 from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK
 from offloadzero.segments import SegmentKind
@@ -35,15 +36,6 @@ SCRATCH_ELEMENTS = 1 << 21  # of a piece of an update in torch operations, at mo
 
 # By their names in a configuration.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
-
-# The dtype of the rest of a master weight in the fp32 layout, by the dtype of the parameter.
-MASTER_DTYPES: Mapping[torch.dtype, torch.dtype | None] = MappingProxyType(
-    {
-        torch.bfloat16: torch.int16,  # the low half of the fp32 pattern; the parameter is the high half
-        torch.float16: torch.float32,
-        torch.float32: None,
-    }
-)
 
 
 class UpdateForm(str, Enum):

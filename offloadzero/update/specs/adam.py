@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic import compact_math
+from offloadzero.arithmetic.remainders import COMPACT_REMAINDER_DTYPE
 from offloadzero.arithmetic.torch_adam import COMPACT_SCRATCH_BYTES
 from offloadzero.arithmetic.torch_pieces import FP32_SCRATCH_BYTES
 from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.kernel_arguments.compact import num_scales
+from offloadzero.optim.compact_tensors import MOMENT_CODES
 from offloadzero.optim.cpu_adam import CPUAdam
 from offloadzero.segments import SegmentKind
 from offloadzero.update import device_adam
@@ -25,16 +27,12 @@ EXP_AVG_SQ = SegmentKind("exp_avg_sq")
 
 
 class AdamCodes(StateCodes):
-    """The compact layout: [Note: compact state] in csrc/cpu_adam/cpu_adam.h.
-
-    The names say what the bytes mean (bits of exponent and mantissa), so that codes of another kind are refused and not
-    misread.
-    """
+    """The compact layout: [Note: compact state] in csrc/cpu_adam/cpu_adam.h."""
 
     param_dtype = torch.bfloat16
-    master_dtype = torch.int8
-    dtypes = MappingProxyType({EXP_AVG: torch.int8, EXP_AVG_SQ: torch.uint8})
-    names = MappingProxyType({EXP_AVG: "exp_avg_e2m5", EXP_AVG_SQ: "exp_avg_sq_e1m7"})
+    master_dtype = COMPACT_REMAINDER_DTYPE
+    dtypes = MappingProxyType({SegmentKind(kind): dtype for kind, (_, dtype) in MOMENT_CODES.items()})
+    names = MappingProxyType({SegmentKind(kind): name for kind, (name, _) in MOMENT_CODES.items()})
 
     def num_scales(self, num_elements: int) -> int:
         """The number of scales: one per block and moment."""
