@@ -1,4 +1,4 @@
-"""The allowed names of checkpoints, and the names of unfinished ones.
+"""The names of a checkpoint's files and directories, the allowed tags, and the names of unfinished ones.
 
 [Note: names that are marks]
 While a checkpoint is written, it is `.TAG.TOKEN.partial`; while one is replaced, the old one is `.TAG.TOKEN.replaced`.
@@ -33,8 +33,8 @@ MAX_TAG_BYTES = 200  # together with the rest of an unfinished one's name, a fil
 
 _UNFINISHED = re.compile(rf"\.(.+)\.([0-9a-f]{{16}})([0-9a-f]{{16}})\.({PARTIAL}|{REPLACED})", re.DOTALL)
 
-
 _UNIT = re.compile(r"unit-\d{4,}\.safetensors", re.ASCII)
+_PART = re.compile(r"mp_rank_\d{2,}", re.ASCII)
 
 
 def unit_file(index: int) -> str:
@@ -45,6 +45,16 @@ def unit_file(index: int) -> str:
 def is_unit_file(name: str) -> bool:
     """Whether `unit_file` may have made the name."""
     return _UNIT.fullmatch(name) is not None
+
+
+def part_directory(index: int) -> str:
+    """Return the name of the directory that has the checkpoints of one part of a model."""
+    return f"mp_rank_{index:02}"
+
+
+def is_part_directory(name: str) -> bool:
+    """Whether `part_directory` may have made the name."""
+    return _PART.fullmatch(name) is not None
 
 
 def is_data_file(name: str) -> bool:

@@ -11,23 +11,20 @@ part, which must be that of the ranks that load it.
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from offloadzero.checkpoint.meta import PartOfModel
-from offloadzero.checkpoint.names import LATEST
+from offloadzero.checkpoint.names import LATEST, is_part_directory, part_directory
 from offloadzero.errors import CheckpointError
-
-_PART = re.compile(r"mp_rank_\d{2,}", re.ASCII)
 
 
 def directory_of_part(directory: Path, part: int | None) -> Path:
     """Return the directory in which a part of the model is saved; None stands for the whole model."""
-    return directory if part is None else directory / f"mp_rank_{part:02}"
+    return directory if part is None else directory / part_directory(part)
 
 
 def _names(directory: Path) -> list[str]:
-    return sorted(name for name in os.listdir(directory) if _PART.fullmatch(name))
+    return sorted(name for name in os.listdir(directory) if is_part_directory(name))
 
 
 def expect_room(directory: Path, num_parts: int) -> None:
