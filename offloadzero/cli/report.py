@@ -15,7 +15,7 @@ from offloadzero.cli.report_forecast import compare_run, compared_lines, read_ow
 from offloadzero.cli.units import size_text
 from offloadzero.errors import AioError, ConfigError
 from offloadzero.observe.forecast import MIN_STEPS, Comparison, compare
-from offloadzero.observe.run_dir import FORMAT, FORMAT_VERSION, RUN_FILE, STEPS_FILE
+from offloadzero.observe.run_dir import FORMAT, FORMAT_VERSION, RUN_FILE, STEPS_FILE, TRACE_FILES
 from offloadzero.observe.texts import duration_text
 from offloadzero.planning.result_file import load_json, parse_json
 
@@ -163,7 +163,7 @@ def _is_number(value: object) -> bool:
 def read_traces(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the traced steps in order, and a sentence for each that cannot be shown whole."""
     traces, notes = [], []
-    for path in directory.glob("trace_step_*.json"):
+    for path in directory.glob(TRACE_FILES):
         try:
             events = parse_json(path.read_text(encoding="utf-8"))["traceEvents"]
             trace, num_left_out = compact_trace(events)

@@ -24,6 +24,7 @@ from offloadzero.observe.timeline import COMPUTE, LANES, WAIT, Span
 RUN_FILE = "run.json"
 STEPS_FILE = "steps.jsonl"
 FORECAST_FILE = "forecast.json"
+TRACE_FILES = "trace_step_*.json"  # a glob; * is the step
 FORMAT = "offloadzero.run"
 FORECAST_FORMAT = "offloadzero.forecast"
 FORMAT_VERSION = 1
@@ -34,7 +35,7 @@ _TRACKS_PER_LANE = 1000
 
 def trace_file_name(step: int) -> str:
     """Return the name of the trace of a step."""
-    return f"trace_step_{step}.json"
+    return TRACE_FILES.replace("*", str(step))
 
 
 class RunDirectory:
