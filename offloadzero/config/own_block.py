@@ -23,7 +23,9 @@ from offloadzero.config.parse import (
     read_str_list,
 )
 from offloadzero.config.schema import (
+    STATE_LAYOUTS,
     ActivationConfig,
+    AioBackend,
     AioConfig,
     BudgetConfig,
     ObserveConfig,
@@ -38,8 +40,7 @@ from offloadzero.kernel_arguments.compact import COMPACT_CHUNK_MULTIPLE
 from offloadzero.limits import CHUNK_MULTIPLE, MAX_UPDATE_THREADS
 from offloadzero.segments import SegmentKind, TierName
 
-BACKENDS = ("auto", "io_uring", "native_aio", "aiofiles")
-STATE_LAYOUTS = ("fp32", "compact")
+_BACKENDS = tuple(backend.value for backend in AioBackend)
 MAX_CHUNKS_IN_FLIGHT = 1024
 MAX_TOKENS = 1 << 40
 RECORD_SEGMENTS = (SegmentKind.PARAM, SegmentKind.STATES)
@@ -204,7 +205,7 @@ def _read_chunk_elements(key: str, value: object, *, multiple: int) -> int:
 def _read_aio(block: Block, base: AioConfig) -> AioConfig:
     return replace(
         base,
-        backend=block.read("backend", read_enum, base.backend, allowed=BACKENDS),
+        backend=block.read("backend", read_enum, base.backend, allowed=_BACKENDS),
         checksums=block.read("checksums", read_bool, base.checksums),
         transfer_timeout_s=block.read("transfer_timeout_s", read_float, None, minimum=0.1, maximum=1e6),
     )

@@ -7,11 +7,14 @@ which validates; nothing below re-checks what the loader has checked.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from offloadzero.segments import SegmentKind, TierName
+
+STATE_LAYOUTS = ("fp32", "compact")
 
 
 @dataclass(frozen=True)
@@ -129,9 +132,23 @@ class UpdateConfig:
     cores: tuple[int, ...] = ()  # CPUs to which the update's threads are bound; empty = any
 
 
+class AioBackend(str, Enum):
+    """The interface by which the file engine moves blocks."""
+
+    AUTO = "auto"
+    """The first of io_uring, native_aio, aiofiles that this machine allows; logged once with the reason."""
+    IO_URING = "io_uring"
+    """Linux io_uring (kernel 5.6 or later); many container runtimes forbid it."""
+    NATIVE_AIO = "native_aio"
+    """Linux native AIO, the kernel interface under libaio. Asynchronous on direct files only: on a buffered
+    file the engine's thread does the transfers one after the other."""
+    AIOFILES = "aiofiles"
+    """The `aiofiles` package on Python threads: portable, buffered, one transfer per file at a time."""
+
+
 @dataclass(frozen=True)
 class AioConfig:
-    """The file engine: `backend` is "auto", "io_uring", "native_aio" or "aiofiles"."""
+    """The file engine: `backend` is the value of an AioBackend."""
 
     backend: str = "auto"
     block_size: int = 1024 * 1024
@@ -196,7 +213,7 @@ class OffloadConfig:
     nvme_paths: tuple[Path, ...] = ()
     placement_tokens: int | None = None  # of a micro batch, for "auto" by time; None: by bytes
     pin_memory: bool = True
-    state_layout: str = "fp32"  # "fp32" | "compact": the layout of the optimizer states of bf16 parameters
+    state_layout: str = "fp32"  # one of STATE_LAYOUTS: the layout of the optimizer states of bf16 parameters
     units: UnitConfig = field(default_factory=UnitConfig)
     activation_checkpoints: ActivationConfig | None = None  # None: autograd keeps the inputs that it needs
     update: UpdateConfig = field(default_factory=UpdateConfig)

@@ -1,4 +1,4 @@
-"""The backends of AioEngine: their names, their options, their methods."""
+"""The backends of AioEngine: their options and their methods."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+from offloadzero.config.schema import AioBackend
 
-class AioBackend(str, Enum):
-    """The interface that moves the blocks."""
-
-    AUTO = "auto"
-    """The first of io_uring, native_aio, aiofiles that this machine allows; logged once with the reason."""
-    IO_URING = "io_uring"
-    """Linux io_uring (kernel 5.6 or later); many container runtimes forbid it."""
-    NATIVE_AIO = "native_aio"
-    """Linux native AIO, the kernel interface under libaio. Asynchronous on direct files only: on a buffered
-    file the engine's thread does the transfers one after the other."""
-    AIOFILES = "aiofiles"
-    """The `aiofiles` package on Python threads: portable, buffered, one transfer per file at a time."""
+__all__ = [
+    "AioBackend",
+    "EngineCore",
+    "EngineOptions",
+    "FaultKind",
+    "FileCore",
+    "OperationCore",
+    "errno_name",
+]
 
 
 class FaultKind(str, Enum):

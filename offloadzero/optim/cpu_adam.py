@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from offloadzero.arithmetic.remainders import COMPACT_REMAINDER_DTYPE
+from offloadzero.config.schema import STATE_LAYOUTS
 from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.native import kernels
@@ -30,8 +31,6 @@ _TORCH_GROUP_DEFAULTS = {
     "differentiable": False,
     "fused": None,
 }
-
-_STATE_LAYOUTS = ("fp32", "compact")
 
 
 class CPUAdam(CPUOptimizer):
@@ -76,8 +75,8 @@ class CPUAdam(CPUOptimizer):
         state_layout: str = "fp32",
         num_threads: int | None = None,
     ) -> None:
-        if state_layout not in _STATE_LAYOUTS:
-            raise ConfigError("state_layout", state_layout, f"allowed: {', '.join(_STATE_LAYOUTS)}")
+        if state_layout not in STATE_LAYOUTS:
+            raise ConfigError("state_layout", state_layout, f"allowed: {', '.join(STATE_LAYOUTS)}")
         self.state_layout = state_layout
         defaults = {
             "lr": lr,
