@@ -85,6 +85,8 @@ class Cluster:
     described: Mapping[str, Any]  # the file
     starts_are_known: bool  # the seconds of a collective beside its bytes
     python_is_known: bool
+    # Bytes per second each way between host and all devices of a machine; None: each has its own in full.
+    machine_link: float | None
 
     @property
     def num_gpus(self) -> int:
@@ -113,12 +115,6 @@ class Cluster:
         if of_machine is not None:
             ways = {name: min(rate or of_machine, of_machine / num_local) for name, rate in ways.items()}
         return replace(found, rates=replace(rates, network=network, **ways))
-
-    @property
-    def machine_link(self) -> float | None:
-        """The bytes per second each way between host and all devices of a machine; None: each has its own in full."""
-        value = (self.described.get("pcie") or {}).get("machine_gb_per_s")
-        return None if value is None else value * GB
 
     def left_out(self) -> Iterator[str]:
         """Yield what a forecast leaves out."""
@@ -171,7 +167,13 @@ def cluster_from_json(key: str, value: Mapping[str, Any]) -> Cluster:
     starts_us, unit_us = top.number("collective_us"), top.number("unit_us")
     rates = _rates(tables, starts_us=starts_us, unit_us=unit_us)
     return Cluster(
-        num_machines, gpus, _machine(key, tables, rates), value, starts_us is not None, unit_us is not None
+        num_machines,
+        gpus,
+        _machine(key, tables, rates),
+        described=value,
+        starts_are_known=starts_us is not None,
+        python_is_known=unit_us is not None,
+        machine_link=_gb(tables["pcie"], "machine_gb_per_s"),
     )
 
 
@@ -237,8 +239,8 @@ def _gb(table: Reader, name: str) -> float | None:
 
 
 def _whole(reader: Reader, key: str, name: str) -> int:
-    found = reader.count(name)
-    if not found:
+    found = reader.value.get(name)
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise ConfigError(f"{key}.{name}", found, f"a whole number from 1 to {MAX_RANKS:,}")
     return found
 

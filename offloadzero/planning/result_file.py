@@ -94,7 +94,7 @@ class Reader:
         if found is None:
             return None
         if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < _MAX:
-            raise ConfigError(f"{self._name}.{name}", found, "a whole number of bytes, or null")
+            raise ConfigError(f"{self._name}.{name}", found, "a whole number, or null")
         return found
 
     def numbers(self, name: str) -> dict[str, float]:

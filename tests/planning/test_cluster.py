@@ -17,7 +17,7 @@ from offloadzero.cli.plan_report import Forecaster
 from offloadzero.errors import ConfigError
 from offloadzero.observe.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from offloadzero.observe.timeline import D2H, H2D, LANDING, NVME_READ, NVME_WRITE, UPDATE
-from offloadzero.planning.cluster import FORMAT, Cluster, between_ranks, cluster_from_json
+from offloadzero.planning.cluster import _ENTRIES, FORMAT, Cluster, between_ranks, cluster_from_json
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import share_of
 from offloadzero.planning.time_model import HOST_MEMORY, LINKS, NETWORK, Forecast, Rates, Step
@@ -351,7 +351,7 @@ def without(table: str, entry: str | None = None) -> dict[str, Any]:
     ("described", "said"),
     [
         (without("machines"), "--hardware.machines = None: a whole number"),
-        ({**LARGE, "machines": 2.5}, "--hardware.machines = 2.5: a whole number"),
+        ({**LARGE, "machines": 2.5}, "--hardware.machines = 2.5: a whole number from 1 to 65,536"),
         ({**LARGE, "machines": 10**6}, "--hardware.machines = 1000000: at most 65,536 devices"),
         (without("gpu"), "--hardware.gpu.memory_gib = None: a positive number: it is needed"),
         (without("host", "gb_per_s"), "--hardware.host.gb_per_s = None: a positive number"),
@@ -373,6 +373,21 @@ def test_what_a_file_lacks_is_named(described: dict[str, Any], said: str) -> Non
     with pytest.raises(ConfigError) as caught:
         cluster_of(described)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("table", [None, "gpu", "host", "pcie", "drives", "links", "network"])
+def test_each_number_of_a_file_is_checked(table: str | None) -> None:
+    """A number that is only read when a forecast is made ends in another error, or in a forecast of nonsense."""
+    names = ("machines", "gpus_per_machine", "collective_us", "unit_us") if table is None else _ENTRIES[table]
+    for name in names:
+        if name == "name":
+            continue
+        dotted = name if table is None else f"{table}.{name}"
+        for wrong in ("50", -5, True, [1]):
+            described = {name: wrong} if table is None else {table: {name: wrong}}
+            with pytest.raises(ConfigError) as caught:
+                cluster_of(merge(LARGE, described))
+            assert f"--hardware.{dotted} = {wrong!r}: a " in str(caught.value)
 
 
 def test_one_device_needs_no_links_and_no_drive() -> None:
