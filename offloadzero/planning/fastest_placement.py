@@ -51,24 +51,29 @@ class Tried:
 
 @dataclass(frozen=True)
 class FoundPlacement:
-    """The placement that was chosen, what was tried with it first, and then from the fastest to the slowest."""
+    """The placement that was chosen, and what was tried: that one first, the others from the fastest to the slowest.
+
+    Others may be faster by no more than WORTH.
+    """
 
     placement: Placement
     tried: tuple[Tried, ...]
 
     def lines(self, num_tokens: int) -> Iterator[str]:
-        """Yield sentences about the choice and what was slower; none where nothing was tried."""
+        """Yield sentences about the choice and the others; none where nothing was tried."""
         if not self.tried:
             return
         best, *others = self.tried
+        is_shortest = not others or best.seconds <= others[0].seconds
+        rank = "the shortest of" if is_shortest else f"no more than {WORTH:.1%} above the shortest of"
         yield (
-            f"auto, by the forecast of a step with {num_tokens:,} tokens in a micro batch: {best.text()}, the shortest "
-            f"of {len(self.tried)} placements."
+            f"auto, by the forecast of a step with {num_tokens:,} tokens in a micro batch: {best.text()}, {rank} "
+            f"{len(self.tried)} placements."
         )
         if others:
             shown = "; ".join(one.text() for one in others[:NUM_SHOWN])
             more = len(others) - NUM_SHOWN
-            yield f"slower: {shown}" + (
+            yield f"{'slower' if is_shortest else 'others'}: {shown}" + (
                 f"; {more} others, up to {duration_text(others[-1].seconds)}." if more > 0 else "."
             )
 

@@ -89,6 +89,10 @@ def test_of_equally_fast_placements_the_order_by_bytes_is_taken() -> None:
         units, config, PLENTY, seconds_of=lambda plan: 1.0 + away(plan, *STATE_KINDS) * 1e-5
     )
     assert barely.placement == found.placement, "no simulation tells so little apart"
+    chosen, others = barely.lines(4096)
+    assert barely.tried[0].seconds > barely.tried[1].seconds, "another one is faster, by less than that"
+    assert chosen.endswith(f"no more than 0.5% above the shortest of {len(barely.tried)} placements.")
+    assert others.startswith("others: ")
 
 
 def test_where_nothing_fits_the_refusal_is_that_of_the_order_by_bytes() -> None:
@@ -157,7 +161,7 @@ def test_the_words_name_what_was_chosen_and_what_was_slower() -> None:
         "auto, by the forecast of a step with 4,096 tokens in a micro batch: to the host states"
     )
     assert filling_text(found.tried[0].filling) in chosen
-    assert f"of {len(found.tried)} placements" in chosen
+    assert f", the shortest of {len(found.tried)} placements" in chosen
     assert slower.startswith("slower: ")
     assert filling_text(found.tried[1].filling) in slower
     turned = Filling(to_host=BY_BYTES.to_host, last_on_device=True, last_in_host=True, device_share=0.5)
