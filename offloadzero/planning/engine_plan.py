@@ -21,7 +21,7 @@ from offloadzero.planning.memory_plan import (
     plan_memory,
 )
 from offloadzero.planning.placement import choose_placement
-from offloadzero.planning.placement_time import step_timer
+from offloadzero.planning.placement_time import StepTimer
 from offloadzero.planning.probe import available_host_bytes
 from offloadzero.planning.traffic import Uses
 from offloadzero.segments import TierName
@@ -29,6 +29,8 @@ from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, AnySpec, UpdateForm, device_form
 
 log = logging.getLogger("offloadzero.planning")
+
+GOES_BY_BYTES = '"placement": "auto" goes by bytes: '
 
 
 def plan_engine(
@@ -68,6 +70,9 @@ def plan_engine(
     except BudgetError as error:
         enough = least_budgets(config.budgets, lambda budgets: _refusal(make, config, budgets))
         raise BudgetError(f"{error}\n{budgets_text(enough)}") from None
+    for line in plan.choice:
+        if line.startswith(GOES_BY_BYTES):
+            log.warning(line)
     expect_room(plan, available)
     return plan
 
@@ -104,14 +109,15 @@ def plan_records(
     for record in records:
         # With one micro batch per step nothing is added up: the parameter's dtype holds the gradient exactly.
         record.grad_dtype = wanted if wanted is not None and keeps_gradients(config) else record.dtype
-    placement, choice = None, tuple[str, ...]()
+    placement, choice, timer = None, tuple[str, ...](), None
     if config.placement.auto and hardware is not None and uses is not None and goes_by_time(config):
         num_tokens = config.placement_tokens or 0
+        timer = StepTimer(records, config, uses=uses, hardware=hardware, num_tokens=num_tokens)
         found = fastest_placement(
             records,
             config,
             available,
-            seconds_of=step_timer(records, config, uses=uses, hardware=hardware, num_tokens=num_tokens),
+            seconds_of=timer.seconds,
             together=together,
             form=form,
             num_checkpointed=num_checkpointed,
@@ -129,6 +135,9 @@ def plan_records(
         form=form,
         num_checkpointed=num_checkpointed,
     )
+    if timer is not None and not choice:  # one that the budgets allow, and no seconds
+        lanes = ", ".join(timer.unknown(plan)) or "anything that moves"
+        choice = (f"{GOES_BY_BYTES}no rate of {lanes} is known of this machine",)
     return replace(plan, choice=choice)
 
 
@@ -145,9 +154,7 @@ def _measured(config: OffloadConfig, device: Device) -> Hardware | None:
     except (ConfigError, OSError, RuntimeError) as error:  # a damaged file, or no home to look in
         found, why = None, f"what was measured of this machine is not used: {error}"
     if found is None:
-        log.warning(
-            '"placement": "auto" goes by bytes: %s. `offloadzero plan --hardware probe` does that once', why
-        )
+        log.warning("%s%s. `offloadzero plan --hardware probe` does that once", GOES_BY_BYTES, why)
     return found
 
 

@@ -20,7 +20,7 @@ from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.kept_rates import cache_file, describe
 from offloadzero.planning.memory_plan import MemoryPlan, plan_memory
 from offloadzero.planning.placement import BY_BYTES, Filling, choose_placement
-from offloadzero.planning.placement_time import step_timer
+from offloadzero.planning.placement_time import StepTimer
 from offloadzero.planning.time_model import Rates
 from offloadzero.planning.traffic import Uses
 from offloadzero.segments import SegmentKind
@@ -106,8 +106,8 @@ def test_where_nothing_fits_the_refusal_is_that_of_the_order_by_bytes() -> None:
 def timed(units: list[Record], config: OffloadConfig, rates: Rates, num_tokens: int) -> FoundPlacement:
     uses = Uses(tuple(range(len(units))), tuple(reversed(range(len(units)))))
     hardware = Hardware(memory=Memory(host=GIB, device=GIB, nvme=GIB), rates=rates, num_cores=8)
-    timer = step_timer(units, config, uses=uses, hardware=hardware, num_tokens=num_tokens)
-    return fastest_placement(units, config, PLENTY, seconds_of=timer)
+    timer = StepTimer(units, config, uses=uses, hardware=hardware, num_tokens=num_tokens)
+    return fastest_placement(units, config, PLENTY, seconds_of=timer.seconds)
 
 
 def test_states_come_before_gradients_where_backward_hides_those() -> None:
@@ -206,7 +206,15 @@ def test_an_engine_goes_by_what_was_measured_and_trains_the_same(
     kept = Hardware(memory=Memory(host=GIB), rates=SLOW_DRIVE, num_cores=2, identity=identity)
     path = cache_file(identity)
     path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(replace(kept, rates=replace(SLOW_DRIVE, flops={}, copy=None)).to_json()))
+    with caplog.at_level(logging.WARNING):
+        losses, table = trained(config)
+    assert losses == by_bytes
+    said = "goes by bytes: no rate of compute, d2h, h2d is known of this machine"
+    assert said in caplog.text
+    assert said in table
     path.write_text(json.dumps(kept.to_json()))
     by_time, table = trained(config)
+    assert "goes by bytes" not in table
     assert by_time == by_bytes
     assert "auto, by the forecast of a step with 18 tokens in a micro batch" in table
