@@ -3,7 +3,7 @@
 [Note: what the probe measures]
 | rate | by |
 | --- | --- |
-| operations per second | forward and backward of one transformer block, counted as the forecast counts them |
+| operations per second | forward and backward of a transformer block, as the forecast counts them; fp16 on devices |
 | update on the host | Adam over 2^24 parameters of each layout, as `bench adam` runs it |
 | update on the device | the same, in the form that the device has |
 | copies, landing | the native copy on one thread; the norm of a gradient on all |
@@ -62,6 +62,7 @@ from offloadzero.update.specs.adam import ADAM
 PROBE_S = 45.0
 _MIB = 1 << 20
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_OF_DEVICES = {"fp16": torch.float16}  # a CPU hardly trains in it, and may need minutes for this block
 NUM_SAMPLES = 6
 
 
@@ -129,12 +130,14 @@ def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -
         progress.say(
             f"This machine is busy (load {load:.1f}): its drive and its link will seem slow. --fresh measures again."
         )
+    is_cpu = device.free_bytes() is None
+    dtypes = _DTYPES if is_cpu else {**_DTYPES, **_OF_DEVICES}
     try:
         progress.phase("computation")
-        rates = Rates(flops={name: flops_per_s(device, dtype) for name, dtype in _DTYPES.items()})
+        rates = Rates(flops={name: flops_per_s(device, dtype) for name, dtype in dtypes.items()})
         progress.phase("memory")
         rates = replace(rates, update=host_update_rates(), copy=copy_rate(), landing=landing_rate())
-        if device.free_bytes() is not None:
+        if not is_cpu:
             progress.phase("device")
             rates = replace(rates, **link_rates(), device_update=device_update_rates(device))
         progress.phase("Python per unit")

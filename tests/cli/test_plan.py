@@ -378,6 +378,23 @@ def test_computation_on_fewer_threads_than_cores_is_no_faster(monkeypatch: pytes
     assert clocks == [6.0]
 
 
+def test_a_device_s_computation_is_measured_in_every_dtype_of_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Card(CpuDevice):
+        def free_bytes(self) -> int | None:
+            return GIB
+
+    def rate_of(_: Any, dtype: torch.dtype) -> float:
+        return float(dtype.itemsize)
+
+    monkeypatch.setattr(plan_probe, "flops_per_s", rate_of)
+    for name in ("host_update_rates", "copy_rate", "landing_rate", "device_update_rates", "python_per_use"):
+        monkeypatch.setattr(plan_probe, name, lambda *_: None)
+    monkeypatch.setattr(plan_probe, "link_rates", dict)
+    assert plan_probe.measure(Card(), []).flops == {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
+
+
 def test_two_directories_of_one_drive_are_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
