@@ -163,10 +163,12 @@ queue_backward_callback: Callable[[Callable[[], None]], None] = _look_up(
 # A subclass sees each operation below autograd while it is entered.
 DispatchMode = TorchDispatchMode
 
-# Attention on the CPU and its backward, and the products of a mixture of experts, which torch's counter of operations
-# does not know.
+# Attention and recurrent layers on the CPU and their backward, and the products of a mixture of experts, which torch's
+# counter of operations does not know.
 cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+cpu_lstm: Any = torch.ops.aten.mkldnn_rnn_layer
+cpu_lstm_backward: Any = torch.ops.aten.mkldnn_rnn_layer_backward
 grouped_matmul: Any = torch.ops.aten._grouped_mm
 
 

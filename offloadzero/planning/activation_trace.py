@@ -8,8 +8,11 @@ parameters once they are complete. Memory that a kernel takes for itself is not 
 keeps or rounds up.
 
 Operations are matrix products, convolutions and attention, two for each multiplication and addition, and attention in
-full although half of it is masked, as torch.utils.flop_counter counts them. An operation with the name of one of these
-and no formula here would count as nothing, so its name is kept, and the operations of the micro batch are not known.
+full although half of it is masked, as torch.utils.flop_counter counts them. An operation of torch with the name of one
+of these, of a recurrent layer, a decomposition, a distance or a Fourier transform, and any that is not torch's own,
+would count as nothing without a formula: so its name is kept, and the operations of the micro batch are not known.
+torch.utils.flop_counter.register_flop_formula gives it one. Where torch infers, composed operations come as one: they
+are taken apart.
 """
 
 from __future__ import annotations
@@ -39,12 +42,20 @@ from offloadzero.torch_private import (
     DispatchMode,
     cpu_attention,
     cpu_attention_backward,
+    cpu_lstm,
+    cpu_lstm_backward,
     fake_tensor_mode,
     grouped_matmul,
 )
 
 _BETWEEN_RANKS = ("c10d", "_c10d_functional", "c10d_functional")  # torch's namespaces of collectives
-_HEAVY = re.compile(r"mm(?![a-z])|matmul|conv(?!ert)|attention")  # in the name of an operation
+_TORCHS_OWN = ("aten", "prim", "prims", "profiler")  # namespaces in which the name says what is heavy
+_HEAVY = re.compile(  # in the name of an operation
+    r"mm(?![a-z])|matmul|conv(?!ert)|attention|transformer|(^|_)linear(_backward|$)|mv_?$|^v?dot$"
+    r"|^_trilinear$|rnn(?!_flatten)|lstm|gru|cdist|pdist|euclidean_dist|^_fft_[cr]2[cr]$"
+    r"|^_?linalg_(?!vector_norm|cross|check_errors|diagonal|_powsum)"
+    r"|cholesky|lu_solve|lu_with_info|triangular_solve|geqrf|orgqr|ormqr"
+)
 
 
 _PLAIN = (
@@ -395,11 +406,16 @@ class _Counter(DispatchMode):
         kwargs = kwargs or {}
         if func.namespace in _BETWEEN_RANKS:  # the other ranks are not in it: it would not come back
             raise TraceError(f"its own code sends between ranks: {func.overloadpacket}")
+        if torch.is_inference_mode_enabled() and func.namespace != "prim":
+            with self:
+                output = func.decompose(*args, **kwargs)
+            if output is not NotImplemented:
+                return output
         output = func(*args, **kwargs)
-        count = _COUNTS.get(func.overloadpacket)
+        count = _formula_of(func.overloadpacket)
         if count is not None:
             self.events.append((Event.FLOPS, count(*args, **kwargs, out_val=output)))
-        elif _HEAVY.search(func.overloadpacket.__name__):
+        elif func.namespace not in _TORCHS_OWN or _HEAVY.search(func.overloadpacket.__name__):
             self.uncounted.add(str(func.overloadpacket))
         for leaf in _pytree.tree_leaves(output):
             if isinstance(leaf, Tensor):
@@ -449,16 +465,69 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, ou
     return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)  # type: ignore[no-any-return]
 
 
+def _flash_attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any, **__: Any) -> int:  # noqa: ARG001
+    return sdpa_flop_count(*map(_heads_first, (query, key, value)))  # type: ignore[no-any-return]
+
+
+def _flash_attention_backward(grad: Any, *given: Any, out_val: Any, **_: Any) -> int:  # noqa: ARG001
+    return sdpa_backward_flop_count(*map(_heads_first, (grad, *given[:3])))  # type: ignore[no-any-return]
+
+
+def _heads_first(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor of (batch, length, heads, width) as torch's own attention has it."""
+    batch, length, heads, width = tensor.shape
+    return (batch, heads, length, width)
+
+
 def _grouped_matmul(left: Any, right: Any, *_: Any, out_val: Any, **__: Any) -> int:  # noqa: ARG001
     """The groups are ranges of rows, of columns or of the inner dimension, or the third dimension of both."""
     num_products = left.shape[0] if left.ndim == right.ndim == 3 else 1
     return 2 * num_products * left.shape[-2] * left.shape[-1] * right.shape[-1]  # type: ignore[no-any-return]
 
 
+def _matrix_vector(matrix: Any, *_: Any, out_val: Any) -> int:  # noqa: ARG001
+    return 2 * int(math.prod(matrix.shape))
+
+
+def _added_matrix_vector(_: Any, matrix: Any, *__: Any, out_val: Any, **___: Any) -> int:  # noqa: ARG001
+    return 2 * int(math.prod(matrix.shape))
+
+
+def _added_batches(_: Any, left: Any, right: Any, *__: Any, out_val: Any, **___: Any) -> int:  # noqa: ARG001
+    return 2 * int(math.prod(left.shape)) * int(right.shape[-1])
+
+
+def _lstm(inputs: Any, of_inputs: Any, of_hidden: Any, *_: Any, out_val: Any, **__: Any) -> int:  # noqa: ARG001
+    """Of one layer in one direction: each vector of the input passes through two matrices, of all four gates."""
+    num_vectors: int = math.prod(inputs.shape[:-1])
+    return 2 * num_vectors * int(math.prod(of_inputs.shape) + math.prod(of_hidden.shape))
+
+
+def _lstm_backward(*args: Any, out_val: Any, **kwargs: Any) -> int:
+    return 2 * _lstm(*args, out_val=out_val, **kwargs)
+
+
+def _formula_of(operation: Any) -> Callable[..., int] | None:
+    """Return the formula of an operation; one that a script has given torch counts as well."""
+    found = _COUNTS.get(operation) or flop_registry.get(operation)
+    return found if found is not None else _COUNTS_BY_NAME.get(str(operation))
+
+
 # Formulas by operation. torch has them for attention on devices, but not on the CPU, nor for products by groups.
 _COUNTS: Mapping[Any, Callable[..., int]] = {
-    **flop_registry,
     cpu_attention: _attention,
     cpu_attention_backward: _attention_backward,
     grouped_matmul: _grouped_matmul,
+    torch.ops.aten.mv: _matrix_vector,
+    torch.ops.aten.dot: _matrix_vector,
+    torch.ops.aten.vdot: _matrix_vector,
+    torch.ops.aten.addmv: _added_matrix_vector,
+    torch.ops.aten.addbmm: _added_batches,
+    cpu_lstm: _lstm,
+    cpu_lstm_backward: _lstm_backward,
+}
+# Those of packages that need not be installed.
+_COUNTS_BY_NAME: Mapping[str, Callable[..., int]] = {
+    "flash_attn._flash_attn_forward": _flash_attention,
+    "flash_attn._flash_attn_backward": _flash_attention_backward,
 }
