@@ -278,18 +278,22 @@ def on_cluster(step: Step, *, num_local: int, node_ranks: int) -> Step:
     }
     traffic = step.traffic
     by_phase: dict[str, dict[str, int]] = {}
+    starts: dict[str, dict[str, int]] = {}
     for phase, lanes in traffic.by_phase.items():
         links = network = 0.0
+        starts[phase] = {LINKS: 0, NETWORK: 0}
         for key, count in traffic.collectives.get(phase, {}).items():
             purpose, _, kind = key.partition(" ")
             if purpose in OF_TENSORS:
                 num_ranks, num_near = groups.get(purpose, (step.num_ranks, num_local))
                 near, far = between_ranks(kind, count.num_bytes, num_ranks=num_ranks, num_near=num_near)
                 links, network = links + near, network + far
+                starts[phase][LINKS] += count.num_calls if near else 0
+                starts[phase][NETWORK] += count.num_calls if far else 0
         by_phase[phase] = {lane: size for lane, size in lanes.items() if lane != COLLECTIVES}
         added = {LINKS: round(links), NETWORK: round(network), HOST_MEMORY: _through_host(traffic, phase)}
         by_phase[phase] |= {lane: size for lane, size in added.items() if size}
-    return replace(step, traffic=replace(traffic, by_phase=by_phase))
+    return replace(step, traffic=replace(traffic, by_phase=by_phase, starts=starts))
 
 
 def _gradient_groups(num_ranks: int, machine_ranks: int, num_local: int) -> dict[str, tuple[int, int]]:

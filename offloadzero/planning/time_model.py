@@ -20,7 +20,7 @@ Of several ranks it is the forecast of one, which has its share of what the rank
 send is one lane, `collectives`, at one rate; or, of a cluster that is described, two: `links` within a machine and
 `network` between machines, as planning/cluster.py says. There `host memory` is a lane as well, of all that passes
 through the host's memory: that of h2d, d2h, updates, landings and the drives, at the same time as on their own lanes.
-Ranks are taken to be equally fast: none waits for another. The start of a collective counts in the lane of its bytes.
+Ranks are taken to be equally fast: none waits for another. The start of a collective counts in the lanes of its bytes.
 
 [Note: one drive for both directions]
 Most drives share one limit between reads and writes. `mixed` is the rate of both together, and holds in each phase in
@@ -307,11 +307,10 @@ def _phase_seconds(step: Step, phase: str, rates: Rates, device_is_cpu: bool) ->
     lanes = {
         name: _over(size, _rate(name, rates, step, device_is_cpu)) for name, size in moved.items() if size
     }
-    calls = sum(count.num_calls for count in step.traffic.collectives.get(phase, {}).values())
-    for name in _BETWEEN_RANKS:
+    for name, num_starts in step.traffic.starts.get(phase, {}).items():
         seconds = lanes.get(name)
         if seconds is not None:
-            lanes[name] = seconds + calls * (rates.collective_s or 0.0)
+            lanes[name] = seconds + num_starts * (rates.collective_s or 0.0)
     if phase != AFTER:
         lanes[COMPUTE] = _compute_s(step, phase, rates)
         lanes[PYTHON] = None if rates.unit_s is None else step.traffic.num_uses / 2 * rates.unit_s

@@ -68,6 +68,8 @@ class StepTraffic:
     )
     # Of several ranks, by phase; keys as in `Ranks.collectives`: purpose and kind.
     collectives: Mapping[str, Mapping[str, CollectiveCount]] = field(default_factory=dict)
+    # By phase and lane, the collectives that begin there; what the hosts agree on is on no lane.
+    starts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def lane(self, name: str) -> int:
         """The bytes on one lane in the whole step."""
@@ -86,6 +88,7 @@ class _Sheet:
     def __init__(self) -> None:
         self.by_phase: dict[str, dict[str, int]] = {phase: {} for phase in PHASES}
         self.collectives: dict[str, dict[str, CollectiveCount]] = {phase: {} for phase in PHASES}
+        self.starts: dict[str, dict[str, int]] = {phase: {} for phase in PHASES}
 
     def add(self, phase: str, lane: str, num_bytes: int) -> None:
         if num_bytes:
@@ -99,6 +102,7 @@ class _Sheet:
             one = CollectiveCount(times, times * num_bytes)
             if purpose in OF_TENSORS:
                 self.add(phase, COLLECTIVES, volume_bytes({key: one}))
+                self.starts[phase][COLLECTIVES] = self.starts[phase].get(COLLECTIVES, 0) + times
             before = counts.get(key, CollectiveCount())
             counts[key] = CollectiveCount(before.num_calls + one.num_calls, before.num_bytes + one.num_bytes)
 
@@ -156,7 +160,7 @@ def step_traffic(
     measured = sum(
         _num_measured(r, num_micro) * r.state.kept_trainable * r.grad_dtype.itemsize for r in on_device
     )
-    return StepTraffic(sheet.by_phase, delivered, num_uses, measured, sheet.collectives)
+    return StepTraffic(sheet.by_phase, delivered, num_uses, measured, sheet.collectives, sheet.starts)
 
 
 def _fetches_in(records: Sequence[Record], plan: MemoryPlan, uses: Uses, num_micro: int) -> list[Fetch]:

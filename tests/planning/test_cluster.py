@@ -235,11 +235,24 @@ def test_what_is_slow_is_the_bound(slow: dict[str, Any], lane: str) -> None:
     assert slower.bound_s <= slower.seconds <= slower.alone_s
 
 
-def test_the_start_of_collectives_counts_where_it_is_known() -> None:
-    _, step, found = step_on(TWO, GPT)
-    _, _, without = step_on({**TWO, "collective_us": None}, GPT)
-    calls = sum(count.num_calls for counts in step.traffic.collectives.values() for count in counts.values())
-    assert found.lanes_s[NETWORK] - without.lanes_s[NETWORK] == pytest.approx(calls * 40e-6)
+@pytest.mark.parametrize("coded", [False, True])
+def test_a_start_counts_on_the_lanes_of_its_bytes_alone(coded: bool) -> None:
+    """What the ranks agree on over their hosts is on no lane; what stays on a machine does not start on the network."""
+    keys = {"zero_quantized_weights": True, "zero_hpz_partition_size": 8, "zero_quantized_gradients": True}
+    over = {"zero_optimization": keys} if coded else {}
+    _, step, found = step_on(TWO, GPT, **over)
+    _, _, without = step_on({**TWO, "collective_us": None}, GPT, **over)
+    calls: dict[str, int] = {}
+    for counts in step.traffic.collectives.values():
+        for key, count in counts.items():
+            purpose = key.partition(" ")[0]
+            calls[purpose] = calls.get(purpose, 0) + count.num_calls
+    assert calls.pop("orders") > 0
+    near = sum(num for purpose, num in calls.items() if purpose != "far_gradients")
+    far = sum(num for purpose, num in calls.items() if not purpose.startswith("near_"))
+    assert (near == far) is not coded
+    assert found.lanes_s[NETWORK] - without.lanes_s[NETWORK] == pytest.approx(far * 40e-6)
+    assert found.lanes_s[LINKS] - without.lanes_s[LINKS] == pytest.approx(near * 40e-6)
 
 
 # --- the command ---
