@@ -210,12 +210,14 @@ def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -
         Phase(name, max(lanes.values(), default=0.0) / OVERLAP, lanes, parts_s, num_bytes)
         for name, lanes, parts_s, num_bytes in zip(_turns(step), in_turn, of_parts, of_bytes, strict=True)
     ]
+    seconds = sum(turn.seconds for turn in turns)
     return replace(
         found,
         bound_s=total[lane],
         lane=lane,
-        seconds=sum(turn.seconds for turn in turns),
-        alone_s=sum(map(_one_after_the_other, in_turn)) / OVERLAP,
+        seconds=seconds,
+        # Of few lanes the share that OVERLAP leaves may be more than all that could be hidden.
+        alone_s=max(seconds, sum(map(_one_after_the_other, in_turn))),
         phases=tuple(turn for turn in turns if turn.seconds),
     )
 
@@ -245,9 +247,7 @@ def simulated(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) 
 
 def _one_after_the_other(lanes: Lanes) -> float:
     """Add up the lanes, those that are the same work as others once: both directions of the drive, host memory."""
-    drive_s = lanes.get(NVME_READ, 0.0) + lanes.get(NVME_WRITE, 0.0)
-    more_s = max(lanes.get(NVME_MIXED, 0.0) - drive_s, 0.0)  # than the directions by themselves
-    through_s = sum(lanes.get(lane, 0.0) for lane in THROUGH_HOST_MEMORY) + more_s
+    through_s = sum(lanes.get(lane, 0.0) for lane in THROUGH_HOST_MEMORY)
     elsewhere_s = sum(
         s for lane, s in lanes.items() if lane not in (*THROUGH_HOST_MEMORY, NVME_MIXED, HOST_MEMORY)
     )

@@ -99,6 +99,16 @@ def test_updates_hide_behind_one_forward_or_behind_a_backward() -> None:
     assert seconds(step_of(update, num_micro=4)) == pytest.approx((20 + 3 * 10 + 4 * 30) / OVERLAP)
 
 
+def test_without_overlap_all_lanes_follow_one_another() -> None:
+    """Their own seconds, and no share for what overlaps badly: nothing does."""
+    moved = {FORWARD: {H2D: int(50e9), NVME_READ: int(60e9)}, AFTER: {NVME_WRITE: int(50e9)}}
+    found = forecast(step_of(moved), KNOWN, num_cores=2, device_is_cpu=False)
+    assert found.alone_s == pytest.approx(40 + 1 + 10 + 10 + 100 * 3e-4)
+    assert found.alone_s == pytest.approx(sum(s for lane, s in found.lanes_s.items() if lane != "nvme"))
+    alone = forecast(step_of({}), KNOWN, num_cores=2, device_is_cpu=False)
+    assert alone.alone_s == alone.seconds == pytest.approx(40 / OVERLAP), "one lane, whose ends nothing hides"
+
+
 def test_on_the_cpu_everything_shares_the_cores() -> None:
     moved = {FORWARD: {H2D: int(10e9)}, AFTER: {UPDATE: int(200e9), NVME_READ: int(60e9)}}
     found = forecast(step_of(moved), KNOWN, num_cores=2, device_is_cpu=True)
