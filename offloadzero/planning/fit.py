@@ -8,7 +8,8 @@ where one is enough.
 2. A budget of the device that leaves room for activations: fewer leases and fewer records there.
 3. Activation checkpoints, then smaller micro batches: they cost computation, and only where activations are too large.
 4. `"placement": "auto"`: slower tiers for segments that do not fit the faster ones; first with the directories that are
-   configured, then with one.
+   configured, then with one. Several ranks have no "auto": there the host for all that may be there, then the drives,
+   then the drives for gradients as well.
 5. The `compact` layout of the states: other numbers, so it comes after everything that leaves them alone.
 6. Shorter chunks of the update, then several of these together.
 7. More memory. The amount is given for the configuration that lacks least.
@@ -325,14 +326,26 @@ def _steps(config: OffloadConfig, *, can_be_compact: bool, has_activations: bool
                 "train_micro_batch_size_per_gpu": size,
                 "gradient_accumulation_steps": of_rank // size,
             }
-    if not config.placement.auto:
-        yield {"offloadzero.placement": "auto"}
-    if not config.nvme_paths:
-        yield {"offloadzero.placement": "auto", "offloadzero.nvme_path": NVME_PATH}
+    yield from _homes_of_ranks(config) if config.is_of_several else _auto(config)
     if can_be_compact and config.state_layout != "compact":
         yield {"offloadzero.state_layout": "compact"}
     if config.update.chunk_elements > SMALL_CHUNK:
         yield {"offloadzero.update.chunk_elements": SMALL_CHUNK}
+
+
+def _auto(config: OffloadConfig) -> Iterator[Keys]:
+    if not config.placement.auto:
+        yield {"offloadzero.placement": "auto"}
+    if not config.nvme_paths:
+        yield {"offloadzero.placement": "auto", "offloadzero.nvme_path": NVME_PATH}
+
+
+def _homes_of_ranks(config: OffloadConfig) -> Iterator[Keys]:
+    directory = {} if config.nvme_paths else {"offloadzero.nvme_path": NVME_PATH}
+    names = ("states",) if config.zero_stage in (1, 2) else ("param", "states")  # there parameters stay
+    yield {"offloadzero.placement": dict.fromkeys(names, "host")}
+    yield {"offloadzero.placement": dict.fromkeys(names, "nvme"), **directory}
+    yield {"offloadzero.placement": dict.fromkeys((*names, "grad"), "nvme"), **directory}
 
 
 def _smaller(micro: int) -> Iterator[int]:
