@@ -20,6 +20,7 @@ from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planned_model import Loop, ModelPlanner, PlannedModel
 from offloadzero.planning.activation_trace import MicroBatchTrace, TraceError
+from offloadzero.planning.engine_plan import goes_by_time
 from offloadzero.planning.fit import (
     Beside,
     Change,
@@ -148,7 +149,14 @@ class Planner:
     def verdict(self, source: Source, more: More = NOTHING) -> Verdict:
         """Judge whether a JSON fits a machine that has so many more bytes."""
         try:
-            return self.answer(source, more).verdict
+            found = self.answer(source, more)
+            if (
+                found.verdict.fits
+                and self.question.hardware is not None
+                and goes_by_time(found.planned.config)
+            ):
+                found = self.answer(source, more, by_time=True)  # may take more: it is what the engine takes
+            return found.verdict
         except BudgetError as error:
             return Verdict(refusal=str(error))
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from math import inf
 
 from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.errors import BudgetError, ConfigError
@@ -72,7 +74,7 @@ def plan_engine(
         raise BudgetError(f"{error}\n{budgets_text(enough)}") from None
     for line in plan.choice:
         if line.startswith(GOES_BY_BYTES):
-            log.warning(line)
+            log.warning("%s", line)
     expect_room(plan, available)
     return plan
 
@@ -117,7 +119,7 @@ def plan_records(
             records,
             config,
             available,
-            seconds_of=timer.seconds,
+            seconds_of=partial(_seconds_where_there_is_room, timer, available),
             together=together,
             form=form,
             num_checkpointed=num_checkpointed,
@@ -135,10 +137,19 @@ def plan_records(
         form=form,
         num_checkpointed=num_checkpointed,
     )
-    if timer is not None and not choice:  # one that the budgets allow, and no seconds
-        lanes = ", ".join(timer.unknown(plan)) or "anything that moves"
-        choice = (f"{GOES_BY_BYTES}no rate of {lanes} is known of this machine",)
+    if timer is not None and not choice and timer.unknown(plan):
+        lanes = ", ".join(timer.unknown(plan))
+        choice = (f"{GOES_BY_BYTES}no rate of {lanes} is known of this machine.",)
     return replace(plan, choice=choice)
+
+
+def _seconds_where_there_is_room(
+    timer: StepTimer, available: Mapping[TierName, int], plan: MemoryPlan
+) -> float:
+    """Time a plan; inf where the machine has less than it takes, though the budgets have as much."""
+    if any(sum(needs.values()) > free for _, needs, free in _needs_by_memory(plan, available)):
+        return inf
+    return timer.seconds(plan)
 
 
 def goes_by_time(config: OffloadConfig) -> bool:
@@ -173,10 +184,8 @@ def _available(device: Device, *, movable_bytes: int, num_local_ranks: int) -> d
 
 def expect_room(plan: MemoryPlan, available: Mapping[TierName, int]) -> None:
     """Raise BudgetError when the machine has less than is planned; `available` is by tier."""
-    both = (TierName.HOST, TierName.DEVICE)
-    for tiers in [(tier,) for tier in both] if TierName.DEVICE in available else [both]:
-        needs = {tier: plan.tier_bytes(tier) for tier in tiers if plan.tier_bytes(tier)}
-        needed, free = sum(needs.values()), available[tiers[0]]
+    for tiers, needs, free in _needs_by_memory(plan, available):
+        needed = sum(needs.values())
         if needed > free:
             parts = " and ".join(f"{tier.value} {format_bytes(size)}" for tier, size in needs.items())
             added = f" ({parts}: the memory of this device is the host's)" if len(needs) > 1 else ""
@@ -184,3 +193,13 @@ def expect_room(plan: MemoryPlan, available: Mapping[TierName, int]) -> None:
                 f"{tiers[0].value}: {format_bytes(needed)} are needed{added}, {format_bytes(free)} are available\n"
                 f"{plan.table()}\n{advice(plan, tiers, 'segments on a slower tier')}"
             )
+
+
+def _needs_by_memory(
+    plan: MemoryPlan, available: Mapping[TierName, int]
+) -> Iterator[tuple[tuple[TierName, ...], dict[TierName, int], int]]:
+    """Yield the tiers in each memory, the bytes by tier that a plan takes of it, and those that are free there."""
+    both = (TierName.HOST, TierName.DEVICE)
+    for tiers in [(tier,) for tier in both] if TierName.DEVICE in available else [both]:
+        needs = {tier: plan.tier_bytes(tier) for tier in tiers if plan.tier_bytes(tier)}
+        yield tiers, needs, available[tiers[0]]

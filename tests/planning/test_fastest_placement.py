@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from dataclasses import replace
@@ -12,10 +13,12 @@ import pytest
 import torch
 
 import offloadzero
+from offloadzero.cli.plan_answer import Planner, Question
+from offloadzero.cli.plan_model import read_model
 from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.memory.device import find_device
 from offloadzero.planning.fastest_placement import FoundPlacement, fastest_placement, filling_text
-from offloadzero.planning.fit import Memory
+from offloadzero.planning.fit import Memory, memory_with, with_keys
 from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.kept_rates import cache_file, describe
 from offloadzero.planning.memory_plan import MemoryPlan, plan_memory
@@ -25,6 +28,7 @@ from offloadzero.planning.time_model import Rates
 from offloadzero.planning.traffic import Uses
 from offloadzero.segments import SegmentKind
 from offloadzero.update.records import Record
+from offloadzero.update.spec import UpdateForm
 from tests.planning.test_auto_placement import (
     COUNT,
     DEVICE,
@@ -169,6 +173,72 @@ def test_the_words_name_what_was_chosen_and_what_was_slower() -> None:
         "to the host parameters, then gradients, then states, the last units first; updates on the device of the last "
         "units, 50% of those that have room"
     )
+
+
+# --- what the machine has ---
+
+
+def planner_of(memory: Memory, rates: Rates, *, process_bytes: int = 0) -> Planner:
+    """Of a small model on a machine with a device, whose activations are not counted."""
+    hardware = Hardware(memory=memory, rates=rates, num_cores=8, device="a card")
+    question = Question(
+        model=read_model("gpt:192/8/4/500"),
+        memory_of=lambda _: memory,
+        form_of=lambda _: UpdateForm.TORCH,
+        process_bytes=process_bytes,
+        hardware=hardware,
+    )
+    return Planner(question)
+
+
+@functools.cache
+def fuller_by_time() -> tuple[dict[str, Any], Rates, int, int]:
+    """A configuration whose placement by time takes more of the host than that by bytes; both, in bytes."""
+    plenty = Memory(host=GIB, device=GIB, nvme=GIB)
+    rates = replace(KNOWN, nvme_read=1e8, nvme_write=1e8, nvme_mixed=None, flops={"bf16": 1e12}, unit_s=1e-6)
+    for budget in range(8 << 20, 30 << 20, 1 << 20):
+        config = settings(
+            "/tmp",
+            placement="auto",
+            placement_tokens=256,
+            update={"chunk_elements": 65_536},
+            budgets={"device": 8 << 20, "host": budget},
+        )
+        taken = [
+            planner_of(plenty, rates).answer(config, by_time=by_time).planned.plan.tier_bytes(HOST)
+            for by_time in (False, True)
+        ]
+        if taken[0] < taken[1]:
+            return config, rates, taken[0], taken[1]
+    raise AssertionError("no budget that both fill differently")
+
+
+def test_of_a_machine_that_has_less_than_the_budgets_no_more_is_taken() -> None:
+    """The budget has room for the faster placement, and the machine for the other one: the engine would refuse it."""
+    config, rates, by_bytes, by_time = fuller_by_time()
+    for has in (by_time, by_time - 1):
+        found = planner_of(Memory(host=has, device=GIB, nvme=GIB), rates).answer(config, by_time=True)
+        assert found.verdict.fits
+        assert (found.planned.plan.tier_bytes(HOST) == by_time) == (has == by_time)
+    assert by_bytes < by_time
+
+
+def test_a_change_is_judged_by_the_placement_that_the_engine_takes() -> None:
+    """By bytes it fits as it is, and by time, with Python beside it, it does not: no change was named."""
+    config, rates, by_bytes, by_time = fuller_by_time()
+    process_bytes = by_time - by_bytes
+    asked = planner_of(Memory(host=by_time, device=GIB, nvme=GIB), rates, process_bytes=process_bytes)
+    assert asked.answer(config).verdict.fits
+    assert not asked.answer(config, by_time=True).verdict.fits
+    assert not asked.verdict(config).fits
+    change = asked.smallest_change(config)
+    assert change.keys or change.more
+    asked = planner_of(
+        memory_with(Memory(host=by_time, device=GIB, nvme=GIB), change.more),
+        rates,
+        process_bytes=process_bytes,
+    )
+    assert asked.answer(with_keys(config, change.keys), by_time=True).verdict.fits
 
 
 # --- the engine ---
