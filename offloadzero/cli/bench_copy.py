@@ -169,13 +169,15 @@ def _dram_transfers(target: Tensor, source: Tensor, num_threads: int) -> dict[st
 _DEVICE_SIZES = (MIB, 8 * MIB, 32 * MIB, 256 * MIB)
 
 
-def device_cases() -> list[tuple[Case, Transfer]]:
-    """Return copies between host and device; "both" is one each way at once and counts both."""
+def device_cases(device: Device | None = None) -> list[tuple[Case, Transfer]]:
+    """Return copies between host and device, the default one if None; "both" is one each way and counts both."""
     import torch
 
     from offloadzero.memory.device import find_device
 
-    device, cases = find_device(None), []
+    cases = []
+    if device is None:
+        device = find_device(None)
     for num_bytes in _DEVICE_SIZES:
         there = [device.allocate(num_bytes).zero_() for _ in range(2)]
         device.synchronize()

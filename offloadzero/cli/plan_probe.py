@@ -139,7 +139,7 @@ def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -
         rates = replace(rates, update=host_update_rates(), copy=copy_rate(), landing=landing_rate())
         if not is_cpu:
             progress.phase("device")
-            rates = replace(rates, **link_rates(), device_update=device_update_rates(device))
+            rates = replace(rates, **link_rates(device), device_update=device_update_rates(device))
         progress.phase("Python per unit")
         rates = replace(rates, unit_s=python_per_use(device))
         if paths:
@@ -220,9 +220,10 @@ def landing_rate() -> float:
     return grad.nbytes / _best_s(lambda: kernels.sq_norm(grad), clock=_cores_s)
 
 
-def link_rates() -> dict[str, Any]:
+def link_rates(device: Device) -> dict[str, Any]:
     """Return the rates of both ways of pinned copies of the largest size."""
-    cases = [(case, transfer) for case, transfer in bench_copy.device_cases() if case.memory == "pinned"]
+    all_cases = bench_copy.device_cases(device)
+    cases = [(case, transfer) for case, transfer in all_cases if case.memory == "pinned"]
     largest = max(case.num_bytes for case, _ in cases if case.kind != "both")
     return {
         case.kind: case.num_bytes / _best_s(transfer)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from offloadzero.cli import plan_probe
+from offloadzero.cli.bench_copy import Case
 from offloadzero.cli.main import FAILURE, USER_ERROR, main
 from offloadzero.cli.plan import FORMAT, read_count
 from offloadzero.cli.plan_answer import Planner
@@ -378,7 +379,7 @@ def test_computation_on_fewer_threads_than_cores_is_no_faster(monkeypatch: pytes
     assert clocks == [6.0]
 
 
-def test_a_device_s_computation_is_measured_in_every_dtype_of_parameters(
+def test_a_device_is_measured_in_every_dtype_of_parameters_and_on_its_own_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Card(CpuDevice):
@@ -391,8 +392,19 @@ def test_a_device_s_computation_is_measured_in_every_dtype_of_parameters(
     monkeypatch.setattr(plan_probe, "flops_per_s", rate_of)
     for name in ("host_update_rates", "copy_rate", "landing_rate", "device_update_rates", "python_per_use"):
         monkeypatch.setattr(plan_probe, name, lambda *_: None)
-    monkeypatch.setattr(plan_probe, "link_rates", dict)
-    assert plan_probe.measure(Card(), []).flops == {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
+    seen: list[Any] = []
+
+    def device_cases(device: Any = None) -> list[tuple[Case, Any]]:
+        seen.append(device)
+        return [(Case(kind, "pinned", 0, 8), lambda: None) for kind in ("h2d", "d2h", "both")]
+
+    monkeypatch.setattr(plan_probe.bench_copy, "device_cases", device_cases)
+    card = Card()
+    found = plan_probe.measure(card, [])
+    assert found.flops == {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
+    assert (found.h2d or 0) > 0
+    assert (found.d2h or 0) > 0
+    assert seen == [card], "the link of the device that trains, not of the default one"
 
 
 def test_two_directories_of_one_drive_are_measured_once(
