@@ -148,14 +148,19 @@ class ParamStates(dict[str, torch.Tensor]):
 
 
 class States(defaultdict[torch.Tensor, Any]):
-    """The mapping `optimizer.state`: it looks empty, as the states live in the tiers, and reads an item from there.
+    """The mapping `optimizer.state`: it has no keys, as the states live in the tiers, and reads an item from there.
 
-    It looks empty because scripts that iterate over it move the tensors that they find to the device.
+    It has none because scripts that iterate over it move the tensors that they find to the device. It is true all the
+    same: torch's checkpoint functions take a step of zero gradients with an optimizer whose `state` is false, so that
+    it has states to save.
     """
 
     def __init__(self, read: Callable[[torch.Tensor], dict[str, Any]]) -> None:
         super().__init__()
         self._read = read
+
+    def __bool__(self) -> bool:
+        return True
 
     def __missing__(self, param: torch.Tensor) -> dict[str, Any]:
         return ParamStates(self._read(param))

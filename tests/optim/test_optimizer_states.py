@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
 import offloadzero
 from offloadzero.errors import ConfigError, StateError
@@ -226,3 +227,25 @@ def test_a_copy_seen_as_another_dtype(dtype: torch.dtype, tmp_path: Path) -> Non
             assert seen.numpy().tobytes() == expected[8:].tobytes()
         assert repr(seen).startswith("tensor(")
     engine.close()
+
+
+def test_torchs_checkpoint_functions_take_no_step(tmp_path: Path) -> None:
+    """They take one of zero gradients with an optimizer whose `state` is false, so that it has states to save."""
+    plain = make_model()
+    plain_optimizer = make_optimizer(plain)
+    with offloaded("nvme", tmp_path) as (model, optimizer):
+        for one, its in ((plain, plain_optimizer), (model, optimizer)):
+            step(one, its, 0)
+            its.zero_grad()  # with gradients they take no step
+            weights, states = get_state_dict(one, its)
+            kept = copy.deepcopy((weights, states))
+            step(one, its, 1)
+            set_state_dict(one, its, model_state_dict=kept[0], optim_state_dict=kept[1])
+            step(one, its, 2)
+            its.zero_grad()
+            get_optimizer_state_dict(one, its)
+        assert float(optimizer.state[model.head.weight]["step"]) == 2
+        for param, twin in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.detach() + 0, twin.detach(), rtol=1e-5, atol=1e-6)
+            for kind, value in plain_optimizer.state[twin].items():
+                torch.testing.assert_close(optimizer.state[param][kind] + 0, value, rtol=1e-4, atol=1e-7)
