@@ -23,7 +23,7 @@ from offloadzero.interrupts import uninterrupted
 from offloadzero.observe.step_report import StepReport
 from offloadzero.optimizer_loading import plan_optimizer_load
 from offloadzero.optimizer_states import StateDict, States, read_states, refuse_states
-from offloadzero.param_groups import expect_rates, group_defaults
+from offloadzero.param_groups import GroupMembers, expect_rates, group_defaults
 from offloadzero.planning.memory_plan import format_bytes, with_kept_gradients
 from offloadzero.runtime import Runtime
 from offloadzero.segments import TierName
@@ -204,6 +204,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         check_parameters(model, param_groups)
         super().__init__(param_groups, dict(defaults))
         self.param_groups = param_groups  # the caller's own dicts: schedulers made on them stay connected
+        self._members = GroupMembers(param_groups)
         self.origin = origin
         for name in _HOOKS if origin is not None else ():
             setattr(
@@ -254,7 +255,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         )
 
     def _current_hypers(self) -> list[Hyper]:
+        self._members.expect_unchanged(self.param_groups, self._name_of)
         return self.spec.hypers(self.param_groups, "optimizer")
+
+    def _name_of(self, param_id: int) -> str | None:
+        place = self.runtime.slots.get(param_id)
+        return None if place is None else place[1].name
 
     # --- the loop ---
 
