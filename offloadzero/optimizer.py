@@ -111,9 +111,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> 
 def check_parameters(model: nn.Module, param_groups: Iterable[Mapping[str, Any]]) -> None:
     """Refuse an optimizer with a parameter that is not the model's: nothing would train it."""
     names = {id(param): name for name, param in model.named_parameters()}
-    held = {id(param) for group in param_groups for param in group["params"]}
-    num_foreign = len(held - names.keys())
-    if not num_foreign:
+    held = {id(param): param for group in param_groups for param in group["params"]}
+    foreign = [param for key, param in held.items() if key not in names]
+    if not foreign:
         left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
         if left_out:
             log.info(
@@ -124,12 +124,16 @@ def check_parameters(model: nn.Module, param_groups: Iterable[Mapping[str, Any]]
             )
         return
     missing = next((name for key, name in names.items() if key not in held), None)
+    advice = "make it on the parameters of the very model that is given, model.parameters()"
+    if missing is not None:
+        advice = f"and it does not hold the model's {missing}: {advice}"
+    else:
+        advice = (
+            f"one has the shape {tuple(foreign[0].shape)}: {advice}. Others, of a loss say, belong into an optimizer "
+            "of their own; or make one module of both and offload that"
+        )
     raise ConfigError(
-        "optimizer",
-        f"{len(held)} parameters",
-        f"{num_foreign} of them are not the model's"
-        + (f", and it does not hold the model's {missing}" if missing is not None else "")
-        + ": make it on the parameters of the very model that is given, model.parameters()",
+        "optimizer", f"{len(held)} parameters", f"{len(foreign)} of them are not the model's, {advice}"
     )
 
 
