@@ -481,6 +481,8 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[s
     own = _METHODS_OF_REMOTE.get(func)
     if own is not None:
         return own(value_of(args[0]), *args[1:], **keywords)
+    if func in _SEEN_AS_ANOTHER and args[1:] and args[0] is args[1] and isinstance(args[0], AwayParameter):
+        return _remote(args[0])  # with no other node before the parameter's own
     standing: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a tensor that is away, its stand-in
 
     def stand_in(leaf: Any) -> Any:
@@ -541,6 +543,8 @@ _METHODS_OF_REMOTE: Mapping[Any, Any] = {
     for name in ["numpy", "__array__", "tolist", "data_ptr", "untyped_storage", "share_memory_", "__dlpack__"]
 }
 
+# `p.view_as(p).grad_fn.next_functions[0][0]` is how torch and scripts find the node that adds up a leaf's gradient.
+_SEEN_AS_ANOTHER = (torch.Tensor.view_as, torch.Tensor.expand_as)
 _ASKED_BY_VMAP = (torch.Tensor.size, torch.Tensor.dim)  # called before it wraps the memory of its arguments
 _NEED_NO_VALUE = frozenset(
     _found(torch.Tensor, _GETTERS, "__get__")
