@@ -128,11 +128,19 @@ class _Forward:
         self._forward = telling
 
     def remove(self) -> None:
-        """Restore the module's forward; the last object put on comes first."""
-        if self._own is None:
-            del self._module.forward
-        else:
-            self._module.forward = self._own
+        """Restore the module's forward; the last object put on comes first.
+
+        A forward that a script has put in the place of this object stays, and one that it has taken away stays away. It
+        may call this object, which then does what the module's forward did.
+        """
+        if self._module.__dict__.get("forward") is self:
+            if self._own is None:
+                del self._module.forward
+            else:
+                self._module.forward = self._own
+        self.__class__ = _RemovedForward
+        for name in ("_hooks", "_records", "_timeline"):
+            vars(self).pop(name, None)  # a script that keeps the object keeps no engine with it
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError: the object has no code of its own. A compiler asks for the module's."""
@@ -154,6 +162,13 @@ class _Forward:
         if self._own is not None:
             return self._own.__reduce_ex__(protocol)
         return getattr, (self._module, "forward")  # the class's forward: the copy has none of its own yet
+
+
+class _RemovedForward(_Forward):
+    """What a removed object is: a script's own forward may have kept it, to call it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
 
 
 class _SiteForward(_Forward):
