@@ -62,6 +62,7 @@ log = logging.getLogger("offloadzero")
 class Runtime:
     """One model whose states live on device, host and NVMe."""
 
+    @torch.inference_mode(False)  # a script may offload in the midst of an evaluation, and train later
     def __init__(
         self,
         model: nn.Module,

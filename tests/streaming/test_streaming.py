@@ -351,3 +351,27 @@ def test_device_budget_that_is_too_small_is_refused_before_any_step(tmp_path: Pa
     over = {"offloadzero": {"budgets": {"device": "8KiB"}}}
     with pytest.raises(BudgetError, match=r"budgets\.device"):
         offloadzero.initialize(model=Stack(), config=make_config("host", tmp_path, **over))
+
+
+@pytest.mark.parametrize("placement", ["resident", "host", "nvme"])
+def test_offloading_within_inference_mode(placement: str, tmp_path: Path) -> None:
+    """The model trains outside of it as any other."""
+
+    def losses(within: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = Stack()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        config = make_config(placement, tmp_path, dtype=None)
+        with torch.inference_mode(within):
+            _, offloaded = offloadzero.offload(model, optimizer, config)
+            found = [model(features(9)).item()]
+        for seed in range(3):
+            loss = model(features(seed))
+            loss.backward()
+            offloaded.step()
+            offloaded.zero_grad()
+            found.append(loss.item())
+        offloaded.close()
+        return found
+
+    assert losses(within=True) == losses(within=False)
