@@ -467,7 +467,11 @@ class Engine:
         return str(found.path), found.meta.client_state
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
-        """Write one safetensors file with the weights in their training dtype; a file of that name is replaced."""
+        """Write one file with the weights in their training dtype; a file of that name is replaced.
+
+        Safetensors if the name ends in ".safetensors"; else, as under DeepSpeed's name "pytorch_model.bin", a state
+        dict as `torch.save()` writes it, for `torch.load()`.
+        """
         self._checkpoints.save_weights(save_dir, save_filename)
         return True
 

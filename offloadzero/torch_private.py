@@ -56,6 +56,10 @@ current_autograd_node: Callable[[], torch.autograd.graph.Node | None] = _look_up
 current_graph_task_id: Callable[[], int] = _look_up("_C._current_graph_task_id")
 NO_GRAPH_TASK = -1
 
+# What the format of torch.save() says a tensor is made with: of a storage of its dtype, or of bytes and a dtype.
+rebuild_tensor: Callable[..., torch.Tensor] = _look_up("_utils._rebuild_tensor_v2")
+rebuild_tensor_of_dtype: Callable[..., torch.Tensor] = _look_up("_utils._rebuild_tensor_v3")
+
 # The number of holders of a storage (by its `_cdata`), the tensor that is asked included.
 storage_use_count: Callable[[int], int] = _look_up("_C._storage_Use_Count")
 has_storage: Callable[[torch.Tensor], bool] = _look_up("_C._has_storage")

@@ -56,6 +56,7 @@ from offloadzero.checkpoint.partial import (
     sync_directory,
 )
 from offloadzero.checkpoint.safetensors_file import SafetensorsWriter, TensorSpec, expect_known_dtypes
+from offloadzero.checkpoint.torch_file import TorchFileWriter
 from offloadzero.errors import CheckpointError, ConfigError, OffloadError
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
@@ -275,7 +276,10 @@ def _read_states(states: States, record: Record, slot: ParamSlot) -> Iterator[to
 
 
 def save_weights(states: States, path: Path) -> None:
-    """Write one safetensors file with every parameter in its own dtype, and the buffers; tied ones once."""
+    """Write one file with every parameter in its own dtype, and the buffers.
+
+    Safetensors, with tied ones once, if its name ends so; else the file that `torch.save()` makes of a state dict.
+    """
     extra = read_extra_states(states.model).described
     if extra:
         warnings.warn(f"{path} is without {', '.join(extra)}: it holds weights only", stacklevel=3)
@@ -294,11 +298,7 @@ def _write_weights(states: States, path: Path) -> None:
     specs = [(slot.name, record.dtype, slot.shape) for record in states.records for slot in record.slots]
     specs += [(name, buffer.dtype, buffer.shape) for name, buffer in buffers.items()]
     try:
-        metadata = {"format": "pt"}
-        with (
-            HashingPool() as pool,
-            SafetensorsWriter(partial, specs, metadata=metadata, pool=pool, is_there=True) as writer,
-        ):
+        with HashingPool() as pool, _weights_writer(states.model, path, partial, specs, pool) as writer:
             for record in states.records:
                 for slot in record.slots:
                     writer.add(states.weights.read(record, slot))
@@ -312,3 +312,18 @@ def _write_weights(states: States, path: Path) -> None:
         raise
     finally:
         os.close(lock)
+
+
+def _weights_writer(
+    model: nn.Module, path: Path, partial: Path, specs: Sequence[TensorSpec], pool: HashingPool
+) -> SafetensorsWriter | TorchFileWriter:
+    """Make the writer of `partial`, which will take the name `path`."""
+    if path.suffix == ".safetensors":
+        return SafetensorsWriter(partial, specs, metadata={"format": "pt"}, pool=pool, is_there=True)
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    other_names = {
+        first: [name for name in alike if name != first] for alike in names.values() for first in alike
+    }
+    return TorchFileWriter(partial, specs, other_names=other_names, pool=pool, is_there=True)

@@ -1,0 +1,189 @@
+"""Writing the format of `torch.save()` without holding a file in memory.
+
+The format: a zip archive whose members are stored as they are. `data.pkl` is the pickled dict; where it has a tensor it
+names a storage, whose bytes are the member `data/KEY`. The dict comes first, so the writer is told all names and shapes
+at the start and then takes the tensors in that order. As torch does, it begins each member at a multiple of 64 bytes,
+so that `torch.load(mmap=True)` has tensors of their alignment.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from offloadzero.checkpoint.hashing import FileEntry, HashedFile, HashingPool
+from offloadzero.checkpoint.safetensors_file import TensorSpec
+from offloadzero.fail_points import through
+from offloadzero.torch_private import rebuild_tensor, rebuild_tensor_of_dtype
+
+# The classes by which the format names the dtype of a storage; those of later dtypes have none.
+_STORAGES = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.complex64: torch.ComplexFloatStorage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+}
+_ALIGNMENT = 64
+_ROOT = "archive"
+
+
+class TorchFileWriter:
+    """Writes tensors in the order of `specs` into a dict by name; `close` flushes them to the disk."""
+
+    def __init__(
+        self,
+        path: Path,
+        specs: Sequence[TensorSpec],
+        *,
+        other_names: Mapping[str, Sequence[str]],
+        pool: HashingPool,
+        is_there: bool = False,
+    ) -> None:
+        """Create the file.
+
+        Args:
+            other_names: by a name of `specs`, further ones under which the dict has the same tensor.
+            pool: hashes.
+            is_there: an empty file of this name exists; otherwise none may.
+        """
+        self.path = path
+        self._expected = list(enumerate(specs))
+        self._zip = _StoredZip(HashedFile(path, pool, is_there=is_there))
+        try:
+            self._zip.add("data.pkl", _pickled(specs, other_names))
+            self._zip.add("byteorder", b"little")
+        except BaseException:
+            self._zip.file.abandon()
+            raise
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Append the next tensor (host memory)."""
+        key, (name, dtype, shape) = self._expected.pop(0)
+        if (tensor.dtype, tensor.shape) != (dtype, shape):
+            raise AssertionError(
+                f"{name}: {tensor.dtype} {tuple(tensor.shape)} instead of what was announced"
+            )
+        add = through("checkpoint.write", self._zip.add, name)
+        add(f"data/{key}", tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> FileEntry:
+        """Close the file, with everything on the disk."""
+        if self._expected:
+            raise AssertionError(f"{self.path}: {len(self._expected)} tensors are missing")
+        self._zip.add("version", b"3\n")
+        self._zip.finish()
+        return self._zip.file.close()
+
+    def __enter__(self) -> TorchFileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._zip.file.abandon()
+
+
+# --- the dict ---
+
+
+class _Storage:
+    """A storage in the pickled dict: its member, dtype and size."""
+
+    def __init__(self, key: int, dtype: torch.dtype, num_elements: int) -> None:
+        kind: Any = _STORAGES.get(dtype, torch.UntypedStorage)
+        size = num_elements if dtype in _STORAGES else num_elements * dtype.itemsize
+        self.identity = ("storage", kind, str(key), "cpu", size)
+
+
+class _Tensor:
+    """A tensor in the pickled dict."""
+
+    def __init__(self, storage: _Storage, dtype: torch.dtype, shape: torch.Size) -> None:
+        stride = torch.empty(shape, device="meta").stride()
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        self._parts = (storage, 0, tuple(shape), stride, False, hooks)
+        self._dtype = dtype
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._dtype in _STORAGES:
+            return rebuild_tensor, self._parts
+        return rebuild_tensor_of_dtype, (*self._parts, self._dtype)
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return value.identity if isinstance(value, _Storage) else None
+
+
+def _pickled(specs: Sequence[TensorSpec], other_names: Mapping[str, Sequence[str]]) -> bytes:
+    tensors: OrderedDict[str, _Tensor] = OrderedDict()
+    for key, (name, dtype, shape) in enumerate(specs):
+        storage = _Storage(key, dtype, shape.numel())
+        for each in (name, *other_names.get(name, ())):
+            tensors[each] = _Tensor(storage, dtype, shape)
+    pickled = io.BytesIO()
+    _Pickler(pickled, protocol=2).dump(tensors)  # torch.save's protocol
+    return pickled.getvalue()
+
+
+# --- the archive ---
+
+
+class _StoredZip:
+    """A zip archive of stored members, all of them with the sizes of Zip64."""
+
+    def __init__(self, file: HashedFile) -> None:
+        self.file = file
+        self._offset = 0
+        self._members: list[tuple[bytes, int, int, int]] = []  # name, checksum, size, offset
+
+    def add(self, name: str, data: bytes | memoryview) -> None:
+        """Append a member."""
+        path, size, checksum = f"{_ROOT}/{name}".encode(), memoryview(data).nbytes, zlib.crc32(data)
+        sizes = struct.pack("<2H2Q", 1, 16, size, size)
+        begin = self._offset + 30 + len(path) + len(sizes) + 4  # 4: the head of the padding
+        padding = -begin % _ALIGNMENT
+        extra = sizes + struct.pack("<2s1H", b"FB", padding) + b"Z" * padding
+        head = struct.pack(
+            "<4s5H3L2H", b"PK\3\4", 45, 0, 0, 0, 0x21, checksum, _IN_ZIP64, _IN_ZIP64, len(path), len(extra)
+        )
+        self._members.append((path, checksum, size, self._offset))
+        self._write(head + path + extra)
+        if size:
+            self._write(data)
+
+    def finish(self) -> None:
+        """Append the directory of the members."""
+        begin = self._offset
+        for path, checksum, size, offset in self._members:
+            extra = struct.pack("<2H3Q", 1, 24, size, size, offset)
+            entry = ("<4s6H3L5H2L", b"PK\1\2", 45, 45, 0, 0, 0, 0x21, checksum, _IN_ZIP64, _IN_ZIP64)
+            self._write(struct.pack(*entry, len(path), len(extra), 0, 0, 0, 0, _IN_ZIP64) + path + extra)
+        end, count = self._offset, len(self._members)
+        self._write(struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, end - begin, begin))
+        self._write(struct.pack("<4sLQL", b"PK\6\7", 0, end, 1))
+        self._write(struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, _IN_ZIP64, _IN_ZIP64, 0))
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self.file.write(data)
+        self._offset += memoryview(data).nbytes
+
+
+_IN_ZIP64 = 0xFFFFFFFF
