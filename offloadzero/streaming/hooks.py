@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 import types
 from collections import Counter
@@ -112,8 +113,16 @@ class _Forward:
         functools.update_wrapper(self, module.forward)  # scripts look at the signature
         self._module = module
         self._own = module.__dict__.get("forward")  # set on the instance: a compiled one, say
+        self._of_class = type(module).forward
         self._forward = module.forward
         module.forward = self
+
+    def _bind_anew(self) -> None:
+        """Take the forward that the module's class has now: a script has set it there, or has changed the class."""
+        kind = type(self._module)
+        self._of_class = kind.forward
+        if self._own is None:
+            self._forward = inspect.getattr_static(kind, "forward").__get__(self._module, kind)
 
     def tell_calls(self, tell: Callable[[Any, Any], bool]) -> None:
         """Show the arguments of calls that train, positional and by name, to `tell`, until it returns False."""
@@ -168,6 +177,8 @@ class _RemovedForward(_Forward):
     """What a removed object is: a script's own forward may have kept it, to call it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if type(self._module).forward is not self._of_class:
+            self._bind_anew()
         return self._forward(*args, **kwargs)
 
 
@@ -183,6 +194,8 @@ class _SiteForward(_Forward):
         self._lap = f"forward {site.name or 'model'}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if type(self._module).forward is not self._of_class:
+            self._bind_anew()
         has_pushed = self._enter()
         try:
             if uninterrupted.pending:
@@ -229,6 +242,8 @@ class _CheckpointedForward(_Forward):
         self._hooks = hooks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if type(self._module).forward is not self._of_class:
+            self._bind_anew()
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         # Flat, so that tensors inside tuples and dicts are inputs too.
@@ -271,7 +286,7 @@ class _CheckpointedForward(_Forward):
 # The compiler goes from a site's wrapper to the wrapped forward. Of this package it sees nothing but the dict that a
 # module's parameters come from: those of a present unit are then in the graph, and a read of another unit's ends it.
 skip_frame(_SiteForward.__call__, with_calls=False)
-for _function in (_SiteForward._enter, _SiteForward._leave):
+for _function in (_Forward._bind_anew, _SiteForward._enter, _SiteForward._leave):
     skip_frame(_function, with_calls=True)
 skip_frame(_WatchedParameters.__getitem__, with_calls=True, inlined=True)
 

@@ -1,13 +1,14 @@
-"""A script puts another forward on modules of an offloaded model, or takes its own away: both stay as they are."""
+"""A script puts another forward on modules of an offloaded model, or on their classes, or takes its own away."""
 
 from __future__ import annotations
 
 import gc
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 import offloadzero
 from tests.support.plain_form import final_weights, make_model, make_optimizer, plain_config
-from tests.support.tiny import TinyModel, tokens
+from tests.support.tiny import Block, TinyModel, tokens
 
 
 def around(module: nn.Module) -> Any:
@@ -97,6 +98,73 @@ def test_what_a_script_makes_of_a_forward_stays(
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     for name, value in weights.items():
         torch.testing.assert_close(value, expected_weights[name], rtol=1e-4, atol=1e-5)
+
+
+class OwnBlock(Block):
+    """A block whose class a test may change."""
+
+
+class OwnModel(TinyModel):
+    """A model of them, of which the same is true."""
+
+    def __init__(self) -> None:
+        super().__init__(width=16)
+        for block in self.blocks:
+            block.__class__ = OwnBlock
+
+
+class LoudBlock(OwnBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 1.2
+
+
+class StaticBlock(OwnBlock):
+    forward = staticmethod(lambda x: x * 0.7)
+
+
+def another_class(model: OwnModel, kind: type[OwnBlock]) -> Iterator[None]:
+    model.blocks[1].__class__ = kind
+    yield
+    model.blocks[1].__class__ = OwnBlock
+
+
+def another_forward(patched: type[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
+    with mock.patch.object(patched, "forward", forward):
+        yield
+
+
+CHANGES_OF_CLASSES: dict[str, Callable[[OwnModel], Iterator[None]]] = {
+    "the block's class": lambda _: another_forward(OwnBlock, lambda self, x: x + self.down(self.up(x))),
+    "the model's class": lambda _: another_forward(OwnModel, lambda self, t: TinyModel.forward(self, t) * 2),
+    "another class": lambda model: another_class(model, LoudBlock),
+    "a class without self": lambda model: another_class(model, StaticBlock),
+}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("name", CHANGES_OF_CLASSES)
+def test_what_a_script_makes_of_a_class_is_seen(name: str, checkpointed: bool, tmp_path: Path) -> None:
+    def losses(config: dict[str, Any] | None) -> list[float]:
+        torch.manual_seed(1)
+        model = OwnModel()
+        optimizer: Any = make_optimizer(model)
+        if config is not None:
+            _, optimizer = offloadzero.offload(model, optimizer, config)
+        found = steps(model, optimizer, 2)
+        for _ in CHANGES_OF_CLASSES[name](model):
+            found += steps(model, optimizer, 2)
+            found.append(model(tokens(7)).item())
+        found += steps(model, optimizer, 2)
+        if config is not None:
+            optimizer.restore_model()
+        for _ in CHANGES_OF_CLASSES[name](model):
+            found.append(model(tokens(7)).item())
+        return found
+
+    config = plain_config("nvme", tmp_path)
+    if checkpointed:
+        config["offloadzero"]["activation_checkpoints"] = {}
+    assert losses(config) == pytest.approx(losses(None), rel=1e-5)
 
 
 def test_a_forward_that_is_kept_keeps_no_engine(tmp_path: Path) -> None:
