@@ -11,12 +11,12 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-import zlib
+import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -64,12 +64,12 @@ class TorchFileWriter:
         """
         self.path = path
         self._expected = list(enumerate(specs))
-        self._zip = _StoredZip(HashedFile(path, pool, is_there=is_there))
+        self._zip = _Archive(HashedFile(path, pool, is_there=is_there))
         try:
             self._zip.add("data.pkl", _pickled(specs, other_names))
             self._zip.add("byteorder", b"little")
         except BaseException:
-            self._zip.file.abandon()
+            self._zip.abandon()
             raise
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -87,8 +87,7 @@ class TorchFileWriter:
         if self._expected:
             raise AssertionError(f"{self.path}: {len(self._expected)} tensors are missing")
         self._zip.add("version", b"3\n")
-        self._zip.finish()
-        return self._zip.file.close()
+        return self._zip.close()
 
     def __enter__(self) -> TorchFileWriter:
         return self
@@ -97,7 +96,7 @@ class TorchFileWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self._zip.file.abandon()
+            self._zip.abandon()
 
 
 # --- the dict ---
@@ -146,44 +145,42 @@ def _pickled(specs: Sequence[TensorSpec], other_names: Mapping[str, Sequence[str
 # --- the archive ---
 
 
-class _StoredZip:
-    """A zip archive of stored members, all of them with the sizes of Zip64."""
+class _Archive:
+    """The zip archive, in a file that only grows."""
 
     def __init__(self, file: HashedFile) -> None:
-        self.file = file
+        self._file = file
         self._offset = 0
-        self._members: list[tuple[bytes, int, int, int]] = []  # name, checksum, size, offset
+        self._zip = zipfile.ZipFile(cast(IO[bytes], self), "w")  # members are stored as they are
 
     def add(self, name: str, data: bytes | memoryview) -> None:
         """Append a member."""
-        path, size, checksum = f"{_ROOT}/{name}".encode(), memoryview(data).nbytes, zlib.crc32(data)
-        sizes = struct.pack("<2H2Q", 1, 16, size, size)
-        begin = self._offset + 30 + len(path) + len(sizes) + 4  # 4: the head of the padding
+        member = zipfile.ZipInfo(f"{_ROOT}/{name}")
+        # Before the data: the fixed head, the name, the sizes in 64 bits, and the padding with a head of its own.
+        begin = self._offset + 30 + len(member.filename) + 20 + 4
         padding = -begin % _ALIGNMENT
-        extra = sizes + struct.pack("<2s1H", b"FB", padding) + b"Z" * padding
-        head = struct.pack(
-            "<4s5H3L2H", b"PK\3\4", 45, 0, 0, 0, 0x21, checksum, _IN_ZIP64, _IN_ZIP64, len(path), len(extra)
-        )
-        self._members.append((path, checksum, size, self._offset))
-        self._write(head + path + extra)
-        if size:
-            self._write(data)
+        member.extra = struct.pack("<2s1H", b"FB", padding) + b"Z" * padding
+        with self._zip.open(member, "w", force_zip64=True) as stored:
+            stored.write(data)
 
-    def finish(self) -> None:
-        """Append the directory of the members."""
-        begin = self._offset
-        for path, checksum, size, offset in self._members:
-            extra = struct.pack("<2H3Q", 1, 24, size, size, offset)
-            entry = ("<4s6H3L5H2L", b"PK\1\2", 45, 45, 0, 0, 0, 0x21, checksum, _IN_ZIP64, _IN_ZIP64)
-            self._write(struct.pack(*entry, len(path), len(extra), 0, 0, 0, 0, _IN_ZIP64) + path + extra)
-        end, count = self._offset, len(self._members)
-        self._write(struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, end - begin, begin))
-        self._write(struct.pack("<4sLQL", b"PK\6\7", 0, end, 1))
-        self._write(struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, _IN_ZIP64, _IN_ZIP64, 0))
+    def close(self) -> FileEntry:
+        """Append the directory of the members and close the file."""
+        self._zip.close()
+        return self._file.close()
 
-    def _write(self, data: bytes | memoryview) -> None:
-        self.file.write(data)
-        self._offset += memoryview(data).nbytes
+    def abandon(self) -> None:
+        """Let go of the file after a failure."""
+        self._zip.fp = None  # or the archive would write its directory when it is collected
+        self._file.abandon()
 
+    # What ZipFile asks of a file that cannot be written twice at one place.
 
-_IN_ZIP64 = 0xFFFFFFFF
+    def write(self, data: bytes | memoryview) -> int:
+        """Append to the file."""
+        self._file.write(data)
+        num_bytes = memoryview(data).nbytes
+        self._offset += num_bytes
+        return num_bytes
+
+    def flush(self) -> None:
+        """Do nothing: the file is flushed when it is closed."""
