@@ -82,7 +82,13 @@ class _ShardedForward:
                 seen.pop(name, None)
 
     def remove(self) -> None:
-        """Give the module its forward back."""
+        """Give the module its forward back, unless a script has put another in the place of this object.
+
+        That one may call this object, which then does what the module's forward did.
+        """
+        self._forms = {}
+        if self._module.__dict__.get("forward") is not self:
+            return
         if self._own is None:
             del self._module.forward
         else:
@@ -162,13 +168,13 @@ class LocalParameters:
         for group, params in self._groups:
             group["params"] = params
         for forward in self._forwards:
-            forward.remove()
             module = forward._module
             for name in forward._forms:
                 local = module._parameters[name]
                 original, memory = self._originals[id(local)]
                 memory.data = local.data  # type: ignore[union-attr]
                 module._parameters[name] = original
+            forward.remove()
         self._forwards = []
 
 

@@ -157,6 +157,30 @@ def test_a_start_that_fails_and_a_restored_model_have_their_dtensors(
         assert torch.equal(one.to_local() if isinstance(one, DTensor) else one, value)
 
 
+@pytest.mark.parametrize("is_taken_away", [False, True])
+def test_a_forward_that_a_script_sets_stays_when_dtensors_come_back(
+    is_taken_away: bool, mesh: DeviceMesh
+) -> None:
+    model = make_model(mesh)
+    layer: Any = model[0]
+    local = LocalParameters(model, [0])
+    standing = layer.forward
+
+    def doubled(x: Tensor) -> Tensor:
+        return 2 * standing(x)
+
+    if is_taken_away:
+        del layer.forward
+    else:
+        layer.forward = doubled
+    local.remove()
+    x = torch.ones(2, 6)
+    assert layer.__dict__.get("forward") is (None if is_taken_away else doubled)
+    assert torch.equal(layer(x), x if is_taken_away else 2 * x)
+    assert layer.seen == [DTensor]
+    assert "weight" not in layer.__dict__
+
+
 def test_what_autograd_saves_of_a_weight_is_fetched_with_its_unit(
     mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
