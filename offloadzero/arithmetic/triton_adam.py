@@ -55,6 +55,10 @@ _BITS_OF_2 = tl.constexpr(BITS_OF_2)
 _LARGEST_FLOAT = tl.constexpr(torch.finfo(torch.float32).max)
 _SMALLEST_SCALED = tl.constexpr(SMALLEST_SCALED)
 _SHIFT_M, _SHIFT_S = tl.constexpr(SHIFT_M), tl.constexpr(SHIFT_S)
+_HALF_M, _HALF_S = (
+    tl.constexpr(1 << (SHIFT_M - 15)),
+    tl.constexpr(1 << (SHIFT_S - 15)),
+)  # of a dither's spacing
 _SPAN_M, _SPAN_S = tl.constexpr(SPAN_M), tl.constexpr(SPAN_S)
 # Triton rounds them to fp32.
 _TO_SCALE_M, _TO_SCALE_S = tl.constexpr(0.5 / SPAN_M), tl.constexpr(0.5 / SPAN_S)
@@ -303,9 +307,9 @@ def _scale_and_inverse(largest, TO_SCALE: tl.constexpr, SPAN: tl.constexpr):  # 
 
 
 @triton.jit
-def _dither(start, phase, SHIFT: tl.constexpr):  # noqa: N803
+def _dither(start, phase, SHIFT: tl.constexpr, HALF: tl.constexpr):  # noqa: N803
     """Return the numbers below one code that are added to patterns: [Note: dithered codes]."""
-    return ((((start << 25) + phase) >> 18 & 0x3FFF) << (SHIFT - 14)) + (1 << (SHIFT - 15))
+    return ((((start << 25) + phase) >> 18 & 0x3FFF) << (SHIFT - 14)) + HALF
 
 
 @triton.jit
@@ -322,7 +326,7 @@ def _codes_m(m, place, phase):
     # The place in 7 bits from the other end, shifted to the top.
     reversed_place = (place & 1) << 6 | (place & 2) << 4 | (place & 4) << 2 | (place & 8)
     reversed_place |= (place & 16) >> 2 | (place & 32) >> 4 | (place & 64) >> 6
-    dither = _dither(reversed_place, phase, _SHIFT_M)
+    dither = _dither(reversed_place, phase, _SHIFT_M, _HALF_M)
     codes = ((_bits_of(y) & _MAGNITUDE) - _BITS_OF_1 + dither[None, :]) >> _SHIFT_M
     return codes | (sign >> 24 & 0x80), tl.where(
         is_finite, scale, _float_of(tl.full(scale.shape, _NAN_BITS, tl.int32))
@@ -339,7 +343,7 @@ def _codes_s(s, place, phase):
     scale, inverse = _scale_and_inverse(largest, _TO_SCALE_S, _SPAN_S)
     s = tl.where(s > _LARGEST_FLOAT, _LARGEST_FLOAT, s)
     y = _fma(tl.where(is_nan[:, None], 0.0, s), inverse[:, None], 1.0)
-    dither = _dither(place, phase, _SHIFT_S)
+    dither = _dither(place, phase, _SHIFT_S, _HALF_S)
     codes = (_bits_of(y) - _BITS_OF_1 + dither[None, :]) >> _SHIFT_S
     codes = tl.where(codes < 1, 1, codes)
     return codes, tl.where(is_nan, _float_of(tl.full(scale.shape, _NAN_BITS, tl.int32)), scale)
