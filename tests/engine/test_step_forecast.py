@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import random
+import re
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -435,7 +436,8 @@ NOMINAL = PlannedStep(
         (Case(fetch=40), "h2d: 360 ms, 12 ms"),
         (Case(d2h=60), "d2h: 360 ms, 6 ms"),
         (Case(update=60), "update: 360 ms, 0 us"),
-        (Case(read=60, placement="nvme"), "nvme read: 2.64 s, 0 us"),
+        # 60 ms for each read; a unit whose update is done in time comes without one, which its thread may just miss.
+        (Case(read=60, placement="nvme"), r"nvme read: 2\.(64|58) s, 0 us"),
     ],
     ids=["as forecast", "computation", "fast computation", "link", "gradients", "update", "drive"],
 )
@@ -459,7 +461,7 @@ def test_a_slow_lane_is_named(
     if not cause:
         assert line.endswith("ratio 1.00; longest lane: forecast compute, measured compute.")
         return
-    assert f" The lane that departs most is {cause} were forecast." in line
+    assert re.search(f" The lane that departs most is {cause} were forecast[.]", line)
     lane = cause.partition(":")[0]
     assert f"longest lane: forecast compute, measured {lane}." in line
 
