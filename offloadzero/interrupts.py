@@ -1,11 +1,12 @@
-"""Ctrl-C, and the sections of code that it must not interrupt.
+"""Ctrl-C and other signals of a script, and the sections of code that they must not interrupt.
 
 [Note: interrupts]
-Python raises KeyboardInterrupt in the main thread at almost any call: also between "the ticket is made" and "the work
-is submitted". A change of state that must be whole runs under `uninterrupted`: an interrupt that comes inside is
-raised where the section ends, or in a blocking wait inside it (a function marked `interruptible`), so that a wait that
-never ends can always be left. Code that changes state around such a wait must be right when the wait raises; all other
-code in the section need not be.
+Python calls the handlers of signals in the main thread at almost any call: also between "the ticket is made" and "the
+work is submitted". Its own of SIGINT raises KeyboardInterrupt, and a script's may raise as well: a timeout by SIGALRM,
+SystemExit at SIGTERM, the error of a DataLoader's worker that has died at SIGCHLD. A change of state that must be whole
+runs under `uninterrupted`: the handler of a signal that comes inside is called where the section ends, or in a blocking
+wait inside it (a function marked `interruptible`), so that a wait that never ends can always be left. Code that changes
+state around such a wait must be right when the wait raises; all other code in the section need not be.
 
     with uninterrupted:
         ticket = UpdateTicket()
@@ -22,35 +23,40 @@ too; a second interrupt is raised there.
 
 Some changes begin in one call and end in another (a backward that updates weights, hook by hook). `uninterrupted.until`
 holds them together: it refers weakly to an object, and as long as that lives an interrupt waits, in a blocking wait
-too. A second interrupt does not wait, so that a wait that never ends can be left there as well.
+too. A second one of the same signal does not wait, so that a wait that never ends can be left there as well.
 
-This works where Python's own handler of SIGINT is in force: `install()` puts one in its place that asks first. A
-handler of the user's own is left alone. What it raises, or a handler of another signal, is not held back:
-`Failures.whole()` marks the engine in whose midst that happened.
+`install()` puts an `_Asking` in the place of each handler that is in force: one that asks first. A script may set
+handlers later, so it is called again where a model's forward begins. A signal that has no handler in Python is not
+concerned. `Failures.whole()` marks an engine in whose midst something was raised all the same.
 """
 
 from __future__ import annotations
 
 import _thread
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+
+_Handler = Callable[[int, FrameType | None], Any]
 
 
 class _Uninterrupted:
-    """The context in which KeyboardInterrupt waits; one for all, as only the main thread is ever interrupted."""
+    """The context in which handlers wait; one for all, as only the main thread is ever interrupted."""
 
-    __slots__ = ("depth", "pending", "until")
+    __slots__ = ("depth", "late", "pending", "until")
 
     def __init__(self) -> None:
         self.depth = 0
-        self.pending = False
+        self.late: dict[int, _Handler] = {}  # handlers to be called, by signal
+        self.pending = False  # whether there are any
         self.until: Callable[[], object] | None = None  # weak: interrupts wait as long as it lives
 
-    # Neither method calls anything before it has done its work: Python looks for signals at calls.
+    # Neither method calls anything before it has done its work: Python looks for signals at calls. For the same reason
+    # nothing is called between a look at `late` and what is put into `pending`.
 
     def __enter__(self) -> None:
         self.depth += 1
@@ -60,17 +66,29 @@ class _Uninterrupted:
         if self.pending and self.depth <= 0:
             self.raise_unless_waiting()
 
+    def hold(self, number: int, handler: _Handler) -> None:
+        """Let a handler wait; of one signal one alone."""
+        self.late[number] = handler
+        self.pending = True
+
     def raise_unless_waiting(self) -> None:
-        """Raise an interrupt that was held back, unless it waits for the end of `until`."""
+        """Call the handlers that were held back, unless they wait for the end of `until`. Raises what they raise."""
         if self.until is None or self.until() is None:
             self.raise_pending()
 
     def raise_pending(self) -> None:
-        """Raise an interrupt that was held back, in the main thread."""
+        """Call the handlers that were held back, in the main thread."""
+        is_main = threading.get_ident() == threading.main_thread().ident
         self.pending = False
-        if threading.get_ident() == threading.main_thread().ident:
-            raise KeyboardInterrupt
-        _thread.interrupt_main()
+        while self.late:
+            number, handler = self.late.popitem()
+            self.pending = False
+            if self.late:
+                self.pending = True  # the handler may raise
+            if is_main:
+                _call(handler, number, sys._getframe(1))
+            else:
+                _thread.interrupt_main(cast(signal.Signals, number))
 
 
 class _Held:
@@ -138,28 +156,62 @@ def uninterrupted_from_start(function: _Function) -> _Function:
     return function
 
 
-def _on_sigint(_signal: int, frame: FrameType | None) -> None:
-    code = None if frame is None else frame.f_code
-    if code in _beginnings or (uninterrupted.depth > 0 and code not in _waits):
-        uninterrupted.pending = True
-        return
-    until = uninterrupted.until
-    if until is not None and until() is not None and not uninterrupted.pending:
-        uninterrupted.pending = True
-        return
-    uninterrupted.pending = False
-    raise KeyboardInterrupt
+class _Asking:
+    """A handler in the place of another, which it calls where nothing forbids it, and else later."""
+
+    __slots__ = ("handler",)
+
+    def __init__(self, handler: _Handler) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        code = None if frame is None else frame.f_code
+        if code in _beginnings or (uninterrupted.depth > 0 and code not in _waits):
+            uninterrupted.hold(number, self.handler)
+            return
+        until = uninterrupted.until
+        if until is not None and until() is not None and number not in uninterrupted.late:
+            uninterrupted.hold(number, self.handler)
+            return
+        uninterrupted.late.pop(number, None)
+        if not uninterrupted.late:
+            uninterrupted.pending = False
+        _call(self.handler, number, frame)
+
+
+def _call(handler: _Handler, number: int, frame: FrameType | None) -> None:
+    """Call a handler, and mark the error that it raises."""
+    try:
+        handler(number, frame)
+    except Exception as error:
+        error.__dict__[_MARK] = True
+        raise
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an error says nothing of the work that it left: what a handler has raised, or no `Exception`."""
+    return not isinstance(error, Exception) or _MARK in error.__dict__
+
+
+_MARK = "_is_of_signal_handler"
+_SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 
 
 def install() -> None:
-    """Hold KeyboardInterrupt back where `uninterrupted` says so, unless SIGINT has a handler of the user's."""
-    is_main = threading.get_ident() == threading.main_thread().ident
-    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _on_sigint)
+    """Hold the handlers in force back where `uninterrupted` says so. On another thread than the main one: nothing."""
+    if threading.get_ident() != threading.main_thread().ident:
+        return
+    for number in _SIGNALS:
+        handler = signal.getsignal(number)
+        if callable(handler) and type(handler) is not _Asking:
+            signal.signal(number, _Asking(handler))
 
 
 def uninstall() -> None:
-    """Put Python's own handler back, if ours is in force. On another thread than the main one ours stays."""
-    is_main = threading.get_ident() == threading.main_thread().ident
-    if is_main and signal.getsignal(signal.SIGINT) is _on_sigint:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Put the handlers back that asking ones stand for. On another thread than the main one these stay."""
+    if threading.get_ident() != threading.main_thread().ident:
+        return
+    for number in _SIGNALS:
+        handler = signal.getsignal(number)
+        if type(handler) is _Asking:
+            signal.signal(number, handler.handler)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from offloadzero.errors import StateError
+from offloadzero.interrupts import is_interrupt
 from offloadzero.memory.tickets import Failures, Latch
 
 
@@ -78,9 +79,9 @@ class Resources:
     def _close_part(self, close: Callable[[], None]) -> BaseException | None:
         try:
             close()
-        except Exception as error:
-            return error
         except BaseException as error:
+            if not is_interrupt(error):
+                return error
             self.failures.spoil(StateError("the engine was interrupted while it closed"))
             self.failures.given_up = True
             close()

@@ -341,10 +341,9 @@ class Runtime:
             if self.failures.first is None:
                 self.executor.wait_updates()
                 self.clock.settle(wait=True)
-        except Exception:
-            raise
-        except BaseException:
-            self.failures.spoil(StateError("close() was interrupted: updates may be lost"))
+        except BaseException as error:
+            if interrupts.is_interrupt(error):
+                self.failures.spoil(StateError("close() was interrupted: updates may be lost"))
             raise
         finally:
             try:

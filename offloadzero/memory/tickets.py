@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from offloadzero.errors import OffloadError, StateError
-from offloadzero.interrupts import interruptible, uninterrupted
+from offloadzero.interrupts import interruptible, is_interrupt, uninterrupted
 
 LOOK_UP_S = 0.5  # between two checks of a wait
 
@@ -324,7 +324,7 @@ class _HandedOver:
         # The check from outside, and not the one before: an interrupt may have left another engine's there.
         _here.look_up = _here.outside
         failures = self._failures
-        if isinstance(error, Exception) and error is not failures.stop:
+        if error is not None and not is_interrupt(error) and error is not failures.stop:
             failures.spoil(error)
             if failures.first is not None and failures.first is not error:
                 raise failures.first from None

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from offloadzero.config.schema import MeshConfig
 from offloadzero.errors import ConfigError, RankError, StateError
-from offloadzero.interrupts import interruptible, uninterrupted
+from offloadzero.interrupts import interruptible, is_interrupt, uninterrupted
 from offloadzero.observe.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -203,10 +203,12 @@ class Channel:
             self._is_in_collective = False
         except RankError:
             raise
-        except KeyboardInterrupt:  # the collective is abandoned, and all others of the group
-            self._board.report(StateError(f"KeyboardInterrupt in {what}"))
-            raise
-        except RuntimeError as error:
+        except BaseException as error:
+            if is_interrupt(error):  # the collective is abandoned, and all others of the group
+                self._board.report(StateError(f"{type(error).__name__} in {what}"))
+                raise
+            if not isinstance(error, RuntimeError):
+                raise
             text = self._said_within(LOOK_UP_S * 4)
             because = f": {text}" if text is not None else ""
             raise RankError(f"{what} has failed{because} ({first_line(error)})") from error

@@ -48,6 +48,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from offloadzero import interrupts
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.interrupts import held, raise_held, uninterrupted, uninterrupted_from_start
 from offloadzero.observe.timeline import Timeline
@@ -209,6 +210,8 @@ class _SiteForward(_Forward):
         hooks = self._hooks
         if is_tracing():
             _refuse_export()
+        if self.is_root:
+            interrupts.install()  # the script may have set a handler since
         with held:
             hooks.executor.expect_no_capture()  # before a mark would become a part of it
             self._timeline.enter_model()

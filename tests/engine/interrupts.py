@@ -2,10 +2,12 @@
 
 [Note: where an interrupt can come]
 CPython looks for signals where a Python function begins, after a call of a C function, and where a loop jumps back.
-An injected interrupt is a real SIGINT to the process itself (so handlers, and sections that hold it back, do what they
+An injected interrupt is a real signal to the process itself (so handlers, and sections that hold it back, do what they
 do) sent at a chosen one of these places: `sys.setprofile` stops at the first two kinds. A line of code is no such
 place: an exception raised between a `with` block's last line and its exit, say, is one that Python never raises.
 (One call that blocks is interrupted before it returns; a C function that takes a lock stops before it too.)
+
+The signal is SIGINT, or SIGALRM with a handler of the script's that raises an error of its own.
 
 [Note: what a script does after Ctrl-C]
 It decides by `engine.global_steps` whether the step it was in was taken. If so it goes on with the next; if not it
@@ -60,6 +62,7 @@ class Case:
     form: str  # "engine" or "plain"
     kind: str  # "injected" or "real"
     at: float
+    signal: int = signal.SIGINT
 
     @property
     def configuration(self) -> str:
@@ -73,6 +76,14 @@ CONFIGURATIONS = [
 ]
 
 # --- the script ---
+
+
+class TimedOutError(Exception):
+    """What the script's handler of SIGALRM raises."""
+
+
+def raise_timed_out(_number: int, _frame: FrameType | None) -> None:
+    raise TimedOutError
 
 
 class Run:
@@ -146,7 +157,7 @@ def play(case: Case, directory: str, interrupt: Interrupt) -> tuple[str, dict[st
         interrupt.arm()
         train(run)
         interrupt.disarm()
-    except KeyboardInterrupt as error:
+    except (KeyboardInterrupt, TimedOutError) as error:
         interrupt.disarm()
         interrupt.note(error)
         if run is None:
@@ -193,7 +204,7 @@ def end_refused(run: Run, where: str) -> str:
 
 
 class Interrupt:
-    """One SIGINT; `came` when the script has caught it."""
+    """One signal; `came` when the script has caught what its handler raised."""
 
     def __init__(self) -> None:
         self.came = False
@@ -222,15 +233,16 @@ def place_of(file: str, line: int | None, function: str) -> str:
 
 
 class Injected(Interrupt):
-    """A SIGINT at the `countdown`th place inside the package: [Note: where an interrupt can come]."""
+    """A signal at the `countdown`th place inside the package: [Note: where an interrupt can come]."""
 
     # Blocking calls, which are interrupted before they have done anything.
     BLOCKING = ("acquire", "get", "join", "wait")
 
-    def __init__(self, countdown: int) -> None:
+    def __init__(self, countdown: int, number: int = signal.SIGINT) -> None:
         super().__init__()
         self.num_places = 0
         self._countdown = countdown
+        self._signal = number
 
     def arm(self) -> None:
         sys.setprofile(self._look)
@@ -253,9 +265,9 @@ class Injected(Interrupt):
 
     def _strike(self, frame: FrameType) -> None:
         """Python's handler runs inside this call, and what it raises is raised at the place."""
-        handler = signal.getsignal(signal.SIGINT)
+        handler = signal.getsignal(self._signal)
         assert callable(handler)
-        handler(signal.SIGINT, frame)
+        handler(self._signal, frame)
 
 
 class InjectedError(RuntimeError):
@@ -287,9 +299,11 @@ class Real(Interrupt):
 
 def in_child(case: Case, directory: str, reference: str, write: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if case.signal == signal.SIGALRM:
+        signal.signal(signal.SIGALRM, raise_timed_out)
     torch.set_num_threads(1)
     pipe = os.fdopen(write, "w")
-    interrupt: Interrupt = Injected(int(case.at)) if case.kind == "injected" else Real(pipe)
+    interrupt: Interrupt = Injected(int(case.at), case.signal) if case.kind == "injected" else Real(pipe)
     outcome, result = play(case, directory, interrupt)
     different = [] if result is None else differences(result, torch.load(reference, weights_only=True))
     report = {
@@ -349,7 +363,7 @@ def play_in_child(case: Case, folder: str, number: int, reference: str) -> dict[
     if case.kind == "real":
         os.read(read, len(STARTED))
         time.sleep(case.at * float(Path(reference + ".seconds").read_text()))
-        os.kill(pid, signal.SIGINT)
+        os.kill(pid, case.signal)
     status = wait_for(pid, started_s + PATIENCE_S)
     with os.fdopen(read) as pipe:
         lines = [line for line in pipe.read().splitlines() if line.startswith("{")]
@@ -393,8 +407,9 @@ def verdict(report: dict[str, Any]) -> str:
     if report["status"] < 0:
         return f"crashed ({signal.Signals(-report['status']).name})"
     if report["status"]:
-        if "KeyboardInterrupt" in report["output"] and "outcome" not in report:
-            return "ended" if report["output"].rstrip().endswith("KeyboardInterrupt") else "failed"
+        raised = "KeyboardInterrupt" if report["case"]["signal"] == signal.SIGINT else "TimedOutError"
+        if raised in report["output"] and "outcome" not in report:
+            return "ended" if report["output"].rstrip().endswith(raised) else "failed"
         return "failed"
     outcome = report["outcome"]
     if "Exception ignored" in report["output"].split(PLAYED)[0]:
@@ -457,7 +472,7 @@ def count_places(configuration: tuple[str, float, str]) -> int:
         return int(report["num_places"])
 
 
-def choose(kind: str, number: int, *, seed: int) -> list[Case]:
+def choose(kind: str, number: int, *, seed: int, of_signal: int) -> list[Case]:
     """`number` cases at random places, spread over the configurations."""
     draw = random.Random(seed)
     if kind == "injected":
@@ -468,7 +483,7 @@ def choose(kind: str, number: int, *, seed: int) -> list[Case]:
     for index in range(number):
         configuration = CONFIGURATIONS[index % len(CONFIGURATIONS)]
         at = 1 + draw.randrange(int(ends[configuration])) if kind == "injected" else draw.random()
-        cases.append(Case(*configuration, kind=kind, at=at))
+        cases.append(Case(*configuration, kind=kind, at=at, signal=of_signal))
     return cases
 
 
@@ -496,12 +511,17 @@ def last_place(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    kind, number, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    kind, of_signal, number, seed = (
+        sys.argv[1],
+        signal.Signals[sys.argv[2]],
+        int(sys.argv[3]),
+        int(sys.argv[4]),
+    )
     reports = []
-    for report in play_all(choose(kind, number, seed=seed)):
+    for report in play_all(choose(kind, number, seed=seed, of_signal=of_signal)):
         reports.append(report)
-        if len(sys.argv) > 4:
-            with open(sys.argv[4], "a") as file:
+        if len(sys.argv) > 5:
+            with open(sys.argv[5], "a") as file:
                 file.write(json.dumps(report) + "\n")
     print(summary(reports))
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from tests.support.tiny import REPOSITORY, make_engine, script_environment, sett
 from tests.support.warm import run_warm
 
 SOON_S = 5.0
+TWO = (signal.SIGALRM, signal.SIGUSR2)
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +43,7 @@ def handler() -> Iterator[None]:
     """Ours, which holds interrupts back where the code says so."""
     interrupts.install()
     yield
+    uninterrupted.late.clear()
     uninterrupted.pending = False
     interrupts.uninstall()
 
@@ -90,20 +93,91 @@ def test_a_wait_in_a_section_can_be_left() -> None:
     assert time.monotonic() - started_s < SOON_S
 
 
-def test_a_handler_of_the_users_is_left_alone() -> None:
-    came = []
-    interrupts.uninstall()
-    before = signal.signal(signal.SIGINT, lambda *_: came.append(1))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM, signal.SIGTERM, signal.SIGRTMIN])
+def test_a_handler_of_the_users_waits_as_pythons_does(number: int) -> None:
+    came: list[FrameType | None] = []
+
+    def note(_number: int, frame: FrameType | None) -> None:
+        came.append(frame)
+
+    before = signal.signal(number, note)
     try:
         interrupts.install()
         with uninterrupted:
-            signal.raise_signal(signal.SIGINT)
-            assert came == [1]
+            signal.raise_signal(number)
+            signal.raise_signal(number)  # one and the same
+            assert came == []
+        assert len(came) == 1
+        assert came[0] is not None
+        signal.raise_signal(number)  # outside at once
+        assert len(came) == 2
         interrupts.uninstall()
-        signal.raise_signal(signal.SIGINT)
-        assert came == [1, 1]
+        assert signal.getsignal(number) is note
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
+
+
+def test_handlers_of_two_signals_are_both_called_though_the_first_raises() -> None:
+    came = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+        raise ZeroDivisionError
+
+    before = [signal.signal(each, note) for each in TWO]
+    try:
+        interrupts.install()
+
+        def both() -> None:
+            with uninterrupted:
+                for each in TWO:
+                    signal.raise_signal(each)
+
+        with pytest.raises(ZeroDivisionError) as raised:
+            both()
+        assert interrupts.is_interrupt(raised.value)
+        assert not interrupts.is_interrupt(ZeroDivisionError())
+        assert len(came) == 1
+        assert uninterrupted.pending
+        with pytest.raises(ZeroDivisionError), uninterrupted:
+            pass
+        assert sorted(came) == sorted(TWO)
+        assert not uninterrupted.pending
+    finally:
+        for each, handler in zip(TWO, before, strict=True):
+            signal.signal(each, handler)
+
+
+def test_a_handler_that_is_set_after_the_start_waits_from_the_next_forward_on(tmp_path: Path) -> None:
+    def raise_timed_out(*_: Any) -> None:
+        raise TimeoutError
+
+    engine = make_engine(settings(tmp_path, placement="host"))
+    before = signal.signal(signal.SIGALRM, raise_timed_out)
+    try:
+        train(engine, num_steps=1)
+        assert signal.getsignal(signal.SIGALRM) is not raise_timed_out
+        engine.close()
+        assert signal.getsignal(signal.SIGALRM) is raise_timed_out
+    finally:
+        engine.close()
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_error_of_a_handler_in_a_wait_is_no_failure_of_the_engine() -> None:
+    def raise_timed_out(*_: Any) -> None:
+        raise TimeoutError
+
+    failures = Failures()
+    before = signal.signal(signal.SIGALRM, raise_timed_out)
+    try:
+        interrupts.install()
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(TimeoutError), failures.handed_over():
+            Promise().wait()
+        failures.check()
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_what_must_be_whole_and_was_not_makes_the_engine_unusable() -> None:
@@ -320,11 +394,23 @@ SEED = int(os.environ.get("OFFLOADZERO_TEST_INTERRUPT_SEED", "1"))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGALRM"])
 @pytest.mark.parametrize(("kind", "number"), [("injected", NUM_INJECTED), ("real", NUM_REAL)])
-def test_runs_go_on_with_the_same_bits_or_refuse_or_end(tmp_path: Path, kind: str, number: int) -> None:
+def test_runs_go_on_with_the_same_bits_or_refuse_or_end(
+    tmp_path: Path, kind: str, number: int, name: str
+) -> None:
     reports_file = tmp_path / "reports.jsonl"
     done = run_warm(
-        [sys.executable, "-m", "tests.engine.interrupts", kind, str(number), str(SEED), str(reports_file)],
+        [
+            sys.executable,
+            "-m",
+            "tests.engine.interrupts",
+            kind,
+            name,
+            str(number),
+            str(SEED),
+            str(reports_file),
+        ],
         cwd=REPOSITORY,
         env=script_environment(),
         timeout_s=600 + 40 * number,
