@@ -32,7 +32,9 @@ from offloadzero.parameters.processes import send_by_value
 from offloadzero.parameters.remote import RemoteTensor, Source
 from offloadzero.parameters.trees import map_leaves
 from offloadzero.torch_private import (
+    NO_GRAPH_TASK,
     DisableTorchFunctionSubclass,
+    current_graph_task_id,
     disabled_torch_function_impl,
     get_data,
     may_share_memory,
@@ -184,7 +186,10 @@ class _LeafTensor(RemoteTensor):
 
 
 class _AsRecorded:
-    """A weight in a graph: when backward reads it, it must have the value that it had in the forward."""
+    """A weight in a graph: when backward reads it, it must have the value that it had in the forward.
+
+    A script that reads the tensor after a change sees the new value, as with any tensor that shares its memory.
+    """
 
     def __init__(self, weight: Weight | Alias | _Versioned) -> None:
         self.weight = weight
@@ -195,15 +200,20 @@ class _AsRecorded:
         self.device = weight.device
 
     def read(self) -> Tensor:
+        if current_graph_task_id() != NO_GRAPH_TASK:
+            self._expect_no_change()
+        return self.weight.read()
+
+    def read_to_write(self) -> Tensor:
+        self._expect_no_change()
+        return self.weight.read().clone()
+
+    def _expect_no_change(self) -> None:
         if self.weight.history != self._history:
             raise StateError(
                 f"{self.name} was updated between its use and the backward pass through it: "
                 "call backward() before step() and before writing weights"
             )
-        return self.weight.read()
-
-    def read_to_write(self) -> Tensor:
-        return self.read().clone()
 
     def write(self, value: Tensor) -> None:
         self.weight.write(value)
