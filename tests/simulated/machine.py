@@ -33,6 +33,7 @@ class SimulatedEvent:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.is_reached = False
+        self.is_awaited = False  # by a thread of the host
         self.at_s = 0.0
         self.clock: Any = None  # what happened before it, for the checker
 
@@ -76,7 +77,10 @@ class Machine:
         self.slow = slow  # names of streams that run when nothing else can
         self.counts: Counter[str] = Counter()
         self.error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # a finalizer may record an event anywhere
+        # Who waits is woken by what it waits for, and by nothing else: a thread's change took as long as a kernel.
+        self._may_run = threading.Condition(self._lock)  # the device waits for it
+        self._has_reached = threading.Condition(self._lock)  # the host's threads do
         self._streams: list[SimulatedStream] = []
         self._num_outstanding = 0
         self._num_waiting = 0  # threads that wait for the device
@@ -93,7 +97,7 @@ class Machine:
     # --- what a host thread calls ---
 
     def new_stream(self, name: str) -> SimulatedStream:
-        with self._changed:
+        with self._lock:
             stream = SimulatedStream(self, name)
             self._streams.append(stream)
         return stream
@@ -136,17 +140,19 @@ class Machine:
 
     def reach(self, event: SimulatedEvent) -> None:
         """Have an event come now; one of a stream by the device itself."""
-        with self._changed:
+        with self._lock:
             self._now_s += 1e-6
             event.at_s = self._now_s
             event.is_reached = True
-            self._changed.notify_all()
+            if event.is_awaited:
+                self._has_reached.notify_all()
+            self._may_run.notify()  # a stream may have waited for it
 
     def fail(self, error: BaseException) -> None:
         """Raise `error` in all who wait for the device from now on."""
-        with self._changed:
+        with self._lock:
             self.error = error
-            self._changed.notify_all()
+            self._has_reached.notify_all()
 
     def order(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         if event.machine is not self:
@@ -157,19 +163,20 @@ class Machine:
     def wait(self, event: SimulatedEvent) -> None:
         """Block the calling thread until the device has reached an event."""
         self.counts[f"host waits of {_kind_of_thread()}"] += not event.is_reached
-        with self._changed:
+        with self._lock:
+            event.is_awaited = True
             self._num_waiting += 1
-            self._changed.notify_all()
+            self._may_run.notify()
             while not event.is_reached and self.error is None:
-                self._changed.wait()
+                self._has_reached.wait()
             self._num_waiting -= 1
         self._raise()
 
     def look(self, event: SimulatedEvent) -> bool:
         """Whether an event has been reached; who asks again and again will see it reached."""
-        with self._changed:
+        with self._lock:
             self._credit += 1
-            self._changed.notify_all()
+            self._may_run.notify()
         self._raise()
         return event.is_reached
 
@@ -180,18 +187,19 @@ class Machine:
     def close(self) -> None:
         """Run what is outstanding and end."""
         self.synchronize()
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._may_run.notify()
         self._thread.join()
 
     def _put(self, stream: SimulatedStream, task: Callable[[], None] | SimulatedEvent) -> None:
-        with self._changed:
+        with self._lock:
             stream.tasks.append(task)
             self._num_outstanding += 1
             if self.random.random() < self._eagerness:
                 self._credit += 1
-            self._changed.notify_all()
+            if self._is_wanted() or self.idle_s is not None:
+                self._may_run.notify()
 
     def _raise(self) -> None:
         if self.error is not None:
@@ -211,12 +219,11 @@ class Machine:
                 del task  # what it holds goes back now
 
     def _next(self) -> Callable[[], None] | None:
-        with self._changed:
-            self._changed.notify_all()  # the last one is done
+        with self._lock:
             while True:
                 if self._closed:
                     return None
-                if self._num_waiting or self._credit or self._num_outstanding > MAX_OUTSTANDING:
+                if self._is_wanted():
                     ready = [stream for stream in self._streams if self._is_ready(stream)]
                     if ready:
                         stream = self.random.choices(ready, [stream.weight for stream in ready])[0]
@@ -226,8 +233,12 @@ class Machine:
                         assert not isinstance(task, SimulatedEvent)
                         return task
                     self._credit = 0
-                if not self._changed.wait(self.idle_s):
+                if not self._may_run.wait(self.idle_s):
                     self._credit = self._num_outstanding
+
+    def _is_wanted(self) -> bool:
+        """Whether something may run now."""
+        return bool(self._num_waiting or self._credit or self._num_outstanding > MAX_OUTSTANDING)
 
     def _is_ready(self, stream: SimulatedStream) -> bool:
         tasks = stream.tasks
