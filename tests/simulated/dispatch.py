@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tests.simulated.machine import Machine
-from tests.simulated.memory import DeviceMemory, do_results_go_home, is_own_work, own_work
+from tests.simulated.memory import DeviceMemory, do_results_go_home, is_own_work, no_modes, own_work
 from tests.simulated.operations import has_own_dispatch, is_view, needs_host, num_returns, tensors_in, written
 
 
@@ -108,13 +108,15 @@ class Dispatch(TorchDispatchMode):
     def _for_later(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return self._memory.unowned(value) if self._memory.holds(value) else value.data.clone()
+        over = self._memory.unowned_or_none(value)
+        return value.data.clone() if over is None else over
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         size, stride = tuple(like.shape), tuple(like.stride())
         extent = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else 0
         memory = self._memory.take(extent * like.dtype.itemsize)
-        return memory.view(like.dtype).as_strided(size, stride)
+        with no_modes():
+            return memory.view(like.dtype).as_strided(size, stride)
 
     def _shapes(self, func: Any, flat: list[Any], spec: Any) -> tuple[list[Any], Any] | None:
         """The results' shapes and strides, as tensors without memory; None where only running it tells."""

@@ -54,15 +54,29 @@ def is_own_work() -> bool:
     return _own.is_inside
 
 
+class no_modes:  # noqa: N801 (reads as a keyword)
+    """Inside, operations go to no mode and no subclass: each would cost calls into Python that pass it on."""
+
+    def __enter__(self) -> None:
+        self._guards = (torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction())
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *_error: object) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(None, None, None)
+
+
 class _Block:
     def __init__(self, num_bytes: int, stream: SimulatedStream) -> None:
         self.bytes = np.full(num_bytes + _GRANULE, 0xFF, np.uint8)
         shift = -self.bytes.ctypes.data % _GRANULE
         self.bytes = self.bytes[shift : shift + num_bytes]
         self.start = self.bytes.ctypes.data
+        self.end = self.start + num_bytes
         self.stream = stream
         self.also_used_on: set[SimulatedStream] = set()
-        self.all = torch.from_numpy(self.bytes)
+        self.storage = torch.from_numpy(self.bytes).untyped_storage()
 
 
 _all: weakref.WeakSet[DeviceMemory] = weakref.WeakSet()
@@ -78,8 +92,8 @@ class DeviceMemory:
         self._free: dict[SimulatedStream, list[_Block]] = {}  # the last one is the one that was let go last
         # By finalizers, which may run anywhere; with what must be reached before another gets it.
         self._given_back: deque[tuple[_Block, list[SimulatedEvent]]] = deque()
-        self._blocks: list[_Block] = []  # by start; none ever leaves
-        self._starts: list[int] = []
+        # Starts and blocks, by start; none ever leaves. Replaced as a whole, so that who looks needs no lock.
+        self._known: tuple[list[int], list[_Block]] = ([], [])
         self.taken_bytes = 0
         self.peak_bytes = 0
 
@@ -99,9 +113,12 @@ class DeviceMemory:
             is_new = block is None
             if block is None:
                 block = _Block(size, stream)
-                index = bisect_right(self._starts, block.start)
-                self._starts.insert(index, block.start)
-                self._blocks.insert(index, block)
+                starts, blocks = self._known
+                index = bisect_right(starts, block.start)
+                self._known = (
+                    [*starts[:index], block.start, *starts[index:]],
+                    [*blocks[:index], block, *blocks[index:]],
+                )
             self.taken_bytes += block.bytes.nbytes
             self.peak_bytes = max(self.peak_bytes, self.taken_bytes)
         if not is_new:
@@ -136,26 +153,29 @@ class DeviceMemory:
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same bytes of device memory for a kernel: a launch keeps no memory from being given to another."""
+        found = self.unowned_or_none(tensor)
+        if found is None:
+            raise AssertionError("not device memory")
+        return found
+
+    def unowned_or_none(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """`unowned`, or None if it is no device memory."""
         block = self._block(tensor)
         if block is None:
-            raise AssertionError("not device memory")
-        with own_work():
-            return self._over(block, tensor)
-
-    @staticmethod
-    def _over(block: _Block, tensor: torch.Tensor) -> torch.Tensor:
+            return None
         offset = (tensor.data_ptr() - block.start) // tensor.itemsize if tensor.numel() else 0
-        storage = block.all.untyped_storage()
-        return torch.empty(0, dtype=tensor.dtype).set_(storage, offset, tensor.shape, tensor.stride())  # type: ignore[call-overload]
+        with no_modes():
+            over = torch.empty(0, dtype=tensor.dtype)
+            return over.set_(block.storage, offset, tensor.shape, tensor.stride())  # type: ignore[call-overload,no-any-return]
 
     def _block(self, tensor: torch.Tensor) -> _Block | None:
         address = tensor.untyped_storage().data_ptr()
         if not address:
             return None
-        with self._lock:
-            index = bisect_right(self._starts, address) - 1
-            block = self._blocks[index] if index >= 0 else None
-        return block if block is not None and address < block.start + block.bytes.nbytes else None
+        starts, blocks = self._known
+        index = bisect_right(starts, address) - 1
+        block = blocks[index] if index >= 0 else None
+        return block if block is not None and address < block.end else None
 
     def _collect(self) -> None:
         for _ in range(len(self._given_back)):
