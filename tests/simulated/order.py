@@ -13,6 +13,7 @@ Clocks are never changed once made, so a finalizer, which may run in the middle 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import threading
@@ -386,10 +387,17 @@ def place_in_code() -> Place:
     frame = sys._getframe(1)
     while frame is not None and len(found) < NUM_FRAMES:
         code = frame.f_code
-        path = code.co_filename
-        if path.startswith(_PACKAGE):
-            found.append((path[len(_PACKAGE) :], frame.f_lineno, code.co_name))
-        elif not test and path.startswith(_TESTS) and not path.startswith(_SIMULATION):
-            test.append((path[len(_TESTS) :], frame.f_lineno, code.co_name))
+        package, path = _shortened(code.co_filename)
+        if path and (package or not test):
+            (found if package else test).append((path, frame.f_lineno, code.co_name))
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(found or test)
+
+
+@functools.cache
+def _shortened(path: str) -> tuple[bool, str]:
+    """Whether a file is the package's, and its path there or among the tests; "" of all others."""
+    if path.startswith(_PACKAGE):
+        return True, path[len(_PACKAGE) :]
+    is_test = path.startswith(_TESTS) and not path.startswith(_SIMULATION)
+    return False, path[len(_TESTS) :] if is_test else ""
