@@ -38,13 +38,13 @@ def run_ranks(
 
     `own_interpreters`: each rank starts Python itself, as under torchrun, so that sets of strings have another order on
     each. `forks`: they are forks of this process, which has made no process group, and have what it has imported.
-    Otherwise the ranks are forked from a process that has nothing but torch in it, which spares 2 s of each.
+    Otherwise the ranks are forked from a process that has imported what ranks use, and has done nothing else.
     """
     directory.mkdir(parents=True, exist_ok=True)
     method = "fork" if forks else "spawn" if own_interpreters else "forkserver"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload(["torch.distributed", "offloadzero", "tests.support.ranks"])
+        context.set_forkserver_preload(["tests.support.rank_server"])
     arguments = [(work, rank, world_size, directory, timeout_s, given) for rank in range(world_size)]
     processes = [context.Process(target=_run, args=each, daemon=True) for each in arguments]
     for process in processes:
