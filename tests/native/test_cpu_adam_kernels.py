@@ -37,6 +37,8 @@ from tests.native.adam_states import (
     place,
     to_bits,
 )
+from tests.support.tiny import script_environment
+from tests.support.warm import run_warm
 
 # --- the same bits whatever runs ---
 
@@ -455,11 +457,10 @@ def test_default_num_threads() -> None:
 
 
 def run_script(script: str, *, isa: str | None = None) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if key != kernels.ISA_ENV}
+    env = {key: value for key, value in script_environment().items() if key != kernels.ISA_ENV}
     if isa is not None:
         env[kernels.ISA_ENV] = isa
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return run_warm([sys.executable, "-c", textwrap.dedent(script)], env=env, timeout_s=60)
 
 
 @pytest.mark.parametrize("isa", ISAS)

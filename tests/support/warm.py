@@ -28,6 +28,7 @@ from types import CodeType
 from typing import Any
 
 READ_AT_START = ("OMP_", "GOMP_", "MKL_", "PYTHON", "LD_", "TORCH", "OFFLOADZERO_", "MALLOC_")
+READ_ON_FIRST_USE = ("OFFLOADZERO_ISA",)
 PRELOADED = ("offloadzero.engine", "tests.support.tiny")
 SERVER = "from tests.support.warm import next_script\nexec(next_script())"
 PR_SET_CHILD_SUBREAPER = 36
@@ -120,7 +121,11 @@ def _server_for(env: Mapping[str, str] | None) -> _Server | None:
 
 
 def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if value and name.startswith(READ_AT_START)}
+    return {
+        name: value
+        for name, value in env.items()
+        if value and name.startswith(READ_AT_START) and name not in READ_ON_FIRST_USE
+    }
 
 
 def _adopt_orphans(on: bool) -> None:
