@@ -1,4 +1,4 @@
-"""No test may hang: one that takes HANG_S ends its process with the stacks of all threads. Slow files come first."""
+"""No test may hang: one that takes HANG_S ends its process with the stacks of all threads. Long files come first."""
 
 from __future__ import annotations
 
@@ -10,17 +10,43 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
-import torch
-
-from tests.support.models import SMALL_GRADIENT_BYTES
 
 # Where "it hangs" is certain; the slowest test takes a quarter of it on two busy cores.
 HANG_S = float(os.environ.get("OFFLOADZERO_TEST_HANG_S", "120"))
 
 
 SLOW_FACTOR = 6  # for tests marked slow
+
+# They take the longest, half a minute and more of a worker: begun last, one would keep a single worker busy at the end.
+LONG_FILES = (
+    "races/test_simulated_device.py",
+    "races/test_happens_before.py",
+    "sharding/test_ranks_quantized.py",
+    "engine/test_parity.py",
+    "native/test_aio_native.py",
+    "sharding/test_ranks_simulated.py",
+    "sharding/test_ranks_parity.py",
+    "sharding/test_ranks_order.py",
+    "races/test_races.py",
+    "repository/test_gpu_benchmark.py",
+    "streaming/test_streaming.py",
+    "sharding/test_ranks_bytes.py",
+    "sharding/test_ranks_mesh.py",
+    "engine/test_interrupts.py",
+    "sharding/test_ranks_errors.py",
+    "streaming/test_activations.py",
+    "step/test_waiting_gradients.py",
+    "native/test_cpu_adam_kernels.py",
+    "sharding/test_ranks_departures.py",
+    "step/test_param_grad.py",
+    "scripts/test_models.py",
+    "parameters/test_access_table.py",
+    "planning/test_repeated_trace.py",
+    "native/test_compact_native.py",
+)
 
 # Standard error as it is outside the tests: while one runs, pytest keeps what is written to descriptor 2 for itself.
 STDERR = pytest.StashKey[int]()
@@ -44,10 +70,22 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     os.close(config.stash[STDERR])
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Nothing that is imported is garbage: a third of the time was the collector's."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with a slow test first, so that no worker is alone with one at the end."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Long files first, then those with a slow test."""
+    long = {Path(__file__).parent / name: number for number, name in enumerate(LONG_FILES)}
+    slow = {item.path: len(long) for item in items if item.get_closest_marker("slow")}
+    place = {**slow, **long}
+    items.sort(key=lambda item: place.get(item.path, len(long) + 1))
 
 
 def pytest_collection_finish() -> None:
@@ -68,12 +106,16 @@ def never_hang(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def same_seed() -> None:
     """What a test draws does not depend on the tests before it."""
+    import torch  # not above: the process that hands out tests to workers runs none
+
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def large_and_small_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms and biases of the models here are small gradients, and their matrices are none."""
+    from tests.support.models import SMALL_GRADIENT_BYTES
+
     monkeypatch.setattr("offloadzero.step.collect.MAX_WAITING_BYTES", SMALL_GRADIENT_BYTES)
 
 
@@ -87,6 +129,8 @@ def faults() -> Iterator[ExitStack]:
 @pytest.fixture(autouse=True, scope="session")
 def one_compute_thread() -> Iterator[None]:
     """The models here are small: a second thread of torch costs more than it computes."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG_FILES
+
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 CODE = ("offloadzero", "tests", "benchmarks", "examples", "csrc")
@@ -26,6 +28,11 @@ def test_files_have_no_more_than_600_lines() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in code()}
     assert len(lengths) > 400
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_files_that_are_said_to_take_long_are_there() -> None:
+    assert len(set(LONG_FILES)) == len(LONG_FILES)
+    assert [name for name in LONG_FILES if not (TESTS / name).exists()] == []
 
 
 # `tests/io/test_aio.py`, `test_aio.py`, `io/test_aio.py::test_of_it`.
