@@ -39,6 +39,9 @@ TEST_WORKERS ?= 4
 
 ONE_BY_ONE := grep -rlE 'mark\.(alone|gpu)' tests --include 'test_*.py'
 
+# numpy's BLAS starts a thread in each process, which spins for a while before it sleeps.
+test campaign: export OPENBLAS_NUM_THREADS = 1
+
 test: $(STAMPS)/native $(STAMPS)/dev
 	one_by_one="alone and not gpu"; if $(BIN)/python -c '$(HAS_CUDA)'; then one_by_one="alone or gpu"; fi; \
 	$(BIN)/python -m pytest -m "$$one_by_one" $$($(ONE_BY_ONE)); alone=$$?; \
