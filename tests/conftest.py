@@ -88,8 +88,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path, len(long) + 1))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What has been imported stays: the collector, which many tests call, need not go through it each time."""
+    if hasattr(session.config, "workerinput"):
+        import torch._dynamo  # noqa: F401 -- an optimizer imports it, so each worker does sooner or later
     gc.collect()
     gc.freeze()
 
