@@ -6,7 +6,7 @@ import gc
 import importlib
 
 for name in (
-    "torch.distributed",
+    "torch.distributed.tensor",  # autograd looks it up in the first backward
     "offloadzero.engine",
     "offloadzero.several_ranks",
     "tests.support.ranks",
