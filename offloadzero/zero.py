@@ -15,13 +15,14 @@ from torch import nn
 
 from offloadzero import launch
 from offloadzero.config import OffloadConfig, create_nvme_directories, load_config
-from offloadzero.errors import ConfigError, StateError
+from offloadzero.errors import ConfigError, OffloadError, StateError
 from offloadzero.interrupts import UninterruptedThroughout, uninterrupted_from_start
 from offloadzero.memory.heap import FreedMemory
 from offloadzero.optimizer import ConfigSource
 from offloadzero.planning.memory_plan import waits_on_nvme
 from offloadzero.runtime import Runtime, runtime_of
 from offloadzero.segments import SegmentKind, TierName
+from offloadzero.streaming.gathered_block import GatheredBlock
 from offloadzero.streaming.spill import SpilledWeight, can_spill, restore, spill, spilled_weight
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
@@ -227,6 +228,10 @@ class GatheredParameters:
     change raises StateError. Elements whose value is unchanged keep the low bits of their fp32 master. Works on
     parameters of an offloaded model and on those of a model built under `Init` that is not offloaded yet. The values
     take memory on the device beside what the engine has reserved: as many bytes as the parameters have.
+
+    Over several ranks all of them enter and leave the block, each with the whole values. What rank `modifier_rank` (of
+    those that share the data) has written is committed on all, and what the others have written is lost; with None a
+    change on any rank raises StateError on all.
     """
 
     def __init__(
@@ -241,55 +246,57 @@ class GatheredParameters:
         self._modifier_rank = modifier_rank
         self._may_edit = modifier_rank is not None
         self._enabled = enabled
-        self._gathered: list[tuple[Runtime, Record, ParamSlot]] = []
+        self._blocks: list[GatheredBlock] = []  # one for each engine
         self._built: list[_Built] = []
 
     def __enter__(self) -> None:
         if not self._enabled:
             return
+        offloaded: dict[Runtime, list[tuple[Record, ParamSlot]]] = {}
         try:
             for param in self._params:
-                self._gather(param)
+                runtime = runtime_of(param)
+                if runtime is None:
+                    self._restore(param)
+                else:
+                    offloaded.setdefault(runtime, []).append(runtime.slots[id(param)])
+            for runtime, places in offloaded.items():
+                block = GatheredBlock(runtime.weights, places, modifier_rank=self._modifier_rank)
+                block.enter()
+                self._blocks.append(block)
         except BaseException:  # the parameters do not fit together: none may stay behind
             with UninterruptedThroughout():
-                for runtime, record, slot in self._gathered:
-                    runtime.weights.scatter(record, slot)
-                self._gathered = []
+                for block in reversed(self._blocks):
+                    block.give_up()
+                self._blocks = []
                 self._spill_built()
             raise
 
-    def _gather(self, param: nn.Parameter) -> None:
-        runtime = runtime_of(param)
-        if runtime is None:
-            if self._modifier_rank and launch.join_group()[1] > 1:
-                allowed = "0 or None: the first values are those of rank 0"
-                raise ConfigError("modifier_rank", self._modifier_rank, allowed)
-            spilled = restore(param)
-            if spilled is not None:
-                self._built.append(_Built(param, param.data.clone(), spilled))
-            return
-        record, slot = runtime.slots[id(param)]
-        if runtime.several is not None:
-            raise StateError(
-                f"{slot.name}: GatheredParameters over several ranks is not built: param.data gives the value where "
-                "all ranks read it"
-            )
-        with UninterruptedThroughout():
-            if runtime.weights.gather(record, slot):  # else an outer block has gathered it
-                self._gathered.append((runtime, record, slot))
+    def _restore(self, param: nn.Parameter) -> None:
+        """Bring back a parameter of a model that is not offloaded yet."""
+        if self._modifier_rank and launch.join_group()[1] > 1:
+            allowed = "0 or None: the first values are those of rank 0"
+            raise ConfigError("modifier_rank", self._modifier_rank, allowed)
+        spilled = restore(param)
+        if spilled is not None:
+            self._built.append(_Built(param, param.data.clone(), spilled))
 
     @uninterrupted_from_start
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with UninterruptedThroughout():
-            changed = self._scatter()
+            changed, failure = self._leave()
         for built in self._built:
             if not self._may_edit and not torch.equal(built.value, built.param.data):
                 changed.append(built.origin.name)
                 built.param.data = built.value
         self._spill_built()
-        if changed and error is None:
+        if error is not None:
+            return
+        if failure is not None:
+            raise failure
+        if changed:
             raise StateError(
                 f"{', '.join(changed)} changed under GatheredParameters(modifier_rank=None), which drops the change: "
                 "pass modifier_rank=0 to keep it"
@@ -302,17 +309,24 @@ class GatheredParameters:
                 spill(built.param, name=built.origin.name, directory=built.origin.directory)
         self._built = []
 
-    def _scatter(self) -> list[str]:
-        """Put the parameters away again; return the names of those that were changed without permission."""
+    def _leave(self) -> tuple[list[str], OffloadError | None]:
+        """Put offloaded parameters away; return those that were changed without permission, and the first error.
+
+        An error is raised where the block has none of its own: each later use of an engine that has failed raises it.
+        """
         changed: list[str] = []
-        for runtime, record, slot in self._gathered:
-            value = runtime.weights.scatter(record, slot)
-            if self._may_edit:
-                runtime.weights.replace(record, slot, value)
-            elif runtime.weights.differs(record, slot, value):
-                changed.append(slot.name)
-        self._gathered = []
-        return changed
+        failure: OffloadError | None = None
+        try:
+            while self._blocks:
+                try:
+                    changed += self._blocks.pop().leave()
+                except OffloadError as error:
+                    failure = failure or error
+        finally:  # an interrupt in a wait for other ranks: no parameter may stay behind
+            for block in self._blocks:
+                block.give_up()
+            self._blocks = []
+        return changed, failure
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

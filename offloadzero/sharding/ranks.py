@@ -160,11 +160,11 @@ class Channel:
         by_rank: list[list[int]] = said.tolist()
         return by_rank
 
-    def broadcast(self, values: Tensor, label: str) -> None:
-        """Replace `values` by those of the first rank."""
+    def broadcast(self, values: Tensor, label: str, *, source: int = 0) -> None:
+        """Replace `values` by those of the first rank, or of the rank at another place in the group."""
         data = values.view(-1).view(torch.uint8)
         if data.numel():
-            self._run(BROADCAST, label, data, lambda: dist.broadcast(data, group_src=0, **self._options))
+            self._run(BROADCAST, label, data, lambda: dist.broadcast(data, group_src=source, **self._options))
 
     def close(self) -> None:
         """Give the group's threads and connections back, after its last collective. A second call does nothing.

@@ -269,6 +269,8 @@ class Executor:
         `as_copy`: that parameter points at a copy of its own, for a value that may be kept longer than the unit stays.
         """
         unit = self.units[index]
+        if place in unit.gathered:  # a script has it in memory of its own
+            return
         try:
             self.touch(index, guard=True, evaluating=self.is_evaluating)
         except BudgetError:  # every lease is in use: operations take it from its home
@@ -292,7 +294,7 @@ class Executor:
 
     def gathered_in(self, index: int) -> dict[int, torch.Tensor]:
         """The memory of the parameters that a script has gathered, by slot."""
-        return self.units[index].gathered
+        return self.units[index].gathered_now()
 
     def gradients_complete(self, index: int) -> None:
         """End the unit's use: no operation of this backward reads its weights any more."""

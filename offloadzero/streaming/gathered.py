@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
 
-from offloadzero.errors import RankError, StateError
+from offloadzero.errors import ConfigError, RankError, StateError
 from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.checksums import crc32c_blocks
 from offloadzero.memory.lanes import LaneTicket
@@ -30,6 +30,7 @@ from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.segments import SegmentKind
 from offloadzero.sharding.ranks import Ranks
+from offloadzero.streaming.block_acts import Block, BlockAct
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import FETCHING, LeasedUnit
@@ -41,7 +42,7 @@ from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.kept import gathered_regions, kept_place, kept_regions
 from offloadzero.update.records import Record
 
-# The next act of a rank: a read, by the record's number, of its own or one that leads the others, or one of
+# The next act of a rank: a read, by the record's number, of its own or one that leads the others, a BlockAct, or one of
 _ENDED, _FAILED, _FOLLOWS = -1, -2, -3
 
 
@@ -275,6 +276,96 @@ class GatheredWeights(WeightAccess):
             )
         super().commit_forward(record, [slot.index for slot in slots])
 
+    # --- parameters that a script has gathered: [Note: gathered over several ranks] ---
+
+    def gather(self, record: Record, slot: ParamSlot, memory: torch.Tensor) -> None:
+        """Make a parameter an ordinary one with its exact values in `memory`."""
+        # The others wait for this rank until the block ends.
+        with self._store.failures.whole(f"GatheredParameters of {slot.name} over the ranks"):
+            value = self.value(record, slot, to_write=self._coded.is_coded(record, slot))
+            memory.copy_(value)
+            self._executor.gather(record.index, slot.index, memory)
+
+    def commit_gathered(self, indices: Collection[int]) -> None:  # noqa: ARG002
+        """Write what a script has written into gathered parameters, all of them, where the outermost forward begins."""
+        if not self._executor.is_running:
+            for block in reversed(self.blocks):
+                block.commit()
+
+    def is_modifier(self, modifier_rank: int) -> bool:
+        """Whether this rank is the one that may write. Raises ConfigError where there is no such rank."""
+        spec = self._ranks.spec
+        if not 0 <= modifier_rank < spec.world_size:
+            allowed = f"None, or 0 to {spec.world_size - 1}: a rank among those that share the data"
+            raise ConfigError("modifier_rank", modifier_rank, allowed)
+        return modifier_rank == spec.rank
+
+    def meet(self, act: BlockAct, block: Block) -> None:
+        """Raise StateError on all ranks unless all do the same; where they enter, with the same parameters."""
+        num, modifier_rank = len(block.places), block.modifier_rank
+        first = block.places[0].slot.name
+        label = f"GatheredParameters of {first}{f' and {num - 1} others' if num > 1 else ''}"
+        with self._clock.waiting("state access"), self._store.failures.handed_over():
+            self._say(act, num, 0 if modifier_rank is None else 1 + modifier_rank, label=label)
+            if act is BlockAct.ENTERS:
+                self._expect_same_places(block, label)
+
+    def _expect_same_places(self, block: Block, label: str) -> None:
+        """Raise StateError unless all ranks gather the same parameters, after the same writes."""
+        channel = self._ranks.states
+        own = [
+            (record.index << 32) + 2 * slot.index + (self.gathered_value(record, slot) is not None)
+            for record, slot in block.places
+        ]
+        by_rank = channel.by_rank_unless_same([self._ranks.writes.value, *own], label)
+        if by_rank is None:
+            return
+        writes, *places = zip(*by_rank, strict=True)
+        for of_ranks in places:
+            if len(set(of_ranks)) > 1:
+                names = map(self._name_of, of_ranks)
+                texts = [
+                    f"rank {rank} gathers {name}" for rank, name in zip(channel.members, names, strict=True)
+                ]
+                raise StateError(
+                    f"{', '.join(texts)} (this is rank {channel.rank}): all ranks must gather the same parameters"
+                )
+        channel.expect_same_writes(writes, label)
+
+    def _name_of(self, number: int) -> str:
+        """The name to a number that says which parameter a rank gathers, and whether it has gathered it before."""
+        slot = self._records[number >> 32].slots[(number & 0xFFFFFFFF) // 2]
+        return f"{slot.name} again" if number % 2 else slot.name
+
+    def ranks_where(self, flags: Sequence[bool]) -> list[list[int]]:
+        """The ranks on which each of `flags` holds. All ranks call this with as many."""
+        if not flags:
+            return []
+        channel = self._ranks.states
+        with self._clock.waiting("state access"), self._store.failures.handed_over():
+            by_rank = channel.by_rank_unless_same([*map(int, flags)], "GatheredParameters")
+        if by_rank is None:
+            return [[*channel.members] if flag else [] for flag in flags]
+        columns = zip(*by_rank, strict=True)
+        return [[rank for rank, it in zip(channel.members, each, strict=True) if it] for each in columns]
+
+    def on_ranks(self, ranks: Sequence[int]) -> str:
+        """Name these ranks in a message."""
+        return f" (ranks {[*ranks]})"
+
+    def value_by(
+        self, modifier_rank: int, record: Record, slot: ParamSlot, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the value that the parameter has on the rank that may write, in host memory."""
+        told = torch.empty(slot.num_elements, dtype=record.dtype, device="cpu")
+        if self.is_modifier(modifier_rank):
+            told.copy_(value.detach().to("cpu").reshape(-1))
+        with self._clock.waiting("state access"), self._store.failures.handed_over():
+            self._ranks.states.broadcast(told, f"{slot.name}: GatheredParameters", source=modifier_rank)
+        return told.view(slot.shape)
+
+    # --- reads of all ranks ---
+
     def read_by_first(self, work: Callable[[], None]) -> None:
         """Do `work` on the first rank: [Note: the first rank reads, the others follow]. All ranks call this.
 
@@ -319,12 +410,20 @@ class GatheredWeights(WeightAccess):
             finally:
                 self._follows = False
 
-    def _say(self, what: int, place: int = 0, kind: int = 0, *, num_said: int = 0) -> list[int]:
+    def _say(
+        self,
+        what: int,
+        place: int = 0,
+        kind: int = 0,
+        *,
+        num_said: int = 0,
+        label: str = "the comparison of what the ranks read",
+    ) -> list[int]:
         """Tell the others the next act: [Note: ranks say what they read]. Returns that of the first rank."""
         spec = self._ranks.spec
         said = torch.zeros(spec.world_size, 5, dtype=torch.int64, device="cpu")
         said[spec.rank] = torch.tensor([what, place, kind, num_said, self._leads], device="cpu")
-        self._ranks.states.all_reduce(said, "the comparison of what the ranks read")
+        self._ranks.states.all_reduce(said, label)
         by_rank: list[list[int]] = said.tolist()
         first, *others = by_rank
         fitting = [_FOLLOWS, 0, 0, 0, 0] if first[-1] else first
@@ -336,7 +435,7 @@ class GatheredWeights(WeightAccess):
             self._has_departed = True
             raise StateError(
                 f"{', '.join(texts)} (this is rank {self._ranks.states.rank}): all ranks must read the same weights "
-                "and states in the same order, and save together"
+                "and states in the same order, gather the same parameters, and save together"
             )
         return first[:-1]
 
@@ -344,6 +443,8 @@ class GatheredWeights(WeightAccess):
         """Describe an act in an error message."""
         if what in (_FOLLOWS, _ENDED, _FAILED):
             return "saves"
+        if what < 0:
+            return BlockAct(what).text(place, kind - 1 if kind else None)
         record = self._records[what]
         name = f"{record.slots[place].name} ({record.spec.kinds[kind].value})"
         return f"reads {name}{' to save it' if leads else ''}"

@@ -435,8 +435,7 @@ class ModelHooks:
     def commit_gathered(self, records: Sequence[int]) -> None:
         """Write home the changes of a script to gathered parameters, before a forward computes with them."""
         if self.executor.gathered:
-            for index in self.executor.gathered.intersection(records):
-                self._weights.commit_gathered(self._records[index])
+            self._weights.commit_gathered(records)
 
     def commit_written(self, records: Sequence[int]) -> None:
         """Write home the changes of operations to parameters in their own forward."""
@@ -479,6 +478,8 @@ class ModelHooks:
             if slot is None or state_dict.get(prefix + name, param) is param:
                 continue  # keep_vars=True asks for the parameters themselves
             record = self._records[self.record_of[id(param)]]
+            if self._weights.gathered_value(record, slot) is not None:
+                continue  # an ordinary parameter, of which a script may ask one rank alone
             if slot.trainable:
                 self.executor.expect_step_taken(record.index)
             weight = weight_of(param)
@@ -515,7 +516,10 @@ class ModelHooks:
             slot = self._slot_of.get(id(param))
             if value is None or slot is None or value.shape != slot.shape:
                 continue  # torch reports values that do not fit
-            self._weights.write(self._records[self.record_of[id(param)]], slot, value)
+            record = self._records[self.record_of[id(param)]]
+            if self._weights.gathered_value(record, slot) is not None:
+                continue  # torch writes its memory, and the end of the block commits that
+            self._weights.write(record, slot, value)
             weight_of(param).count_write()
             del state_dict[prefix + name]
             self._loaded.add(prefix + name)

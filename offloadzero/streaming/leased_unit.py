@@ -312,6 +312,14 @@ class LeasedUnit:
         param.__class__ = self._originals[place]
         self.shown_at = -1
 
+    def gathered_now(self) -> dict[int, torch.Tensor]:
+        """The memory of gathered parameters, by slot, where the script may have given them other memory since."""
+        for place in self.gathered:
+            param = self.params[place]
+            if type(param) is self._originals[place]:  # else it is in its module's forward
+                self.gathered[place] = param.data
+        return self.gathered
+
     def scatter(self, place: int) -> torch.Tensor:
         """Undo `gather`; return the memory that the parameter has now."""
         param = self.params[place]

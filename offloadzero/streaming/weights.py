@@ -8,7 +8,7 @@ also when it waits. If a second interrupt, say, ends the write nevertheless, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.autograd.graph import increment_version
@@ -21,6 +21,7 @@ from offloadzero.memory.tickets import FINISHED, AllOf, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.parameters.weight import Alias, HeldAlias, expect_own_value, offload_parameter
 from offloadzero.segments import SegmentKind
+from offloadzero.streaming.block_acts import Block, BlockAct
 from offloadzero.streaming.executor import Executor
 from offloadzero.torch_private import DisableTorchFunctionSubclass
 from offloadzero.update.flat_layout import ParamSlot
@@ -37,6 +38,7 @@ class WeightAccess:
         self._store = store
         self._executor = executor
         self._clock = clock
+        self.blocks: list[Block] = []  # in which a script is, the innermost last
 
     # --- the first values ---
 
@@ -87,12 +89,13 @@ class WeightAccess:
 
     def read_master(self, record: Record, slot: ParamSlot) -> torch.Tensor:
         """Read the fp32 master weight: a new host tensor in the parameter's shape."""
-        param = self._read(record, slot, SegmentKind.PARAM)
-        master = None
-        if slot.trainable and SegmentKind.MASTER in record.segments:
-            master = self._read(record, slot, SegmentKind.MASTER)
-        joined = param.float() if master is None else device_math.join_master(param, master)
-        return joined.view(slot.shape)
+        return self._master_of(record, slot, self._read(record, slot, SegmentKind.PARAM)).view(slot.shape)
+
+    def _master_of(self, record: Record, slot: ParamSlot, param: torch.Tensor) -> torch.Tensor:
+        """Return the fp32 master weight to the parameter's values, both of shape (num_elements,)."""
+        if not slot.trainable or SegmentKind.MASTER not in record.segments:
+            return param.float()
+        return device_math.join_master(param, self._read(record, slot, SegmentKind.MASTER))
 
     def write(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> None:
         """Set the parameter and its master; fp32 values keep all their bits."""
@@ -149,10 +152,11 @@ class WeightAccess:
         """Write a script's changes to a parameter. Elements whose bits are unchanged keep their fp32 master."""
         new = value.detach().to("cpu").reshape(-1)
         if slot.trainable and SegmentKind.MASTER in record.segments:
-            changed = _bits(new) != _bits(self.read(record, slot).reshape(-1))
+            home = self._read(record, slot, SegmentKind.PARAM)
+            changed = _bits(new) != _bits(home)
             if not bool(changed.any()):
                 return
-            new = torch.where(changed, new.float(), self.read_master(record, slot).reshape(-1))
+            new = torch.where(changed, new.float(), self._master_of(record, slot, home))
         with UninterruptedThroughout():
             self.write(record, slot, new)
             flat = self._executor.pinned_parameters(record.index)
@@ -189,26 +193,59 @@ class WeightAccess:
         slot.num_writes += 1
         self._write(record, slot, parts)
 
-    def commit_gathered(self, record: Record) -> None:
-        """Write a script's changes to gathered parameters before their module computes with them."""
-        for place, value in self._executor.gathered_in(record.index).items():
-            self.replace(record, record.slots[place], value)
+    # --- parameters that a script has gathered: offloadzero/streaming/gathered_block.py ---
 
-    def gather(self, record: Record, slot: ParamSlot) -> bool:
-        """Make a parameter an ordinary one with memory of its own on the device, until `scatter`; False if it is."""
-        if slot.index in self._executor.gathered_in(record.index):
-            return False
-        self._executor.gather(record.index, slot.index, self.value(record, slot).clone())
-        return True
+    def gather(self, record: Record, slot: ParamSlot, memory: torch.Tensor) -> None:
+        """Make a parameter an ordinary one in `memory`, on the device and in its shape, until `scatter`."""
+        memory.copy_(self.value(record, slot))
+        self._executor.gather(record.index, slot.index, memory)
 
     def scatter(self, record: Record, slot: ParamSlot) -> torch.Tensor:
         """Undo `gather`; return the value that the parameter holds now."""
         return self._executor.scatter(record.index, slot.index)
 
+    def gathered_value(self, record: Record, slot: ParamSlot) -> torch.Tensor | None:
+        """Return the memory of a gathered parameter; None of another one."""
+        return self._executor.gathered_in(record.index).get(slot.index)
+
     def differs(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> bool:
-        """Whether the parameter's bits differ from those of `value`."""
+        """Whether the parameter's bits, dtype or shape differ from those of `value`."""
         home = self.read(record, slot)
+        if (value.shape, value.dtype) != (home.shape, home.dtype):
+            return True
         return not torch.equal(_bits(value.detach().to("cpu").reshape(-1)), _bits(home.reshape(-1)))
+
+    def commit_gathered(self, indices: Collection[int]) -> None:
+        """Write what a script has written into gathered parameters, before a forward that needs these records."""
+        for block in reversed(self.blocks):
+            block.commit(indices)
+
+    # What several ranks do together about them.
+
+    def is_modifier(self, modifier_rank: int) -> bool:  # noqa: ARG002
+        """Whether this rank is the one that may write."""
+        return True
+
+    def meet(self, act: BlockAct, block: Block) -> None:
+        """Raise StateError unless all ranks do the same."""
+
+    def ranks_where(self, flags: Sequence[bool]) -> list[list[int]]:
+        """The ranks on which each of `flags` holds. All ranks call this."""
+        return [[0] if flag else [] for flag in flags]
+
+    def on_ranks(self, ranks: Sequence[int]) -> str:  # noqa: ARG002
+        """Name these ranks in a message, where there are several."""
+        return ""
+
+    def value_by(
+        self,
+        modifier_rank: int,  # noqa: ARG002
+        record: Record,  # noqa: ARG002
+        slot: ParamSlot,  # noqa: ARG002
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the value that the parameter has on the rank that may write."""
+        return value
 
     # --- optimizer states ---
 
@@ -387,13 +424,7 @@ class SlotWeight:
         """Do `param.data = value`, with the same shape, dtype and device."""
         if self._alias.stands_for(value):
             return
-        if value.dtype != self.dtype:
-            allowed = f"{self.dtype}: the configuration says the precision (its bf16 and fp16 blocks)"
-            raise ConfigError(f"{self.name}.data", value.dtype, allowed)
-        if value.shape != self.shape:
-            before = "what changes it (resize_token_embeddings(), say) comes before offload()"
-            allowed = f"shape {tuple(self.shape)}: {before}"
-            raise ConfigError(f"{self.name}.data", tuple(value.shape), allowed)
+        expect_alike(self.name, value, shape=self.shape, dtype=self.dtype)
         if value.device.type != self.device.type:
             raise ConfigError(f"{self.name}.data", str(value.device), f"device {self.device}")
         expect_own_value(self, value)
@@ -401,6 +432,16 @@ class SlotWeight:
         self._alias.fix(self)
         self.write(value)
         self.count_write()  # refused: in torch a graph over the former memory would go on with it
+
+
+def expect_alike(name: str, value: torch.Tensor, *, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Raise ConfigError unless `value` has the dtype and shape of the parameter of that name."""
+    if value.dtype != dtype:
+        allowed = f"{dtype}: the configuration says the precision (its bf16 and fp16 blocks)"
+        raise ConfigError(f"{name}.data", value.dtype, allowed)
+    if value.shape != shape:
+        before = "what changes it (resize_token_embeddings(), say) comes before offload()"
+        raise ConfigError(f"{name}.data", tuple(value.shape), f"shape {tuple(shape)}: {before}")
 
 
 def expect_codes(slot: ParamSlot, codes: StateCodes, values: Mapping[str, torch.Tensor]) -> None:

@@ -186,7 +186,6 @@ def refusals(rank: int, directory: str) -> dict[str, str]:
     note("gradient", lambda: param.grad.norm().item())
     note("zeroed", lambda: engine.optimizer.zero_grad(set_to_none=False))
     note("local", lambda: offloadzero.zero.safe_get_local_fp32_param(param))
-    note("gathered", lambda: offloadzero.zero.GatheredParameters([param]).__enter__())
     param.grad = None
     note("dropped", engine.step)
     engine.zero_grad()
@@ -209,7 +208,6 @@ REFUSED = {
     "zeroed": "ConfigError: set_to_none = False: True: over several ranks gradients are dropped, not zeroed",
     "local": "StateError: emb.weight: safe_get_local_fp32_param() over several ranks is not built: "
     "safe_get_full_fp32_param() on all of them is",
-    "gathered": "StateError: emb.weight: GatheredParameters over several ranks is not built",
     "dropped": "StateError: emb.weight.grad was dropped before step(): it is the mean over 2 ranks",
     "restored": "StateError: restore_model() over several ranks is not built where they divide the states",
 }

@@ -309,6 +309,14 @@ def odd(placement: dict[str, str], *, zero: dict[str, Any] | None = None, **more
 
 
 SCRIPTS: dict[str, RanksRun] = {
+    "gathered": odd(
+        {"param": "host", "states": "host"},
+        zero={"zero_quantized_weights": True},
+        bf16={"enabled": True},
+        world_size=2,
+        acts=Acts(("gather", "gather"), (False, True), (False, False)),
+        slow=("update-device",),
+    ),
     "codes and copies": odd(
         {"param": "nvme", "states": "host"},
         zero={**CODES, "zero_quantized_nontrainable_weights": True},

@@ -16,6 +16,7 @@ from offloadzero.errors import BudgetError, NonFiniteError
 from offloadzero.streaming.executor import Executor
 from offloadzero.streaming.leased_unit import RELEASED
 from offloadzero.zero import (
+    GatheredParameters,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
@@ -135,7 +136,7 @@ def notice_a_refused_step(engine: Any, here: Here) -> list[float]:
 
 # --- scripts that write, evaluate, save and load ---
 
-ACTS = ("", "assign", "frozen", "master", "state", "load", "checkpoint", "zero_grad")
+ACTS = ("", "assign", "frozen", "master", "state", "load", "checkpoint", "zero_grad", "gather")
 
 
 class Acts(NamedTuple):
@@ -205,3 +206,9 @@ def _do(act: str, engine: Any, saved: dict[str, Tensor], here: Here) -> None:
     elif act == "zero_grad":
         engine.backward(engine(micro_batch(7, here.rank, here.world_size)))
         engine.optimizer.zero_grad()
+    elif act == "gather":
+        with GatheredParameters([model.emb.weight, model.scale, model.wide.weight], modifier_rank=1):
+            model.emb.weight.mul_(0.9 + 0.05 * here.rank)
+            model.scale.add_(here.rank)
+            _evaluate(engine, 300, here)
+            model.wide.weight.mul_(0.9 + 0.05 * here.rank)

@@ -1,0 +1,167 @@
+"""Parameters that a script has gathered: ordinary ones with memory of their own, from the begin of a block to its end.
+
+[Note: gathered over several ranks]
+Inside its block a gathered parameter is each rank's own memory, with all of its values: what a rank reads there, or
+writes, sends nothing, so the ranks need not do the same with it. They must enter and leave the same blocks. Before a
+value is read they tell each other what they gather, and whether each has the memory for it; that they leave they tell
+before a value is compared or written.
+
+At the end the values of the rank that may write are sent to all, and each rank writes its part of the homes and
+masters, as of any value that all ranks write. What the others have written is lost, as in DeepSpeed, whose scripts
+have one rank write, or all of them other random numbers. Where no rank may write, each looks for changes of its own.
+
+A forward inside the block computes with what was written before it. With one process each module's forward looks for
+that; over several ranks the outermost one does, as the modules inside need not be the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from offloadzero.errors import ConfigError, StateError
+from offloadzero.interrupts import UninterruptedThroughout
+from offloadzero.streaming.block_acts import BlockAct, Place
+from offloadzero.streaming.weights import WeightAccess, expect_alike
+from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.records import Record
+
+Left = list[tuple[Place, torch.Tensor]]  # parameters with the values that the script has left
+
+
+class GatheredBlock:
+    """Parameters of one engine from `enter` to `leave`: [Note: gathered over several ranks]."""
+
+    def __init__(
+        self,
+        weights: WeightAccess,
+        params: Iterable[tuple[Record, ParamSlot]],
+        *,
+        modifier_rank: int | None,
+    ) -> None:
+        """Prepare the block. `modifier_rank`: the rank, of those that share the data, whose writes stay; None: none.
+
+        Raises ConfigError where there is no such rank.
+        """
+        self._weights = weights
+        # A set of parameters has another order on each rank.
+        self.places = sorted(
+            (Place(*found) for found in params), key=lambda found: (found.record.index, found.slot.index)
+        )
+        self.modifier_rank = modifier_rank
+        self._is_modifier = modifier_rank is not None and weights.is_modifier(modifier_rank)
+        self._own: list[Place] = []  # the others are gathered by a block around this one
+
+    def enter(self) -> None:
+        """Make the parameters ordinary ones. An error leaves none of them gathered by this block.
+
+        Raises:
+            StateError: over several ranks, these have not entered the same block, or one has no memory for it.
+            RuntimeError: the device has no memory for all of them at once (torch.OutOfMemoryError).
+        """
+        weights = self._weights
+        weights.meet(BlockAct.ENTERS, self)
+        fresh = [place for place in self.places if weights.gathered_value(*place) is None]
+        memory, failure = self._take_memory(fresh)
+        (without,) = weights.ranks_where([failure is not None])
+        if failure is not None:
+            raise failure
+        if without:
+            names = ", ".join(place.slot.name for place in fresh)
+            raise StateError(f"GatheredParameters of {names}: ranks {without} have no memory for them")
+        try:
+            for place, values in zip(fresh, memory, strict=True):
+                with UninterruptedThroughout():
+                    weights.gather(*place, values)
+                    self._own.append(place)
+            weights.blocks.append(self)
+        except BaseException:  # none may stay behind
+            with UninterruptedThroughout():
+                self.give_up()
+            raise
+
+    def _take_memory(self, places: Sequence[Place]) -> tuple[list[torch.Tensor], RuntimeError | None]:
+        """Take the memory of all parameters, while nothing is lost where there is too little; or return the error."""
+        device = self._weights.device
+        try:
+            return [
+                torch.empty(slot.shape, dtype=record.dtype, device=device) for record, slot in places
+            ], None
+        except (
+            RuntimeError
+        ) as error:  # torch.OutOfMemoryError; without a class of its own from the CPU's allocator
+            return [], error
+
+    def leave(self) -> list[str]:
+        """Put the parameters away and commit what was written; return what was changed where nobody may write.
+
+        Raises:
+            ConfigError: the script has given a parameter memory of another shape or dtype. Nothing is committed then.
+            StateError: over several ranks, these have not left the same block.
+        """
+        left = self.give_up()
+        self._weights.meet(BlockAct.LEAVES, self)
+        if self.modifier_rank is None:
+            return self._changed(left)
+        self._settle(self.modifier_rank, [*left, *self._still_gathered()])
+        return []
+
+    def give_up(self) -> Left:
+        """Put the parameters away, as far as they are gathered; return the values that they have. Sends nothing."""
+        weights = self._weights
+        if self in weights.blocks:
+            weights.blocks.remove(self)
+        left = [(place, weights.scatter(*place)) for place in self._own]
+        self._own = []
+        return left
+
+    def commit(self, indices: Collection[int] | None = None) -> None:
+        """Write what was written into the parameters of these records, None: of all, before a forward uses them."""
+        if self.modifier_rank is not None:
+            self._weights.meet(BlockAct.COMPUTES, self)
+            self._settle(self.modifier_rank, self._still_gathered(indices))
+
+    def _still_gathered(self, indices: Collection[int] | None = None) -> Left:
+        values = (
+            (place, self._weights.gathered_value(*place))
+            for place in self.places
+            if indices is None or place.record.index in indices
+        )
+        return [(place, value) for place, value in values if value is not None]
+
+    def _settle(self, modifier_rank: int, left: Left) -> None:
+        """Commit the values of the rank that may write, and show them where other ranks still look."""
+        weights = self._weights
+        misfits = [self._misfit(*found) for found in left]
+        of_modifier = [self._is_modifier and misfit is not None for misfit in misfits]
+        for (place, _), misfit, ranks in zip(left, misfits, weights.ranks_where(of_modifier), strict=True):
+            if ranks and misfit is not None:
+                raise misfit
+            if ranks:
+                allowed = f"{place.record.dtype} {tuple(place.slot.shape)}"
+                raise ConfigError(f"{place.slot.name}.data", f"that of rank {modifier_rank}", allowed)
+        for ((record, slot), value), misfit in zip(left, misfits, strict=True):
+            new = weights.value_by(modifier_rank, record, slot, value)
+            weights.replace(record, slot, new)
+            if not self._is_modifier and misfit is None:
+                value.detach().copy_(new)
+
+    def _changed(self, left: Left) -> list[str]:
+        """The names of the parameters that differ from their homes."""
+        weights = self._weights
+        # All are compared: where the homes are divided, each takes the other ranks.
+        differing = [weights.differs(*place, value) for place, value in left]
+        return [
+            place.slot.name + weights.on_ranks(ranks)
+            for (place, _), ranks in zip(left, weights.ranks_where(differing), strict=True)
+            if ranks
+        ]
+
+    def _misfit(self, place: Place, value: torch.Tensor) -> ConfigError | None:
+        """The error of memory that cannot be the parameter's."""
+        try:
+            expect_alike(place.slot.name, value, shape=place.slot.shape, dtype=place.record.dtype)
+        except ConfigError as error:
+            return error
+        return None
