@@ -143,7 +143,8 @@ class GatheredBlock:
                 raise ConfigError(f"{place.slot.name}.data", f"that of rank {modifier_rank}", allowed)
         for ((record, slot), value), misfit in zip(left, misfits, strict=True):
             new = weights.value_by(modifier_rank, record, slot, value)
-            weights.replace(record, slot, new)
+            if weights.differs(record, slot, new):  # else a backward may need the unit as it is
+                weights.replace(record, slot, new)
             if not self._is_modifier and misfit is None:
                 value.detach().copy_(new)
 

@@ -140,6 +140,20 @@ def test_forward_inside(engine: offloadzero.Engine) -> None:
         assert torch.equal(engine(tokens(9)), inside)
 
 
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_what_nobody_has_written_is_not_a_write(precision: dict[str, Any], tmp_path: Path) -> None:
+    """A backward of a forward from inside the block, or from before it."""
+    config = {key: value for key, value in settings(tmp_path).items() if key not in ("bf16", "fp16")}
+    engine = make_engine({**config, **precision})
+    weight = engine.module.blocks[0].up.weight
+    before = engine(tokens(2))
+    with zero.GatheredParameters(weight, modifier_rank=0):
+        inside = engine(tokens(3))
+    engine.backward(before + inside)
+    engine.step()
+    engine.close()
+
+
 def test_disabled(engine: offloadzero.Engine) -> None:
     with zero.GatheredParameters(list(engine.module.parameters()), enabled=False):
         pass
