@@ -360,20 +360,18 @@ class Runtime:
     def restore_model(self) -> None:
         """Make the model an ordinary one again, with its weights as they are now, and close the engine.
 
-        Each parameter gets the dtype and the device that it had before; one that was fp32 gets its fp32 master. Raises
-        the first failure that no call has raised yet, and StateError when the engine is closed.
+        Each parameter gets the dtype and the device that it had before; one that was fp32 gets its fp32 master. All
+        ranks call this together, and each gets the whole model. Raises the first failure that no call has raised yet,
+        and StateError when the engine is closed, or a parameter gathered.
         """
         if self.state in (EngineState.CLOSED, EngineState.RESTORED):
             raise StateError(f"the engine of this model is {self.state.value}: there is nothing to restore")
-        if self.several is not None and self.several.shard.world_size > 1:
-            raise StateError(
-                "restore_model() over several ranks is not built where they divide the states: save_checkpoint(), or "
-                "state_dict() on all ranks, gives the weights"
-            )
+        if self.weights.blocks:
+            raise StateError("restore_model() inside of GatheredParameters: end the block before")
         self.executor.wait_updates()
         if self.failures.unseen() is not None:
             self.failures.check()
-        self._original.restore()
+        self._original.restore(self.weights)
         self._is_restored = True
         if self.hooks is not None:
             self.hooks.remove()

@@ -9,7 +9,7 @@ rounds the master to 24 bits) comes back as rounded as it would have been traine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -60,23 +60,39 @@ class OriginalForm:
             freed.add(record.param_bytes)
         freed.trim()
 
-    def restore(self) -> None:
-        """Put the values of the homes back into the parameters; the homes must not be written meanwhile."""
+    def restore(self, weights: WeightAccess | None = None) -> None:
+        """Put the values of the homes back into the parameters; the homes must not be written meanwhile.
+
+        Args:
+            weights: reads a record of which each rank has a part. All ranks call this then. None: such a record's
+                parameters become NaN, as after a start that has failed, where the others may do something else.
+        """
         while self._taken:
             record, store = self._taken[-1]
-            if record.shard.world_size > 1:
+            if record.shard.world_size == 1:
+                self._put_back(record, self._own_values(record, store))
+            elif weights is None:
                 _give_up(record)
-                self._taken.pop()
-                continue
-            param = _read(record, SegmentKind.PARAM, store)
-            has_master = SegmentKind.MASTER in record.segments
-            master = _read(record, SegmentKind.MASTER, store) if has_master else None
-            for slot in record.slots:
-                dtype, device = self._forms[id(slot.param)]
-                restore_parameter(slot.param)
-                # A tensor of its own: a view of the record's memory would keep all of it.
-                slot.param.data = _value(slot, param, master, dtype).to(device, dtype, copy=True)
+            else:
+                self._put_back(record, [self._gathered(weights, record, slot) for slot in record.slots])
             self._taken.pop()
+
+    def _own_values(self, record: Record, store: TieredStore) -> Iterator[torch.Tensor]:
+        param = _read(record, SegmentKind.PARAM, store)
+        has_master = SegmentKind.MASTER in record.segments
+        master = _read(record, SegmentKind.MASTER, store) if has_master else None
+        return (_value(slot, param, master, self._forms[id(slot.param)][0]) for slot in record.slots)
+
+    def _gathered(self, weights: WeightAccess, record: Record, slot: ParamSlot) -> torch.Tensor:
+        is_exact = slot.trainable and self._forms[id(slot.param)][0] == torch.float32
+        return weights.read_master(record, slot) if is_exact else weights.read(record, slot)
+
+    def _put_back(self, record: Record, values: Iterable[torch.Tensor]) -> None:
+        for slot, value in zip(record.slots, values, strict=True):
+            dtype, device = self._forms[id(slot.param)]
+            restore_parameter(slot.param)
+            # A tensor of its own: a view of the record's memory would keep all of it.
+            slot.param.data = value.to(device, dtype, copy=True)
 
 
 def _give_up(record: Record) -> None:

@@ -189,7 +189,6 @@ def refusals(rank: int, directory: str) -> dict[str, str]:
     param.grad = None
     note("dropped", engine.step)
     engine.zero_grad()
-    note("restored", engine.restore_model)
     engine.close()
     return found
 
@@ -209,7 +208,6 @@ REFUSED = {
     "local": "StateError: emb.weight: safe_get_local_fp32_param() over several ranks is not built: "
     "safe_get_full_fp32_param() on all of them is",
     "dropped": "StateError: emb.weight.grad was dropped before step(): it is the mean over 2 ranks",
-    "restored": "StateError: restore_model() over several ranks is not built where they divide the states",
 }
 
 
