@@ -254,9 +254,6 @@ def expect_built(config: OffloadConfig) -> None:
         raise ConfigError(
             "offloadzero.placement", "auto", f"homes by name: {several} the choice is not built"
         )
-    if config.activation_checkpoints is not None and not config.activation_checkpoints.tier.is_device:
-        tier = config.activation_checkpoints.tier.value
-        raise ConfigError("offloadzero.activation_checkpoints.tier", tier, f"{several}: device")
     tiers = {rule.tiers.get(SegmentKind.PARAM, TierName.DEVICE) for rule in config.placement.rules}
     if config.zero_stage in (1, 2) and tiers - {TierName.DEVICE}:
         (tier_name, *_) = sorted(tier.value for tier in tiers - {TierName.DEVICE})

@@ -159,8 +159,6 @@ def refusals(rank: int, directory: str) -> dict[str, str]:
     note(
         "params at stage 2", lambda: start(2, offloadzero={"placement": {"param": "nvme", "states": "host"}})
     )
-    checkpoints = {"activation_checkpoints": {"tier": "host", "input_bytes": "1MiB"}}
-    note("activations", lambda: start(3, offloadzero=checkpoints))
     note(
         "in backward", lambda: start(3, gradient_clipping=0.0, offloadzero={"update": {"in_backward": True}})
     )
@@ -196,7 +194,6 @@ def refusals(rank: int, directory: str) -> dict[str, str]:
 REFUSED = {
     "auto": "ConfigError: offloadzero.placement = 'auto': homes by name: over 2 ranks the choice is not built",
     "params at stage 2": "ConfigError: offloadzero.placement.param = 'nvme': over 2 ranks device, or ",
-    "activations": "ConfigError: offloadzero.activation_checkpoints.tier = 'host': over 2 ranks: device",
     "in backward": "ConfigError: offloadzero.update.in_backward = True: impossible with 2 ranks: all gradients ",
     "batch": "ConfigError: train_batch_size = 7: must equal train_micro_batch_size_per_gpu * "
     "gradient_accumulation_steps * ranks = 3 * 1 * 2 = 6",

@@ -23,6 +23,7 @@ import offloadzero
 from offloadzero.segments import SegmentKind
 from offloadzero.step import collect
 from offloadzero.step.reduced import ReducingCollector
+from offloadzero.streaming import activations
 from offloadzero.update.kept import kept_place
 from tests.simulated import reached
 from tests.simulated.backward import Backward
@@ -198,6 +199,11 @@ def _no_patience(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReducingCollector, "LEASE_WITHIN_S", 0.01)
 
 
+def _every_input(patch: pytest.MonkeyPatch) -> None:
+    """Inputs of any size leave the device."""
+    patch.setattr(activations, "MIN_BYTES", 1)
+
+
 CODES = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 NEAR = {"zero_hpz_partition_size": 2}
 ACCUMULATE = {"accumulation": 2}
@@ -309,6 +315,16 @@ def odd(placement: dict[str, str], *, zero: dict[str, Any] | None = None, **more
 
 
 SCRIPTS: dict[str, RanksRun] = {
+    "inputs away": odd(
+        {"param": "host", "states": "host"},
+        accumulation=2,
+        bf16={"enabled": True},
+        world_size=2,
+        acts=Acts(("", ""), (False, True), (False, False)),
+        slow=("weights",),
+        patches=(_every_input,),
+        only_simulated={"offloadzero": {"activation_checkpoints": {"tier": "host"}}},
+    ),
     "gathered": odd(
         {"param": "host", "states": "host"},
         zero={"zero_quantized_weights": True},
