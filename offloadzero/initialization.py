@@ -70,6 +70,12 @@ def initialize(
     """
     with _telling_others():  # where there is a group already
         rank, world_size = launch.join_group()
+    if world_size > 1 and isinstance(model, nn.Module):
+        from offloadzero.streaming.divided import (
+            announce_start,  # imported here, as it loads torch.distributed
+        )
+
+        announce_start(model.parameters())
     with _telling_others():
         if mesh_param is not None:
             raise ConfigError("mesh_param", mesh_param, "None: sequence parallelism is not built")

@@ -149,7 +149,11 @@ class Runtime:
         create_segments(cut.records, self.plan, self.store)
         if self.several is not None:
             self.several.agree_on_buffers(self.model)
-        self._original.load(self.store, agree=_keep if self.several is None else self.several.agree)
+        if self.several is None:
+            self._original.load(self.store, agree=_keep)
+        else:
+            channel = self.several.ranks.control
+            self._original.load(self.store, agree=self.several.agree, channel=channel)
         for record in cut.records:
             WeightAccess.begin_states(record, param_groups, self.store)
         ground = Ground(self.config, self.plan, self.store, self.clock, self.several)

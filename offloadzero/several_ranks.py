@@ -30,7 +30,9 @@ from offloadzero.step.reduced import AgreeingDecider, ReducedLanding, ReducingCo
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.gathered import GatheredWeights, GatheringExecutor
 from offloadzero.streaming.near_copies import NearCopies
+from offloadzero.streaming.spill import is_in_parts, spilled_weight
 from offloadzero.streaming.weights import WeightAccess
+from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES
 
@@ -101,15 +103,15 @@ class SeveralRanks:
     def expect_same(self, records: Sequence[Record]) -> None:
         """Raise ConfigError unless all ranks have the same configuration, and those of a group the same units.
 
-        In a mesh also for a parameter whose gradients tensor-parallel ranks have in parts.
+        In a mesh also for a parameter whose gradients tensor-parallel ranks have in parts. And for one that was
+        built in parts over other ranks than those of the engine.
         """
+        for slot in (slot for record in records for slot in record.slots):
+            self._expect_built_by_these(slot)
         if self._config.mesh is not None:
             for slot in (slot for record in records for slot in record.trainable_slots):
                 expect_whole_gradient(slot.name, slot.param)
-        units = [
-            (record.name, record.dtype, [(slot.name, slot.shape, slot.group_index) for slot in record.slots])
-            for record in records
-        ]
+        units = [(record.name, record.dtype, [_facts(slot) for slot in record.slots]) for record in records]
         configuration, model = repr(_of_all_ranks(self._config)), repr(units)
         for name, odd in self.departures(
             of_all={"configuration": configuration}, of_part={"model": model}
@@ -118,6 +120,16 @@ class SeveralRanks:
                 first = self.ranks.control.members[0] if name == "model" else 0
                 allowed = f"the same on all ranks: ranks {odd} have another than rank {first}"
                 raise ConfigError(name, f"that of rank {self.ranks.control.rank}", allowed)
+
+    def _expect_built_by_these(self, slot: ParamSlot) -> None:
+        weight = spilled_weight(slot.param)
+        if weight is None or weight.members is None or [*weight.members] == [*self.ranks.control.members]:
+            return
+        allowed = (
+            f"the ranks along the data's axis, here {[*self.ranks.control.members]}: {slot.name} was built under "
+            "zero.Init(data_parallel_group=...) over others"
+        )
+        raise ConfigError("data_parallel_group", [*weight.members], allowed)
 
     def departures(self, *, of_all: Mapping[str, str], of_part: Mapping[str, str]) -> dict[str, list[int]]:
         """The ranks whose text differs from the first one's, by key. All ranks have the same keys.
@@ -206,6 +218,12 @@ class SeveralRanks:
     def coordinator(self, store: TieredStore) -> Any:
         """The call that makes a `StepCoordinator`."""
         return functools.partial(ReducingCoordinator, ranks=self.ranks, store=store)
+
+
+def _facts(slot: ParamSlot) -> tuple[object, ...]:
+    """What must be the same of a parameter on all ranks: those in parts are gathered in the dtype that they have."""
+    in_parts = (slot.param.dtype,) if is_in_parts(slot.param) else ()
+    return slot.name, slot.shape, slot.group_index, *in_parts
 
 
 def _departures(channel: Channel, texts: Mapping[str, str]) -> dict[str, list[int]]:

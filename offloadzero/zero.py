@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,10 +23,22 @@ from offloadzero.optimizer import ConfigSource
 from offloadzero.planning.memory_plan import waits_on_nvme
 from offloadzero.runtime import Runtime, runtime_of
 from offloadzero.segments import SegmentKind, TierName
+from offloadzero.sharding.shard_spec import divides_params
 from offloadzero.streaming.gathered_block import GatheredBlock
-from offloadzero.streaming.spill import SpilledWeight, can_spill, restore, spill, spilled_weight
+from offloadzero.streaming.spill import (
+    SpilledWeight,
+    can_spill,
+    is_in_parts,
+    restore,
+    spill,
+    spilled_weight,
+)
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
+
+if TYPE_CHECKING:  # imported late, as they load torch.distributed
+    from offloadzero.sharding.building import BuildingRanks
+    from offloadzero.streaming.divided import LentParameters
 
 # Smaller parameters stay in memory until the model is offloaded: a file each would cost more than it saves.
 MIN_SPILL_ELEMENTS = 4096
@@ -39,6 +52,12 @@ class Init:
     rounds them to it, as DeepSpeed does); a model larger than host memory can be built with parameters on NVMe.
     `module.apply(fn)` inside the block brings each module's parameters back for the call. `initialize()`
     or `offload()` then takes them over one unit at a time.
+
+    Over several ranks of torch's process group each keeps a part of every parameter, unless the configuration's stage
+    is below 3: no rank holds the model. The values are those of the first rank. All ranks build the same modules, and
+    until the engine has the model they read and write the same parameters in the same order. `data_parallel_group`
+    names those that build the same part of the model, where others build another; all ranks enter such a block
+    together. Where one of them fails the others end with a RankError, and the parameters that were built are gone.
 
     With `module`, that module's parameters are moved at once and no block is needed. Inside another `Init` the block
     does nothing more, as in DeepSpeed: the outermost one says where parameters go and in which dtype.
@@ -60,11 +79,13 @@ class Init:
     ) -> None:
         source = config_dict_or_path if config_dict_or_path is not None else config
         size = None if data_parallel_group is None else _size_of(data_parallel_group)
-        self._settings = (
-            OffloadConfig()
-            if source is None
-            else load_config(source, world_size=launch.join_group()[1] if size is None else size)
-        )
+        asks = source is not None or enabled
+        num_ranks = size or (launch.join_group()[1] if asks else 1)
+        self._settings = OffloadConfig() if source is None else load_config(source, world_size=num_ranks)
+        self._group = data_parallel_group
+        # Without a configuration it is for ZeRO's stage 3, as in DeepSpeed.
+        self._divides = num_ranks > 1 and (source is None or divides_params(self._settings.zero_stage))
+        self._ranks: BuildingRanks | None = None
         self._enabled = enabled
         self._dtype = dtype  # None: a parameter keeps all its bits until the engine takes it over
         self._directories = self._spill_directories(remote_device)
@@ -72,7 +93,10 @@ class Init:
         self._originals: list[tuple[type[nn.Module], Callable[..., None]]] = []
         self._original_apply: Callable[..., nn.Module] | None = None
         if module is not None and enabled:
-            self._release_all(module)
+            self._join()
+            with self._telling_others():
+                self._release_all(module)
+            self._ranks = None
 
     def _spill_directories(self, remote_device: str | None) -> Counter[Path]:
         """The directories for spilled parameters, with the bytes in each; none when parameters wait in memory."""
@@ -95,6 +119,7 @@ class Init:
     def __enter__(self) -> Init:
         if not self._enabled or Init._active is not None:
             return self
+        self._join()
         Init._active = self
         try:
             for cls in _all_subclasses(nn.Module):
@@ -102,8 +127,10 @@ class Init:
             setattr(nn.Module, "__init_subclass__", classmethod(_wrap_new_subclass))  # noqa: B010
             self._original_apply = nn.Module.apply
             setattr(nn.Module, "apply", _gathering_apply(nn.Module.apply))  # noqa: B010
-        except BaseException:  # without an entry there would be no exit
+        except BaseException as failure:  # without an entry there would be no exit
             self._unwrap_all()
+            if self._ranks is not None:
+                self._ranks.report(failure)
             raise
         return self
 
@@ -114,6 +141,36 @@ class Init:
             return
         self._unwrap_all()
         self._freed.trim()
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None and error is not None:
+            ranks.report(error)
+        elif ranks is not None:
+            ranks.announce("end the block")
+
+    def _join(self) -> None:
+        """Join the ranks that build the model with this one, if it is to be divided."""
+        if not self._divides:
+            return
+        import torch.distributed as dist
+
+        from offloadzero.sharding.board import telling_others  # imported here, as it loads torch.distributed
+        from offloadzero.sharding.building import BuildingRanks
+
+        members = None if self._group is None else sorted(dist.get_process_group_ranks(self._group))
+        with telling_others():
+            self._ranks = BuildingRanks(members)
+
+    @contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        """Announce the end of the block, or tell the ranks that wait for this one of its error."""
+        try:
+            yield
+            if self._ranks is not None:
+                self._ranks.announce("end the block")
+        except BaseException as error:
+            if self._ranks is not None:
+                self._ranks.report(error)
+            raise
 
     def _unwrap_all(self) -> None:
         for cls, original in self._originals:
@@ -143,14 +200,17 @@ class Init:
         setattr(cls, "__init__", init)  # noqa: B010 (assigning to a method is what this does)
 
     def _release_all(self, module: nn.Module) -> None:
-        """Move all parameters away, or none: when a drive is full, say, those that have left come back."""
+        """Move all parameters away, or none: when a drive is full, say, those that have left come back.
+
+        Of several ranks each has parts of those, and cannot bring them back where another has failed.
+        """
         waited = {id(param) for param in module.parameters() if spilled_weight(param)}
         try:
             for child in module.modules():
                 self._release(child)
         except BaseException:
             for param in module.parameters():
-                if id(param) not in waited:
+                if id(param) not in waited and not is_in_parts(param):
                     restore(param)
             raise
 
@@ -161,9 +221,16 @@ class Init:
             num_bytes = param.nbytes
             if self._dtype is not None and param.is_floating_point():
                 param.data = param.data.to(self._dtype)
-            if param.numel() >= MIN_SPILL_ELEMENTS:
-                name = f"{type(module).__name__}.{name}"
+            name = f"{type(module).__name__}.{name}"
+            is_large = param.numel() >= MIN_SPILL_ELEMENTS
+            if self._ranks is not None:
+                from offloadzero.streaming.divided import spill_divided
+
+                directory = self._next_directory(param.nbytes) if is_large else None
+                spill_divided(param, name=name, directory=directory, ranks=self._ranks)
+            elif is_large:
                 spill(param, name=name, directory=self._next_directory(param.nbytes))
+            if is_large:
                 self._freed.add(num_bytes)
 
 
@@ -248,6 +315,7 @@ class GatheredParameters:
         self._enabled = enabled
         self._blocks: list[GatheredBlock] = []  # one for each engine
         self._built: list[_Built] = []
+        self._lent: LentParameters | None = None  # those of which each rank keeps a part
 
     def __enter__(self) -> None:
         if not self._enabled:
@@ -270,10 +338,15 @@ class GatheredParameters:
                     block.give_up()
                 self._blocks = []
                 self._spill_built()
+                if self._lent is not None:
+                    self._lent.put_back()
             raise
 
     def _restore(self, param: nn.Parameter) -> None:
         """Bring back a parameter of a model that is not offloaded yet."""
+        if is_in_parts(param):
+            self._lend(param)
+            return
         if self._modifier_rank and launch.join_group()[1] > 1:
             allowed = "0 or None: the first values are those of rank 0"
             raise ConfigError("modifier_rank", self._modifier_rank, allowed)
@@ -281,12 +354,24 @@ class GatheredParameters:
         if spilled is not None:
             self._built.append(_Built(param, param.data.clone(), spilled))
 
+    def _lend(self, param: nn.Parameter) -> None:
+        if self._lent is None:
+            from offloadzero.streaming.divided import (
+                LentParameters,  # imported here: it loads torch.distributed
+            )
+
+            self._lent = LentParameters(self._modifier_rank)
+        self._lent.lend(param)
+
     @uninterrupted_from_start
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with UninterruptedThroughout():
             changed, failure = self._leave()
+            lent, self._lent = self._lent, None
+            if lent is not None:
+                changed += lent.take_back(after=error)
         for built in self._built:
             if not self._may_edit and not torch.equal(built.value, built.param.data):
                 changed.append(built.origin.name)

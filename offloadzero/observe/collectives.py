@@ -17,8 +17,9 @@ REDUCE_SCATTER = "reduce-scatter"
 ALL_REDUCE = "all-reduce"
 ALL_TO_ALL = "all-to-all"
 BROADCAST = "broadcast"
+SCATTER = "scatter"
 
-KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, BROADCAST)
+KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, SCATTER)
 
 
 class CollectiveCount(NamedTuple):

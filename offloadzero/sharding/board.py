@@ -50,9 +50,13 @@ class Board:
 
     latest: ClassVar[Callable[[], Board | None]] = lambda: None
 
-    def join(self, world_size: int, timeout: timedelta) -> None:
-        """Return when all ranks have called this. Raises RankError where one cannot start, or does not come."""
-        what = f"the start of an engine (rank {self._rank} of {world_size})"
+    def join(self, world_size: int, timeout: timedelta, *, what: str) -> None:
+        """Return when all ranks have called this. Raises RankError where one cannot start, or does not come.
+
+        Also where ranks start different things, of which `what` is this rank's.
+        """
+        self._expect_same(what)
+        what = f"the start of {what} (rank {self._rank} of {world_size})"
         here = [f"{self._key}/{rank} is here" for rank in range(world_size)]
         until_s = time.monotonic() + timeout.total_seconds()
         with named(what), self._lock:
@@ -71,6 +75,14 @@ class Board:
                     with named(what):
                         late = [rank for rank, key in enumerate(here) if not self._store.check([key])]
                     raise RankError(f"{what}: ranks {late} have not come to it") from error
+
+    def _expect_same(self, what: str) -> None:
+        """Raise RankError unless the first rank that has come starts the same: they would make different groups."""
+        name = f"the start of {what} (rank {self._rank})"
+        with named(name), self._lock:
+            first = bytes(self._store.compare_set(f"{self._key}/what", "", what)).decode()
+        if first != what:
+            raise RankError(f"{name}: another rank is at the start of {first}: all ranks must start the same")
 
     def report(self, error: BaseException, *, has_failed: bool = True) -> None:
         """Tell the others, unless one of them was first. Without `has_failed`, those that wait for this rank alone."""

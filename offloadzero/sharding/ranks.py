@@ -36,6 +36,7 @@ from offloadzero.observe.collectives import (
     ALL_TO_ALL,
     BROADCAST,
     REDUCE_SCATTER,
+    SCATTER,
     CollectiveCount,
     CollectiveCounter,
     volume_bytes,
@@ -161,10 +162,19 @@ class Channel:
         return by_rank
 
     def broadcast(self, values: Tensor, label: str, *, source: int = 0) -> None:
-        """Replace `values` by those of the first rank, or of the rank at another place in the group."""
+        """Replace `values` by those of the group's first rank, or of the one at place `source`."""
         data = values.view(-1).view(torch.uint8)
         if data.numel():
             self._run(BROADCAST, label, data, lambda: dist.broadcast(data, group_src=source, **self._options))
+
+    def scatter(self, part: Tensor, whole: Tensor, label: str, *, source: int = 0) -> None:
+        """Fill `part` with this rank's part of `whole` on the rank at place `source`: uint8, shapes (n,), (n N,)."""
+        parts = list(whole.chunk(self.spec.world_size)) if self.spec.rank == source else None
+        self._run(SCATTER, label, whole, lambda: dist.scatter(part, parts, group_src=source, **self._options))
+
+    def report(self, error: BaseException) -> None:
+        """Tell the ranks that wait in a collective of this board that this rank has failed."""
+        self._board.report(error)
 
     def close(self) -> None:
         """Give the group's threads and connections back, after its last collective. A second call does nothing.
@@ -372,16 +382,44 @@ def make_ranks(
     return ranks
 
 
+def make_building_channel(members: Sequence[int] | None) -> Channel:
+    """Make the channel in which ranks build a model together. All ranks of torch's default group call this.
+
+    Args:
+        members: the ranks that have the same part of the model, this one among them; None: all.
+
+    Raises:
+        RankError: a rank has not come, is gone, or is about to start something else.
+    """
+    world = ShardSpec(dist.get_rank(), dist.get_world_size())
+    channels = _Channels(world, "zero.Init")
+    if members is None or len(members) == world.world_size:
+        return channels.of_all("gloo")
+    if is_fake():  # nobody says in which groups the others are
+        return channels.of_own("gloo", [members])
+    everyone = channels.of_all("gloo")
+    try:
+        own = [int(rank in members) for rank in range(world.world_size)]
+        by_rank = everyone.by_rank(own, "the comparison of data_parallel_group")
+        groups = {tuple(rank for rank, is_in in enumerate(row) if is_in) for row in by_rank}
+        if sum(map(len, groups)) != world.world_size:
+            allowed = f"groups of which each rank is in one: the ranks name {sorted(groups)}"
+            raise ConfigError("data_parallel_group", list(members), allowed)
+        return channels.of_own("gloo", sorted(groups))
+    finally:
+        everyone.close()
+
+
 class _Channels:
     """Makes this rank's channels. All ranks make the same ones, in one order."""
 
-    def __init__(self, spec: ShardSpec) -> None:
+    def __init__(self, spec: ShardSpec, what: str = "an engine") -> None:
         self._spec = spec
         self._is_fake = is_fake()
         self._timeout = None if self._is_fake else timeout_of_process_group()
         self.board = Board(spec.rank)
         if self._timeout is not None:
-            self.board.join(spec.world_size, self._timeout)
+            self.board.join(spec.world_size, self._timeout, what=what)
 
     def of_all(self, backend: str) -> Channel:
         """Make a channel of all ranks."""

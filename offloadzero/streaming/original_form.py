@@ -10,6 +10,7 @@ rounds the master to 24 bits) comes back as rounded as it would have been traine
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from offloadzero.memory.heap import FreedMemory
 from offloadzero.memory.store import TieredStore
 from offloadzero.parameters.weight import restore_parameter
 from offloadzero.segments import SegmentKind
-from offloadzero.streaming.spill import file_bytes, restore
+from offloadzero.streaming.spill import bring_home, file_bytes, is_in_parts
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.record_state import segment_slice
@@ -37,24 +38,32 @@ class OriginalForm:
         }
         self._taken: list[tuple[Record, TieredStore]] = []
 
-    def load(self, store: TieredStore, *, agree: Callable[[torch.Tensor], None]) -> None:
+    def load(self, store: TieredStore, *, agree: Callable[[torch.Tensor], None], channel: Any = None) -> None:
         """Move all values to their homes, one record at a time: the last first, [Note: the gap] in memory/nvme.py.
 
-        `agree` overwrites values with those of the first rank, where there are several ranks.
+        Where there are several ranks `agree` overwrites values with those of the first one, and `channel` gathers those
+        that the ranks have in parts, one parameter at a time: these are the first rank's already.
         """
         freed = FreedMemory()
         waiting = file_bytes(slot.param for record in self._records for slot in record.slots)
         for record in reversed(self._records):
             waiting -= file_bytes(slot.param for slot in record.slots)
             for slot in record.slots:
-                restore(slot.param)  # a parameter that waits outside the module
-            values = [slot.param.data for slot in record.slots]
+                bring_home(slot.param)  # one that waits outside the module
+            in_parts = [is_in_parts(slot.param) for slot in record.slots]
+            values = [
+                None if divided else slot.param.data
+                for slot, divided in zip(record.slots, in_parts, strict=True)
+            ]
             try:
                 store.reserve(record.segments.values(), waiting=waiting)
-                WeightAccess.load_initial(record, store, agree=agree)
+                WeightAccess.load_initial(
+                    record, store, agree=_keep if all(in_parts) else agree, channel=channel
+                )
             except BaseException:
                 for slot, value in zip(record.slots, values, strict=True):
-                    slot.param.data = value
+                    if value is not None:
+                        slot.param.data = value
                 raise
             self._taken.append((record, store))
             freed.add(record.param_bytes)
@@ -93,6 +102,10 @@ class OriginalForm:
             restore_parameter(slot.param)
             # A tensor of its own: a view of the record's memory would keep all of it.
             slot.param.data = value.to(device, dtype, copy=True)
+
+
+def _keep(_: torch.Tensor) -> None:
+    """Do nothing: all ranks have the same values."""
 
 
 def _give_up(record: Record) -> None:

@@ -16,8 +16,9 @@ import os
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,10 +44,20 @@ from offloadzero.torch_private import DisableTorchFunctionSubclass, set_data
 class SpilledWeight:
     """The value of one parameter outside the module: a `Weight` of offloadzero.parameters."""
 
+    members: Sequence[int] | None = (
+        None  # the ranks that have the value together, each a part; None: it is whole
+    )
+
     def __init__(
-        self, param: nn.Parameter, value: torch.Tensor, *, name: str, directory: Path | None
+        self,
+        param: nn.Parameter,
+        value: torch.Tensor,
+        *,
+        name: str,
+        directory: Path | None,
+        kept: torch.Tensor | None = None,
     ) -> None:
-        """Keep `value` in host memory, or in an unnamed file in `directory`."""
+        """Keep `value` in host memory, or in an unnamed file in `directory`; with `kept` this part of it."""
         self.name = name
         self.shape = value.shape
         self.dtype = value.dtype
@@ -57,10 +68,11 @@ class SpilledWeight:
         self._num_writes = 0
         self._value: torch.Tensor | None = None
         self._file: _UnnamedFile | None = None
+        kept = value.detach().to("cpu") if kept is None else kept
         if directory is None:
-            self._value = value.detach().to("cpu")
+            self._value = kept
         else:
-            self._file = _UnnamedFile(value.detach().to("cpu").contiguous(), directory, label=self.name)
+            self._file = _UnnamedFile(kept.contiguous(), directory, label=self.name)
 
     @property
     def host_bytes(self) -> int:
@@ -75,7 +87,10 @@ class SpilledWeight:
     @property
     def file_bytes(self) -> int:
         """The bytes of the value on the drive; 0 when it is in memory."""
-        return 0 if self._file is None else align_up(self.shape.numel() * self.dtype.itemsize)
+        return self._file_bytes(self.shape.numel())
+
+    def _file_bytes(self, num_elements: int) -> int:
+        return 0 if self._file is None else align_up(num_elements * self.dtype.itemsize)
 
     @property
     def history(self) -> tuple[int, int]:
@@ -95,10 +110,14 @@ class SpilledWeight:
         """Replace the value."""
         with UninterruptedThroughout():
             self._num_writes += 1
-            if self._file is not None:
-                self._file.write(value.detach().to("cpu").contiguous())
-            else:
-                self._stored().copy_(value.detach())
+            self._replace(value.detach())
+
+    def _replace(self, kept: torch.Tensor) -> None:
+        """Replace what is kept here by a tensor of its shape."""
+        if self._file is not None:
+            self._file.write(kept.to("cpu").contiguous())
+        else:
+            self._kept(kept.shape).copy_(kept)
 
     def count_write(self) -> None:
         """Do nothing: a graph over a parameter that is away asks for its `history`."""
@@ -113,28 +132,50 @@ class SpilledWeight:
         if param is None or value is param or self._alias.stands_for(value):
             return
         expect_own_value(self, value)
-        new = SpilledWeight(param, value.detach().clone(), name=self.name, directory=self.directory)
+        new = self._like(param, value.detach().clone())
         with UninterruptedThroughout():
             try:
-                _wear(param, new)
+                wear(param, new)
             except BaseException:  # torch refuses a dtype, say
                 offload_parameter(param, self)
-                new._drop()
+                new.drop()
                 raise
             self._alias.fix(self)
-            self._drop()
+            self.drop()
+
+    def _like(self, param: nn.Parameter, value: torch.Tensor) -> SpilledWeight:
+        """Make the weight of another value, which waits where this one does."""
+        return SpilledWeight(param, value, name=self.name, directory=self.directory)
 
     def give_back(self, param: nn.Parameter) -> None:
         """Let the parameter hold its value itself; remove the file, and give the drive its space back."""
+        self.lend(param)
+        self.drop()
+
+    def bring_home(self, param: nn.Parameter) -> None:
+        """Leave the drive: `take` gets the value from memory."""
+        self.give_back(param)
+
+    def take(self, param: nn.Parameter, channel: Any) -> torch.Tensor:  # noqa: ARG002 (others gather it)
+        """Return the value and give it up: a host tensor. The parameter is then an ordinary one without values."""
+        self.give_back(param)
+        return param.detach().to("cpu")
+
+    def lend(self, param: nn.Parameter) -> None:
+        """Let the parameter hold its value itself, and keep it here, too."""
         value = self._stored()
         with DisableTorchFunctionSubclass():
             set_data(param, value.to(self.device))
         restore_parameter(param)
-        self._drop()
 
     def _stored(self) -> torch.Tensor:
+        """Return the value in host memory."""
+        return self._kept(self.shape)
+
+    def _kept(self, shape: torch.Size) -> torch.Tensor:
+        """Return what is kept here, of `shape`, in host memory."""
         if self._file is not None:
-            return self._file.read(self.shape, self.dtype)
+            return self._file.read(shape, self.dtype)
         if self._value is None:
             raise StateError(
                 f"{self.name}: its value has gone to the engine, or back to the parameter, since this was taken of "
@@ -142,7 +183,8 @@ class SpilledWeight:
             )
         return self._value
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Give the value up; the drive gets its space back."""
         file, self._file, self._value = self._file, None, None
         if file is not None:
             file.close()
@@ -219,7 +261,7 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _wear(param: nn.Parameter, weight: SpilledWeight) -> None:
+def wear(param: nn.Parameter, weight: SpilledWeight) -> None:
     """Let `weight` answer for the parameter, which itself holds one element in its shape."""
     interrupts.install()  # its writes are whole, also before there is an engine
     offload_parameter(param, weight)
@@ -241,7 +283,7 @@ def can_spill(param: nn.Parameter) -> bool:
 
 def spill(param: nn.Parameter, *, name: str, directory: Path | None) -> None:
     """Take the parameter's value out of its module: [Note: one place at a time]. `name` is for errors."""
-    _wear(param, SpilledWeight(param, param.data, name=name, directory=directory))
+    wear(param, SpilledWeight(param, param.data, name=name, directory=directory))
 
 
 def spilled_weight(param: torch.Tensor) -> SpilledWeight | None:
@@ -256,6 +298,25 @@ def restore(param: nn.Parameter) -> SpilledWeight | None:
     if weight is not None:
         weight.give_back(param)
     return weight
+
+
+def bring_home(param: nn.Parameter) -> None:
+    """Have the parameter's value, or this rank's part of it, in memory."""
+    weight = spilled_weight(param)
+    if weight is not None:
+        weight.bring_home(param)
+
+
+def take(param: nn.Parameter, channel: Any) -> torch.Tensor:
+    """Return the parameter's value, a host tensor, which it may lose; one in parts is gathered over `channel`."""
+    weight = spilled_weight(param)
+    return param.detach().to("cpu") if weight is None else weight.take(param, channel)
+
+
+def is_in_parts(param: nn.Parameter) -> bool:
+    """Whether several ranks have the parameter's value together."""
+    weight = spilled_weight(param)
+    return weight is not None and weight.members is not None
 
 
 def file_bytes(params: Iterable[nn.Parameter]) -> Counter[int]:

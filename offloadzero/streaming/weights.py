@@ -9,6 +9,7 @@ also when it waits. If a second interrupt, say, ends the write nevertheless, the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -23,6 +24,7 @@ from offloadzero.parameters.weight import Alias, HeldAlias, expect_own_value, of
 from offloadzero.segments import SegmentKind
 from offloadzero.streaming.block_acts import Block, BlockAct
 from offloadzero.streaming.executor import Executor
+from offloadzero.streaming.spill import take
 from offloadzero.torch_private import DisableTorchFunctionSubclass
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.kept import kept_params, kept_place
@@ -43,11 +45,14 @@ class WeightAccess:
     # --- the first values ---
 
     @staticmethod
-    def load_initial(record: Record, store: TieredStore, *, agree: Callable[[torch.Tensor], None]) -> None:
+    def load_initial(
+        record: Record, store: TieredStore, *, agree: Callable[[torch.Tensor], None], channel: Any = None
+    ) -> None:
         """Write the module's present values to the record's homes and free them in the module.
 
         fp32 values keep all their bits: those that the parameter's dtype cannot hold go to the master. `agree`
-        overwrites values with those of the first rank, where there are several ranks.
+        overwrites values with those of the first rank, where there are several ranks; `channel` gathers those that the
+        ranks have in parts.
         """
         layout = record.layout()
         param = torch.zeros(record.num_elements, dtype=record.dtype, device="cpu")
@@ -55,7 +60,7 @@ class WeightAccess:
         if SegmentKind.MASTER in layout:
             master = torch.zeros(record.num_trainable, dtype=layout[SegmentKind.MASTER][0], device="cpu")
         for slot in record.slots:
-            _encode(slot, slot.param.detach().to("cpu"), param, master)
+            _encode(slot, take(slot.param, channel), param, master)
             slot.param.data = torch.zeros((), dtype=record.dtype, device="cpu").expand(slot.shape)
         agree(param)
         if master is not None:

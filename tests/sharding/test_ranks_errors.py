@@ -175,8 +175,8 @@ def refusals(rank: int, directory: str) -> dict[str, str]:
         ):
             built.wide.weight.fill_(5.0)
 
-    note("modifier", lambda: edit_on(1))
-    edit_on(0)
+    note("modifier", lambda: edit_on(2))
+    edit_on(1)
     engine = engine_of(config_of("host", 3, path, world_size=2))
     note("iterable", lambda: engine.deepspeed_io(Numbers()))
     param = engine.module.emb.weight
@@ -197,7 +197,7 @@ REFUSED = {
     "in backward": "ConfigError: offloadzero.update.in_backward = True: impossible with 2 ranks: all gradients ",
     "batch": "ConfigError: train_batch_size = 7: must equal train_micro_batch_size_per_gpu * "
     "gradient_accumulation_steps * ranks = 3 * 1 * 2 = 6",
-    "modifier": "ConfigError: modifier_rank = 1: 0 or None: the first values are those of rank 0",
+    "modifier": "ConfigError: modifier_rank = 2: None, or 0 to 1",
     "iterable": "ConfigError: training_data = 'Numbers': a dataset with a length: over 2 ranks each would get all",
     "offload": "ConfigError: torch.distributed.get_world_size() = 2: 1: offload() is not built over several ranks",
     "gradient": "StateError: emb.weight.grad: over several ranks gradients are reduced unit by unit",

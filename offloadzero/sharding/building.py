@@ -1,0 +1,127 @@
+"""The ranks that build one model together under `zero.Init`, each of which keeps a part of every parameter.
+
+[Note: parameters in parts]
+The shards of a rank are parts of units, whose layout is known only when the model is whole. So until then each
+parameter is divided by itself: of n elements each of N ranks keeps n // N, and the n % N last ones are kept by all, so
+that nothing is padded and a parameter of fewer elements than there are ranks is whole on each. When the engine takes
+the model over, the parameters are gathered one at a time and cut anew: a rank never has more whole than one unit.
+
+The values are those of one rank: the first one scatters its own, and with them each rank has what it is to keep. A
+parameter crosses the network once for that. To compare the ranks' values first would spare it where all have drawn the
+same random numbers, but a sum over the values that cannot be wrong takes longer than to send them.
+
+Each act (a parameter is divided, or gathered; the block ends; an engine starts) is named before it is done, and the
+names are compared: ranks that build different models, or of which one alone reads a parameter, end in an error on all
+of them and not in a wait for what the others never send.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from offloadzero.errors import RankError, StateError
+from offloadzero.sharding.ranks import Channel, digest, make_building_channel
+
+_SHOWN = 160  # bytes of an act's name that the others are told in an error
+
+
+class BuildingRanks:
+    """The ranks of one block of `zero.Init`, as long as one of its parameters is in parts."""
+
+    def __init__(self, members: Sequence[int] | None) -> None:
+        """Join the others; `members` are the ranks that build the same, None: all. Raises RankError, ConfigError."""
+        self.channel = make_building_channel(members)
+        self._numbers = itertools.count(1)
+        # No reference cycle: the groups go with the last parameter, on each rank when it comes to that.
+        weakref.finalize(self, self.channel.close).atexit = False
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks, in their order."""
+        return [*self.channel.members]
+
+    @property
+    def size(self) -> int:
+        """The number of the ranks."""
+        return self.channel.spec.world_size
+
+    def next_number(self) -> int:
+        """A number for a parameter, the same on all ranks."""
+        return next(self._numbers)
+
+    def announce(self, act: str) -> None:
+        """Say what this rank is about to do. Raises StateError on all ranks unless all say the same."""
+        label = f"zero.Init: {act}"
+        if self.channel.by_rank_unless_same([digest(act)], label) is None:
+            return
+        own = list(act.encode()[:_SHOWN].ljust(_SHOWN))
+        said = self.channel.by_rank(own, label)
+        texts = [bytes(row).decode(errors="replace").strip() for row in said]
+        by_text: dict[str, list[int]] = {}
+        for rank, text in zip(self.channel.members, texts, strict=True):
+            by_text.setdefault(text, []).append(rank)
+        acts = "; ".join(f"ranks {ranks}: {text}" for text, ranks in by_text.items())
+        raise StateError(
+            f"zero.Init: the ranks do different things ({acts}; this is rank {self.channel.rank}). Until the engine "
+            "has the model all ranks must build the same modules, and read and write the same parameters in one order"
+        )
+
+    def told(self, flag: bool, label: str) -> list[int]:
+        """The ranks on which `flag` holds."""
+        by_rank = self.channel.by_rank_unless_same([int(flag)], label)
+        if by_rank is None:
+            return self.members if flag else []
+        return [rank for rank, (one,) in zip(self.channel.members, by_rank, strict=True) if one]
+
+    def report(self, error: BaseException) -> None:
+        """Tell the others of an error in the block: those that wait for this rank stop with its text."""
+        if not isinstance(error, RankError):  # else another rank has told it
+            self.channel.report(error)
+
+
+def kept_elements(num_elements: int, num_ranks: int) -> int:
+    """The number of elements that each rank keeps of a parameter: [Note: parameters in parts]."""
+    return num_elements // num_ranks + num_elements % num_ranks
+
+
+def divide(channel: Channel, value: Tensor, label: str, *, source: int = 0) -> Tensor:
+    """Return this rank's part of the value that the rank at place `source` has.
+
+    Args:
+        value: host, of one shape and dtype on all ranks; the others' values are not used.
+
+    Returns:
+        shape (kept_elements,): the rank's own part, then the rest that all ranks keep.
+    """
+    flat = value.contiguous().reshape(-1)
+    size = channel.spec.world_size
+    num_own, num_rest = divmod(flat.numel(), size)
+    kept = torch.empty(num_own + num_rest, dtype=flat.dtype, device="cpu")
+    divided = flat[: num_own * size]
+    kept[num_own:] = flat[num_own * size :]
+    if num_own:
+        start, stop = channel.spec.kept_range(divided.numel())
+        kept[:num_own] = divided[start:stop]  # in torch's fake group nobody sends
+        channel.scatter(kept[:num_own].view(torch.uint8), divided.view(torch.uint8), label, source=source)
+    channel.broadcast(kept[num_own:], label, source=source)
+    return kept
+
+
+def gather(channel: Channel, kept: Tensor, shape: torch.Size, label: str) -> Tensor:
+    """Return the whole value, a new host tensor of `shape`, of which each rank gives its part `kept`."""
+    whole = torch.zeros(shape, dtype=kept.dtype, device="cpu")  # zeros where nobody sends: torch's fake group
+    flat = whole.view(-1)
+    size = channel.spec.world_size
+    num_own = flat.numel() // size
+    flat[num_own * size :] = kept[num_own:]
+    if num_own:
+        divided = flat[: num_own * size]
+        start, stop = channel.spec.kept_range(divided.numel())
+        divided[start:stop] = kept[:num_own]
+        channel.all_gather(divided, label)
+    return whole

@@ -1,0 +1,300 @@
+"""Models that several ranks build under `zero.Init`: what each keeps, whose values it is, how departures end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import offloadzero
+from offloadzero import zero
+from offloadzero.sharding.building import kept_elements
+from offloadzero.streaming.spill import spilled_weight
+from tests.engine.built import stored_bytes
+from tests.support.ranks import run_ranks
+from tests.support.sharded import config_of, digest, engine_of, make_odd_model, train
+
+NUM_STEPS = 3
+COMPACT = {"bf16": {"enabled": True}, "offloadzero": {"state_layout": "compact"}}
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "host": ("host", 3, {}),
+    "nvme": ("nvme", 3, {}),
+    "bf16 on nvme": ("nvme", 3, {"bf16": {"enabled": True}}),
+    "compact on nvme": ("nvme", 3, COMPACT),
+    "whole at stage 1": ("host", 1, {}),
+}
+
+
+def train_built(rank: int, world_size: int, directory: str) -> dict[str, Any]:
+    """By case: losses and weights of a model in parts, and of one that each rank has built whole."""
+    found = {}
+    for name, (placement, stage, over) in CASES.items():
+        config = config_of(placement, stage, Path(directory), world_size=world_size, **over)
+        with zero.Init(config_dict_or_path=config):
+            model = make_odd_model(seed=rank)  # the first rank's values are those of all
+        is_divided = all(
+            getattr(spilled_weight(param), "members", None) == [*range(world_size)]
+            for param in model.parameters()
+        )
+        assert is_divided == (stage == 3), name
+        built, *_ = offloadzero.initialize(model=model, config=config)
+        whole = engine_of(config, seed=rank)
+        runs = []
+        for engine in (built, whole):
+            losses = train(engine, rank, world_size, num_steps=NUM_STEPS)
+            runs.append([losses, digest(dict(engine.module.state_dict()))])
+            engine.close()
+        found[name] = runs
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_model_in_parts_trains_as_one_that_is_whole(tmp_path: Path, world_size: int) -> None:
+    by_rank = run_ranks(train_built, world_size, tmp_path / "ranks", world_size, str(tmp_path), timeout_s=120)
+    for found in by_rank:
+        for name, (built, whole) in found.items():
+            assert built == whole, name
+
+
+class Odd(nn.Module):
+    """Parameters of many forms, some with fewer elements than there are ranks."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.scale = nn.Parameter(torch.randn(()))
+        self.pair = nn.Parameter(torch.randn(2))
+        self.none = nn.Parameter(torch.empty(0))
+        self.codes = nn.Parameter(torch.randint(0, 9, (4099,)), requires_grad=False)
+        self.flags = nn.Parameter(torch.rand(17) > 0.5, requires_grad=False)
+        self.strided = nn.Parameter(torch.randn(70, 61).t())
+        self.lin = nn.Linear(61, 71)
+        self.tied = nn.Linear(61, 71)
+        self.tied.weight = self.lin.weight
+        nn.init.constant_(self.lin.bias, 0.5 + seed)
+        self.late = nn.Parameter(torch.empty(67, 67))
+        nn.init.xavier_uniform_(self.late)
+
+
+def keep(rank: int, directory: str) -> dict[str, Any]:
+    """What a rank keeps of a model, and the values that are read of it."""
+    found: dict[str, Any] = {}
+    expected = Odd(seed=0)
+    for place in ("cpu", "nvme"):
+        config = config_of("nvme", 3, Path(directory), world_size=3)
+        with zero.Init(config_dict_or_path=config, remote_device=place):
+            model = Odd(seed=rank)
+        assert model.tied.weight is model.lin.weight
+        weights = [spilled_weight(param) for param in model.parameters()]
+        found[place] = [[weight.host_bytes, weight.file_bytes] for weight in weights if weight is not None]
+        assert all(stored_bytes(param) <= 8 for param in model.parameters())
+        for (name, param), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+            assert torch.equal(param, other), name
+        model.lin.to(torch.bfloat16)
+        assert torch.equal(model.lin.weight, expected.lin.weight.bfloat16())
+        with torch.no_grad():
+            model.pair.fill_(rank + 3.0)  # each its own: the first rank's are those of all
+            model.late.data = torch.full((3, 1000), rank + 1.0)
+        assert model.pair.tolist() == [3.0, 3.0]
+        assert torch.equal(model.late, torch.ones(3, 1000))
+        with zero.Init(config_dict_or_path=config, dtype=torch.bfloat16), torch.no_grad():
+            model = Odd(seed=rank)
+            model.apply(lambda module: [p.fill_(rank + 7) for p in module.parameters(recurse=False)] and None)
+        assert model.late.dtype == torch.bfloat16
+        assert model.late.eq(7).all()
+    return found
+
+
+def test_each_rank_keeps_its_part(tmp_path: Path) -> None:
+    sizes = [param.numel() * param.itemsize for param in Odd().parameters()]
+    kept = [kept_elements(param.numel(), 3) * param.itemsize for param in Odd().parameters()]
+    assert sum(kept) < sum(sizes) / 3 + 16 * len(sizes)
+    is_large = [param.numel() >= zero.MIN_SPILL_ELEMENTS for param in Odd().parameters()]
+    for found in run_ranks(keep, 3, tmp_path, str(tmp_path)):
+        assert found["cpu"] == [[size, 0] for size in kept]
+        assert found["nvme"] == [
+            [0, -(-size // 4096) * 4096] if large else [size, 0]
+            for size, large in zip(kept, is_large, strict=True)
+        ]
+
+
+def gather_and_edit(rank: int, directory: str) -> dict[str, str]:
+    """Messages by what was tried."""
+    config = config_of("nvme", 3, Path(directory), world_size=2)
+    with zero.Init(config_dict_or_path=config):
+        model = make_odd_model(seed=rank)
+    plain = make_odd_model(seed=0)
+    params = [model.wide.weight, model.scale, model.odd]
+    for source in (0, 1):
+        with zero.GatheredParameters(iter(params), modifier_rank=source), torch.no_grad():
+            assert all(type(param) is nn.Parameter for param in params)
+            for param in params:
+                param.add_(10 * rank + 1)  # what the other ranks write is lost
+            with zero.GatheredParameters(model.scale):
+                pass
+        with torch.no_grad():
+            for param in (plain.wide.weight, plain.scale, plain.odd):
+                param.add_(10 * source + 1)
+        assert all(stored_bytes(param) < 10 for param in params)
+    with zero.GatheredParameters(params):
+        assert torch.equal(model.wide.weight, plain.wide.weight)
+    messages = {"read only": "", "absent": "", "in the block": ""}
+    try:
+        with zero.GatheredParameters(params), torch.no_grad():
+            if rank == 1:
+                model.odd.zero_()
+    except offloadzero.StateError as error:
+        messages["read only"] = str(error)
+    try:
+        with zero.GatheredParameters(params, modifier_rank=2):
+            pass
+    except offloadzero.ConfigError as error:
+        messages["absent"] = str(error)
+    try:
+        with zero.GatheredParameters(params, modifier_rank=1), torch.no_grad():
+            model.odd.fill_(rank)
+            raise LookupError("of the script")
+    except LookupError as error:
+        messages["in the block"] = str(error)
+    plain.odd.data.fill_(1)
+    engine, *_ = offloadzero.initialize(model=model, config=config)
+    weights = dict(engine.module.state_dict())
+    assert digest(weights) == digest({name: plain.state_dict()[name] for name in weights})
+    engine.close()
+    return messages
+
+
+def test_gathered_parameters_of_a_model_in_parts(tmp_path: Path) -> None:
+    for messages in run_ranks(gather_and_edit, 2, tmp_path, str(tmp_path)):
+        said = "OddModel.odd on ranks [1] changed under GatheredParameters(modifier_rank=None)"
+        assert messages["read only"].startswith(said)
+        assert messages["absent"] == "modifier_rank = 2: None, or 0 to 1"
+        assert messages["in the block"] == "of the script"
+
+
+def said_of(call: Callable[[], Any]) -> str:
+    """What `call` raises."""
+    try:
+        call()
+    except (offloadzero.OffloadError, LookupError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def depart(rank: int, directory: str) -> dict[str, str]:
+    """What is said where one rank does something else."""
+    config = config_of("host", 3, Path(directory), world_size=2)
+
+    def built(make: Callable[[], nn.Module] = make_odd_model) -> nn.Module:
+        with zero.Init(config_dict_or_path=config):
+            return make()
+
+    def failing() -> nn.Module:
+        if rank == 1:
+            raise LookupError("no such file")
+        return nn.Linear(8, 8)
+
+    found = {"shape": said_of(lambda: built(lambda: nn.Linear(8, 8 + rank)))}
+    found["fewer"] = said_of(lambda: built(lambda: nn.Linear(8, 8, bias=rank == 0)))
+    found["error"] = said_of(lambda: built(failing))
+    model: Any = built()
+    found["read"] = said_of(lambda: (model.scale if rank else model.odd).sum())
+    found["gathered"] = said_of(zero.GatheredParameters([model.odd, model.scale][rank:]).__enter__)
+    alone = offloadzero.initialize if rank else (lambda **_: model.scale.sum())
+    found["started"] = said_of(lambda: alone(model=model, config=config))
+    other = (lambda: engine_of(config)) if rank else built
+    found["block"] = said_of(other)
+    engine, *_ = offloadzero.initialize(model=model, config=config)
+    train(engine, rank, 2, num_steps=1)
+    engine.close()
+    return found
+
+
+def test_ranks_that_depart_end_with_an_error_on_all(tmp_path: Path) -> None:
+    begun_s = time.monotonic()
+    by_rank = run_ranks(depart, 2, tmp_path, str(tmp_path), timeout_s=100)
+    assert time.monotonic() - begun_s < 60, "one has waited for what the other never sent"
+    parts = {
+        "shape": "ranks [0]: keep a part of Linear.weight, number 1, (8, 8) float32; ranks [1]: ",
+        "fewer": "ranks [0]: keep a part of Linear.bias, number 2, (8,) float32; ranks [1]: end the block",
+        "read": "ranks [1]: read OddModel.scale, number ",
+        "gathered": "ranks [0]: read OddModel.odd, number ",
+        "started": "ranks [1]: start an engine",
+    }
+    for rank, found in enumerate(by_rank):
+        for name, text in parts.items():
+            assert found[name].startswith("StateError: "), found
+            assert text in found[name]
+            assert f"this is rank {rank}" in found[name]
+        assert "no such file" in found["error"]
+        assert "at the start of " in found["block"]
+    assert by_rank[0]["error"].startswith("RankError")
+
+
+def build_in_a_mesh(rank: int, directory: str) -> str:
+    """What `initialize()` says of a model that all ranks have built together where two pairs train it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    config = config_of("host", 3, Path(directory), world_size=2)
+    with zero.Init(config_dict_or_path=config, data_parallel_group=mesh.get_group("dp")):
+        model = make_odd_model(seed=rank)
+    first = make_odd_model(seed=rank % 2)
+    for param, other in zip(model.parameters(), first.parameters(), strict=True):
+        assert torch.equal(param, other)
+    engine, *_ = offloadzero.initialize(model=model, config=config, mpu=mesh)
+    assert torch.equal(engine.module.get_parameter("wide.weight").data, first.wide.weight)
+    engine.close()
+    with zero.Init(config_dict_or_path=config):
+        model = make_odd_model()
+    return said_of(lambda: offloadzero.initialize(model=model, config=config, mpu=mesh))
+
+
+def test_ranks_of_a_mesh_build_their_part_of_the_model(tmp_path: Path) -> None:
+    for rank, said in enumerate(run_ranks(build_in_a_mesh, 4, tmp_path, str(tmp_path))):
+        assert said.startswith(
+            "ConfigError: data_parallel_group = [0, 1, 2, 3]: the ranks along the data's axis, here "
+            f"{[[0, 2], [1, 3]][rank % 2]}: "
+        ), said
+
+
+NUM_LAYERS = 80
+
+
+def measure_peak(_rank: int, directory: str) -> dict[str, float]:
+    """MiB over the start at the most, while a model of 4 MiB a layer is built, and taken over."""
+    config = config_of("nvme", 3, Path(directory), world_size=2)
+    config["offloadzero"].update(poison_released_leases=False, units={}, update={"chunk_elements": 1 << 18})
+
+    def peak_mib() -> float:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+        return int(line.split()[1]) / 1024
+
+    found = {}
+    for place in ("cpu", "nvme"):
+        with zero.Init(config_dict_or_path=config, remote_device=place):
+            nn.Linear(1024, 1024)  # what the first use of torch takes is not the model's
+        Path("/proc/self/clear_refs").write_text("5")
+        before = peak_mib()
+        with zero.Init(config_dict_or_path=config, remote_device=place):
+            model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(NUM_LAYERS)))
+        found[place] = peak_mib() - before
+        if place == "nvme":
+            engine, *_ = offloadzero.initialize(model=model, config=config)
+            found["engine"] = peak_mib() - before
+            engine.close()
+        del model
+    return found
+
+
+def test_no_rank_holds_the_model(tmp_path: Path) -> None:
+    model_mib = 4 * NUM_LAYERS
+    for found in run_ranks(measure_peak, 2, tmp_path, str(tmp_path), timeout_s=100):
+        assert found["cpu"] < model_mib / 2 + 40, found
+        # What is freed goes back to the machine every 128 MiB; the engine's buffers are of some whole units.
+        assert found["nvme"] < 130, found
+        assert found["engine"] < 150, found
