@@ -84,7 +84,7 @@ class Answer:
         """The most bytes on the drives where the model is built under zero.Init; 0 where none wait there."""
         if not waits_on_nvme(self.planned.config):
             return 0
-        return nvme_bytes_with_waiting(self.planned.records, self.planned.plan)
+        return nvme_bytes_with_waiting(self.planned.records, self.planned.plan, self.planned.config)
 
     @property
     def unknown(self) -> str:

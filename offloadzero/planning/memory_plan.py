@@ -29,6 +29,7 @@ from offloadzero.planning.buffer_sizes import (
 from offloadzero.planning.first_enough import first_enough
 from offloadzero.planning.homes import Placement, place
 from offloadzero.segments import SegmentKind, TierName
+from offloadzero.sharding.shard_spec import divides_params
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, UpdateForm
 from offloadzero.update.wire import (
@@ -158,12 +159,14 @@ def waits_on_nvme(config: OffloadConfig) -> bool:
     return (placement.auto and bool(config.nvme_paths)) or any(tier.is_file for tier in of_params)
 
 
-def nvme_bytes_with_waiting(records: Iterable[Record], plan: MemoryPlan) -> int:
-    """The most bytes on the drive while parameters wait there: before any is taken over, or with the last unit.
+def nvme_bytes_with_waiting(records: Iterable[Record], plan: MemoryPlan, config: OffloadConfig) -> int:
+    """A rank's most bytes on the drive where parameters wait there: before any is taken over, or with the last unit.
 
-    They wait in the dtype in which they were made, which may have more bytes than their home.
+    They wait in the dtype in which they were made, which may have more bytes than their home; of several ranks each has
+    a part of them.
     """
-    waiting = [sum(slot.param.nbytes for slot in record.slots) for record in records]
+    num_ranks = config.world_size if divides_params(config.zero_stage) else 1
+    waiting = [sum(-(-slot.param.nbytes // num_ranks) for slot in record.slots) for record in records]
     return max(plan.tier_bytes(TierName.NVME) + max(waiting, default=0), sum(waiting))
 
 
