@@ -154,6 +154,33 @@ def test_what_nobody_has_written_is_not_a_write(precision: dict[str, Any], tmp_p
     engine.close()
 
 
+def test_a_forward_inside_commits_nothing_where_nobody_may_write(engine: offloadzero.Engine) -> None:
+    bias = engine.module.blocks[0].up.bias
+    before = masters(engine)["blocks.0.up.bias"]
+
+    def edit() -> None:
+        with zero.GatheredParameters(bias), torch.no_grad():
+            bias.add_(1.0)
+            engine(tokens(9))
+
+    with pytest.raises(StateError, match=r"blocks\.0\.up\.bias changed"):
+        edit()
+    assert torch.equal(masters(engine)["blocks.0.up.bias"], before)
+
+
+def test_state_dicts_inside_are_of_the_gathered_memory(engine: offloadzero.Engine) -> None:
+    bias = engine.module.blocks[0].up.bias
+    with zero.GatheredParameters(bias, modifier_rank=0), torch.no_grad():
+        bias.fill_(0.5)
+        assert bool((engine.module.state_dict()["blocks.0.up.bias"] == 0.5).all())
+        engine.module.load_state_dict({"blocks.0.up.bias": torch.full(bias.shape, 0.25)}, strict=False)
+        assert bool((bias == 0.25).all())
+        bias.data = torch.full_like(bias, 0.75)
+        engine(tokens(9))
+        assert bool((bias == 0.75).all())
+    assert bool((masters(engine)["blocks.0.up.bias"] == 0.75).all())
+
+
 def test_disabled(engine: offloadzero.Engine) -> None:
     with zero.GatheredParameters(list(engine.module.parameters()), enabled=False):
         pass
