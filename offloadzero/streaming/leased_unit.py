@@ -165,7 +165,7 @@ class LeasedUnit:
     def __post_init__(self) -> None:
         with DisableTorchFunctionSubclass():
             # Each shares its parameter's version, and answers faster than a parameter that is away.
-            self._clocks = [torch.detach(param) for param in self.params]
+            self.clocks = [torch.detach(param) for param in self.params]
         self._starts = [slot.offset * self.record.dtype.itemsize for slot in self.record.slots]
         # torch.utils.swap_tensors() would leave the parameter without its place here; it refuses tensors with weak
         # references.
@@ -246,7 +246,7 @@ class LeasedUnit:
             param.__class__ = present
         # Else writes through a kept view are committed with this forward's writes.
         if not self.is_kept:
-            self.versions = tuple([clock._version for clock in self._clocks])
+            self.versions = tuple([clock._version for clock in self.clocks])
 
     def leave_forward(self) -> None:
         """Make the parameters `AwayParameter`s again."""
@@ -255,13 +255,13 @@ class LeasedUnit:
         # The forward's writes are committed already.
         self.is_kept = self.views is not None and self.views.num_holders() > len(self.params)
         if self.is_kept:
-            self.versions = tuple([clock._version for clock in self._clocks])
+            self.versions = tuple([clock._version for clock in self.clocks])
         for place in self.gathered:
             self._show_gathered(place)
 
     def places_written(self) -> list[int]:
         """The slots whose parameters an operation wrote in place during the forward that now ends."""
-        versions = tuple([clock._version for clock in self._clocks])
+        versions = tuple([clock._version for clock in self.clocks])
         if versions == self.versions:
             return []
         return [i for i, (now, then) in enumerate(zip(versions, self.versions, strict=True)) if now != then]
@@ -336,40 +336,9 @@ class LeasedUnit:
         """Whether `address` lies in the unit's parameters on the device."""
         return 0 <= address - self.address < self.num_bytes
 
-    def save(self, tensor: torch.Tensor, address: int) -> SavedWeight:
-        """Make a handle for a tensor at `address`, where weights of this unit are."""
-        key = (address - self.address, tensor.dtype, tensor.size(), tensor.stride())
-        view = self.layout_views.weights.get(key) or self.layout_views.new_weight(self, key)
-        version = self._clocks[view.place]._version
-        # An update does not change frozen weights.
-        generation = self.edits if view.is_frozen else self.generation
-        return SavedWeight(self.owner, self.record.index, generation, view, version)
-
     def place_at(self, byte_offset: int) -> int:
         """The slot of the parameter at a byte offset."""
         return bisect_right(self._starts, byte_offset) - 1
-
-    def expect_as_saved(self, saved: SavedWeight) -> None:
-        """Raise if the weight that autograd has saved has changed since.
-
-        Autograd looks at versions itself, but not for tensors that saved-tensor hooks have taken.
-        """
-        view = saved.view
-        if (self.edits if view.is_frozen else self.generation) != saved.generation:
-            raise StateError(
-                f"{self.record.slots[view.place].name}: its unit was updated between this forward and its backward "
-                "(a backward pass through a graph from before the last step? A second backward() of one step, where "
-                'weights are updated in backward? Then set "offloadzero": {"update": {"in_backward": false}}. Or '
-                "written in backward, by an optimizer that steps in gradient hooks, say? Then write them after "
-                "backward())"
-            )
-        version = self._clocks[view.place]._version
-        if version != saved.version:
-            raise StateError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.record.slots[view.place].name} is at version {version}; expected version "
-                f"{saved.version} instead. Write a weight before its module uses it, or after backward()"
-            )
 
 
 class WeightView:
@@ -390,15 +359,10 @@ class WeightView:
         self._size = size
         self._stride = stride
 
-    def of(self, unit: LeasedUnit) -> torch.Tensor:
-        """Return the tensor, now that the unit is on the device."""
-        if unit.views is None:
-            raise StateError(f"{unit.record.name} is not on the device")
-        weights = unit.views.weights
-        weight = weights.get(self)
-        if weight is None:
-            start = self._byte_offset // self._dtype.itemsize
-            weight = weights[self] = unit.views.saved(self._dtype, self._size, self._stride, start)
+    def make_in(self, views: UnitViews) -> torch.Tensor:
+        """Make the tensor at the address of `views`, which keep it."""
+        start = self._byte_offset // self._dtype.itemsize
+        weight = views.weights[self] = views.saved(self._dtype, self._size, self._stride, start)
         return weight
 
     def view_in(self, flat: torch.Tensor) -> torch.Tensor:
@@ -406,14 +370,3 @@ class WeightView:
         typed = flat.view(self._dtype)
         start = typed.storage_offset() + self._byte_offset // self._dtype.itemsize
         return typed.as_strided(self._size, self._stride, start)
-
-
-@dataclass(eq=False, slots=True)
-class SavedWeight:
-    """The object that autograd keeps instead of a weight: the weight's place in its unit."""
-
-    owner: int  # the address of its engine's device memory: models may be nested in each other's forward
-    unit: int
-    generation: int
-    view: WeightView
-    version: int  # the version of the parameter

@@ -47,7 +47,8 @@ class ResidencyPolicy:
         self.evaluating = False
         self.planned_use: int | None = None  # a unit whose coming use has been planned for, or None
         self.guarded: list[int] = []
-        self._unpacking: tuple[int, int] | None = None  # backward and node of the last use; None: a forward
+        # The numbers of the backward and of the node of the last use; None: a forward.
+        self._unpacking: tuple[int, int] | None = None
         self._trace = Trace(self.streamed)
         self._evaluation = Trace(self.streamed, there_and_back=False)
         self._lasting = {index for index in self.streamed if not units[index].record.num_trainable}
@@ -129,22 +130,23 @@ class ResidencyPolicy:
         Returns whether backward runs an operation on this thread.
         """
         # Nodes run one after another: an earlier one has read its unpacked tensors, and after backward all have.
-        node = running_node()
         guarded = self.guarded
-        if node != self._unpacking:
-            self._unpacking = node
+        if self.note_node():
             guarded.clear()
+        is_in_node = self._unpacking is not None
         if guard:
             if index in guarded:
                 guarded.remove(index)
             guarded.append(index)
-            if node is None:
+            if not is_in_node:
                 del guarded[:-2]
-        return node is not None
+        return is_in_node
 
-    def note_node(self) -> None:
-        """The running operation reads what is guarded already."""
-        self._unpacking = running_node()
+    def note_node(self) -> bool:
+        """Note that the running operation reads what is guarded; return whether it is another than the last one."""
+        node, before = current_autograd_node(), self._unpacking
+        self._unpacking = None if node is None else (current_graph_task_id(), node._sequence_nr())
+        return self._unpacking != before
 
     def unguard(self, indices: Collection[int]) -> None:
         """Note that the running operation reads other memory than these units."""
@@ -221,9 +223,3 @@ class ResidencyPolicy:
         victims = choose_victims(movable, distances, num_bytes=self._num_bytes, wanted=wanted)
         # Enough bytes are free, but in several holes: one more unit must go.
         return victims or eviction_order(movable, distances)[:1]
-
-
-def running_node() -> tuple[int, int] | None:
-    """The node that backward runs on this thread: the number of the backward, and the node's own."""
-    node = current_autograd_node()
-    return None if node is None else (current_graph_task_id(), node._sequence_nr())

@@ -19,8 +19,7 @@ from offloadzero.parameters.dtensors import Form, dtensor_type, local_tensor
 from offloadzero.parameters.remote import RemoteTensor
 from offloadzero.parameters.weight import AwayParameter, PresentParameter, recorded
 from offloadzero.streaming.activations import ActivationStore, Call, KeptInput
-from offloadzero.streaming.leased_unit import SavedWeight
-from offloadzero.streaming.saved_weights import SavedShard, SavedWeights
+from offloadzero.streaming.saved_weights import SavedShard, SavedWeight, SavedWeights
 from offloadzero.torch_private import skip_frame
 
 

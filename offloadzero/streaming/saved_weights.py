@@ -18,7 +18,18 @@ import torch
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.parameters.dtensors import Form
 from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.leased_unit import HOME, LeasedUnit, SavedWeight
+from offloadzero.streaming.leased_unit import HOME, LeasedUnit, WeightView
+
+
+@dataclass(eq=False, slots=True)
+class SavedWeight:
+    """The object that autograd keeps instead of a weight: the weight's place in its unit."""
+
+    owner: int  # the address of its engine's device memory: models may be nested in each other's forward
+    unit: int
+    generation: int
+    view: WeightView
+    version: int  # the version of the parameter
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,9 @@ class SavedWeights:
         self._executor = executor
         self._units = executor.units
         self._residency = executor.residency
-        self._needed_with = executor.residency.needed_with
+        # The records that are needed with a record, where that is not the record alone.
+        needed_with = executor.residency.needed_with
+        self._needed_with = {index: needed for index, needed in needed_with.items() if len(needed) > 1}
         self._uses_again = executor.uses_again
         homes = sorted((u for u in executor.units if u.residency is HOME), key=lambda unit: unit.address)
         self._homes = [unit.record.index for unit in homes]
@@ -56,7 +69,12 @@ class SavedWeights:
             not 0 <= address - unit.address < unit.num_bytes
         ):  # not `unit.holds(address)`, which takes twice as long
             unit = self._unit_at(address)
-        return unit.save(tensor, address)
+        views = unit.layout_views
+        key = (address - unit.address, tensor.dtype, tensor.size(), tensor.stride())
+        view = views.weights.get(key) or views.new_weight(unit, key)
+        # An update does not change frozen weights.
+        generation = unit.edits if view.is_frozen else unit.generation
+        return SavedWeight(unit.owner, unit.record.index, generation, view, unit.clocks[view.place]._version)
 
     def _unit_at(self, address: int) -> LeasedUnit:
         """The unit whose parameters on the device hold `address`."""
@@ -72,18 +90,42 @@ class SavedWeights:
         `may_recompute`: forwards may run before the operation that needs the weight.
         """
         index = saved.unit
-        unit = self._units[index]
-        unit.expect_as_saved(saved)
-        needed = self._needed_with.get(index, (index,))
-        if not may_recompute and len(needed) == 1 and self._uses_again(unit):
-            return saved.view.of(unit)
-        try:
-            for each in needed:
-                self._executor.touch(each, guard=True)
-        except BudgetError:  # every lease is in use
-            return saved.view.view_in(self._executor.read_home(unit))
-        weight = saved.view.of(unit)
+        unit, view = self._units[index], saved.view
+        # Autograd looks at versions itself, but not for tensors that saved-tensor hooks have taken.
+        generation = unit.edits if view.is_frozen else unit.generation
+        if generation != saved.generation or unit.clocks[view.place]._version != saved.version:
+            raise _changed_since(unit, saved)
+        if may_recompute or index in self._needed_with or not self._uses_again(unit):
+            try:
+                for each in self._needed_with.get(index, (index,)):
+                    self._executor.touch(each, guard=True)
+            except BudgetError:  # every lease is in use
+                return view.view_in(self._executor.read_home(unit))
+        if unit.views is None:
+            raise StateError(f"{unit.record.name} is not on the device")
+        weight = unit.views.weights.get(view)
+        if weight is None:
+            weight = view.make_in(unit.views)
         if may_recompute and self._residency.is_tight:
-            self._residency.unguard(needed)
+            self._residency.unguard(self._needed_with.get(index, (index,)))
             return weight.clone()
         return weight
+
+
+def _changed_since(unit: LeasedUnit, saved: SavedWeight) -> StateError:
+    """Make the error about a weight that is not as it was when autograd saved it."""
+    view = saved.view
+    name = unit.record.slots[view.place].name
+    if (unit.edits if view.is_frozen else unit.generation) != saved.generation:
+        return StateError(
+            f"{name}: its unit was updated between this forward and its backward "
+            "(a backward pass through a graph from before the last step? A second backward() of one step, where "
+            'weights are updated in backward? Then set "offloadzero": {"update": {"in_backward": false}}. Or '
+            "written in backward, by an optimizer that steps in gradient hooks, say? Then write them after "
+            "backward())"
+        )
+    return StateError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{name} is at version {unit.clocks[view.place]._version}; expected version "
+        f"{saved.version} instead. Write a weight before its module uses it, or after backward()"
+    )
