@@ -36,6 +36,7 @@ import torch
 
 from offloadzero.errors import StateError
 from offloadzero.memory.arena import BufferPool, PooledBuffer
+from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
@@ -152,8 +153,7 @@ class GradientCollector:
                     f"a shared module?), but the weights are updated in backward: set {KEEP_KEY}"
                 )
             self._begin(state)
-        if self._has_streams:
-            self._order_stream(state)
+        stream = self._order_stream(state) if self._has_streams else None
         if self._is_nested and number in state.arrived:
             self._copy_waiting(state)
             if is_added:
@@ -161,11 +161,12 @@ class GradientCollector:
             else:  # a hook of the script's has dropped or replaced that one
                 state.targets[number].copy_(grad)
             return None
-        if is_fresh and number in self._small[index] and self._may_wait(state, grad):
-            state.arrive_waiting(number, grad)
-        else:
+        may_wait = is_fresh and number in self._small[index] and not self._records_graph
+        if not (may_wait and state.arrive_waiting(number, grad, stream)):
             self._bring(state, handle, number, grad)
             state.arrive(number)
+        if state.num_missing and not state.kept:  # as after most gradients
+            return None
         return state if state.is_complete(self.backward) else None
 
     def _keep_with_script(self, state: RecordGradient, number: int) -> RecordGradient | None:
@@ -186,16 +187,6 @@ class GradientCollector:
         except RuntimeError:
             expect_dense(handle.slot, grad)
             raise
-
-    def _may_wait(self, state: RecordGradient, grad: torch.Tensor) -> bool:
-        """Whether a small gradient that nothing else holds may wait: [Note: small gradients wait]."""
-        if self._records_graph or grad.layout is not torch.strided:
-            return False
-        if grad.untyped_storage().nbytes() > grad.nbytes:  # it is a part of something larger
-            return False
-        if self._has_streams:
-            return state.wait_on(self._store.accelerator.asynchronous.current_stream())
-        return True
 
     def _copy_waiting(self, state: RecordGradient) -> None:
         copy_waiting(state, self._store.accelerator.asynchronous)
@@ -259,12 +250,13 @@ class GradientCollector:
         if padding:
             foreach_zero(padding)  # in one launch
 
-    def _order_stream(self, state: RecordGradient) -> None:
-        """Let a second stream that brings gradients wait for the memory, too."""
+    def _order_stream(self, state: RecordGradient) -> Stream | None:
+        """Let a second stream that brings gradients wait for the memory, too. Returns the present one."""
         stream = self._store.accelerator.note_stream()
         if stream not in state.streams:
             state.add_stream(stream)
             order_compute_after(state.free)
+        return stream
 
     def _take_device_lease(self, record: Record) -> PooledBuffer:
         leases = self._leases_of(record)

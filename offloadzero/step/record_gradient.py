@@ -48,6 +48,7 @@ class RecordGradient:
     flat: torch.Tensor | None = None  # on the device, shape (num_trainable,)
     targets: Sequence[torch.Tensor] = ()  # views of `flat` by slot
     arrived: list[int] = field(default_factory=list)  # indices of the slots whose gradient is there
+    num_missing: int = 0  # of the slots of a gradient that has begun, those not among them
     waiting: list[tuple[int, torch.Tensor]] = field(
         default_factory=list
     )  # of these, the ones not copied yet, with their gradients
@@ -100,6 +101,7 @@ class RecordGradient:
         self.lease, self.free = lease, lease.last_use
         self.flat = flat = lease.view(self.record.dtype, self.record.num_trainable)
         self.targets, padding = views.of(flat) if lease.temporary else views.at(flat)
+        self.num_missing = len(self.targets)
         return padding
 
     def begin_at_home(
@@ -108,6 +110,7 @@ class RecordGradient:
         """Take this backward's gradients into the home on the device; return the padding there, as `begin` does."""
         self.flat, self.free = memory, free
         self.targets, padding = views.at(memory)
+        self.num_missing = len(self.targets)
         return padding
 
     def add_stream(self, stream: Stream | None) -> None:
@@ -117,17 +120,23 @@ class RecordGradient:
     def arrive(self, number: int) -> None:
         """Count the gradient of a slot, which is in its target."""
         self.arrived.append(number)
+        self.num_missing -= 1
 
-    def wait_on(self, stream: Stream | None) -> bool:
-        """Whether gradients that came on `stream` may wait together; the first one to wait decides."""
+    def arrive_waiting(self, number: int, grad: torch.Tensor, stream: Stream | None) -> bool:
+        """Count the gradient of a slot, which came on `stream` and waits with others: [Note: small gradients wait].
+
+        Returns whether it does, and is counted; the first one to wait decides on the stream.
+        """
         if not self.waiting:
             self.waiting_stream = stream
-        return self.waiting_stream == stream
-
-    def arrive_waiting(self, number: int, grad: torch.Tensor) -> None:
-        """Count the gradient of a slot, which waits with others: [Note: small gradients wait]."""
+        elif self.waiting_stream != stream:
+            return False
+        if grad.layout is not torch.strided or grad.untyped_storage().nbytes() > grad.nbytes:
+            return False  # it is sparse, or a part of something larger
         self.waiting.append((number, grad))
         self.arrived.append(number)
+        self.num_missing -= 1
+        return True
 
     def keep(self, number: int, backward: int) -> None:
         """Count the gradient of a slot as come in that backward, which stays with the script."""
@@ -137,10 +146,9 @@ class RecordGradient:
 
     def is_complete(self, backward: int) -> bool:
         """Whether all gradients have come in that backward."""
-        num_arrived, num_all = len(self.arrived), len(self.targets)
-        if num_arrived == num_all or not self.kept or self.kept_in != backward:
-            return num_arrived == num_all
-        return len(self.kept.union(self.arrived)) == num_all
+        if not self.num_missing or not self.kept or self.kept_in != backward:
+            return not self.num_missing
+        return len(self.kept.union(self.arrived)) == len(self.targets)
 
     def hand_over(self, leases: BufferPool, *, closes: bool) -> Brought:
         """Put what has arrived into the window, and give up the memory, which goes back to `leases`.
@@ -152,6 +160,7 @@ class RecordGradient:
             raise AssertionError(f"{self.record.name} has no gradient lease")
         earlier, arrived, self.arrived = self.present, self.arrived, []
         self.lease, self.flat, self.targets, self.streams = None, None, (), []
+        self.num_missing = 0
         self.present = earlier.union(arrived)
         self.closed = closes
         factors = {}
@@ -275,7 +284,8 @@ def copy_waiting(gradient: RecordGradient, device: Device) -> None:
             return
         targets = [gradient.targets[number] for number, _ in batch]
         grads = [grad for _, grad in batch]
-        stream, current = gradient.waiting_stream, device.current_stream()
+        stream = gradient.waiting_stream
+        current = None if stream is None else device.current_stream()
         if stream is None or current is None or stream == current:
             foreach_copy(targets, grads)
         else:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import offloadzero
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.step import collect, record_gradient
+from offloadzero.step.record_gradient import RecordGradient
 from tests.simulated.checked import checked
 from tests.simulated.device import simulated
 from tests.simulated.order import RaceError
@@ -391,10 +392,11 @@ def test_they_are_taken_on_the_stream_on_which_they_came(
     """Backward takes two streams in turns, in the middle of each unit."""
     monkeypatch.setattr(collect, "MAX_WAITING_BYTES", 64 << 10)
     if planted:
+        arrive = RecordGradient.arrive_waiting
         monkeypatch.setattr(
-            collect.GradientCollector,
-            "_may_wait",
-            lambda self, state, grad: True,  # noqa: ARG005
+            RecordGradient,
+            "arrive_waiting",
+            lambda self, number, grad, _: arrive(self, number, grad, None),
         )
     config = make_config(placement, tmp_path, clipping=0.5)
     is_caught = pytest.raises(RaceError, match="_foreach_copy_") if planted else contextlib.nullcontext()
