@@ -46,12 +46,13 @@ NO_FENCE: Fence = ()
 class LaneTicket:
     """The ticket of one task of a lane."""
 
+    _error: BaseException | None = None
+    _event: Event | None = None
+    _is_timed = False
+
     def __init__(self, device: Device) -> None:
         self._device = device
         self._launched = Latch()
-        self._error: BaseException | None = None
-        self._event: Event | None = None
-        self._is_timed = False
 
     @classmethod
     def of(cls, device: Device, event: Event, *, timed: bool = False) -> LaneTicket:
@@ -225,6 +226,7 @@ class Accelerator:
         self.asynchronous = device
         self._computing: list[Stream] = []  # in this step
         self._computed: list[Stream] = []  # in the last
+        self.has_streams = device.current_stream() is not None  # launched work may run later
         self._clock: DeviceClock | None = None  # made on first use
         self._making_clock = threading.Lock()
 
@@ -244,11 +246,6 @@ class Accelerator:
         """Make a thread, with a stream of its own where the device has streams."""
         return Lane(name, failures, self.asynchronous)
 
-    @property
-    def has_streams(self) -> bool:
-        """Whether launched work may run later."""
-        return self.asynchronous.current_stream() is not None
-
     def note_stream(self) -> Stream | None:
         """Note that the calling thread's current stream computes: [Note: streams that compute]. None on the CPU."""
         stream = self.asynchronous.current_stream()
@@ -262,7 +259,7 @@ class Accelerator:
 
     def fence(self) -> Fence:
         """Mark the work launched so far on the calling thread's current stream and on the streams that compute."""
-        stream = self.asynchronous.current_stream()
+        stream = self.asynchronous.current_stream() if self.has_streams else None
         if stream is None:
             return NO_FENCE
         streams = [stream]

@@ -47,12 +47,10 @@ class Latch:
     times as much, and one whose wait is interrupted at the wrong place can keep its lock for good.
     """
 
-    __slots__ = ("_closed", "is_set")
     _setting = threading.Lock()
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self._closed: threading.Lock | None = None  # held until the flag is set
+    # A latch begins as its class has them: most are made, set and gone without a wait.
+    is_set = False
+    _closed: threading.Lock | None = None  # held until the flag is set
 
     def set(self) -> None:
         """Set the flag and let all waits end. A second call does nothing."""
@@ -254,6 +252,15 @@ class Failures:
         """
         return _Whole(self, what)
 
+    def leave_half_done(self, what: str, error: BaseException) -> None:
+        """Note that `error` leaves a change of state, as `whole` describes it, before its end."""
+        if isinstance(error, OffloadError) or self.first is not None:
+            return
+        why = str(error) or type(error).__name__
+        lost = StateError(f"{what} was interrupted half-way ({why}): the engine cannot go on")
+        lost.__cause__ = error
+        self.spoil(lost)
+
     def in_background(self) -> None:
         """Mark the calling thread as the engine's: its waits end when the engine has been given up."""
         _here.look_up = _here.outside = self._check_given_up
@@ -341,10 +348,5 @@ class _Whole:
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if error is None or isinstance(error, OffloadError):
-            return
-        if self._failures.first is None:
-            why = str(error) or type(error).__name__
-            lost = StateError(f"{self._what} was interrupted half-way ({why}): the engine cannot go on")
-            lost.__cause__ = error
-            self._failures.spoil(lost)
+        if error is not None:
+            self._failures.leave_half_done(self._what, error)

@@ -73,17 +73,16 @@ def add_host_edges(order: Order, patch: pytest.MonkeyPatch) -> None:
 
 
 def _latches(order: Order, patch: pytest.MonkeyPatch) -> None:
-    """The slot keeps the clock of who has set it, which is as true as True."""
-    slot = tickets.Latch.__dict__["is_set"]
+    """The flag keeps the clock of who has set it, which is as true as True."""
 
     def is_set(latch: tickets.Latch) -> bool:
-        clock = slot.__get__(latch)
+        clock = vars(latch).get("is_set", False)
         if isinstance(clock, dict):
             order.acquire(clock)
         return bool(clock)
 
     def set_(latch: tickets.Latch, value: bool) -> None:
-        slot.__set__(latch, (order.release() or True) if value else False)
+        vars(latch)["is_set"] = (order.release() or True) if value else False
 
     patch.setattr(tickets.Latch, "is_set", property(is_set, set_))
 

@@ -203,22 +203,21 @@ def virtual_time(
 
 
 def _latches(hosts: Hosts, patch: pytest.MonkeyPatch) -> None:
-    """The slot keeps when it was set, as a tuple: for who asks before that time it is not, though it be in truth."""
-    slot = tickets.Latch.__dict__["is_set"]
+    """The flag keeps when it was set, as a tuple: for who asks before that time it is not, though it be in truth."""
     wait, set_now = tickets.Latch.wait, tickets.Latch.set
 
     def is_set(latch: tickets.Latch) -> bool:
-        known = slot.__get__(latch)
+        known = vars(latch).get("is_set", False)
         is_timed = isinstance(known, tuple)  # else it is another engine's
         return bool(known) and (not is_timed or hosts.is_blocking or known[0] <= hosts.now_s)
 
     def put(latch: tickets.Latch, value: bool) -> None:
-        slot.__set__(latch, (hosts.now_s,) if value else False)
+        vars(latch)["is_set"] = (hosts.now_s,) if value else False
 
     def waiting(latch: tickets.Latch) -> None:
         with hosts.blocking():
             wait(latch)
-        hosts.advance(slot.__get__(latch)[0])
+        hosts.advance(vars(latch)["is_set"][0])
 
     def setting(latch: tickets.Latch) -> None:
         with hosts.blocking():
