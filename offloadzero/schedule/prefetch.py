@@ -38,12 +38,12 @@ NEVER = 1 << 60  # the distance of a use that never comes
 
 def next_uses(upcoming: Iterable[int], *, among: Collection[int] | None = None) -> dict[int, int]:
     """The distance of the next use (0 = next) of each unit, or of those `among` them; unused units are absent."""
+    if among is None:
+        return {unit: distance for distance, unit in reversed(list(enumerate(upcoming)))}
     distances: dict[int, int] = {}
-    sought = None if among is None else set(among)
+    sought = set(among)
     for distance, unit in enumerate(upcoming):
-        if sought is None:
-            distances.setdefault(unit, distance)
-        elif unit in sought:
+        if unit in sought:
             distances[unit] = distance
             sought.remove(unit)
             if not sought:

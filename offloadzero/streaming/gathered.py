@@ -33,7 +33,7 @@ from offloadzero.sharding.ranks import Ranks
 from offloadzero.streaming.block_acts import Block, BlockAct
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.leased_unit import FETCHING, LeasedUnit
+from offloadzero.streaming.leased_unit import LeasedUnit
 from offloadzero.streaming.near_copies import NearCopies
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_fetches import UnitFetches
@@ -138,8 +138,8 @@ class OrderedResidency(ResidencyPolicy):
     """The residency policy that decides by the order of use alone: [Note: what a rank fetches]."""
 
     @staticmethod
-    def _is_arriving(unit: LeasedUnit) -> bool:
-        return unit.residency is FETCHING
+    def _is_arriving(unit: LeasedUnit) -> bool:  # noqa: ARG004
+        return True
 
 
 class GatheringExecutor(Executor):

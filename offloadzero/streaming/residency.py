@@ -162,14 +162,15 @@ class ResidencyPolicy:
         """The units on the device that must not leave now: [Note: what protects a lease]."""
         protected = [self.current, *self.guarded]
         for index in self.present:
-            if self.pins[index] or self._is_arriving(self._units[index]):
+            unit = self._units[index]
+            if self.pins[index] or (unit.residency is FETCHING and self._is_arriving(unit)):
                 protected.append(index)
         return self.present.intersection(protected)
 
     @staticmethod
     def _is_arriving(unit: LeasedUnit) -> bool:
-        """Whether the unit's lease is being written. After that an unused unit may leave again."""
-        return unit.residency is FETCHING and unit.fetched is not None and not unit.fetched.done()
+        """Whether the lease of a unit that is fetched is being written. After that an unused one may leave again."""
+        return unit.fetched is not None and not unit.fetched.done()
 
     # --- moves ---
 
@@ -178,15 +179,15 @@ class ResidencyPolicy:
         upcoming = self._trace.upcoming_in_step()
         return (*self._evaluation.upcoming_in_step(), *upcoming) if self.evaluating else upcoming
 
-    def _later(self) -> tuple[int, ...]:
-        """The uses of the next step: first by units that no update makes stale, whose leases last until then."""
-        order = self._trace.order
-        if order is not self._planned_order:
-            if order != self._planned_order:
-                self._after_order = (*(index for index in order if index in self._lasting), *order)
-                self._plans.clear()
-            self._planned_order = order
-        return self._after_order
+    def _plan_for(self, order: tuple[int, ...]) -> None:
+        """Plan for another order of use, after which come the uses of the next step.
+
+        First of these are units that no update makes stale, whose leases last until then.
+        """
+        if order != self._planned_order:
+            self._after_order = (*(index for index in order if index in self._lasting), *order)
+            self._plans.clear()
+        self._planned_order = order
 
     def plan(self, free_bytes: int) -> Sequence[Move]:
         """Return the moves to start now. Most steps are like the one before and find its plans, in a quarter of the
@@ -196,14 +197,16 @@ class ResidencyPolicy:
         """
         if len(self.present) == len(self.streamed):
             return ()
-        later, protected = self._later(), self.protected()
+        if self._trace.order is not self._planned_order:
+            self._plan_for(self._trace.order)
+        protected = self.protected()
         key = (self._trace.cursor, self.current, free_bytes, self.present, protected)
         plan = None if self.evaluating else self._plans.get(key)
         if plan is not None:
             return plan
         plan = plan_prefetch(
             self._upcoming(),
-            later=later,
+            later=self._after_order,
             num_bytes=self._num_bytes,
             present=self.present,
             protected=protected,
@@ -219,7 +222,9 @@ class ResidencyPolicy:
     def victims(self, wanted: int) -> list[int]:
         """Choose the units that leave for `wanted` bytes that a use needs at once, in addition to free ones."""
         movable = self.present - self.protected()
-        distances = next_uses(chain(self._upcoming(), self._later()), among=movable)
+        if self._trace.order is not self._planned_order:
+            self._plan_for(self._trace.order)
+        distances = next_uses(chain(self._upcoming(), self._after_order), among=movable)
         victims = choose_victims(movable, distances, num_bytes=self._num_bytes, wanted=wanted)
         # Enough bytes are free, but in several holes: one more unit must go.
         return victims or eviction_order(movable, distances)[:1]
