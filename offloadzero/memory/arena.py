@@ -146,17 +146,14 @@ class Arena:
         self._poison = poison
         self._lock = threading.Lock()
         self._holes = Holes(buffer.numel())
-        # The views are kept, as leases come back to the same few places.
-        self._view_at = functools.lru_cache(maxsize=256)(functools.partial(_view, buffer))
+        # Returns elements of a dtype: (from byte `offset` on, dtype, number) -> shape (number,). The views are kept, as
+        # leases come back to the same few places.
+        self.view = functools.lru_cache(maxsize=256)(functools.partial(_view, buffer))
 
     @property
     def num_bytes(self) -> int:
         """The capacity in bytes."""
         return self.buffer.numel()
-
-    def view(self, offset: int, dtype: torch.dtype, num_elements: int) -> torch.Tensor:
-        """Return `num_elements` of `dtype` from byte `offset` on: shape (num_elements,)."""
-        return self._view_at(offset, dtype, num_elements)
 
     @property
     def free_bytes(self) -> int:

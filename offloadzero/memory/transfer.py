@@ -107,8 +107,8 @@ class Fetcher:
         """
         copy = copy or self._accelerator.copy
         targets = [target]  # the lane drops its reference before the ticket is done
-        if home.is_in_memory:
-            source = home.memory
+        source = home.place
+        if isinstance(source, torch.Tensor):
             return self._lane.submit(
                 lambda: copy(targets.pop(), source), after=after, fence=fence, label=label
             )
