@@ -97,6 +97,7 @@ class GradientCollector:
         self._gradients = gradients
         self._handles = handles
         self._store = store
+        self._device = store.accelerator.asynchronous
         self._has_streams = store.accelerator.has_streams
         self._device_leases = device_leases
         self._own_leases = own_leases
@@ -105,7 +106,7 @@ class GradientCollector:
         self._updates_in_backward = updates_in_backward
         self._views = _slot_views(gradients.values())
         self._small = {index: _small_slots(gradient.record) for index, gradient in gradients.items()}
-        self._num_filling = 0
+        self._num_filling = 0  # of the leases that units take turns in
         self._told: set[int] = set()
         self.backward = -1  # the number of the backward whose gradients are taken, while it runs
         self._is_nested = False  # a checkpoint has run a backward of its own inside it
@@ -155,7 +156,7 @@ class GradientCollector:
             self._begin(state)
         stream = self._order_stream(state) if self._has_streams else None
         if self._is_nested and number in state.arrived:
-            self._copy_waiting(state)
+            copy_waiting(state, self._device)
             if is_added:
                 _add(handle.slot, grad, state.targets[number])
             else:  # a hook of the script's has dropped or replaced that one
@@ -187,9 +188,6 @@ class GradientCollector:
         except RuntimeError:
             expect_dense(handle.slot, grad)
             raise
-
-    def _copy_waiting(self, state: RecordGradient) -> None:
-        copy_waiting(state, self._store.accelerator.asynchronous)
 
     def begin_backward(self) -> None:
         """Take the gradients of the running backward from here on."""
@@ -273,7 +271,7 @@ class GradientCollector:
             except BaseException:
                 leases.give_back(lease, last_use=lease.last_use)
                 raise
-        self._num_filling += self._is_shared(record, lease)
+        self._num_filling += leases is self._device_leases and not lease.temporary
         return lease
 
     def _wait_for_lease(self, leases: BufferPool, record: Record) -> PooledBuffer:  # noqa: ARG002
@@ -294,9 +292,6 @@ class GradientCollector:
         """The leases that units take turns in, or the one of the record's own."""
         return self._own_leases.get(record.index, self._device_leases)
 
-    def _is_shared(self, record: Record, lease: PooledBuffer) -> bool:
-        return not lease.temporary and record.index not in self._own_leases
-
     # --- out of the leases ---
 
     def hand_over(self, state: RecordGradient, *, closes: bool) -> Brought:
@@ -304,11 +299,11 @@ class GradientCollector:
 
         `closes`: no other micro batch of the window follows.
         """
-        self._copy_waiting(state)
-        record, lease = state.record, state.lease
+        copy_waiting(state, self._device)
+        leases, lease = self._leases_of(state.record), state.lease
         if lease is not None:
-            self._num_filling -= self._is_shared(record, lease)
-        return state.hand_over(self._leases_of(record), closes=closes)
+            self._num_filling -= leases is self._device_leases and not lease.temporary
+        return state.hand_over(leases, closes=closes)
 
     def abandon(self) -> None:
         """Drop the gradients that have arrived and were not handed over; their backward is over."""
