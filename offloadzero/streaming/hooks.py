@@ -214,26 +214,39 @@ class _SiteForward(_Forward):
             interrupts.install()  # the script may have set a handler since
         with held:
             hooks.executor.expect_no_capture()  # before a mark would become a part of it
+            if not self._timeline.is_on:
+                return self._begin()
             self._timeline.enter_model()
             with self._timeline.launching():
-                hooks.commit_gathered(self._records)
-                hooks.executor.enter_forward(self._records, is_root=self.is_root)
-                try:
-                    return torch.is_grad_enabled() and hooks.push_saved_tensor_hooks()
-                except BaseException:
-                    hooks.executor.leave_forward(self._records)
-                    raise
+                return self._begin()
+
+    def _begin(self) -> bool:
+        hooks = self._hooks
+        hooks.commit_gathered(self._records)
+        hooks.executor.enter_forward(self._records, is_root=self.is_root)
+        try:
+            return torch.is_grad_enabled() and hooks.push_saved_tensor_hooks()
+        except BaseException:
+            hooks.executor.leave_forward(self._records)
+            raise
 
     @uninterrupted_from_start
     def _leave(self, has_pushed: bool) -> None:
-        with uninterrupted, self._timeline.launching():
-            if has_pushed:
-                pop_saved_tensors_default_hooks()
-            try:
-                self._hooks.commit_written(self._records)
-            finally:
-                self._hooks.executor.leave_forward(self._records)
-            self._timeline.lap(self._lap, is_part=self._hooks.executor.is_in_forward)
+        with uninterrupted:
+            if not self._timeline.is_on:
+                self._end(has_pushed)
+                return
+            with self._timeline.launching():
+                self._end(has_pushed)
+                self._timeline.lap(self._lap, is_part=self._hooks.executor.is_in_forward)
+
+    def _end(self, has_pushed: bool) -> None:
+        if has_pushed:
+            pop_saved_tensors_default_hooks()
+        try:
+            self._hooks.commit_written(self._records)
+        finally:
+            self._hooks.executor.leave_forward(self._records)
 
 
 class _CheckpointedForward(_Forward):
