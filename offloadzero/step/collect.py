@@ -166,9 +166,9 @@ class GradientCollector:
         if not (may_wait and state.arrive_waiting(number, grad, stream)):
             self._bring(state, handle, number, grad)
             state.arrive(number)
-        if state.num_missing and not state.kept:  # as after most gradients
+        if state.num_missing and not (state.kept and state.is_complete(self.backward)):
             return None
-        return state if state.is_complete(self.backward) else None
+        return state
 
     def _keep_with_script(self, state: RecordGradient, number: int) -> RecordGradient | None:
         """Leave a gradient that came with the script: there is nothing to take, and its unit does not wait for it."""

@@ -47,7 +47,9 @@ class RecordGradient:
     lease: PooledBuffer | None = None
     flat: torch.Tensor | None = None  # on the device, shape (num_trainable,)
     targets: Sequence[torch.Tensor] = ()  # views of `flat` by slot
-    arrived: list[int] = field(default_factory=list)  # indices of the slots whose gradient is there
+    arrived: dict[int, None] = field(
+        default_factory=dict
+    )  # indices of the slots whose gradient is there, in order
     num_missing: int = 0  # of the slots of a gradient that has begun, those not among them
     waiting: list[tuple[int, torch.Tensor]] = field(
         default_factory=list
@@ -119,7 +121,7 @@ class RecordGradient:
 
     def arrive(self, number: int) -> None:
         """Count the gradient of a slot, which is in its target."""
-        self.arrived.append(number)
+        self.arrived[number] = None
         self.num_missing -= 1
 
     def arrive_waiting(self, number: int, grad: torch.Tensor, stream: Stream | None) -> bool:
@@ -134,7 +136,7 @@ class RecordGradient:
         if grad.layout is not torch.strided or grad.untyped_storage().nbytes() > grad.nbytes:
             return False  # it is sparse, or a part of something larger
         self.waiting.append((number, grad))
-        self.arrived.append(number)
+        self.arrived[number] = None
         self.num_missing -= 1
         return True
 
@@ -158,7 +160,7 @@ class RecordGradient:
         flat, lease = self.flat, self.lease
         if flat is None:
             raise AssertionError(f"{self.record.name} has no gradient lease")
-        earlier, arrived, self.arrived = self.present, self.arrived, []
+        earlier, arrived, self.arrived = self.present, list(self.arrived), {}
         self.lease, self.flat, self.targets, self.streams = None, None, (), []
         self.num_missing = 0
         self.present = earlier.union(arrived)
@@ -282,8 +284,8 @@ def copy_waiting(gradient: RecordGradient, device: Device) -> None:
         batch = gradient.waiting[:]
         if not batch:
             return
-        targets = [gradient.targets[number] for number, _ in batch]
-        grads = [grad for _, grad in batch]
+        numbers, grads = zip(*batch, strict=True)
+        targets = [gradient.targets[number] for number in numbers]
         stream = gradient.waiting_stream
         current = None if stream is None else device.current_stream()
         if stream is None or current is None or stream == current:

@@ -322,7 +322,7 @@ class ReducingCoordinator(StepCoordinator):
             if index in completed:
                 own.fill_(1)
             elif gradient.arrived:
-                own[torch.tensor(gradient.arrived, device="cpu")] = 1
+                own[torch.tensor(list(gradient.arrived), device="cpu")] = 1
         closing[int(self._closes_window)] = 1
         self._ranks.control.all_reduce(flags, "the end of a backward", largest=True)
         if bool(closing.all()):
