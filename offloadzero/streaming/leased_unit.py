@@ -93,7 +93,7 @@ class LayoutViews:
         if len(self.weights) == MAX_WEIGHT_VIEWS:
             self.weights.clear()
             for views in self._at.values():
-                views.weights.clear()
+                views.forget_weights()
         view = self.weights[key] = WeightView(unit, *key)
         return view
 
@@ -112,18 +112,25 @@ class UnitViews:
 
     def num_holders(self) -> int:
         """The number of tensors (and storages) that share the memory with these views."""
-        return storage_use_count(self._storage) - self._num_own - len(self.weights)
+        return storage_use_count(self._storage) - self._num_own
 
-    def saved(
-        self, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], start: int
+    def forget_weights(self) -> None:
+        """Drop the forms that autograd has saved."""
+        self._num_own -= len(self.weights)
+        self.weights.clear()
+
+    def make_weight(
+        self, form: WeightView, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], start: int
     ) -> torch.Tensor:
-        """Return a weight in the form that autograd saved, `start` elements of `dtype` from the unit's first byte."""
+        """Make a weight in a form that autograd saved, `start` elements of `dtype` from the unit's first byte."""
         with torch.inference_mode(False), torch.no_grad():
             flat = self._flats.get(dtype)
             if flat is None:
                 flat = self._flats[dtype] = self.flat.view(dtype)
                 self._num_own += 1
-            return flat.as_strided(size, stride, start)
+            weight = self.weights[form] = flat.as_strided(size, stride, start)
+            self._num_own += 1
+            return weight
 
     def holders(self) -> Iterator[torch.Tensor]:
         """Yield the holders that are ordinary tensors of Python's, until no other is left."""
@@ -174,11 +181,11 @@ class LeasedUnit:
         self._present = [classes_of(original)[0] for original in self._originals]
         self._away = [classes_of(original)[1] for original in self._originals]
 
-    def put_at(self, flat: torch.Tensor | None) -> None:
-        """Set the parameters' memory on the device; None: they are not there."""
+    def put_at(self, flat: torch.Tensor) -> None:
+        """Set the parameters' memory on the device."""
         self.flat = flat
-        self.address = 0 if flat is None else flat.data_ptr()
-        self.views = None if flat is None else self.layout_views.at(self.address, flat)
+        self.address = flat.data_ptr()
+        self.views = self.layout_views.at(self.address, flat)
         self.is_kept = False
 
     # --- to its lease, and away ---
@@ -201,7 +208,8 @@ class LeasedUnit:
         if self.lease is None:
             raise AssertionError(f"{self.record.name} holds no lease")
         lease, self.lease = self.lease, None
-        self.put_at(None)
+        self.flat = self.views = None
+        self.address, self.is_kept = 0, False
         self.residency = RELEASED
         return lease
 
@@ -281,9 +289,7 @@ class LeasedUnit:
         return self.views is not None and self.views.num_holders() > len(self.params) - len(self.gathered)
 
     def give_up(self, views: UnitViews) -> None:
-        """Give up the memory of the unit's former `views`: tensors over it become kept views."""
-        if not views.num_holders():
-            return
+        """Give up the memory of the unit's former `views`, which has holders: tensors over it become kept views."""
         for tensor in views.holders():
             self._keep(tensor, views)
         if views.num_holders() and show_frozen():
@@ -362,8 +368,7 @@ class WeightView:
     def make_in(self, views: UnitViews) -> torch.Tensor:
         """Make the tensor at the address of `views`, which keep it."""
         start = self._byte_offset // self._dtype.itemsize
-        weight = views.weights[self] = views.saved(self._dtype, self._size, self._stride, start)
-        return weight
+        return views.make_weight(self, self._dtype, self._size, self._stride, start)
 
     def view_in(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the tensor in the unit's parameters, shape (num_elements,)."""

@@ -70,7 +70,7 @@ class SavedWeights:
         ):  # not `unit.holds(address)`, which takes twice as long
             unit = self._unit_at(address)
         views = unit.layout_views
-        key = (address - unit.address, tensor.dtype, tensor.size(), tensor.stride())
+        key = (address - unit.address, tensor.dtype, tensor.shape, tensor.stride())
         view = views.weights.get(key) or views.new_weight(unit, key)
         # An update does not change frozen weights.
         generation = unit.edits if view.is_frozen else unit.generation
