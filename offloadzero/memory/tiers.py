@@ -12,6 +12,7 @@ that would be another way than with any other device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -86,12 +87,12 @@ class Home:
         """Bytes of the data."""
         return self.num_elements * self.dtype.itemsize
 
-    @property
+    @cached_property
     def is_on_device(self) -> bool:
         """Whether kernels of the device address it."""
         return self.backing.is_device
 
-    @property
+    @cached_property
     def is_in_host_memory(self) -> bool:
         """Whether code on the host addresses it."""
         return self.backing.is_host_memory
