@@ -14,7 +14,6 @@ import torch
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.interrupts import uninterrupted
 from offloadzero.memory.arena import Arena, BufferPool
-from offloadzero.memory.device import Stream
 from offloadzero.memory.lanes import order_compute_after
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import FINISHED, Ticket
@@ -99,22 +98,18 @@ class Executor:
                 return
             self._store.failures.check_readable()
             with uninterrupted:
-                what = "forward" if not guard else "backward" if runs_node else "read"
-                self._use(unit, stream, what, evaluating=evaluating, ends_guards=not guard and not runs_node)
-
-    def _use(
-        self, unit: LeasedUnit, stream: Stream | None, what: str, *, evaluating: bool, ends_guards: bool
-    ) -> None:
-        """Use the unit; `what` names the kind of use on the timeline."""
-        begun = self._clock.begin(what, unit.record.name) if self._has_streams else None
-        index = unit.record.index
-        self.residency.begin_use(index, evaluating=evaluating)
-        if unit.residency is RELEASED:
-            self.leases.start_fetch(unit, self.leases.lease_on_demand(unit, ends_guards=ends_guards))
-        if evaluating or index != self.residency.planned_use:
-            self.leases.prefetch()
-        if unit.residency is FETCHING or stream not in unit.arrived_for:
-            self.leases.complete_fetch(unit, stream, since=begun)
+                begun = None
+                if self._has_streams:  # the kind of use on the timeline
+                    what = "forward" if not guard else "backward" if runs_node else "read"
+                    begun = self._clock.begin(what, unit.record.name)
+                residency.begin_use(index, evaluating=evaluating)
+                if unit.residency is RELEASED:
+                    lease = self.leases.lease_on_demand(unit, ends_guards=not guard and not runs_node)
+                    self.leases.start_fetch(unit, lease)
+                if evaluating or index != residency.planned_use:
+                    self.leases.prefetch()
+                if unit.residency is FETCHING or stream not in unit.arrived_for:
+                    self.leases.complete_fetch(unit, stream, since=begun)
 
     def uses_again(self, unit: LeasedUnit) -> bool:
         """Do `touch(guard=True)` in the case of most weights: the unit was used last, and nothing else is guarded.
