@@ -112,10 +112,13 @@ class Holes:
 
     def take(self, num_bytes: int) -> int | None:
         """Take a free range of `num_bytes` and return its offset; None when no range is large enough."""
-        fitting = [(size, offset) for offset, size in self._ranges if size >= num_bytes]
-        if not fitting:
+        best: tuple[int, int] | None = None
+        for offset, size in self._ranges:
+            if size >= num_bytes and (best is None or (size, offset) < best):
+                best = size, offset
+        if best is None:
             return None
-        size, offset = min(fitting)
+        size, offset = best
         self._ranges.remove((offset, size))
         if size > num_bytes:
             self._ranges.append((offset + num_bytes, size - num_bytes))
