@@ -112,7 +112,7 @@ def find_needs(size: LlamaSize, config: OffloadConfig, *, batch_size: int, seq_l
         + activation_bytes(size, dtype, batch_size=batch_size, seq_len=seq_len)
         + size.num_layers * num_tokens * size.width * dtype.itemsize,
         interpreter_bytes=resident_bytes(),
-        swap_bytes=nvme_bytes_with_waiting(cut.records, plan)
+        swap_bytes=nvme_bytes_with_waiting(cut.records, plan, config)
         if waits_on_nvme(config)
         else plan.tier_bytes(TierName.NVME),
         checkpoint_bytes=sum(map(_checkpoint_bytes, cut.records)),
