@@ -93,7 +93,7 @@ class LayoutViews:
         if len(self.weights) == MAX_WEIGHT_VIEWS:
             self.weights.clear()
             for views in self._at.values():
-                views.forget_weights()
+                views.weights.clear()
         view = self.weights[key] = WeightView(unit, *key)
         return view
 
@@ -108,16 +108,12 @@ class UnitViews:
         self._flats = {flat.dtype: self.flat}
         self.weights: dict[WeightView, torch.Tensor] = {}  # the forms that autograd has saved
         self._storage = int(self.flat.untyped_storage()._cdata)
-        self._num_own = storage_use_count(self._storage)
+        self._num_of_params = storage_use_count(self._storage) - len(self._flats)
 
     def num_holders(self) -> int:
         """The number of tensors (and storages) that share the memory with these views."""
-        return storage_use_count(self._storage) - self._num_own
-
-    def forget_weights(self) -> None:
-        """Drop the forms that autograd has saved."""
-        self._num_own -= len(self.weights)
-        self.weights.clear()
+        # Counted as they are: two threads of a backward may both make a form, of which one stays.
+        return storage_use_count(self._storage) - self._num_of_params - len(self._flats) - len(self.weights)
 
     def make_weight(
         self, form: WeightView, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], start: int
@@ -127,9 +123,7 @@ class UnitViews:
             flat = self._flats.get(dtype)
             if flat is None:
                 flat = self._flats[dtype] = self.flat.view(dtype)
-                self._num_own += 1
             weight = self.weights[form] = flat.as_strided(size, stride, start)
-            self._num_own += 1
             return weight
 
     def holders(self) -> Iterator[torch.Tensor]:
