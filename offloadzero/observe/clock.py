@@ -86,13 +86,13 @@ class StepClock:
 
     def finish_step(self, step: int) -> None:
         """Close the account of this step."""
-        now_s = time.perf_counter()
         if self._on_end is not None:
             self._on_end()
         if self._stream is not None:
             self._stream.finish_step(step)
             self.settle()
             return
+        now_s = time.perf_counter()  # after the thread's last piece of work, which belongs to the step
         with self._lock:
             report = StepReport(step, now_s - self._started_s, dict(self._waits_s), self._started_s)
             self._waits_s.clear()

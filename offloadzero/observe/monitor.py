@@ -10,7 +10,6 @@ device has run the step: [Note: the device's time].
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections import deque
@@ -141,9 +140,7 @@ class StepMonitor:
         return replace(report, bound=found, collectives=launched.collectives)
 
     def _account(self, report: StepReport, launched: _Launched) -> bound.Bound:
-        has_streams = self.timeline.stream is not None
-        until_s = report.end_s + RESOLUTION_S if has_streams else math.inf
-        spans, is_full = self.timeline.take(report.step, until_s=until_s)
+        spans, is_full = self.timeline.take(report.step, until_s=report.end_s + RESOLUTION_S)
         uses = bound.use_by_lane(spans, nvme_shared=self._config.nvme_shared)
         self._rates.learn(uses)
         lanes_s = bound.lane_seconds(

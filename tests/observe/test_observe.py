@@ -32,7 +32,8 @@ from offloadzero.observe.collectives import (
     volume_bytes,
 )
 from offloadzero.observe.monitor import StepMonitor
-from offloadzero.observe.timeline import LANES, Timeline
+from offloadzero.observe.step_report import StepReport
+from offloadzero.observe.timeline import LANES, UPDATE, Timeline
 from offloadzero.update.specs.adam import ADAM
 from tests.support.plain_form import engine_config, make_model, offloaded
 from tests.support.tiny import make_engine, settings, tokens, train
@@ -302,6 +303,31 @@ def test_a_run_directory_that_cannot_be_written_is_named_at_the_start(tmp_path: 
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"offloadzero\.observe\.run_dir"):
         StepMonitor(ObserveConfig(run_dir=tmp_path / "file" / "run"))
+
+
+def test_work_between_the_end_of_a_step_and_its_account_is_of_the_next_one(tmp_path: Path) -> None:
+    monitor = StepMonitor(ObserveConfig(run_dir=tmp_path, trace_steps=((1, 2),)))
+    after_s: list[float] = []
+
+    def account(report: StepReport) -> StepReport:
+        after_s.append(report.end_s + 0.001)  # another thread works on while this one is preempted
+        monitor.timeline.add(UPDATE, f"after {report.step}", after_s[-1], after_s[-1] + 0.001, 1 << 20)
+        return monitor.on_step(report)
+
+    clock = StepClock(monitor.timeline, on_end=monitor.on_end, on_step=account)
+    monitor.begin({}, device_is_cpu=True)
+    for step in (1, 2):
+        clock.finish_step(step)
+        time.sleep(max(after_s[-1] + 0.002 - time.perf_counter(), 0.0))
+    monitor.close()
+    updates = [
+        check_trace(json.loads((tmp_path / f"trace_step_{step}.json").read_text())["traceEvents"], step).get(
+            UPDATE
+        )
+        for step in (1, 2)
+    ]
+    assert updates == [None, {"after 1"}]
+    assert [record["bytes"].get(UPDATE, 0) for record in records_of(tmp_path)] == [0, 1 << 20]
 
 
 def test_a_step_counts_the_collectives_since_the_one_before(tmp_path: Path) -> None:
