@@ -106,8 +106,7 @@ class SeveralRanks:
         In a mesh also for a parameter whose gradients tensor-parallel ranks have in parts. And for one that was
         built in parts over other ranks than those of the engine.
         """
-        for slot in (slot for record in records for slot in record.slots):
-            self._expect_built_by_these(slot)
+        self._expect_built_by_these([slot for record in records for slot in record.slots])
         if self._config.mesh is not None:
             for slot in (slot for record in records for slot in record.trainable_slots):
                 expect_whole_gradient(slot.name, slot.param)
@@ -121,15 +120,18 @@ class SeveralRanks:
                 allowed = f"the same on all ranks: ranks {odd} have another than rank {first}"
                 raise ConfigError(name, f"that of rank {self.ranks.control.rank}", allowed)
 
-    def _expect_built_by_these(self, slot: ParamSlot) -> None:
-        weight = spilled_weight(slot.param)
-        if weight is None or weight.members is None or [*weight.members] == [*self.ranks.control.members]:
+    def _expect_built_by_these(self, slots: Sequence[ParamSlot]) -> None:
+        """All ranks are asked, so that each one raises an error of its own, and none is told of another's first."""
+        own = [*self.ranks.control.members]
+        others = {slot.name: members for slot in slots if (members := _built_by(slot)) not in (None, own)}
+        if not self.is_on_some(bool(others)):
             return
+        name, members = next(iter(others.items()), ("a parameter of another rank", None))
         allowed = (
-            f"the ranks along the data's axis, here {[*self.ranks.control.members]}: {slot.name} was built under "
+            f"the ranks along the data's axis, here {own}: {name} was built under "
             "zero.Init(data_parallel_group=...) over others"
         )
-        raise ConfigError("data_parallel_group", [*weight.members], allowed)
+        raise ConfigError("data_parallel_group", members, allowed)
 
     def departures(self, *, of_all: Mapping[str, str], of_part: Mapping[str, str]) -> dict[str, list[int]]:
         """The ranks whose text differs from the first one's, by key. All ranks have the same keys.
@@ -218,6 +220,12 @@ class SeveralRanks:
     def coordinator(self, store: TieredStore) -> Any:
         """The call that makes a `StepCoordinator`."""
         return functools.partial(ReducingCoordinator, ranks=self.ranks, store=store)
+
+
+def _built_by(slot: ParamSlot) -> list[int] | None:
+    """Return the ranks that keep this parameter in parts since it was built; None where each one keeps it whole."""
+    weight = spilled_weight(slot.param)
+    return None if weight is None or weight.members is None else [*weight.members]
 
 
 def _facts(slot: ParamSlot) -> tuple[object, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -237,8 +238,11 @@ def test_ranks_that_depart_end_with_an_error_on_all(tmp_path: Path) -> None:
     assert by_rank[0]["error"].startswith("RankError")
 
 
-def build_in_a_mesh(rank: int, directory: str) -> str:
-    """What `initialize()` says of a model that all ranks have built together where two pairs train it."""
+def build_in_a_mesh(rank: int, directory: str) -> list[str]:
+    """What `initialize()` says of a model that other ranks have built than the pairs that train it.
+
+    All ranks have built it, and then the two first ones, of different pairs, while the others take a whole one.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     config = config_of("host", 3, Path(directory), world_size=2)
     with zero.Init(config_dict_or_path=config, data_parallel_group=mesh.get_group("dp")):
@@ -249,17 +253,25 @@ def build_in_a_mesh(rank: int, directory: str) -> str:
     engine, *_ = offloadzero.initialize(model=model, config=config, mpu=mesh)
     assert torch.equal(engine.module.get_parameter("wide.weight").data, first.wide.weight)
     engine.close()
-    with zero.Init(config_dict_or_path=config):
-        model = make_odd_model()
-    return said_of(lambda: offloadzero.initialize(model=model, config=config, mpu=mesh))
+    said = []
+    for group, uses_it in ((None, True), (mesh.get_group("tp"), rank < 2)):
+        with zero.Init(config_dict_or_path=config, data_parallel_group=group):
+            built = make_odd_model()
+        other = built if uses_it else make_odd_model()
+        said.append(said_of(functools.partial(offloadzero.initialize, model=other, config=config, mpu=mesh)))
+    return said
 
 
 def test_ranks_of_a_mesh_build_their_part_of_the_model(tmp_path: Path) -> None:
-    for rank, said in enumerate(run_ranks(build_in_a_mesh, 4, tmp_path, str(tmp_path))):
-        assert said.startswith(
-            "ConfigError: data_parallel_group = [0, 1, 2, 3]: the ranks along the data's axis, here "
-            f"{[[0, 2], [1, 3]][rank % 2]}: "
-        ), said
+    for rank, (by_all, by_two) in enumerate(run_ranks(build_in_a_mesh, 4, tmp_path, str(tmp_path))):
+        allowed = f"the ranks along the data's axis, here {[[0, 2], [1, 3]][rank % 2]}: "
+        assert by_all.startswith(f"ConfigError: data_parallel_group = [0, 1, 2, 3]: {allowed}"), by_all
+        if rank < 2:
+            assert by_two.startswith(f"ConfigError: data_parallel_group = [0, 1]: {allowed}"), by_two
+        else:
+            assert by_two.startswith(
+                f"ConfigError: data_parallel_group = None: {allowed}a parameter of another rank was built"
+            ), by_two
 
 
 NUM_LAYERS = 80
