@@ -97,6 +97,23 @@ class _Launching:
         self._timeline.launch_s += time.perf_counter() - self._start_s - waited_s
 
 
+class _Elsewhere:
+    """Takes the time from its entry to its exit, less the named waits inside, from `launch_s`."""
+
+    __slots__ = ("_start_s", "_timeline", "_waited_s")
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+
+    def __enter__(self) -> None:
+        self._waited_s = self._timeline.waited_s
+        self._start_s = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        waited_s = self._timeline.waited_s - self._waited_s
+        self._timeline.launch_s -= time.perf_counter() - self._start_s - waited_s
+
+
 class Timeline:
     """Records spans from any thread when `is_on`, and nothing otherwise."""
 
@@ -167,8 +184,12 @@ class Timeline:
             self.lap("training loop")
 
     def launching(self) -> AbstractContextManager[None]:
-        """Count the time inside the block as Python of the hooks; not to be nested."""
+        """Count the time inside the block as Python of the hooks; to be nested only inside `elsewhere`."""
         return _Launching(self) if self.is_on else _NOTHING
+
+    def elsewhere(self) -> AbstractContextManager[None]:
+        """Leave out a block inside of `launching` in which code runs that is no hook, and may run others."""
+        return _Elsewhere(self) if self.is_on else _NOTHING
 
     # --- when a step has ended ---
 

@@ -9,6 +9,7 @@ depend on addresses that differ at each call, so it is kept out of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ class SavedTensorHooks:
         self._low, self._high = weights.address_range
         self._save = weights.save
         self._load = weights.load
+        if outer is not None and timeline.is_on:
+            outer = [functools.partial(_call_elsewhere, timeline, hook) for hook in outer]
         self._outer = outer
         self._dtensor = dtensor_type()
 
@@ -100,6 +103,12 @@ class SavedTensorHooks:
         if self._outer is not None and not isinstance(packed, RemoteTensor):
             return self._outer[1](packed)  # type: ignore[no-any-return]
         return packed  # type: ignore[no-any-return]
+
+
+def _call_elsewhere(timeline: Timeline, hook: Callable[[Any], Any], value: Any) -> Any:
+    """Call a foreign hook: a checkpoint's recomputes a forward, which is no Python of ours."""
+    with timeline.elsewhere():
+        return hook(value)
 
 
 class InputHooks:

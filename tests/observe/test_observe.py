@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from offloadzero.config import ObserveConfig
 from offloadzero.errors import ConfigError
@@ -34,9 +35,10 @@ from offloadzero.observe.collectives import (
 from offloadzero.observe.monitor import StepMonitor
 from offloadzero.observe.step_report import StepReport
 from offloadzero.observe.timeline import LANES, UPDATE, Timeline
+from offloadzero.torch_private import NO_GRAPH_TASK, current_graph_task_id
 from offloadzero.update.specs.adam import ADAM
 from tests.support.plain_form import engine_config, make_model, offloaded
-from tests.support.tiny import make_engine, settings, tokens, train
+from tests.support.tiny import Block, TinyModel, make_engine, settings, tokens, train
 
 # --- file operations know their times ----------------------------------------------------------------------
 
@@ -152,6 +154,37 @@ def test_records_hold_losses_waits_and_the_bytes_of_the_drive(tmp_path: Path, cl
     description = json.loads((run_dir / "run.json").read_text())
     for tier, lines in description["tiers"].items():
         assert sum(line["num_bytes"] for line in lines) == engine.reserved_bytes()[tier]
+
+
+class SlowBlock(Block):
+    """Its recomputation takes `slow_s`."""
+
+    slow_s = 0.1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if current_graph_task_id() != NO_GRAPH_TASK:
+            time.sleep(self.slow_s)
+        return super().forward(x)
+
+
+class CheckpointingBlock(SlowBlock):
+    """As layers of transformers do."""
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return checkpoint(super().__call__, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("kind", [SlowBlock, CheckpointingBlock])
+def test_a_recomputation_is_no_python_of_the_hooks(tmp_path: Path, kind: type[SlowBlock]) -> None:
+    model = TinyModel(num_blocks=0)
+    model.blocks.extend(kind(48) for _ in range(2))
+    keys = {"activation_checkpoints": {"tier": "host"}} if kind is SlowBlock else {}
+    engine = make_engine(observed(tmp_path, tmp_path / "run", placement="host", **keys), model)
+    train(engine, num_steps=2)
+    engine.close()
+    for record in records_of(tmp_path / "run"):
+        assert record["step_s"] > 2 * SlowBlock.slow_s
+        assert record["launch_s"] < SlowBlock.slow_s
 
 
 DOCUMENTED = (Path(__file__).resolve().parents[2] / "docs" / "observe.md").read_text()

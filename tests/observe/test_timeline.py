@@ -119,6 +119,21 @@ def test_launch_time_leaves_waits_out() -> None:
     assert timeline.take_launch_s() == 0.0
 
 
+def test_launch_time_leaves_out_what_other_code_does_inside() -> None:
+    timeline = Timeline(is_on=True)
+    start_s = time.perf_counter()
+    with timeline.launching(), timeline.elsewhere():
+        while time.perf_counter() < start_s + 0.02:
+            pass
+        timeline.waited("fetch", start_s, start_s + 0.01)
+        before_s = time.perf_counter()
+        with timeline.launching():
+            pass
+        inner_s = time.perf_counter() - before_s
+    all_s = time.perf_counter() - start_s
+    assert 0.0 <= timeline.take_launch_s() <= all_s - 0.02 + inner_s
+
+
 # --- the bound ---------------------------------------------------------------------------------------------
 
 
