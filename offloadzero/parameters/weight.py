@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from offloadzero.errors import ConfigError, StateError
+from offloadzero.parameters.graph_inputs import run_backward
 from offloadzero.parameters.processes import send_by_value
 from offloadzero.parameters.remote import RemoteTensor, Source
 from offloadzero.parameters.trees import map_leaves
@@ -356,6 +357,8 @@ class AwayParameter(_Offloaded):
                 _refuse_transform(args[0])
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func in _BACKWARDS:
+            return run_backward(func, args, kwargs or {}, away=(AwayParameter, KeptView))
         return _answer(func, args, kwargs or {})
 
 
@@ -562,5 +565,5 @@ _NEED_NO_VALUE = frozenset(
     | _found(torch.Tensor, _SETTERS, "__delete__")
     | _found(torch.Tensor, _METHODS)
     | _found(torch, _FUNCTIONS)
-    | _found(torch.autograd, "backward grad")
 )
+_BACKWARDS = frozenset(_found(torch.autograd, "backward grad"))

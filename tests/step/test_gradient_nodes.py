@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.autograd import graph
+from torch.utils.checkpoint import checkpoint
 
-from tests.support.plain_form import make_model, offloaded
-from tests.support.tiny import TinyModel, tokens
+import offloadzero
+from tests.support.plain_form import make_model, make_optimizer, offloaded, plain_config
+from tests.support.tiny import Block, TinyModel, tokens
+
+SMALLEST_LEASES = {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1}}
 
 
 def norm(grads: Any) -> float:
@@ -92,3 +97,69 @@ def test_such_a_view_has_the_value_and_the_gradient(name: str, tmp_path: Path) -
         with torch.no_grad():
             getattr(param, name)(param).fill_(0.5)
         assert torch.equal(param, torch.full(param.shape, 0.5))
+
+
+# --- what runs inside of a backward reads weights
+
+
+def by_grad(loss: Tensor, params: list[Any]) -> Any:
+    return torch.autograd.grad(loss, params)
+
+
+def by_grad_of_unused(loss: Tensor, params: list[Any]) -> Any:
+    unused = nn.Parameter(torch.ones(3))
+    return torch.autograd.grad(loss, [*params, unused], materialize_grads=True)
+
+
+def by_inputs(loss: Tensor, params: list[Any]) -> Any:
+    loss.backward(inputs=params)
+    return [p.grad for p in params]
+
+
+class ReadsAnother(Block):
+    """Its recomputation reads a weight of another block."""
+
+    others: list[Block]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(x, self.others[0].up.weight[: x.shape[-1]])
+
+
+@pytest.mark.parametrize("placement", ["resident", "host", "nvme"])
+@pytest.mark.parametrize("gradients", [by_grad, by_grad_of_unused, by_inputs])
+@pytest.mark.parametrize("reads", ["a hook", "a recomputation"])
+def test_weights_are_read_in_a_backward_for_some_parameters(
+    reads: str, gradients: Callable[[Tensor, list[Any]], Any], placement: str, tmp_path: Path
+) -> None:
+    class Checkpointing(TinyModel):
+        def forward(self, ids: Tensor) -> Tensor:
+            hidden = self.emb(ids)
+            for block in self.blocks:
+                hidden = checkpoint(block, hidden, use_reentrant=False)
+            return self.head(self.norm(hidden)).square().mean()
+
+    def make() -> TinyModel:
+        if reads == "a hook":
+            return make_model()
+        torch.manual_seed(1)
+        model = Checkpointing(width=16, num_blocks=0)
+        model.blocks.extend(ReadsAnother(16) for _ in range(3))
+        for block, other in zip(model.blocks, reversed(model.blocks), strict=True):
+            block.others = [other]  # type: ignore[assignment]
+        return model
+
+    def run(model: TinyModel) -> list[Tensor]:
+        params = list(model.parameters())
+        if reads == "a hook":
+            params[3].register_hook(lambda grad: grad + 0.1 * params[-3].mean())
+            params[-1].register_hook(lambda grad: grad + 0.1 * params[2].norm())
+        return [grad.detach().clone() for grad in gradients(model(tokens(0)), params)]
+
+    expected = run(make())
+    model = make()
+    config = plain_config(placement, tmp_path, **SMALLEST_LEASES)
+    _, optimizer = offloadzero.offload(model, make_optimizer(model), config)
+    found = run(model)
+    optimizer.close()
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
