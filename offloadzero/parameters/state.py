@@ -20,7 +20,7 @@ from offloadzero.errors import StateError
 from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.parameters.processes import send_by_value
 from offloadzero.parameters.weight import Weight
-from offloadzero.torch_private import DisableTorchFunctionSubclass
+from offloadzero.torch_private import DisableTorchFunctionSubclass, has_storage
 
 
 class Written(Protocol):
@@ -101,12 +101,19 @@ class StateTensor(torch.Tensor):
         with DisableTorchFunctionSubclass():
             tensors = [leaf for leaf in pytree.tree_leaves((args, keywords)) if isinstance(leaf, StateTensor)]
             versions = [tensor._version for tensor in tensors]
-            with UninterruptedThroughout():  # an interrupt must not leave the copy written and the weight not
-                result = func(*args, **keywords)
+        with UninterruptedThroughout():  # an interrupt must not leave the copy written and the weight not
+            if len(types) == 1:
+                with DisableTorchFunctionSubclass():
+                    result = func(*args, **keywords)
+            else:  # a weight that is away, say: it answers for its value itself
+                result = _beside_others(func, args, keywords)
+            with DisableTorchFunctionSubclass():
+                # Beside a weight that is away torch counts no version for the tensors of a list.
+                listed = args[0] if len(types) > 1 and _writes_list(func) else ()
                 for tensor, version in zip(tensors, versions, strict=True):
-                    if tensor._version != version:
+                    if tensor._version != version or any(tensor is one for one in listed):
                         tensor._copy.commit()
-            return pytree.tree_map_only(Tensor, lambda one: _view_of(tensors, one), result)
+                return pytree.tree_map_only(Tensor, lambda one: _view_of(tensors, one), result)
 
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
         """Return a read-only array: writes into it would not be seen."""
@@ -162,9 +169,30 @@ def _made(tensor: Tensor, copy: _Copy) -> StateTensor:
     return made
 
 
+def _writes_list(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name.startswith("_foreach_") and name.endswith("_")
+
+
+def _beside_others(func: Callable[..., Any], args: Any, keywords: Any) -> Any:
+    """Run an operation with ordinary tensors in the place of copies."""
+    standing: list[tuple[Tensor, StateTensor]] = []
+
+    def ordinary(copied: StateTensor) -> Tensor:
+        with DisableTorchFunctionSubclass():
+            standing.append((copied.as_subclass(Tensor), copied))  # of one version
+        return standing[-1][0]
+
+    def original(result: Any) -> Any:
+        return next((copied for stand_in, copied in standing if stand_in is result), result)
+
+    args, keywords = pytree.tree_map_only(StateTensor, ordinary, (args, keywords))
+    return pytree.tree_map(original, func(*args, **keywords))
+
+
 def _view_of(tensors: list[StateTensor], result: Tensor) -> Tensor:
     """Make a result that shares memory with a copy a view of it."""
-    if isinstance(result, StateTensor) or result.device.type == "meta":
+    if isinstance(result, StateTensor) or result.device.type == "meta" or not has_storage(result):
         return result
     for tensor in tensors:
         if result.untyped_storage()._cdata == tensor._copy.value.untyped_storage()._cdata:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,4 +147,74 @@ def test_optimizer_state_right_after_step_is_the_steps(tmp_path: Path, faults: E
     state = engine.optimizer.state_dict()["state"]
     assert {int(values["step"]) for values in state.values()} == {1}
     assert all(bool(values["exp_avg"].any()) for values in state.values())
+    engine.close()
+
+
+BESIDE_A_WEIGHT: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "sub": lambda copy, p: copy - 2 * p,
+    "sub alone": lambda copy, p: copy - p,
+    "matmul": lambda copy, p: copy @ p.t(),
+    "matmul alone": lambda copy, p: torch.mm(copy.t(), p),
+    "lerp": lambda copy, p: torch.lerp(copy, p, 0.25),
+    "foreach": lambda copy, p: torch._foreach_add([copy, copy], [p, p])[1],
+    "equal": lambda copy, p: torch.tensor(torch.equal(copy, p)),
+    "where": lambda copy, p: torch.where(copy > 0, copy, p),
+    "gradient": lambda copy, p: copy * p.grad,
+    "view": lambda copy, p: copy[1:] - p[1:],
+}
+WRITES_BESIDE_A_WEIGHT: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "add_": lambda copy, p: copy.add_(p, alpha=0.5),
+    "lerp_": lambda copy, p: copy.lerp_(2 * p, 0.25),
+    "copy_": lambda copy, p: copy.copy_(p).mul_(0.5),
+    "foreach": lambda copy, p: torch._foreach_mul_([copy], [p]),
+    "view": lambda copy, p: copy[1:].sub_(p[1:], alpha=0.5),
+    "out": lambda copy, p: torch.mul(p, 3.0, out=copy),
+}
+
+
+@pytest.mark.parametrize("placement", ["resident", "host", "nvme"])
+def test_copies_beside_the_weights_themselves(placement: str, tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Stack()
+
+    def results(model: nn.Module) -> dict[str, Tensor]:
+        found = {}
+        model(features(0)).backward()
+        p = model.blocks[1].up.weight
+        with torch.no_grad():
+            for name, compute in BESIDE_A_WEIGHT.items():
+                found[name] = compute(model.state_dict()["blocks.1.up.weight"], p).clone()
+            for name, write in WRITES_BESIDE_A_WEIGHT.items():
+                copy = model.state_dict()["blocks.1.up.weight"]
+                written = write(copy, p)
+                assert name != "add_" or written is copy
+                found[f"copy after {name}"] = copy.clone()
+                found[f"weight after {name}"] = p.clone()
+        return found
+
+    config = make_config(placement, tmp_path, dtype=None)
+    config.pop("optimizer")
+    expected, model = results(make()), make()
+    _, optimizer = offloadzero.offload(model, torch.optim.AdamW(model.parameters()), config)
+    found = results(model)
+    optimizer.close()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("placement", ["resident", "host", "nvme"])
+def test_states_beside_the_weights(placement: str, tmp_path: Path) -> None:
+    config = make_config(placement, tmp_path, dtype=None, clipping=0.5)
+    engine, *_ = offloadzero.initialize(model=Stack(), config=config)
+    engine.backward(engine(features(0)))
+    engine.step()
+    p = engine.module.blocks[0].up.weight
+    value = p.detach().clone()
+    moment = engine.optimizer.state[p]["exp_avg"]
+    before = moment.clone()
+    with torch.no_grad():
+        assert torch.equal(moment + p, before + value)
+        moment.add_(p)
+    assert torch.equal(engine.optimizer.state[p]["exp_avg"], before + value)
     engine.close()
