@@ -192,8 +192,11 @@ def plan_cut(
     num_checkpointed: int,
     several: SeveralRanks | None,
 ) -> MemoryPlan:
-    """Plan the memory of a model that is cut, whose parameters give theirs back. Raises BudgetError."""
-    return plan_engine(
+    """Plan the memory of a model that is cut, whose parameters give theirs back. Raises BudgetError.
+
+    ConfigError: "auto" has chosen other homes on other ranks.
+    """
+    plan = plan_engine(
         cut.records,
         config,
         cut.together,
@@ -203,7 +206,11 @@ def plan_cut(
         num_local_ranks=1 if several is None else several.ranks.local_world_size,
         movable_bytes=sum(host_bytes(slot.param) for record in cut.records for slot in record.slots),
         uses=uses_of(cut),
+        others=several,
     )
+    if several is not None and config.placement.auto:
+        several.expect_same_homes(plan.placement)
+    return plan
 
 
 # --- the memory ---

@@ -201,7 +201,7 @@ class Runtime:
 
         Of several ranks the first one makes it.
         """
-        is_first = self.several is None or self.several.ranks.is_first
+        is_first = self.several is None or self.several.is_first
         if not is_first or self.hooks is None or not self.monitor.is_on:
             return None
         from offloadzero.step_forecast import (  # late: a run without reports needs none of it

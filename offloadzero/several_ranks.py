@@ -19,10 +19,17 @@ from offloadzero.errors import ConfigError, RankError
 from offloadzero.memory.device import make_current
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Failures
+from offloadzero.planning.homes import Placement
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.sharding.mesh import expect_whole_gradient
 from offloadzero.sharding.ranks import Channel, Ranks, digest, make_ranks
-from offloadzero.sharding.shard_spec import WHOLE, ShardSpec, divides_params, divides_states
+from offloadzero.sharding.shard_spec import (
+    WHOLE,
+    ShardSpec,
+    divides_params,
+    divides_states,
+    keeps_params_on_device,
+)
 from offloadzero.step.coded_reduce import CodedReduce
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.piecewise_reduce import PiecewiseReduce
@@ -57,6 +64,11 @@ class SeveralRanks:
         """Whether parameters are divided, too."""
         return divides_params(self._config.zero_stage)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.ranks.is_first
+
     def close(self) -> None:
         """Leave the other ranks."""
         self.ranks.close()
@@ -64,6 +76,12 @@ class SeveralRanks:
     def agree(self, values: torch.Tensor) -> None:
         """Overwrite a host tensor with that of the first rank that trains the same part of the model."""
         self.ranks.control.broadcast(values, "the first values")
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """Return the least of each value on any rank."""
+        negative = -torch.tensor(values, dtype=torch.int64, device="cpu")
+        self.ranks.agreements.all_reduce(negative, "the least of all ranks", largest=True)
+        return [-value for value in negative.tolist()]
 
     def agreed_number(self) -> int:
         """A number that all ranks have in common, and that no other call gives again."""
@@ -119,6 +137,14 @@ class SeveralRanks:
                 first = self.ranks.control.members[0] if name == "model" else 0
                 allowed = f"the same on all ranks: ranks {odd} have another than rank {first}"
                 raise ConfigError(name, f"that of rank {self.ranks.control.rank}", allowed)
+
+    def expect_same_homes(self, placement: Placement) -> None:
+        """Raise ConfigError unless "auto" has chosen the same homes on all ranks, which fetch in an order of them."""
+        homes = repr(sorted((index, kind.value, tier.value) for (index, kind), tier in placement.items()))
+        odd = self.departures(of_all={"homes": homes}, of_part={})["homes"]
+        if odd:
+            allowed = f"homes by name: ranks {odd}, on another device or with another torch, choose others than rank 0"
+            raise ConfigError("offloadzero.placement", "auto", allowed)
 
     def _expect_built_by_these(self, slots: Sequence[ParamSlot]) -> None:
         """All ranks are asked, so that each one raises an error of its own, and none is told of another's first."""
@@ -276,12 +302,13 @@ def expect_built(config: OffloadConfig) -> None:
         raise ConfigError("zero_optimization.zero_hpz_partition_size", wire.node_ranks, f"{several}: 1")
     if config.mesh is not None and wire.quantized_gradients:
         raise ConfigError("zero_optimization.zero_quantized_gradients", True, f"{several}: false")
-    if config.placement.auto:
+    if config.mesh is not None and config.placement.auto:
         raise ConfigError(
             "offloadzero.placement", "auto", f"homes by name: {several} the choice is not built"
         )
-    tiers = {rule.tiers.get(SegmentKind.PARAM, TierName.DEVICE) for rule in config.placement.rules}
-    if config.zero_stage in (1, 2) and tiers - {TierName.DEVICE}:
+    rules = () if config.placement.auto else config.placement.rules
+    tiers = {rule.tiers.get(SegmentKind.PARAM, TierName.DEVICE) for rule in rules}
+    if keeps_params_on_device(config.zero_stage) and tiers - {TierName.DEVICE}:
         (tier_name, *_) = sorted(tier.value for tier in tiers - {TierName.DEVICE})
         allowed = f"{several} device, or zero_optimization.stage 3: stages 1 and 2 keep all parameters on each device"
         raise ConfigError("offloadzero.placement.param", tier_name, allowed)

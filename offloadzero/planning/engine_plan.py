@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
+from typing import Protocol
 
 from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.errors import BudgetError, ConfigError
@@ -35,6 +36,17 @@ log = logging.getLogger("offloadzero.planning")
 GOES_BY_BYTES = '"placement": "auto" goes by bytes: '
 
 
+class OtherRanks(Protocol):
+    """The ranks that train a model together, whose plans must be the same."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all."""
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """Return the least of each value on any rank. All of them ask together."""
+
+
 def plan_engine(
     records: Sequence[Record],
     config: OffloadConfig,
@@ -46,13 +58,16 @@ def plan_engine(
     num_local_ranks: int,
     movable_bytes: int,
     uses: Uses,
+    others: OtherRanks | None = None,
 ) -> MemoryPlan:
     """Plan the memory of an engine on this machine.
 
-    `movable_bytes` are those of parameters in host memory, which the arenas replace. Raises BudgetError: the budgets,
-    or the machine, have too little.
+    `movable_bytes` are those of parameters in host memory, which the arenas replace. With `others` "auto" chooses from
+    what the rank with the least memory has. Raises BudgetError: the budgets, or the machine, have too little.
     """
     available = _available(device, movable_bytes=movable_bytes, num_local_ranks=num_local_ranks)
+    if others is not None and config.placement.auto:
+        available = dict(zip(available, others.least([*available.values()]), strict=True))
     hardware = _measured(config, device) if goes_by_time(config) else None
 
     def make(config: OffloadConfig, hardware: Hardware | None = None) -> MemoryPlan:
@@ -73,7 +88,7 @@ def plan_engine(
         enough = least_budgets(config.budgets, lambda budgets: _refusal(make, config, budgets))
         raise BudgetError(f"{error}\n{budgets_text(enough)}") from None
     for line in plan.choice:
-        if line.startswith(GOES_BY_BYTES):
+        if line.startswith(GOES_BY_BYTES) and (others is None or others.is_first):
             log.warning("%s", line)
     expect_room(plan, available)
     return plan
@@ -129,6 +144,8 @@ def plan_records(
         placement = choose_placement(
             records, config, available, together=together, form=form, num_checkpointed=num_checkpointed
         )
+        if config.is_of_several and config.placement_tokens is not None:
+            choice = (f"{GOES_BY_BYTES}a step of several ranks is not simulated.",)
     plan = plan_memory(
         records,
         config,

@@ -38,6 +38,7 @@ from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.planning.homes import Placement
 from offloadzero.planning.memory_plan import keeps_gradients, plan_memory
 from offloadzero.segments import SegmentKind, TierName
+from offloadzero.sharding.shard_spec import keeps_params_on_device
 from offloadzero.update.records import Record
 from offloadzero.update.spec import UpdateForm
 
@@ -143,11 +144,18 @@ def describe_placement(records: Sequence[Record], placement: Placement) -> str:
     return text + (f", {on_nvme} wholly or partly on nvme" if on_nvme else "")
 
 
+def segments_of(record: Record) -> list[tuple[int, SegmentKind]]:
+    """Return the segments of a record that have a home to choose."""
+    kinds = (*record.layout(), *([SegmentKind.GRAD] if record.num_trainable else []))
+    return [(record.index, kind) for kind in kinds]
+
+
 class _Moves:
     """The moves to faster tiers in their order: [Note: which segments earn a fast tier]."""
 
     def __init__(self, records: Sequence[Record], config: OffloadConfig, filling: Filling) -> None:
         self._slowest = TierName.NVME if config.nvme_paths else TierName.HOST
+        self._params_stay = config.is_of_several and keeps_params_on_device(config.zero_stage)
         self._keeps_gradients = keeps_gradients(config)
         self._records = _in_order(records, last_first=filling.last_on_device)
         of_host = _in_order(records, last_first=filling.last_in_host)
@@ -160,6 +168,8 @@ class _Moves:
         }
         if not self._keeps_gradients:
             del segments[SegmentKind.GRAD]
+        if self._params_stay:
+            del segments[SegmentKind.PARAM]
         to_host = [segment for kind in filling.to_host for segment in segments.get(kind, ())]
         self._position = {segment: position for position, segment in enumerate(to_host)}
         self.num_to_host = len(to_host)
@@ -168,9 +178,10 @@ class _Moves:
         """Return the homes after so many moves of records to the device and of segments of the others to the host."""
         placement: dict[tuple[int, SegmentKind], TierName] = {}
         for number, record in enumerate(self._records):
-            for kind in (*record.layout(), *([SegmentKind.GRAD] if record.num_trainable else [])):
-                segment = (record.index, kind)
-                if number < num_on_device or (record.resident and kind is SegmentKind.PARAM):
+            for segment in segments_of(record):
+                _, kind = segment
+                stays = kind is SegmentKind.PARAM and (record.resident or self._params_stay)
+                if number < num_on_device or stays:
                     placement[segment] = TierName.DEVICE
                 elif kind is SegmentKind.GRAD and not self._keeps_gradients:
                     placement[segment] = TierName.HOST  # the gradient is consumed there as it lands

@@ -53,3 +53,8 @@ def divides_states(stage: int) -> bool:
 def divides_params(stage: int) -> bool:
     """Whether a stage of ZeRO divides parameters as well."""
     return stage >= 3
+
+
+def keeps_params_on_device(stage: int) -> bool:
+    """Whether all parameters stay on each rank's device: where states are divided, but not the parameters."""
+    return divides_states(stage) and not divides_params(stage)

@@ -19,7 +19,7 @@ from offloadzero.sharding.building import kept_elements
 from offloadzero.streaming.spill import spilled_weight
 from tests.engine.built import stored_bytes
 from tests.support.ranks import run_ranks
-from tests.support.sharded import config_of, digest, engine_of, make_odd_model, train
+from tests.support.sharded import config_of, digest, engine_of, make_odd_model, said_of, train
 
 NUM_STEPS = 3
 COMPACT = {"bf16": {"enabled": True}, "offloadzero": {"state_layout": "compact"}}
@@ -177,15 +177,6 @@ def test_gathered_parameters_of_a_model_in_parts(tmp_path: Path) -> None:
         assert messages["read only"].startswith(said)
         assert messages["absent"] == "modifier_rank = 2: None, or 0 to 1"
         assert messages["in the block"] == "of the script"
-
-
-def said_of(call: Callable[[], Any]) -> str:
-    """What `call` raises."""
-    try:
-        call()
-    except (offloadzero.OffloadError, LookupError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def depart(rank: int, directory: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ from offloadzero.zero import (
 )
 from tests.support.ranks import run_ranks
 from tests.support.schedules import BlockForm, RandomModel, token_ids
-from tests.support.sharded import WIDTH, config_of, engine_of, make_odd_model, train
+from tests.support.sharded import WIDTH, config_of, engine_of, make_odd_model, said_of, train
 
 Found = dict[str, list[Any]]  # what each rank's function of that name gives, by rank
 
@@ -50,15 +50,6 @@ def depart(rank: int, directory: str) -> dict[str, Any]:
         take_branches,
     )
     return {work.__name__: work(rank, directory) for work in works}
-
-
-def said_of(call: Callable[[], Any]) -> str:
-    """What `call` raises."""
-    try:
-        call()
-    except offloadzero.OffloadError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 # --- reads ---

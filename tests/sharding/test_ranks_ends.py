@@ -22,7 +22,7 @@ from offloadzero.lifetime import wait_for_collected
 from offloadzero.memory.store import TieredStore
 from offloadzero.streaming.gathered import GatheredWeights
 from tests.support.ranks import run_ranks
-from tests.support.sharded import config_of, engine_of, make_odd_model, train
+from tests.support.sharded import config_of, engine_of, make_odd_model, said_of, train
 
 TIMEOUT_S = 100.0
 MAX_MORE = 4  # threads and descriptors that come and go; an engine's process groups are 21 and 35
@@ -50,15 +50,6 @@ def end(rank: int, directory: str) -> dict[str, Any]:
         start_with_another_call,
     )
     return {work.__name__: work(rank, directory) for work in works}
-
-
-def said_of(call: Callable[[], Any]) -> str:
-    """What `call` raises."""
-    try:
-        call()
-    except (offloadzero.OffloadError, KeyboardInterrupt, LookupError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def resources() -> list[int]:

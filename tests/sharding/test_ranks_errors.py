@@ -155,7 +155,6 @@ def refusals(rank: int, directory: str) -> dict[str, str]:
             model=make_odd_model(), config=config_of("host", stage, path, world_size=2, **over)
         )
 
-    note("auto", lambda: start(3, offloadzero={"placement": "auto"}))
     note(
         "params at stage 2", lambda: start(2, offloadzero={"placement": {"param": "nvme", "states": "host"}})
     )
@@ -192,7 +191,6 @@ def refusals(rank: int, directory: str) -> dict[str, str]:
 
 
 REFUSED = {
-    "auto": "ConfigError: offloadzero.placement = 'auto': homes by name: over 2 ranks the choice is not built",
     "params at stage 2": "ConfigError: offloadzero.placement.param = 'nvme': over 2 ranks device, or ",
     "in backward": "ConfigError: offloadzero.update.in_backward = True: impossible with 2 ranks: all gradients ",
     "batch": "ConfigError: train_batch_size = 7: must equal train_micro_batch_size_per_gpu * "

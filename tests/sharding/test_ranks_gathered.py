@@ -19,7 +19,7 @@ from offloadzero.sharding import ranks
 from offloadzero.streaming.gathered_block import GatheredBlock
 from offloadzero.zero import GatheredParameters, safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.support.ranks import RanksError, run_ranks
-from tests.support.sharded import OddModel, config_of, digest, engine_of, micro_batch, train
+from tests.support.sharded import OddModel, config_of, digest, engine_of, micro_batch, said_of, train
 
 BF16 = {"bf16": {"enabled": True}}
 COMPACT = {"offloadzero": {"state_layout": "compact"}, **BF16}
@@ -51,15 +51,6 @@ def model_of(engine: offloadzero.Engine) -> OddModel:
 
 def masters(engine: offloadzero.Engine) -> dict[str, torch.Tensor]:
     return {name: safe_get_full_fp32_param(param) for name, param in model_of(engine).named_parameters()}
-
-
-def said_of(call: Callable[[], Any]) -> str:
-    """What `call` raises."""
-    try:
-        call()
-    except (offloadzero.OffloadError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 # --- what is read and written: as with one process ---

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import offloadzero
 from tests.support import meshes
 from tests.support.ranks import run_ranks
-from tests.support.sharded import global_losses
+from tests.support.sharded import global_losses, said_of
 
 TIMEOUT_S = 100.0
 IS_LONG = os.environ.get("OFFLOADZERO_TEST_RANKS") == "all"
@@ -80,15 +80,6 @@ def mesh_of(first: str, second: str, shape: tuple[int, int] = (2, 2)) -> Any:
 
 def weights_of(engine: Any) -> dict[str, Any]:
     return {name: value.tolist() for name, value in engine.module.state_dict().items()}
-
-
-def said_of(call: Callable[[], Any]) -> str:
-    """What `call` raises."""
-    try:
-        call()
-    except offloadzero.OffloadError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 # --- tensor parallelism ---

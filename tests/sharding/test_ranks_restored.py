@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import offloadzero
 from offloadzero.zero import GatheredParameters, safe_get_full_fp32_param
 from tests.support.ranks import run_ranks
-from tests.support.sharded import config_of, digest, engine_of, make_odd_model, train
+from tests.support.sharded import config_of, digest, engine_of, make_odd_model, said_of, train
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 COMPACT: dict[str, Any] = {"offloadzero": {"state_layout": "compact"}, **BF16}
@@ -24,15 +23,6 @@ CASES: dict[int, dict[str, tuple[int, str, dict[str, Any]]]] = {
     },
     3: {"stage 1, host": (1, "host", {}), "stage 3, compact": (3, "host", COMPACT)},
 }
-
-
-def said_of(call: Callable[[], Any]) -> str:
-    """What `call` raises."""
-    try:
-        call()
-    except offloadzero.OffloadError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def restore(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,15 @@ def digest(values: dict[str, Tensor]) -> dict[str, str]:
 def engine_of(config: dict[str, Any], *, seed: int = 0, **keys: Any) -> offloadzero.Engine:
     engine, *_ = offloadzero.initialize(model=make_odd_model(seed), config=config, **keys)
     return engine
+
+
+def said_of(call: Callable[[], Any]) -> str:
+    """The error that `call` raises, in words."""
+    try:
+        call()
+    except (Exception, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def global_losses(by_rank: list[list[float]]) -> list[float]:
