@@ -293,7 +293,10 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     )
     accounts = Accounts(store.failures, [record.name for record in records if record.num_trainable])
     decider = _build_decider(ground, accounts, policy)
-    window = _build_window(records, ground, loop, executor, num_threads)
+    make_weights = WeightAccess if several is None else several.weights(records)
+    weights = make_weights(store, executor, clock=clock)
+    make_access = GradientAccess if several is None else several.gradient_access(weights)
+    window = _build_window(records, ground, loop, executor, num_threads, make_access)
     collector = _build_collector(ground, window, executor, several)
     landing = _build_landing(ground, decider, pipeline, cores, num_threads, several)
     accumulation = Accumulation(
@@ -303,7 +306,6 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
         world_size=config.world_size,
     )
     make_coordinator = StepCoordinator if several is None else several.coordinator(store)
-    make_weights = WeightAccess if several is None else several.weights(records)
     coordinator = make_coordinator(
         policy,
         executor=executor,
@@ -321,7 +323,7 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     )
     return Parts(
         executor=executor,
-        weights=make_weights(store, executor, clock=clock),
+        weights=weights,
         pipeline=pipeline,
         activations=activations,
         decider=decider,
@@ -388,11 +390,16 @@ def _build_decider(ground: Ground, accounts: Accounts, policy: StepPolicy) -> De
 
 
 def _build_window(
-    records: Sequence[Record], ground: Ground, loop: Loop, executor: Executor, num_threads: int | None
+    records: Sequence[Record],
+    ground: Ground,
+    loop: Loop,
+    executor: Executor,
+    num_threads: int | None,
+    make_access: Callable[..., GradientAccess],
 ) -> GradientWindow:
     in_backward = ground.plan.update_in_backward
     gradients = WindowGradients(records)
-    access = GradientAccess(
+    access = make_access(
         ground.store,
         clock=ground.clock,
         num_threads=num_threads,

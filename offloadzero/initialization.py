@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 from offloadzero import launch
 from offloadzero.arguments import Collate, config_source, make_loader
 from offloadzero.config import OffloadConfig, load_config, settle_for_initialize
-from offloadzero.config.schema import MeshConfig, ObserveConfig
+from offloadzero.config.schema import MeshConfig
 from offloadzero.engine import Engine
 from offloadzero.errors import ConfigError
+from offloadzero.joining import config_of_rank, join_group, telling_others
 from offloadzero.lr_schedules import build_lr_scheduler
-from offloadzero.memory.device import device_of_rank
 from offloadzero.optimizer import ConfigSource, OffloadedOptimizer, check_optimizer
 from offloadzero.param_groups import group_defaults
 from offloadzero.parameters.dtensors import LocalParameters
@@ -68,21 +67,14 @@ def initialize(
     Raises:
         ConfigError, BudgetError, AioError.
     """
-    with _telling_others():  # where there is a group already
-        rank, world_size = launch.join_group()
-    if world_size > 1 and isinstance(model, nn.Module):
-        from offloadzero.streaming.divided import (
-            announce_start,  # imported here, as it loads torch.distributed
-        )
-
-        announce_start(model.parameters())
-    with _telling_others():
+    rank, world_size = join_group(model)
+    with telling_others():
         if mesh_param is not None:
             raise ConfigError("mesh_param", mesh_param, "None: sequence parallelism is not built")
         mesh = _find_mesh(mpu)
         rank_of_data, num_of_data = _place_in_data(mesh, rank, world_size)
         source = load_config(config_source(args, config, config_params), world_size=num_of_data)
-        settings = _of_rank(source, rank, num_of_data, mesh)
+        settings = config_of_rank(source, rank, num_of_data, mesh)
         if dist_init_required:
             launch.init_distributed(distributed_port=distributed_port, dist_init_required=True)
         return _make_engine(
@@ -111,15 +103,6 @@ def _place_in_data(mesh: MeshConfig | None, rank: int, world_size: int) -> tuple
     if mesh is None:
         return rank, world_size
     return mesh.data_ranks.index(rank), len(mesh.data_ranks)
-
-
-def _telling_others() -> AbstractContextManager[None]:
-    """Tell an error of the block to the other ranks of the process group, which wait for this one."""
-    if launch.group_size() == 1:
-        return nullcontext()
-    from offloadzero.sharding.board import telling_others  # imported here, as it loads torch.distributed
-
-    return telling_others()
 
 
 def _make_engine(
@@ -211,21 +194,6 @@ def _make_parts(
         raise
     runtime.on_restore.append(local.remove)
     return engine, offloaded, loader, scheduler
-
-
-def _of_rank(config: OffloadConfig, rank: int, world_size: int, mesh: MeshConfig | None) -> OffloadConfig:
-    """The configuration of one rank: each computes on its own GPU, and only the first one reports on the run.
-
-    `world_size` is the number of ranks that train the same part of the model.
-    """
-    if config.world_size != world_size:
-        allowed = f"{world_size}: load_config(..., world_size={world_size}) makes it for so many ranks"
-        raise ConfigError("config.world_size", config.world_size, allowed)
-    config = replace(config, mesh=mesh)
-    if not config.is_of_several:
-        return config
-    config = replace(config, device=device_of_rank(config.device, launch.local_rank()))
-    return config if rank == 0 else replace(config, observe=ObserveConfig(), steps_per_print=None)
 
 
 def _make_optimizer(

@@ -24,19 +24,6 @@ def local_rank() -> int:
     return _environment_number("LOCAL_RANK", default=0)
 
 
-def expect_one_process(call: str) -> None:
-    """Refuse `call`, which works on one process only, on one of several ranks: each would train a model of its own.
-
-    Raises:
-        ConfigError: naming the variable, or torch's process group, that says so.
-    """
-    for name, size in _sizes().items():
-        if size > 1:
-            raise ConfigError(
-                name, size, f"1: {call} is not built over several ranks. initialize() trains on them"
-            )
-
-
 def join_group() -> tuple[int, int]:
     """Return this rank and the number of ranks; make torch's process group where a launcher asks for several.
 

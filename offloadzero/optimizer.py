@@ -15,11 +15,11 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import nn
 
-from offloadzero import launch
 from offloadzero.config import OffloadConfig, load_config, settle_for_offload
 from offloadzero.errors import ConfigError, StateError
 from offloadzero.fail_points import through
 from offloadzero.interrupts import uninterrupted
+from offloadzero.joining import config_of_rank, join_group, telling_others
 from offloadzero.observe.step_report import StepReport
 from offloadzero.optimizer_loading import plan_optimizer_load
 from offloadzero.optimizer_states import StateDict, States, read_states, refuse_states
@@ -50,17 +50,25 @@ def offload(
     optimizer.zero_grad()`. Learning-rate schedulers work on the returned optimizer's param_groups, which are
     those of `optimizer`. Gradients are torch's: they add up until they are dropped, however many backward passes that
     takes, and `param.grad` can be read, clipped, edited and assigned. `update.in_backward: true` in the configuration
-    gives that up for memory and time.
+    gives that up for memory and time. Under a launcher of several ranks all of them call this: gradients are then the
+    means over the ranks, as those of DistributedDataParallel, which must not be around the model.
 
     Raises:
         ConfigError: an optimizer of a class that is not built, one that has stepped already, or one whose parameters
             are not the model's.
         BudgetError: something does not fit.
     """
-    launch.expect_one_process("offload()")
-    settings = settle_for_offload(load_config(config))
+    rank, world_size = join_group(model)
+    with telling_others():
+        settings = config_of_rank(load_config(config, world_size=world_size), rank, world_size)
+        return _offload(model, optimizer, settle_for_offload(settings))
+
+
+def _offload(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: OffloadConfig
+) -> tuple[nn.Module, OffloadedOptimizer]:
     for warning in settings.warnings:
-        warnings.warn(warning, stacklevel=2)
+        warnings.warn(warning, stacklevel=3)
     if isinstance(optimizer, OffloadedOptimizer):
         raise ConfigError("optimizer", type(optimizer).__name__, "is offloaded already")
     check_optimizer(optimizer, settings)

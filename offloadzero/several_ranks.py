@@ -34,6 +34,7 @@ from offloadzero.step.coded_reduce import CodedReduce
 from offloadzero.step.collect import GradientCollector
 from offloadzero.step.piecewise_reduce import PiecewiseReduce
 from offloadzero.step.reduced import AgreeingDecider, ReducedLanding, ReducingCollector, ReducingCoordinator
+from offloadzero.step.reduced_grad import ReducedAccess
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.gathered import GatheredWeights, GatheringExecutor
 from offloadzero.streaming.near_copies import NearCopies
@@ -216,6 +217,12 @@ class SeveralRanks:
     def weights(self, records: Sequence[Record]) -> Any:
         """The call that makes a `WeightAccess`."""
         return functools.partial(GatheredWeights, ranks=self.ranks, records=records)
+
+    def gradient_access(self, weights: WeightAccess) -> Any:
+        """The call that makes a `GradientAccess`. The ranks tell each other through `weights` what they read."""
+        if not isinstance(weights, GatheredWeights):
+            raise AssertionError(f"{type(weights).__name__} reads the states of one rank")
+        return functools.partial(ReducedAccess, ranks=self.ranks, weights=weights)
 
     @property
     def decider(self) -> Any:

@@ -35,7 +35,6 @@ from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.planning.memory_plan import MemoryPlan, format_bytes
 from offloadzero.segments import TierName
-from offloadzero.sharding.shard_spec import keeps_params_on_device
 
 NVME_PATH = "offload-files"  # where no directory is configured
 SMALL_CHUNK = 65_536  # elements: a multiple that both layouts accept
@@ -327,7 +326,7 @@ def _steps(config: OffloadConfig, *, can_be_compact: bool, has_activations: bool
                 "train_micro_batch_size_per_gpu": size,
                 "gradient_accumulation_steps": of_rank // size,
             }
-    yield from _homes_in_mesh(config) if config.mesh is not None else _auto(config)
+    yield from _auto(config)
     if can_be_compact and config.state_layout != "compact":
         yield {"offloadzero.state_layout": "compact"}
     if config.update.chunk_elements > SMALL_CHUNK:
@@ -339,14 +338,6 @@ def _auto(config: OffloadConfig) -> Iterator[Keys]:
         yield {"offloadzero.placement": "auto"}
     if not config.nvme_paths:
         yield {"offloadzero.placement": "auto", "offloadzero.nvme_path": NVME_PATH}
-
-
-def _homes_in_mesh(config: OffloadConfig) -> Iterator[Keys]:
-    directory = {} if config.nvme_paths else {"offloadzero.nvme_path": NVME_PATH}
-    names = ("states",) if keeps_params_on_device(config.zero_stage) else ("param", "states")
-    yield {"offloadzero.placement": dict.fromkeys(names, "host")}
-    yield {"offloadzero.placement": dict.fromkeys(names, "nvme"), **directory}
-    yield {"offloadzero.placement": dict.fromkeys((*names, "grad"), "nvme"), **directory}
 
 
 def _smaller(micro: int) -> Iterator[int]:

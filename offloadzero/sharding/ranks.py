@@ -136,9 +136,9 @@ class Channel:
         if odd:
             raise StateError(
                 f"{label}: since the start the scripts of ranks {odd} have not written the same values into parameters "
-                f"and states as that of rank {self.members[0]}, and what each rank keeps of them no longer fits. All "
-                "ranks must write the same values, or none: load_state_dict(), param.data, "
-                "safe_set_full_fp32_param(), load_checkpoint()"
+                f"and states, or gradients, as that of rank {self.members[0]}, and what each rank keeps of them no "
+                "longer fits. All ranks must write the same values, or none: load_state_dict(), param.data, "
+                "param.grad, zero_grad(), safe_set_full_fp32_param(), load_checkpoint()"
             )
 
     def by_rank_unless_same(self, own: Sequence[int], label: str) -> list[list[int]] | None:

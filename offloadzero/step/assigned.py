@@ -103,7 +103,7 @@ def bring_home(changes: Sequence[Change], access: GradientAccess) -> None:
             _put(change, change.grad, access)
     for change in changes:
         if change.grad is None:
-            change.state.forget(change.handle.slot)
+            access.drop(change.state, change.handle.slot)
             change.handle.drop()
 
 

@@ -31,10 +31,11 @@ from torch import Tensor
 
 from offloadzero.arithmetic import device_math
 from offloadzero.errors import ConfigError, StateError
-from offloadzero.memory.store import TieredStore
+from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.parameters.gradient import GradientTensor, product_is_exact
+from offloadzero.segments import SegmentKind
 from offloadzero.step.record_gradient import RecordGradient, WindowGradients, copy_waiting
 from offloadzero.torch_private import (
     DisableTorchFunctionSubclass,
@@ -43,6 +44,7 @@ from offloadzero.torch_private import (
     queue_backward_callback,
 )
 from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.kept import kept_place
 from offloadzero.update.records import Record
 
 KEEP_KEY = '"offloadzero": {"update": {"in_backward": false}}'
@@ -243,11 +245,7 @@ class GradientAccess:
         record_index, slot_index = source.index
         state = self._gradients[record_index]
         slot = state.record.trainable_slots[slot_index]
-        if state.record.is_reduced:
-            raise StateError(
-                f"{source.name}: over several ranks gradients are reduced unit by unit, and no rank has one to read or "
-                "to edit: engine.get_global_grad_norm() gives their norm, gradient_clipping clips them"
-            )
+        self._expect_reachable(state, slot, source)
         if self._updates_in_backward and (state.closed or state.arrived or state.home is None):
             raise StateError(
                 f"{source.name}: the weights are updated in backward, and the gradient is gone by now: set {KEEP_KEY} "
@@ -264,6 +262,9 @@ class GradientAccess:
         if self._store.accelerator.has_streams:
             self._store.accelerator.note_stream()  # later launches of the caller on it use the lease
         return state, slot
+
+    def _expect_reachable(self, state: RecordGradient, slot: ParamSlot, source: ParamGradient) -> None:
+        """Raise StateError where the gradient is not to be had now."""
 
     # --- calls from param.grad ---
 
@@ -299,8 +300,7 @@ class GradientAccess:
         state, slot = self._located(source)
         if source.contribution is not None or slot.index in state.arrived or state.is_unmeasured:
             return None
-        self._wait_landed(state)
-        return math.sqrt(state.sq_norm_of(slot))
+        return math.sqrt(state.sq_norm_of(slot, self._sq_norm_at_home(state, slot)))
 
     def scale(self, source: ParamGradient, factor: float) -> bool:
         """Keep a factor where the update gives the same numbers with it: [Note: gradients as tensors]."""
@@ -315,11 +315,11 @@ class GradientAccess:
         if abs(before * factor) > 1.0:
             if state.is_unmeasured:
                 return False
-            self._wait_landed(state)
-            bound = math.sqrt(state.sq_norms[slot.index]) * abs(before * factor)
+            bound = math.sqrt(self._sq_norm_at_home(state, slot)) * abs(before * factor)
             if not bound <= torch.finfo(source.dtype).max:
                 return False  # an element may overflow
         state.set_factor(slot, before * factor)
+        self._note_edit(state, slot, f"times {before * factor!r}")
         return True
 
     def clear(self, source: ParamGradient) -> Contribution | None:
@@ -328,6 +328,7 @@ class GradientAccess:
         if source.contribution is not None or slot.index in state.arrived or self._updates_in_backward:
             return self.write(source, torch.zeros(slot.shape, dtype=source.dtype, device=self._device))
         state.clear(slot)
+        self._note_edit(state, slot, "zero")
         return None
 
     def accepted(self, source: ParamGradient, grad: Tensor) -> Contribution | None:
@@ -367,6 +368,11 @@ class GradientAccess:
 
     # --- at home ---
 
+    def drop(self, state: RecordGradient, slot: ParamSlot) -> None:
+        """Leave a gradient that the script has dropped out of the step."""
+        state.forget(slot)
+        self._note_edit(state, slot, "dropped")
+
     def store(self, state: RecordGradient, slot: ParamSlot, value: Tensor) -> None:
         """Make `value` (of any floating-point dtype) the gradient of the window so far."""
         home = state.home
@@ -375,13 +381,15 @@ class GradientAccess:
         self._wait_landed(state)
         with self._clock.waiting("update"), self._store.failures.handed_over():
             self._previous_update(state.record.index).wait()  # it may still read the home
-        flat = value.detach().reshape(-1)
+        place = kept_place(state.record, slot, SegmentKind.GRAD)
+        flat = value.detach().reshape(-1)[place.skipped : place.skipped + place.num_elements]
         if not home.is_in_memory:
             target = flat.to("cpu", home.dtype).contiguous()
-            with self._clock.waiting("gradient access"), self._store.failures.handed_over():
-                self._store.write(home, target, start=slot.offset).wait()
+            if place.num_elements:
+                with self._clock.waiting("gradient access"), self._store.failures.handed_over():
+                    self._store.write(home, target, start=place.start).wait()
         else:
-            target = home.memory[slot.offset : slot.offset + slot.num_elements]
+            target = home.memory[place.start : place.start + place.num_elements]
             target.copy_(flat)
         state.forget(slot)
         # This waits until the value is there, also on the device.
@@ -395,15 +403,26 @@ class GradientAccess:
         if slot.index in state.zeroed:
             return torch.zeros(slot.num_elements, dtype=home.dtype, device=self._device)
         self._wait_landed(state)
-        if not home.is_in_memory:
-            flat = torch.empty(slot.num_elements, dtype=home.dtype, device="cpu")
-            with self._clock.waiting("gradient access"), self._store.failures.handed_over():
-                self._store.read(home, flat, start=slot.offset).wait()
-        else:
-            flat = home.memory[slot.offset : slot.offset + slot.num_elements]
-        value = flat.to(self._device)
+        value = self._read_home(state, slot, home).to(self._device)
         factor = state.factors.get(slot.index, 1.0)
         return value if factor == 1.0 else value * factor
+
+    def _read_home(self, state: RecordGradient, slot: ParamSlot, home: Segment) -> Tensor:  # noqa: ARG002
+        """Return what the home holds of a parameter, flat, in the home's dtype; it may be the home itself."""
+        if home.is_in_memory:
+            return home.memory[slot.offset : slot.offset + slot.num_elements]
+        flat = torch.empty(slot.num_elements, dtype=home.dtype, device="cpu")
+        with self._clock.waiting("gradient access"), self._store.failures.handed_over():
+            self._store.read(home, flat, start=slot.offset).wait()
+        return flat
+
+    def _sq_norm_at_home(self, state: RecordGradient, slot: ParamSlot) -> float:
+        """Return the squared norm of what the home holds of a parameter."""
+        self._wait_landed(state)
+        return state.sq_norms[slot.index]
+
+    def _note_edit(self, state: RecordGradient, slot: ParamSlot, what: str) -> None:
+        """Take note of an edit of the gradient."""
 
     def _with_earlier(self, state: RecordGradient, slot: ParamSlot, grad: Tensor) -> Tensor:
         """Return a contribution of the running backward, with earlier ones added."""

@@ -228,12 +228,12 @@ class RecordGradient:
 
     # --- as it is ---
 
-    def sq_norm_of(self, slot: ParamSlot) -> float:
-        """The squared norm of a gradient that has landed."""
+    def sq_norm_of(self, slot: ParamSlot, at_home: float | None = None) -> float:
+        """The squared norm of a gradient that has landed. `at_home`: that of what the home holds; None: as measured."""
         if slot.index in self.zeroed:
             return 0.0
         factor = self.factors.get(slot.index, 1.0)
-        return self.sq_norms[slot.index] * factor * factor
+        return (self.sq_norms[slot.index] if at_home is None else at_home) * factor * factor
 
     def sq_norms_by_slot(self) -> list[float]:
         """The squared norms of all landed gradients, on which the decision over the step rests."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offloadzero.errors import ConfigError, StateError, shortened
+from offloadzero.errors import StateError, shortened
 from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.store import TieredStore
@@ -51,6 +51,10 @@ class ReducingCollector(GradientCollector):
     # this one's next fetch. So the wait has an end, after which a gradient takes more memory and has the same numbers.
     LEASE_WITHIN_S = 2.0
 
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._left_with_script: dict[str, None] = {}  # parameters, in the order of backward
+
     def _wait_for_lease(self, leases: BufferPool, record: Record) -> PooledBuffer:
         with self._clock.waiting("gradient lease"), self._store.failures.handed_over():
             lease = leases.take_within(self.LEASE_WITHIN_S)
@@ -65,6 +69,23 @@ class ReducingCollector(GradientCollector):
             num_leases,
             num_bytes,
         )
+
+    def _keep_with_script(self, state: RecordGradient, number: int) -> RecordGradient | None:
+        self._left_with_script.setdefault(state.record.trainable_slots[number].name)
+        return None
+
+    def abandon(self) -> None:
+        """Forget what was collected, and what was left with the script."""
+        super().abandon()
+        self._left_with_script.clear()
+
+    def expect_all_reduced(self) -> None:
+        """Raise StateError where a backward has added to a tensor of the script's own, which no other rank has."""
+        for name in self._left_with_script:
+            raise StateError(
+                f"{name}.grad was assigned before a backward, which has added this rank's gradient to it, and not the "
+                "mean over the ranks: assign it after the backward, or drop all gradients with zero_grad()"
+            )
 
     def fill(self, gradient: RecordGradient, places: Sequence[int]) -> None:
         """Make zeros of the slots of which another rank has a gradient, and this one none."""
@@ -261,6 +282,7 @@ class ReducingCoordinator(StepCoordinator):
         self._order = ReduceOrder(self._gradients)
         self._has_begun = False
         self._has_learnt = False
+        self._writes_before = ranks.writes.value  # those of the script until the last step
         # The lane of new weights of units that stay whole on the device.
         self._publishing: Lane = store.accelerator.lane("new-weights", store.failures)
 
@@ -350,18 +372,15 @@ class ReducingCoordinator(StepCoordinator):
 
     def step(self) -> None:
         """Apply the window's gradients, which are those of all ranks."""
-        self._window.expect_unchanged(self._ranks.spec.world_size)
+        self.collector.expect_all_reduced()
         super().step()
 
     def discard_gradients(self, *, set_to_none: bool = True) -> None:
-        """Drop the gradients (`optimizer.zero_grad()`), on all ranks."""
-        if not set_to_none:
-            raise ConfigError(
-                "set_to_none", False, "True: over several ranks gradients are dropped, not zeroed"
-            )
+        """Drop the gradients, or make them zero (`optimizer.zero_grad()`), on all ranks."""
         self._expect_backward_ended()
         self._wait_decided()  # [Note: where a refused step is told]
-        super().discard_gradients()
+        self._ranks.writes.note(int(set_to_none))
+        super().discard_gradients(set_to_none=set_to_none)
 
     def give_up_step(self) -> None:
         """Drop the step that was begun, on all ranks: a checkpoint replaces the states."""
@@ -384,8 +403,13 @@ class ReducingCoordinator(StepCoordinator):
         for job in jobs:
             self._executor.begin_update(job.record.index, self._published(job))
         order = self._executor.step_order([job.record.index for job in jobs])
-        # Where another part of the model has gradients, the ranks of this one decide with it.
-        is_decided = not jobs and self._ranks.across is None
+        # Where another part of the model has gradients, the ranks of this one decide with it; and with other ranks of
+        # this part where these may have gradients, as the script here has dropped all.
+        has_edited, self._writes_before = (
+            self._writes_before != self._ranks.writes.value,
+            self._ranks.writes.value,
+        )
+        is_decided = not jobs and self._ranks.across is None and not has_edited
         step = StepJobs(account, jobs, reads=reads, order=None if is_decided else order)
         if not is_decided:
             self._decider.note_writes(account)

@@ -162,14 +162,6 @@ class GradientWindow:
                 f"updated in backward: set {KEEP_KEY} to keep gradients until the step"
             )
 
-    def expect_unchanged(self, world_size: int) -> None:
-        """Refuse a gradient that a rank has dropped or assigned where gradients are those of several ranks."""
-        for _, handle, grad in self._changed():
-            raise StateError(
-                f"{handle.slot.name}.grad was {'dropped' if grad is None else 'assigned'} before step(): it is "
-                f"the mean over {world_size} ranks, and edits of that are not built"
-            )
-
     def expect_frozen(self) -> None:
         """Refuse to train a parameter that was frozen when the model was offloaded: it has no states."""
         with DisableTorchFunctionSubclass():

@@ -43,7 +43,7 @@ from offloadzero.update.kept import gathered_regions, kept_place, kept_regions
 from offloadzero.update.records import Record
 
 # The next act of a rank: a read, by the record's number, of its own or one that leads the others, a BlockAct, or one of
-_ENDED, _FAILED, _FOLLOWS = -1, -2, -3
+_ENDED, _FAILED, _FOLLOWS, _NORMS = -1, -2, -3, -7
 
 
 class GatheredFetches(UnitFetches):
@@ -364,6 +364,18 @@ class GatheredWeights(WeightAccess):
             self._ranks.states.broadcast(told, f"{slot.name}: GatheredParameters", source=modifier_rank)
         return told.view(slot.shape)
 
+    # --- gradients, which are read elsewhere ---
+
+    def announce_gradient(self, record: Record, slot: ParamSlot) -> None:
+        """Tell the others that a gradient is read next: [Note: ranks say what they read]."""
+        with self._clock.waiting("gradient access"), self._store.failures.handed_over():
+            self._say(record.index, slot.index, len(record.spec.kinds))
+
+    def announce_gradient_norms(self, num_records: int) -> None:
+        """Tell the others that the norms of so many units' gradients are read next."""
+        with self._clock.waiting("gradient access"), self._store.failures.handed_over():
+            self._say(_NORMS, num_records)
+
     # --- reads of all ranks ---
 
     def read_by_first(self, work: Callable[[], None]) -> None:
@@ -443,10 +455,13 @@ class GatheredWeights(WeightAccess):
         """Describe an act in an error message."""
         if what in (_FOLLOWS, _ENDED, _FAILED):
             return "saves"
+        if what == _NORMS:
+            return f"asks for the norms of the gradients of {place} units"
         if what < 0:
             return BlockAct(what).text(place, kind - 1 if kind else None)
         record = self._records[what]
-        name = f"{record.slots[place].name} ({record.spec.kinds[kind].value})"
+        kinds = [*record.spec.kinds, SegmentKind.GRAD]
+        name = f"{record.slots[place].name} ({kinds[kind].value})"
         return f"reads {name}{' to save it' if leads else ''}"
 
     def _write(self, record: Record, slot: ParamSlot, parts: Mapping[SegmentKind, torch.Tensor]) -> None:

@@ -22,7 +22,7 @@ from offloadzero.config import load_config
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES
-from offloadzero.planning.fit import MAX_BUDGET, NVME_PATH, Memory, memory_with, needed, with_keys
+from offloadzero.planning.fit import MAX_BUDGET, Memory, memory_with, needed, with_keys
 from offloadzero.segments import TierName
 from offloadzero.streaming.spill import file_bytes
 from offloadzero.update.spec import UpdateForm
@@ -331,25 +331,20 @@ def test_keys_are_set_in_a_copy() -> None:
     )
 
 
-ON_HOST = {"param": "host", "states": "host"}
-ON_DRIVES = {"param": "nvme", "states": "nvme"}
-
-
 @pytest.mark.parametrize(
-    ("stage", "placement", "has_directory", "short", "homes"),
+    ("stage", "placement", "has_directory", "short"),
     [
-        (3, "device", True, TierName.DEVICE, ON_HOST),
-        (3, "host", True, TierName.HOST, ON_DRIVES),
-        (3, "host", False, TierName.HOST, ON_DRIVES),
-        (3, "nvme", True, TierName.HOST, {**ON_DRIVES, "grad": "nvme"}),
-        (2, "device", True, TierName.DEVICE, {"states": "host"}),
-        (1, {"states": "host"}, True, TierName.HOST, {"states": "nvme"}),
+        (3, "device", True, TierName.DEVICE),
+        (3, "host", True, TierName.HOST),
+        (3, "host", False, TierName.HOST),
+        (3, "nvme", True, TierName.HOST),
+        (2, "device", True, TierName.DEVICE),
+        (1, {"states": "host"}, True, TierName.HOST),
     ],
 )
-def test_several_ranks_are_told_homes_by_name(
-    stage: int, placement: Any, has_directory: bool, short: TierName, homes: dict[str, str], tmp_path: Path
+def test_several_ranks_are_told_that_auto_fits(
+    stage: int, placement: Any, has_directory: bool, short: TierName, tmp_path: Path
 ) -> None:
-    """ "auto" is refused there, so slower tiers were none of the changes: memory was to be bought."""
     source = settings(
         tmp_path if has_directory else None,
         placement=placement,
@@ -372,7 +367,6 @@ def test_several_ranks_are_told_homes_by_name(
     taken = asked(plenty).answer(source).planned.plan.tier_bytes(short)
     memory = replace(plenty, **{short.value: taken // 2 if short.is_device else taken - 2 * MIB})
     change = asked(memory).smallest_change(source)
-    directory = {} if has_directory else {"offloadzero.nvme_path": NVME_PATH}
-    assert change.keys == {"offloadzero.placement": homes, **directory}
+    assert change.keys == {"offloadzero.placement": "auto"}
     assert not change.more
     assert asked(memory).verdict(with_keys(source, change.keys)).fits

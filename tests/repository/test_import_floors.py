@@ -24,6 +24,7 @@ FLOORS: Mapping[str, int] = {
     "engine": 6,
     "engine_checkpoints": 6,
     "initialization": 6,
+    "joining": 6,
     "arguments": 6,
     "deepspeed_names": 6,
     "estimates": 6,

@@ -37,6 +37,7 @@ from tests.simulated.ranks_scripts import (
     Here,
     Script,
     drop_gradients,
+    edit_gradients,
     notice_a_refused_step,
     read_states,
     train,
@@ -209,6 +210,7 @@ NEAR = {"zero_hpz_partition_size": 2}
 ACCUMULATE = {"accumulation": 2}
 ON_HOST = {"param": "host", "states": "host"}
 STATES_ON_HOST = {"states": "host"}
+ALL_ON_NVME = {"param": "nvme", "states": "nvme", "grad": "nvme"}
 
 RUNS: dict[str, RanksRun] = {
     OF_RANKS + name: run
@@ -236,6 +238,7 @@ RUNS: dict[str, RanksRun] = {
             "host", make_model=stack_of_frozen_weights, script=use_old_graphs_without_room, slow=("fetch",)
         ),
         "dropped gradients": of("host", script=drop_gradients, slow=("gradient-d2h",)),
+        "edited gradients": of(ALL_ON_NVME, script=edit_gradients, slow=("gradient-d2h",)),
         "asked early": of("host", options=ACCUMULATE, patches=(ask_early,)),
         "asked early, dropped gradients": of("host", script=drop_gradients, patches=(ask_early,)),
         "a gradient that does not come": of(

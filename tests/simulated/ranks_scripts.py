@@ -97,6 +97,24 @@ def read_states(engine: Any, here: Here) -> list[float]:
     return losses
 
 
+def edit_gradients(engine: Any, here: Here) -> list[float]:
+    """They are read, written, scaled and measured as they come home."""
+    seen = []
+    for number in range(NUM_STEPS):
+        loss = engine(inputs(number, here))
+        engine.backward(loss)
+        _edit_gradient(engine.module, engine.module.blocks[0].up.weight)
+        seen.append(loss.detach())
+        engine.step()
+    return floats(seen)
+
+
+def _edit_gradient(model: nn.Module, param: nn.Parameter) -> None:
+    if param.grad is not None:
+        param.grad.add_(param.grad.abs().max(), alpha=1e-2)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
 def drop_gradients(engine: Any, here: Here) -> list[float]:
     """They are dropped while they land, and others come to their place."""
     losses = []
@@ -144,7 +162,7 @@ class Acts(NamedTuple):
 
     behind: tuple[str, ...]  # each step: one of ACTS
     evaluates: tuple[bool, ...]  # between forward and backward
-    edits: tuple[bool, ...]  # a weight between backward and step
+    edits: tuple[bool, ...]  # a weight and gradients between backward and step
 
     @classmethod
     def draw(cls, seed: int, *, num_steps: int = 3) -> Acts:
@@ -170,6 +188,7 @@ class Acts(NamedTuple):
                 if edits:
                     with torch.no_grad():
                         model.blocks[0].up.weight.mul_(0.99)
+                    _edit_gradient(model, model.wide.weight)
                 engine.step()
                 seen.append(loss.detach())
             with torch.no_grad():

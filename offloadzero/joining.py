@@ -1,0 +1,64 @@
+"""A process's place among the ranks, taken before it makes an engine."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+from torch import nn
+
+from offloadzero import launch
+from offloadzero.config import OffloadConfig
+from offloadzero.config.schema import MeshConfig, ObserveConfig
+from offloadzero.errors import ConfigError
+from offloadzero.memory.device import device_of_rank
+
+# What is imported inside of functions loads torch.distributed.
+
+
+def telling_others() -> AbstractContextManager[None]:
+    """Tell an error of the block to the other ranks of the process group, which wait for this one."""
+    if launch.group_size() == 1:
+        return nullcontext()
+    from offloadzero.sharding.board import telling_others as telling_ranks
+
+    return telling_ranks()
+
+
+def join_group(model: object) -> tuple[int, int]:
+    """Return this rank and the number of ranks, which all start an engine with `model` now.
+
+    Raises:
+        ConfigError: a launcher says that there are several ranks, and not which this is; DistributedDataParallel is
+            around the model.
+        StateError: the ranks have built the model together, and another is about to do something else with it.
+    """
+    with telling_others():  # where there is a group already
+        rank, world_size = launch.join_group()
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        with telling_others():
+            allowed = "the module in it, model.module: its gradients are averaged over the ranks here"
+            raise ConfigError("model", type(model).__name__, allowed)
+    if world_size > 1 and isinstance(model, nn.Module):
+        from offloadzero.streaming.divided import announce_start
+
+        announce_start(model.parameters())
+    return rank, world_size
+
+
+def config_of_rank(
+    config: OffloadConfig, rank: int, world_size: int, mesh: MeshConfig | None = None
+) -> OffloadConfig:
+    """Return the configuration of one rank: each computes on its own GPU, and only the first one reports on the run.
+
+    `world_size` is the number of ranks that train the same part of the model. Raises ConfigError where the
+    configuration is for another number.
+    """
+    if config.world_size != world_size:
+        allowed = f"{world_size}: load_config(..., world_size={world_size}) makes it for so many ranks"
+        raise ConfigError("config.world_size", config.world_size, allowed)
+    config = replace(config, mesh=mesh)
+    if not config.is_of_several:
+        return config
+    config = replace(config, device=device_of_rank(config.device, launch.local_rank()))
+    return config if rank == 0 else replace(config, observe=ObserveConfig(), steps_per_print=None)
