@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import logging
 import multiprocessing.util
 import os
@@ -91,8 +92,10 @@ class Runtime:
             was: [Note: the original form].
         """
         _refuse_second(model)
+        self.number = next(_numbers)
         interrupts.install()
-        self.config, self.spec, self.model = config, spec, model
+        self.config: OffloadConfig = config
+        self.spec, self.model = spec, model
         self.monitor = StepMonitor(config.observe)
         self.failures = Failures()
         self.resources = Resources(self.failures)
@@ -101,7 +104,7 @@ class Runtime:
         self.accelerator = Accelerator(find_device(config.device), self.monitor.timeline)
         # Else a new thread's is the first one, where a look at an event makes a context of half a gigabyte.
         self.failures.begin_thread = functools.partial(make_current, self.accelerator.device)
-        self.several = _join_ranks(self.accelerator, config, self.resources)
+        self.several: SeveralRanks | None = _join_ranks(self.accelerator, config, self.resources)
         self.clock = _make_clock(self.monitor, self.accelerator)
         group_of = _group_of(param_groups)
         cut = cut_model(model, config, group_of=group_of, spec=spec, several=self.several)
@@ -438,6 +441,7 @@ def _keep(values: torch.Tensor) -> None:
     """Do nothing: one rank agrees with itself."""
 
 
+_numbers = itertools.count()  # numbers of runtimes, which ranks make in one order
 # The runtimes whose hooks are on a model, and those that were closed.
 _live: weakref.WeakSet[Runtime] = weakref.WeakSet()
 _closed: weakref.WeakSet[Runtime] = weakref.WeakSet()

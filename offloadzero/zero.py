@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from offloadzero import launch
 from offloadzero.config import OffloadConfig, create_nvme_directories, load_config
 from offloadzero.errors import ConfigError, OffloadError, StateError
 from offloadzero.interrupts import UninterruptedThroughout, uninterrupted_from_start
+from offloadzero.joining import telling_others
 from offloadzero.memory.heap import FreedMemory
 from offloadzero.optimizer import ConfigSource
 from offloadzero.planning.memory_plan import waits_on_nvme
@@ -78,17 +79,17 @@ class Init:
         dtype: torch.dtype | None = None,
     ) -> None:
         source = config_dict_or_path if config_dict_or_path is not None else config
-        size = None if data_parallel_group is None else _size_of(data_parallel_group)
-        asks = source is not None or enabled
-        num_ranks = size or (launch.join_group()[1] if asks else 1)
-        self._settings = OffloadConfig() if source is None else load_config(source, world_size=num_ranks)
         self._group = data_parallel_group
+        self._enabled = enabled
+        num_ranks = self._num_ranks(asks=source is not None or enabled)
+        # The others may wait for this rank in their blocks. Inside of another block that one tells them.
+        with telling_others() if enabled and Init._active is None else nullcontext():
+            self._settings = OffloadConfig() if source is None else load_config(source, world_size=num_ranks)
+            self._directories = self._spill_directories(remote_device)
         # Without a configuration it is for ZeRO's stage 3, as in DeepSpeed.
         self._divides = num_ranks > 1 and (source is None or divides_params(self._settings.zero_stage))
         self._ranks: BuildingRanks | None = None
-        self._enabled = enabled
         self._dtype = dtype  # None: a parameter keeps all its bits until the engine takes it over
-        self._directories = self._spill_directories(remote_device)
         self._freed = FreedMemory()
         self._originals: list[tuple[type[nn.Module], Callable[..., None]]] = []
         self._original_apply: Callable[..., nn.Module] | None = None
@@ -97,6 +98,12 @@ class Init:
             with self._telling_others():
                 self._release_all(module)
             self._ranks = None
+
+    def _num_ranks(self, *, asks: bool) -> int:
+        """The number of ranks that build the same; torch's process group is made where one is asked for."""
+        if self._group is not None:
+            return _size_of(self._group)
+        return launch.join_group()[1] if asks else 1
 
     def _spill_directories(self, remote_device: str | None) -> Counter[Path]:
         """The directories for spilled parameters, with the bytes in each; none when parameters wait in memory."""
@@ -153,8 +160,7 @@ class Init:
             return
         import torch.distributed as dist
 
-        from offloadzero.sharding.board import telling_others  # imported here, as it loads torch.distributed
-        from offloadzero.sharding.building import BuildingRanks
+        from offloadzero.sharding.building import BuildingRanks  # late, as torch.distributed
 
         members = None if self._group is None else sorted(dist.get_process_group_ranks(self._group))
         with telling_others():
@@ -294,7 +300,8 @@ class GatheredParameters:
     Edits are committed on exit (and when a forward inside the block uses them) with `modifier_rank=0`; with None a
     change raises StateError. Elements whose value is unchanged keep the low bits of their fp32 master. Works on
     parameters of an offloaded model and on those of a model built under `Init` that is not offloaded yet. The values
-    take memory on the device beside what the engine has reserved: as many bytes as the parameters have.
+    take memory on the device beside what the engine has reserved: as many bytes as the parameters have. A step inside
+    of the block makes them old: its end, or the next forward, raises StateError.
 
     Over several ranks all of them enter and leave the block, each with the whole values. What rank `modifier_rank` (of
     those that share the data) has written is committed on all, and what the others have written is lost; with None a
@@ -321,17 +328,24 @@ class GatheredParameters:
         if not self._enabled:
             return
         offloaded: dict[Runtime, list[tuple[Record, ParamSlot]]] = {}
+        in_parts: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for param in self._params:
+            runtime = runtime_of(param)
+            if runtime is not None:
+                offloaded.setdefault(runtime, []).append(runtime.slots[id(param)])
+            else:
+                (in_parts if is_in_parts(param) else others).append(param)
         try:
-            for param in self._params:
-                runtime = runtime_of(param)
-                if runtime is None:
-                    self._restore(param)
-                else:
-                    offloaded.setdefault(runtime, []).append(runtime.slots[id(param)])
-            for runtime, places in offloaded.items():
-                block = GatheredBlock(runtime.weights, places, modifier_rank=self._modifier_rank)
+            if in_parts:
+                self._lend(in_parts)
+            for param in others:
+                self._restore(param)
+            # A set of parameters has another order on each rank.
+            for runtime in sorted(offloaded, key=lambda each: each.number):
+                block = GatheredBlock(runtime.weights, offloaded[runtime], modifier_rank=self._modifier_rank)
+                self._blocks.append(block)  # first: an interrupt may find it entered
                 block.enter()
-                self._blocks.append(block)
         except BaseException:  # the parameters do not fit together: none may stay behind
             with UninterruptedThroughout():
                 for block in reversed(self._blocks):
@@ -340,13 +354,11 @@ class GatheredParameters:
                 self._spill_built()
                 if self._lent is not None:
                     self._lent.put_back()
+                    self._lent = None
             raise
 
     def _restore(self, param: nn.Parameter) -> None:
-        """Bring back a parameter of a model that is not offloaded yet."""
-        if is_in_parts(param):
-            self._lend(param)
-            return
+        """Bring back a parameter of a model that is not offloaded yet, and whole on this rank."""
         if self._modifier_rank and launch.join_group()[1] > 1:
             allowed = "0 or None: the first values are those of rank 0"
             raise ConfigError("modifier_rank", self._modifier_rank, allowed)
@@ -354,29 +366,31 @@ class GatheredParameters:
         if spilled is not None:
             self._built.append(_Built(param, param.data.clone(), spilled))
 
-    def _lend(self, param: nn.Parameter) -> None:
-        if self._lent is None:
-            from offloadzero.streaming.divided import (
-                LentParameters,  # imported here: it loads torch.distributed
-            )
+    def _lend(self, params: Iterable[nn.Parameter]) -> None:
+        from offloadzero.streaming.divided import LentParameters  # imported here: it loads torch.distributed
 
-            self._lent = LentParameters(self._modifier_rank)
-        self._lent.lend(param)
+        self._lent = LentParameters(self._modifier_rank)
+        self._lent.lend(params)
 
     @uninterrupted_from_start
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with UninterruptedThroughout():
-            changed, failure = self._leave()
-            lent, self._lent = self._lent, None
-            if lent is not None:
-                changed += lent.take_back(after=error)
-        for built in self._built:
-            if not self._may_edit and not torch.equal(built.value, built.param.data):
-                changed.append(built.origin.name)
-                built.param.data = built.value
-        self._spill_built()
+            try:
+                changed, failure = self._leave()
+                lent, self._lent = self._lent, None
+                if lent is not None:
+                    changed += lent.take_back(after=error)
+                for built in self._built:
+                    if not self._may_edit and not torch.equal(built.value, built.param.data):
+                        changed.append(built.origin.name)
+                        built.param.data = built.value
+            finally:  # an interrupt in a wait for other ranks: no parameter may stay behind
+                if self._lent is not None:
+                    self._lent.put_back()
+                    self._lent = None
+                self._spill_built()
         if error is not None:
             return
         if failure is not None:

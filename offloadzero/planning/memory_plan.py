@@ -29,7 +29,7 @@ from offloadzero.planning.buffer_sizes import (
 from offloadzero.planning.first_enough import first_enough
 from offloadzero.planning.homes import Placement, place
 from offloadzero.segments import SegmentKind, TierName
-from offloadzero.sharding.shard_spec import divides_params
+from offloadzero.sharding.shard_spec import divides_params, kept_elements
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES, UpdateForm
 from offloadzero.update.wire import (
@@ -162,11 +162,17 @@ def waits_on_nvme(config: OffloadConfig) -> bool:
 def nvme_bytes_with_waiting(records: Iterable[Record], plan: MemoryPlan, config: OffloadConfig) -> int:
     """A rank's most bytes on the drive where parameters wait there: before any is taken over, or with the last unit.
 
-    They wait in the dtype in which they were made, which may have more bytes than their home; of several ranks each has
-    a part of them.
+    They wait in the dtype in which they were made, which may have more bytes than their home, each in a file of its
+    own; of several ranks each has a part of them.
     """
     num_ranks = config.world_size if divides_params(config.zero_stage) else 1
-    waiting = [sum(-(-slot.param.nbytes // num_ranks) for slot in record.slots) for record in records]
+    waiting = [
+        sum(
+            align_up(kept_elements(slot.num_elements, num_ranks) * slot.param.itemsize)
+            for slot in record.slots
+        )
+        for record in records
+    ]
     return max(plan.tier_bytes(TierName.NVME) + max(waiting, default=0), sum(waiting))
 
 

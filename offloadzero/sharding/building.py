@@ -27,6 +27,7 @@ from torch import Tensor
 from offloadzero.errors import RankError, StateError
 from offloadzero.sharding.ranks import Channel, digest, make_building_channel
 
+_blocks = itertools.count()  # numbers of the blocks of this process, which their ranks enter in one order
 _SHOWN = 160  # bytes of an act's name that the others are told in an error
 
 
@@ -36,6 +37,7 @@ class BuildingRanks:
     def __init__(self, members: Sequence[int] | None) -> None:
         """Join the others; `members` are the ranks that build the same, None: all. Raises RankError, ConfigError."""
         self.channel = make_building_channel(members)
+        self.number = next(_blocks)
         self._numbers = itertools.count(1)
         # No reference cycle: the groups go with the last parameter, on each rank when it comes to that.
         weakref.finalize(self, self.channel.close).atexit = False
@@ -84,11 +86,6 @@ class BuildingRanks:
             self.channel.report(error)
 
 
-def kept_elements(num_elements: int, num_ranks: int) -> int:
-    """The number of elements that each rank keeps of a parameter: [Note: parameters in parts]."""
-    return num_elements // num_ranks + num_elements % num_ranks
-
-
 def divide(channel: Channel, value: Tensor, label: str, *, source: int = 0) -> Tensor:
     """Return this rank's part of the value that the rank at place `source` has.
 
@@ -112,9 +109,8 @@ def divide(channel: Channel, value: Tensor, label: str, *, source: int = 0) -> T
     return kept
 
 
-def gather(channel: Channel, kept: Tensor, shape: torch.Size, label: str) -> Tensor:
-    """Return the whole value, a new host tensor of `shape`, of which each rank gives its part `kept`."""
-    whole = torch.zeros(shape, dtype=kept.dtype, device="cpu")  # zeros where nobody sends: torch's fake group
+def gather(channel: Channel, kept: Tensor, whole: Tensor, label: str) -> None:
+    """Fill `whole`, a contiguous host tensor, with the value of which each rank gives its part `kept`."""
     flat = whole.view(-1)
     size = channel.spec.world_size
     num_own = flat.numel() // size
@@ -124,4 +120,3 @@ def gather(channel: Channel, kept: Tensor, shape: torch.Size, label: str) -> Ten
         start, stop = channel.spec.kept_range(divided.numel())
         divided[start:stop] = kept[:num_own]
         channel.all_gather(divided, label)
-    return whole

@@ -45,6 +45,14 @@ class ShardSpec:
 WHOLE = ShardSpec()  # the spec of a process that trains alone
 
 
+def kept_elements(num_elements: int, num_ranks: int) -> int:
+    """The number of elements that each rank keeps of a parameter that waits for the engine.
+
+    [Note: parameters in parts] in sharding/building.py.
+    """
+    return num_elements // num_ranks + num_elements % num_ranks
+
+
 def divides_states(stage: int) -> bool:
     """Whether a stage of ZeRO divides optimizer states; gradients are divided with them here, from stage 1 on."""
     return stage >= 1

@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 
+_NOBODY = -(1 << 62)  # the number of modifier_rank=None, which no other has
+
 
 class Place(NamedTuple):
     """A parameter and its record."""
@@ -37,8 +39,14 @@ class BlockAct(IntEnum):
     LEAVES = -5
     COMPUTES = -6
 
-    def text(self, num_params: int, modifier_rank: int | None) -> str:
-        """Describe the act in an error message."""
+    @staticmethod
+    def number_of(modifier_rank: int | None) -> int:
+        """The number by which ranks tell each other who may write."""
+        return _NOBODY if modifier_rank is None else modifier_rank
+
+    def text(self, num_params: int, modifier: int) -> str:
+        """Describe the act in an error message; `modifier` is a `number_of`."""
+        modifier_rank = None if modifier == _NOBODY else modifier
         verb = {
             BlockAct.ENTERS: "enters",
             BlockAct.LEAVES: "leaves",

@@ -8,17 +8,20 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from offloadzero.errors import ConfigError, OffloadError
+from offloadzero.errors import ConfigError, OffloadError, RankError, StateError
 from offloadzero.interrupts import UninterruptedThroughout
 from offloadzero.parameters.weight import restore_parameter
-from offloadzero.sharding.building import BuildingRanks, divide, gather, kept_elements
+from offloadzero.sharding.building import BuildingRanks, divide, gather
 from offloadzero.sharding.ranks import Channel
+from offloadzero.sharding.shard_spec import kept_elements
 from offloadzero.streaming.spill import SpilledWeight, can_spill, spilled_weight, wear
 from offloadzero.torch_private import set_data
 
@@ -40,8 +43,9 @@ class DividedWeight(SpilledWeight):
         self.ranks = ranks
         number = ranks.next_number()
         what = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-        ranks.announce(f"keep a part of {name}, number {number}, {what}")
+        ranks.announce(f"keep a part of {name}, number {number}, {what}{_of_rank(source)}")
         self.label = f"{name}, number {number}"
+        self.place = ranks.number, number  # in the order in which all ranks have made them
         own = divide(ranks.channel, value.detach().to("cpu"), name, source=source)
         super().__init__(param, value, name=name, directory=directory, kept=own)
 
@@ -61,9 +65,14 @@ class DividedWeight(SpilledWeight):
 
     def _stored(self) -> torch.Tensor:
         """Gather the value, as all ranks do here."""
-        kept = self._kept(self._kept_shape)
+        kept, whole = self._kept(self._kept_shape), self._new_whole()
         self.ranks.announce(f"read {self.label}")
-        return gather(self.ranks.channel, kept, self.shape, self.name)
+        gather(self.ranks.channel, kept, whole, self.name)
+        return whole
+
+    def _new_whole(self) -> torch.Tensor:
+        """Make the host tensor into which the parts come: zeros, as nobody sends in torch's fake group."""
+        return torch.zeros(self.shape, dtype=self.dtype, device="cpu")
 
     def read_to_write(self) -> torch.Tensor:
         """Return the value on the parameter's device, in memory of its own."""
@@ -72,7 +81,7 @@ class DividedWeight(SpilledWeight):
     def write(self, value: torch.Tensor, *, source: int = 0) -> None:
         """Replace the value by the one that the rank at place `source` gives. All ranks call this."""
         with UninterruptedThroughout():
-            self.ranks.announce(f"write {self.label}")
+            self.ranks.announce(f"write {self.label}{_of_rank(source)}")
             own = divide(self.ranks.channel, value.detach().to("cpu"), self.name, source=source)
             self._num_writes += 1
             self._replace(own)
@@ -82,9 +91,9 @@ class DividedWeight(SpilledWeight):
 
     def bring_home(self, param: nn.Parameter) -> None:  # noqa: ARG002
         """Take this rank's part into memory; the drive gets its space back."""
-        kept = self._kept(self._kept_shape)
-        self.drop()
-        self._value = kept
+        file, self._value, self._file = self._file, self._kept(self._kept_shape), None
+        if file is not None:  # last: an interrupt may come with any call
+            file.close()
 
     def take(self, param: nn.Parameter, channel: Channel | None) -> torch.Tensor:
         """Return the value, a new host tensor, and give it up. The parameter is then an ordinary one of NaN.
@@ -92,12 +101,18 @@ class DividedWeight(SpilledWeight):
         `channel`: of the engine that takes it, over the same ranks, which have found that they take the same; None:
         that of the block.
         """
-        value = gather(channel or self.ranks.channel, self._kept(self._kept_shape), self.shape, self.name)
+        value = self._new_whole()
+        gather(channel or self.ranks.channel, self._kept(self._kept_shape), value, self.name)
         restore_parameter(param)
         placeholder = torch.full((), float("nan"), device="cpu").to(self.dtype)
         set_data(param, placeholder.to(self.device).expand(self.shape))
         self.drop()
         return value
+
+
+def _of_rank(source: int) -> str:
+    """Say whose value it is: what ranks scatter that do not agree on it would be a mixture."""
+    return f", as rank {source} has it" if source else ""
 
 
 def spill_divided(
@@ -127,17 +142,39 @@ class LentParameters:
         self._modifier_rank = modifier_rank
         self._lent: list[tuple[nn.Parameter, DividedWeight, torch.Tensor | None]] = []
 
-    def lend(self, param: nn.Parameter) -> None:
-        """Make the parameter whole. Raises ConfigError for a rank that is not there."""
-        weight = divided_weight(param)
-        if weight is None:
-            raise AssertionError(f"a parameter of {tuple(param.shape)} is not in parts")
-        num_ranks = weight.ranks.size
-        if self._modifier_rank is not None and not 0 <= self._modifier_rank < num_ranks:
-            raise ConfigError("modifier_rank", self._modifier_rank, f"None, or 0 to {num_ranks - 1}")
+    def lend(self, params: Iterable[nn.Parameter]) -> None:
+        """Make parameters in parts whole, in whatever order they are given. `put_back` undoes it after an error.
+
+        Raises:
+            ConfigError: there is no rank `modifier_rank`.
+            StateError: the ranks gather different things, or one has no memory for them.
+        """
+        found = [(weight, param) for param in params if (weight := divided_weight(param)) is not None]
+        found.sort(key=lambda each: each[0].place)  # a set of parameters has another order on each rank
+        for ranks, of_ranks in itertools.groupby(found, key=lambda each: each[0].ranks):
+            self._lend_all(ranks, [*of_ranks])
+
+    def _lend_all(self, ranks: BuildingRanks, found: Sequence[tuple[DividedWeight, nn.Parameter]]) -> None:
+        what = f"GatheredParameters of {len(found)} parameters (modifier_rank={self._modifier_rank})"
+        ranks.announce(f"enter {what}")
+        if self._modifier_rank is not None and not 0 <= self._modifier_rank < ranks.size:
+            raise ConfigError("modifier_rank", self._modifier_rank, f"None, or 0 to {ranks.size - 1}")
+        try:
+            for weight, param in found:
+                self._lend(weight, param)
+        except (StateError, RankError):  # on all ranks
+            raise
+        except Exception as error:  # too little memory, say, while the others announce their next act
+            with suppress(OffloadError):
+                ranks.announce(f"cannot enter {what}: {type(error).__name__}")
+            raise
+        ranks.announce(f"have entered {what}")
+
+    def _lend(self, weight: DividedWeight, param: nn.Parameter) -> None:
+        self._lent.append((param, weight, None))  # first: an error may find it whole
         weight.lend(param)
-        at_entry = param.data.clone() if self._modifier_rank is None else None
-        self._lent.append((param, weight, at_entry))
+        if self._modifier_rank is None:
+            self._lent[-1] = (param, weight, param.data.clone())
 
     def put_back(self) -> None:
         """Leave the parts as they were, without the other ranks."""

@@ -306,7 +306,7 @@ class GatheredWeights(WeightAccess):
         first = block.places[0].slot.name
         label = f"GatheredParameters of {first}{f' and {num - 1} others' if num > 1 else ''}"
         with self._clock.waiting("state access"), self._store.failures.handed_over():
-            self._say(act, num, 0 if modifier_rank is None else 1 + modifier_rank, label=label)
+            self._say(act, num, act.number_of(modifier_rank), label=label)
             if act is BlockAct.ENTERS:
                 self._expect_same_places(block, label)
 
@@ -458,7 +458,7 @@ class GatheredWeights(WeightAccess):
         if what == _NORMS:
             return f"asks for the norms of the gradients of {place} units"
         if what < 0:
-            return BlockAct(what).text(place, kind - 1 if kind else None)
+            return BlockAct(what).text(place, kind)
         record = self._records[what]
         kinds = [*record.spec.kinds, SegmentKind.GRAD]
         name = f"{record.slots[place].name} ({kinds[kind].value})"

@@ -40,28 +40,28 @@ class GatheredBlock:
         *,
         modifier_rank: int | None,
     ) -> None:
-        """Prepare the block. `modifier_rank`: the rank, of those that share the data, whose writes stay; None: none.
-
-        Raises ConfigError where there is no such rank.
-        """
+        """Prepare the block. `modifier_rank`: the rank, of those that share the data, whose writes stay; None: none."""
         self._weights = weights
         # A set of parameters has another order on each rank.
         self.places = sorted(
             (Place(*found) for found in params), key=lambda found: (found.record.index, found.slot.index)
         )
         self.modifier_rank = modifier_rank
-        self._is_modifier = modifier_rank is not None and weights.is_modifier(modifier_rank)
+        self._is_modifier = False
         self._own: list[Place] = []  # the others are gathered by a block around this one
 
     def enter(self) -> None:
         """Make the parameters ordinary ones. An error leaves none of them gathered by this block.
 
         Raises:
+            ConfigError: there is no rank `modifier_rank`.
             StateError: over several ranks, these have not entered the same block, or one has no memory for it.
             RuntimeError: the device has no memory for all of them at once (torch.OutOfMemoryError).
         """
         weights = self._weights
         weights.meet(BlockAct.ENTERS, self)
+        # Behind it all ranks have the same one: an error comes on all.
+        self._is_modifier = self.modifier_rank is not None and weights.is_modifier(self.modifier_rank)
         fresh = [place for place in self.places if weights.gathered_value(*place) is None]
         memory, failure = self._take_memory(fresh)
         (without,) = weights.ranks_where([failure is not None])
@@ -74,6 +74,7 @@ class GatheredBlock:
             for place, values in zip(fresh, memory, strict=True):
                 with UninterruptedThroughout():
                     weights.gather(*place, values)
+                    weights.note_shown(*place)
                     self._own.append(place)
             weights.blocks.append(self)
         except BaseException:  # none may stay behind
@@ -98,10 +99,12 @@ class GatheredBlock:
 
         Raises:
             ConfigError: the script has given a parameter memory of another shape or dtype. Nothing is committed then.
-            StateError: over several ranks, these have not left the same block.
+            StateError: a step inside has updated parameters, or the ranks have not left the same block.
         """
+        stale = self._stale()
         left = self.give_up()
         self._weights.meet(BlockAct.LEAVES, self)
+        _expect_none_stale(stale)
         if self.modifier_rank is None:
             return self._changed(left)
         self._settle(self.modifier_rank, [*left, *self._still_gathered()])
@@ -120,7 +123,14 @@ class GatheredBlock:
         """Write what was written into the parameters of these records, None: of all, before a forward uses them."""
         if self.modifier_rank is not None:
             self._weights.meet(BlockAct.COMPUTES, self)
+            _expect_none_stale(self._stale())
             self._settle(self.modifier_rank, self._still_gathered(indices))
+
+    def _stale(self) -> list[str]:
+        """The names of gathered parameters whose homes have newer values than the script."""
+        weights = self._weights
+        gathered = (place for place in self.places if weights.gathered_value(*place) is not None)
+        return [place.slot.name for place in gathered if weights.is_stale(*place)]
 
     def _still_gathered(self, indices: Collection[int] | None = None) -> Left:
         values = (
@@ -145,6 +155,7 @@ class GatheredBlock:
             new = weights.value_by(modifier_rank, record, slot, value)
             if weights.differs(record, slot, new):  # else a backward may need the unit as it is
                 weights.replace(record, slot, new)
+            weights.note_shown(record, slot)
             if not self._is_modifier and misfit is None:
                 value.detach().copy_(new)
 
@@ -166,3 +177,12 @@ class GatheredBlock:
         except ConfigError as error:
             return error
         return None
+
+
+def _expect_none_stale(names: Sequence[str]) -> None:
+    """Raise StateError where the end of a block would undo the updates of a step."""
+    if names:
+        raise StateError(
+            f"{', '.join(names)}: updated inside of GatheredParameters, by step() say: what the block has gathered is "
+            "older, and what was written there is dropped. End the block before step()"
+        )

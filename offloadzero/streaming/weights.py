@@ -41,6 +41,8 @@ class WeightAccess:
         self._executor = executor
         self._clock = clock
         self.blocks: list[Block] = []  # in which a script is, the innermost last
+        # Of gathered parameters: the history when the script's memory and the home were last the same.
+        self._shown: dict[tuple[int, int], tuple[int, int]] = {}
 
     # --- the first values ---
 
@@ -212,6 +214,17 @@ class WeightAccess:
     def gathered_value(self, record: Record, slot: ParamSlot) -> torch.Tensor | None:
         """Return the memory of a gathered parameter; None of another one."""
         return self._executor.gathered_in(record.index).get(slot.index)
+
+    def note_shown(self, record: Record, slot: ParamSlot) -> None:
+        """Note that a gathered parameter has the value of its home now."""
+        self._shown[record.index, slot.index] = self._history(record, slot)
+
+    def is_stale(self, record: Record, slot: ParamSlot) -> bool:
+        """Whether the home of a gathered parameter has been written since, by a step say."""
+        return self._shown[record.index, slot.index] != self._history(record, slot)
+
+    def _history(self, record: Record, slot: ParamSlot) -> tuple[int, int]:
+        return self.num_updates(record) if slot.trainable else 0, slot.num_writes
 
     def differs(self, record: Record, slot: ParamSlot, value: torch.Tensor) -> bool:
         """Whether the parameter's bits, dtype or shape differ from those of `value`."""

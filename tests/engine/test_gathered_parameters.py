@@ -13,6 +13,8 @@ from torch import nn
 
 import offloadzero
 from offloadzero import ConfigError, StateError, zero
+from offloadzero.parameters.weight import is_offloaded
+from offloadzero.streaming.gathered_block import GatheredBlock
 from offloadzero.streaming.spill import spilled_weight
 from tests.engine.built import build, masters, reference_split, stored_bytes
 from tests.support.tiny import TinyModel, all_states, make_engine, settings, tokens, train
@@ -154,6 +156,32 @@ def test_what_nobody_has_written_is_not_a_write(precision: dict[str, Any], tmp_p
     engine.close()
 
 
+@pytest.mark.parametrize("modifier_rank", [None, 0])
+@pytest.mark.parametrize("computes", [False, True], ids=["end", "forward"])
+def test_a_step_inside_is_not_undone(
+    modifier_rank: int | None, computes: bool, engine: offloadzero.Engine, tmp_path: Path
+) -> None:
+    directory = tmp_path / "twin"
+    directory.mkdir()
+    twin = make_engine(settings(directory, gradient_clipping=1.0))
+    train(twin, num_steps=2)
+    train(twin, num_steps=1, first_seed=7)
+
+    def step_inside() -> None:
+        params = [engine.module.blocks[0].up.weight, engine.module.emb.weight]
+        with zero.GatheredParameters(params, modifier_rank=modifier_rank):
+            train(engine, num_steps=1, first_seed=7)
+            if computes:
+                engine(tokens(9))
+
+    with pytest.raises(StateError, match=r"blocks\.0\.up\.weight.*: updated inside of GatheredParameters"):
+        step_inside()
+    ours, theirs = masters(engine), masters(twin)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    train(engine, num_steps=1)
+    twin.close()
+
+
 def test_a_forward_inside_commits_nothing_where_nobody_may_write(engine: offloadzero.Engine) -> None:
     bias = engine.module.blocks[0].up.bias
     before = masters(engine)["blocks.0.up.bias"]
@@ -268,6 +296,37 @@ def test_a_gathering_that_fails_leaves_nothing_gathered(
     monkeypatch.undo()
     with zero.GatheredParameters(params):  # and again
         assert not any(spilled_weight(param) for param in params)
+
+
+def test_an_interrupt_at_either_end_leaves_nothing_gathered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a block has just been entered; and in its end, with parameters of a model that is not offloaded yet."""
+    config = settings(tmp_path, placement="host")
+    engine = make_engine(config)
+    with zero.Init(config_dict_or_path=config):
+        built = build()
+    params = [engine.module.emb.weight, built.emb.weight]
+    enter = GatheredBlock.enter
+
+    def enter_and_stop(block: GatheredBlock) -> None:
+        enter(block)
+        raise KeyboardInterrupt
+
+    def stop_in_the_wait(block: GatheredBlock) -> None:
+        block.give_up()
+        raise KeyboardInterrupt
+
+    for name, interrupted in {"enter": enter_and_stop, "leave": stop_in_the_wait}.items():
+        monkeypatch.setattr(GatheredBlock, name, interrupted)
+        with pytest.raises(KeyboardInterrupt), zero.GatheredParameters(params, modifier_rank=0):
+            pass
+        monkeypatch.undo()
+        assert is_offloaded(params[0]), name
+        assert spilled_weight(params[1]), name
+        assert not engine._runtime.weights.blocks
+    train(engine, num_steps=1)
+    engine.close()
 
 
 def change(param: nn.Parameter) -> None:

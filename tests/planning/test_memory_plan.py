@@ -20,7 +20,13 @@ from offloadzero.config.schema import BudgetConfig, PlacementConfig, PlacementRu
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.swap_file import MARK_BYTES
 from offloadzero.planning.homes import place
-from offloadzero.planning.memory_plan import MemoryPlan, format_bytes, plan_memory, updates_in_backward
+from offloadzero.planning.memory_plan import (
+    MemoryPlan,
+    format_bytes,
+    nvme_bytes_with_waiting,
+    plan_memory,
+    updates_in_backward,
+)
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.update.records import Record, make_record
 from offloadzero.update.specs.adam import ADAM
@@ -68,6 +74,20 @@ def config(*rules: PlacementRule, ratio: float = 1.0, **keys: Any) -> OffloadCon
         placement=PlacementConfig(rules=rules, host_update_ratio=ratio),
         **{"nvme_paths": (Path("/nowhere"),), **keys},
     )
+
+
+# --- what waits for the engine ---
+
+
+def test_what_waits_on_the_drive_has_its_rest_on_each_rank() -> None:
+    """Of n elements each of N ranks keeps n // N and the n % N last ones, in a file of whole blocks."""
+    size, num_ranks = 1024 * 1024 - 1, 1024
+    made = records(size, 5000)
+    in_memory = plan_memory(made, config(everything("host")))
+    for stage, sizes in {3: (1023 + 1023, 4 + 904), 1: (size, 5000)}.items():
+        of_ranks = config(world_size=num_ranks, zero_stage=stage)
+        waiting = [-(-kept * 4 // 4096) * 4096 for kept in sizes]
+        assert nvme_bytes_with_waiting(made, in_memory, of_ranks) == sum(waiting)
 
 
 # --- homes ---

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import offloadzero
 from offloadzero import zero
-from offloadzero.sharding.building import kept_elements
+from offloadzero.sharding.shard_spec import kept_elements
+from offloadzero.streaming.divided import DividedWeight
 from offloadzero.streaming.spill import spilled_weight
 from tests.engine.built import stored_bytes
 from tests.support.ranks import run_ranks
@@ -133,7 +135,8 @@ def gather_and_edit(rank: int, directory: str) -> dict[str, str]:
     plain = make_odd_model(seed=0)
     params = [model.wide.weight, model.scale, model.odd]
     for source in (0, 1):
-        with zero.GatheredParameters(iter(params), modifier_rank=source), torch.no_grad():
+        order = iter(params) if rank else reversed(params)  # as a set of them may have
+        with zero.GatheredParameters(order, modifier_rank=source), torch.no_grad():
             assert all(type(param) is nn.Parameter for param in params)
             for param in params:
                 param.add_(10 * rank + 1)  # what the other ranks write is lost
@@ -198,10 +201,14 @@ def depart(rank: int, directory: str) -> dict[str, str]:
     model: Any = built()
     found["read"] = said_of(lambda: (model.scale if rank else model.odd).sum())
     found["gathered"] = said_of(zero.GatheredParameters([model.odd, model.scale][rank:]).__enter__)
+    for name, modifiers in {"modifiers": (0, 1), "absent": (1, 2), "nobody": (None, -1)}.items():
+        enter = zero.GatheredParameters(model.odd, modifier_rank=modifiers[rank]).__enter__
+        found[name] = said_of(enter)
     alone = offloadzero.initialize if rank else (lambda **_: model.scale.sum())
     found["started"] = said_of(lambda: alone(model=model, config=config))
     other = (lambda: engine_of(config)) if rank else built
     found["block"] = said_of(other)
+    found["configuration"] = said_of((lambda: zero.Init(remote_device="nvme")) if rank else built)
     engine, *_ = offloadzero.initialize(model=model, config=config)
     train(engine, rank, 2, num_steps=1)
     engine.close()
@@ -216,7 +223,10 @@ def test_ranks_that_depart_end_with_an_error_on_all(tmp_path: Path) -> None:
         "shape": "ranks [0]: keep a part of Linear.weight, number 1, (8, 8) float32; ranks [1]: ",
         "fewer": "ranks [0]: keep a part of Linear.bias, number 2, (8,) float32; ranks [1]: end the block",
         "read": "ranks [1]: read OddModel.scale, number ",
-        "gathered": "ranks [0]: read OddModel.odd, number ",
+        "gathered": "ranks [0]: enter GatheredParameters of 2 parameters (modifier_rank=None); ranks [1]: enter ",
+        "modifiers": "parameters (modifier_rank=0); ranks [1]: enter GatheredParameters of 1 ",
+        "absent": "parameters (modifier_rank=1); ranks [1]: enter GatheredParameters of 1 ",
+        "nobody": "parameters (modifier_rank=None); ranks [1]: enter GatheredParameters of 1 ",
         "started": "ranks [1]: start an engine",
     }
     for rank, found in enumerate(by_rank):
@@ -226,7 +236,51 @@ def test_ranks_that_depart_end_with_an_error_on_all(tmp_path: Path) -> None:
             assert f"this is rank {rank}" in found[name]
         assert "no such file" in found["error"]
         assert "at the start of " in found["block"]
+        assert "ConfigError: nvme_path = None" in found["configuration"]
     assert by_rank[0]["error"].startswith("RankError")
+    assert by_rank[0]["configuration"].startswith("RankError")
+
+
+def _lend_without_memory(
+    failing: nn.Parameter | None, *, after: bool
+) -> Callable[[DividedWeight, nn.Parameter], None]:
+    """Make a `lend` that has no memory for one parameter, or, `after` it, for a copy on the device."""
+    lend = DividedWeight.lend
+
+    def lend_or_fail(weight: DividedWeight, param: nn.Parameter) -> None:
+        if param is not failing:
+            lend(weight, param)
+            return
+        if after:
+            lend(weight, param)
+        raise RuntimeError("no memory")
+
+    return lend_or_fail
+
+
+def be_without_memory(rank: int, directory: str) -> list[Any]:
+    """One rank has too little for the second parameter, or only for a copy of it: what is raised, what stays."""
+    config = config_of("host", 3, Path(directory), world_size=2)
+    with zero.Init(config_dict_or_path=config):
+        model = make_odd_model(seed=rank)
+    params = [model.scale, model.odd, model.wide.weight]
+    said: list[Any] = []
+    for failing in params[1:]:
+        for after in (False, True):
+            lend = _lend_without_memory(failing if rank == 1 else None, after=after)
+            with patch.object(DividedWeight, "lend", lend):
+                said.append(said_of(zero.GatheredParameters(params).__enter__))
+            assert all(stored_bytes(param) < 10 for param in params)
+            assert model.wide.weight[0, 0] == make_odd_model(seed=0).wide.weight[0, 0]
+    return said
+
+
+def test_a_rank_without_memory_is_an_error_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(be_without_memory, 2, tmp_path, str(tmp_path), timeout_s=30)
+    assert second == ["RuntimeError: no memory"] * 4
+    for text in first:
+        assert text.startswith("StateError: ")
+        assert "ranks [1]: cannot enter GatheredParameters of 3 parameters (modifier_rank=None): Runt" in text
 
 
 def build_in_a_mesh(rank: int, directory: str) -> list[str]:

@@ -169,6 +169,7 @@ def do_all(rank: int, directory: str) -> dict[str, Any]:
         fail_inside,
         give_other_memory,
         be_without_memory,
+        gather_of_two,
         gather_different_things,
     )
     return {work.__name__: work(rank, directory) for work in works}
@@ -424,6 +425,23 @@ def test_a_rank_without_memory_is_an_error_on_all(found: Found) -> None:
     assert first[1] == second[1] == "nothing"
 
 
+def gather_of_two(rank: int, directory: str) -> list[float]:
+    """Parameters of two engines in one block, in another order on each rank, as a set may have."""
+    engines = [start(directory), start(directory, 1)]
+    weights = [model_of(engine).odd for engine in engines]
+    with GatheredParameters(weights[:: 1 - 2 * rank], modifier_rank=1), torch.no_grad():
+        for number, weight in enumerate(weights):
+            weight.fill_(2.0 * number + rank)
+    seen = [float(safe_get_full_fp32_param(weight)[5]) for weight in weights]
+    for engine in engines:
+        engine.close()
+    return seen
+
+
+def test_a_block_over_two_engines(found: Found) -> None:
+    assert found["gather_of_two"] == [[1.0, 3.0]] * 2
+
+
 # --- ranks that depart ---
 
 
@@ -439,6 +457,8 @@ def gather_different_things(rank: int, directory: str) -> dict[str, tuple[str, f
         "others": lambda _, m: within((m.blocks[0].up, m.blocks[0].down)[rank].weight),
         "more": lambda _, m: within([m.wide.weight, m.odd][: 1 + rank]),
         "modifiers": lambda _, m: within(m.odd, (None, 1)[rank]),
+        "an absent one": lambda _, m: within(m.odd, (1, 2)[rank]),
+        "nobody": lambda _, m: within(m.odd, (None, -1)[rank]),
         "a block and a read": lambda _, m: (
             within(m.odd) if rank == 0 else safe_get_full_fp32_param(m.wide.weight)
         ),
@@ -472,6 +492,8 @@ DEPARTURES = {
         "rank 1 enters GatheredParameters of 2 parameters (modifier_rank=None)",
     ),
     "modifiers": ("1 parameters (modifier_rank=None), rank 1 enters", "1 parameters (modifier_rank=1)"),
+    "an absent one": ("1 parameters (modifier_rank=1), rank 1 enters", "1 parameters (modifier_rank=2)"),
+    "nobody": ("1 parameters (modifier_rank=None), rank 1 enters", "1 parameters (modifier_rank=-1)"),
     "a block and a read": ("rank 0 enters GatheredParameters", "rank 1 reads wide.weight (param)"),
     "a block and a save": ("rank 0 reads odd (master) to save it", "rank 1 enters GatheredParameters"),
     "an end and a read": ("rank 0 reads wide.weight (param)", "rank 1 leaves GatheredParameters"),
