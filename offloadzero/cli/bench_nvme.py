@@ -396,18 +396,26 @@ class _Run:
         )
 
     def _scaling(self, schedule: Schedule) -> None:
-        """Measure each path alone and all together, at the point that will be recommended."""
+        """Measure each path alone and all together, at the point that will be recommended.
+
+        A path without the others, or the others without it, says nothing: the first round ends in the time of the
+        later phases if it must.
+        """
         self._progress.phase("striping")
         point = self.chosen()
         groups = [*((index,) for index in self._all), self._all]
-        self._until(
-            schedule.scaling_s,
-            [
-                partial(self._take, "scaling", traffic, point, deadline_s=schedule.scaling_s, paths=paths)
+
+        def takes(deadline_s: float) -> list[Callable[[], Sample | None]]:
+            return [
+                partial(self._take, "scaling", traffic, point, deadline_s=deadline_s, paths=paths)
                 for traffic in _ORDER
                 for paths in groups
-            ],
-        )
+            ]
+
+        self._until(schedule.sustained_s, takes(schedule.sustained_s), num_rounds=1)
+        if not self._fits(schedule.sustained_s):
+            self._note("the paths were compared in less than one round: --time raises it")
+        self._until(schedule.scaling_s, takes(schedule.scaling_s))
 
     def _verify(self, schedule: Schedule) -> None:
         """Measure with this engine and with fio in pairs, in alternating order, at the best point and the reference."""
@@ -531,9 +539,11 @@ class _Run:
             ]
         )
 
-    def _until(self, end_s: float, takes: Sequence[Callable[[], Sample | None]]) -> None:
+    def _until(
+        self, end_s: float, takes: Sequence[Callable[[], Sample | None]], num_rounds: int | None = None
+    ) -> None:
         """Do the calls in turn, round after round, until the time is over or a round has no result."""
-        while True:
+        for _ in itertools.count() if num_rounds is None else range(num_rounds):
             taken = 0
             for take in takes:
                 if not self._fits(end_s):

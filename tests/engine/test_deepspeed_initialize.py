@@ -28,6 +28,10 @@ SIGNATURE = (
 )
 
 
+def offload_plain(model: nn.Module) -> Any:
+    return offloadzero.offload(model, torch.optim.AdamW(model.parameters()), config(optimizer=None))
+
+
 # --- initialize() ---
 
 
@@ -67,6 +71,7 @@ def test_one_of_several_ranks_knows_which_it_is(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv(name, "2")
     for call in (
         lambda: offloadzero.initialize(model=make_model(), config=config()),
+        lambda: offload_plain(make_model()),
         offloadzero.init_distributed,
     ):
         with pytest.raises(ConfigError, match=f"{name} = 2: 1, or RANK and WORLD_SIZE too: .* torchrun"):
@@ -76,15 +81,6 @@ def test_one_of_several_ranks_knows_which_it_is(monkeypatch: pytest.MonkeyPatch,
         offloadzero.init_distributed()
     monkeypatch.setenv(name, "1")
     losses_of(make_engine(config(), make_model()), 1)
-
-
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
-def test_offload_is_refused_on_several_ranks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(name, "2")
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ConfigError, match=rf"{name} = 2: 1: offload\(\) is not built over several ranks"):
-        offloadzero.offload(model, optimizer, config(optimizer=None))
 
 
 def test_two_configurations_are_one_too_many(tmp_path: Path) -> None:
