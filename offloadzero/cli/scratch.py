@@ -133,8 +133,12 @@ def _raise_terminated(number: int, _frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def ending_signals_raise() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that files are removed."""
-    with _handlers(dict.fromkeys(_ENDING_SIGNALS, _raise_terminated)):
+    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that files are removed.
+
+    One that is ignored stays so: under nohup a terminal that closes ends nothing.
+    """
+    heard = [number for number in _ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    with _handlers(dict.fromkeys(heard, _raise_terminated)):
         yield
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ def test_no_plot_without_matplotlib(
 # --- Every exit removes the files ---
 
 
-def start(place: Path) -> subprocess.Popen[str]:
+def start(place: Path, *, ignored: Container[int] = ()) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "offloadzero", "bench", "nvme", str(place)]
     process = subprocess.Popen(
         [*command, "--size", "16MiB", "--time", "60s"],
@@ -125,8 +125,9 @@ def start(place: Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell's background job, such as this test run may be, ignores Ctrl-C, and so do its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        # A shell's background job, such as this test run may be, ignores Ctrl-C, under nohup SIGHUP as well, and so do
+        # its children.
+        preexec_fn=lambda: set_dispositions(ignored),
     )
     deadline_s = time.monotonic() + 20.0
     while not leftovers(place):
@@ -134,6 +135,11 @@ def start(place: Path) -> subprocess.Popen[str]:
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
     return process
+
+
+def set_dispositions(ignored: Container[int]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
 
 def test_a_signal_while_the_file_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +171,17 @@ def test_signals_leave_no_file(tmp_path: Path, number: signal.Signals, status: i
     assert process.returncode == status
     assert leftovers(tmp_path) == []
     assert "Traceback" not in err
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path: Path) -> None:
+    process = start(tmp_path, ignored=(signal.SIGHUP,))
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.3)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert leftovers(tmp_path) == []
 
 
 @pytest.mark.parametrize("nth", [1, 20, 200])

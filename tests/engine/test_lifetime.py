@@ -491,6 +491,7 @@ TERMINATED = """
     def training(engine):
         train(engine, num_steps=100_000)
 
+    signal.signal(int(sys.argv[2]), signal.SIG_DFL)  # under nohup SIGHUP is ignored, and stays so
     for number, use in enumerate((blocked, waiting, training)):
         directory = f"{sys.argv[1]}/{number}"
         os.mkdir(directory)
