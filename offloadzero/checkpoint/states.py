@@ -21,10 +21,11 @@ checks before the first value is used.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -320,10 +321,24 @@ def _weights_writer(
     """Make the writer of `partial`, which will take the name `path`."""
     if path.suffix == ".safetensors":
         return SafetensorsWriter(partial, specs, metadata={"format": "pt"}, pool=pool, is_there=True)
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    other_names = {
-        first: [name for name in alike if name != first] for alike in names.values() for first in alike
-    }
+    other_names = _other_names(model, {name for name, _, _ in specs})
     return TorchFileWriter(partial, specs, other_names=other_names, pool=pool, is_there=True)
+
+
+def _other_names(model: nn.Module, written: Collection[str]) -> dict[str, list[str]]:
+    """By a name that is written, the others under which `state_dict()` has the same tensor, or the same module's."""
+    names: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own: Iterable[tuple[str, torch.Tensor]] = itertools.chain(
+            module.named_parameters(recurse=False, remove_duplicate=False),
+            module.named_buffers(recurse=False, remove_duplicate=False),
+        )
+        for name, tensor in own:
+            if name not in module._non_persistent_buffers_set:
+                names.setdefault(id(tensor), []).append(f"{prefix}.{name}" if prefix else name)
+    return {
+        name: [other for other in alike if other not in written]
+        for alike in names.values()
+        for name in alike
+        if name in written
+    }

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from offloadzero.checkpoint.hashing import HashingPool
 from offloadzero.checkpoint.torch_file import TorchFileWriter
@@ -70,6 +71,8 @@ def engine_with_buffers(directory: Path, **keys: Any) -> Any:
     model.register_buffer("scale", torch.rand(5))
     model.register_buffer("left_out", torch.rand(5), persistent=False)
     model.blocks[0].register_buffer("count", torch.tensor(3))
+    model.unused = model.again = nn.BatchNorm1d(3)  # one module with two names
+    model.again.register_buffer("mean", model.again.running_mean)  # and a buffer of it with two
     return make_engine(settings(directory, **keys), model)
 
 
