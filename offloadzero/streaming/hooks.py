@@ -123,7 +123,9 @@ class _Forward:
         kind = type(self._module)
         self._of_class = kind.forward
         if self._own is None:
-            self._forward = inspect.getattr_static(kind, "forward").__get__(self._module, kind)
+            found = inspect.getattr_static(kind, "forward")
+            bind = getattr(type(found), "__get__", None)  # an object that is called need not have it
+            self._forward = found if bind is None else bind(found, self._module, kind)
 
     def tell_calls(self, tell: Callable[[Any, Any], bool]) -> None:
         """Show the arguments of calls that train, positional and by name, to `tell`, until it returns False."""

@@ -122,6 +122,13 @@ class StaticBlock(OwnBlock):
     forward = staticmethod(lambda x: x * 0.7)
 
 
+class Halves:
+    """An object that is called, and that a class does not make a method of."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5
+
+
 def another_class(model: OwnModel, kind: type[OwnBlock]) -> Iterator[None]:
     model.blocks[1].__class__ = kind
     yield
@@ -138,6 +145,7 @@ CHANGES_OF_CLASSES: dict[str, Callable[[OwnModel], Iterator[None]]] = {
     "the model's class": lambda _: another_forward(OwnModel, lambda self, t: TinyModel.forward(self, t) * 2),
     "another class": lambda model: another_class(model, LoudBlock),
     "a class without self": lambda model: another_class(model, StaticBlock),
+    "an object on the block's class": lambda _: another_forward(OwnBlock, Halves()),
 }
 
 
