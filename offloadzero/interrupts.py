@@ -48,9 +48,10 @@ _Handler = Callable[[int, FrameType | None], Any]
 class _Uninterrupted:
     """The context in which handlers wait; one for all, as only the main thread is ever interrupted."""
 
-    __slots__ = ("depth", "late", "pending", "until")
+    __slots__ = ("calling", "depth", "late", "pending", "until")
 
     def __init__(self) -> None:
+        self.calling: tuple[int, FrameType | None] | None = None  # the arguments of the handler that runs
         self.depth = 0
         self.late: dict[int, _Handler] = {}  # handlers to be called, by signal
         self.pending = False  # whether there are any
@@ -166,6 +167,10 @@ class _Asking:
         self.handler = handler
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        calling = uninterrupted.calling
+        if calling is not None and calling[0] == number and (frame is None or frame is calling[1]):
+            self.handler(number, frame)  # one that was set later calls this one, and was asked for
+            return
         code = None if frame is None else frame.f_code
         if code in _beginnings or (uninterrupted.depth > 0 and code not in _waits):
             uninterrupted.hold(number, self.handler)
@@ -182,11 +187,14 @@ class _Asking:
 
 def _call(handler: _Handler, number: int, frame: FrameType | None) -> None:
     """Call a handler, and mark the error that it raises."""
+    outer, uninterrupted.calling = uninterrupted.calling, (number, frame)
     try:
         handler(number, frame)
     except Exception as error:
         error.__dict__[_MARK] = True
         raise
+    finally:
+        uninterrupted.calling = outer
 
 
 def is_interrupt(error: BaseException) -> bool:

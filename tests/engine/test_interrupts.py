@@ -24,7 +24,7 @@ import torch
 import offloadzero
 from offloadzero import interrupts
 from offloadzero.errors import OffloadError, StateError
-from offloadzero.interrupts import uninterrupted
+from offloadzero.interrupts import UninterruptedThroughout, interruptible, uninterrupted
 from offloadzero.lifetime import EngineState
 from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.lanes import Lane
@@ -115,6 +115,34 @@ def test_a_handler_of_the_users_waits_as_pythons_does(number: int) -> None:
         assert signal.getsignal(number) is note
     finally:
         signal.signal(number, before)
+
+
+@pytest.mark.parametrize("frame_is_given", [True, False])
+def test_a_second_signal_passes_through_a_handler_that_calls_the_one_before_it(frame_is_given: bool) -> None:
+    ours = signal.getsignal(signal.SIGINT)
+    assert callable(ours)
+    came = []
+
+    def note_first(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        ours(number, frame if frame_is_given else None)
+
+    @interruptible
+    def wait() -> None:
+        for _ in range(5):
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, note_first)
+    try:
+        interrupts.install()
+        with pytest.raises(KeyboardInterrupt), UninterruptedThroughout():
+            wait()
+        assert len(came) == 1  # the first one waits, the second one does not
+        with pytest.raises(KeyboardInterrupt), uninterrupted:
+            signal.raise_signal(signal.SIGINT)
+        assert len(came) == 2
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_handlers_of_two_signals_are_both_called_though_the_first_raises() -> None:
