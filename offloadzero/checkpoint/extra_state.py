@@ -25,6 +25,7 @@ from torch import nn
 
 from offloadzero.checkpoint.json_file import MAX_DEPTH, encode_plain
 from offloadzero.errors import CheckpointError, ConfigError
+from offloadzero.interrupts import is_interrupt
 
 KEY = "_extra_state"  # torch's
 _VALUE, _TENSORS = "value", "tensors"
@@ -158,11 +159,15 @@ def try_extra_state(key: str, module: nn.Module, value: Any) -> None:
     before = _copy_of(module.get_extra_state())
     try:
         module.set_extra_state(_copy_of(before))
-    except Exception:
+    except Exception as error:
+        if is_interrupt(error):
+            raise
         return  # it does not take its own, None at first say: a trial could not be undone
     try:
         module.set_extra_state(_copy_of(value))
     except Exception as error:
+        if is_interrupt(error):
+            raise
         raise CheckpointError(
             f"set_extra_state() of {type(module).__name__} refuses {key}: {type(error).__name__}: {error}"
         ) from error

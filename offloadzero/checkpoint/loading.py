@@ -27,6 +27,7 @@ from offloadzero.checkpoint.states import States, expect_same_parameters
 from offloadzero.checkpoint.verify import Checkpoint, StoredTensor
 from offloadzero.errors import CheckpointError
 from offloadzero.fail_points import through
+from offloadzero.interrupts import is_interrupt
 from offloadzero.segments import SegmentKind
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
@@ -247,6 +248,8 @@ def try_schedule(scheduler: Any, checkpoint: Checkpoint) -> None:
     try:
         scheduler.load_state_dict(copy.deepcopy(meta.lr_scheduler))
     except Exception as error:
+        if is_interrupt(error):
+            raise
         raise CheckpointError(
             f"{checkpoint.path}: {type(scheduler).__name__} refuses lr_scheduler: {type(error).__name__}: {error}"
         ) from error

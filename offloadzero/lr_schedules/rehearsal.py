@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from offloadzero.config.schema import SchedulerConfig
 from offloadzero.errors import ConfigError
+from offloadzero.interrupts import is_interrupt
 
 _PARAMS_KEY = "scheduler.params"
 
@@ -84,6 +85,8 @@ def _attempt(how: str, config: SchedulerConfig, call: Callable[[], Any]) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # an error of torch's code, or of the caller's function
+        if is_interrupt(error):
+            raise
         what = f"{config.type} {how}: {type(error).__name__}: {error}"
         raise ConfigError(_PARAMS_KEY, dict(config.params), what) from error
 

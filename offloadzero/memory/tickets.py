@@ -106,7 +106,9 @@ def unfinished(ticket: Ticket) -> Ticket:
         return ticket
     try:
         ticket.wait()
-    except Exception:
+    except Exception as error:
+        if is_interrupt(error):
+            raise
         return ticket
     return FINISHED
 
@@ -114,7 +116,8 @@ def unfinished(ticket: Ticket) -> Ticket:
 class AllOf:
     """A ticket that is done when all of `tickets` are; raises the first failure, after all have come to an end.
 
-    Waiting for every ticket even when one has failed keeps buffers alive under transfers still in flight.
+    Waiting for every ticket even when one has failed keeps buffers alive under transfers still in flight. An interrupt
+    ends the wait at once.
     """
 
     def __init__(self, tickets: Iterable[Ticket]) -> None:
@@ -127,6 +130,8 @@ class AllOf:
             try:
                 ticket.wait()
             except Exception as error:
+                if is_interrupt(error):
+                    raise
                 failure = failure or error
         if failure is not None:
             raise failure
@@ -254,7 +259,7 @@ class Failures:
 
     def leave_half_done(self, what: str, error: BaseException) -> None:
         """Note that `error` leaves a change of state, as `whole` describes it, before its end."""
-        if isinstance(error, OffloadError) or self.first is not None:
+        if (isinstance(error, OffloadError) and not is_interrupt(error)) or self.first is not None:
             return
         why = str(error) or type(error).__name__
         lost = StateError(f"{what} was interrupted half-way ({why}): the engine cannot go on")

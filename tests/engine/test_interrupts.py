@@ -28,7 +28,7 @@ from offloadzero.interrupts import UninterruptedThroughout, interruptible, unint
 from offloadzero.lifetime import EngineState
 from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.lanes import Lane
-from offloadzero.memory.tickets import Failures, Latch, Promise
+from offloadzero.memory.tickets import AllOf, Failures, Latch, Promise, unfinished
 from tests.engine.interrupts import FINE, Injected, InjectedError, InjectedFault, summary
 from tests.engine.leftovers import assert_as_before, collect, forms, fresh_model, threads_of_ours
 from tests.support.tiny import REPOSITORY, make_engine, script_environment, settings, train
@@ -204,6 +204,38 @@ def test_an_error_of_a_handler_in_a_wait_is_no_failure_of_the_engine() -> None:
         with pytest.raises(TimeoutError), failures.handed_over():
             Promise().wait()
         failures.check()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+class _OfSignal:
+    """A ticket of work that is done, in whose wait a signal comes."""
+
+    num_waits = 0
+
+    def wait(self) -> None:
+        self.num_waits += 1
+        signal.raise_signal(signal.SIGALRM)
+
+    def done(self) -> bool:
+        return True
+
+
+def test_an_error_of_a_handler_ends_a_wait_for_several_tickets_at_once() -> None:
+    def raise_timed_out(*_: Any) -> None:
+        raise TimeoutError
+
+    failed = Promise()
+    failed.fail(OSError("the drive is gone"))
+    before = signal.signal(signal.SIGALRM, raise_timed_out)
+    try:
+        interrupts.install()
+        last = _OfSignal()
+        with pytest.raises(TimeoutError):
+            AllOf([failed, _OfSignal(), last]).wait()
+        assert not last.num_waits  # it might never come
+        with pytest.raises(TimeoutError):
+            unfinished(_OfSignal())
     finally:
         signal.signal(signal.SIGALRM, before)
 
