@@ -369,12 +369,14 @@ class Runtime:
 
         Each parameter gets the dtype and the device that it had before; one that was fp32 gets its fp32 master. All
         ranks call this together, and each gets the whole model. Raises the first failure that no call has raised yet,
-        and StateError when the engine is closed, or a parameter gathered.
+        and StateError when the engine is closed, a parameter gathered, or the model in its forward.
         """
         if self.state in (EngineState.CLOSED, EngineState.RESTORED):
             raise StateError(f"the engine of this model is {self.state.value}: there is nothing to restore")
         if self.weights.blocks:
             raise StateError("restore_model() inside of GatheredParameters: end the block before")
+        if self.executor.is_in_forward:
+            raise StateError("restore_model() inside of the model's forward, which goes on with its weights")
         self.executor.wait_updates()
         if self.failures.unseen() is not None:
             self.failures.check()

@@ -206,6 +206,21 @@ def test_a_closed_engine_has_nothing_to_restore(tmp_path: Path) -> None:
         engine.restore_model()
 
 
+def test_a_model_is_not_restored_inside_of_its_forward(tmp_path: Path) -> None:
+    engine = make_engine(settings(tmp_path))
+    train(engine, num_steps=1)
+
+    def restore(*_: object) -> None:
+        handle.remove()
+        engine.restore_model()
+
+    handle = engine.module.blocks[1].register_forward_pre_hook(restore)
+    with pytest.raises(StateError, match="restore_model\\(\\) inside of the model's forward"):
+        engine(tokens(0))
+    train(engine, num_steps=1)
+    engine.restore_model()
+
+
 # --- engines that are dropped ---
 
 DROPPED = {
