@@ -16,7 +16,8 @@ state around such a wait must be right when the wait raises; all other code in t
 A function may be interrupted where it begins, before its `with`. Where that would be too late, in a `finally` say, or
 in a hook whose caller has done its part, the function is marked `uninterrupted_from_start`. A function that returns
 something which has to be taken back later uses `held` in the place of `uninterrupted`: `held` does not raise at its
-end, and the caller calls `raise_held()` where it can take the thing back.
+end, and the caller calls `raise_held()` where it can take the thing back. Both are marked, too: where torch's compiler
+evaluates frames Python looks for signals behind the call of each Python function, the end of `held` among them.
 
 `UninterruptedThroughout()` is such a section whose waits end on their own: an interrupt that comes in one of them waits
 too; a second interrupt is raised there.
@@ -153,7 +154,7 @@ def interruptible(function: _Function) -> _Function:
 
 
 def uninterrupted_from_start(function: _Function) -> _Function:
-    """Mark a function whose body is one section: an interrupt before its `with` waits like one inside it."""
+    """Mark a function: an interrupt in its own frame, before its section say, waits like one inside of a section."""
     _beginnings.add(function.__code__)
     return function
 

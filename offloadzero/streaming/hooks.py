@@ -196,6 +196,7 @@ class _SiteForward(_Forward):
         self._timeline = hooks.timeline
         self._lap = f"forward {site.name or 'model'}"
 
+    @uninterrupted_from_start
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if type(self._module).forward is not self._of_class:
             self._bind_anew()
@@ -207,6 +208,7 @@ class _SiteForward(_Forward):
         finally:
             self._leave(has_pushed)
 
+    @uninterrupted_from_start
     def _enter(self) -> bool:
         """Pin the units; return whether saved-tensor hooks were pushed. An error leaves everything as it was."""
         hooks = self._hooks
@@ -259,6 +261,7 @@ class _CheckpointedForward(_Forward):
         self._name = name
         self._hooks = hooks
 
+    @uninterrupted_from_start
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if type(self._module).forward is not self._of_class:
             self._bind_anew()

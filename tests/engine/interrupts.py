@@ -270,6 +270,18 @@ class Injected(Interrupt):
         handler(self._signal, frame)
 
 
+class InjectedBehindCall(Injected):
+    """A signal behind the `countdown`th call of a Python function inside the package.
+
+    There, too, CPython looks for signals where another function than its own evaluates frames: inside compiled ones.
+    """
+
+    def _look(self, frame: FrameType, event: str, argument: Any) -> None:
+        caller = frame.f_back
+        if event == "return" and caller is not None:
+            super()._look(caller, "call", argument)
+
+
 class InjectedError(RuntimeError):
     """What a function may raise at any time, memory that is not there say."""
 
