@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from offloadzero import interrupts
 from offloadzero.checkpoint.latest import Found, find_checkpoint, open_found
 from offloadzero.checkpoint.loading import (
     LoadPlan,
@@ -61,6 +62,7 @@ class EngineCheckpoints:
             raise self._half_loaded
 
     def _expect_open(self, call: str) -> None:
+        interrupts.install()  # the script may have set a handler for this call
         if self._runtime.state is EngineState.CLOSED:
             raise StateError(
                 f"engine.{call}(): the engine of this model is closed, and its weights went with it"

@@ -27,9 +27,9 @@ holds them together: it refers weakly to an object, and as long as that lives an
 too. A second one of the same signal does not wait, so that a wait that never ends can be left there as well.
 
 `install()` puts an `_Asking` in the place of each handler that is in force: one that asks first. A script may set
-handlers later, so it is called again where a model's forward begins. A signal that has no handler in Python is not
-concerned, nor are real-time signals. `Failures.whole()` marks an engine in whose midst something was raised all the
-same.
+handlers later, so it is called again where a model's forward, a save or a load begins. A signal that has no handler in
+Python is not concerned, nor are real-time signals. `Failures.whole()` marks an engine in whose midst something was
+raised all the same.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from offloadzero.errors import AioError, CheckpointError
+from offloadzero.interrupts import is_interrupt
 
 PIECE_BYTES = 4 * 1024 * 1024
 _MAX_THREADS = 8  # enough for the fastest drives
@@ -136,6 +137,8 @@ class HashedFile:
         try:
             yield
         except OSError as error:
+            if is_interrupt(error):
+                raise
             raise AioError(
                 operation=operation,
                 path=str(self.path),
@@ -182,6 +185,8 @@ def check_file(path: Path, entry: FileEntry, pool: HashingPool) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
+        if is_interrupt(error):
+            raise
         raise CheckpointError(f"{path}: {error.strerror}") from error
     if found != entry.sha256:
         raise CheckpointError(f"{path} is damaged: its bytes are not those that were written")

@@ -22,6 +22,7 @@ from offloadzero.checkpoint.hashing import FileEntry, HashedFile, HashingPool, f
 from offloadzero.checkpoint.json_file import parse_json
 from offloadzero.errors import CheckpointError
 from offloadzero.fail_points import through
+from offloadzero.interrupts import is_interrupt
 
 _DTYPE_NAMES = {
     torch.complex64: "C64",
@@ -216,6 +217,8 @@ class SafetensorsReader:
                 read = through("checkpoint.read", os.preadv, what)
                 num_read = read(self._file.fileno(), [view[position:]], offset + position)
             except OSError as error:
+                if is_interrupt(error):
+                    raise
                 raise CheckpointError(f"{self.path}: {what}: {error.strerror}") from error
             if num_read == 0:
                 raise CheckpointError(f"{self.path}: {what} is cut short")

@@ -59,6 +59,7 @@ from offloadzero.checkpoint.partial import (
 from offloadzero.checkpoint.safetensors_file import SafetensorsWriter, TensorSpec, expect_known_dtypes
 from offloadzero.checkpoint.torch_file import TorchFileWriter
 from offloadzero.errors import CheckpointError, ConfigError, OffloadError
+from offloadzero.interrupts import is_interrupt
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
@@ -163,7 +164,7 @@ def _named(directory: Path, what_is_there: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, OffloadError):
+        if isinstance(error, OffloadError) or is_interrupt(error):  # a TimeoutError of a handler, say
             raise
         reason = error.strerror or str(error)
         raise CheckpointError(f"{error.filename or directory}: {reason}: {what_is_there}") from error

@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from offloadzero import interrupts
 from offloadzero.errors import AioError, StateError
 from offloadzero.fail_points import through
-from offloadzero.interrupts import UninterruptedThroughout
+from offloadzero.interrupts import UninterruptedThroughout, is_interrupt
 from offloadzero.memory.arena import align_up
 from offloadzero.parameters.weight import (
     Alias,
@@ -218,6 +218,8 @@ class _UnnamedFile:
                 write = through("spill.write", os.pwrite, self._label)
                 position += write(self._descriptor, view[position:], position)
             except OSError as error:
+                if is_interrupt(error):
+                    raise
                 raise self._error("write", position, len(view), error.errno or 0) from error
         # Written pages are sent on to the drive, so that they do not pile up in the page cache.
         os.fdatasync(self._descriptor)
@@ -233,6 +235,8 @@ class _UnnamedFile:
                 read = through("spill.read", os.preadv, self._label)
                 count = read(self._descriptor, [view[position:]], position)
             except OSError as error:
+                if is_interrupt(error):
+                    raise
                 raise self._error("read", position, len(view), error.errno or 0) from error
             if not count:
                 raise self._error("read", position, len(view), 0, "the file ends here")

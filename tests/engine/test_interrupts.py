@@ -31,6 +31,7 @@ from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import AllOf, Failures, Latch, Promise, unfinished
 from tests.engine.interrupts import FINE, Injected, InjectedError, InjectedFault, summary
 from tests.engine.leftovers import assert_as_before, collect, forms, fresh_model, threads_of_ours
+from tests.support.faults import observes
 from tests.support.tiny import REPOSITORY, make_engine, script_environment, settings, train
 from tests.support.warm import run_warm
 
@@ -206,6 +207,39 @@ def test_an_error_of_a_handler_in_a_wait_is_no_failure_of_the_engine() -> None:
         failures.check()
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("place", ["checkpoint.write", "fsync", "checkpoint.read"])
+def test_a_timeout_of_a_handler_is_no_error_of_a_file(
+    place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raise_timed_out(*_: Any) -> None:
+        raise TimeoutError  # which is an OSError
+
+    def time_out(*_: Any) -> None:
+        signal.raise_signal(signal.SIGALRM)
+
+    engine = make_engine(settings(tmp_path, placement="host"))
+    train(engine, num_steps=1)
+    if place == "checkpoint.read":
+        engine.save_checkpoint(tmp_path / "saved")
+    before = signal.signal(signal.SIGALRM, raise_timed_out)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(pytest.raises(TimeoutError))
+            if place == "fsync":
+                monkeypatch.setattr(os, "fsync", time_out)
+            else:
+                stack.enter_context(observes(place, before=time_out))
+            (engine.load_checkpoint if place == "checkpoint.read" else engine.save_checkpoint)(
+                tmp_path / "saved"
+            )
+        monkeypatch.undo()
+        train(engine, num_steps=1)
+        engine.save_checkpoint(tmp_path / "saved")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        engine.close()
 
 
 class _OfSignal:
