@@ -24,7 +24,10 @@ from offloadzero.schedule.trace import Trace
 from offloadzero.streaming.leased_unit import FETCHING, HOME, LeasedUnit
 from offloadzero.torch_private import current_autograd_node, current_graph_task_id
 
-MAX_PLANS = 2048  # kept for one order of use
+# Plans kept for one order of use: so many, or for a longer order as many as it needs, as long as their keys name no
+# more units than that (64 bytes each).
+MAX_PLANS = 2048
+MAX_UNITS_OF_PLANS = 1 << 20
 
 
 class ResidencyPolicy:
@@ -214,10 +217,16 @@ class ResidencyPolicy:
             free_bytes=free_bytes,
         )
         if not self.evaluating:
-            if len(self._plans) == MAX_PLANS:
+            if len(self._plans) >= self._max_plans():
                 self._plans.clear()
             self._plans[key] = plan
         return plan
+
+    def _max_plans(self) -> int:
+        of_this_order = 4 * len(
+            self._planned_order
+        )  # after a use, after its gradients, with fetches on the way or not
+        return max(MAX_PLANS, min(of_this_order, MAX_UNITS_OF_PLANS // max(1, len(self.present))))
 
     def victims(self, wanted: int) -> list[int]:
         """Choose the units that leave for `wanted` bytes that a use needs at once, in addition to free ones."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import offloadzero
 from offloadzero.memory.arena import Lease
-from offloadzero.schedule.prefetch import Move
+from offloadzero.schedule.prefetch import Fetch, Move, plan_prefetch
+from offloadzero.streaming import residency
+from offloadzero.streaming.leased_unit import RELEASED
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_leases import UnitLeases
 from tests.streaming.test_schedule import fewest_fetches_without_misses, there_and_back
@@ -216,6 +219,53 @@ def test_plans_that_are_kept_are_what_planning_gives(
                 engine(features(1000), (0, 1, 2, 3, 4))
     engine.close()
     assert num_kept > 50
+
+
+def plans_made_by_step(monkeypatch: pytest.MonkeyPatch, *, num_units: int, room: int) -> list[int]:
+    """How often each of some equal steps plans its moves, with all of them done at once."""
+    num_made, by_step = 0, []
+
+    def counted(*arguments: Any, **options: Any) -> list[Move]:
+        nonlocal num_made
+        num_made += 1
+        return plan_prefetch(*arguments, **options)
+
+    monkeypatch.setattr(residency, "plan_prefetch", counted)
+    units: list[Any] = [
+        SimpleNamespace(
+            residency=RELEASED,
+            num_bytes=BLOCK_BYTES,
+            record=SimpleNamespace(index=index, num_trainable=1, unit_name=str(index)),
+        )
+        for index in range(num_units)
+    ]
+    policy = ResidencyPolicy(units, arena_bytes=room * BLOCK_BYTES)
+
+    def move() -> None:
+        for one in policy.plan((room - len(policy.present)) * BLOCK_BYTES):
+            (policy.entered if isinstance(one, Fetch) else policy.left)(one.unit)
+
+    for _ in range(4):
+        num_made = 0
+        for index in there_and_back(range(num_units)):
+            policy.begin_use(index, evaluating=False)
+            if index not in policy.present:
+                for victim in policy.victims(BLOCK_BYTES) if len(policy.present) == room else ():
+                    policy.left(victim)
+                policy.entered(index)
+            move()
+        policy.finish_step()
+        move()
+        by_step.append(num_made)
+    return by_step
+
+
+def test_an_order_of_many_uses_has_room_for_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "MAX_PLANS", 16)
+    assert plans_made_by_step(monkeypatch, num_units=40, room=3)[-1] == 0
+    # Of many units on the device each plan takes more memory.
+    monkeypatch.setattr(residency, "MAX_UNITS_OF_PLANS", 30 * 16)
+    assert plans_made_by_step(monkeypatch, num_units=40, room=30)[-1] > 0
 
 
 # --- steps that differ, bit for bit
