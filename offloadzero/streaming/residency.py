@@ -223,9 +223,8 @@ class ResidencyPolicy:
         return plan
 
     def _max_plans(self) -> int:
-        of_this_order = 4 * len(
-            self._planned_order
-        )  # after a use, after its gradients, with fetches on the way or not
+        # A plan is made after a use and after its gradients, with fetches on the way or not.
+        of_this_order = 4 * len(self._planned_order)
         return max(MAX_PLANS, min(of_this_order, MAX_UNITS_OF_PLANS // max(1, len(self.present))))
 
     def victims(self, wanted: int) -> list[int]:
