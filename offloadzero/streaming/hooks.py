@@ -22,6 +22,12 @@ module's forward is caught at the read as well: the dict behind `module.weight` 
 saved-tensor hooks turn the weight that autograd saves into a handle; under a foreign pair of hooks the read gets a
 private copy, which autograd may keep as long as it likes.
 
+[Note: casts of weights]
+torch.autocast keeps the bf16 copies of fp32 weights until its block ends: those of the whole model, beside the plan.
+Where no graph keeps them as well (without gradients, or in a checkpoint) they go with the forward of their site, in
+every placement: numbers differ from those with the copies where a weight is used by two forwards, whose gradients then
+add up in fp32 and not in bf16.
+
 [Note: checkpointed units]
 A checkpointed unit's forward runs under torch's non-reentrant checkpointing, and the site's wrapper runs inside: the
 recomputation pins the unit and pushes our saved-tensor hooks as the first run did. The order of the pairs, outermost
@@ -62,6 +68,7 @@ from offloadzero.streaming.units import Site, UnitCut
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.torch_private import (
     import_compiler,
+    is_any_autocast_enabled,
     is_tracing,
     pop_saved_tensors_default_hooks,
     push_saved_tensors_default_hooks,
@@ -245,6 +252,8 @@ class _SiteForward(_Forward):
                 self._timeline.lap(self._lap, is_part=self._hooks.executor.is_in_forward)
 
     def _end(self, has_pushed: bool) -> None:
+        if is_any_autocast_enabled() and self._records and self._hooks.keeps_no_casts():
+            torch.clear_autocast_cache()
         if has_pushed:
             pop_saved_tensors_default_hooks()
         try:
@@ -484,6 +493,13 @@ class ModelHooks:
         else:
             inputs = InputHooks(Call(name), self._activations, self._saved_weights, others)
             _push(inputs.pack, inputs.unpack)
+
+    def keeps_no_casts(self) -> bool:
+        """Whether the graph of the running forward keeps no weight that autocast has cast: [Note: casts of weights]."""
+        if not torch.is_grad_enabled():
+            return True
+        own = self._own_innermost()
+        return own is not None and own.is_under_foreign
 
     # --- state dict ---
 
