@@ -113,13 +113,10 @@ def link() -> dict[str, str]:
 
 
 def available_memory() -> int:
-    """Return the bytes of host memory that can be taken now, the container's limit included."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
-    return available
+    """Return the bytes of host memory that an engine takes to be free; it needs none of the native modules."""
+    from offloadzero.planning.probe import available_host_bytes
+
+    return available_host_bytes()
 
 
 def take_memory(num_bytes: int) -> None:
