@@ -165,7 +165,7 @@ def run_tests(part: Part) -> bool:
         results = run(gpu_tests.files_with("gpu"), "gpu", num_processes=1)
     else:
         files = args.test_files or gpu_tests.cpu_test_files()
-        num_processes = max(1, len(os.sched_getaffinity(0)) // 2)
+        num_processes = len(os.sched_getaffinity(0))  # they wait as long as they compute
         results = run(files, "not gpu and not slow and not alone", num_processes=num_processes)
         alone = [file for file in files if file in gpu_tests.files_with("alone")]
         results += run(alone, "alone and not gpu and not slow", num_processes=1)
