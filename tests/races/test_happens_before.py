@@ -298,11 +298,11 @@ def test_a_stream_comes_after_an_event(edge: str, streams: tuple[Order, Simulate
     other = machine.new_stream("other")
     memory = device.allocate(256)
     with device.launching_on(other):
-        machine.order(other, device.record(machine.default_stream))
+        other.wait_event(device.record(machine.default_stream))
         memory.fill_(1)
         event = device.record(other)
     if edge == "event":
-        machine.order(machine.default_stream, event)
+        machine.default_stream.wait_event(event)
     elif edge == "host":
         event.synchronize()
     while edge == "look" and not event.query():
@@ -325,7 +325,7 @@ def test_memory_that_goes_back_under_a_copy(streams: tuple[Order, SimulatedDevic
     machine, target = device.machine, allocate_host(256)
     memory = device.allocate(256)
     other = machine.new_stream("d2h")
-    machine.order(other, device.record(machine.default_stream))
+    other.wait_event(device.record(machine.default_stream))
     with device.launching_on(other):
         device.copy(target, memory)
     del memory

@@ -1,7 +1,14 @@
-"""The simulated device behind the interface of offloadzero.memory.device."""
+"""The simulated device behind the interface of offloadzero.memory.device.
+
+[Note: host code]
+Its memory has addresses of the host's, and is the CPU's to torch. A kernel of csrc/ or a file transfer that is given
+some of it would work here, and end the process on CUDA. So what these ask a tensor before they take its address is
+answered for the device: it is no memory of the host's.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -11,7 +18,8 @@ import pytest
 import torch
 
 from offloadzero import runtime
-from offloadzero.errors import StateError
+from offloadzero.errors import ConfigError, StateError
+from offloadzero.io import buffers
 from offloadzero.memory import device as devices
 from offloadzero.memory.tickets import Failures
 from offloadzero.native import kernels
@@ -21,10 +29,26 @@ from tests.simulated.backward import AutogradThread, Backward, call_on_another_s
 from tests.simulated.collectives import Communicator, run_on_streams
 from tests.simulated.dispatch import Dispatch
 from tests.simulated.graph_streams import NotedStreams
-from tests.simulated.machine import Machine
-from tests.simulated.memory import DeviceMemory, own_work, results_on_the_host
+from tests.simulated.machine import Machine, SimulatedEvent
+from tests.simulated.memory import DeviceMemory, is_own_work, own_work, results_on_the_host
+from tests.simulated.order import DEVICE_THREAD
+from tests.simulated.placing import make_there
 
 MEMORY_BYTES = 4 << 30
+
+
+class DeviceEvent:
+    """An event as a driver has them: of what was recorded last, for those too who have kept it from before."""
+
+    def __init__(self, point: SimulatedEvent, *, is_timed: bool) -> None:
+        self.point = point
+        self.is_timed = is_timed
+
+    def query(self) -> bool:
+        return self.point.query()
+
+    def synchronize(self) -> None:
+        self.point.synchronize()
 
 
 class SimulatedDevice:
@@ -63,13 +87,20 @@ class SimulatedDevice:
             yield
 
     def record(self, stream: Any, *, timed: bool = False, again: Any = None) -> Any:
-        del timed, again
-        return self.machine.own(stream).record()
+        point = self.machine.own(stream).record()
+        if again is None:
+            return DeviceEvent(point, is_timed=timed)
+        if again.is_timed != timed:
+            raise AssertionError("an event with times and one without are not made alike")
+        again.point = point
+        return again
 
     def elapsed_s(self, first: Any, last: Any) -> float:
-        if not (first.is_reached and last.is_reached):
+        if not (first.is_timed and last.is_timed):
+            raise AssertionError("the time of an event that was made without")
+        if not (first.point.is_reached and last.point.is_reached):
             raise AssertionError("the time of an event that was not reached")
-        return float(last.at_s - first.at_s)
+        return float(last.point.at_s - first.point.at_s)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return self.memory.take(num_bytes)
@@ -160,10 +191,13 @@ def _install(device: SimulatedDevice, patch: pytest.MonkeyPatch, name: str | Non
     )
     patch.setattr(Failures, "in_background", in_background)
     run_on_streams(device, patch)
-    for method in ("tolist", "numpy"):  # of a tensor on the CPU they read the memory without a dispatch
-        patch.setattr(torch.Tensor, method, _reading(device, getattr(torch.Tensor, method)))
+    # Of a tensor on the CPU it reads the memory without a dispatch.
+    patch.setattr(torch.Tensor, "tolist", _reading(device, torch.Tensor.tolist))
+    _keep_the_host_out(device, patch)
     for method in ("to", "cpu"):  # it is there, to torch
         patch.setattr(torch.Tensor, method, _moving(device, getattr(torch.Tensor, method)))
+    moved = Dispatch(device.machine, device.memory).moved
+    make_there(device.torch_device, patch, holds=device.memory.holds, move=moved)
 
 
 def _reading(device: SimulatedDevice, method: Any) -> Any:
@@ -175,12 +209,44 @@ def _reading(device: SimulatedDevice, method: Any) -> Any:
     return read
 
 
+def _keep_the_host_out(device: SimulatedDevice, patch: pytest.MonkeyPatch) -> None:
+    """Host code that is given device memory refuses it, as it would any other device's: [Note: host code]."""
+    is_cpu = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
+    to_numpy, memory_of = torch.Tensor.numpy, buffers._memory_of_tensor
+
+    def is_of_device(tensor: torch.Tensor) -> bool:
+        is_kernel = is_own_work() or threading.current_thread().name == DEVICE_THREAD
+        return not is_kernel and device.memory.holds(tensor)
+
+    def numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
+        if not is_of_device(tensor):
+            return to_numpy(tensor, force=force)
+        if not force:
+            raise TypeError(
+                "can't convert a tensor of the simulated device to numpy: copy it with Tensor.cpu()"
+            )
+        return to_numpy(tensor.cpu(), force=True)
+
+    def memory(tensor: torch.Tensor) -> Any:
+        if is_of_device(tensor):
+            raise ConfigError("buffer", "tensor on the simulated device", "must be in host memory (cpu)")
+        return memory_of(tensor)
+
+    patch.setattr(
+        torch.Tensor, "is_cpu", property(lambda tensor: bool(is_cpu(tensor)) and not is_of_device(tensor))
+    )
+    patch.setattr(torch.Tensor, "numpy", numpy)
+    patch.setattr(buffers, "_memory_of_tensor", memory)
+
+
 def _moving(device: SimulatedDevice, method: Any) -> Any:
     """`to("cpu")` and `cpu()`: a device is named by an object, the host by its name."""
 
     def move(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = method(tensor, *args, **kwargs)
         to = kwargs.get("device", args[0] if args else None)
+        if to is device.torch_device and type(result) is torch.Tensor and not device.memory.holds(result):
+            return Dispatch(device.machine, device.memory).moved(result)
         goes_home = method.__name__ == "cpu" or (isinstance(to, str) and to == "cpu")
         if not goes_home or type(result) is not torch.Tensor or not device.memory.holds(result):
             return result

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tests.simulated.machine import Machine
 from tests.simulated.memory import DeviceMemory, do_results_go_home, is_own_work, no_modes, own_work
 from tests.simulated.operations import has_own_dispatch, is_view, needs_host, num_returns, tensors_in, written
+from tests.simulated.placing import expect_together
 
 
 class Dispatch(TorchDispatchMode):
@@ -48,6 +49,7 @@ class Dispatch(TorchDispatchMode):
             if not any(map(self._memory.holds, tensors)):
                 return func(*args, **kwargs)
             self._memory.expect_no_other(tensors)
+            expect_together(func, tensors, self._memory.holds)
             with own_work():
                 return self._on_device(func, args, kwargs)
 
@@ -93,6 +95,12 @@ class Dispatch(TorchDispatchMode):
         return tree_unflatten(
             [self._moved(value) if id(value) not in given else value for value in flat], spec
         )
+
+    def moved(self, tensor: torch.Tensor, *, is_empty: bool = False) -> torch.Tensor:
+        """A tensor of the host's in device memory, as `.to(device)` gives it; with `is_empty` without its content."""
+        with own_work(), torch.no_grad():
+            moved: torch.Tensor = self._empty(tensor) if is_empty else self._moved(tensor.detach())
+        return moved.requires_grad_(tensor.requires_grad)
 
     def _moved(self, value: Any) -> Any:
         """A result that was computed on the host, in device memory."""

@@ -37,6 +37,10 @@ class SimulatedEvent:
         self.at_s = 0.0
         self.clock: Any = None  # what happened before it, for the checker
 
+    @property
+    def point(self) -> SimulatedEvent:
+        return self
+
     def query(self) -> bool:
         return self.machine.look(self)
 
@@ -57,7 +61,8 @@ class SimulatedStream:
         self.machine.launch(self, task)
 
     def wait_event(self, event: Any) -> None:
-        self.machine.order(self, event)
+        """For what `event` stands for now: recorded again later, it is another's."""
+        self.machine.order(self, event.point)
 
     def record(self) -> SimulatedEvent:
         return self.machine.record(self)
