@@ -9,11 +9,12 @@ torch 2.6 and 2.7 lack.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import operator
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -151,6 +152,22 @@ is_tracing: Callable[[], bool] = _look_up("_C._is_tracing")
 
 # The innermost of the transforms of torch.func that run, None where none does.
 running_transform: Callable[[], Any] = _look_up("_C._functorch.peek_interpreter_stack")
+_pop_transform: Callable[[], Any] = _look_up("_C._functorch.pop_dynamic_layer_stack")
+_push_transform: Callable[[Any], None] = _look_up("_C._functorch.push_dynamic_layer_stack")
+
+
+@contextlib.contextmanager
+def outside_of_transforms() -> Iterator[None]:
+    """Leave the transforms of torch.func for a while: inside of them each tensor that an operation makes is theirs."""
+    left = []
+    try:
+        while running_transform() is not None:
+            left.append(_pop_transform())
+        yield
+    finally:
+        while left:
+            _push_transform(left.pop())
+
 
 # The value for a class whose __torch_function__ does nothing.
 disabled_torch_function_impl: Any = _look_up("_C._disabled_torch_function_impl")

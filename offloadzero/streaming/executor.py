@@ -22,7 +22,7 @@ from offloadzero.streaming.leased_unit import FETCHING, HOME, READY, RELEASED, L
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.streaming.unit_leases import UnitLeases
-from offloadzero.torch_private import current_autograd_node
+from offloadzero.torch_private import current_autograd_node, outside_of_transforms
 from offloadzero.update.flat_layout import slot_layout
 from offloadzero.update.records import Record
 
@@ -249,7 +249,8 @@ class Executor:
             return None  # in another thread's forward, too: units on the device may leave during the read
         if not self.pins[index]:
             try:
-                self.touch(index, guard=True, evaluating=self.is_evaluating)
+                with outside_of_transforms():
+                    self.touch(index, guard=True, evaluating=self.is_evaluating)
             except BudgetError:  # every lease is in use
                 return None
         return unit.flat

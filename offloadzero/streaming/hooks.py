@@ -70,6 +70,7 @@ from offloadzero.torch_private import (
     import_compiler,
     is_any_autocast_enabled,
     is_tracing,
+    outside_of_transforms,
     pop_saved_tensors_default_hooks,
     push_saved_tensors_default_hooks,
     running_transform,
@@ -233,13 +234,21 @@ class _SiteForward(_Forward):
 
     def _begin(self) -> bool:
         hooks = self._hooks
-        hooks.commit_gathered(self._records)
-        hooks.executor.enter_forward(self._records, is_root=self.is_root)
+        if running_transform() is None:
+            self._bring()
+        else:
+            with outside_of_transforms():
+                self._bring()
         try:
             return torch.is_grad_enabled() and hooks.push_saved_tensor_hooks()
         except BaseException:
-            hooks.executor.leave_forward(self._records)
+            with outside_of_transforms():
+                hooks.executor.leave_forward(self._records)
             raise
+
+    def _bring(self) -> None:
+        self._hooks.commit_gathered(self._records)
+        self._hooks.executor.enter_forward(self._records, is_root=self.is_root)
 
     @uninterrupted_from_start
     def _leave(self, has_pushed: bool) -> None:
@@ -256,6 +265,13 @@ class _SiteForward(_Forward):
             torch.clear_autocast_cache()
         if has_pushed:
             pop_saved_tensors_default_hooks()
+        if running_transform() is None:
+            self._give_up()
+        else:
+            with outside_of_transforms():
+                self._give_up()
+
+    def _give_up(self) -> None:
         try:
             self._hooks.commit_written(self._records)
         finally:
@@ -448,7 +464,8 @@ class ModelHooks:
         """Bring a unit to the device for the read of a module's parameter, unless a forward has pinned it."""
         if self.executor.is_running:
             may_be_kept = torch.is_grad_enabled() and self._own_innermost() is None
-            self.executor.show(index, place=self._slot_of[id(param)].index, as_copy=may_be_kept)
+            with outside_of_transforms():
+                self.executor.show(index, place=self._slot_of[id(param)].index, as_copy=may_be_kept)
 
     def _own_innermost(self) -> SavedTensorHooks | None:
         """The innermost saved-tensor hooks, if they are this engine's."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 
 from offloadzero.errors import StateError
 from tests.support.plain_form import ALL_PLACEMENTS, final_weights, make_model, offloaded
@@ -95,6 +95,37 @@ def test_transforms_through_the_model_say_what_to_take(name: str, pair: tuple[An
     model(TOKENS).backward()
     plain(TOKENS).backward()
     torch.testing.assert_close(weight(model).grad.clone(), weight(plain).grad)  # type: ignore[union-attr]
+
+
+def hidden(model: Any, x: Tensor) -> Tensor:
+    """Blocks and, beside them, weights of units whose modules are not in their forward."""
+    for block in model.blocks:
+        x = block(x)
+    others = model.blocks[0].up.weight.detach()[:16].sum() + model.blocks[1].down.weight.detach().norm()
+    return x * others
+
+
+FORWARD_MODE: dict[str, Callable[[Any], Tensor]] = {
+    "jvp": lambda model: jvp(lambda x: hidden(model, x), (ROW,), (ROW,))[1],
+    "jacfwd": lambda model: jacfwd(lambda x: hidden(model, x))(ROW),
+    "jvp of jvp": lambda model: jvp(
+        lambda y: jvp(lambda x: hidden(model, x), (y,), (ROW,))[1], (ROW,), (ROW,)
+    )[1],
+}
+
+
+@pytest.mark.parametrize("name", FORWARD_MODE)
+def test_derivatives_in_forward_mode_train(name: str, pair: tuple[Any, Any]) -> None:
+    found = []
+    for model in pair:
+        with torch.no_grad():
+            unrecorded = FORWARD_MODE[name](model)
+        value = FORWARD_MODE[name](model)
+        (value**2).sum().backward()
+        model(TOKENS).backward()
+        found.append([unrecorded, value.detach(), *(p.grad.clone() for p in model.parameters())])
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain)
 
 
 EXPORTS: dict[str, Callable[[Any], Any]] = {
