@@ -292,6 +292,11 @@ class _CheckpointedForward(_Forward):
             self._bind_anew()
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
+        if running_transform() is not None:
+            raise StateError(
+                f"{self._name}: backward computes it again, outside of the transform of torch.func: leave it out of "
+                "offloadzero.activation_checkpoints, or take an ordinary copy, copy.deepcopy(model)"
+            )
         # Flat, so that tensors inside tuples and dicts are inputs too.
         leaves, structure = pytree.tree_flatten((args, kwargs))
         is_recomputed = False

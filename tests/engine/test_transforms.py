@@ -128,6 +128,16 @@ def test_derivatives_in_forward_mode_train(name: str, pair: tuple[Any, Any]) -> 
         torch.testing.assert_close(ours, plain)
 
 
+def test_derivatives_through_checkpointed_units_are_refused(tmp_path: Path) -> None:
+    with offloaded("host", tmp_path, activation_checkpoints={}) as (model, _):
+        with pytest.raises(StateError, match=r"blocks\.0: .*torch\.func.*activation_checkpoints"):
+            FORWARD_MODE["jvp"](model)
+        model(TOKENS).backward()
+        plain = make_model()
+        plain(TOKENS).backward()
+        torch.testing.assert_close(weight(model).grad.clone(), weight(plain).grad)  # type: ignore[union-attr]
+
+
 EXPORTS: dict[str, Callable[[Any], Any]] = {
     "trace": lambda model: torch.jit.trace(model, (TOKENS,)),
     "script": torch.jit.script,
