@@ -17,7 +17,7 @@ from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.arena import ALIGN_BYTES
 from offloadzero.memory.checksums import checksum_bytes
 from offloadzero.memory.nvme import STRIPE_BYTES
-from offloadzero.memory.swap_file import MARK_BYTES
+from offloadzero.memory.swap_file import MARK_BYTES, stale_bytes
 from offloadzero.planned_model import Loop, ModelPlanner, PlannedModel
 from offloadzero.planning.activation_trace import MicroBatchTrace, TraceError
 from offloadzero.planning.engine_plan import goes_by_time
@@ -281,14 +281,18 @@ def _check_budgets(planned: PlannedModel, trace: MicroBatchTrace | None) -> None
 def drive_bytes(paths: Sequence[Path], *, free: Callable[[Path], int] = free_disk_bytes) -> int | None:
     """Return the bytes that the swap files in these directories can hold together; None without any.
 
-    The files are of equal size, and directories on one filesystem share its space.
+    The files are of equal size, and directories on one filesystem share its space. What killed runs left there is
+    removed by the next start, so it counts as free.
     """
     if not paths:
         return None
     drives: dict[int, list[Path]] = {}
     for path in paths:
         drives.setdefault(drive_of(path), []).append(path)
-    per_file = min(free(members[0]) // len(members) for members in drives.values()) - MARK_BYTES
+    per_file = min(
+        (free(members[0]) + sum(map(stale_bytes, members))) // len(members) for members in drives.values()
+    )
+    per_file -= MARK_BYTES
     if len(paths) > 1:
         per_file = per_file // STRIPE_BYTES * STRIPE_BYTES
     return max(0, per_file) * len(paths)

@@ -114,9 +114,9 @@ def remove_stale_files(directory: Path) -> list[Path]:
     removed = []
     try:
         with _directory(directory) as at:
-            for name in os.listdir(directory):
-                match = _NAME.fullmatch(name)
-                if match is not None and _remove_stale(at, name, bytes.fromhex(match[1])):
+            for name, _ in _stale_files(at, directory):
+                with contextlib.suppress(FileNotFoundError):  # another start was quicker
+                    os.unlink(name, dir_fd=at)
                     removed.append(directory / name)
     except FileNotFoundError:
         return []  # making a file in that directory raises the error
@@ -125,6 +125,15 @@ def remove_stale_files(directory: Path) -> list[Path]:
     if removed:
         log.warning("removed files of processes that are gone: %s", ", ".join(map(str, removed)))
     return removed
+
+
+def stale_bytes(directory: Path) -> int:
+    """The bytes of the drive that `remove_stale_files` would free; 0 where the directory cannot be looked into."""
+    try:
+        with _directory(directory) as at:
+            return sum(512 * os.fstat(descriptor).st_blocks for _, descriptor in _stale_files(at, directory))
+    except OSError:
+        return 0
 
 
 @contextlib.contextmanager
@@ -220,33 +229,42 @@ def _mark(file_id: bytes) -> bytes:
     return _MAGIC + file_id
 
 
-def _remove_stale(at: int, name: str, file_id: bytes) -> bool:
-    """Remove the file if it is an unused one of this user; return whether it is gone now."""
+def _stale_files(at: int, directory: Path) -> Iterator[tuple[str, int]]:
+    """Yield each unused file of this user and its descriptor, which holds its lock until the next one is asked for."""
+    for name in os.listdir(directory):
+        match = _NAME.fullmatch(name)
+        descriptor = -1 if match is None else _open_stale(at, name, bytes.fromhex(match[1]))
+        if descriptor >= 0:
+            try:
+                yield name, descriptor
+            finally:
+                os.close(descriptor)
+
+
+def _open_stale(at: int, name: str, file_id: bytes) -> int:
+    """Open and lock the file if it is an unused one of this user; else return -1."""
     # The flags keep a pipe from blocking; a device is not even opened.
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
-        status = os.stat(name, dir_fd=at, follow_symlinks=False)
-        if not _is_candidate(status):
-            return False
+        if not _is_candidate(os.stat(name, dir_fd=at, follow_symlinks=False)):
+            return -1
         descriptor = os.open(name, flags, dir_fd=at)
     except OSError:
-        return False  # a link, another user's, or gone already
+        return -1  # a link, another user's, or gone already
+    is_stale = False
     try:
         status = os.fstat(descriptor)
-        if not _is_candidate(status):
-            return False
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        first = os.pread(descriptor, len(_MAGIC) + _ID_BYTES, 0)
-        if first not in (b"", _mark(file_id)):
-            return False
-        if not _is_same(os.stat(name, dir_fd=at, follow_symlinks=False), status):
-            return False
-        os.unlink(name, dir_fd=at)
-        return True
+        if _is_candidate(status):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            first = os.pread(descriptor, len(_MAGIC) + _ID_BYTES, 0)
+            has_name = _is_same(os.stat(name, dir_fd=at, follow_symlinks=False), status)
+            is_stale = first in (b"", _mark(file_id)) and has_name
     except (BlockingIOError, FileNotFoundError):
-        return False  # its process lives, or another start was quicker
+        is_stale = False  # its process lives, or another start was quicker
     finally:
-        os.close(descriptor)
+        if not is_stale:
+            os.close(descriptor)
+    return descriptor if is_stale else -1
 
 
 def _is_candidate(status: os.stat_result) -> bool:

@@ -21,7 +21,7 @@ from offloadzero.cli.plan_model import ModelSource, read_model
 from offloadzero.config import load_config
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.nvme import STRIPE_BYTES
-from offloadzero.memory.swap_file import MARK_BYTES
+from offloadzero.memory.swap_file import MARK_BYTES, SwapFile, remove_stale_files
 from offloadzero.planning.fit import MAX_BUDGET, Memory, memory_with, needed, with_keys
 from offloadzero.segments import TierName
 from offloadzero.streaming.spill import file_bytes
@@ -313,6 +313,29 @@ def test_drives_hold_files_of_equal_size(tmp_path: Path) -> None:
         "they share one filesystem"
     )
     assert drive_bytes([tmp_path], free=lambda _: 0) == 0
+
+
+def test_what_a_killed_run_left_is_free_for_the_next_one(tmp_path: Path) -> None:
+    def free(_: Path) -> int:
+        return 100 * MIB + MARK_BYTES
+
+    paths = [tmp_path]
+    left, used = SwapFile(tmp_path), SwapFile(tmp_path)
+    try:
+        for file in (left, used):
+            os.pwrite(file.descriptor, bytes(MIB), MARK_BYTES)
+            os.fsync(file.descriptor)
+        assert drive_bytes(paths, free=free) == 100 * MIB, "their processes live"
+        os.close(left.descriptor)
+        left.descriptor = -1
+        assert drive_bytes(paths, free=free) == 101 * MIB + MARK_BYTES
+        assert remove_stale_files(tmp_path) == [left.path], (
+            "looking has not unlocked the other one, nor removed it"
+        )
+        assert drive_bytes(paths, free=free) == 100 * MIB
+    finally:
+        left.remove()
+        used.remove()
 
 
 def test_keys_are_set_in_a_copy() -> None:
