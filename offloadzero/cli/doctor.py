@@ -102,7 +102,7 @@ def find_facts(
     from offloadzero.memory.device import find_device, pci_address
     from offloadzero.native import kernels
     from offloadzero.planning.checkup import Facts
-    from offloadzero.planning.probe import cgroup_free_bytes, memlock_bytes
+    from offloadzero.planning.probe import cgroup_cores, cgroup_free_bytes, memlock_bytes
 
     device = find_device(device_name)
     machine = describe_machine()
@@ -128,6 +128,7 @@ def find_facts(
         has_gpu_node=(root / "dev/nvidia0").exists(),
         link_width=link_width(pci_address(device.torch_device), root=root),
         is_virtual=machine["is_virtual_machine"],
+        group_cores=cgroup_cores(root=root),
         load=os.getloadavg()[0],
         drives=drives,
         details={"machine": machine, "versions": describe_versions("offloadzero", "torch", "numpy")},

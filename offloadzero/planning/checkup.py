@@ -55,7 +55,7 @@ class Drive:
 class Facts:
     """The facts about a machine."""
 
-    usable_cores: int  # by this process
+    usable_cores: int  # by this process, by its affinity
     machine_cores: int
     isa: str
     memory_bytes: int
@@ -72,6 +72,7 @@ class Facts:
     has_gpu_node: bool  # the kernel has an NVIDIA device, whether torch sees it or not
     link_width: tuple[int, int] | None = None  # lanes of the device's PCIe link: now, and at most
     is_virtual: bool = False  # a virtual machine
+    group_cores: float | None = None  # that the time of control groups is worth; None: no limit
     load: float = 0.0  # processes that wanted a core in the last minute
     drives: Sequence[Drive] = ()
     details: Mapping[str, Any] = field(default_factory=dict)  # for the JSON only
@@ -122,7 +123,14 @@ def _of_cores(facts: Facts) -> Iterator[Finding]:
             "updates, landings and copies share them",
             f"taskset --cpu-list 0-{facts.machine_cores - 1} COMMAND, or docker run --cpuset-cpus",
         )
-    elif facts.usable_cores < FEW_CORES:
+    if facts.group_cores is not None and facts.group_cores < facts.usable_cores:
+        yield Finding(
+            Severity.HURTS,
+            f"a control group gives this process the time of {facts.group_cores:.3g} of its {facts.usable_cores} cores",
+            "threads on all of them use it up early in each period, and the training thread stands still with them",
+            "docker run --cpus N, systemd-run -p CPUQuota=N00%, or the limit of the job",
+        )
+    elif facts.usable_cores == facts.machine_cores and facts.usable_cores < FEW_CORES:
         yield Finding(
             Severity.NOTE,
             f"there are {facts.usable_cores} cores",

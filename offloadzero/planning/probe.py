@@ -47,7 +47,13 @@ def cgroup_free_bytes(*, root: Path = _ROOT) -> int | None:
 
 def usable_cores(*, root: Path = _ROOT) -> float:
     """The cores that this process may use, or the number that the time of its control groups is worth."""
-    return min([float(len(os.sched_getaffinity(0))), *_quotas(root)])
+    num_cores, of_groups = float(len(os.sched_getaffinity(0))), cgroup_cores(root=root)
+    return num_cores if of_groups is None else min(num_cores, of_groups)
+
+
+def cgroup_cores(*, root: Path = _ROOT) -> float | None:
+    """The cores that the time of this process's control groups is worth; None where none of them limits it."""
+    return min(_quotas(root), default=None)
 
 
 def free_disk_bytes(directory: Path) -> int:

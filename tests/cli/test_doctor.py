@@ -74,6 +74,8 @@ def test_files_of_another_machine(tmp_path: Path) -> None:
         "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
         "proc/sys/vm/overcommit_memory": "2\n",
         "proc/sys/kernel/io_uring_disabled": "1\n",
+        "proc/self/cgroup": "0::/job\n",
+        "sys/fs/cgroup/job/cpu.max": "150000 100000\n",
         "dev/nvidia0": "",
         "sys/bus/pci/devices/0000:41:00.0/current_link_width": "4\n",
         "sys/bus/pci/devices/0000:41:00.0/max_link_width": "16\n",
@@ -85,6 +87,7 @@ def test_files_of_another_machine(tmp_path: Path) -> None:
     assert (facts.huge_pages, facts.overcommit, facts.io_uring_disabled) == ("never", 2, 1)
     assert facts.has_gpu_node
     assert facts.group_free_bytes is None
+    assert facts.group_cores == 1.5
     assert doctor.link_width("0000:41:00.0", root=tmp_path) == (4, 16)
     assert doctor.link_width("0000:42:00.0", root=tmp_path) is None
     assert pci_address(torch.device("cpu")) is None

@@ -52,6 +52,7 @@ def test_a_virtual_disk_may_be_fast_whatever_it_says() -> None:
         ({"link_width": (4, 16)}, "4 of its 16 PCIe lanes", "slot"),
         ({"isa": "scalar"}, "neither AVX2 nor AVX-512", "AVX2"),
         ({"usable_cores": 2}, "2 of 16 cores", "taskset --cpu-list 0-15"),
+        ({"group_cores": 4.0}, "the time of 4 of its 16 cores", "--cpus"),
         ({"group_free_bytes": 16 * GIB}, "leaves 16.0 GiB of 128.0 GiB", "MemoryMax"),
         ({"huge_pages": "never"}, "huge pages are off", "transparent_hugepage/enabled"),
         ({"overcommit": 2}, "overcommit_memory is 2", "sysctl vm.overcommit_memory=0"),
