@@ -49,7 +49,9 @@ def hardware_from_json(key: str, value: Mapping[str, Any]) -> Hardware:
     """Read the machine that a file describes, for a command's argument `key`. Raises ConfigError."""
     reader = Reader(key, value)
     reader.expect(*_names(Hardware), "format", "format_version")
-    form = reader.value.get("adam_form", UpdateForm.NATIVE.value)
+    memory = _memory(key, reader)
+    usual = UpdateForm.NATIVE if memory.device is None else UpdateForm.TRITON
+    form = reader.value.get("adam_form", usual.value)
     forms = [one.value for one in UpdateForm]
     if form not in forms:
         raise ConfigError(f"{key}.adam_form", form, f"one of {', '.join(forms)}", known_values=forms)
@@ -58,22 +60,32 @@ def hardware_from_json(key: str, value: Mapping[str, Any]) -> Hardware:
         raise ConfigError(f"{key}.device", device, "a name, or null where the CPU is the device")
     rates = reader.table("rates")
     rates.expect(*_names(Rates))
-    memory = reader.table("memory")
-    memory.expect(*_names(Memory))
     found: dict[str, Any] = {name: rates.numbers(name) for name in _TABLES}
     found |= {one.name: rates.number(one.name) for one in fields(Rates) if one.name not in _TABLES}
     return Hardware(
-        memory=Memory(
-            host=memory.count("host") or 0, device=memory.count("device"), nvme=memory.count("nvme")
-        ),
+        memory=memory,
         rates=Rates(**found),
         num_cores=reader.count("num_cores") or 1,
-        device=device,
+        device=device or (None if memory.device is None else "GPU"),
         adam_form=UpdateForm(form),
         process_bytes=reader.count("process_bytes") or 0,
         memlock_bytes=reader.count("memlock_bytes"),
         identity=reader.table("identity").value,
     )
+
+
+def _memory(key: str, reader: Reader) -> Memory:
+    """Read the memory. A device that is named and has no memory of its own would be planned as the CPU."""
+    table = reader.table("memory")
+    table.expect(*_names(Memory))
+    host, device, nvme = (table.count(name) for name in ("host", "device", "nvme"))
+    if host is None:
+        raise ConfigError(f"{key}.memory.host", None, "the bytes of the host's memory")
+    named = reader.value.get("device")
+    if isinstance(named, str) and device is None:
+        allowed = f"the bytes of {named}; where the CPU is the device, device = null"
+        raise ConfigError(f"{key}.memory.device", None, allowed)
+    return Memory(host=host, device=device, nvme=nvme)
 
 
 def _names(kind: Any) -> list[str]:

@@ -283,12 +283,20 @@ def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"adam_form": "triten"}, "did you mean 'triton'"),
         ({"device": 3}, "--hardware.device = 3: a name"),
         ({"nothing": 3}, "--hardware.nothing = 3: no such entry"),
+        ({"memory": {"device": 1 << 34}}, "--hardware.memory.host = None: the bytes of the host's memory"),
+        ({"device": "a card"}, "--hardware.memory.device = None: the bytes of a card; where the CPU is"),
     ],
 )
 def test_what_is_wrong_with_a_machine_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         hardware_from_json("--hardware", {**MACHINE.to_json(), **change})
     assert message in str(caught.value)
+
+
+def test_a_device_without_a_name_is_none_the_less_one() -> None:
+    described = {name: MACHINE.to_json()[name] for name in ("rates", "num_cores")}
+    found = hardware_from_json("--hardware", {**described, "memory": {"host": GIB, "device": GIB}})
+    assert (found.device, found.adam_form, found.device_is_cpu) == ("GPU", UpdateForm.TRITON, False)
 
 
 def test_rates_are_kept_for_this_machine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
