@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from offloadzero.cli.output import check_output, print_lines, save_json, save_text
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # else it loads torch for `--help`
 
 FORMAT = "offloadzero.plan"
 FORMAT_VERSION = 1
+THIS_MACHINE = "probe"
 DEFAULT_SEQUENCE = 2048
 MAX_TOKENS = 10**18
 _COUNT_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -42,7 +44,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--config", required=True, metavar="FILE", help="the configuration, as for training")
     parser.add_argument(
         "--hardware",
-        default="probe",
+        default=THIS_MACHINE,
         metavar="probe|FILE",
         help="this machine (measured once, in less than a minute), a file that --hardware-out has written, or one that "
         "describes a cluster (docs/plan.md)",
@@ -89,13 +91,15 @@ def run(args: argparse.Namespace) -> int:
     from offloadzero.planning.cluster import is_cluster, read_cluster
 
     cluster = None
-    if args.hardware != "probe" and is_cluster(args.hardware):
+    if args.hardware != THIS_MACHINE and is_cluster(args.hardware):
         cluster = read_cluster("--hardware", args.hardware)
     _check(args, cluster)
-    source = read_source(args.config, num_ranks=args.ranks)
+    load = partial(load_config, world_size=args.ranks, elsewhere=args.hardware != THIS_MACHINE)
+    load(args.config)  # checks it as a training does
+    source = read_config_file(args.config)
     if args.micro_batch is not None:
-        source = with_micro_batch(source, args.micro_batch, num_ranks=args.ranks)
-    config = load_config(source, world_size=args.ranks)
+        source = with_micro_batch(source, args.micro_batch, load)
+    config = load(source)
     question, hardware = ask(args, config, cluster)
     if args.largest:
         question = replace(question, model=plan_report.largest(question, source))
@@ -174,15 +178,11 @@ def read_count(key: str, text: str | None) -> int | None:
     return int(count)
 
 
-def read_source(path: str, *, num_ranks: int = 1) -> dict[str, Any]:
-    """Read the configuration as an object, in which changes are made. Raises ConfigError."""
-    load_config(path, world_size=num_ranks)  # checks it as a training does
-    return read_config_file(path)
-
-
-def with_micro_batch(source: Mapping[str, Any], micro_batch: int, *, num_ranks: int = 1) -> dict[str, Any]:
+def with_micro_batch(
+    source: Mapping[str, Any], micro_batch: int, load: Callable[[Mapping[str, Any]], OffloadConfig]
+) -> dict[str, Any]:
     """Return the configuration with another micro batch, and with as many of them in a step as it had."""
-    num_micro = load_config(source, world_size=num_ranks).batch.gradient_accumulation_steps
+    num_micro = load(source).batch.gradient_accumulation_steps
     return {
         **source,
         "train_micro_batch_size_per_gpu": micro_batch,
@@ -208,7 +208,7 @@ def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None
         )
     if cluster is not None:
         hardware = replace(cluster.rank(args.local_ranks), process_bytes=plan_probe.resident_bytes())
-    elif args.hardware != "probe":
+    elif args.hardware != THIS_MACHINE:
         hardware = read_hardware(args.hardware)
     elif args.no_time:
         hardware = plan_probe.memory_only(config.device, config.nvme_paths)
@@ -219,7 +219,7 @@ def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None
         nvme = hardware.memory.nvme
         if not config.nvme_paths:
             nvme = None
-        elif args.hardware == "probe":
+        elif args.hardware == THIS_MACHINE:
             nvme = drive_bytes(config.nvme_paths)
         host = hardware.memory.host // args.local_ranks
         return replace(hardware.memory, host=host, nvme=None if nvme is None else nvme // args.local_ranks)
@@ -234,5 +234,6 @@ def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None
         num_ranks=args.ranks,
         num_local_ranks=args.local_ranks,
         hardware=hardware,
+        elsewhere=args.hardware != THIS_MACHINE,
     )
     return question, hardware

@@ -65,6 +65,7 @@ class Question:
     num_ranks: int = 1
     num_local_ranks: int = 1  # of a machine
     hardware: Hardware | None = None  # for "auto" by time
+    elsewhere: bool = False  # the machine is not this one: directories are not looked for here
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Planner:
         return self._model
 
     def _load(self, source: Source) -> OffloadConfig:
-        return load_config(source, world_size=self.question.num_ranks)
+        return load_config(source, world_size=self.question.num_ranks, elsewhere=self.question.elsewhere)
 
     def plan(
         self, source: Source, more: More = NOTHING, *, by_time: bool = False
@@ -186,6 +187,7 @@ class Planner:
         return smallest_change(
             source,
             config,
+            self._load,
             self._verdict_of_candidate,
             refusal_of=self.refusal,
             can_be_compact=codes is not None and config.precision.param_dtype == "bf16",

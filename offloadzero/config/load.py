@@ -22,7 +22,7 @@ MAX_FILE_BYTES = 2**20
 
 
 def load_config(
-    source: Mapping[str, Any] | str | Path | OffloadConfig, *, world_size: int = 1
+    source: Mapping[str, Any] | str | Path | OffloadConfig, *, world_size: int = 1, elsewhere: bool = False
 ) -> OffloadConfig:
     """Read and validate a configuration.
 
@@ -30,6 +30,7 @@ def load_config(
         source: a DeepSpeed-shaped dict, the path of a JSON file that holds one, or an OffloadConfig, which is
             returned as it is. A dict is not changed.
         world_size: ranks the batch is spread over.
+        elsewhere: it is for another machine, so its directories are not looked for on this one.
 
     Raises:
         ConfigError: naming the full dotted key, the value, what is allowed and the nearest known key.
@@ -43,7 +44,7 @@ def load_config(
     config = read_own_block(top, config, reading=reading)
     config = replace(
         config,
-        nvme_paths=unite_nvme_paths(reading.nvme_paths),
+        nvme_paths=unite_nvme_paths(reading.nvme_paths, elsewhere=elsewhere),
         notices=tuple(reading.notices),
         warnings=tuple(reading.warnings),
     )

@@ -32,15 +32,17 @@ def read_nvme_paths(key: str, value: object) -> tuple[NvmePath, ...]:
     return tuple(NvmePath(name, read_path(name, entry)) for name, entry in zip(keys, value, strict=True))
 
 
-def unite_nvme_paths(paths: Iterable[NvmePath]) -> tuple[Path, ...]:
+def unite_nvme_paths(paths: Iterable[NvmePath], *, elsewhere: bool = False) -> tuple[Path, ...]:
     """Return the distinct usable directories, absolute, in order of first mention; ConfigError for an unusable one.
 
-    A directory that does not exist yet is usable where the directory above it exists: `create_nvme_directories`.
+    A directory that does not exist yet is usable where the directory above it exists: `create_nvme_directories`. Those
+    of a machine that is `elsewhere` are taken as they are named.
     """
     united: dict[str, Path] = {}
     for entry in paths:
         try:
-            _check_directory(entry)
+            if not elsewhere:
+                _check_directory(entry)
             path = entry.path.absolute()  # used later, perhaps in another directory
         except OSError as error:
             raise ConfigError(entry.key, str(entry.path), f"cannot be used: {error.strerror}") from error

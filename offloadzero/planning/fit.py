@@ -30,7 +30,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from offloadzero.config import BudgetConfig, OffloadConfig, load_config
+from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.errors import BudgetError
 from offloadzero.memory.arena import ALIGN_BYTES, align_up
 from offloadzero.planning.memory_plan import MemoryPlan, format_bytes
@@ -150,6 +150,7 @@ def with_keys(source: Source, keys: Keys) -> dict[str, Any]:
 def smallest_change(
     source: Source,
     config: OffloadConfig,
+    load: Callable[[Source], OffloadConfig],
     verdict_of: Callable[[Source, More], Verdict],
     *,
     refusal_of: Callable[[Source], BudgetError | None],
@@ -161,6 +162,7 @@ def smallest_change(
 
     Args:
         config: the configuration that `source` holds.
+        load: reads a JSON as `source` was read.
         verdict_of: plans a JSON and judges it on a machine that has so many more bytes.
         refusal_of: the refusal of a JSON whose own budgets are too small; None where they are enough.
         can_be_compact: whether optimizer and dtype have the compact layout.
@@ -172,7 +174,7 @@ def smallest_change(
     steps = list(_steps(config, can_be_compact=can_be_compact, has_activations=has_activations))
     if device_room is not None and (config.budgets.device is None or device_room < config.budgets.device):
         steps.insert(0, {"offloadzero.budgets.device": device_room})
-    raised_beside = partial(_raised_beside, source, config.world_size, verdict_of, refusal_of)
+    raised_beside = partial(_raised_beside, source, load, verdict_of, refusal_of)
     for keys in _candidates(steps, budgets, raised_beside):
         verdict = verdict_of(with_keys(source, keys), {})
         if verdict.fits:
@@ -267,7 +269,7 @@ def _least(
 
 def _raised_beside(
     source: Source,
-    num_ranks: int,
+    load: Callable[[Source], OffloadConfig],
     verdict_of: Callable[[Source, More], Verdict],
     refusal_of: Callable[[Source], BudgetError | None],
     keys: Keys,
@@ -277,7 +279,7 @@ def _raised_beside(
     verdict = verdict_of(changed, {})
     if not verdict.refusal or verdict.is_mistake:
         return {}
-    return budget_keys(changed, load_config(changed, world_size=num_ranks), refusal_of)
+    return budget_keys(changed, load(changed), refusal_of)
 
 
 def _candidates(

@@ -197,6 +197,20 @@ def test_bytes_alone_need_no_rates(tmp_path: Path, capsys: pytest.CaptureFixture
     )
 
 
+def test_directories_of_another_machine_are_not_looked_for_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"nvme_path": ["/of another machine/drive0", "/of another machine/drive1"], "placement": "nvme"}
+    assert main(words(tmp_path, "--micro-batch", "1", "--no-time", **keys)) == 0
+    small = replace(MACHINE, memory=Memory(host=310 * MIB, nvme=8 * GIB))
+    assert main(words(tmp_path, "--no-time", machine=small, model="llama:256/2/2/9000", **keys)) == FAILURE
+    assert "The smallest change with which it fits: " in capsys.readouterr().out
+    arguments = words(tmp_path, "--no-time", **keys)
+    arguments[arguments.index("--hardware") + 1] = "probe"
+    assert main(arguments) == USER_ERROR
+    assert "there is no such directory" in capsys.readouterr().err
+
+
 def test_the_largest_is_the_one_beyond_which_nothing_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
