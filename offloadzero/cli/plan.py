@@ -56,7 +56,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--no-time", action="store_true", help="bytes only: measure nothing")
     parser.add_argument("--micro-batch", type=int, metavar="B", help="in the place of the configuration's")
     parser.add_argument(
-        "--sequence", type=int, metavar="T", default=DEFAULT_SEQUENCE, help="tokens per sample (default 2048)"
+        "--sequence",
+        type=int,
+        metavar="T",
+        help="tokens per sample (default 2048, or all positions of a model with fewer)",
     )
     parser.add_argument(
         "--loop", choices=("initialize", "offload"), default="initialize", help="how the script starts"
@@ -201,11 +204,10 @@ def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None
     from offloadzero.planning.kept_rates import read_hardware
 
     model = read_model(args.model)
-    positions = model.shape.num_positions if model.shape is not None else 0
-    if positions and args.sequence > positions:
-        raise ConfigError(
-            "--sequence", args.sequence, f"at most {positions:,}, the positions of {args.model}"
-        )
+    most = model.num_positions
+    sequence = args.sequence or (min(DEFAULT_SEQUENCE, most) if most else DEFAULT_SEQUENCE)
+    if most and sequence > most and model.learns_positions:
+        raise ConfigError("--sequence", sequence, f"at most {most:,}, the positions of {args.model}")
     if cluster is not None:
         hardware = replace(cluster.rank(args.local_ranks), process_bytes=plan_probe.resident_bytes())
     elif args.hardware != THIS_MACHINE:
@@ -229,7 +231,7 @@ def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None
         memory_of=memory_of,
         form_of=lambda spec: plan_probe.form_on(hardware, spec),
         loop=Loop(args.loop),
-        sequence=args.sequence,
+        sequence=sequence,
         process_bytes=hardware.process_bytes,
         num_ranks=args.ranks,
         num_local_ranks=args.local_ranks,

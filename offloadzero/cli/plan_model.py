@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from offloadzero.errors import ConfigError
 from offloadzero.planning.shapes import PUBLISHED, ModelShape, read_shape
 
 KEY = "--model"
+_POSITIONS = re.compile(r"(^|\.)(wpe|[a-z_]*position[a-z_]*)$")  # the names of tables in transformers
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,20 @@ class ModelSource:
     text: str
     build: Callable[[], nn.Module]
     shape: ModelShape | None = None
+    num_positions: int = 0  # the most tokens of a sample, as its configuration says; 0: it says none
 
     @property
     def num_blocks(self) -> int:
         """The number of equal blocks, of a model of a shape; of another 0, which says nothing."""
         return self.shape.num_layers if self.shape is not None and self.build == self.shape.build else 0
+
+    @property
+    def learns_positions(self) -> bool:
+        """Whether it has a table of positions, beyond which there are none. Rotary ones have no such end."""
+        if self.shape is not None:
+            return bool(self.shape.num_positions)
+        tables = (name for name, one in self.on_meta().named_modules() if isinstance(one, nn.Embedding))
+        return any(_POSITIONS.search(name) for name in tables)
 
     def on_meta(self, num_blocks: int = 0) -> nn.Module:
         """Make the model without its numbers: [Note: a model that is nowhere].
@@ -64,9 +75,9 @@ def read_model(text: str) -> ModelSource:
     """Read a shape, a config.json of transformers (or its directory), or `module:function`. Raises ConfigError."""
     shape = read_shape(KEY, text)
     if shape is not None:
-        return ModelSource(text, shape.build, shape)
+        return ModelSource(text, shape.build, shape, shape.num_positions)
     if os.path.exists(text):
-        return ModelSource(text, _of_transformers(text))
+        return _of_transformers(text)
     module, _, function = text.partition(":")
     if not (module.replace(".", "").isidentifier() and function.isidentifier()):
         allowed = (
@@ -77,7 +88,7 @@ def read_model(text: str) -> ModelSource:
     return ModelSource(text, _of_function(text, module, function))
 
 
-def _of_transformers(path: str) -> Callable[[], nn.Module]:
+def _of_transformers(path: str) -> ModelSource:
     try:
         import transformers
     except ImportError as error:
@@ -95,7 +106,8 @@ def _of_transformers(path: str) -> Callable[[], nn.Module]:
             raise ConfigError(KEY, path, f"transformers does not build it: {_reason(error)}") from error
         return model
 
-    return build
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return ModelSource(path, build, num_positions=positions if isinstance(positions, int) else 0)
 
 
 def _build_of_transformers(models: Any, config: Any) -> Any:

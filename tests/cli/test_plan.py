@@ -211,6 +211,21 @@ def test_directories_of_another_machine_are_not_looked_for_here(
     assert "there is no such directory" in capsys.readouterr().err
 
 
+def test_a_sample_has_no_more_tokens_than_a_model_has_positions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_positions=24, n_embd=32, n_head=2, n_layer=1, vocab_size=101)
+    (tmp_path / "gpt").mkdir()
+    config.save_pretrained(tmp_path / "gpt")
+    arguments = words(tmp_path, "--json", "-", model=str(tmp_path / "gpt"))
+    at = arguments.index("--sequence")
+    assert main([*arguments[:at], *arguments[at + 2 :]]) == 0
+    assert json.loads(capsys.readouterr().out)["micro_batch_trace"]["num_tokens"] == 2 * 24
+    assert main([*arguments, "--sequence", "25"]) == USER_ERROR
+    assert "--sequence = 25: at most 24, the positions of" in capsys.readouterr().err
+
+
 def test_the_largest_is_the_one_beyond_which_nothing_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

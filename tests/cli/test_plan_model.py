@@ -200,6 +200,26 @@ def test_the_class_is_the_one_that_a_config_of_transformers_names(tmp_path: Path
     assert type(read_model(str(tmp_path)).on_meta()).__name__ == "T5Model"
 
 
+def test_a_table_of_positions_has_an_end(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    small: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "vocab_size": 101,
+    }
+    gpt = transformers.GPT2Config(n_positions=24, n_embd=32, n_head=2, n_layer=1, vocab_size=101)
+    bert = transformers.BertConfig(**small, intermediate_size=48, max_position_embeddings=24)
+    llama = transformers.LlamaConfig(**small, intermediate_size=48, max_position_embeddings=24)
+    t5 = transformers.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=101)
+    found = {}
+    for config in (gpt, bert, llama, t5):
+        config.save_pretrained(tmp_path)
+        source = read_model(str(tmp_path))
+        found[config.model_type] = (source.num_positions, source.learns_positions)
+    assert found == {"gpt2": (24, True), "bert": (24, True), "llama": (24, False), "t5": (0, False)}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
