@@ -163,10 +163,12 @@ class Report:
         if answer.memory.device is None:
             yield "The CPU is the device: what is needed there is a part of the host's."
         if answer.waiting_bytes:
+            has = answer.memory.nvme or 0
+            lacking = answer.waiting_bytes - has
             yield (
                 "Built under zero.Init its parameters wait on the drives before that: "
-                f"{format_bytes(answer.waiting_bytes)} of nvme at the most, "
-                f"{format_bytes(answer.memory.nvme or 0)} are available."
+                f"{format_bytes(answer.waiting_bytes)} of nvme at the most, {format_bytes(has)} are available"
+                + (f", {format_bytes(lacking)} too few: so it cannot be built." if lacking > 0 else ".")
             )
         yield from answer.planned.plan.choice
         config, trace = answer.planned.config, answer.trace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -224,6 +225,17 @@ def test_a_sample_has_no_more_tokens_than_a_model_has_positions(
     assert json.loads(capsys.readouterr().out)["micro_batch_trace"]["num_tokens"] == 2 * 24
     assert main([*arguments, "--sequence", "25"]) == USER_ERROR
     assert "--sequence = 25: at most 24, the positions of" in capsys.readouterr().err
+
+
+def test_what_waits_on_a_drive_without_room_cannot_be_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = replace(MACHINE, memory=Memory(host=8 * GIB, nvme=MIB))
+    assert (
+        main(words(tmp_path, "--no-time", machine=small, placement="auto", model="llama:256/2/2/9000")) == 0
+    )
+    text = capsys.readouterr().out
+    assert re.search(r"1\.00 MiB are available, 2\d\.\d\d MiB too few: so it cannot be built\.", text)
 
 
 def test_the_largest_is_the_one_beyond_which_nothing_fits(
