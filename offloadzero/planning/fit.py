@@ -8,8 +8,7 @@ where one is enough.
 2. A budget of the device that leaves room for activations: fewer leases and fewer records there.
 3. Activation checkpoints, then smaller micro batches: they cost computation, and only where activations are too large.
 4. `"placement": "auto"`: slower tiers for segments that do not fit the faster ones; first with the directories that are
-   configured, then with one. Several ranks have no "auto": there the host for all that may be there, then the drives,
-   then the drives for gradients as well.
+   configured, then with one.
 5. The `compact` layout of the states: other numbers, so it comes after everything that leaves them alone.
 6. Shorter chunks of the update, then several of these together.
 7. More memory. The amount is given for the configuration that lacks least.
