@@ -165,6 +165,10 @@ def _check(args: argparse.Namespace, cluster: Cluster | None) -> None:
         raise ConfigError(
             "--hardware-out", args.hardware_out, "left out with --no-time, which measures nothing"
         )
+    if args.no_time and args.tokens:
+        raise ConfigError("--tokens", args.tokens, "left out with --no-time, which counts no step")
+    if args.drive_tbw and not args.tokens:
+        raise ConfigError("--drive-tbw", args.drive_tbw, "together with --tokens: it is said of a run")
 
 
 def read_count(key: str, text: str | None) -> int | None:

@@ -275,14 +275,15 @@ class Report:
             yield f"What would make it faster: {FASTER[found.lane]}."
             if self.left_out():
                 yield f"Not in it: {'; '.join(self.left_out())}."
-        if self.run is not None and self.run.days is not None:
+        if self.run is not None:
+            days = "" if self.run.days is None else f" {self.run.days:,.1f} days,"
             years = (
                 ""
                 if self.run.drive_years is None
                 else f"; the drives last {self.run.drive_years:,.1f} years of it"
             )
             yield (
-                f"{self.num_tokens:,} tokens: {self.run.num_steps:,} steps, {self.run.days:,.1f} days, "
+                f"{self.num_tokens:,} tokens: {self.run.num_steps:,} steps,{days} "
                 f"{size_text(self.run.written_bytes)} written to the drives{years}"
             )
 

@@ -191,10 +191,11 @@ def test_bytes_alone_need_no_rates(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "It fits." in text
     assert "A step takes" not in text
     no_rates = replace(MACHINE, rates=replace(KNOWN, nvme_read=None, flops={}))
-    assert main(words(tmp_path, machine=no_rates)) == 0
-    assert (
-        "The step's time is not forecast: no rate or no count of compute, nvme read."
-        in capsys.readouterr().out
+    assert main(words(tmp_path, "--tokens", "1m", machine=no_rates)) == 0
+    text = capsys.readouterr().out
+    assert "The step's time is not forecast: no rate or no count of compute, nvme read." in text
+    assert re.search(r"1,000,000 tokens: 31,250 steps, \S+ \wiB written to the drives", text), (
+        "bytes need no rates"
     )
 
 
@@ -268,6 +269,8 @@ def test_the_largest_is_the_one_beyond_which_nothing_fits(
         (["--config", "not there.json"], "the file cannot be read"),
         (["--hardware", "not there.json"], "cannot be read"),
         (["--no-time", "--hardware-out", "x"], "left out with --no-time"),
+        (["--no-time", "--tokens", "1b"], "--tokens = '1b': left out with --no-time"),
+        (["--drive-tbw", "600TB"], "--drive-tbw = '600TB': together with --tokens"),
     ],
 )
 def test_mistakes(more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
