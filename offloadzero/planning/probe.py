@@ -2,7 +2,8 @@
 
 [Note: memory that can be taken]
 MemAvailable is the kernel's estimate of the bytes that can be taken without swapping. A control group (a container, a
-systemd unit) may allow less, and a process beyond that is killed, so the smaller of both counts. A group's file cache
+systemd unit) may allow less, and a process beyond that is killed, or beyond memory.high held up until it hardly moves,
+so the smallest of all counts. A group's file cache
 is a part of its usage that the kernel gives back when memory is short, so it counts as free. Each group above limits as
 well.
 """
@@ -16,10 +17,10 @@ from pathlib import Path
 
 _UNLIMITED = 1 << 60  # version 1 of the interface has no word for it: the largest multiple of a page
 _ROOT = Path("/")
-# The file of the limit, that of the usage, and the prefix of names in memory.stat where children count.
+# The files of limits, that of the usage, and the prefix of names in memory.stat where children count.
 _FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    2: ("memory.max", "memory.current", ""),
+    1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"),
+    2: (("memory.max", "memory.high"), "memory.current", ""),
 }
 
 
@@ -86,9 +87,11 @@ def _mem_available(root: Path) -> int:
 def _free_by_group(root: Path) -> Iterator[int]:
     """Yield for each group that limits memory its limit less the usage that cannot be given back."""
     for group, version in _groups(root, "memory"):
-        limit_file, usage_file, of_children = _FILES[version]
-        limit, usage = _number(group / limit_file), _number(group / usage_file)
-        if limit is None or usage is None or limit >= _UNLIMITED:
+        limit_files, usage_file, of_children = _FILES[version]
+        limits = [_number(group / file) for file in limit_files]
+        limit = min((one for one in limits if one is not None), default=_UNLIMITED)
+        usage = _number(group / usage_file)
+        if usage is None or limit >= _UNLIMITED:
             continue
         cached = sum(_stat(group, f"{of_children}{name}") for name in ("active_file", "inactive_file"))
         yield max(0, limit - max(0, usage - cached))

@@ -55,6 +55,16 @@ def test_a_limit_of_a_group_counts_when_it_is_lower(tmp_path: Path) -> None:
     assert available_host_bytes(root=root) == 6 * GIB
 
 
+def test_a_group_that_holds_processes_up_is_a_limit(tmp_path: Path) -> None:
+    files = unified("user/", limit=str(8 * GIB), usage=GIB) | {"user/memory.high": f"{5 * GIB}\n"}
+    root = machine(tmp_path, available=20 * GIB, groups="0::/user\n", files=files)
+    assert available_host_bytes(root=root) == 4 * GIB
+    (root / "sys/fs/cgroup/user/memory.max").write_text("max\n")
+    assert available_host_bytes(root=root) == 4 * GIB
+    (root / "sys/fs/cgroup/user/memory.high").write_text("max\n")
+    assert cgroup_free_bytes(root=root) is None
+
+
 def test_a_group_above_limits_as_well(tmp_path: Path) -> None:
     files = {
         **unified("user/run/", limit=str(8 * GIB), usage=GIB),
