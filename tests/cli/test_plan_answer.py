@@ -302,6 +302,20 @@ def test_parameters_that_wait_on_the_drive_are_counted_there(placement: Any, tmp
     assert unasked.waiting_bytes == 0
 
 
+def test_auto_leaves_room_for_python_on_a_small_machine(tmp_path: Path) -> None:
+    """It takes nine tenths of the host: where Python takes more than the last one, both together did not fit."""
+    question = Question(
+        read_model("llama:256/24/2/300"),
+        lambda _: Memory(host=200 * MIB, device=80 * MIB, nvme=1 << 30),
+        lambda _: UpdateForm.NATIVE,
+        sequence=16,
+        process_bytes=60 * MIB,
+    )
+    answer = Planner(question).answer(settings(tmp_path, placement="auto", gradient_clipping=1.0))
+    assert 120 * MIB < answer.planned.plan.tier_bytes(TierName.HOST) <= 140 * MIB
+    assert answer.verdict.fits
+
+
 # --- drives ---
 
 
