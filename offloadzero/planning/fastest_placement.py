@@ -67,7 +67,7 @@ class FoundPlacement:
         is_shortest = not others or best.seconds <= others[0].seconds
         rank = "the shortest of" if is_shortest else f"no more than {WORTH:.1%} above the shortest of"
         yield (
-            f"auto, by the forecast of a step with {num_tokens:,} tokens in a micro batch: {best.text()}, {rank} "
+            f"auto, by the simulated step with {num_tokens:,} tokens in a micro batch: {best.text()}, {rank} "
             f"{len(self.tried)} placements."
         )
         if others:
@@ -101,7 +101,7 @@ def fastest_placement(
     form: UpdateForm = UpdateForm.NATIVE,
     num_checkpointed: int = 0,
 ) -> FoundPlacement:
-    """Choose the home of every segment by the forecast of a step: [Note: found by time].
+    """Choose the home of every segment by the simulated step: [Note: found by time].
 
     When no placement fits, the result is that of `choose_placement`, and nothing was tried.
 

@@ -137,14 +137,14 @@ def test_auto_by_time_says_what_it_chose_and_what_was_slower(
     assert main(words(tmp_path, **keys)) == 0
     text = capsys.readouterr().out
     assert "auto goes by bytes: offloadzero.placement_tokens = 32 lets it go by the time of a step." in text
-    assert "auto, by the forecast" not in text
+    assert "auto, by the simulated step" not in text
     assert main(words(tmp_path, placement_tokens=4096, **keys)) == 0
     text = capsys.readouterr().out
-    assert "auto, by the forecast of a step with 4,096 tokens in a micro batch: to the host " in text
+    assert "auto, by the simulated step with 4,096 tokens in a micro batch: to the host " in text
     assert "\nslower: to the host " in text
     assert "auto goes by bytes" not in text
     assert main(words(tmp_path, "--no-time", placement_tokens=4096, **keys)) == 0
-    assert "by the forecast" in capsys.readouterr().out, "the rates of a file are known all the same"
+    assert "by the simulated step" in capsys.readouterr().out, "the rates of a file are known all the same"
 
 
 def test_a_micro_batch_takes_the_place_of_the_configurations(

@@ -162,7 +162,7 @@ def test_the_words_name_what_was_chosen_and_what_was_slower() -> None:
     found = fastest_placement(units, config, PLENTY, seconds_of=lambda plan: 1.0 + away(plan, *STATE_KINDS))
     chosen, slower = found.lines(4096)
     assert chosen.startswith(
-        "auto, by the forecast of a step with 4,096 tokens in a micro batch: to the host states"
+        "auto, by the simulated step with 4,096 tokens in a micro batch: to the host states"
     )
     assert filling_text(found.tried[0].filling) in chosen
     assert f", the shortest of {len(found.tried)} placements" in chosen
@@ -267,7 +267,7 @@ def test_an_engine_goes_by_what_was_measured_and_trains_the_same(
     drive.mkdir()
     config = settings(drive, placement="auto", budgets={"device": "200KiB", "host": "800KiB"})
     by_bytes, table = trained(config)
-    assert "by the forecast" not in table
+    assert "by the simulated step" not in table
     config["offloadzero"]["placement_tokens"] = 18
     with caplog.at_level(logging.WARNING):
         assert trained(config)[0] == by_bytes
@@ -287,4 +287,4 @@ def test_an_engine_goes_by_what_was_measured_and_trains_the_same(
     by_time, table = trained(config)
     assert "goes by bytes" not in table
     assert by_time == by_bytes
-    assert "auto, by the forecast of a step with 18 tokens in a micro batch" in table
+    assert "auto, by the simulated step with 18 tokens in a micro batch" in table
