@@ -162,6 +162,12 @@ class Report:
             return
         if answer.memory.device is None:
             yield "The CPU is the device: what is needed there is a part of the host's."
+        wanted = answer.planned.config.device
+        if wanted is not None and (wanted == "cpu") != (answer.memory.device is None):
+            yield (
+                f"The configuration has offloadzero.device = {wanted}; this is the plan for the device of --hardware, "
+                f"{self.hardware.device or 'the CPU'}."
+            )
         if answer.waiting_bytes:
             has = answer.memory.nvme or 0
             lacking = answer.waiting_bytes - has

@@ -228,6 +228,18 @@ def test_a_sample_has_no_more_tokens_than_a_model_has_positions(
     assert "--sequence = 25: at most 24, the positions of" in capsys.readouterr().err
 
 
+def test_a_machine_with_another_device_than_the_configuration_s_is_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = replace(MACHINE, memory=Memory(host=8 * GIB, device=8 * GIB, nvme=8 * GIB), device="a card")
+    said = "has offloadzero.device = cpu; this is the plan for the device of --hardware, a card."
+    assert main(words(tmp_path, "--no-time", machine=card)) == 0
+    assert said in capsys.readouterr().out
+    for machine, device in ((card, "cuda:1"), (card, None), (MACHINE, "cpu")):
+        assert main(words(tmp_path, "--no-time", machine=machine, device=device)) == 0
+        assert "of --hardware" not in capsys.readouterr().out
+
+
 def test_what_waits_on_a_drive_without_room_cannot_be_built(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
