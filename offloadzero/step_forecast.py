@@ -113,12 +113,13 @@ def forecast_step(
     if rates.collectives is None:
         rates = replace(rates, collectives=shown_rates.get(COLLECTIVES))
     call = _call_of_micro_batch(first, config.batch.gradient_accumulation_steps)
+    on_cpu = device.free_bytes() is None
     step = plan_step(
         cut.records,
         plan,
         config,
         uses=uses_of(cut),
-        trace=_count(model, config, checkpointed, call, autocast=first.autocast),
+        trace=_count(model, config, checkpointed, call, autocast=first.autocast, on_cpu=on_cpu),
         products=first.autocast,
         num_local_ranks=num_local_ranks,
     )
@@ -126,7 +127,7 @@ def forecast_step(
         step,
         rates,
         num_cores=hardware.num_cores,
-        device_is_cpu=device.free_bytes() is None,
+        device_is_cpu=on_cpu,
     )
     if found.seconds is None or found.lane is None:
         raise NoForecastError(f"no rate or no count of {', '.join(found.unknown) or 'anything that moves'}")
@@ -176,6 +177,7 @@ def _count(
     call: CallForm,
     *,
     autocast: torch.dtype | None,
+    on_cpu: bool,
 ) -> MicroBatchTrace:
     """Count a micro batch on a copy of the model: [Note: a forecast while training]."""
     try:
@@ -192,7 +194,7 @@ def _count(
             around.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             dtype = DTYPES[config.precision.param_dtype]
-            trace = trace_call(bare, call, dtype=dtype, checkpointed=checkpointed)
+            trace = trace_call(bare, call, dtype=dtype, checkpointed=checkpointed, on_cpu=on_cpu)
         except TraceError as error:
             raise NoForecastError(f"its operations are not counted: {error}") from error
     if trace.uncounted:

@@ -143,7 +143,7 @@ class Planner:
         """Plan a JSON, and judge whether it fits. Raises the engine's errors: ConfigError, BudgetError."""
         planned, memory = self.plan(source, more, by_time=by_time)
         micro_batch = planned.config.batch.micro_batch_size or 1
-        found = self._trace(planned, micro_batch)
+        found = self._trace(planned, micro_batch, on_cpu=memory.device is None)
         trace, untraced = (None, found) if isinstance(found, str) else (found, "")
         _check_budgets(planned, trace)
         beside = _beside(planned, trace, self.question.process_bytes)
@@ -198,11 +198,11 @@ class Planner:
             device_room=None if answer is None else _room(answer),
         )
 
-    def _trace(self, planned: PlannedModel, micro_batch: int) -> MicroBatchTrace | str:
+    def _trace(self, planned: PlannedModel, micro_batch: int, *, on_cpu: bool) -> MicroBatchTrace | str:
         sequence = self.question.sequence
         if sequence is None:
             return "no --sequence is given"
-        key = (micro_batch, planned.checkpointed, planned.config.precision.param_dtype)
+        key = (micro_batch, planned.checkpointed, planned.config.precision.param_dtype, on_cpu)
         if key not in self._traces:
             try:
                 self._traces[key] = trace_blocks(
@@ -212,6 +212,7 @@ class Planner:
                     micro_batch=micro_batch,
                     sequence=sequence,
                     checkpointed=planned.checkpointed,
+                    on_cpu=on_cpu,
                 )
             except TraceError as error:
                 self._traces[key] = str(error)

@@ -4,8 +4,9 @@
 Forward and backward run on tensors that have shapes and no memory, through torch's own autograd. Every tensor is
 counted while it is alive: those that autograd saves, those that recomputation makes again, those that an operation
 needs for a while, the logits. Parameters do not count, which have their place in the plan, nor do gradients of
-parameters once they are complete. Memory that a kernel takes for itself is not seen, nor the rest that an allocator
-keeps or rounds up.
+parameters once they are complete. Dropout in torch's attention is drawn in the kernel on devices; the CPU keeps all
+probabilities for it, in the square of the sequence. Memory that a kernel takes for itself is not seen, nor the rest
+that an allocator keeps or rounds up.
 
 Operations are matrix products, convolutions and attention, two for each multiplication and addition, and attention in
 full although half of it is masked, as torch.utils.flop_counter counts them. An operation of torch with the name of one
@@ -23,13 +24,16 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -154,17 +158,23 @@ def trace_micro_batch(
     micro_batch: int,
     sequence: int,
     checkpointed: Collection[str] = (),
+    on_cpu: bool = True,
 ) -> MicroBatchTrace:
     """Trace `model(ids)`, ids of shape (micro_batch, sequence), whose result is or has a loss, or is logits.
 
     `model` is on the meta device, and must not be used afterwards. `checkpointed` names modules that keep only their
-    inputs, `dtype` is that of floating-point parameters (None: their own). Raises TraceError.
+    inputs, `dtype` is that of floating-point parameters (None: their own). `on_cpu`: the CPU is the device. Raises
+    TraceError.
     """
-    return trace_of(
-        log_micro_batch(
-            model, dtype=dtype, micro_batch=micro_batch, sequence=sequence, checkpointed=checkpointed
-        )
+    log = log_micro_batch(
+        model,
+        dtype=dtype,
+        micro_batch=micro_batch,
+        sequence=sequence,
+        checkpointed=checkpointed,
+        on_cpu=on_cpu,
     )
+    return trace_of(log)
 
 
 def log_micro_batch(
@@ -174,13 +184,15 @@ def log_micro_batch(
     micro_batch: int,
     sequence: int,
     checkpointed: Collection[str] = (),
+    on_cpu: bool = True,
 ) -> TraceLog:
     """Return what `trace_micro_batch` counts, event by event."""
 
     def loss_of(model: nn.Module) -> Tensor:
         return _loss(model, torch.zeros(micro_batch, sequence, dtype=torch.long))
 
-    return _log(model, loss_of, dtype=dtype, num_tokens=micro_batch * sequence, checkpointed=checkpointed)
+    num_tokens = micro_batch * sequence
+    return _log(model, loss_of, dtype=dtype, num_tokens=num_tokens, checkpointed=checkpointed, on_cpu=on_cpu)
 
 
 class TensorForm(NamedTuple):
@@ -233,7 +245,12 @@ def _form_of(leaf: Any) -> Any:
 
 
 def trace_call(
-    model: nn.Module, form: CallForm, *, dtype: torch.dtype | None, checkpointed: Collection[str] = ()
+    model: nn.Module,
+    form: CallForm,
+    *,
+    dtype: torch.dtype | None,
+    checkpointed: Collection[str] = (),
+    on_cpu: bool = True,
 ) -> MicroBatchTrace:
     """Trace a call of a model and the backward of what it gives: of its loss, or of all its results.
 
@@ -249,7 +266,10 @@ def trace_call(
             raise TraceError(f"{type(model).__name__} gives nothing that has a backward")
         return torch.stack([one.sum().float() for one in trained]).sum()
 
-    return trace_of(_log(model, loss_of, dtype=dtype, num_tokens=form.num_tokens, checkpointed=checkpointed))
+    log = _log(
+        model, loss_of, dtype=dtype, num_tokens=form.num_tokens, checkpointed=checkpointed, on_cpu=on_cpu
+    )
+    return trace_of(log)
 
 
 def _log(
@@ -259,6 +279,7 @@ def _log(
     dtype: torch.dtype | None,
     num_tokens: int,
     checkpointed: Collection[str],
+    on_cpu: bool,
 ) -> TraceLog:
     counter = _Counter()
     inputs = _Inputs(counter)
@@ -271,7 +292,7 @@ def _log(
         with fake_tensor_mode():
             _give_storages(model)
             counter.ignore(model)
-            with counter:
+            with counter, nullcontext() if on_cpu else _DropoutInKernel():
                 loss = loss_of(model)
                 counter.events.append((Event.FORWARD_ENDS, 0))
                 loss.backward()
@@ -280,6 +301,20 @@ def _log(
     except Exception as error:  # any error of the model's code, `to()` included, on tensors without values
         raise TraceError(f"{type(model).__name__}: {type(error).__name__}: {error}") from error
     return TraceLog(num_tokens, counter.events, inputs.by_call(), frozenset(counter.uncounted))
+
+
+class _DropoutInKernel(TorchFunctionMode):
+    """Lets attention keep no probabilities for dropout, as the kernels of devices do: they draw it anew in backward."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation."""
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+        return func(*args, **kwargs)
 
 
 def trace_of(log: TraceLog) -> MicroBatchTrace:

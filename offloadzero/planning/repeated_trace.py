@@ -32,6 +32,7 @@ def trace_blocks(
     micro_batch: int,
     sequence: int,
     checkpointed: Collection[str] = (),
+    on_cpu: bool = True,
 ) -> MicroBatchTrace:
     """Return `trace_micro_batch` of `build(num_blocks)`: [Note: blocks that are traced alike].
 
@@ -40,7 +41,12 @@ def trace_blocks(
 
     def log(number: int, names: Collection[str]) -> TraceLog:
         return log_micro_batch(
-            build(number), dtype=dtype, micro_batch=micro_batch, sequence=sequence, checkpointed=names
+            build(number),
+            dtype=dtype,
+            micro_batch=micro_batch,
+            sequence=sequence,
+            checkpointed=names,
+            on_cpu=on_cpu,
         )
 
     container = next(iter(checkpointed), "").rpartition(".")[0]

@@ -115,6 +115,34 @@ def test_bytes_grow_with_the_batch_and_not_with_frozen_gradients() -> None:
     assert trace(frozen).backward_flops < 0.5 * one.backward_flops
 
 
+class Dropping(nn.Module):
+    """Attention with dropout, called as scripts do and as transformers does."""
+
+    def __init__(self, dropout: float, *, named: bool) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(VOCABULARY, 32)
+        self.dropout, self.named = dropout, named
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.emb(ids).unflatten(-1, (2, 16)).transpose(1, 2)
+        if self.named:
+            x = nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=self.dropout, is_causal=True)
+        else:
+            x = nn.functional.scaled_dot_product_attention(x, x, x, None, self.dropout, True)
+        return x.float().sum()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_device_keeps_no_probabilities_for_dropout(named: bool) -> None:
+    def traced(dropout: float, *, on_cpu: bool) -> MicroBatchTrace:
+        return trace(lambda: Dropping(dropout, named=named), on_cpu=on_cpu)
+
+    without = traced(0.0, on_cpu=True)
+    assert traced(0.1, on_cpu=False) == traced(0.0, on_cpu=False) == without
+    probabilities = ROWS * 2 * LENGTH**2 * torch.bfloat16.itemsize
+    assert traced(0.1, on_cpu=True).kept_bytes > without.kept_bytes + probabilities
+
+
 def test_a_model_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
