@@ -95,7 +95,14 @@ class Channel:
         """Return the sum over the ranks of this rank's part of `whole`, shape (n,), which is overwritten."""
         start, stop = self.spec.kept_range(whole.numel())
         part = whole[start:stop]
-        self._run(REDUCE_SCATTER, label, whole, lambda: _reduce_scatter(part, whole, **self._options))
+
+        def begin() -> Any:
+            # Gloo's own is an all-reduce of a copy, and its wait has no end before that: nobody could look up there.
+            if self._is_on_host:
+                return dist.all_reduce(whole, **self._options)
+            return _reduce_scatter(part, whole, **self._options)
+
+        self._run(REDUCE_SCATTER, label, whole, begin)
         return part
 
     def all_to_all(self, received: Tensor, sent: Tensor, label: str) -> None:

@@ -46,6 +46,7 @@ def end(rank: int, directory: str) -> dict[str, Any]:
         be_collected,
         start_in_vain,
         use_a_closed_channel,
+        wait_for_one_who_does_not_come,
         interrupt_a_save,
         start_with_another_call,
     )
@@ -147,6 +148,32 @@ def test_a_closed_channel_is_not_the_default_group(found: Found) -> None:
     for said, values in found["use_a_closed_channel"]:
         assert said == "StateError: a late read: the all-reduce: the engine of this model is closed"
         assert values == [1.0] * 3
+
+
+def wait_for_one_who_does_not_come(rank: int, directory: str) -> dict[str, str]:
+    """What each collective of gradients raises on the second rank when the first one, which lives, has failed."""
+    said = {}
+    for name in ("all_reduce", "reduce_scatter"):
+        engine = start(rank, directory, stage=2)
+        several = engine._runtime.several
+        assert several is not None
+        if rank == 1:
+            board, texts = several.ranks.board, iter([None])  # the first look is that before the collective
+            board.text = lambda *_, texts=texts: next(texts, "it is lost")  # type: ignore[method-assign]
+            call = getattr(several.ranks.gradients, name)
+            said[name] = said_of(lambda call=call: call(torch.ones(4), "alone"))  # type: ignore[misc]
+            board.report(RuntimeError("the end of this case"))
+        dist.barrier()
+        said_of(engine.close)
+    return said
+
+
+def test_a_wait_for_any_collective_sees_that_another_rank_has_failed(found: Found) -> None:
+    _, second = found["wait_for_one_who_does_not_come"]
+    assert second == {
+        "all_reduce": "RankError: alone: the all-reduce (rank 1 of 2) is given up: it is lost",
+        "reduce_scatter": "RankError: alone: the reduce-scatter (rank 1 of 2) is given up: it is lost",
+    }
 
 
 # --- Ctrl-C ---
