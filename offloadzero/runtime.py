@@ -290,6 +290,11 @@ class Runtime:
         else:
             self.several.read_by_first(self.weights, work)
 
+    def announce_load(self) -> None:
+        """Raise StateError on all ranks unless all of them load a checkpoint now."""
+        if self.several is not None:
+            self.several.announce_load(self.weights)
+
     def is_on_some_rank(self, flag: bool) -> bool:
         """Whether `flag` holds on any rank."""
         return flag if self.several is None else self.several.is_on_some(flag)

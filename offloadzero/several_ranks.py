@@ -198,6 +198,13 @@ class SeveralRanks:
             raise AssertionError(f"{type(weights).__name__} reads the states of one rank")
         weights.read_by_first(work)
 
+    @staticmethod
+    def announce_load(weights: WeightAccess) -> None:
+        """Tell the others that this rank loads a checkpoint. Raises StateError on all ranks unless all do."""
+        if not isinstance(weights, GatheredWeights):
+            raise AssertionError(f"{type(weights).__name__} reads the states of one rank")
+        weights.announce_load()
+
     # --- the parts ---
 
     def executor(

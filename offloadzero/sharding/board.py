@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import ClassVar
 
@@ -123,6 +123,22 @@ class Board:
                         return bytes(self._store.get(key)).decode(errors="replace")
         except RuntimeError:  # the rank that holds the store is gone: the collective itself raises
             pass
+        return None
+
+    def put(self, name: str, text: str) -> None:
+        """Leave a text for the others under a name, in the place of one that is there."""
+        with (
+            suppress(RuntimeError),
+            self._lock,
+        ):  # the rank that holds the store is gone: the collective itself raises
+            self._store.set(f"{self._key}/{name}", text)
+
+    def get(self, name: str) -> str | None:
+        """The text that some rank has left under a name; None where nobody has."""
+        key = f"{self._key}/{name}"
+        with suppress(RuntimeError), self._lock:
+            if self._store.check([key]):
+                return bytes(self._store.get(key)).decode(errors="replace")
         return None
 
 

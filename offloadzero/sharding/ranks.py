@@ -45,6 +45,7 @@ from offloadzero.observe.timeline import COLLECTIVES, OFF
 from offloadzero.sharding.board import LOOK_UP_S, Board, first_line, is_fake, named
 from offloadzero.sharding.mesh import MeshGroups, mesh_groups, numbers_of
 from offloadzero.sharding.shard_spec import ShardSpec
+from offloadzero.sharding.standstill import WAITED_S, Standstill, Watch
 from offloadzero.torch_private import timeout_of_process_group
 
 # Newer versions of torch have other names for these functions, and warn of the old ones.
@@ -82,6 +83,7 @@ class Channel:
         self._is_on_host = is_on_host
         self.counter = CollectiveCounter()
         self.recorder: Recorder = OFF.span
+        self.watch: Watch | None = None
         self._is_closed = False
         self._is_in_collective = False
 
@@ -179,6 +181,11 @@ class Channel:
         parts = list(whole.chunk(self.spec.world_size)) if self.spec.rank == source else None
         self._run(SCATTER, label, whole, lambda: dist.scatter(part, parts, group_src=source, **self._options))
 
+    def begin_submitted(self) -> None:
+        """Count what was submitted to the calling thread, which begins it now."""
+        if self.watch is not None:
+            self.watch.begin()
+
     def report(self, error: BaseException) -> None:
         """Tell the ranks that wait in a collective of this board that this rank has failed."""
         self._board.report(error)
@@ -207,6 +214,9 @@ class Channel:
         self._board.look(what, self.members)
         try:
             self._is_in_collective = True
+            watch = None if self.watch is None or kind in (BROADCAST, SCATTER) else self.watch
+            if watch is not None and watch.counts_collectives:
+                watch.begin()
             volume = volume_bytes({kind: CollectiveCount(1, data.nbytes)})
             with self.recorder(COLLECTIVES, label, volume):
                 work = start()
@@ -214,11 +224,14 @@ class Channel:
                     raise AssertionError("the process is in no process group")
                 self.counter.add(kind, data.nbytes)
                 if self._is_on_host:
-                    self._wait(work, what)
+                    self._wait(work, what, watch)
                 else:
                     work.wait()  # makes the stream wait, not the host
             self._is_in_collective = False
         except RankError:
+            raise
+        except StateError as error:  # a standstill
+            self._board.report(error)
             raise
         except BaseException as error:
             if is_interrupt(error):  # the collective is abandoned, and all others of the group
@@ -231,8 +244,9 @@ class Channel:
             raise RankError(f"{what} has failed{because} ({first_line(error)})") from error
 
     @interruptible
-    def _wait(self, work: Any, what: str) -> None:
+    def _wait(self, work: Any, what: str, watch: Watch | None) -> None:
         look_up = timedelta(seconds=LOOK_UP_S)
+        first_s = time.monotonic()
         while True:
             if uninterrupted.pending:
                 uninterrupted.raise_unless_waiting()
@@ -248,6 +262,8 @@ class Channel:
                     work.wait()
                     return
             self._board.look(what, self.members)
+            if watch is not None and time.monotonic() - first_s > WAITED_S:
+                watch.look(what)
 
     def _said_within(self, wait_s: float) -> str | None:
         """Return the text of a failed rank, which may come a little later than its end."""
@@ -281,6 +297,20 @@ class Ranks:
     tensor_rank: int = 0
     order: OrderSum = field(default_factory=lambda: OrderSum())
     writes: OrderSum = field(default_factory=lambda: OrderSum())  # the sum of the values that scripts write
+    reductions: OrderSum = field(
+        default_factory=lambda: OrderSum()
+    )  # gradients that were handed to their lane
+    steps: OrderSum = field(default_factory=lambda: OrderSum())  # that are decided over
+
+    def __post_init__(self) -> None:
+        """Watch the channels in which scripts wait, and those of what they submit: [Note: a standstill]."""
+        rank, group = self.control.rank, self.control.members[0]
+        submitted = {"orders": self.order, "gradients": self.reductions, "decisions": self.steps}
+        standstill = Standstill(self.board, submitted, rank=rank, group=group)
+        for name in ("states", "control", "orders"):
+            getattr(self, name).watch = Watch(standstill, name)
+        for name in ("gradients", "decisions"):  # what is submitted there may take several collectives
+            getattr(self, name).watch = Watch(standstill, name, counts_collectives=False)
 
     @property
     def is_first(self) -> bool:
@@ -327,9 +357,11 @@ class OrderSum:
 
     def __init__(self) -> None:
         self.value = 0
+        self.number = 0
 
     def note(self, index: int) -> None:
         """Count a collective over the record of that number, or a write with that digest, as the next one."""
+        self.number += 1
         self.value = (self.value * 1_000_003 + index + 1) % self.MODULUS
 
 

@@ -137,9 +137,11 @@ class ReducedLanding(Landing):
             before = AllOf([before, gradient.landed])
         done = gradient.begin_landing()
         arrived: list[Place] = []
+        self._ranks.reductions.note(gradient.record.index)
         accelerator, leases = self._store.accelerator, brought.leases
 
         def reduce() -> None:
+            self._ranks.gradients.begin_submitted()
             try:
                 part = self._reduced(gradient.record, brought)
                 before.wait()  # after the collective, in which other ranks wait for this one
@@ -202,6 +204,7 @@ class AgreeingDecider(Decider):
 
     def _sq_norms(self, step: StepJobs) -> Sequence[float]:
         channel, number = self._ranks.decisions, step.account.step
+        channel.begin_submitted()
         hypers, writes = digest(repr(step.account.hypers)), self._writes.pop(step.account)
         totals, steps, by_rank = _told(channel, self._own_total(step), number, [hypers, writes])
         if len(set(steps)) > 1:
@@ -413,6 +416,7 @@ class ReducingCoordinator(StepCoordinator):
         step = StepJobs(account, jobs, reads=reads, order=None if is_decided else order)
         if not is_decided:
             self._decider.note_writes(account)
+            self._ranks.steps.note(account.step)
             self._pipeline.submit(functools.partial(self._decider.decide, step))
         self._executor.step_decided_by(step.decided)
         return step

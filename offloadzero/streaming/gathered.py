@@ -43,7 +43,7 @@ from offloadzero.update.kept import gathered_regions, kept_place, kept_regions
 from offloadzero.update.records import Record
 
 # The next act of a rank: a read, by the record's number, of its own or one that leads the others, a BlockAct, or one of
-_ENDED, _FAILED, _FOLLOWS, _NORMS = -1, -2, -3, -7
+_ENDED, _FAILED, _FOLLOWS, _NORMS, _LOADS = -1, -2, -3, -7, -8
 
 
 class GatheredFetches(UnitFetches):
@@ -376,6 +376,11 @@ class GatheredWeights(WeightAccess):
         with self._clock.waiting("gradient access"), self._store.failures.handed_over():
             self._say(_NORMS, num_records)
 
+    def announce_load(self) -> None:
+        """Tell the others that a checkpoint is loaded next: what is agreed on then has the sizes of nothing else."""
+        with self._clock.waiting("state access"), self._store.failures.handed_over():
+            self._say(_LOADS)
+
     # --- reads of all ranks ---
 
     def read_by_first(self, work: Callable[[], None]) -> None:
@@ -429,13 +434,14 @@ class GatheredWeights(WeightAccess):
         kind: int = 0,
         *,
         num_said: int = 0,
-        label: str = "the comparison of what the ranks read",
+        label: str | None = None,
     ) -> list[int]:
         """Tell the others the next act: [Note: ranks say what they read]. Returns that of the first rank."""
         spec = self._ranks.spec
         said = torch.zeros(spec.world_size, 5, dtype=torch.int64, device="cpu")
         said[spec.rank] = torch.tensor([what, place, kind, num_said, self._leads], device="cpu")
-        self._ranks.states.all_reduce(said, label)
+        act = label or f"what the ranks do ({self._text(what, place, kind, num_said, self._leads)})"
+        self._ranks.states.all_reduce(said, act)
         by_rank: list[list[int]] = said.tolist()
         first, *others = by_rank
         fitting = [_FOLLOWS, 0, 0, 0, 0] if first[-1] else first
@@ -455,6 +461,8 @@ class GatheredWeights(WeightAccess):
         """Describe an act in an error message."""
         if what in (_FOLLOWS, _ENDED, _FAILED):
             return "saves"
+        if what == _LOADS:
+            return "loads a checkpoint"
         if what == _NORMS:
             return f"asks for the norms of the gradients of {place} units"
         if what < 0:

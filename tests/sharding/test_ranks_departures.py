@@ -25,7 +25,15 @@ from offloadzero.zero import (
 )
 from tests.support.ranks import run_ranks
 from tests.support.schedules import BlockForm, RandomModel, token_ids
-from tests.support.sharded import WIDTH, config_of, engine_of, make_odd_model, said_of, train
+from tests.support.sharded import (
+    WIDTH,
+    config_of,
+    engine_of,
+    make_odd_model,
+    micro_batch,
+    said_of,
+    train,
+)
 
 Found = dict[str, list[Any]]  # what each rank's function of that name gives, by rank
 
@@ -48,6 +56,7 @@ def depart(rank: int, directory: str) -> dict[str, Any]:
         learn_late_of_a_refused_step,
         use_first_what_was_made_last,
         take_branches,
+        wait_for_each_other,
     )
     return {work.__name__: work(rank, directory) for work in works}
 
@@ -98,6 +107,49 @@ def test_ranks_that_read_different_things_get_an_error_and_no_mixture(found: Fou
                 f"StateError: {text}this is rank {rank}): all ranks must read the same weights and states"
             )
             assert said[name].startswith(expected)
+
+
+def wait_for_each_other(rank: int, directory: str) -> dict[str, str]:
+    """What one rank does alone while the other one trains on: each waits in a channel of its own."""
+
+    def norms(engine: offloadzero.Engine) -> None:
+        engine.backward(engine(micro_batch(1, rank, 2)))
+        if rank == 0:
+            torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
+        engine.step()
+
+    saved = str(Path(directory) / "alone")
+    cases: dict[str, tuple[int, Callable[[offloadzero.Engine], object]]] = {
+        "saves": (3, lambda e: e.save_checkpoint(saved) if rank == 0 else None),
+        "loads": (0, lambda e: e.load_checkpoint(saved) if rank == 0 else None),
+        "asks for the norms": (2, norms),
+    }
+    said = {}
+    with patch.object(ranks, "WAITED_S", 0.0):
+        for name, (stage, case) in cases.items():
+            engine = engine_of(config_of("host", stage, Path(directory), world_size=2))
+
+            def go(case: Callable[..., object] = case, engine: offloadzero.Engine = engine) -> None:
+                train(engine, rank, 2, num_steps=1)
+                case(engine)
+                train(engine, rank, 2, num_steps=1)
+
+            said[name] = said_of(go)
+            said_of(engine.close)
+    return said
+
+
+def test_ranks_that_wait_for_each_other_get_an_error_long_before_the_timeout(found: Found) -> None:
+    acts = {
+        "saves": "what the ranks do (reads odd (exp_avg) to save it)",
+        "loads": "what the ranks do (loads a checkpoint)",
+        "asks for the norms": "what the ranks do (asks for the norms of the gradients of ",
+    }
+    for said in found["wait_for_each_other"]:
+        assert said.keys() == acts.keys()
+        for name, act in acts.items():
+            assert f", and rank 0 in {act}" in said[name]
+            assert ", to which rank 1 has not come: neither would end. All ranks must run" in said[name]
 
 
 # --- the configuration ---
