@@ -215,3 +215,8 @@ def timeout_of_process_group() -> timedelta:
     group = _look_up("distributed.distributed_c10d._get_default_group")()
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
+
+
+def active_ddp_module() -> Any:
+    """The DistributedDataParallel in whose forward the process is; None outside of any."""
+    return _look_up("nn.parallel.distributed.DistributedDataParallel._get_active_ddp_module")()

@@ -38,6 +38,7 @@ from offloadzero.streaming.near_copies import NearCopies
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.streaming.weights import WeightAccess
+from offloadzero.torch_private import active_ddp_module
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.kept import gathered_regions, kept_place, kept_regions
 from offloadzero.update.records import Record
@@ -172,6 +173,7 @@ class GatheringExecutor(Executor):
         self._entered: (
             dict[int, None] | None
         ) = {}  # units by the order of their first forward; None: asked for
+        self._params = frozenset(id(slot.param) for record in records for slot in record.slots)
         super().__init__(records, store, unit_arena=unit_arena, staging=staging, clock=clock)
 
     def _make_residency(self, arena_bytes: int) -> ResidencyPolicy:
@@ -192,7 +194,12 @@ class GatheringExecutor(Executor):
         self._decided = decided
 
     def enter_forward(self, indices: Sequence[int], *, is_root: bool) -> None:
-        """Begin the forward of a site. Raises NonFiniteError where the last step was refused, on all ranks here."""
+        """Begin the forward of a site. Raises NonFiniteError where the last step was refused, on all ranks here.
+
+        ConfigError: DistributedDataParallel is around the model.
+        """
+        if not self._num_forwards:
+            self._expect_unwrapped()
         if not self._num_forwards and not self.is_evaluating:
             if not self._decided.done():
                 with self._clock.waiting("decision"), self._store.failures.handed_over():
@@ -201,6 +208,15 @@ class GatheringExecutor(Executor):
         super().enter_forward(indices, is_root=is_root)
         if self._entered is not None and not self.is_evaluating:
             self._entered.update(dict.fromkeys(indices))
+
+    def _expect_unwrapped(self) -> None:
+        wrapper = active_ddp_module()
+        if wrapper is not None and any(id(param) in self._params for param in wrapper.module.parameters()):
+            allowed = (
+                "the module in it: its gradients are averaged over the ranks here. Frameworks that wrap the model so "
+                "(accelerate's prepare(), the Trainer of transformers) do not train it over several ranks"
+            )
+            raise ConfigError("model", type(wrapper).__name__, allowed)
 
     def take_entered(self) -> list[int]:
         """Return the units of this rank's first forwards, in their order; it is noted until this is called."""

@@ -166,6 +166,11 @@ def refusals(rank: int, directory: str) -> dict[str, str]:
     model = OddModel()
     wrapped = DistributedDataParallel(model)
     note("wrapped", lambda: offloadzero.offload(wrapped, torch.optim.AdamW(model.parameters()), {}))
+    late, optimizer = offloadzero.offload(
+        model, torch.optim.AdamW(model.parameters()), {"zero_optimization": {"stage": 3}}
+    )
+    note("wrapped later", lambda: DistributedDataParallel(late)(micro_batch(0, rank, 2)))
+    optimizer.runtime.close()
     with offloadzero.zero.Init(config_dict_or_path=config_of("host", 3, path, world_size=2)):
         built = OddModel()
 
@@ -190,6 +195,7 @@ def refusals(rank: int, directory: str) -> dict[str, str]:
 
 REFUSED = {
     "wrapped": "ConfigError: model = 'DistributedDataParallel': the module in it, model.module: its gradients are ",
+    "wrapped later": "ConfigError: model = 'DistributedDataParallel': the module in it: its gradients are averaged ",
     "params at stage 2": "ConfigError: offloadzero.placement.param = 'nvme': over 2 ranks device, or ",
     "in backward": "ConfigError: offloadzero.update.in_backward = True: impossible with 2 ranks: all gradients ",
     "batch": "ConfigError: train_batch_size = 7: must equal train_micro_batch_size_per_gpu * "
