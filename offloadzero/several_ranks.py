@@ -91,7 +91,11 @@ class SeveralRanks:
         return int(number)
 
     def agree_on_buffers(self, model: nn.Module) -> None:
-        """Overwrite the model's buffers with those of the first rank. Buffers without values (meta) are passed over."""
+        """Overwrite the model's buffers with those of the first rank. Buffers without values (meta) are passed over.
+
+        Raises ConfigError on all ranks where some have other buffers: no values would fit then.
+        """
+        self._expect_same_buffers(model)
         places = [(module, name) for module in model.modules() for name in module._buffers]
         done: dict[
             int, torch.Tensor
@@ -103,6 +107,19 @@ class SeveralRanks:
             if id(buffer) not in done:
                 done[id(buffer)] = self._agreed(buffer)
             module._buffers[name] = done[id(buffer)]
+
+    def _expect_same_buffers(self, model: nn.Module) -> None:
+        facts = [
+            f"{name} {tuple(buffer.shape)} {buffer.dtype} {buffer.layout}{' meta' * (buffer.device.type == 'meta')}"
+            for name, buffer in model.named_buffers(remove_duplicate=False)
+        ]
+        odd = self.departures(of_all={}, of_part={"buffers": repr(facts)})["buffers"]
+        if odd:
+            allowed = (
+                "the same names, shapes and dtypes on all ranks, whose first values are those of rank "
+                f"{self.ranks.control.members[0]}: ranks {odd} have others"
+            )
+            raise ConfigError("buffers", ", ".join(facts), allowed)
 
     def _agreed(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the buffer with the first rank's values. A sparse one whose values differ is replaced, not written."""

@@ -163,6 +163,12 @@ def refusals(rank: int, directory: str) -> dict[str, str]:
         "in backward", lambda: start(3, gradient_clipping=0.0, offloadzero={"update": {"in_backward": True}})
     )
     note("batch", lambda: start(3, train_batch_size=7))
+    uneven = OddModel()
+    uneven.register_buffer("seen", torch.zeros(3 + rank))
+    note(
+        "buffers",
+        lambda: offloadzero.initialize(model=uneven, config=config_of("host", 0, path, world_size=2)),
+    )
     model = OddModel()
     wrapped = DistributedDataParallel(model)
     note("wrapped", lambda: offloadzero.offload(wrapped, torch.optim.AdamW(model.parameters()), {}))
@@ -195,6 +201,7 @@ def refusals(rank: int, directory: str) -> dict[str, str]:
 
 REFUSED = {
     "wrapped": "ConfigError: model = 'DistributedDataParallel': the module in it, model.module: its gradients are ",
+    "buffers": "ConfigError: buffers = 'shift (17,) torch.float32 torch.strided, seen (",
     "wrapped later": "ConfigError: model = 'DistributedDataParallel': the module in it: its gradients are averaged ",
     "params at stage 2": "ConfigError: offloadzero.placement.param = 'nvme': over 2 ranks device, or ",
     "in backward": "ConfigError: offloadzero.update.in_backward = True: impossible with 2 ranks: all gradients ",
