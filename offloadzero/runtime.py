@@ -463,7 +463,8 @@ def _script_error() -> BaseException | None:
 @atexit.register
 def _close_at_exit() -> None:
     """Close all engines. A failure that no call has raised must not end in exit status 0."""
-    for runtime in list(_live):
+    # In the order of their making: a set has another one on each rank, and the end of a group may wait for others.
+    for runtime in sorted(_live, key=lambda each: each.number):
         try:
             runtime.close()
         except BaseException:

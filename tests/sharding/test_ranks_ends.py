@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,6 +176,15 @@ def test_a_wait_for_any_collective_sees_that_another_rank_has_failed(found: Foun
         "all_reduce": "RankError: alone: the all-reduce (rank 1 of 2) is given up: it is lost",
         "reduce_scatter": "RankError: alone: the reduce-scatter (rank 1 of 2) is given up: it is lost",
     }
+
+
+def test_engines_end_in_the_order_of_their_making(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set of them has another order on each rank."""
+    closed: list[int] = []
+    engines = [SimpleNamespace(number=n, close=functools.partial(closed.append, n)) for n in (2, 0, 1)]
+    monkeypatch.setattr(runtime, "_live", engines)
+    runtime._close_at_exit()
+    assert closed == [0, 1, 2]
 
 
 # --- Ctrl-C ---
