@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 import weakref
@@ -33,6 +34,10 @@ log = logging.getLogger("offloadzero")
 
 LOOK_UP_S = 0.5  # between two looks of a wait at the store
 
+# Between two looks before collectives. The store is one thread of one rank: if all of a thousand ranks asked it before
+# each of some hundred collectives of a step, they would wait for it.
+LOOK_AGAIN_S = 0.1
+
 _numbers = itertools.count()  # numbers of the models of this process, which all ranks make in one order
 
 
@@ -46,6 +51,7 @@ class Board:
         self._key = f"offloadzero/{next(_numbers)}/error"
         self._lock = threading.Lock()
         self._has_ended = False
+        self._looked_s = -math.inf  # when nobody had ended
         Board.latest = weakref.ref(self)
 
     latest: ClassVar[Callable[[], Board | None]] = lambda: None
@@ -58,14 +64,18 @@ class Board:
         self._expect_same(what)
         what = f"the start of {what} (rank {self._rank} of {world_size})"
         here = [f"{self._key}/{rank} is here" for rank in range(world_size)]
+        all_here = f"{self._key}/all are here"
         until_s = time.monotonic() + timeout.total_seconds()
         with named(what), self._lock:
             self._store.set(here[self._rank], "1")
+            # The last one says so: were each to wait for the keys of all, the store would look for them N x N times.
+            if self._store.add(f"{self._key}/number here", 1) == world_size:
+                self._store.set(all_here, "1")
         while True:
             self.look(what)
             begun_s = time.monotonic()
             try:
-                self._store.wait(here, timedelta(seconds=LOOK_UP_S))
+                self._store.wait([all_here], timedelta(seconds=LOOK_UP_S))
                 return
             except RuntimeError as error:  # torch has a timeout of its own only in newer versions
                 # It has not waited its time: the rank that holds the store is gone.
@@ -105,12 +115,18 @@ class Board:
         return f"{self._key}/any"
 
     def look(self, what: str, members: Iterable[int] = ()) -> None:
-        """Raise RankError where the engine of some rank has failed, or that of one of `members` is closed."""
-        text = self.text(members)
+        """Raise RankError where the engine of some rank has failed, or that of one of `members` is closed.
+
+        It asks the store only now and then.
+        """
+        now_s = time.monotonic()
+        text = None if now_s - self._looked_s < LOOK_AGAIN_S else self.text(members)
         if text is not None:
             raise RankError(f"{what} is given up: {text}")
         if self._has_ended:
             raise RankError(f"{what} is given up: the engine of rank {self._rank} has failed")
+        if now_s - self._looked_s >= LOOK_AGAIN_S:
+            self._looked_s = now_s
 
     def text(self, members: Iterable[int] = ()) -> str | None:
         """The text of the first rank that has failed, or else of the first of `members` that has ended."""

@@ -22,6 +22,7 @@ import offloadzero
 from offloadzero import engine_checkpoints, runtime
 from offloadzero.lifetime import wait_for_collected
 from offloadzero.memory.store import TieredStore
+from offloadzero.sharding.board import LOOK_AGAIN_S
 from offloadzero.streaming.gathered import GatheredWeights
 from tests.support.ranks import run_ranks
 from tests.support.sharded import config_of, engine_of, make_odd_model, said_of, train
@@ -49,6 +50,7 @@ def end(rank: int, directory: str) -> dict[str, Any]:
         start_in_vain,
         use_a_closed_channel,
         wait_for_one_who_does_not_come,
+        look_before_many_collectives,
         interrupt_a_save,
         start_with_another_call,
     )
@@ -176,6 +178,33 @@ def test_a_wait_for_any_collective_sees_that_another_rank_has_failed(found: Foun
         "all_reduce": "RankError: alone: the all-reduce (rank 1 of 2) is given up: it is lost",
         "reduce_scatter": "RankError: alone: the reduce-scatter (rank 1 of 2) is given up: it is lost",
     }
+
+
+def look_before_many_collectives(rank: int, directory: str) -> int:
+    """How often the store is asked before a hundred collectives."""
+    engine = start(rank, directory)
+    several = engine._runtime.several
+    assert several is not None
+    board, asked = several.ranks.board, 0
+    text = board.text
+
+    def count(*given: Any) -> str | None:
+        nonlocal asked
+        asked += 1
+        return text(*given)
+
+    board.text = count  # type: ignore[method-assign]
+    begun_s = time.monotonic()
+    for _ in range(100):
+        board.look("a collective")
+    periods = (time.monotonic() - begun_s) / LOOK_AGAIN_S
+    engine.close()
+    return asked - int(periods)
+
+
+def test_the_store_is_not_asked_before_each_collective(found: Found) -> None:
+    for asked in found["look_before_many_collectives"]:
+        assert asked <= 2
 
 
 def test_engines_end_in_the_order_of_their_making(monkeypatch: pytest.MonkeyPatch) -> None:
