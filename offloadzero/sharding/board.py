@@ -143,10 +143,8 @@ class Board:
 
     def put(self, name: str, text: str) -> None:
         """Leave a text for the others under a name, in the place of one that is there."""
-        with (
-            suppress(RuntimeError),
-            self._lock,
-        ):  # the rank that holds the store is gone: the collective itself raises
+        # RuntimeError: the rank that holds the store is gone, and the collective itself raises.
+        with suppress(RuntimeError), self._lock:
             self._store.set(f"{self._key}/{name}", text)
 
     def get(self, name: str) -> str | None:

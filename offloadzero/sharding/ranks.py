@@ -297,10 +297,9 @@ class Ranks:
     tensor_rank: int = 0
     order: OrderSum = field(default_factory=lambda: OrderSum())
     writes: OrderSum = field(default_factory=lambda: OrderSum())  # the sum of the values that scripts write
-    reductions: OrderSum = field(
-        default_factory=lambda: OrderSum()
-    )  # gradients that were handed to their lane
-    steps: OrderSum = field(default_factory=lambda: OrderSum())  # that are decided over
+    # Gradients that were handed to their lane, and steps that are decided over.
+    reductions: OrderSum = field(default_factory=lambda: OrderSum())
+    steps: OrderSum = field(default_factory=lambda: OrderSum())
 
     def __post_init__(self) -> None:
         """Watch the channels in which scripts wait, and those of what they submit: [Note: a standstill]."""
