@@ -25,8 +25,7 @@ private copy, which autograd may keep as long as it likes.
 [Note: casts of weights]
 torch.autocast keeps the bf16 copies of fp32 weights until its block ends: those of the whole model, beside the plan.
 Where no graph keeps them as well (without gradients, or in a checkpoint) they go with the forward of their site, in
-every placement: numbers differ from those with the copies where a weight is used by two forwards, whose gradients then
-add up in fp32 and not in bf16.
+every placement: the gradients of a weight that two forwards use then add up in fp32 and not in bf16.
 
 [Note: checkpointed units]
 A checkpointed unit's forward runs under torch's non-reentrant checkpointing, and the site's wrapper runs inside: the

@@ -420,9 +420,11 @@ def verdict(report: dict[str, Any]) -> str:
         return f"crashed ({signal.Signals(-report['status']).name})"
     if report["status"]:
         raised = "KeyboardInterrupt" if report["case"]["signal"] == signal.SIGINT else "TimedOutError"
-        if raised in report["output"] and "outcome" not in report:
-            return "ended" if report["output"].rstrip().endswith(raised) else "failed"
-        return "failed"
+        if not report["output"].rstrip().endswith(raised):
+            return "failed"
+        if report.get("outcome") == "never came":  # but when the interpreter went, behind all training
+            return "never came"
+        return "failed" if "outcome" in report else "ended"
     outcome = report["outcome"]
     if "Exception ignored" in report["output"].split(PLAYED)[0]:
         return "swallowed"
