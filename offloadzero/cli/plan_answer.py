@@ -296,7 +296,9 @@ def drive_bytes(paths: Sequence[Path], *, free: Callable[[Path], int] = free_dis
     for path in paths:
         drives.setdefault(drive_of(path), []).append(path)
     per_file = min(
-        (free(members[0]) + sum(map(stale_bytes, members))) // len(members) for members in drives.values()
+        # A directory may have two names here.
+        (free(members[0]) + sum(map(stale_bytes, {path.resolve() for path in members}))) // len(members)
+        for members in drives.values()
     )
     per_file -= MARK_BYTES
     if len(paths) > 1:

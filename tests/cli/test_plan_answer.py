@@ -343,6 +343,10 @@ def test_what_a_killed_run_left_is_free_for_the_next_one(tmp_path: Path) -> None
         os.close(left.descriptor)
         left.descriptor = -1
         assert drive_bytes(paths, free=free) == 101 * MIB + MARK_BYTES
+        (tmp_path / "again").symlink_to(tmp_path)
+        almost_two_stripes = 2 * (2 * STRIPE_BYTES + MARK_BYTES) - 2 - (MIB + MARK_BYTES)
+        both = drive_bytes([tmp_path, tmp_path / "again"], free=lambda _: almost_two_stripes)
+        assert both == 2 * STRIPE_BYTES, "a directory of two names has the file once"
         assert remove_stale_files(tmp_path) == [left.path], (
             "looking has not unlocked the other one, nor removed it"
         )
