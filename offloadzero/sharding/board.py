@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import threading
 import time
 import weakref
@@ -34,10 +33,6 @@ log = logging.getLogger("offloadzero")
 
 LOOK_UP_S = 0.5  # between two looks of a wait at the store
 
-# Between two looks before collectives. The store is one thread of one rank: if all of a thousand ranks asked it before
-# each of some hundred collectives of a step, they would wait for it.
-LOOK_AGAIN_S = 0.1
-
 _numbers = itertools.count()  # numbers of the models of this process, which all ranks make in one order
 
 
@@ -50,8 +45,7 @@ class Board:
         self._store = dist.HashStore() if is_fake() else default_process_group_store()  # type: ignore[attr-defined]
         self._key = f"offloadzero/{next(_numbers)}/error"
         self._lock = threading.Lock()
-        self._has_ended = False
-        self._looked_s = -math.inf  # when nobody had ended
+        self.has_ended = False  # the engine of this rank
         Board.latest = weakref.ref(self)
 
     latest: ClassVar[Callable[[], Board | None]] = lambda: None
@@ -96,7 +90,7 @@ class Board:
 
     def report(self, error: BaseException, *, has_failed: bool = True) -> None:
         """Tell the others, unless one of them was first. Without `has_failed`, those that wait for this rank alone."""
-        self._has_ended = True
+        self.has_ended = True
         text = f"rank {self._rank}: {type(error).__name__}: {error}"
         key = self._key if has_failed else self._key_of_end(self._rank)
         try:
@@ -115,18 +109,12 @@ class Board:
         return f"{self._key}/any"
 
     def look(self, what: str, members: Iterable[int] = ()) -> None:
-        """Raise RankError where the engine of some rank has failed, or that of one of `members` is closed.
-
-        It asks the store only now and then.
-        """
-        now_s = time.monotonic()
-        text = None if now_s - self._looked_s < LOOK_AGAIN_S else self.text(members)
+        """Raise RankError where the engine of some rank has failed, or that of one of `members` is closed."""
+        text = self.text(members)
         if text is not None:
             raise RankError(f"{what} is given up: {text}")
-        if self._has_ended:
+        if self.has_ended:
             raise RankError(f"{what} is given up: the engine of rank {self._rank} has failed")
-        if now_s - self._looked_s >= LOOK_AGAIN_S:
-            self._looked_s = now_s
 
     def text(self, members: Iterable[int] = ()) -> str | None:
         """The text of the first rank that has failed, or else of the first of `members` that has ended."""

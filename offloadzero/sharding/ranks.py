@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -47,6 +48,10 @@ from offloadzero.sharding.mesh import MeshGroups, mesh_groups, numbers_of
 from offloadzero.sharding.shard_spec import ShardSpec
 from offloadzero.sharding.standstill import WAITED_S, Standstill, Watch
 from offloadzero.torch_private import timeout_of_process_group
+
+# Between two looks of a channel before collectives. The store is one thread of one rank: if all of a thousand ranks
+# asked it before each of some hundred collectives of a step, they would wait for it.
+LOOK_AGAIN_S = 0.1
 
 # Newer versions of torch have other names for these functions, and warn of the old ones.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -84,6 +89,7 @@ class Channel:
         self.counter = CollectiveCounter()
         self.recorder: Recorder = OFF.span
         self.watch: Watch | None = None
+        self._looked_s = -math.inf  # when nobody had failed
         self._is_closed = False
         self._is_in_collective = False
 
@@ -211,7 +217,7 @@ class Channel:
         if self._is_closed:
             raise StateError(f"{label}: the {kind}: the engine of this model is closed")
         what = f"{label}: the {kind} ({self._who})"
-        self._board.look(what, self.members)
+        self._look_before(what)
         try:
             self._is_in_collective = True
             watch = None if self.watch is None or kind in (BROADCAST, SCATTER) else self.watch
@@ -242,6 +248,13 @@ class Channel:
             text = self._said_within(LOOK_UP_S * 4)
             because = f": {text}" if text is not None else ""
             raise RankError(f"{what} has failed{because} ({first_line(error)})") from error
+
+    def _look_before(self, what: str) -> None:
+        """Look for failed ranks, now and then; a wait looks each time, and so does what follows this rank's own end."""
+        now_s = time.monotonic()
+        if self._board.has_ended or now_s - self._looked_s >= LOOK_AGAIN_S:
+            self._board.look(what, self.members)
+            self._looked_s = now_s
 
     @interruptible
     def _wait(self, work: Any, what: str, watch: Watch | None) -> None:

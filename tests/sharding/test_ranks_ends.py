@@ -20,9 +20,12 @@ import torch.distributed as dist
 
 import offloadzero
 from offloadzero import engine_checkpoints, runtime
+from offloadzero.errors import RankError
 from offloadzero.lifetime import wait_for_collected
 from offloadzero.memory.store import TieredStore
-from offloadzero.sharding.board import LOOK_AGAIN_S
+from offloadzero.sharding import board as boards
+from offloadzero.sharding.board import Board
+from offloadzero.sharding.ranks import LOOK_AGAIN_S
 from offloadzero.streaming.gathered import GatheredWeights
 from tests.support.ranks import run_ranks
 from tests.support.sharded import config_of, engine_of, make_odd_model, said_of, train
@@ -196,7 +199,7 @@ def look_before_many_collectives(rank: int, directory: str) -> int:
     board.text = count  # type: ignore[method-assign]
     begun_s = time.monotonic()
     for _ in range(100):
-        board.look("a collective")
+        several.ranks.control.all_reduce(torch.zeros(1), "one of many")
     periods = (time.monotonic() - begun_s) / LOOK_AGAIN_S
     engine.close()
     return asked - int(periods)
@@ -205,6 +208,20 @@ def look_before_many_collectives(rank: int, directory: str) -> int:
 def test_the_store_is_not_asked_before_each_collective(found: Found) -> None:
     for asked in found["look_before_many_collectives"]:
         assert asked <= 2
+
+
+def test_a_look_is_of_its_own_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads of a rank may wait for others at once: one that had just looked stood for both."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(boards, "is_fake", lambda: False)
+    monkeypatch.setattr(boards, "default_process_group_store", lambda: store)
+    monkeypatch.setattr(boards, "_numbers", iter((0, 0)))
+    here, there = Board(0), Board(1)
+    here.look("one wait", [0])
+    there.report(RuntimeError("closed"), has_failed=False)
+    here.look("one wait", [0])
+    with pytest.raises(RankError, match="another wait is given up: rank 1: RuntimeError: closed"):
+        here.look("another wait", [1])
 
 
 def test_engines_end_in_the_order_of_their_making(monkeypatch: pytest.MonkeyPatch) -> None:
