@@ -138,7 +138,7 @@ def table(run: Run) -> str:
 def check_size(args: argparse.Namespace, directory: Path) -> list[str]:
     with LowWater(directory) as disk:
         options = ["--parameters", str(args.parameters), "--steps", str(args.steps), "--log", "size.jsonl"]
-        options += ["--rehearse"] if args.rehearse else []
+        options += ["--seq-len", str(args.seq_len), *(["--rehearse"] if args.rehearse else [])]
         status = call(directory, *options)
     if status != 0:
         return [f"train_10b.py ended with status {status}"]
@@ -162,6 +162,7 @@ def check_size(args: argparse.Namespace, directory: Path) -> list[str]:
 
 def check_resuming(args: argparse.Namespace, directory: Path) -> list[str]:
     common = ["--parameters", str(args.resumed_parameters), "--steps", str(NUM_RESUMED_STEPS)]
+    common += ["--seq-len", str(args.seq_len)]
     last = f"global_step{NUM_RESUMED_STEPS}"
     status = call(directory, *common, "--log", "whole.jsonl", "--save", "whole")
     if status != 0:
@@ -198,6 +199,12 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parameters", type=read_count, default="10B")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--resumed-parameters", type=read_count, default="3B")
+    parser.add_argument(
+        "--seq-len",
+        type=int,
+        default=128,
+        help="less where cores multiply bfloat16 slowly, as those without AVX-512",
+    )
     parser.add_argument(
         "--no-rehearsal", dest="rehearse", action="store_false", help="no forecast from two small models"
     )
