@@ -22,7 +22,7 @@ from offloadzero.planning.memory_plan import (
     nvme_bytes_with_waiting,
     waits_on_nvme,
 )
-from offloadzero.planning.probe import available_host_bytes
+from offloadzero.planning.probe import available_host_bytes, host_bytes_before
 from offloadzero.segments import SegmentKind, TierName
 from offloadzero.streaming.units import checkpointed_modules, cut_units
 from offloadzero.update.records import Record
@@ -152,7 +152,7 @@ def activation_bytes(size: LlamaSize, dtype: torch.dtype, *, batch_size: int, se
 def check(needs: Needs, config: OffloadConfig, *, save: Path | None) -> None:
     """Raise BudgetError with the figures, where host memory, device memory or a disk has not enough."""
     short = []
-    available = available_host_bytes() + needs.interpreter_bytes
+    available = host_bytes_before()
     if needs.host_bytes > available:
         short.append(
             f"host memory: about {format_bytes(needs.host_bytes)} are needed, {format_bytes(available)} are available"

@@ -40,7 +40,6 @@ from offloadzero.planning.memory_plan import (
     nvme_bytes_with_waiting,
     waits_on_nvme,
 )
-from offloadzero.planning.placement import FREE_HOST_TENTHS
 from offloadzero.planning.probe import free_disk_bytes, nearest_directory
 from offloadzero.planning.repeated_trace import trace_blocks
 from offloadzero.segments import TierName
@@ -125,9 +124,8 @@ class Planner:
         question = self.question
         config = self._load(source)
         memory = memory_with(question.memory_of(config), more)
-        # "auto" takes a share of what it finds. Python and torch, which an engine finds there, are to fit beside it.
-        beside = max(0, memory.host - question.process_bytes) * 10 // FREE_HOST_TENTHS
-        available = {TierName.HOST: min(memory.host, beside)}
+        # "auto" takes a share of what an engine finds: Python and torch are there before it.
+        available = {TierName.HOST: max(0, memory.host - question.process_bytes)}
         if memory.device is not None:
             available[TierName.DEVICE] = memory.device
         form = question.form_of(spec_in(config))

@@ -48,7 +48,7 @@ from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.kept_rates import cache_file, describe, kept_hardware
 from offloadzero.planning.probe import (
-    available_host_bytes,
+    host_bytes_before,
     memlock_bytes,
     nearest_directory,
     usable_cores,
@@ -81,7 +81,7 @@ def memory_only(device_name: str | None, paths: Sequence[Path]) -> Hardware:
     """Describe this machine without any rate. Raises ConfigError."""
     device = find_device(device_name)
     return Hardware(
-        memory=Memory(host=available_host_bytes(), device=device.free_bytes(), nvme=drive_bytes(paths)),
+        memory=Memory(host=host_bytes_before(), device=device.free_bytes(), nvme=drive_bytes(paths)),
         rates=Rates(),
         num_cores=max(1, int(usable_cores())),
         device=device.name(),

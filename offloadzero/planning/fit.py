@@ -50,7 +50,10 @@ More = Mapping[TierName, int]  # bytes that a machine would have in addition
 
 @dataclass(frozen=True)
 class Memory:
-    """Free bytes by tier. `device` None: its memory is the host's. `nvme` None: no directory is known."""
+    """Free bytes by tier, before Python and torch are loaded.
+
+    `device` None: its memory is the host's. `nvme` None: nothing is known of drives.
+    """
 
     host: int
     device: int | None = None

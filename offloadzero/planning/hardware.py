@@ -19,7 +19,7 @@ _TABLES = ("flops", "update", "device_update")  # tables of Rates, by dtype or l
 
 @dataclass(frozen=True)
 class Hardware:
-    """One machine. `memory.nvme` has the bytes of the measured drives."""
+    """One machine. `memory.nvme` has the bytes of the measured drives; `process_bytes` are a part of `memory.host`."""
 
     memory: Memory
     rates: Rates

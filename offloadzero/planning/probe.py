@@ -6,6 +6,9 @@ systemd unit) may allow less, and a process beyond that is killed, or beyond mem
 so the smallest of all counts. A group's file cache
 is a part of its usage that the kernel gives back when memory is short, so it counts as free. Each group above limits as
 well.
+
+All of this is less what this process holds itself. A plan is of a process that has not begun: to it what this one holds
+is free, but for the pages of files (torch's libraries), which count as free already.
 """
 
 from __future__ import annotations
@@ -39,6 +42,18 @@ def available_host_bytes(*, root: Path = _ROOT) -> int:
     free = _mem_available(root)
     allowed = cgroup_free_bytes(root=root)
     return free if allowed is None else min(free, allowed)
+
+
+def host_bytes_before(*, root: Path = _ROOT) -> int:
+    """The memory that a process finds which begins when this one has ended: [Note: memory that can be taken]."""
+    return available_host_bytes(root=root) + _held_bytes(root)
+
+
+def _held_bytes(root: Path) -> int:
+    """The memory of this process that is no file's."""
+    lines = (root / "proc/self/status").read_text().splitlines()
+    sizes = (line.split() for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+    return sum(int(size) * 1024 for _, size, _ in sizes)
 
 
 def cgroup_free_bytes(*, root: Path = _ROOT) -> int | None:

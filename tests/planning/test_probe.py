@@ -11,6 +11,7 @@ from offloadzero.planning.probe import (
     available_host_bytes,
     cgroup_free_bytes,
     free_disk_bytes,
+    host_bytes_before,
     memlock_bytes,
     usable_cores,
 )
@@ -53,6 +54,17 @@ def test_a_limit_of_a_group_counts_when_it_is_lower(tmp_path: Path) -> None:
     assert available_host_bytes(root=root) == 7 * GIB, "the file cache is given back"
     (root / "proc/meminfo").write_text(f"MemAvailable: {6 * GIB // 1024} kB\n")
     assert available_host_bytes(root=root) == 6 * GIB
+
+
+def test_what_this_process_holds_is_free_for_the_next_one(tmp_path: Path) -> None:
+    """Its pages of files are free already, by the kernel and by a group alike."""
+    files = unified("run/", limit=str(8 * GIB), usage=3 * GIB, cached=2 * GIB)
+    root = machine(tmp_path, available=20 * GIB, groups="0::/run\n", files=files)
+    status = "VmRSS:\t 900000 kB\nRssAnon:\t  524288 kB\nRssFile:\t  300000 kB\nRssShmem:\t 1048576 kB\n"
+    (root / "proc/self/status").write_text(status)
+    assert host_bytes_before(root=root) == 7 * GIB + 3 * GIB // 2
+    (root / "proc/meminfo").write_text(f"MemAvailable: {6 * GIB // 1024} kB\n")
+    assert host_bytes_before(root=root) == 6 * GIB + 3 * GIB // 2
 
 
 def test_a_group_that_holds_processes_up_is_a_limit(tmp_path: Path) -> None:

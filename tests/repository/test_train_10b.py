@@ -181,7 +181,7 @@ def test_a_disk_without_room_is_refused_with_the_figures(
 def test_host_memory_that_is_too_small_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(needs, "available_host_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(needs, "host_bytes_before", lambda: 1 << 20)
     assert run() == 1
     assert re.search(
         r"^BudgetError: host memory: about [0-9.]+ MiB are needed, [0-9.]+ MiB are available$",
