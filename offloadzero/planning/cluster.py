@@ -35,13 +35,13 @@ from offloadzero.planning.collective_traffic import (
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import Hardware, share_of
 from offloadzero.planning.result_file import Reader, load_json, parse_json
+from offloadzero.planning.step_work import THROUGH_HOST_MEMORY
 from offloadzero.planning.time_model import (
     COMPACT,
     FP32,
     HOST_MEMORY,
     LINKS,
     NETWORK,
-    THROUGH_HOST_MEMORY,
     Rates,
     Step,
 )

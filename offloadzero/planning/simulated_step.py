@@ -11,10 +11,10 @@ drive goes in a few pieces, not in all its chunks, and what a unit computes is i
 A step is the time from the end of one backward to the end of the next, once two steps in turn are alike. Of many micro
 batches three are simulated: the others take as long as the one in the middle.
 
-With the CPU as the device the cores are shared, and a drive may have a limit for both directions. Then lanes that run
-at the same time slow each other down, and a faster lane may, now and then, make a step slower by what it takes from a
-lane that others wait for. Where nothing is shared, a higher rate never makes a step slower, but for the drive's reads,
-where fetches go before the states of updates.
+With the CPU as the device the cores are shared, a drive may have a limit for both directions, and so may the host's
+memory for all that passes through it. Then lanes that run at the same time slow each other down, and a faster lane may,
+now and then, make a step slower by what it takes from a lane that others wait for. Where nothing is shared, a higher
+rate never makes a step slower, but for the drive's reads, where fetches go before the states of updates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from offloadzero.observe.timeline import (
 )
 from offloadzero.planning.lane_simulation import Outcome, Speeds, simulate
 from offloadzero.planning.step_tasks import StepTasks
-from offloadzero.planning.step_work import LaneRates, Lanes, StepWork
+from offloadzero.planning.step_work import THROUGH_HOST_MEMORY, LaneRates, Lanes, StepWork
 
 NUM_STEPS, MAX_STEPS = 3, 24  # that are simulated at first, and at most
 ALIKE = 0.002  # the share by which two steps in turn may differ
@@ -123,7 +123,7 @@ def _speeds(rates: LaneRates) -> Speeds | None:
 
     What the file engine needs of the cores it gets first, as threads that hardly work do; the others share the rest.
     """
-    if rates.num_cores is None and rates.drive_bytes_per_s is None:
+    if rates.num_cores is None and rates.drive_bytes_per_s is None and rates.host_bytes_per_s is None:
         return None
     read, write = (rates.bytes_per_s.get(lane, 0.0) for lane in (NVME_READ, NVME_WRITE))
     drive = {NVME_READ: read, NVME_WRITE: write}
@@ -134,6 +134,8 @@ def _speeds(rates: LaneRates) -> Speeds | None:
         of_drive = [lane for lane in lanes if lane in drive]
         if len(of_drive) == len(drive) and rates.drive_bytes_per_s is not None:
             found = dict.fromkeys(of_drive, min(1.0, rates.drive_bytes_per_s / (read + write)))
+        if rates.host_bytes_per_s is not None:
+            found |= _through_memory(lanes, found, rates.bytes_per_s, rates.host_bytes_per_s)
         if rates.num_cores is None:
             return found
         taken = rates.drive_cores_s * sum(found.get(lane, 1.0) * drive[lane] for lane in of_drive)
@@ -146,6 +148,13 @@ def _speeds(rates: LaneRates) -> Speeds | None:
         return found | {lane: share for lane in lanes if lane in widths}
 
     return speeds
+
+
+def _through_memory(lanes: Sequence[str], found: Lanes, bytes_per_s: Lanes, most: float) -> dict[str, float]:
+    """Return the speeds of lanes that pass through the host's memory, which moves so many bytes per second at most."""
+    speeds = {lane: found.get(lane, 1.0) for lane in lanes if lane in THROUGH_HOST_MEMORY}
+    wanted = sum(speed * bytes_per_s.get(lane, 0.0) for lane, speed in speeds.items())
+    return {lane: speed * min(1.0, most / wanted) for lane, speed in speeds.items()} if wanted else {}
 
 
 def _widths(num_cores: int) -> dict[str, int]:

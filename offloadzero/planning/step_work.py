@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from offloadzero.config import OffloadConfig
 from offloadzero.memory.arena import align_up
-from offloadzero.observe.timeline import H2D, NVME_READ
+from offloadzero.observe.timeline import D2H, H2D, LANDING, NVME_READ, NVME_WRITE, UPDATE
 from offloadzero.planning.activation_trace import CallInputs
 from offloadzero.planning.memory_plan import (
     INPUTS_AHEAD,
@@ -21,6 +21,7 @@ from offloadzero.segments import SegmentKind
 from offloadzero.update.records import Record
 
 Lanes = Mapping[str, float]  # bytes, bytes per second or seconds, by lane
+THROUGH_HOST_MEMORY = (H2D, D2H, UPDATE, LANDING, NVME_READ, NVME_WRITE)
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,9 @@ class LaneRates:
     backward_s: float = 0.0
     launch_s: float = 0.0  # Python for each use of a unit
     drive_bytes_per_s: float | None = None  # both directions at once; None: they do not share
+    host_bytes_per_s: float | None = (
+        None  # of all that passes through the host's memory; None: no limit is known
+    )
     num_cores: int | None = None  # shared by all lanes; None: the device computes beside the host
     drive_cores_s: float = 0.0  # seconds of one core for each byte of the drive, where cores are shared
 

@@ -52,7 +52,7 @@ from offloadzero.observe.timeline import (
 from offloadzero.planning.activation_trace import MicroBatchTrace
 from offloadzero.planning.memory_plan import MemoryPlan
 from offloadzero.planning.simulated_step import SimulatedStep, simulate_step
-from offloadzero.planning.step_work import LaneRates, StepWork, work_of_step
+from offloadzero.planning.step_work import THROUGH_HOST_MEMORY, LaneRates, StepWork, work_of_step
 from offloadzero.planning.traffic import AFTER, BACKWARD, FORWARD, StepTraffic, Uses, step_traffic
 from offloadzero.update.records import Record
 
@@ -61,7 +61,6 @@ NVME_MIXED = "nvme"
 LINKS, NETWORK, HOST_MEMORY = "links", "network", "host memory"  # [Note: lanes between ranks]
 _BETWEEN_RANKS = (COLLECTIVES, LINKS, NETWORK)
 _BESIDE_THE_CORES = (NVME_READ, NVME_WRITE, NVME_MIXED, *_BETWEEN_RANKS)
-THROUGH_HOST_MEMORY = (H2D, D2H, UPDATE, LANDING, NVME_READ, NVME_WRITE)
 FP32, COMPACT = "fp32", "compact"
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -227,7 +226,9 @@ def simulated(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) 
     if step.work is None or not (step.work.forward and step.work.backward):
         return None
     by_lane = {
-        lane: _rate(lane, rates, step, device_is_cpu) for lane, size in step.traffic.lanes.items() if size
+        lane: _rate(lane, rates, step, device_is_cpu)
+        for lane, size in step.traffic.lanes.items()
+        if size and lane != HOST_MEMORY  # it slows the others down
     }
     forward_s, backward_s = (_compute_s(step, phase, rates) for phase in (FORWARD, BACKWARD))
     known = {lane: rate for lane, rate in by_lane.items() if rate is not None}
@@ -239,6 +240,7 @@ def simulated(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) 
         backward_s=backward_s / step.num_micro,
         launch_s=rates.unit_s,
         drive_bytes_per_s=rates.nvme_mixed,
+        host_bytes_per_s=rates.host_memory,
         num_cores=num_cores if device_is_cpu else None,
         drive_cores_s=rates.nvme_cpu_s_per_byte or 0.0,
     )

@@ -20,7 +20,7 @@ from offloadzero.observe.timeline import D2H, H2D, LANDING, NVME_READ, NVME_WRIT
 from offloadzero.planning.cluster import _ENTRIES, FORMAT, Cluster, between_ranks, cluster_from_json
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import share_of
-from offloadzero.planning.time_model import HOST_MEMORY, LINKS, NETWORK, Forecast, Rates, Step
+from offloadzero.planning.time_model import HOST_MEMORY, LINKS, NETWORK, Forecast, Rates, Step, simulated
 from offloadzero.update.spec import UpdateForm
 from tests.cli.test_plan import MACHINE
 from tests.support.tiny import settings
@@ -233,6 +233,23 @@ def test_what_is_slow_is_the_bound(slow: dict[str, Any], lane: str) -> None:
     assert slower.bound_s is not None
     assert slower.alone_s is not None
     assert slower.bound_s <= slower.seconds <= slower.alone_s
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_a_simulated_step_waits_for_the_host_s_memory(placement: str) -> None:
+    """Copies, updates and the drive share it: with less of it than they ask for a step takes at least its bytes."""
+    alone = {**LARGE, "machines": 1, "gpus_per_machine": 1}
+    fast, slow = merge(alone, {"host": {"gb_per_s": 10_000}}), merge(alone, {"host": {"gb_per_s": 20}})
+    times = []
+    for described in (fast, slow):
+        _, step, found = step_on(described, GPT, offloadzero={"placement": placement})
+        rates = cluster_of(described).rank(1).rates
+        simulation = simulated(step, rates, num_cores=1, device_is_cpu=False)
+        assert simulation is not None
+        times.append(simulation.seconds)
+        spared = simulation.spared_s * (rates.nvme_read or 0.0)  # reads of parameters that updates deliver
+        assert simulation.seconds >= 0.99 * (found.lanes_s[HOST_MEMORY] - spared / (rates.host_memory or 1.0))
+    assert times[1] > times[0]
 
 
 @pytest.mark.parametrize("coded", [False, True])
