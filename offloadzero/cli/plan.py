@@ -216,6 +216,10 @@ def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None
         hardware = replace(cluster.rank(args.local_ranks), process_bytes=plan_probe.resident_bytes())
     elif args.hardware != THIS_MACHINE:
         hardware = read_hardware(args.hardware)
+        if config.nvme_paths and hardware.memory.nvme is None:
+            paths = ", ".join(map(str, config.nvme_paths))
+            allowed = f"the bytes of the drives under {paths}, which the configuration names; 0 where there are none"
+            raise ConfigError("--hardware.memory.nvme", None, allowed)
     elif args.no_time:
         hardware = plan_probe.memory_only(config.device, config.nvme_paths)
     else:

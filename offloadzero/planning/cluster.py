@@ -182,7 +182,7 @@ def _machine(key: str, tables: Mapping[str, Reader], rates: Rates) -> Hardware:
     name = gpu.value.get("name", "GPU")
     if not isinstance(name, str):
         raise ConfigError(f"{key}.gpu.name", name, "a name")
-    nvme = int((drives.number("number") or 0) * (drives.number("size_gb") or 0) * GB) or None
+    nvme = int((drives.number("number") or 0) * (drives.number("size_gb") or 0) * GB)  # 0: it has none
     memory = Memory(
         host=int((host.number("memory_gib") or 0) * GIB),
         device=int((gpu.number("memory_gib") or 0) * GIB),

@@ -423,6 +423,6 @@ def test_each_number_of_a_file_is_checked(table: str | None) -> None:
 def test_one_device_needs_no_links_and_no_drive() -> None:
     described = {name: LARGE[name] for name in ("format", "format_version", "gpu", "host", "pcie")}
     cluster = cluster_of({**described, "machines": 1, "gpus_per_machine": 1})
-    assert cluster.machine.memory.nvme is None
+    assert cluster.machine.memory.nvme == 0, "it is known that there is none"
     assert (cluster.machine.rates.nvme_read, cluster.machine.rates.links) == (None, None)
     assert isinstance(cluster.rank(1).rates, Rates)
