@@ -110,6 +110,11 @@ def find_facts(
         drives = [find_drive(path, engine, with_rates=with_rates) for path in directories]
         backend, reason = engine.backend.value, engine.reason
         registers = engine.register_parts(torch.empty(REGISTERED, dtype=torch.uint8)) == REGISTERED
+    products = {}
+    if device.free_bytes() is None:  # the CPU is the device
+        from offloadzero.cli.plan_probe import products_per_s
+
+        products = {"bf16": products_per_s(torch.bfloat16), "fp32": products_per_s(torch.float32)}
     return Facts(
         usable_cores=len(os.sched_getaffinity(0)),
         machine_cores=os.cpu_count() or 1,
@@ -129,6 +134,7 @@ def find_facts(
         link_width=link_width(pci_address(device.torch_device), root=root),
         is_virtual=machine["is_virtual_machine"],
         group_cores=cgroup_cores(root=root),
+        products_per_s=products,
         load=os.getloadavg()[0],
         drives=drives,
         details={"machine": machine, "versions": describe_versions("offloadzero", "torch", "numpy")},

@@ -3,7 +3,7 @@
 [Note: what the probe measures]
 | rate | by |
 | --- | --- |
-| operations per second | forward and backward of a transformer block, as the forecast counts them; fp16 on devices |
+| operations per second | forward and backward of a transformer block, each by itself; fp16 on devices |
 | update on the host | Adam over 2^24 parameters of each layout, as `bench adam` runs it |
 | update on the device | the same, in the form that the device has |
 | copies, landing | the native copy on one thread; the norm of a gradient on all |
@@ -64,6 +64,7 @@ _MIB = 1 << 20
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _OF_DEVICES = {"fp16": torch.float16}  # a CPU hardly trains in it, and may need minutes for this block
 NUM_SAMPLES = 6
+ENOUGH_S = 4.0  # of one measurement: what takes that long is not repeated
 
 
 def this_hardware(device_name: str | None, paths: Sequence[Path], *, fresh: bool) -> Hardware:
@@ -134,7 +135,11 @@ def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -
     dtypes = _DTYPES if is_cpu else {**_DTYPES, **_OF_DEVICES}
     try:
         progress.phase("computation")
-        rates = Rates(flops={name: flops_per_s(device, dtype) for name, dtype in dtypes.items()})
+        computed = {name: flops_per_s(device, dtype) for name, dtype in dtypes.items()}
+        rates = Rates(
+            flops={name: forward for name, (forward, _) in computed.items()},
+            gradient_flops={name: backward for name, (_, backward) in computed.items()},
+        )
         progress.phase("memory")
         rates = replace(rates, update=host_update_rates(), copy=copy_rate(), landing=landing_rate())
         if not is_cpu:
@@ -166,6 +171,8 @@ def _best_s(
         call()
         finish()
         times.append(clock() - begun_s)
+        if sum(times) >= ENOUGH_S:
+            break
     return min(times)
 
 
@@ -178,8 +185,12 @@ def _cores_s(num_threads: int | None = None) -> float:
     return time.process_time() / (num_cores if num_threads is None else min(num_threads, num_cores))
 
 
-def flops_per_s(device: Device, dtype: torch.dtype) -> float:
-    """Return the operations per second in a block: on the CPU of a width of 1024, on a device of 4096."""
+def flops_per_s(device: Device, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the operations per second in a block's forward and in its backward: of a width of 4096, on the CPU 1024.
+
+    Each has its own: the products of backward have other layouts, for which a library may lack the fast code. So have
+    those in bf16 on a CPU without instructions for it: the product of a gradient with a weight takes the time of ten.
+    """
     is_cpu = device.free_bytes() is None
     width, num_tokens = (1024, 256) if is_cpu else (4096, 4096)
     shape = ModelShape(LLAMA, width, 1, width // 128, 128, 11 * width // 4, width // 128)
@@ -189,12 +200,27 @@ def flops_per_s(device: Device, dtype: torch.dtype) -> float:
     model = shape.build().to(device.torch_device, dtype)
     ids = torch.zeros(1, num_tokens, dtype=torch.long, device=device.torch_device)
 
-    def step() -> None:
-        model(ids).backward()
-        model.zero_grad(set_to_none=True)
-
     clock = partial(_cores_s, torch.get_num_threads()) if is_cpu else time.perf_counter
-    return traced.flops / _best_s(step, device.synchronize, clock=clock)
+    forward_s = _best_s(lambda: model(ids), device.synchronize, clock=clock)
+    loss, params = model(ids), list(model.parameters())
+    device.synchronize()
+    backward_s = _best_s(
+        lambda: torch.autograd.grad(loss, params, retain_graph=True), device.synchronize, clock=clock
+    )
+    return traced.forward_flops / forward_s, traced.backward_flops / backward_s
+
+
+def products_per_s(dtype: torch.dtype) -> float:
+    """Return the operations per second of the CPU in the three products of a layer's forward and backward."""
+    width, num_tokens = 512, 64
+    x, weight, grad = (torch.ones(rows, width, dtype=dtype) for rows in (num_tokens, width, num_tokens))
+
+    def products() -> None:
+        _ = x @ weight.t(), grad @ weight, grad.t() @ x
+
+    clock = partial(_cores_s, torch.get_num_threads())
+    products()  # the first one chooses the code
+    return 6.0 * num_tokens * width**2 / _best_s(products, clock=clock)
 
 
 def host_update_rates() -> dict[str, float]:

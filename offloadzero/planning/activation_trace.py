@@ -117,6 +117,14 @@ class MicroBatchTrace:
         return self.forward_flops + self.backward_flops
 
     @property
+    def recomputed_flops(self) -> int:
+        """Of those of backward the ones of forwards that run again: what is more than the gradients take.
+
+        The gradients of a product of matrices are two products of the same size.
+        """
+        return min(self.forward_flops, max(0, self.backward_flops - 2 * self.forward_flops))
+
+    @property
     def home_bytes(self) -> int:
         """The bytes of the inputs of all calls where they wait for backward."""
         return sum(call.home for call in self.inputs)

@@ -11,6 +11,7 @@ MIB, GIB = 1 << 20, 1 << 30
 FEW_CORES = 4  # one core launches, one copies, and updates and landings have the rest
 FEW_FILES = 1024  # zero.Init holds a file for each large parameter until the model is offloaded
 SLOW_DRIVE = 1e9  # bytes per second
+SLOW_PRODUCTS = 0.5  # of the speed in fp32
 # The bytes of a step with everything on the drive, per parameter: its states both ways, and the parameter for forward
 # and backward. This is the fp32 layout; the compact one has 5.06 bytes of states.
 BYTES_PER_PARAM = {"read": 12 + 2 * 2, "write": 12}
@@ -73,6 +74,8 @@ class Facts:
     link_width: tuple[int, int] | None = None  # lanes of the device's PCIe link: now, and at most
     is_virtual: bool = False  # a virtual machine
     group_cores: float | None = None  # that the time of control groups is worth; None: no limit
+    # Operations per second in the products of a layer's forward and backward, by dtype, where the CPU is the device.
+    products_per_s: Mapping[str, float] = field(default_factory=dict)
     load: float = 0.0  # processes that wanted a core in the last minute
     drives: Sequence[Drive] = ()
     details: Mapping[str, Any] = field(default_factory=dict)  # for the JSON only
@@ -98,6 +101,17 @@ def _of_device(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             Severity.NOTE, "there is no GPU", "the CPU is the device, and offloading saves it memory", None
         )
+    fp32 = facts.products_per_s.get("fp32", 0.0)
+    for dtype, rate in facts.products_per_s.items():
+        if rate < SLOW_PRODUCTS * fp32:
+            yield Finding(
+                Severity.HURTS,
+                f"the CPU multiplies matrices in {dtype} at {rate / 1e9:.3g} GFLOP/s, in fp32 at {fp32 / 1e9:.3g}: it "
+                f"has no instructions for {dtype} that torch uses",
+                f"forward and backward in {dtype} take {fp32 / rate:.3g} times as long as in fp32",
+                f'"{dtype}": {{"enabled": false}} in the configuration trains in fp32, whose parameters and gradients '
+                "have twice the bytes",
+            )
     if facts.link_width is not None and facts.link_width[0] < facts.link_width[1]:
         now, most = facts.link_width
         yield Finding(

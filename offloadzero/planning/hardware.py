@@ -14,7 +14,7 @@ from offloadzero.update.spec import UpdateForm
 
 FORMAT = "offloadzero.hardware"
 FORMAT_VERSION = 1
-_TABLES = ("flops", "update", "device_update")  # tables of Rates, by dtype or layout
+_TABLES = ("flops", "gradient_flops", "update", "device_update")  # tables of Rates, by dtype or layout
 
 
 @dataclass(frozen=True)
@@ -101,17 +101,20 @@ def share_of(hardware: Hardware, num_local_ranks: int, *, num_threads: int | Non
     if num_local_ranks == 1:
         return hardware
     rates, num_cores = hardware.rates, hardware.num_cores
-    flops = dict(rates.flops)
+    flops, of_gradients = dict(rates.flops), dict(rates.gradient_flops)
     if hardware.device_is_cpu:
         said = hardware.identity.get("torch_threads")
         measured_with = said if isinstance(said, int) and said > 0 else num_cores
         threads = min(num_threads or measured_with, num_cores / num_local_ranks)
-        flops = {dtype: rate * threads / measured_with for dtype, rate in flops.items()}
+        flops, of_gradients = (
+            {dtype: rate * threads / measured_with for dtype, rate in table.items()}
+            for table in (flops, of_gradients)
+        )
     of_machine = ("landing", "nvme_read", "nvme_write", "nvme_mixed", "host_memory")
     shared = {name: getattr(rates, name) for name in of_machine}
     divided: dict[str, Any] = {
         name: None if rate is None else rate / num_local_ranks for name, rate in shared.items()
     }
     update = {layout: rate / num_local_ranks for layout, rate in rates.update.items()}
-    of_rank = replace(rates, flops=flops, update=update, **divided)
+    of_rank = replace(rates, flops=flops, gradient_flops=of_gradients, update=update, **divided)
     return replace(hardware, rates=of_rank, num_cores=max(1, num_cores // num_local_ranks))

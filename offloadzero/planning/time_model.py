@@ -74,6 +74,9 @@ class Rates:
     flops: Mapping[str, float] = field(
         default_factory=dict
     )  # in a transformer block, by dtype of the parameters
+    gradient_flops: Mapping[str, float] = field(
+        default_factory=dict
+    )  # in its backward, without what is computed again; where it is not known it is taken for that of `flops`
     update: Mapping[str, float] = field(
         default_factory=dict
     )  # bytes moved by updates on the host, by state layout
@@ -345,8 +348,18 @@ def _compute_s(step: Step, phase: str, rates: Rates) -> float | None:
     rate = rates.flops.get(step.dtype)
     if step.trace is None or step.trace.uncounted or rate is None:
         return None
-    flops = step.trace.forward_flops if phase == FORWARD else step.trace.backward_flops
-    return step.num_micro * flops / rate
+    seconds = step.trace.forward_flops / rate
+    if phase == BACKWARD:
+        again = step.trace.recomputed_flops
+        of_gradients = rates.gradient_flops.get(step.dtype, rate)
+        seconds = again / rate + (step.trace.backward_flops - again) / of_gradients
+    return step.num_micro * seconds
+
+
+def compute_seconds(step: Step, rates: Rates) -> float | None:
+    """Return the seconds of a step's computation alone; None where a rate or the operations are not known."""
+    forward_s, backward_s = (_compute_s(step, phase, rates) for phase in (FORWARD, BACKWARD))
+    return None if forward_s is None or backward_s is None else forward_s + backward_s
 
 
 def _over(num_bytes: int, rate: float | None) -> float | None:

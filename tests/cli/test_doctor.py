@@ -26,6 +26,8 @@ def test_it_tells_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
     (drive,) = facts["drives"]
     free = os.statvfs(tmp_path)
     assert abs(drive["free_bytes"] - free.f_bavail * free.f_frsize) < 1 << 30
+    assert set(facts["products_per_s"]) == {"bf16", "fp32"}
+    assert min(facts["products_per_s"].values()) > 0
     assert status == int(any(one["severity"] == "hurts" for one in result["findings"]))
     for one in result["findings"]:
         assert f"{one['severity']}: {one['what']}" in shown

@@ -349,6 +349,50 @@ def test_what_is_wrong_with_a_machine_is_named(change: dict[str, Any], message: 
     assert message in str(caught.value)
 
 
+def test_memory_is_what_a_process_finds_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python and torch are a part of what is needed: they were taken off what is available as well."""
+    held = 300 * MIB
+    monkeypatch.setattr(plan_probe, "host_bytes_before", lambda: 2 * GIB)
+    monkeypatch.setattr(plan_probe, "resident_bytes", lambda: held)
+    machine = plan_probe.memory_only("cpu", [])
+    assert (machine.memory.host, machine.process_bytes) == (2 * GIB, held)
+
+
+def test_drives_of_which_a_file_says_nothing_are_not_taken_for_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent = replace(MACHINE, memory=Memory(host=8 * GIB))
+    for more in ([], ["--no-time"], ["--largest"]):
+        assert main(words(tmp_path, *more, machine=silent, placement="nvme")) == USER_ERROR
+        said = capsys.readouterr().err
+        assert f"--hardware.memory.nvme = None: the bytes of the drives under {tmp_path}, which" in said
+    none = replace(silent, memory=Memory(host=8 * GIB, nvme=0))
+    assert main(words(tmp_path, machine=none, placement="nvme")) == FAILURE
+    assert "It does not fit: nvme " in capsys.readouterr().out
+    host = {"placement": "host", "nvme_path": None}
+    assert main(words(tmp_path, machine=silent, **host)) == 0
+
+
+@pytest.mark.parametrize(("layout", "with_it"), [("fp32", ""), ("compact", ' with "state_layout": "fp32"')])
+def test_a_cpu_that_computes_faster_in_fp32_is_told_of(
+    layout: str, with_it: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = replace(KNOWN, flops={"bf16": 2e10, "fp32": 1e11}, gradient_flops={"bf16": 2e9, "fp32": 1e11})
+    slow = replace(MACHINE, rates=rates)
+    # Forward and twice as much in backward: 1 / 2 + 2 / 0.2, and 3 / 10. Of the first unit backward has less.
+    said = 'This CPU computes 34.9 times as fast in fp32 as in bf16: "bf16": {"enabled": false}' + with_it
+    assert main(words(tmp_path, machine=slow, state_layout=layout)) == 0
+    text = capsys.readouterr().out
+    assert said in text, text
+    for other in (
+        replace(slow, rates=replace(rates, gradient_flops={})),
+        replace(slow, rates=replace(rates, flops={"bf16": 9e10, "fp32": 1e11}, gradient_flops={})),
+        replace(slow, device="a card", memory=Memory(host=8 * GIB, device=8 * GIB, nvme=8 * GIB)),
+    ):
+        assert main(words(tmp_path, machine=other, state_layout=layout)) == 0
+        assert said not in capsys.readouterr().out
+
+
 def test_a_device_without_a_name_is_none_the_less_one() -> None:
     described = {name: MACHINE.to_json()[name] for name in ("rates", "num_cores")}
     found = hardware_from_json("--hardware", {**described, "memory": {"host": GIB, "device": GIB}})
@@ -440,7 +484,31 @@ def test_computation_on_fewer_threads_than_cores_is_no_faster(monkeypatch: pytes
     monkeypatch.setattr(plan_probe, "_best_s", best_s)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     plan_probe.flops_per_s(find_device("cpu"), torch.float32)
-    assert clocks == [6.0]
+    assert clocks == [6.0, 6.0]
+
+
+def test_forward_and_backward_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where products of one layout are slow, those of backward say, one rate for both is that of neither."""
+    times = iter([0.25, 4.0])
+    measured: list[Any] = []
+
+    def best_s(call: Any, *_: Any, **__: Any) -> float:
+        measured.append(call())
+        return next(times)
+
+    monkeypatch.setattr(plan_probe, "_best_s", best_s)
+    forward, backward = plan_probe.flops_per_s(find_device("cpu"), torch.float32)
+    assert forward / backward == pytest.approx(8.0, rel=0.02)
+    loss, grads = measured
+    assert loss.dim() == 0
+    assert {tuple(grad.shape) for grad in grads} >= {(1024, 1024), (2816, 1024), (1024, 2816)}
+
+
+def test_what_takes_long_is_not_repeated() -> None:
+    now = iter(range(0, 100, 3))
+    calls: list[int] = []
+    assert plan_probe._best_s(lambda: calls.append(1), clock=lambda: next(now)) == 3
+    assert len(calls) == 2
 
 
 def test_a_device_is_measured_in_every_dtype_of_parameters_and_on_its_own_link(
@@ -450,8 +518,8 @@ def test_a_device_is_measured_in_every_dtype_of_parameters_and_on_its_own_link(
         def free_bytes(self) -> int | None:
             return GIB
 
-    def rate_of(_: Any, dtype: torch.dtype) -> float:
-        return float(dtype.itemsize)
+    def rate_of(_: Any, dtype: torch.dtype) -> tuple[float, float]:
+        return float(dtype.itemsize), 3.0 * dtype.itemsize
 
     monkeypatch.setattr(plan_probe, "flops_per_s", rate_of)
     for name in ("host_update_rates", "copy_rate", "landing_rate", "device_update_rates", "python_per_use"):
@@ -466,6 +534,7 @@ def test_a_device_is_measured_in_every_dtype_of_parameters_and_on_its_own_link(
     card = Card()
     found = plan_probe.measure(card, [])
     assert found.flops == {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
+    assert found.gradient_flops == {"bf16": 6.0, "fp16": 6.0, "fp32": 12.0}
     assert (found.h2d or 0) > 0
     assert (found.d2h or 0) > 0
     assert seen == [card], "the link of the device that trains, not of the default one"

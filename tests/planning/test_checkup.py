@@ -35,6 +35,7 @@ GOOD = Facts(
 def test_nothing_hurts_on_a_good_machine() -> None:
     assert check(GOOD) == []
     assert check(replace(GOOD, group_free_bytes=120 * GIB, huge_pages="always", isa="avx2")) == []
+    assert check(replace(GOOD, products_per_s={"bf16": 5e10, "fp32": 8e10})) == []
     assert check(replace(GOOD, memlock_bytes=8 << 20)) == [], "root may lock more"
     assert check(replace(GOOD, drives=(replace(DRIVE, rotational=True),))) == [], "it was measured"
 
@@ -59,6 +60,11 @@ def test_a_virtual_disk_may_be_fast_whatever_it_says() -> None:
         ({"file_engine": "native_aio", "io_uring_disabled": 2}, "native_aio", "io_uring_disabled=0"),
         ({"file_engine": "aiofiles"}, "aiofiles", "seccomp"),
         ({"memlock_bytes": 8 << 20, "registers": False}, "lock 8 MiB", "ulimit -l unlimited"),
+        (
+            {"products_per_s": {"bf16": 2e9, "fp32": 8e10}},
+            "bf16 at 2 GFLOP/s, in fp32 at 80",
+            '"bf16": {"enabled": f',
+        ),
         ({"max_open_files": 256}, "open 256 files", "ulimit -n"),
     ],
 )

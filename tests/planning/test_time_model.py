@@ -26,7 +26,16 @@ from offloadzero.observe.timeline import (
 )
 from offloadzero.planned_model import plan_model, uses_of
 from offloadzero.planning.activation_trace import MicroBatchTrace
-from offloadzero.planning.time_model import FASTER, OVERLAP, PYTHON, Rates, Step, forecast, forecast_run
+from offloadzero.planning.time_model import (
+    FASTER,
+    OVERLAP,
+    PYTHON,
+    Rates,
+    Step,
+    compute_seconds,
+    forecast,
+    forecast_run,
+)
 from offloadzero.planning.traffic import AFTER, BACKWARD, FORWARD, StepTraffic, step_traffic
 from offloadzero.segments import TierName
 from tests.support.tiny import settings
@@ -97,6 +106,20 @@ def test_updates_hide_behind_one_forward_or_behind_a_backward() -> None:
     assert found.tokens_per_s == pytest.approx(4096 * OVERLAP / 50)
     # Of four micro batches the last forward is the only one that updates hide behind.
     assert seconds(step_of(update, num_micro=4)) == pytest.approx((20 + 3 * 10 + 4 * 30) / OVERLAP)
+
+
+def test_gradients_are_computed_at_their_own_rate() -> None:
+    """Of 3e15 operations of backward 1e15 are the forward again, at its rate."""
+    slow = replace(KNOWN, gradient_flops={"bf16": 1e12})
+    assert TRACE.recomputed_flops == 10**15
+    assert seconds(step_of({}), slow) == pytest.approx((10 + 10 + 2000) / OVERLAP)
+    assert compute_seconds(step_of({}, num_micro=2), slow) == pytest.approx(2 * 2020)
+    kept = replace(TRACE, backward_flops=2 * 10**15)
+    assert kept.recomputed_flops == 0
+    assert seconds(step_of({}, trace=kept), slow) == pytest.approx((10 + 2000) / OVERLAP)
+    assert seconds(step_of({}, dtype="fp32"), replace(slow, flops={"fp32": 1e15})) == pytest.approx(
+        4 / OVERLAP
+    )
 
 
 def test_without_overlap_all_lanes_follow_one_another() -> None:
