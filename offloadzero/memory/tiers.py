@@ -132,6 +132,7 @@ class DeviceTier:
         self._is_fresh = (
             accelerator.asynchronous.free_bytes() is None
         )  # of the host's memory: zero, and not touched yet
+        self._owner = accelerator.asynchronous.current_stream()  # to which the arena's memory belongs
         self.h2d = accelerator.lane("state-h2d", failures)
         self.d2h = accelerator.lane("state-d2h", failures)
 
@@ -173,9 +174,12 @@ class DeviceTier:
         return self.h2d.submit(lambda: self._accelerator.copy(target, source), fence=fence, label=label)
 
     def close(self) -> None:
-        """Finish the copies and stop the threads."""
+        """Finish the copies and stop the threads; the arena's memory may go then."""
         self.h2d.close()
         self.d2h.close()
+        # An evaluation on another stream may read weights still. The allocator gives the memory to the next one on the
+        # stream that owns it, and knows of no other.
+        self._accelerator.join_streams(self._owner)
 
 
 class HostTier:
