@@ -221,7 +221,9 @@ def test_plans_that_are_kept_are_what_planning_gives(
     assert num_kept > 50
 
 
-def plans_made_by_step(monkeypatch: pytest.MonkeyPatch, *, num_units: int, room: int) -> list[int]:
+def plans_made_by_step(
+    monkeypatch: pytest.MonkeyPatch, *, num_units: int, room: int, num_steps: int = 4
+) -> list[int]:
     """How often each of some equal steps plans its moves, with all of them done at once."""
     num_made, by_step = 0, []
 
@@ -245,7 +247,7 @@ def plans_made_by_step(monkeypatch: pytest.MonkeyPatch, *, num_units: int, room:
         for one in policy.plan((room - len(policy.present)) * BLOCK_BYTES):
             (policy.entered if isinstance(one, Fetch) else policy.left)(one.unit)
 
-    for _ in range(4):
+    for _ in range(num_steps):
         num_made = 0
         for index in there_and_back(range(num_units)):
             policy.begin_use(index, evaluating=False)
@@ -263,9 +265,14 @@ def plans_made_by_step(monkeypatch: pytest.MonkeyPatch, *, num_units: int, room:
 def test_an_order_of_many_uses_has_room_for_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "MAX_PLANS", 16)
     assert plans_made_by_step(monkeypatch, num_units=40, room=3)[-1] == 0
-    # Of many units on the device each plan takes more memory.
-    monkeypatch.setattr(residency, "MAX_UNITS_OF_PLANS", 30 * 16)
+    # They have so much memory and no more.
+    monkeypatch.setattr(residency, "MAX_BYTES_OF_PLANS", 30 * 2 * (40 // 7 + 28))
     assert plans_made_by_step(monkeypatch, num_units=40, room=30)[-1] > 0
+
+
+def test_so_have_the_plans_of_many_units_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of each plan must not grow with the units on the device as a set of them does."""
+    assert plans_made_by_step(monkeypatch, num_units=1100, room=500, num_steps=3)[-1] == 0
 
 
 # --- steps that differ, bit for bit
