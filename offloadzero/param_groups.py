@@ -65,10 +65,10 @@ def _ids_of(group: Mapping[str, Any]) -> list[int]:
 
 def _difference(group: Mapping[str, Any], ids: Sequence[int], name_of: Callable[[int], str | None]) -> str:
     params: list[torch.Tensor] = list(group["params"])
-    present = set(map(id, params))
+    before, present = set(ids), set(map(id, params))
     gone = next((one for one in ids if one not in present), None)
     if gone is not None:
         return f"{name_of(gone)} was in it when the model was offloaded and is not now"
-    added = next(param for param in params if id(param) not in set(ids))
+    added = next(param for param in params if id(param) not in before)
     name = name_of(id(added)) or f"a parameter of shape {tuple(added.shape)}"
     return f"{name} was not in it when the model was offloaded and is now"

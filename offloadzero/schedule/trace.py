@@ -10,11 +10,40 @@ change of order costs a stall or two where it happens, and a change that recurs 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 NUM_REMEMBERED = 8  # steps
 MAX_USES = 1 << 16  # recorded of one step: a loop that never calls step() must not fill memory
+
+
+class _Places:
+    """Where an order has each use: a step all of whose uses depart from it must not look through it at each."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.order = order
+        self._of: dict[int, list[int]] = {}
+        self._after: dict[tuple[int, int], list[int]] = {}  # by the use before, and the use
+        for place, unit in enumerate(order):
+            self._of.setdefault(unit, []).append(place)
+            if place:
+                self._after.setdefault((order[place - 1], unit), []).append(place)
+
+    def of(self, unit: int, start: int) -> int | None:
+        """The first use of `unit` from `start` on; where there is none, that from the beginning on."""
+        return _first_from(self._of.get(unit), start)
+
+    def after(self, previous: int | None, unit: int, start: int) -> int | None:
+        """The same of those that come right after a use of `previous`."""
+        return None if previous is None else _first_from(self._after.get((previous, unit)), start)
+
+
+def _first_from(places: list[int] | None, start: int) -> int | None:
+    if places is None:
+        return None
+    index = bisect_left(places, start)
+    return places[index] if index < len(places) else places[0]
 
 
 class Trace:
@@ -32,6 +61,7 @@ class Trace:
         self._recorded: list[int] = []
         self._past: deque[tuple[int, ...]] = deque(maxlen=NUM_REMEMBERED)  # the latest first
         self._alike: list[tuple[int, ...]] = []  # remembered orders that may have begun as this step has
+        self._places = _Places(())  # of the order that was departed from last
 
     def advance(self, unit: int) -> None:
         """Move the cursor to where the order has this use of `unit`, which happens now: [Note: departures]."""
@@ -63,13 +93,15 @@ class Trace:
 
     def _depart(self, previous: int | None, unit: int) -> None:
         order, start = self.order, self._sure + 1
+        if self._places.order is not order:
+            self._places = _Places(order)
         # After the last use the order begins anew: more micro batches than before.
-        places = [p for p in (*range(start, len(order)), *range(start)) if order[p] == unit]
-        after_previous = [p for p in places if p and order[p - 1] == previous]
-        if after_previous:
-            self.cursor = self._sure = after_previous[0]
-        elif places and (places[0] >= start or start == len(order)):
-            self.cursor = places[0]
+        place = self._places.of(unit, start)
+        after_previous = self._places.after(previous, unit, start)
+        if after_previous is not None:
+            self.cursor = self._sure = after_previous
+        elif place is not None and (place >= start or start == len(order)):
+            self.cursor = place
         else:
             self.cursor = self._sure
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,6 +73,60 @@ def test_a_skipped_unit_is_jumped_over() -> None:
     trace.advance(0)
     trace.advance(3)
     assert followed(trace, 4) == [3, 2, 1, 0]
+
+
+class Counted(int):
+    """A unit that counts how often it is compared or looked up."""
+
+    num_looks = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.num_looks += 1
+        return int(self) == other
+
+    def __hash__(self) -> int:
+        Counted.num_looks += 1
+        return int(self)
+
+
+def looks_of_departures(num_units: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """In a step all of whose uses depart from the one before it."""
+    units = [Counted(index) for index in range(num_units)]
+    trace = Trace(units)
+    for uses in (units, [*units[1::2], *units[::2]]):
+        monkeypatch.setattr(Counted, "num_looks", 0)
+        for unit in reversed(uses):
+            trace.advance(unit)
+        trace.finish_step()
+    return Counted.num_looks
+
+
+def test_departures_take_time_in_proportion_to_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (looks_of_departures(num_units, monkeypatch) for num_units in (200, 800))
+    assert 0 < many <= 5 * few
+
+
+@given(
+    st.lists(st.integers(0, 4), max_size=12),
+    st.lists(st.tuples(st.integers(-1, 12), st.integers(0, 6)), min_size=1, max_size=12),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_departure_goes_on_at_the_first_place_there_is(
+    order: list[int], uses: list[tuple[int, int]]
+) -> None:
+    """After the same two uses, else at the next use; from here on, and else from the beginning."""
+    trace = Trace(order, there_and_back=False)
+    previous = None
+    for sure, unit in uses:
+        trace._sure = sure = min(sure, len(order) - 1)
+        ahead = [*range(sure + 1, len(order)), *range(sure + 1)]
+        again = [place for place in ahead if order[place] == unit]
+        after_previous = [place for place in again if place and order[place - 1] == previous]
+        places = after_previous or [place for place in again if place > sure or sure + 1 == len(order)]
+        trace._depart(previous, unit)
+        assert trace.cursor == [*places, sure][0]
+        assert trace._sure == (trace.cursor if after_previous else sure)
+        previous = unit
 
 
 def misses_of_step(trace: Trace, uses: Sequence[int], held: set[int], capacity: int) -> int:
