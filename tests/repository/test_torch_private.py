@@ -95,6 +95,38 @@ def test_the_names_do_what_the_comments_say() -> None:
     assert task >= 0
 
 
+def test_what_runs_at_the_end_of_a_backward_is_a_part_of_it() -> None:
+    """What the ranks of one model send each other there comes in the order of a graph: see `Standstill.look`."""
+    seen = []
+
+    def note(when: str) -> None:
+        seen.append((when, torch_private.current_graph_task_id()))
+
+    def in_backward(_: torch.Tensor) -> None:
+        note("in it")
+        torch_private.queue_backward_callback(at_its_end)
+
+    def at_its_end() -> None:
+        note("at its end")
+        with torch.enable_grad():
+            (leaf * 3).sum().backward()  # another one inside of it
+        note("at its end, behind another")
+
+    leaf = torch.ones(1, requires_grad=True)
+    product = leaf * 2
+    product.register_hook(in_backward)
+    product.sum().backward()
+    note("behind it")
+    number = seen[0][1]
+    assert number != torch_private.NO_GRAPH_TASK
+    assert seen == [
+        ("in it", number),
+        ("at its end", number),
+        ("at its end, behind another", number),
+        ("behind it", torch_private.NO_GRAPH_TASK),
+    ]
+
+
 def test_the_set_up_asks_for_the_versions_that_work() -> None:
     version = ".".join(map(str, torch_private.MINIMUM_TORCH))
     assert torch_private.TESTED_TORCH[0] == version
