@@ -33,6 +33,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from offloadzero.errors import StateError
 from offloadzero.memory.arena import BufferPool, PooledBuffer
@@ -126,16 +127,16 @@ class GradientCollector:
         The parameter is given by the numbers of its record and of its slot there. Returns the record's gradient if this
         one was its last.
         """
+        handle, state = self._handles[index][number], self._gradients[index]
+        in_graph: Tensor | None = None  # in the graph of an earlier backward, where it stays
+        is_added = False  # to a gradient that this backward has brought before
+        small_bytes = self._small[index].get(number)  # None: it does not wait
         with DisableTorchFunctionSubclass():
-            handle = self._handles[index][number]
             param = handle.param
             grad = param.grad
-            state = self._gradients[index]
-            in_graph: torch.Tensor | None = None  # in the graph of an earlier backward, where it stays
-            is_added = False  # to a gradient that this backward has brought before
-            is_fresh = True  # and held by nothing else: autograd takes over such a tensor, or copies it
-            if type(grad) is not torch.Tensor or number in state.present or grad._version or handle.is_seen:
-                is_fresh = False
+            # A fresh one is held by nothing else: autograd takes over such a tensor, or copies it.
+            if type(grad) is not Tensor or number in state.present or grad._version or handle.is_seen:
+                small_bytes = None
                 if handle.is_own(grad):
                     in_graph = grad if grad is not None and grad.requires_grad else None
                     contribution = handle.source.contribution
@@ -143,8 +144,10 @@ class GradientCollector:
                 grad = self._contribution(state, handle, grad)
                 if grad is None:
                     return self._keep_with_script(state, number)
-            if self._records_graph and grad.requires_grad:
-                in_graph, grad = in_graph_of(grad, handle.source), grad.detach()
+            if self._records_graph:
+                small_bytes = None
+                if grad.requires_grad:
+                    in_graph, grad = in_graph_of(grad, handle.source), grad.detach()
             param.grad = handle.tensor if in_graph is None else in_graph
             handle.taken_in = self.backward
         if state.flat is None:
@@ -156,14 +159,9 @@ class GradientCollector:
             self._begin(state)
         stream = self._order_stream(state) if self._has_streams else None
         if self._is_nested and number in state.arrived:
-            copy_waiting(state, self._device)
-            if is_added:
-                _add(handle.slot, grad, state.targets[number])
-            else:  # a hook of the script's has dropped or replaced that one
-                state.targets[number].copy_(grad)
+            self._bring_again(state, handle, number, grad, is_added=is_added)
             return None
-        may_wait = is_fresh and number in self._small[index] and not self._records_graph
-        if not (may_wait and state.arrive_waiting(number, grad, stream)):
+        if small_bytes is None or not state.arrive_waiting(number, grad, stream, num_bytes=small_bytes):
             self._bring(state, handle, number, grad)
             state.arrive(number)
         if state.num_missing and not (state.kept and state.is_complete(self.backward)):
@@ -178,7 +176,7 @@ class GradientCollector:
         return state if state.arrived and state.is_complete(self.backward) else None
 
     @staticmethod
-    def _bring(state: RecordGradient, handle: GradientHandle, number: int, grad: torch.Tensor) -> None:
+    def _bring(state: RecordGradient, handle: GradientHandle, number: int, grad: Tensor) -> None:
         """Copy a gradient into the lease (or home) in which it lies until it leaves the device."""
         if state.lease is None and number in state.present:
             _add(handle.slot, grad, state.targets[number], factor=state.take_factor(number))
@@ -188,6 +186,16 @@ class GradientCollector:
         except RuntimeError:
             expect_dense(handle.slot, grad)
             raise
+
+    def _bring_again(
+        self, state: RecordGradient, handle: GradientHandle, number: int, grad: Tensor, *, is_added: bool
+    ) -> None:
+        """Copy the gradient of a parameter that has come before, in the backward around this one."""
+        copy_waiting(state, self._device)
+        if is_added:
+            _add(handle.slot, grad, state.targets[number])
+        else:  # a hook of the script's has dropped or replaced that one
+            state.targets[number].copy_(grad)
 
     def begin_backward(self) -> None:
         """Take the gradients of the running backward from here on."""
@@ -207,8 +215,8 @@ class GradientCollector:
 
     @staticmethod
     def _contribution(
-        state: RecordGradient, handle: GradientHandle, grad: torch.Tensor | None
-    ) -> torch.Tensor | None:
+        state: RecordGradient, handle: GradientHandle, grad: Tensor | None
+    ) -> Tensor | None:
         """Return the gradient to take where `param.grad` was not empty before: [Note: the life of param.grad]."""
         slot, source = handle.slot, handle.source
         if handle.is_own(grad):
@@ -329,18 +337,18 @@ def _slot_views(gradients: Iterable[RecordGradient]) -> dict[int, SlotViews]:
     return views
 
 
-def _small_slots(record: Record) -> frozenset[int]:
-    """The slots whose gradients wait for the rest of their unit, as many as may be kept meanwhile."""
-    small, num_bytes = [], 0
+def _small_slots(record: Record) -> dict[int, int]:
+    """The bytes of the slots whose gradients wait for the rest of their unit, as many as may be kept meanwhile."""
+    small, num_bytes = {}, 0
     for slot in record.trainable_slots:
         size = slot.num_elements * record.dtype.itemsize
         if size <= MAX_WAITING_BYTES and num_bytes + size <= MAX_WAITING_UNIT_BYTES:
-            small.append(slot.index)
+            small[slot.index] = size
             num_bytes += size
-    return frozenset(small)
+    return small
 
 
-def _add(slot: ParamSlot, grad: torch.Tensor, target: torch.Tensor, *, factor: float = 1.0) -> None:
+def _add(slot: ParamSlot, grad: Tensor, target: Tensor, *, factor: float = 1.0) -> None:
     """Add a gradient to `target`, which is multiplied by `factor` first."""
     expect_dense(slot, grad)
     if factor != 1.0:
@@ -348,12 +356,12 @@ def _add(slot: ParamSlot, grad: torch.Tensor, target: torch.Tensor, *, factor: f
     target.add_(grad)
 
 
-def _holders(grad: torch.Tensor) -> tuple[int, int]:
+def _holders(grad: Tensor) -> tuple[int, int]:
     """The numbers of references to a tensor, and to its storage."""
     return sys.getrefcount(grad), storage_use_count(grad.untyped_storage()._cdata)
 
 
-def _is_held(grad: torch.Tensor) -> bool:
+def _is_held(grad: Tensor) -> bool:
     """Whether something holds `param.grad`, or its storage, besides the parameter and two calls of this file."""
     return any(map(operator.gt, _holders(grad), _unheld()))
 
@@ -364,8 +372,8 @@ def _unheld() -> tuple[int, int]:
     param = torch.nn.Parameter(torch.zeros(1, device="cpu"))
     param.grad = torch.zeros(1, device="cpu")
 
-    def called(grad: torch.Tensor) -> tuple[int, int]:
-        def again(grad: torch.Tensor) -> tuple[int, int]:
+    def called(grad: Tensor) -> tuple[int, int]:
+        def again(grad: Tensor) -> tuple[int, int]:
             return _holders(grad)
 
         return again(grad)

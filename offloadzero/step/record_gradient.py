@@ -124,18 +124,24 @@ class RecordGradient:
         self.arrived[number] = None
         self.num_missing -= 1
 
-    def arrive_waiting(self, number: int, grad: torch.Tensor, stream: Stream | None) -> bool:
+    def arrive_waiting(
+        self, number: int, grad: torch.Tensor, stream: Stream | None, *, num_bytes: int
+    ) -> bool:
         """Count the gradient of a slot, which came on `stream` and waits with others: [Note: small gradients wait].
 
-        Returns whether it does, and is counted; the first one to wait decides on the stream.
+        Returns whether it does, and is counted; the first one to wait decides on the stream. `num_bytes`: of the slot.
         """
-        if not self.waiting:
+        waiting = self.waiting
+        if not waiting:
             self.waiting_stream = stream
-        elif self.waiting_stream != stream:
+        elif stream is not self.waiting_stream and stream != self.waiting_stream:
             return False
-        if grad.layout is not torch.strided or grad.untyped_storage().nbytes() > grad.nbytes:
-            return False  # it is sparse, or a part of something larger
-        self.waiting.append((number, grad))
+        try:
+            if grad.untyped_storage().nbytes() > num_bytes:
+                return False  # it is a part of something larger
+        except NotImplementedError:  # it is sparse
+            return False
+        waiting.append((number, grad))
         self.arrived[number] = None
         self.num_missing -= 1
         return True
@@ -285,7 +291,7 @@ def copy_waiting(gradient: RecordGradient, device: Device) -> None:
         if not batch:
             return
         numbers, grads = zip(*batch, strict=True)
-        targets = [gradient.targets[number] for number in numbers]
+        targets = list(map(gradient.targets.__getitem__, numbers))
         stream = gradient.waiting_stream
         current = None if stream is None else device.current_stream()
         if stream is None or current is None or stream == current:

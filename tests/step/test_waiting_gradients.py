@@ -396,7 +396,7 @@ def test_they_are_taken_on_the_stream_on_which_they_came(
         monkeypatch.setattr(
             RecordGradient,
             "arrive_waiting",
-            lambda self, number, grad, _: arrive(self, number, grad, None),
+            lambda self, number, grad, _, **size: arrive(self, number, grad, None, **size),
         )
     config = make_config(placement, tmp_path, clipping=0.5)
     is_caught = pytest.raises(RaceError, match="_foreach_copy_") if planted else contextlib.nullcontext()
