@@ -74,6 +74,7 @@ class Lease:
     def __init__(self, arena: Arena, offset: int, num_bytes: int, label: str) -> None:
         self._arena = arena
         self.offset = offset
+        self.address = arena.address + offset
         self.num_bytes = num_bytes
         self.label = label
         self._released = False
@@ -146,6 +147,7 @@ class Arena:
     def __init__(self, name: str, buffer: torch.Tensor, *, poison: bool = False) -> None:
         self.name = name
         self.buffer = buffer
+        self.address = buffer.data_ptr()
         self._poison = poison
         self._lock = threading.Lock()
         self._holes = Holes(buffer.numel())

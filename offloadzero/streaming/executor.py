@@ -394,7 +394,7 @@ def leased_units(records: Sequence[Record], store: TieredStore) -> list[LeasedUn
     units: list[LeasedUnit] = []
     for record in records:
         home = record.param_home
-        layout = (record.dtype, record.num_trainable, slot_layout(record.slots))
+        layout = (record.dtype, record.num_trainable, record.num_elements, slot_layout(record.slots))
         stays = home.is_on_device and not record.is_gathered
         shared = by_layout.get(layout) if not stays else None
         unit = LeasedUnit(
@@ -408,7 +408,7 @@ def leased_units(records: Sequence[Record], store: TieredStore) -> list[LeasedUn
             frozen_from=record.num_trainable * record.dtype.itemsize,
         )
         if stays:
-            unit.put_at(home.memory)
+            unit.put_at(unit.layout_views.in_memory(home.memory))
         else:
             by_layout[layout] = unit.layout_views
         units.append(unit)

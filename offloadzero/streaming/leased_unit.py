@@ -44,6 +44,7 @@ from offloadzero.torch_private import (
     DisableTorchFunctionSubclass,
     set_data,
     storage_use_count,
+    version_of,
     with_own_storage,
 )
 from offloadzero.update.flat_layout import ParamSlot
@@ -73,19 +74,23 @@ class LayoutViews:
         fill = float("nan") if record.dtype.is_floating_point else 0
         placeholder = torch.full((), fill, dtype=record.dtype, device=device)
         self._slots = record.slots
+        self._dtype, self._num_elements = record.dtype, record.num_elements
         self.placeholders = tuple(placeholder.expand(slot.shape) for slot in record.slots)
         self.weights: dict[
             tuple[Any, ...], WeightView
         ] = {}  # the forms that autograd saves, made by `new_weight`
         self._at: dict[int, UnitViews] = {}
 
-    def at(self, address: int, flat: torch.Tensor) -> UnitViews:
-        """Return the views of a unit in `flat`, at `address`; the memory must last as long as this object."""
-        views = self._at.get(address)
-        if views is None:
-            if len(self._at) == MAX_ADDRESSES:
-                del self._at[next(iter(self._at))]
-            views = self._at[address] = UnitViews(self._slots, flat)
+    def in_lease(self, lease: Lease) -> UnitViews:
+        """Return the views of a unit in a lease, whose memory must last as long as this object."""
+        return self._at.get(lease.address) or self.in_memory(lease.view(self._dtype, self._num_elements))
+
+    def in_memory(self, flat: torch.Tensor) -> UnitViews:
+        """Return new views of a unit in `flat`, shape (num_elements,), whose memory must last as long as this."""
+        if len(self._at) == MAX_ADDRESSES:
+            del self._at[next(iter(self._at))]
+        views = UnitViews(self._slots, flat)
+        self._at[views.address] = views
         return views
 
     def new_weight(self, unit: LeasedUnit, key: tuple[Any, ...]) -> WeightView:
@@ -102,6 +107,8 @@ class UnitViews:
     """A unit's memory at one address, in a storage of its own: [Note: kept views]."""
 
     def __init__(self, slots: Sequence[ParamSlot], flat: torch.Tensor) -> None:
+        self.memory = flat
+        self.address = flat.data_ptr()
         with torch.inference_mode(False), torch.no_grad():  # an evaluation's views are used in training too
             self.flat = with_own_storage(flat.view(torch.uint8)).view(flat.dtype)
             self.params = tuple(slot.view_in(self.flat) for slot in slots)
@@ -175,21 +182,21 @@ class LeasedUnit:
         self._present = [classes_of(original)[0] for original in self._originals]
         self._away = [classes_of(original)[1] for original in self._originals]
 
-    def put_at(self, flat: torch.Tensor) -> None:
+    def put_at(self, views: UnitViews) -> None:
         """Set the parameters' memory on the device."""
-        self.flat = flat
-        self.address = flat.data_ptr()
-        self.views = self.layout_views.at(self.address, flat)
+        self.flat = views.memory
+        self.address = views.address
+        self.views = views
         self.is_kept = False
 
     # --- to its lease, and away ---
 
-    def begin_fetch(self, lease: Lease, flat: torch.Tensor, fetched: LaneTicket) -> None:
-        """The parameters are on their way into `lease`, where they are `flat`, shape (num_elements,)."""
+    def begin_fetch(self, lease: Lease, views: UnitViews, fetched: LaneTicket) -> None:
+        """The parameters are on their way into `lease`, where `views` are their views."""
         self.fetched = fetched
         self.lease = lease
         self.arrived_for = []
-        self.put_at(flat)
+        self.put_at(views)
         self.residency = FETCHING
 
     def arrive(self, stream: Stream | None) -> None:
@@ -228,8 +235,7 @@ class LeasedUnit:
     def _point(self) -> None:
         views = self.layout_views.placeholders if self.views is None else self.views.params
         with DisableTorchFunctionSubclass():
-            for param, view in zip(self.params, views, strict=True):
-                set_data(param, view)
+            list(map(set_data, self.params, views))
         self.shown_at = self.address
 
     def show_copy(self, place: int) -> None:
@@ -248,7 +254,7 @@ class LeasedUnit:
             param.__class__ = present
         # Else writes through a kept view are committed with this forward's writes.
         if not self.is_kept:
-            self.versions = tuple([clock._version for clock in self.clocks])
+            self.versions = tuple(map(version_of, self.clocks))
 
     def leave_forward(self) -> None:
         """Make the parameters `AwayParameter`s again."""
@@ -257,13 +263,13 @@ class LeasedUnit:
         # The forward's writes are committed already.
         self.is_kept = self.views is not None and self.views.num_holders() > len(self.params)
         if self.is_kept:
-            self.versions = tuple([clock._version for clock in self.clocks])
+            self.versions = tuple(map(version_of, self.clocks))
         for place in self.gathered:
             self._show_gathered(place)
 
     def places_written(self) -> list[int]:
         """The slots whose parameters an operation wrote in place during the forward that now ends."""
-        versions = tuple([clock._version for clock in self.clocks])
+        versions = tuple(map(version_of, self.clocks))
         if versions == self.versions:
             return []
         return [i for i, (now, then) in enumerate(zip(versions, self.versions, strict=True)) if now != then]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from offloadzero.observe.timeline import Timeline
 from offloadzero.parameters.dtensors import Form, dtensor_type, local_tensor
@@ -45,12 +46,12 @@ class SavedTensorHooks:
     # `_outer`, go.
 
     @property
-    def pack(self) -> Callable[[torch.Tensor], Any]:
+    def pack(self) -> Callable[[Tensor], Any]:
         """The hook that autograd calls when it saves a tensor."""
         return self._timed_pack if self._timeline.is_on else self._pack
 
     @property
-    def unpack(self) -> Callable[[Any], torch.Tensor]:
+    def unpack(self) -> Callable[[Any], Tensor]:
         """The hook that gives the tensor back."""
         return self._timed_unpack if self._timeline.is_on else self._unpack
 
@@ -59,17 +60,17 @@ class SavedTensorHooks:
         """Whether a foreign pair gets tensors that are no weights."""
         return self._outer is not None
 
-    def _timed_pack(self, tensor: torch.Tensor) -> Any:
+    def _timed_pack(self, tensor: Tensor) -> Any:
         with self._timeline.launching():
             return self._pack(tensor)
 
-    def _timed_unpack(self, packed: Any) -> torch.Tensor:
+    def _timed_unpack(self, packed: Any) -> Tensor:
         with self._timeline.launching():
             return self._unpack(packed)
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> Any:
         kind = type(tensor)  # takes a tenth of the time of isinstance()
-        if kind is not torch.Tensor and kind is not PresentParameter:
+        if kind is not Tensor and kind is not PresentParameter:
             if isinstance(tensor, RemoteTensor | AwayParameter):
                 return recorded(tensor)
             if kind is self._dtensor:
@@ -83,23 +84,26 @@ class SavedTensorHooks:
         # release the interpreter's lock; autograd does not look at the version of tensors that hooks return.
         return tensor.data if tensor.requires_grad else tensor
 
-    def _pack_dtensor(self, tensor: torch.Tensor) -> Any:
+    def _pack_dtensor(self, tensor: Tensor) -> Any:
         """Pack a DTensor, whose local tensor may be a weight: [Note: shards as parameters]."""
         local = local_tensor(tensor)
-        if type(local) is torch.Tensor and self._low <= local.data_ptr() < self._high:
+        if type(local) is Tensor and self._low <= local.data_ptr() < self._high:
             return SavedShard(self._save(local, local.data_ptr()), Form.of(tensor))
         if self._outer is not None:
             return self._outer[0](tensor)
         return tensor.detach() if tensor.requires_grad else tensor
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if type(packed) is SavedShard and packed.weight.owner == self._low:
-            with torch.no_grad():
-                return packed.form.around(self._load(packed.weight, may_recompute=self._outer is not None))
-        if type(packed) is SavedWeight and packed.owner == self._low:
+    def _unpack(self, packed: Any) -> Tensor:
+        kind = type(packed)
+        if kind is Tensor and self._outer is None:  # as it was saved
+            return packed  # type: ignore[no-any-return]
+        if kind is SavedWeight and packed.owner == self._low:
             weight = self._load(packed, may_recompute=self._outer is not None)
             # A backward that records its own graph (create_graph=True) saves its inputs without these hooks.
             return weight.clone() if torch.is_grad_enabled() else weight
+        if kind is SavedShard and packed.weight.owner == self._low:
+            with torch.no_grad():
+                return packed.form.around(self._load(packed.weight, may_recompute=self._outer is not None))
         if self._outer is not None and not isinstance(packed, RemoteTensor):
             return self._outer[1](packed)  # type: ignore[no-any-return]
         return packed  # type: ignore[no-any-return]
@@ -123,12 +127,12 @@ class InputHooks:
         self._is_weight = weights.is_weight
         self._others = others
 
-    def pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Any:
         if self._activations.wants(tensor) and not self._is_weight(tensor):
             return self._activations.keep(self._call, tensor)
         return self._others.pack(tensor)
 
-    def unpack(self, packed: Any) -> torch.Tensor:
+    def unpack(self, packed: Any) -> Tensor:
         return (
             self._activations.load(packed) if isinstance(packed, KeptInput) else self._others.unpack(packed)
         )

@@ -88,13 +88,12 @@ class UnitLeases:
 
     def start_fetch(self, unit: LeasedUnit, lease: Lease) -> None:
         """Start to fetch a unit into `lease`, whole: [Note: waits look up]."""
-        record = unit.record
         try:  # not `failures.whole()`, which would be made for each fetch
-            target = lease.view(record.dtype, record.num_elements)
-            unit.begin_fetch(lease, target, self._fetches.submit(unit, target))
-            self._residency.entered(record.index)
+            views = unit.layout_views.in_lease(lease)
+            unit.begin_fetch(lease, views, self._fetches.submit(unit, views.memory))
+            self._residency.entered(unit.record.index)
         except BaseException as error:
-            self._store.failures.leave_half_done(f"the fetch of {record.name}", error)
+            self._store.failures.leave_half_done(f"the fetch of {unit.record.name}", error)
             raise
 
     def complete_fetch(self, unit: LeasedUnit, stream: Stream | None, *, since: Mark | None = None) -> None:
