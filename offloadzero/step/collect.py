@@ -214,9 +214,7 @@ class GradientCollector:
         return self.backward >= 0
 
     @staticmethod
-    def _contribution(
-        state: RecordGradient, handle: GradientHandle, grad: Tensor | None
-    ) -> Tensor | None:
+    def _contribution(state: RecordGradient, handle: GradientHandle, grad: Tensor | None) -> Tensor | None:
         """Return the gradient to take where `param.grad` was not empty before: [Note: the life of param.grad]."""
         slot, source = handle.slot, handle.source
         if handle.is_own(grad):

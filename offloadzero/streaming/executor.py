@@ -111,23 +111,20 @@ class Executor:
                 if unit.residency is FETCHING or stream not in unit.arrived_for:
                     self.leases.complete_fetch(unit, stream, since=begun)
 
-    def uses_again(self, unit: LeasedUnit) -> bool:
+    def uses_again(self, index: int, unit: LeasedUnit) -> bool:
         """Do `touch(guard=True)` in the case of most weights: the unit was used last, and nothing else is guarded.
 
-        The running node does not matter: its guard would be dropped and set again.
+        The running node does not matter: its guard would be dropped and set again. Nor does the lock: each look is
+        whole, and a thread that changes what was seen could do so as well behind the lock's release.
         """
-        index = unit.record.index
         residency = self.residency
-        if index != residency.current:
+        if index != residency.current or residency.guarded != [index] or unit.residency is not READY:
             return False
         stream = self._store.accelerator.note_stream() if self._has_streams else None
-        with self._lock:
-            if index != residency.current or residency.guarded != [index]:
-                return False
-            if unit.residency is not READY or stream not in unit.arrived_for:
-                return False
-            residency.note_node()
-            return True
+        if stream not in unit.arrived_for:
+            return False
+        residency.note_node()
+        return True
 
     # --- forwards of sites ---
 

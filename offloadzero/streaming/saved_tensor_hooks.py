@@ -103,7 +103,8 @@ class SavedTensorHooks:
             return weight.clone() if torch.is_grad_enabled() else weight
         if kind is SavedShard and packed.weight.owner == self._low:
             with torch.no_grad():
-                return packed.form.around(self._load(packed.weight, may_recompute=self._outer is not None))
+                weight = self._load(packed.weight, may_recompute=self._outer is not None)
+                return packed.form.around(weight)  # type: ignore[no-any-return]
         if self._outer is not None and not isinstance(packed, RemoteTensor):
             return self._outer[1](packed)  # type: ignore[no-any-return]
         return packed  # type: ignore[no-any-return]

@@ -95,7 +95,7 @@ class SavedWeights:
         generation = unit.edits if view.is_frozen else unit.generation
         if generation != saved.generation or unit.clocks[view.place]._version != saved.version:
             raise _changed_since(unit, saved)
-        if may_recompute or index in self._needed_with or not self._uses_again(unit):
+        if may_recompute or index in self._needed_with or not self._uses_again(index, unit):
             try:
                 for each in self._needed_with.get(index, (index,)):
                     self._executor.touch(each, guard=True)
