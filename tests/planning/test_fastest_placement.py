@@ -49,6 +49,7 @@ from tests.planning.test_time_model import KNOWN
 from tests.support.tiny import TinyModel, settings, tokens
 
 NUM = 12
+MIB = 1 << 20
 STATE_KINDS = (MASTER, M1, M2)
 SLOW_DRIVE = replace(KNOWN, nvme_read=1e9, nvme_write=1e9, nvme_mixed=1e9, flops={"bf16": 1e15}, unit_s=1e-9)
 
@@ -178,13 +179,16 @@ def test_the_words_name_what_was_chosen_and_what_was_slower() -> None:
 # --- what the machine has ---
 
 
-def planner_of(memory: Memory, rates: Rates, *, process_bytes: int = 0) -> Planner:
-    """Of a small model on a machine with a device, whose activations are not counted."""
+def planner_of(
+    memory: Memory, rates: Rates, *, sequence: int | None = None, process_bytes: int = 0
+) -> Planner:
+    """Of a small model on a machine with a device; without `sequence` activations are not counted."""
     hardware = Hardware(memory=memory, rates=rates, num_cores=8, device="a card")
     question = Question(
         model=read_model("gpt:192/8/4/500"),
         memory_of=lambda _: memory,
         form_of=lambda _: UpdateForm.TORCH,
+        sequence=sequence,
         process_bytes=process_bytes,
         hardware=hardware,
     )
@@ -192,17 +196,22 @@ def planner_of(memory: Memory, rates: Rates, *, process_bytes: int = 0) -> Plann
 
 
 @functools.cache
-def fuller_by_time() -> tuple[dict[str, Any], Rates, int, int]:
-    """A configuration whose placement by time takes more of the host than that by bytes; both, in bytes."""
+def fuller_by_time(*, has_inputs: bool = False) -> tuple[dict[str, Any], Rates, int, int]:
+    """A configuration whose placement by time takes more of the host than that by bytes; both, in bytes.
+
+    `has_inputs`: it sends inputs of checkpointed units to the host, which come beside both.
+    """
     plenty = Memory(host=GIB, device=GIB, nvme=GIB)
     rates = replace(KNOWN, nvme_read=1e8, nvme_write=1e8, nvme_mixed=None, flops={"bf16": 1e12}, unit_s=1e-6)
-    for budget in range(8 << 20, 30 << 20, 1 << 20):
+    inputs = {"activation_checkpoints": {"tier": "host"}} if has_inputs else {}
+    for budget in range(8 << 20, 60 << 20, 1 << 20):
         config = settings(
             "/tmp",
             placement="auto",
             placement_tokens=256,
             update={"chunk_elements": 65_536},
             budgets={"device": 8 << 20, "host": budget},
+            **inputs,
         )
         taken = [
             planner_of(plenty, rates).answer(config, by_time=by_time).planned.plan.tier_bytes(HOST)
@@ -224,21 +233,31 @@ def test_of_a_machine_that_has_less_than_the_budgets_no_more_is_taken() -> None:
 
 
 def test_a_change_is_judged_by_the_placement_that_the_engine_takes() -> None:
-    """By bytes it fits as it is, and by time, with Python beside it, it does not: no change was named."""
-    config, rates, by_bytes, by_time = fuller_by_time()
-    process_bytes = by_time - by_bytes
-    asked = planner_of(Memory(host=by_time, device=GIB, nvme=GIB), rates, process_bytes=process_bytes)
+    """By bytes it fits as it is, and by time, with inputs beside it, it does not: no change was named."""
+    config, rates, by_bytes, by_time = fuller_by_time(has_inputs=True)
+    plenty = Memory(host=GIB, device=GIB, nvme=GIB)
+    inputs = planner_of(plenty, rates, sequence=16).answer(config).beside.host
+    assert inputs > 0
+    small = Memory(host=inputs + by_time - 1, device=GIB, nvme=GIB)
+    asked = planner_of(small, rates, sequence=16)
     assert asked.answer(config).verdict.fits
     assert not asked.answer(config, by_time=True).verdict.fits
     assert not asked.verdict(config).fits
     change = asked.smallest_change(config)
     assert change.keys or change.more
-    asked = planner_of(
-        memory_with(Memory(host=by_time, device=GIB, nvme=GIB), change.more),
-        rates,
-        process_bytes=process_bytes,
-    )
+    asked = planner_of(memory_with(small, change.more), rates, sequence=16)
     assert asked.answer(with_keys(config, change.keys), by_time=True).verdict.fits
+    assert by_bytes < by_time
+
+
+def test_python_is_there_before_auto_looks_at_what_is_free() -> None:
+    """With room for the faster placement and for Python it is taken, with a byte less another one that fits."""
+    config, rates, _, by_time = fuller_by_time()
+    for more in (0, -1):
+        memory = Memory(host=by_time + 60 * MIB + more, device=GIB, nvme=GIB)
+        found = planner_of(memory, rates, process_bytes=60 * MIB).answer(config, by_time=True)
+        assert found.verdict.fits
+        assert (found.planned.plan.tier_bytes(HOST) == by_time) == (more == 0)
 
 
 # --- the engine ---
