@@ -174,7 +174,7 @@ def _short_disks(needs: Needs, swap_paths: tuple[Path, ...], save: Path | None) 
     places: dict[int, Path] = {}
 
     def want(path: Path, num_bytes: int, what: str) -> None:
-        place = _existing(path)
+        place = existing(path)
         drive = os.stat(place).st_dev
         wanted[drive] += num_bytes
         parts.setdefault(drive, []).append(f"{num_bytes:,} for {what}")
@@ -198,7 +198,8 @@ def _short_disks(needs: Needs, swap_paths: tuple[Path, ...], save: Path | None) 
     return short
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
+    """Return the path itself, or the directory in which it would be made."""
     path = path.absolute()
     while not path.exists():
         path = path.parent

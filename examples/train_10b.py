@@ -26,7 +26,7 @@ from typing import Any, TextIO
 import torch
 from gpt_model import VOCAB_SIZE, Text
 from llama_model import Llama, LlamaSize, shape_of, size_of_at_least
-from needs import Needs, check, find_needs, resident_bytes
+from needs import Needs, check, existing, find_needs, resident_bytes
 from rehearsal import NUM_LAYERS, Seconds, rehearse
 from torch import Tensor, nn
 
@@ -64,10 +64,10 @@ def run(args: argparse.Namespace) -> int:
     needs = find_needs(size, config, batch_size=config.batch.micro_batch_size or 1, seq_len=args.seq_len)
     print(needs.table(), flush=True)
     check(needs, config, save=args.save)
+    text = None if args.plan else load_text(args)
     forecast = rehearse_as(args, size) if args.rehearse else None
-    if args.plan:
+    if text is None:
         return 0
-    text = Text.load(args.data)
     start_s = time.perf_counter()
     engine, model = build(args, size, config)
     build_s = time.perf_counter() - start_s
@@ -82,6 +82,20 @@ def run(args: argparse.Namespace) -> int:
     finally:
         engine.close()
     return INTERRUPTED if is_interrupted else 0
+
+
+def load_text(args: argparse.Namespace) -> Text:
+    """Load the text, before the model is built: that may take minutes. Raises ConfigError."""
+    try:
+        text = Text.load(args.data)
+    except (OSError, ValueError) as error:
+        raise offloadzero.ConfigError(
+            "--data", str(args.data), f"a file, or a directory with files: {error}"
+        ) from error
+    if len(text.train) <= args.seq_len:
+        allowed = f"less than the {len(text.train):,} bytes of text that there are to train on"
+        raise offloadzero.ConfigError("--seq-len", args.seq_len, allowed)
+    return text
 
 
 def rehearse_as(args: argparse.Namespace, size: LlamaSize) -> Seconds:
@@ -325,6 +339,13 @@ def read_count(text: str) -> int:
     return round(float(found[1]) * COUNTS[found[2]])
 
 
+def read_positive(text: str) -> int:
+    """Read a whole number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 on")
+    return int(text)
+
+
 def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -332,10 +353,12 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, default=CONFIG, help="JSON configuration (DeepSpeed's keys)")
     parser.add_argument("--data", type=Path, help="file or directory (default: Python's standard library)")
     parser.add_argument("--parameters", type=read_count, default="10B", help="at least so many: 10B, 3B, 20M")
-    parser.add_argument("--layers", type=int, help="instead of --parameters, with --width")
-    parser.add_argument("--width", type=int, help="a multiple of 128 (of 64 below 1024)")
-    parser.add_argument("--steps", type=int, default=3, help="in all, those before --resume included")
-    parser.add_argument("--seq-len", type=int, default=128, help="bytes of text per sequence")
+    parser.add_argument("--layers", type=read_positive, help="instead of --parameters, with --width")
+    parser.add_argument("--width", type=read_positive, help="a multiple of 128 (of 64 below 1024)")
+    parser.add_argument(
+        "--steps", type=read_positive, default=3, help="in all, those before --resume included"
+    )
+    parser.add_argument("--seq-len", type=read_positive, default=128, help="bytes of text per sequence")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, help="write a checkpoint here at the end, and after Ctrl-C")
     parser.add_argument("--resume", type=Path, help="go on from the latest checkpoint here")
@@ -356,6 +379,11 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--layers and --width go together")
     if args.width is not None and args.width % (128 if args.width >= 1024 else 64):
         parser.error(f"--width {args.width}: a multiple of 128, or of 64 below 1024")
+    # What cannot be written is said now and not when the model is built, or trained.
+    if args.log is not None and not args.log.absolute().parent.is_dir():
+        parser.error(f"--log {args.log}: there is no directory {args.log.parent}")
+    if args.save is not None and not existing(args.save).is_dir():
+        parser.error(f"--save {args.save}: {existing(args.save)} is no directory")
     if args.layers is None:
         try:
             size_of_at_least(args.parameters, vocab_size=VOCAB_SIZE)

@@ -105,6 +105,12 @@ def test_a_shape_of_its_own_and_what_is_none(capsys: pytest.CaptureFixture[str])
         (["--parameters", "2M", "--rehearse"], "--rehearse: a model of more than 10 layers"),
         (["--parameters", "1000"], "no size has 1,000 parameters or a little more"),
         (["--parameters", "ten"], "'ten': a number, or one with K, M or B"),
+        (["--layers", "0", "--width", "192"], "argument --layers: '0': a whole number from 1 on"),
+        (["--layers", "3", "--width", "0"], "argument --width: '0': a whole number from 1 on"),
+        (["--seq-len", "-1"], "argument --seq-len"),
+        (["--steps", "0"], "argument --steps: '0': a whole number from 1 on"),
+        (["--log", "nowhere/log"], "--log nowhere/log: there is no directory nowhere"),
+        (["--save", "text/saved"], "/text is no directory"),
     ):
         with pytest.raises(SystemExit):
             train_10b.parse_arguments(options)
@@ -188,6 +194,20 @@ def test_host_memory_that_is_too_small_is_refused(
         capsys.readouterr().err,
         re.MULTILINE,
     )
+
+
+def test_a_text_that_is_too_short_is_refused_before_the_model_is_built(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train_10b, "build", lambda *_: pytest.fail("it builds"))
+    Path("empty").mkdir()
+    for options, message in (
+        (("--data", "nowhere"), "--data = 'nowhere': a file, or a directory with files"),
+        (("--data", "empty"), "--data = 'empty': a file, or a directory with files"),
+        (("--seq-len", "5000"), "--seq-len = 5000: less than the 2,052 bytes of text"),
+    ):
+        assert run(*options) == 1
+        assert f"ConfigError: {message}" in capsys.readouterr().err
 
 
 # --- steps
