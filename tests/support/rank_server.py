@@ -6,6 +6,7 @@ import gc
 import importlib
 
 for name in (
+    "torch._dynamo",  # the first optimizer of a process imports it, which takes most of a second
     "torch.distributed.tensor",  # autograd looks it up in the first backward
     "offloadzero.engine",
     "offloadzero.several_ranks",
