@@ -86,3 +86,13 @@ def test_an_event_without_times_has_none(device: SimulatedDevice) -> None:
     last.synchronize()
     with pytest.raises(AssertionError, match="made without"):
         device.elapsed_s(first, last)
+
+
+def test_nothing_runs_for_a_thread_whose_wait_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late the thread goes on: else a stream that is slow would have run by then, and shown nothing."""
+    with simulated(monkeypatch, slow=["other"]) as device:
+        other = device.new_stream("other")
+        for _ in range(100):
+            other.launch(lambda: None)
+        device.record(device.current_stream()).synchronize()
+        assert len(other.tasks) == 100

@@ -33,7 +33,7 @@ class SimulatedEvent:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.is_reached = False
-        self.is_awaited = False  # by a thread of the host
+        self.num_waiting = 0  # threads of the host
         self.at_s = 0.0
         self.clock: Any = None  # what happened before it, for the checker
 
@@ -149,7 +149,10 @@ class Machine:
             self._now_s += 1e-6
             event.at_s = self._now_s
             event.is_reached = True
-            if event.is_awaited:
+            if event.num_waiting:
+                # From here on nobody waits: until these threads go on, nothing else may run for them.
+                self._num_waiting -= event.num_waiting
+                event.num_waiting = 0
                 self._has_reached.notify_all()
             self._may_run.notify()  # a stream may have waited for it
 
@@ -169,12 +172,12 @@ class Machine:
         """Block the calling thread until the device has reached an event."""
         self.counts[f"host waits of {_kind_of_thread()}"] += not event.is_reached
         with self._lock:
-            event.is_awaited = True
-            self._num_waiting += 1
-            self._may_run.notify()
+            if not event.is_reached:
+                event.num_waiting += 1
+                self._num_waiting += 1
+                self._may_run.notify()
             while not event.is_reached and self.error is None:
                 self._has_reached.wait()
-            self._num_waiting -= 1
         self._raise()
 
     def look(self, event: SimulatedEvent) -> bool:
