@@ -481,6 +481,7 @@ def _build_activation_store(ground: Ground) -> ActivationStore:
         budgets={TierName.HOST: budgets.host, TierName.NVME: budgets.nvme},
         planned_bytes={tier: ground.plan.tier_bytes(tier) for tier in TierName},
         planned=_planned_inputs(ground),
+        gathered=None if ground.several is None else ground.several.input_homes(ground.store),
         pin_memory=config.pin_memory,
         nvme_paths=config.nvme_paths,
         aio=config.aio,
@@ -494,6 +495,7 @@ def _planned_inputs(ground: Ground) -> PlannedMemory | None:
     label = "activation checkpoint"
     return PlannedMemory(
         inputs.input_bytes,
+        inputs.kept_bytes,
         # Not of the store's arena: a tensor that autograd saves and that lies there is a weight.
         device=store.accelerator.allocate(inputs.device),
         host=Arena(label, store.host.lease(inputs.host, label).bytes),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from offloadzero import launch
-from offloadzero.config import OffloadConfig
+from offloadzero.config import OffloadConfig, expect_partitionable
 from offloadzero.config.schema import MeshConfig, ObserveConfig
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import device_of_rank
@@ -52,12 +52,13 @@ def config_of_rank(
     """Return the configuration of one rank: each computes on its own GPU, and only the first one reports on the run.
 
     `world_size` is the number of ranks that train the same part of the model. Raises ConfigError where the
-    configuration is for another number.
+    configuration is for another number, or divides inputs where no ranks have the same ones.
     """
     if config.world_size != world_size:
         allowed = f"{world_size}: load_config(..., world_size={world_size}) makes it for so many ranks"
         raise ConfigError("config.world_size", config.world_size, allowed)
     config = replace(config, mesh=mesh)
+    expect_partitionable(config)
     if not config.is_of_several:
         return config
     config = replace(config, device=device_of_rank(config.device, launch.local_rank()))

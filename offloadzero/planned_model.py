@@ -15,7 +15,12 @@ from typing import Any
 
 from torch import nn
 
-from offloadzero.config import OffloadConfig, settle_for_initialize, settle_for_offload
+from offloadzero.config import (
+    OffloadConfig,
+    expect_partitionable,
+    settle_for_initialize,
+    settle_for_offload,
+)
 from offloadzero.planning.engine_plan import plan_records
 from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.memory_plan import MemoryPlan, keeps_gradients, with_kept_gradients
@@ -110,6 +115,7 @@ class ModelPlanner:
     ) -> PlannedModel:
         """Do what `plan_model` does."""
         config = settle(config, loop)
+        expect_partitionable(config)
         if config.world_size > 1:
             from offloadzero.several_ranks import expect_built  # it loads torch.distributed
 

@@ -37,6 +37,7 @@ from offloadzero.step.reduced import AgreeingDecider, ReducedLanding, ReducingCo
 from offloadzero.step.reduced_grad import ReducedAccess
 from offloadzero.streaming.coded_gather import CodedGather
 from offloadzero.streaming.gathered import GatheredWeights, GatheringExecutor
+from offloadzero.streaming.gathered_inputs import GatheredHomes
 from offloadzero.streaming.near_copies import NearCopies
 from offloadzero.streaming.spill import is_in_parts, spilled_weight
 from offloadzero.streaming.weights import WeightAccess
@@ -238,6 +239,13 @@ class SeveralRanks:
             near = NearCopies(store.accelerator, copy_memory, weights=weights)
         return functools.partial(GatheringExecutor, ranks=self.ranks, coded=coded, near=near)
 
+    def input_homes(self, store: TieredStore) -> Any:
+        """The call that makes `InputHomes` whose inputs the ranks divide; None where each one keeps its own."""
+        ranks = self.ranks
+        if ranks.activations is None:
+            return None
+        return functools.partial(GatheredHomes, ranks=ranks, accelerator=store.accelerator)
+
     def weights(self, records: Sequence[Record]) -> Any:
         """The call that makes a `WeightAccess`."""
         return functools.partial(GatheredWeights, ranks=self.ranks, records=records)
@@ -320,7 +328,11 @@ def join_ranks(device: torch.device, config: OffloadConfig, failures: Failures) 
     make_current(device)
     wire = config.zero_plus_plus
     ranks = make_ranks(
-        device, mesh=config.mesh, node_ranks=wire.node_ranks, reduces_codes=wire.quantized_gradients
+        device,
+        mesh=config.mesh,
+        node_ranks=wire.node_ranks,
+        reduces_codes=wire.quantized_gradients,
+        divides_inputs=config.partition_activations,
     )
     return SeveralRanks(ranks, config, failures)
 

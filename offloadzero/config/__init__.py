@@ -22,9 +22,15 @@ from offloadzero.config.schema import (
     UnitConfig,
     UpdateConfig,
 )
-from offloadzero.config.settle import settle_for_initialize, settle_for_offload
+from offloadzero.config.settle import (
+    PARTITION_KEY,
+    expect_partitionable,
+    settle_for_initialize,
+    settle_for_offload,
+)
 
 __all__ = [
+    "PARTITION_KEY",
     "UNRESOLVED",
     "ActivationConfig",
     "AioConfig",
@@ -41,6 +47,7 @@ __all__ = [
     "UnitConfig",
     "UpdateConfig",
     "create_nvme_directories",
+    "expect_partitionable",
     "load_config",
     "read_config_file",
     "settle_for_initialize",

@@ -47,6 +47,7 @@ class Reading:
     nvme_paths: list[NvmePath] = field(default_factory=list)
     # Keys that would have had to name a directory; the error blames one of them when no key names any.
     nvme_path_wanted: list[str] = field(default_factory=list)
+    inputs_on_host: bool = False  # activation_checkpointing.cpu_checkpointing
 
     def block(self, path: str, value: object) -> Block:
         return Block(path, value, table=DEEPSPEED_KEYS[path], notices=self.notices)
@@ -58,8 +59,10 @@ class Reading:
 def read_deepspeed(top: Block, *, world_size: int, reading: Reading) -> OffloadConfig:
     """Read all keys but the `offloadzero` block; nvme paths and notices go to `reading`. Raises ConfigError."""
     precision = _read_precision(top, reading)
-    for name in ("activation_checkpointing", "checkpoint", "tensor_parallel"):
+    for name in ("checkpoint", "tensor_parallel"):
         reading.sub_block(top, name, name)
+    checkpointing = reading.sub_block(top, "activation_checkpointing", "activation_checkpointing")
+    reading.inputs_on_host = checkpointing.read("cpu_checkpointing", read_bool, False)
     zero = _read_zero(top, reading)
     return OffloadConfig(
         batch=read_batch(top, world_size=world_size),
@@ -74,6 +77,7 @@ def read_deepspeed(top: Block, *, world_size: int, reading: Reading) -> OffloadC
         placement=_read_placement(zero, reading),
         pin_memory=_read_pin_memory(zero),
         units=_read_units(zero.block),
+        partition_activations=checkpointing.read("partition_activations", read_bool, False),
         update=_read_update(zero.block, reading),
         aio=_read_aio(top, reading),
         max_live_parameters=zero.block.read("max_live_parameters", read_int, None, minimum=0),

@@ -104,7 +104,9 @@ _TOP: dict[str, KeySpec] = {
     "tensor_parallel": _use("refused where it asks for more than one device"),
     "zero_optimization": _use("what is offloaded; `true` is stage 1"),
     "aio": _use("the file engine"),
-    "activation_checkpointing": _use("refused where it asks for what is not built"),
+    "activation_checkpointing": _use(
+        "where activation checkpoints wait, and whether tensor-parallel ranks divide them"
+    ),
     "checkpoint": _use("accepted, nothing in it is needed here"),
     "offloadzero": _use("our own block, below"),
     "steps_per_print": _use("a progress line every so many optimizer steps; infinity is never"),
@@ -354,10 +356,13 @@ _AIO: dict[str, KeySpec] = {
 }
 
 _ACTIVATION_CHECKPOINTING: dict[str, KeySpec] = {
-    "partition_activations": _refuse("not built yet"),
-    "cpu_checkpointing": _refuse(
-        "in DeepSpeed it configures calls of deepspeed.checkpointing.checkpoint, which are not read here: "
-        'write "offloadzero": {"activation_checkpoints": {"tier": "host"}}'
+    "partition_activations": _use(
+        "under initialize(mpu=...) with more than one rank along tp: each of these keeps its part of the inputs of "
+        "checkpointed units (offloadzero.activation_checkpoints, on any tier); false when absent"
+    ),
+    "cpu_checkpointing": _map(
+        'offloadzero.activation_checkpoints.tier, where that is absent: true is host. Refused without "offloadzero": '
+        '{"activation_checkpoints": {}}: calls of deepspeed.checkpointing.checkpoint are not read here'
     ),
     "contiguous_memory_optimization": _accept(
         "activations on the device belong to torch's allocator", _BOOL, False
@@ -480,8 +485,9 @@ OWN_KEYS: Mapping[str, KeyTable] = MappingProxyType(
             ),
             "tier": _use("where the inputs wait for backward: device, host or nvme; device when absent"),
             "input_bytes": _use(
-                f"of all inputs of one unit's call, each rounded up to {GRID_BYTES}, for host or nvme: what they "
-                "take is planned; seen in the first step when absent"
+                f"of all inputs of one unit's call, each rounded up to {GRID_BYTES} (times the ranks along tp under "
+                "partition_activations), for host or nvme: what they take is planned; seen in the first step when "
+                "absent"
             ),
         },
         "offloadzero.update": {

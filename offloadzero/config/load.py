@@ -15,6 +15,7 @@ from offloadzero.config.own_block import read_own_block
 from offloadzero.config.parse import MAX_COUNT, read_int, read_path
 from offloadzero.config.plain import plain_values
 from offloadzero.config.schema import OffloadConfig
+from offloadzero.config.settle import PARTITION_KEY
 from offloadzero.errors import ConfigError
 from offloadzero.segments import TierName
 
@@ -49,6 +50,9 @@ def load_config(
         warnings=tuple(reading.warnings),
     )
     _check_nvme_paths(config, reading)
+    if config.partition_activations and config.activation_checkpoints is None:
+        allowed = 'needs "offloadzero": {"activation_checkpoints": {}}: of these the inputs are divided'
+        raise ConfigError(PARTITION_KEY, True, allowed)
     return config
 
 

@@ -143,10 +143,22 @@ def _read_units(block: Block, base: UnitConfig) -> UnitConfig:
 
 def _read_activations(own: Block, reading: Reading) -> ActivationConfig | None:
     """Read the block. Its presence, even empty, switches checkpointing on."""
+    on_host = "activation_checkpointing.cpu_checkpointing"
     if "activation_checkpoints" not in own:
+        if reading.inputs_on_host:
+            allowed = (
+                'needs "offloadzero": {"activation_checkpoints": {}}: calls of deepspeed.checkpointing.checkpoint are '
+                "not read here"
+            )
+            raise ConfigError(on_host, True, allowed)
         return None
     block = _part(own, "activation_checkpoints", reading)
-    tier = block.read("tier", read_enum, TierName.DEVICE.value, allowed=_TIERS)
+    absent = TierName.HOST if reading.inputs_on_host else TierName.DEVICE
+    tier = block.read("tier", read_enum, absent.value, allowed=_TIERS)
+    if reading.inputs_on_host and tier == TierName.DEVICE.value:
+        raise ConfigError(
+            block.dotted("tier"), tier, f"host or nvme, or no {on_host}: they contradict each other"
+        )
     input_bytes = block.read("input_bytes", read_num_bytes, None, minimum=1)
     if input_bytes is not None and tier == TierName.DEVICE.value:
         raise ConfigError(

@@ -179,6 +179,7 @@ class MeshConfig:
     # The place along the tensor-parallel axis: a parameter that is not divided along it counts once in the norm, at 0.
     tensor_rank: int = 0
     pipeline_rank: int = 0  # the place along the pipeline, where `source` says it
+    tensor_size: int | None = None  # the places along the tensor-parallel axis, where `source` says it
     source: object = field(default=None, compare=False, repr=False)  # what `initialize(mpu=...)` was given
 
 
@@ -216,6 +217,9 @@ class OffloadConfig:
     state_layout: str = "fp32"  # one of STATE_LAYOUTS: the layout of the optimizer states of bf16 parameters
     units: UnitConfig = field(default_factory=UnitConfig)
     activation_checkpoints: ActivationConfig | None = None  # None: autograd keeps the inputs that it needs
+    partition_activations: bool = (
+        False  # the ranks along the tensor-parallel axis keep a part each of those inputs
+    )
     update: UpdateConfig = field(default_factory=UpdateConfig)
     aio: AioConfig = field(default_factory=AioConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
@@ -233,3 +237,10 @@ class OffloadConfig:
     def is_of_several(self) -> bool:
         """Whether the process trains together with others, which have other data or another part of the model."""
         return self.world_size > 1 or self.mesh is not None
+
+    @property
+    def num_input_parts(self) -> int:
+        """The number of ranks that keep an input of a checkpointed unit together."""
+        if self.mesh is None or not self.partition_activations:
+            return 1
+        return self.mesh.tensor_size or 1

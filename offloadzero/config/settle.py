@@ -9,6 +9,24 @@ from offloadzero.config.optimizer import UNRESOLVED
 from offloadzero.config.schema import OffloadConfig
 from offloadzero.errors import ConfigError
 
+PARTITION_KEY = "activation_checkpointing.partition_activations"
+
+
+def expect_partitionable(config: OffloadConfig) -> None:
+    """Raise ConfigError where inputs of checkpointed units are to be divided, and no ranks have the same ones."""
+    mesh = config.mesh
+    if not config.partition_activations or (mesh is not None and (mesh.tensor_size or 0) > 1):
+        return
+    if mesh is not None and mesh.tensor_size is None:
+        raise ConfigError(
+            PARTITION_KEY, True, "needs get_tensor_model_parallel_world_size() of initialize(mpu=...)"
+        )
+    allowed = (
+        "false: there is nothing to partition. It divides what offloadzero.activation_checkpoints keeps among the "
+        f"ranks along the axis tp of initialize(mpu=...), and here is {'one' if mesh is not None else 'none'}"
+    )
+    raise ConfigError(PARTITION_KEY, True, allowed)
+
 
 def settle_for_initialize(config: OffloadConfig) -> OffloadConfig:
     """Fill in DeepSpeed's defaults, and warn of those that change the training.

@@ -183,10 +183,17 @@ class Sender:
         self._writer = writer
         self._staging = staging
 
-    def submit(self, source: torch.Tensor, find_home: Callable[[], Home], *, label: str) -> tuple[Home, Sent]:
+    def submit(
+        self, source: torch.Tensor, find_home: Callable[[], Home], *, label: str, copy: Copy | None = None
+    ) -> tuple[Home, Sent]:
         """Start to copy `source`, device, shape (n,), to the home found for it once there is staging for it.
 
         Work launched so far may still write `source`. When the call raises, it has taken nothing.
+
+        Args:
+            find_home: takes the home. May raise BudgetError.
+            label: names the copy on the timeline.
+            copy: brings `source` to memory of the same size; None: one copy.
         """
         buffer = None if self._staging is None else self._staging.take(source.nbytes, label)
         try:
@@ -195,7 +202,7 @@ class Sender:
             if buffer is not None and self._staging is not None:
                 self._staging.give_back(buffer)
             raise
-        copy, fence = self._accelerator.copy, self._accelerator.fence()
+        copy, fence = copy or self._accelerator.copy, self._accelerator.fence()
         if buffer is None:
             target = home.memory
             copied = self._lane.submit(lambda: copy(target, source), fence=fence, label=label)

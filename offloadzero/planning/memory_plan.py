@@ -45,7 +45,8 @@ NUM_GRAD_STAGING = 3  # one being copied to, one being added, one that backward 
 NUM_STAGING_LEASES = 2  # one being read from a file, one being copied to the device
 NUM_INPUT_STAGING = 2  # buffers in each direction between device and file, for inputs of checkpointed units
 INPUT_BYTES_KEY = "offloadzero.activation_checkpoints.input_bytes"
-INPUTS_AHEAD = {TierName.HOST: 1, TierName.NVME: 2}  # calls whose inputs are fetched ahead, by their tier
+# Calls whose inputs are fetched ahead, by their tier.
+INPUTS_AHEAD = {TierName.DEVICE: 1, TierName.HOST: 1, TierName.NVME: 2}
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class InputPlan:
 
     tier: TierName
     input_bytes: int
+    kept_bytes: int  # those of one call that this rank keeps; fewer where ranks divide inputs
     device: int  # the memory for inputs that come back
     host: int
     nvme: int
@@ -480,13 +482,15 @@ def _input_plan(config: OffloadConfig, num_checkpointed: int) -> InputPlan | Non
     if checkpointing is None or checkpointing.input_bytes is None or not num_checkpointed:
         return None
     tier, each = checkpointing.tier, align_up(checkpointing.input_bytes)
+    kept = align_up(-(-each // config.num_input_parts))
     is_on_host = tier.is_host_memory
     return InputPlan(
         tier=tier,
         input_bytes=each,
+        kept_bytes=kept,
         device=(1 + INPUTS_AHEAD[tier]) * each,
-        host=num_checkpointed * each if is_on_host else 2 * NUM_INPUT_STAGING * each,
-        nvme=0 if is_on_host else num_checkpointed * each,
+        host=num_checkpointed * kept if is_on_host else 2 * NUM_INPUT_STAGING * kept,
+        nvme=0 if is_on_host else num_checkpointed * kept,
     )
 
 

@@ -20,7 +20,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -35,6 +35,11 @@ _PIPELINE = ("pp", "pipeline_parallel")
 
 # Megatron's names for one thing, the newest first, and DeepSpeed's.
 _TENSOR_RANK = ("get_tensor_model_parallel_rank", "get_slice_parallel_rank", "get_model_parallel_rank")
+_TENSOR_SIZE = (
+    "get_tensor_model_parallel_world_size",
+    "get_slice_parallel_world_size",
+    "get_model_parallel_world_size",
+)
 _PIPELINE_RANK = ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank")
 
 # Megatron's names of axes along which gradients must be added up in other groups than those of the data.
@@ -62,7 +67,7 @@ def find_mesh(mpu: Any) -> MeshConfig | None:
         raise ConfigError(
             "mpu", type(mpu).__name__, "None: there is no process group (torchrun starts the ranks)"
         )
-    group, tensor_rank, pipeline_rank = _of_mesh(mpu) if isinstance(mpu, DeviceMesh) else _of_mpu(mpu)
+    group, place = _of_mesh(mpu) if isinstance(mpu, DeviceMesh) else _of_mpu(mpu)
     # torch sorts the ranks of each group it makes.
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
     if dist.get_rank() not in ranks:
@@ -73,10 +78,18 @@ def find_mesh(mpu: Any) -> MeshConfig | None:
         return None
     if isinstance(mpu, DeviceMesh):
         _expect_ascending(mpu, ranks)
-    return MeshConfig(ranks, tensor_rank, pipeline_rank, source=mpu)
+    return MeshConfig(ranks, *place, source=mpu)
 
 
-def _of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int, int]:
+class _Place(NamedTuple):
+    """A rank's place along the axes that divide the model."""
+
+    tensor_rank: int
+    pipeline_rank: int
+    tensor_size: int | None
+
+
+def _of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, _Place]:
     """The data-parallel group of a DeviceMesh, and this rank's places along the axes of tensors and of the pipeline."""
     names = mesh.mesh_dim_names or ()
     known = (*_DATA, *_TENSOR, *_PIPELINE)
@@ -89,7 +102,8 @@ def _of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int, int]:
         for axis in (_TENSOR, _PIPELINE)
     )
     (data,) = (name for name in names if name in _DATA)
-    return mesh.get_group(data), tensor_rank, pipeline_rank
+    tensor_size = next((mesh.size(dim) for dim, name in enumerate(names) if name in _TENSOR), 1)
+    return mesh.get_group(data), _Place(tensor_rank, pipeline_rank, tensor_size)
 
 
 def _expect_ascending(mesh: DeviceMesh, ranks: Sequence[int]) -> None:
@@ -100,12 +114,12 @@ def _expect_ascending(mesh: DeviceMesh, ranks: Sequence[int]) -> None:
         raise ConfigError("mpu", said, "ranks that ascend along dp, as in those of init_device_mesh()")
 
 
-def _of_mpu(mpu: Any) -> tuple[dist.ProcessGroup, int, int]:
+def _of_mpu(mpu: Any) -> tuple[dist.ProcessGroup, _Place]:
     """The same of an object with Megatron's methods."""
     data_group = _method(mpu, "get_data_parallel_group")
-    tensor_rank, pipeline_rank = (
+    tensor_rank, tensor_size, pipeline_rank = (
         next(filter(None, (_method(mpu, name) for name in names)), None)
-        for names in (_TENSOR_RANK, _PIPELINE_RANK)
+        for names in (_TENSOR_RANK, _TENSOR_SIZE, _PIPELINE_RANK)
     )
     if data_group is None or tensor_rank is None:
         raise ConfigError("mpu", type(mpu).__name__, _ALLOWED)
@@ -114,7 +128,11 @@ def _of_mpu(mpu: Any) -> tuple[dist.ProcessGroup, int, int]:
         if size is not None and size() > 1:
             allowed = "1: beside the data's axis those of tensors and pipelines are built"
             raise ConfigError(f"mpu.{name}()", size(), allowed)
-    return data_group(), int(tensor_rank()), 0 if pipeline_rank is None else int(pipeline_rank())
+    return data_group(), _Place(
+        int(tensor_rank()),
+        0 if pipeline_rank is None else int(pipeline_rank()),
+        None if tensor_size is None else int(tensor_size()),
+    )
 
 
 def _method(mpu: Any, name: str) -> Callable[[], Any] | None:
@@ -150,6 +168,9 @@ class MeshGroups:
 
     data: list[list[int]]  # by the part of the model that the group trains: [Note: numbers of parts]
     across: list[list[int]]  # by place in the data: ranks that have the whole model together
+    tensor: list[
+        list[int]
+    ]  # those of them that have one stage together: they differ along the tensor-parallel axis
 
     def part_of(self, rank: int) -> int:
         """The number of the part of the model that a rank trains."""
@@ -191,7 +212,11 @@ def mesh_groups(by_rank: Sequence[Sequence[int]]) -> MeshGroups:
         allowed = "groups of one size, whose members name the same ranks and the same place on the other axes"
         raise ConfigError("mpu", said, allowed)
     _expect_places_of_their_own(data, places)
-    return MeshGroups(data, [sorted(ranks) for ranks in zip(*data, strict=True)])
+    stages: dict[int, list[list[int]]] = {}
+    for ranks, (pipeline_rank, _) in zip(data, places, strict=True):
+        stages.setdefault(pipeline_rank, []).append(ranks)
+    tensor = [sorted(ranks) for stage in stages.values() for ranks in zip(*stage, strict=True)]
+    return MeshGroups(data, [sorted(ranks) for ranks in zip(*data, strict=True)], tensor)
 
 
 def _expect_places_of_their_own(data: Sequence[Sequence[int]], places: Sequence[tuple[int, ...]]) -> None:

@@ -18,7 +18,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offloadzero.config import PARTITION_KEY
 from offloadzero.config.schema import MeshConfig
 from offloadzero.errors import ConfigError, RankError, StateError
 from offloadzero.interrupts import interruptible, is_interrupt, uninterrupted
@@ -308,6 +309,9 @@ class Ranks:
     across: Channel | None = None  # decisions, among ranks that have the whole model together
     part: int = 0  # the number of the part of the model that the group trains
     tensor_rank: int = 0
+    # Inputs of checkpointed units, which the ranks along the tensor-parallel axis keep together.
+    activations: Channel | None = None
+    activation_orders: Channel | None = None  # the comparison before each gather of one; host memory
     order: OrderSum = field(default_factory=lambda: OrderSum())
     writes: OrderSum = field(default_factory=lambda: OrderSum())  # the sum of the values that scripts write
     # Gradients that were handed to their lane, and steps that are decided over.
@@ -349,8 +353,8 @@ class Ranks:
         }
 
     def record(self, recorder: Recorder) -> None:
-        """Record the collectives of parameters and gradients, on the threads that issue them."""
-        channels = (self.weights, self.updates, self.gradients)
+        """Record the collectives of parameters, gradients and activations, on the threads that issue them."""
+        channels = (self.weights, self.updates, self.gradients, self.activations)
         for each in (*channels, self.near_weights, self.near_gradients, self.far_gradients):
             if each is not None:
                 each.recorder = recorder
@@ -383,6 +387,7 @@ def make_ranks(
     mesh: MeshConfig | None = None,
     node_ranks: int = 1,
     reduces_codes: bool = False,
+    divides_inputs: bool = False,
 ) -> Ranks:
     """Join the ranks of torch's default process group. All of them call this in the same order.
 
@@ -391,6 +396,7 @@ def make_ranks(
         node_ranks: so many consecutive ones keep copies of weights together; 1: none do.
         reduces_codes: gradients go as codes, within machines and between them. A machine has `node_ranks` if that is
             more than 1, else those that the launcher says.
+        divides_inputs: the ranks along the mesh's tensor-parallel axis keep inputs of checkpointed units together.
     """
     world = ShardSpec(dist.get_rank(), dist.get_world_size())
     channels = _Channels(world)
@@ -400,8 +406,15 @@ def make_ranks(
     near: list[list[int]] = []
     far: list[list[int]] = []
     try:
-        _expect_same_groups(everyone, mesh, node_ranks, reduces_codes=reduces_codes)
+        keys = {
+            "zero_optimization.zero_hpz_partition_size": node_ranks,
+            "zero_optimization.zero_quantized_gradients": reduces_codes,
+            PARTITION_KEY: divides_inputs,
+            "mpu": mesh is not None,
+        }
+        _expect_same_groups(everyone, mesh, keys)
         groups = _agreed_groups(everyone, mesh)
+        tensor = groups.tensor if groups is not None and divides_inputs else []
         if reduces_codes:
             size = node_ranks if node_ranks > 1 else _agreed_node_size(everyone, local_world_size)
             near, far = _consecutive(world, size), _of_equal_place(world, size)
@@ -428,6 +441,8 @@ def make_ranks(
         across=None if groups is None else channels.of_own("gloo", groups.across),
         part=0 if groups is None else groups.part_of(world.rank),
         tensor_rank=0 if mesh is None else mesh.tensor_rank,
+        activations=channels.of_part(on_device, tensor),
+        activation_orders=channels.of_part("gloo", tensor),
     )
     _begin_one_by_one(ranks, device)
     return ranks
@@ -508,7 +523,7 @@ def _begin_one_by_one(ranks: Ranks, device: torch.device) -> None:
     beside kernels of another run, which may wait for each other. Here they come in one order, with no kernels.
     """
     on_devices = (ranks.weights, ranks.updates, ranks.gradients)
-    of_parts = (ranks.near_weights, ranks.near_gradients, ranks.far_gradients)
+    of_parts = (ranks.near_weights, ranks.near_gradients, ranks.far_gradients, ranks.activations)
     for each in (*on_devices, *of_parts):
         if each is not None:
             each.all_reduce(torch.zeros(1, device=device), "the first collective")
@@ -528,15 +543,11 @@ def _of_equal_place(spec: ShardSpec, num_ranks: int) -> list[list[int]]:
     return [[*range(place, spec.world_size, num_ranks)] for place in range(num_ranks)]
 
 
-def _expect_same_groups(
-    everyone: Channel, mesh: MeshConfig | None, node_ranks: int, *, reduces_codes: bool
-) -> None:
-    """Raise ConfigError on all ranks unless they are about to make the same groups: else each would wait for others."""
-    own = {
-        "zero_optimization.zero_hpz_partition_size": node_ranks,
-        "zero_optimization.zero_quantized_gradients": reduces_codes,
-        "mpu": mesh is not None,
-    }
+def _expect_same_groups(everyone: Channel, mesh: MeshConfig | None, own: Mapping[str, int]) -> None:
+    """Raise ConfigError on all ranks unless they are about to make the same groups: else each would wait for others.
+
+    `own` has what these follow from, by key.
+    """
     by_rank = everyone.by_rank_unless_same([*own.values()], "the comparison of the ranks' groups")
     if by_rank is None:
         return
@@ -555,8 +566,14 @@ def _agreed_groups(everyone: Channel, mesh: MeshConfig | None) -> MeshGroups | N
         world_size = everyone.spec.world_size
         others = [rank for rank in range(world_size) if rank not in mesh.data_ranks]
         across = [everyone.rank, *others[: world_size // len(mesh.data_ranks) - 1]]
-        return MeshGroups([[*mesh.data_ranks]], [sorted(across)])
-    return mesh_groups(everyone.by_rank(numbers_of(mesh), "the groups of the mesh"))
+        tensor = [everyone.rank, *others[: (mesh.tensor_size or 1) - 1]]
+        return MeshGroups([[*mesh.data_ranks]], [sorted(across)], [sorted(tensor)])
+    groups = mesh_groups(everyone.by_rank(numbers_of(mesh), "the groups of the mesh"))
+    size = next(len(ranks) for ranks in groups.tensor if everyone.rank in ranks)
+    if mesh.tensor_size not in (None, size):
+        said = f"{mesh.tensor_size} tensor-parallel ranks in {type(mesh.source).__name__}"
+        raise ConfigError("mpu", said, f"those that say another place along that axis: {size}")
+    return groups
 
 
 def _agreed_node_size(control: Channel, local_world_size: int) -> int:

@@ -27,7 +27,7 @@ from offloadzero.memory.transfer import Fetcher, Sender, Sent
 from offloadzero.observe.clock import StepClock
 from offloadzero.planning.memory_plan import INPUTS_AHEAD, NUM_INPUT_STAGING
 from offloadzero.segments import TierName
-from offloadzero.streaming.activation_memory import HostMemory, Reserve, beyond_plan
+from offloadzero.streaming.activation_memory import GrowingDeviceMemory, HostMemory, Reserve, beyond_plan
 
 
 class InputSpace(Protocol):
@@ -70,6 +70,9 @@ class InputCopy:
         after = [self.sent.copied, self.sent.written]
         return self.homes.fetcher.submit(self.home, target, after=after, fence=fence, label=self.label)
 
+    def expect_fetched(self) -> None:
+        """Raise StateError where the last fetch, which is over, has found that it would bring something else."""
+
     def release(self) -> None:
         """Give the home back."""
         self.homes.space.give_back(self.home)
@@ -77,6 +80,8 @@ class InputCopy:
 
 class InputHomes:
     """The transfers of inputs to and from one tier: [Note: one way in and out]."""
+
+    goes_by_order = False  # whether fetches follow from the order of the calls alone, and from no time
 
     def __init__(self, space: InputSpace, *, sender: Sender, fetcher: Fetcher) -> None:
         self.space = space
@@ -149,13 +154,20 @@ def _take_planned(
     return offset
 
 
-class HostSpace:
-    """Inputs in host memory: one buffer each, from those of earlier steps or in a slot of the plan's."""
+class MemorySpace:
+    """Inputs in memory: one buffer each, from those of earlier steps or in a slot of the plan's."""
 
-    tier = TierName.HOST
-
-    def __init__(self, memory: HostMemory, ended: EndedCells, *, store: TieredStore) -> None:
-        self._backing = store.tiers[TierName.HOST]
+    def __init__(
+        self,
+        tier: TierName,
+        memory: HostMemory | GrowingDeviceMemory,
+        ended: EndedCells,
+        *,
+        store: TieredStore,
+    ) -> None:
+        """Make the space. `memory` is that of `tier`."""
+        self.tier = tier
+        self._backing = store.tiers[tier]
         self._memory = memory
         self._ended = ended
         self._poison = store.poison
@@ -164,7 +176,7 @@ class HostSpace:
         self._planned: tuple[torch.Tensor, Slots] | None = None
         if memory.planned is not None:
             buffer = memory.planned.host.buffer
-            self._planned = buffer, memory.planned.slots(buffer.numel())
+            self._planned = buffer, memory.planned.home_slots(buffer.numel())
 
     def take(self, dtype: torch.dtype, num_elements: int, label: str, *, call: int) -> Home:
         num_bytes = num_elements * dtype.itemsize
@@ -177,7 +189,7 @@ class HostSpace:
         if self._planned is None:
             return self._take_grown(num_bytes, label)
         buffer, slots = self._planned
-        offset = _take_planned(slots, self._ended, TierName.HOST, num_bytes, label, call)
+        offset = _take_planned(slots, self._ended, self.tier, num_bytes, label, call)
         return buffer[offset : offset + align_up(num_bytes)]
 
     def _take_grown(self, num_bytes: int, label: str) -> torch.Tensor:
@@ -207,7 +219,7 @@ class HostSpace:
             slots.give(buffer.data_ptr() - whole.data_ptr(), buffer.numel())
 
     def reserved(self) -> dict[TierName, int]:
-        return {} if self._memory.planned is not None else {TierName.HOST: self._memory.reserve.num_bytes}
+        return {} if self._memory.planned is not None else {self.tier: self._memory.taken_bytes}
 
     def file_engine(self) -> str | None:
         return None
@@ -237,7 +249,8 @@ class FileSpace:
         self._open = open_tier
         self._has_checksums = has_checksums
         self.files: NvmeTier | None = None
-        self._slots = memory.planned.slots(memory.planned.nvme_bytes) if memory.planned is not None else None
+        planned = memory.planned
+        self._slots = None if planned is None else planned.home_slots(planned.nvme_bytes)
         self._holes = Holes()
         if memory.planned is not None:
             self.files = open_tier(memory.planned.nvme_bytes)
@@ -290,7 +303,7 @@ class FileSpace:
     def expect_planned(self, num_bytes: int, label: str) -> None:
         """Raise BudgetError where an input is larger than planned: it fits in no staging buffer either."""
         planned = self._memory.planned
-        if planned is not None and self._slots is not None and num_bytes > planned.input_bytes:
+        if planned is not None and self._slots is not None and num_bytes > planned.kept_bytes:
             raise beyond_plan(TierName.NVME, num_bytes, label, self._slots)
 
     def register(self, buffer: torch.Tensor) -> None:
@@ -367,7 +380,7 @@ class InputStaging:
             self._space.unregister(buffer.bytes)
             self._memory.free(buffer.bytes)
         if self._memory.planned is not None:  # all of one size: they find room in any order
-            num_bytes = max(num_bytes, self._memory.planned.input_bytes)
+            num_bytes = max(num_bytes, self._memory.planned.kept_bytes)
         grown = PooledBuffer(self._memory.allocate(num_bytes, f"{label}: staging"))
         self._space.register(grown.bytes)
         return grown
@@ -381,12 +394,15 @@ def _no_buffer() -> PooledBuffer:
     return PooledBuffer(torch.empty(0, dtype=torch.uint8, device="cpu"))  # of no size yet
 
 
-def homes_in_host_memory(memory: HostMemory, ended: EndedCells, *, store: TieredStore) -> InputHomes:
-    """Make the homes of inputs that leave the device for host memory."""
+MakeHomes = Callable[..., InputHomes]  # as InputHomes is called
+
+
+def homes_in_memory(space: MemorySpace, *, store: TieredStore, make: MakeHomes = InputHomes) -> InputHomes:
+    """Make the homes of inputs that wait in memory."""
     d2h = store.accelerator.lane("activation-d2h", store.failures)
     h2d = store.accelerator.lane("activation-h2d", store.failures)
-    return InputHomes(
-        HostSpace(memory, ended, store=store),
+    return make(
+        space,
         sender=Sender(store, lane=d2h, writer=None, staging=None),
         fetcher=Fetcher(store, lane=h2d, reader=None, staging=None),
     )
@@ -401,6 +417,7 @@ def homes_on_file(
     reserve: Reserve,
     paths: Sequence[Path],
     aio: AioConfig,
+    make: MakeHomes = InputHomes,
 ) -> InputHomes:
     """Make the homes of inputs that leave the device for files of their own."""
     space = FileSpace(
@@ -423,4 +440,4 @@ def homes_on_file(
         reader=store.accelerator.lane("activation-read", store.failures),
         staging=InputStaging(space, memory, store, None),
     )
-    return InputHomes(space, sender=sender, fetcher=fetcher)
+    return make(space, sender=sender, fetcher=fetcher)

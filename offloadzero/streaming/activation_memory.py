@@ -38,13 +38,18 @@ class PlannedMemory:
     """The memory that the plan has for inputs: [Note: how much inputs take]."""
 
     input_bytes: int  # of one call's inputs
+    kept_bytes: int  # the same at home: fewer where ranks divide inputs
     device: torch.Tensor
     host: Arena
     nvme_bytes: int
 
-    def slots(self, num_bytes: int) -> Slots:
-        """Divide `num_bytes` of a tier into slots, one for each call: [Note: a slot each]."""
-        return Slots(num_bytes // self.input_bytes, self.input_bytes)
+    def device_slots(self) -> Slots:
+        """Divide the device's memory into slots, one for each call that is fetched: [Note: a slot each]."""
+        return Slots(self.device.numel() // self.input_bytes, self.input_bytes)
+
+    def home_slots(self, num_bytes: int) -> Slots:
+        """Divide the `num_bytes` of homes, one slot for each call."""
+        return Slots(num_bytes // self.kept_bytes, self.kept_bytes)
 
 
 def beyond_plan(tier: TierName, num_bytes: int, label: str, slots: Slots) -> BudgetError:
@@ -146,6 +151,36 @@ class HostMemory:
         for buffer in list(self.buffers.values()):
             self.free(buffer)
 
+    @property
+    def taken_bytes(self) -> int:
+        """The bytes taken beside the plan."""
+        return self.reserve.num_bytes
+
+
+class GrowingDeviceMemory:
+    """Device memory for homes of inputs, beside the plan. A buffer that is freed is in no use any more."""
+
+    planned = None
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self.taken_bytes = 0
+
+    def allocate(self, num_bytes: int, label: str) -> torch.Tensor:  # noqa: ARG002
+        """Allocate uint8 memory of at least `num_bytes`."""
+        size = align_up(num_bytes)
+        buffer = self._accelerator.allocate(size)
+        self.taken_bytes += size
+        return buffer
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Give a buffer back: to torch's allocator, with the last reference."""
+        self.taken_bytes -= buffer.numel()
+
+    def free_all(self) -> None:
+        """Forget all buffers."""
+        self.taken_bytes = 0
+
 
 class _FetchBuffer:
     """Device memory in a storage of its own."""
@@ -215,7 +250,7 @@ class PlannedFetchMemory:
 
     def __init__(self, planned: PlannedMemory) -> None:
         self._memory = planned.device
-        self._slots = planned.slots(planned.device.numel())
+        self._slots = planned.device_slots()
         self._lent: list[_FetchBuffer] = []
         self._spare: dict[
             tuple[int, int], _FetchBuffer

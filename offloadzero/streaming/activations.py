@@ -43,11 +43,14 @@ from offloadzero.streaming.activation_homes import (
     EndedCells,
     InputCopy,
     InputHomes,
-    homes_in_host_memory,
+    MakeHomes,
+    MemorySpace,
+    homes_in_memory,
     homes_on_file,
 )
 from offloadzero.streaming.activation_memory import (
     FetchMemory,
+    GrowingDeviceMemory,
     GrowingFetchMemory,
     HostMemory,
     PlannedFetchMemory,
@@ -193,8 +196,12 @@ class ActivationStore:
         return cell
 
     def _give_up_sources(self) -> None:
-        """Let copied inputs leave the device, and of the others all but the last few, behind their copies."""
-        while self._sending:
+        """Let copied inputs leave the device, and of the others all but the last few, behind their copies.
+
+        Where what comes back is gathered from other ranks, the last few stay there though they are copied.
+        """
+        by_order = self._home is not None and self._home.goes_by_order
+        while len(self._sending) >= (NUM_SENDING if by_order else 1):
             cell = self._sending[0]()
             if cell is not None and cell.copy is not None:
                 copied = cell.copy.copied
@@ -226,6 +233,8 @@ class ActivationStore:
                 if not cell.fetched.done():
                     with self._clock.waiting("activation fetch"):
                         order_compute_after(cell.fetched)
+                if cell.copy is not None:
+                    cell.copy.expect_fetched()
             self._failures.check_readable()  # a failed ticket counts as done
             return tensor
 
@@ -259,7 +268,10 @@ class ActivationStore:
         """The bytes taken so far beside the plan, by tier."""
         if self._home is None:
             return {}
-        return {**self._fetched.reserved(), **self._home.space.reserved()}
+        taken = self._fetched.reserved()
+        for tier, num_bytes in self._home.space.reserved().items():
+            taken[tier] = taken.get(tier, 0) + num_bytes
+        return taken
 
     def file_engine(self) -> str | None:
         """The file engine that moves the inputs, and how, once one does."""
@@ -282,14 +294,23 @@ def make_activation_store(
     pin_memory: bool,
     nvme_paths: Sequence[Path],
     aio: AioConfig,
+    gathered: MakeHomes | None = None,
 ) -> ActivationStore:
     """Make the store whose homes are on `tier`.
 
-    `budgets` and `planned_bytes` have the host's and NVMe's bytes; `planned` is the memory planned for inputs, if any.
+    Args:
+        budgets, planned_bytes: the host's and NVMe's bytes.
+        planned: the memory planned for inputs, if any.
+        gathered: makes the homes of inputs of which other ranks have parts; None: this one keeps them whole.
     """
     ended = EndedCells(clock=clock, failures=store.failures)
     home: InputHomes | None = None
-    if not tier.is_device:
+    make = gathered or InputHomes
+    if tier.is_device:
+        if gathered is not None:
+            on_device = GrowingDeviceMemory(store.accelerator)
+            home = homes_in_memory(MemorySpace(tier, on_device, ended, store=store), store=store, make=make)
+    else:
         host = Reserve(
             TierName.HOST,
             budget=budgets[TierName.HOST],
@@ -298,13 +319,20 @@ def make_activation_store(
         )
         memory = HostMemory(store.accelerator, host, pin_memory, planned)
         if tier.is_host_memory:
-            home = homes_in_host_memory(memory, ended, store=store)
+            home = homes_in_memory(MemorySpace(tier, memory, ended, store=store), store=store, make=make)
         else:
             nvme = Reserve(
                 TierName.NVME, budget=budgets[TierName.NVME], planned_bytes=planned_bytes[TierName.NVME]
             )
             home = homes_on_file(
-                memory, ended, store=store, clock=clock, reserve=nvme, paths=nvme_paths, aio=aio
+                memory,
+                ended,
+                store=store,
+                clock=clock,
+                reserve=nvme,
+                paths=nvme_paths,
+                aio=aio,
+                make=make,
             )
     fetched: FetchMemory = GrowingFetchMemory(store.accelerator)
     if planned is not None:

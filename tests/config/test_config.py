@@ -120,7 +120,10 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("", "data_types"): ({"grad_accum_dtype": "fp32"}, {}),
     ("", "zero_optimization"): (True, {}),
     ("", "aio"): ({"queue_depth": 3}, {}),
-    ("", "activation_checkpointing"): ({"profile": True}, {}),
+    ("", "activation_checkpointing"): (
+        {"cpu_checkpointing": True},
+        {"offloadzero": {"activation_checkpoints": {}}},
+    ),
     ("", "checkpoint"): ({"tag_validation": "Fail"}, {}),
     ("", "offloadzero"): ({"device": "cpu"}, {}),
     ("", "steps_per_print"): (10, {}),
@@ -208,9 +211,11 @@ USED: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {
     ("offloadzero.observe", "trace_steps"): ([3, "5-7"], {"run_dir": "runs/a"}),
     ("offloadzero.observe", "nvme_shared"): (True, {}),
 }
-# Tested on their own, those of placement in test_config_placement.py: they need stage 3 outside their block, or have
-# one value only.
+# Tested on their own, those of placement in test_config_placement.py, those of activations in test_config_values.py:
+# they need stage 3 or our block outside their block, or have one value only.
 USED_ELSEWHERE = {
+    ("activation_checkpointing", "partition_activations"),
+    ("activation_checkpointing", "cpu_checkpointing"),
     *(
         (f"zero_optimization.offload_{what}", key)
         for what in ("param", "optimizer")

@@ -29,6 +29,7 @@ ABSENT: Mapping[str, tuple[str, Callable[[offloadzero.OffloadConfig], bool]]] = 
         "every repeated block (or unit of units.patterns) when",
         lambda c: c.activation_checkpoints is None,
     ),
+    "activation_checkpointing.partition_activations": ("false when", lambda c: not c.partition_activations),
     "offloadzero.activation_checkpoints.tier": (
         "device when",
         lambda _: with_checkpoints().activation_checkpoints.tier is TierName.DEVICE,

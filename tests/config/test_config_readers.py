@@ -55,6 +55,7 @@ READERS: Mapping[str, str] = {
     "ActivationConfig.units": "build",
     "ActivationConfig.tier": "build",
     "ActivationConfig.input_bytes": "planning.memory_plan",
+    "OffloadConfig.partition_activations": "config.settle",
     "UpdateConfig.in_backward": "planning.memory_plan",
     "UpdateConfig.on_nonfinite": "build",
     "UpdateConfig.chunk_elements": "build",
@@ -93,7 +94,9 @@ READERS: Mapping[str, str] = {
 }
 SAID = {"OffloadConfig.notices", "OffloadConfig.warnings"}  # what is said of a key is not what it does
 # Read where there are several ranks: tests/sharding/test_ranks_mesh.py.
-OF_A_MESH = {f"MeshConfig.{name}" for name in ("data_ranks", "tensor_rank", "pipeline_rank", "source")}
+OF_A_MESH = {
+    f"MeshConfig.{name}" for name in ("data_ranks", "tensor_rank", "tensor_size", "pipeline_rank", "source")
+}
 CLASSES = [cls for cls in vars(schema).values() if isinstance(cls, type) and dataclasses.is_dataclass(cls)]
 
 
@@ -194,8 +197,10 @@ def differing(one: Any, other: Any, name: str) -> set[str]:
     return found
 
 
-# Those that `test_config.py` leaves to tests of their own, those of placement in `test_config_placement.py`.
+# Those that `test_config.py` leaves to tests of their own, in `test_config_placement.py` and `test_config_values.py`.
 ELSEWHERE = {
+    ("activation_checkpointing", "partition_activations"): {"OffloadConfig.partition_activations"},
+    ("activation_checkpointing", "cpu_checkpointing"): {"ActivationConfig.tier"},
     ("zero_optimization.offload_param", "device"): {"PlacementConfig.rules"},
     ("zero_optimization.offload_optimizer", "device"): {"PlacementConfig.rules"},
     ("zero_optimization.offload_param", "nvme_path"): {"OffloadConfig.nvme_paths"},
@@ -204,7 +209,7 @@ ELSEWHERE = {
     ("data_types", "param_dtype"): {"PrecisionConfig.param_dtype"},  # must agree with it
 }
 # They hold keys that are accepted or refused, and nothing else.
-SAY_ONLY = {("", "tensor_parallel"), ("", "activation_checkpointing"), ("", "checkpoint")}
+SAY_ONLY = {("", "tensor_parallel"), ("", "checkpoint")}
 
 
 def test_every_key_sets_a_field_that_is_read() -> None:

@@ -22,6 +22,7 @@ from offloadzero.config import (
 from offloadzero.config.batch import resolve_batch
 from offloadzero.config.parse import read_num_bytes
 from offloadzero.errors import ConfigError
+from offloadzero.segments import TierName
 from tests.config.blocks import TABLES, adam, nested
 from tests.support.cases import case, loop_over
 
@@ -353,3 +354,33 @@ def test_scheduler_parameters_are_passed_on_as_they_are() -> None:
 def test_an_empty_block_is_none(block: str) -> None:
     """As in DeepSpeed, where what has no type is not built."""
     assert load_config({block: {}}) == load_config({})
+
+
+# --- activation checkpoints ------------------------------------------------------------------------------
+
+
+def load_activations(own: dict[str, Any] | None, **deepspeeds: bool) -> OffloadConfig:
+    block = {} if own is None else {"activation_checkpoints": own}
+    return load_config({"activation_checkpointing": deepspeeds, "offloadzero": {**block, "nvme_path": "."}})
+
+
+@pytest.mark.parametrize(
+    ("own", "tier"),
+    [({}, TierName.HOST), ({"tier": "host"}, TierName.HOST), ({"tier": "nvme"}, TierName.NVME)],
+)
+def test_deepspeeds_key_puts_inputs_on_the_host(own: dict[str, Any], tier: TierName) -> None:
+    found = load_activations(own, cpu_checkpointing=True).activation_checkpoints
+    assert found is not None
+    assert found.tier is tier
+    assert load_activations(own, cpu_checkpointing=False) == load_activations(own)
+
+
+def test_deepspeeds_keys_are_of_our_checkpoints() -> None:
+    assert load_activations({}, partition_activations=True).partition_activations
+    assert load_activations(None, partition_activations=False) == load_activations(None)
+    for name in ("cpu_checkpointing", "partition_activations"):
+        allowed = re.escape('needs "offloadzero": {"activation_checkpoints": {}}')
+        with pytest.raises(ConfigError, match=rf"activation_checkpointing\.{name} = True: {allowed}"):
+            load_activations(None, **{name: True})
+    with pytest.raises(ConfigError, match=r"activation_checkpoints\.tier = 'device': host or nvme, or no "):
+        load_activations({"tier": "device"}, cpu_checkpointing=True)

@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import offloadzero
 from offloadzero import zero
+from offloadzero.config import load_config
 from offloadzero.config.schema import MeshConfig
 from offloadzero.errors import ConfigError
+from offloadzero.planned_model import plan_model
 from offloadzero.sharding.mesh import (
     MeshGroups,
     find_mesh,
@@ -50,9 +52,9 @@ class Megatron:
 @pytest.mark.usefixtures("fake_ranks")
 def test_the_place_in_a_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-    assert find_mesh(mesh) == MeshConfig((5, 7), tensor_rank=1, pipeline_rank=1)
+    assert find_mesh(mesh) == MeshConfig((5, 7), tensor_rank=1, pipeline_rank=1, tensor_size=2)
     mesh_of_two = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "pp"))
-    assert find_mesh(mesh_of_two) == MeshConfig((1, 5), pipeline_rank=1)
+    assert find_mesh(mesh_of_two) == MeshConfig((1, 5), pipeline_rank=1, tensor_size=1)
     assert find_mesh(init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))) is None
     assert find_mesh(init_device_mesh("cpu", (8, 1), mesh_dim_names=("dp", "tp"))) is None
     assert find_mesh(None) is None
@@ -62,6 +64,12 @@ def test_the_place_in_a_mesh() -> None:
     for name in ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank"):
         mpu = Megatron(group, **{name: 3})
         assert find_mesh(mpu) == MeshConfig((5, 7), tensor_rank=1, pipeline_rank=3)
+    for name in (
+        "get_tensor_model_parallel_world_size",
+        "get_model_parallel_world_size",
+        "get_slice_parallel_world_size",
+    ):
+        assert find_mesh(Megatron(group, **{name: 4})) == MeshConfig((5, 7), tensor_rank=1, tensor_size=4)
 
 
 @pytest.mark.usefixtures("fake_ranks")
@@ -102,9 +110,9 @@ def said(*groups: tuple[int, ...]) -> list[list[int]]:
 
 def test_groups_of_a_mesh() -> None:
     groups = mesh_groups(said((0, 2), (1, 3)))
-    assert groups == MeshGroups(data=[[0, 2], [1, 3]], across=[[0, 1], [2, 3]])
+    assert groups == MeshGroups(data=[[0, 2], [1, 3]], across=[[0, 1], [2, 3]], tensor=[[0, 1], [2, 3]])
     assert [groups.part_of(rank) for rank in range(4)] == [0, 1, 0, 1]
-    assert mesh_groups(said((0,), (1,))) == MeshGroups(data=[[0], [1]], across=[[0, 1]])
+    assert mesh_groups(said((0,), (1,))) == MeshGroups(data=[[0], [1]], across=[[0, 1]], tensor=[[0, 1]])
     assert mesh_groups(said((3, 5), (0, 4), (1, 2))).data == [[3, 5], [0, 4], [1, 2]]
 
 
@@ -116,6 +124,7 @@ def test_the_number_of_a_part_is_that_of_its_place_and_not_of_its_ranks() -> Non
 
     groups = mesh_groups([numbers_of(part_at(rank, (2, 3))) for rank in range(6)])
     assert groups.data == [[0], [2], [4], [1], [3], [5]]
+    assert groups.tensor == [[0, 2, 4], [1, 3, 5]]
     reversed_places = [numbers_of(MeshConfig((rank,), tensor_rank=1 - rank)) for rank in range(2)]
     assert mesh_groups(reversed_places).data == [[1], [0]]
 
@@ -175,3 +184,66 @@ def test_gradients_that_are_parts_of_a_sum_are_refused(tmp_path: Path) -> None:
         offloadzero.initialize(model=model, config=config, mpu=mesh)
     model[1].weight.sequence_parallel = False
     offloadzero.initialize(model=model, config=config, mpu=mesh)[0].close()
+
+
+# --- inputs of checkpointed units in parts ---
+
+PARTITIONED = {"activation_checkpointing": {"partition_activations": True}}
+
+
+def partitioned_config(directory: Path, **activations: Any) -> dict[str, Any]:
+    """With blocks that are recomputed; without `activations` of our own nothing is."""
+    own = {"activation_checkpoints": activations} if activations else {}
+    config = meshes.config_of("host", 1, directory, num_ranks=2, offloadzero=own, **PARTITIONED)
+    del config["train_batch_size"]
+    return config
+
+
+def start(directory: Path, mpu: Any, **activations: Any) -> Any:
+    config = partitioned_config(directory, **activations)
+    return offloadzero.initialize(model=meshes.make_model(), config=config, mpu=mpu)[0]
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_one_of_two_tensor_parallel_ranks_plans_half_of_the_inputs(tmp_path: Path) -> None:
+    for names, shape in ((("tp", "dp"), (2, 4)), (("pp", "dp", "tp"), (2, 2, 2))):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for tier, host, nvme in (("host", 2 * 8192, 0), ("nvme", 4 * 8192, 2 * 8192)):
+            engine = start(tmp_path, mesh, tier=tier, input_bytes=16384)
+            inputs = engine._runtime.plan.inputs
+            assert (inputs.host, inputs.nvme, inputs.kept_bytes) == (host, nvme, 8192)
+            assert inputs.device == (2 if tier == "host" else 3) * 16384
+            engine.close()
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_inputs_are_in_parts_where_there_are_ranks_that_have_the_same(tmp_path: Path) -> None:
+    key = r"activation_checkpointing\.partition_activations = True"
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ConfigError, match=rf'{key}: needs "offloadzero": {{"activation_checkpoints": {{}}}}'):
+        start(tmp_path, mesh)
+    nothing = (
+        rf"{key}: false: there is nothing to partition.* offloadzero\.activation_checkpoints .* and here is"
+    )
+    with pytest.raises(ConfigError, match=f"{nothing} one"):
+        start(tmp_path, init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "pp")), tier="host")
+    for mpu in (None, init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))):
+        with pytest.raises(ConfigError, match=f"{nothing} none"):
+            start(tmp_path, mpu, tier="host")
+    with pytest.raises(ConfigError, match=rf"{key}: needs get_tensor_model_parallel_world_size\(\)"):
+        start(tmp_path, Megatron(mesh.get_group("dp")), tier="host")
+    start(tmp_path, mesh, tier="device").close()
+
+
+def test_a_plan_is_of_no_mesh(tmp_path: Path) -> None:
+    model = meshes.make_model()
+    config = load_config(partitioned_config(tmp_path, tier="host"), world_size=2)
+    with pytest.raises(
+        ConfigError, match=r"partition_activations = True: false: there is nothing to partition"
+    ):
+        plan_model(model, config, available={})
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(
+        ConfigError, match=r"partition_activations = True: false: there is nothing to partition"
+    ):
+        offloadzero.offload(model, optimizer, partitioned_config(tmp_path, tier="host"))

@@ -29,7 +29,15 @@ from tests.simulated.machine import Machine, SimulatedEvent
 from tests.simulated.memory import DeviceMemory, own_work
 from tests.simulated.order import DEVICE_THREAD
 
-ON_DEVICE = ("weights", "updates", "gradients", "near_weights", "near_gradients", "far_gradients")
+ON_DEVICE = (
+    "weights",
+    "updates",
+    "gradients",
+    "near_weights",
+    "near_gradients",
+    "far_gradients",
+    "activations",
+)
 IDLE_S = 0.005
 
 Collective = Callable[..., Any]  # given tensors, the one that is written first; returns the work of gloo
