@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 ALL = os.environ.get("OFFLOADZERO_TEST_RANKS") == "all"
 NUM_RANDOM = int(os.environ.get("OFFLOADZERO_TEST_SCHEDULES", "0")) // 5  # for each number of ranks
 AT_ONCE = 10  # in one set of processes
-FEW = ("codes and copies", "gathered", "inputs away", "use_before_the_collective")
+FEW = ("codes and copies", "gathered", "inputs away", "inputs in parts", "use_before_the_collective")
 
 
 # --- planted bugs ---

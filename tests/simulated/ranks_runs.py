@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import offloadzero
 from offloadzero.segments import SegmentKind
@@ -75,6 +76,7 @@ class RanksRun:
     patches: Sequence[Patches] = ()
     # Laid over the configuration, for the same bits.
     only_simulated: dict[str, Any] = field(default_factory=dict)
+    is_tensor_parallel: bool = False  # the ranks have the same data
     planted: Patches | None = None  # a bug of the simulated one
 
 
@@ -87,11 +89,16 @@ def play(run: RanksRun, rank: int, directory: Path, *, over: dict[str, Any] | No
         patch.setenv("LOCAL_WORLD_SIZE", str(run.node_ranks or run.world_size))
         for change in run.patches:
             change(patch)
-        torch.manual_seed(rank)  # the first rank's weights are those of all
+        # The first rank's weights are those of all that share the data.
+        torch.manual_seed(0 if run.is_tensor_parallel else rank)
         config = in_directory(merge(run.config, over or {}), directory)
-        engine, *_ = offloadzero.initialize(model=run.make_model(), config=config)
+        mpu, here = None, Here(rank, run.world_size, directory)
+        if run.is_tensor_parallel:
+            mpu = init_device_mesh("cpu", (1, run.world_size), mesh_dim_names=("dp", "tp"))
+            here = Here(0, 1, directory)
+        engine, *_ = offloadzero.initialize(model=run.make_model(), config=config, mpu=mpu)
         try:
-            losses = run.script(engine, Here(rank, run.world_size, directory))
+            losses = run.script(engine, here)
             # Sums in fp64, which torch takes in another order on the device than the kernels on the host.
             norm = f"{engine.get_global_grad_norm():.12g}"
             return {"losses": losses, "norm": norm, **own_bits(engine)}
@@ -318,6 +325,17 @@ def odd(placement: dict[str, str], *, zero: dict[str, Any] | None = None, **more
 
 
 SCRIPTS: dict[str, RanksRun] = {
+    "inputs in parts": of(
+        "host",
+        options=ACCUMULATE,
+        slow=("activations",),
+        patches=(_every_input,),
+        only_simulated={
+            "activation_checkpointing": {"partition_activations": True},
+            "offloadzero": {"activation_checkpoints": {"tier": "host"}},
+        },
+        is_tensor_parallel=True,
+    ),
     "inputs away": odd(
         {"param": "host", "states": "host"},
         accumulation=2,
