@@ -19,7 +19,11 @@ from offloadzero.cli.plan_model import ModelSource
 from offloadzero.config import load_config
 from offloadzero.observe.timeline import COMPUTE, NVME_READ, WAIT
 from offloadzero.planned_model import plan_model, uses_of
+from offloadzero.planning.step_tasks import StepTasks
+from offloadzero.planning.step_work import LaneRates, work_of_step
 from offloadzero.planning.traffic import StepTraffic, fetches_of_step, step_traffic
+from offloadzero.streaming.residency import ResidencyPolicy
+from offloadzero.streaming.unit_fetches import UnitFetches
 from tests.cli.test_plan_model import CONFIGS, PLENTY
 from tests.support import models
 from tests.support.tiny import TinyModel, tokens
@@ -117,3 +121,50 @@ def test_what_no_update_makes_stale_stays_from_step_to_step() -> None:
     assert fetches_of_step(uses, sizes, arena_bytes=20) == [(True, 0), (True, 1)]
     assert fetches_of_step(uses, sizes, arena_bytes=20, kept={0}) == [(True, 1)]
     assert fetches_of_step(uses, sizes, arena_bytes=20, kept={0, 1}) == []
+
+
+@pytest.mark.parametrize(("clipping", "num_micro"), [(1.0, 1), (0.0, 2)])
+@pytest.mark.parametrize("num_live", [1, 4_000])
+def test_a_step_fetches_in_the_simulated_order(
+    clipping: float, num_micro: int, num_live: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulation begins a step with the fetches that the engine starts behind the last use of the one before."""
+    config = merge(
+        make_config("host", tmp_path, clipping=clipping),
+        {
+            "gradient_accumulation_steps": num_micro,
+            "zero_optimization": {"stage3_max_live_parameters": num_live},
+        },
+    )
+    planned = plan_model(ModelSource("", models.Stack).on_meta(), load_config(config), available=PLENTY)
+    work = work_of_step(planned.records, planned.plan, planned.config, uses=uses_of(planned.cut))
+    by_place = StepTasks(work, LaneRates({}), num_micro)._fetches
+    simulated = [planned.records[unit].index for place in sorted(by_place) for unit in by_place[place]]
+    log: list[tuple[bool, int]] = []  # whether it is a use, and of which unit
+    submit, begin_use = UnitFetches.submit, ResidencyPolicy.begin_use
+
+    def submitted(fetches: UnitFetches, unit: Any, target: torch.Tensor) -> Any:
+        log.append((False, unit.record.index))
+        return submit(fetches, unit, target)
+
+    def used(policy: ResidencyPolicy, index: int, *, evaluating: bool = False) -> None:
+        log.append((True, index))
+        begin_use(policy, index, evaluating=evaluating)
+
+    monkeypatch.setattr(UnitFetches, "submit", submitted)
+    monkeypatch.setattr(ResidencyPolicy, "begin_use", used)
+    torch.manual_seed(1)
+    engine, *_ = offloadzero.initialize(model=models.Stack(), config=config)
+    fetched: list[int] = []
+    try:
+        for step in range(NUM_STEPS):
+            begun = max((place for place, (is_use, _) in enumerate(log) if is_use), default=-1) + 1
+            for _ in range(num_micro):
+                engine.backward(engine(models.features(step)))
+                engine.step()
+            ended = max(place for place, (is_use, _) in enumerate(log) if is_use) + 1
+            fetched = [unit for is_use, unit in log[begun:ended] if not is_use]
+    finally:
+        engine.close()
+    assert len(simulated) > len(set(simulated)), "there are too few leases for all units"
+    assert fetched == simulated
