@@ -22,12 +22,11 @@ from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.shapes import MAX_LAYERS, ModelShape
 from offloadzero.planning.simulated_step import SimulatedStep
 from offloadzero.planning.time_model import (
-    COMPACT,
     FASTER,
     Forecast,
     Run,
     Step,
-    compute_seconds,
+    faster_in_fp32,
     forecast,
     forecast_run,
     plan_step,
@@ -281,7 +280,8 @@ class Report:
             return
         if found.lane is not None:
             yield f"What would make it faster: {FASTER[found.lane]}."
-            yield from self._dtype_lines()
+            if self.step is not None and self.hardware.device_is_cpu:
+                yield from faster_in_fp32(self.step, self.hardware.rates)
             if self.left_out():
                 yield f"Not in it: {'; '.join(self.left_out())}."
         if self.run is not None:
@@ -295,22 +295,6 @@ class Report:
                 f"{self.num_tokens:,} tokens: {self.run.num_steps:,} steps,{days} "
                 f"{size_text(self.run.written_bytes)} written to the drives{years}"
             )
-
-    def _dtype_lines(self) -> Iterator[str]:
-        """Yield a sentence where the CPU, as the device, computes much faster in fp32 than in the parameters' dtype."""
-        step, hardware = self.step, self.hardware
-        if step is None or not hardware.device_is_cpu or step.dtype == "fp32":
-            return
-        seconds, in_fp32 = (
-            compute_seconds(one, hardware.rates) for one in (step, replace(step, dtype="fp32"))
-        )
-        if seconds is None or in_fp32 is None or seconds < 2 * in_fp32:
-            return
-        compact = ' with "state_layout": "fp32"' if step.layout == COMPACT else ""
-        yield (
-            f'This CPU computes {seconds / in_fp32:.3g} times as fast in fp32 as in {step.dtype}: "{step.dtype}": '
-            f'{{"enabled": false}}{compact} trains in it, with parameters and gradients of twice the bytes.'
-        )
 
     def _lane_lines(self, found: Forecast) -> Iterator[str]:
         yield from text_table(LANE_HEADER, self.lane_rows(found))

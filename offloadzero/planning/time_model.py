@@ -30,7 +30,7 @@ drive's three rates: a schedule might keep the directions apart where that is fa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -360,6 +360,18 @@ def compute_seconds(step: Step, rates: Rates) -> float | None:
     """Return the seconds of a step's computation alone; None where a rate or the operations are not known."""
     forward_s, backward_s = (_compute_s(step, phase, rates) for phase in (FORWARD, BACKWARD))
     return None if forward_s is None or backward_s is None else forward_s + backward_s
+
+
+def faster_in_fp32(step: Step, rates: Rates) -> Iterator[str]:
+    """Yield a sentence where the CPU, as the device, computes much faster in fp32 than in the step's dtype."""
+    seconds, in_fp32 = (compute_seconds(one, rates) for one in (step, replace(step, dtype="fp32")))
+    if seconds is None or in_fp32 is None or seconds < 2 * in_fp32:
+        return
+    compact = ' with "state_layout": "fp32"' if step.layout == COMPACT else ""
+    yield (
+        f'This CPU computes {seconds / in_fp32:.3g} times as fast in fp32 as in {step.dtype}: "{step.dtype}": '
+        f'{{"enabled": false}}{compact} trains in it, with parameters and gradients of twice the bytes.'
+    )
 
 
 def _over(num_bytes: int, rate: float | None) -> float | None:
