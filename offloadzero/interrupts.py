@@ -35,6 +35,8 @@ raised all the same.
 from __future__ import annotations
 
 import _thread
+import ctypes
+import os
 import signal
 import sys
 import threading
@@ -65,7 +67,7 @@ class _Uninterrupted:
         self.depth += 1
 
     def __exit__(self, _kind: object, _error: object, _traceback: object) -> None:
-        self.depth -= 1
+        self.depth -= self.depth > 0  # in a forked child no section was left over
         if self.pending and self.depth <= 0:
             self.raise_unless_waiting()
 
@@ -103,7 +105,7 @@ class _Held:
         uninterrupted.depth += 1
 
     def __exit__(self, _kind: object, _error: object, _traceback: object) -> None:
-        uninterrupted.depth -= 1
+        uninterrupted.depth -= uninterrupted.depth > 0
 
 
 uninterrupted = _Uninterrupted()
@@ -123,7 +125,7 @@ class UninterruptedThroughout:
 
     def __exit__(self, _kind: object, _error: object, _traceback: object) -> None:
         uninterrupted.until = self._around
-        uninterrupted.depth -= 1
+        uninterrupted.depth -= uninterrupted.depth > 0
         if uninterrupted.pending and uninterrupted.depth <= 0:
             uninterrupted.raise_unless_waiting()
 
@@ -192,7 +194,8 @@ def _call(handler: _Handler, number: int, frame: FrameType | None) -> None:
     try:
         handler(number, frame)
     except Exception as error:
-        error.__dict__[_MARK] = True
+        if _ON_RECORD not in error.__dict__:
+            error.__dict__[_MARK] = True
         raise
     finally:
         uninterrupted.calling = outer
@@ -203,7 +206,13 @@ def is_interrupt(error: BaseException) -> bool:
     return not isinstance(error, Exception) or _MARK in error.__dict__
 
 
+def put_on_record(error: BaseException) -> None:
+    """Note that an engine keeps `error` as its own: a handler that uses the engine raises it, and has not made it."""
+    error.__dict__[_ON_RECORD] = True
+
+
 _MARK = "_is_of_signal_handler"
+_ON_RECORD = "_is_of_engine"
 # Not the real-time ones: a look at all takes 15 us as it is, in each forward.
 _SIGNALS = sorted({*range(1, signal.SIGRTMIN)} & signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 
@@ -215,7 +224,7 @@ def install() -> None:
     for number in _SIGNALS:
         handler = signal.getsignal(number)
         if callable(handler) and type(handler) is not _Asking:
-            signal.signal(number, _Asking(handler))
+            _set(number, _Asking(handler))
 
 
 def uninstall() -> None:
@@ -225,4 +234,47 @@ def uninstall() -> None:
     for number in _SIGNALS:
         handler = signal.getsignal(number)
         if type(handler) is _Asking:
-            signal.signal(number, handler.handler)
+            _set(number, handler.handler)
+
+
+def _set(number: int, handler: _Handler) -> None:
+    """Set a handler, and leave as it is whether the signal breaks off system calls: `signal.signal` has it do so."""
+    restarts = _restarts_calls(number)
+    signal.signal(number, handler)
+    if restarts:
+        signal.siginterrupt(number, False)
+
+
+class _SigAction(ctypes.Structure):
+    """struct sigaction of the C library; no function of Python's tells its flags."""
+
+    _fields_ = (
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_ulong * (1024 // (8 * ctypes.sizeof(ctypes.c_ulong)))),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    )
+
+
+_SA_RESTART = 0x10000000
+
+
+def _restarts_calls(number: int) -> bool:
+    action = _SigAction()
+    if ctypes.CDLL(None, use_errno=True).sigaction(number, None, ctypes.byref(action)):
+        raise OSError(ctypes.get_errno(), f"sigaction({number})")
+    return bool(action.flags & _SA_RESTART)
+
+
+def _in_forked_child() -> None:
+    """End the sections of threads that the child lacks, and drop the signals that were the parent's.
+
+    Nothing tells whose a section was: one in whose midst its own thread has forked is over, too, and not counted twice.
+    """
+    uninterrupted.depth = 0
+    uninterrupted.until = None
+    uninterrupted.late.clear()
+    uninterrupted.pending = False
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

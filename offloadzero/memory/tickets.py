@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from offloadzero.errors import OffloadError, StateError
-from offloadzero.interrupts import interruptible, is_interrupt, uninterrupted
+from offloadzero.interrupts import interruptible, is_interrupt, put_on_record, uninterrupted
 
 LOOK_UP_S = 0.5  # between two checks of a wait
 
@@ -224,6 +224,7 @@ class Failures:
         with self._lock:
             is_first = self.first is None
             if is_first:
+                put_on_record(error)
                 self.first = error
         if is_first and self.tell is not None:
             self.tell(error if cause is None else cause, has_failed)
@@ -237,6 +238,7 @@ class Failures:
         """Let every use that trains raise `error` until it is resolved."""
         with self._lock:
             if self.stop is None:
+                put_on_record(error)
                 self.stop, self.stop_was_raised = error, False
 
     def resolve(self) -> None:

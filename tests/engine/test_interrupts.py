@@ -515,3 +515,78 @@ def test_runs_go_on_with_the_same_bits_or_refuse_or_end(
     assert all(report["verdict"] in FINE for report in reports), summary(reports)
     # Else it would say nothing: most interrupts must hit.
     assert sum(report["verdict"] != "never came" for report in reports) >= number // 2
+
+
+# --- what a script has set, a fork, and an engine's own errors ---
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_signal_breaks_system_calls_off_as_the_script_has_set_it(restarts: bool) -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        signal.siginterrupt(signal.SIGUSR1, not restarts)
+        assert interrupts._restarts_calls(signal.SIGUSR1) is restarts
+        interrupts.install()
+        assert interrupts._restarts_calls(signal.SIGUSR1) is restarts
+        interrupts.uninstall()
+        assert interrupts._restarts_calls(signal.SIGUSR1) is restarts
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_fork_beside_another_threads_section_holds_nothing_back() -> None:
+    inside, over = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with uninterrupted:
+            inside.set()
+            over.wait()
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    inside.wait()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            with uninterrupted:
+                pass
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            status = 0
+        finally:
+            os._exit(status)
+    over.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_section_in_which_its_thread_forks_ends_in_the_child() -> None:
+    child = 1
+    status = 1
+    with uninterrupted:
+        child = os.fork()
+    if child == 0:
+        try:
+            with uninterrupted:
+                signal.raise_signal(signal.SIGINT)
+                status = 2
+        except KeyboardInterrupt:
+            status = 0 if status == 2 else 3
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_an_engines_own_failure_is_no_interrupt_where_a_handler_raises_it() -> None:
+    failures = Failures()
+    failures.record(own := StateError("the drive is gone"))
+    before = signal.signal(signal.SIGUSR1, lambda *_: failures.check())
+    try:
+        interrupts.install()
+        with pytest.raises(StateError) as caught:
+            signal.raise_signal(signal.SIGUSR1)
+        assert caught.value is own
+        assert not interrupts.is_interrupt(own)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
