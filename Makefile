@@ -113,7 +113,7 @@ offload-files:
 	mkdir -p $@
 
 # The core of the file engine without Python, under the sanitizers. Their reports need lines, not variables: -g1 takes
-# two thirds of the time of -g.
+# two thirds of the time of -g, and all sources at once, with one reading of the headers, two thirds of that again.
 NATIVE_TEST_SOURCES := $(filter-out %/binding.cpp,$(wildcard csrc/aio/*.cpp)) $(wildcard tests/native/*.cpp)
 
 native-test: build/native-test/address build/native-test/thread
@@ -123,8 +123,8 @@ build/native-test/address: SANITIZERS := address,undefined
 build/native-test/thread: SANITIZERS := thread
 build/native-test/%: $(NATIVE_TEST_SOURCES) $(wildcard csrc/aio/*.h tests/native/*.h)
 	mkdir -p $(@D)
-	$(CXX) -std=c++17 -Og -g1 -Wall -Wextra -Werror -pthread -fsanitize=$(SANITIZERS) -fno-sanitize-recover=all \
-		$(filter %.cpp,$^) -o $@
+	printf '#include "%s"\n' $(abspath $(filter %.cpp,$^)) | $(CXX) -std=c++17 -Og -g1 -Wall -Wextra -Werror -pthread \
+		-fsanitize=$(SANITIZERS) -fno-sanitize-recover=all -x c++ - -o $@
 
 # Everything below is done once: a stamp is newer than what it was made from.
 
