@@ -178,9 +178,6 @@ disabled_torch_function_impl: Any = _look_up("_C._disabled_torch_function_impl")
 get_data: Callable[[torch.Tensor], torch.Tensor] = _look_up("_C.TensorBase.data").__get__
 set_data: Callable[[torch.Tensor, torch.Tensor], None] = _look_up("_C.TensorBase.data").__set__
 
-# `tensor._version` of a plain tensor.
-version_of: Callable[[torch.Tensor], int] = _look_up("_C.TensorBase._version").__get__
-
 # Runs a function at the end of the backward that is on its way on this thread, and as a part of it still: the number of
 # the running backward is that of this one there.
 queue_backward_callback: Callable[[Callable[[], None]], None] = _look_up(

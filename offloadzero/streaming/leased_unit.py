@@ -44,7 +44,6 @@ from offloadzero.torch_private import (
     DisableTorchFunctionSubclass,
     set_data,
     storage_use_count,
-    version_of,
     with_own_storage,
 )
 from offloadzero.update.flat_layout import ParamSlot
@@ -254,7 +253,7 @@ class LeasedUnit:
             param.__class__ = present
         # Else writes through a kept view are committed with this forward's writes.
         if not self.is_kept:
-            self.versions = tuple(map(version_of, self.clocks))
+            self.versions = tuple([clock._version for clock in self.clocks])
 
     def leave_forward(self) -> None:
         """Make the parameters `AwayParameter`s again."""
@@ -263,13 +262,13 @@ class LeasedUnit:
         # The forward's writes are committed already.
         self.is_kept = self.views is not None and self.views.num_holders() > len(self.params)
         if self.is_kept:
-            self.versions = tuple(map(version_of, self.clocks))
+            self.versions = tuple([clock._version for clock in self.clocks])
         for place in self.gathered:
             self._show_gathered(place)
 
     def places_written(self) -> list[int]:
         """The slots whose parameters an operation wrote in place during the forward that now ends."""
-        versions = tuple(map(version_of, self.clocks))
+        versions = tuple([clock._version for clock in self.clocks])
         if versions == self.versions:
             return []
         return [i for i, (now, then) in enumerate(zip(versions, self.versions, strict=True)) if now != then]
