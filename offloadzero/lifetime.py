@@ -38,6 +38,8 @@ class Resources:
     def __init__(self, failures: Failures) -> None:
         self.failures = failures
         self.others_wait = False  # other ranks, for what was begun
+        # Ends work of the device that waits for other ranks. May be called again.
+        self.abort: Callable[[], None] = lambda: None
         self._pid = os.getpid()
         self._parts: list[Callable[[], None]] = []
         self._closed = Latch()
@@ -53,11 +55,14 @@ class Resources:
         """Whether there is anything to close. A forked child has nothing: all of it is the parent's."""
         return not self._closed.is_set and os.getpid() == self._pid
 
-    def close(self) -> None:
+    def close(self, *, has_failed: bool = False) -> None:
         """Stop the threads, then close the parts, the last first; each even when another fails, whose error is raised.
 
         An interrupt makes it hurry: what waits for something in the background is told that it will not come. It may
         be called again.
+
+        Args:
+            has_failed: other ranks may not do their part of what was begun, though no failure is recorded.
         """
         if not self.is_open:
             return
@@ -66,7 +71,8 @@ class Resources:
         failures.given_up = failures.given_up or failures.first is not None
         first: BaseException | None = None
         threads = [thread.close for thread in reversed(failures.threads)]
-        for close in (*threads, *reversed(self._parts)):
+        abort = [self.abort] if has_failed or failures.given_up else []
+        for close in (*abort, *threads, *reversed(self._parts)):
             first = self._close_part(close) or first
         if self._finalizer is not None:
             self._finalizer.detach()  # it would keep the failure and its traceback alive
@@ -84,6 +90,7 @@ class Resources:
                 return error
             self.failures.spoil(StateError("the engine was interrupted while it closed"))
             self.failures.given_up = True
+            self.abort()
             close()
             return error
         return None

@@ -31,7 +31,7 @@ from offloadzero.build import (
     plan_cut,
 )
 from offloadzero.config import OffloadConfig
-from offloadzero.errors import StateError
+from offloadzero.errors import RankError, StateError
 from offloadzero.lifetime import EngineState, Resources, wait_for_collected
 from offloadzero.memory.device import find_device, make_current
 from offloadzero.memory.lanes import Accelerator
@@ -349,25 +349,44 @@ class Runtime:
         """
         if not self.resources.is_open:
             return
+        lost = self._lost_to_another()
         try:
-            if self.failures.first is None:
+            if self.failures.first is None and lost is None:
                 self.executor.wait_updates()
                 self.clock.settle(wait=True)
+            elif lost is not None and _script_error() is None and not self.executor.is_updated():
+                self.failures.record(lost)
         except BaseException as error:
             if interrupts.is_interrupt(error):
                 self.failures.spoil(StateError("close() was interrupted: updates may be lost"))
             raise
         finally:
+            script_error = _script_error()
+            tells_first = script_error is not None and self.several is not None
             try:
-                self._release()
+                # The other ranks may wait for this one, and the end of its groups for them.
+                unseen = self._record_end(script_error) if tells_first else None
+                self._release(has_failed=script_error is not None or lost is not None)
             finally:
-                unseen = self.failures.unseen()
-                closed = StateError("the engine of this model is closed")
-                script_error = _script_error()
-                cause = script_error or StateError("it has closed its engine")
-                self.failures.record(closed, cause=cause, has_failed=script_error is not None)
+                if not tells_first:
+                    unseen = self._record_end(script_error)
         if unseen is not None:
             raise unseen
+
+    def _lost_to_another(self) -> RankError | None:
+        """The error of a rank that has failed, where work of the device may wait for that rank for ever."""
+        if self.several is None or not self.accelerator.has_streams:
+            return None
+        text = self.several.ranks.board.text()
+        return None if text is None else RankError(f"the last updates are given up: {text}")
+
+    def _record_end(self, script_error: BaseException | None) -> BaseException | None:
+        """Record that the engine is closed, and why for the other ranks; return a failure that no call has raised."""
+        unseen = self.failures.unseen()
+        closed = StateError("the engine of this model is closed")
+        cause = script_error or StateError("it has closed its engine")
+        self.failures.record(closed, cause=cause, has_failed=script_error is not None)
+        return unseen
 
     def restore_model(self) -> None:
         """Make the model an ordinary one again, with its weights as they are now, and close the engine.
@@ -402,17 +421,17 @@ class Runtime:
             self._original.restore()
             self._is_restored = True
         finally:
-            self.resources.close()
+            self.resources.close(has_failed=True)
             if not _live:
                 interrupts.uninstall()
 
-    def _release(self) -> None:
+    def _release(self, *, has_failed: bool) -> None:
         try:
             if self.hooks is not None:
                 self.hooks.remove_gradient_hooks()
                 self.parts.window.drop_tensors()
         finally:
-            self.resources.close()
+            self.resources.close(has_failed=has_failed)
             _live.discard(self)
             _closed.add(self)
             if not _live:
@@ -440,6 +459,7 @@ def _join_ranks(accelerator: Accelerator, config: OffloadConfig, resources: Reso
     several = join_ranks(accelerator.device, config, resources.failures)
     several.ranks.record(accelerator.span)
     resources.others_wait = True
+    resources.abort = several.abort
     resources.add(several.close)
     return several
 

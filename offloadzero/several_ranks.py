@@ -71,6 +71,10 @@ class SeveralRanks:
         """Whether this rank speaks for all."""
         return self.ranks.is_first
 
+    def abort(self) -> None:
+        """End what waits for the other ranks on the device: this rank or another one has failed."""
+        self.ranks.abort()
+
     def close(self) -> None:
         """Leave the other ranks."""
         self.ranks.close()

@@ -221,6 +221,14 @@ def timeout_of_process_group() -> timedelta:
     return timeout
 
 
+def abort_process_group(group: Any) -> None:
+    """End a group with the collectives that it has begun, which leave anything in their memory; NCCL's groups alone.
+
+    torch's other end of a group, destroy_process_group(), waits for them.
+    """
+    _look_up("distributed.distributed_c10d._abort_process_group")(group)
+
+
 def active_ddp_module() -> Any:
     """The DistributedDataParallel in whose forward the process is; None outside of any."""
     return _look_up("nn.parallel.distributed.DistributedDataParallel._get_active_ddp_module")()

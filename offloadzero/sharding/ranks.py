@@ -44,6 +44,7 @@ from offloadzero.observe.collectives import (
     volume_bytes,
 )
 from offloadzero.observe.timeline import COLLECTIVES, OFF
+from offloadzero.sharding.aborting import abort_groups
 from offloadzero.sharding.board import LOOK_UP_S, Board, first_line, is_fake, named
 from offloadzero.sharding.mesh import MeshGroups, mesh_groups, numbers_of
 from offloadzero.sharding.shard_spec import ShardSpec
@@ -93,6 +94,7 @@ class Channel:
         self._looked_s = -math.inf  # when nobody had failed
         self._is_closed = False
         self._is_in_collective = False
+        self._is_aborted = False
 
     def all_gather(self, whole: Tensor, label: str) -> None:
         """Fill `whole`, shape (n,), with the parts of all ranks; this rank's part lies in its place there already."""
@@ -206,8 +208,15 @@ class Channel:
         if self._group is None or self._is_in_collective:
             return
         group, self._group = self._group, None  # its threads end with the last reference
-        if dist.is_initialized():  # else the group ended with torch's
+        if dist.is_initialized() and not self._is_aborted:  # else the group ended with torch's
             dist.destroy_process_group(group)
+
+    def begin_abort(self) -> Any:
+        """Close the channel, and return its group for `abort_groups`; None where the host waits, which looks up."""
+        if self._is_on_host or self._is_closed:
+            return None
+        self._is_closed = self._is_aborted = True
+        return self._group if dist.is_initialized() else None
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -358,6 +367,12 @@ class Ranks:
         for each in (*channels, self.near_weights, self.near_gradients, self.far_gradients):
             if each is not None:
                 each.recorder = recorder
+
+    def abort(self) -> None:
+        """End the collectives of the device: [Note: collectives that never end]. Threads may use the channels still."""
+        channels = {name: part for name, part in vars(self).items() if isinstance(part, Channel)}
+        groups = {name: each.begin_abort() for name, each in channels.items()}
+        abort_groups({name: group for name, group in groups.items() if group is not None})
 
     def close(self) -> None:
         """Close the channels, when no thread uses one any more."""

@@ -377,6 +377,10 @@ class Executor:
             self.residency.finish_step()
             self.leases.prefetch()
 
+    def is_updated(self) -> bool:
+        """Whether every update is home."""
+        return all(unit.updated.done() for unit in self.units)
+
     def wait_updates(self) -> None:
         """Block until every update is home."""
         with self._clock.waiting("synchronize"), self._store.failures.handed_over():

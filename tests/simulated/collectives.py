@@ -6,6 +6,9 @@ been given so far, and neither the caller nor its stream waits: the `wait()` of 
 current then. Its memory is kept until that call. Between the processes gloo moves the bytes, on a thread of the group's
 that is part of the device: it gets the memory when the stream comes to the collective.
 
+A group is aborted as NCCL does it: the kernels that wait for other ranks end, with anything in their memory, and so do
+all that come behind them.
+
 What nobody on this rank waits for another rank may: so a device with collectives goes on by itself where nothing
 happens for IDLE_S.
 """
@@ -23,6 +26,7 @@ import pytest
 import torch
 
 from offloadzero import several_ranks
+from offloadzero.sharding import aborting
 from offloadzero.sharding import ranks as of_ranks
 from offloadzero.sharding.ranks import Channel, Ranks
 from tests.simulated.machine import Machine, SimulatedEvent
@@ -73,6 +77,9 @@ class Communicator:
         self._machine = machine
         self._memory = memory
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], SimulatedEvent] | None] = queue.SimpleQueue()
+        self._outstanding: list[SimulatedEvent] = []  # behind collectives that have not ended
+        self._is_aborted = False
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=DEVICE_THREAD, daemon=True)
         self._thread.start()
 
@@ -87,24 +94,42 @@ class Communicator:
     def launch(self, collective: Collective, tensors: Sequence[torch.Tensor]) -> None:
         """Put a collective into the stream, which goes on when gloo has done it."""
         over = SimulatedEvent(self._machine)
+        with self._lock:
+            self._outstanding.append(over)
         task = partial(collective, *map(self._memory.unowned, tensors))
         self.stream.launch(partial(self._tasks.put, (task, over)))
         self.stream.wait_event(over)
+        if self._is_aborted:
+            self.abort()
+
+    def abort(self) -> None:
+        """Have all collectives end now, the one that runs and those that were launched."""
+        with self._lock:
+            self._is_aborted = True
+            outstanding, self._outstanding = self._outstanding, []
+        for over in outstanding:
+            self._machine.reach(over)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, which may wait in gloo where the group was aborted."""
         self._tasks.put(None)
-        self._thread.join()
+        if not self._is_aborted:
+            self._thread.join()
 
     def _run(self) -> None:
         with torch.no_grad(), own_work():
             while (item := self._tasks.get()) is not None:
                 task, over = item
                 try:
-                    task().wait()
+                    if not self._is_aborted:
+                        task().wait()
                 except BaseException as error:
-                    self._machine.fail(error)
-                    return
+                    if not self._is_aborted:
+                        self._machine.fail(error)
+                        return
+                with self._lock:
+                    if over in self._outstanding:
+                        self._outstanding.remove(over)
                 self._machine.reach(over)
                 del item, task, over
 
@@ -117,6 +142,7 @@ def run_on_streams(device: Device, patch: pytest.MonkeyPatch) -> None:
     """Until `patch` is undone, channels of devices run their collectives on streams of `device`."""
     here = _Here()
     communicators: weakref.WeakKeyDictionary[Channel, Communicator] = weakref.WeakKeyDictionary()
+    by_group: dict[Any, Communicator] = {}
     make_ranks, run = several_ranks.make_ranks, Channel._run
 
     def make(*given: Any, **more: Any) -> Ranks:
@@ -127,6 +153,7 @@ def run_on_streams(device: Device, patch: pytest.MonkeyPatch) -> None:
             if channel is not None:
                 channel._is_on_host = False
                 communicators[channel] = Communicator(device.machine, device.memory, name)
+                by_group[channel._group] = communicators[channel]
                 device.communicators.append(communicators[channel])
         return ranks
 
@@ -145,6 +172,20 @@ def run_on_streams(device: Device, patch: pytest.MonkeyPatch) -> None:
 
         return begin
 
+    destroy = of_ranks.dist.destroy_process_group
+
+    def destroying(group: Any = None) -> None:
+        communicator = by_group.pop(group, None)
+        if communicator is not None:  # NCCL's waits for what was launched, and may wait for the other ranks
+            communicator.stream.synchronize()
+            of_ranks.dist.barrier(group)
+        destroy(group)
+
+    def abort(group: Any) -> None:
+        by_group[group].abort()
+
+    patch.setattr(of_ranks.dist, "destroy_process_group", destroying)
+    patch.setattr(aborting, "abort_process_group", abort)
     patch.setattr(several_ranks, "make_ranks", make)
     patch.setattr(Channel, "_run", running)
     for owner, name in (
