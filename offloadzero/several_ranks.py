@@ -21,8 +21,9 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.planning.homes import Placement
 from offloadzero.segments import SegmentKind, TierName
+from offloadzero.sharding.comparing import digest
 from offloadzero.sharding.mesh import expect_whole_gradient
-from offloadzero.sharding.ranks import Channel, Ranks, digest, make_ranks
+from offloadzero.sharding.ranks import Channel, Ranks, make_ranks
 from offloadzero.sharding.shard_spec import (
     WHOLE,
     ShardSpec,

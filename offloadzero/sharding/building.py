@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from offloadzero.errors import RankError, StateError
-from offloadzero.sharding.ranks import Channel, digest, make_building_channel
+from offloadzero.sharding.comparing import digest
+from offloadzero.sharding.ranks import Channel, make_building_channel
 
 _blocks = itertools.count()  # numbers of the blocks of this process, which their ranks enter in one order
 _SHOWN = 160  # bytes of an act's name that the others are told in an error

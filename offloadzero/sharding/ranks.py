@@ -14,7 +14,6 @@ each step, as each rank keeps only its part of them.
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import os
 import time
@@ -46,6 +45,7 @@ from offloadzero.observe.collectives import (
 from offloadzero.observe.timeline import COLLECTIVES, OFF
 from offloadzero.sharding.aborting import abort_groups
 from offloadzero.sharding.board import LOOK_UP_S, Board, first_line, is_fake, named
+from offloadzero.sharding.comparing import OrderSum
 from offloadzero.sharding.mesh import MeshGroups, mesh_groups, numbers_of
 from offloadzero.sharding.shard_spec import ShardSpec
 from offloadzero.sharding.standstill import WAITED_S, Standstill, Watch
@@ -381,21 +381,6 @@ class Ranks:
                 part.close()
 
 
-class OrderSum:
-    """A number that is the same for two orders of collectives only if they are the same orders."""
-
-    MODULUS = (1 << 61) - 1
-
-    def __init__(self) -> None:
-        self.value = 0
-        self.number = 0
-
-    def note(self, index: int) -> None:
-        """Count a collective over the record of that number, or a write with that digest, as the next one."""
-        self.number += 1
-        self.value = (self.value * 1_000_003 + index + 1) % self.MODULUS
-
-
 def make_ranks(
     device: torch.device,
     *,
@@ -601,8 +586,3 @@ def _agreed_node_size(control: Channel, local_world_size: int) -> int:
         )
         raise ConfigError("zero_optimization.zero_quantized_gradients", True, allowed)
     return local_world_size
-
-
-def digest(text: str) -> int:
-    """A number of 56 bits that ranks compare in the place of `text`."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

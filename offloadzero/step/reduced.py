@@ -25,8 +25,9 @@ from offloadzero.memory.arena import BufferPool, PooledBuffer
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import AllOf, Ticket
+from offloadzero.sharding.comparing import digest
 from offloadzero.sharding.mesh import is_divided_by_tensor_parallelism
-from offloadzero.sharding.ranks import Channel, Ranks, digest
+from offloadzero.sharding.ranks import Channel, Ranks
 from offloadzero.step.account import Account
 from offloadzero.step.coded_reduce import CodedReduce
 from offloadzero.step.collect import GradientCollector

@@ -30,7 +30,8 @@ from offloadzero.config import PARTITION_KEY
 from offloadzero.errors import StateError
 from offloadzero.memory.lanes import Accelerator, Fence, LaneTicket
 from offloadzero.memory.transfer import Fetcher, Sender
-from offloadzero.sharding.ranks import OrderSum, Ranks
+from offloadzero.sharding.comparing import OrderSum
+from offloadzero.sharding.ranks import Ranks
 from offloadzero.streaming.activation_homes import InputCopy, InputHomes, InputSpace
 
 _ROW_WORDS = 512  # 4 KiB
