@@ -206,9 +206,14 @@ def is_interrupt(error: BaseException) -> bool:
     return not isinstance(error, Exception) or _MARK in error.__dict__
 
 
-def put_on_record(error: BaseException) -> None:
-    """Note that an engine keeps `error` as its own: a handler that uses the engine raises it, and has not made it."""
-    error.__dict__[_ON_RECORD] = True
+def put_on_record(error: BaseException, keeper: int) -> None:
+    """Note which engine keeps `error`: a handler that uses that engine raises it, and has not made it."""
+    error.__dict__[_ON_RECORD] = keeper
+
+
+def is_kept_by_another(error: BaseException, own: int) -> bool:
+    """Whether `error` was put on record, and not by the one of the number `own`."""
+    return bool(error.__dict__.get(_ON_RECORD, own) != own)
 
 
 _MARK = "_is_of_signal_handler"

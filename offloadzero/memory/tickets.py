@@ -9,6 +9,7 @@ failure, on a background thread it ends when the engine has been given up.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
@@ -17,7 +18,13 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from offloadzero.errors import OffloadError, StateError
-from offloadzero.interrupts import interruptible, is_interrupt, put_on_record, uninterrupted
+from offloadzero.interrupts import (
+    interruptible,
+    is_interrupt,
+    is_kept_by_another,
+    put_on_record,
+    uninterrupted,
+)
 
 LOOK_UP_S = 0.5  # between two checks of a wait
 
@@ -188,6 +195,9 @@ class Thread(Protocol):
         """Finish the submitted work and stop. May be called again, after an interrupt say."""
 
 
+_numbers = itertools.count()  # of the engines of this process
+
+
 class Failures:
     """The facts that all parts of one engine share: its first failure, its background threads, and its process.
 
@@ -199,6 +209,7 @@ class Failures:
     """
 
     def __init__(self) -> None:
+        self._number = next(_numbers)
         self._lock = threading.Lock()
         self.first: BaseException | None = None
         self.was_raised = False  # to the caller
@@ -224,7 +235,7 @@ class Failures:
         with self._lock:
             is_first = self.first is None
             if is_first:
-                put_on_record(error)
+                put_on_record(error, self._number)
                 self.first = error
         if is_first and self.tell is not None:
             self.tell(error if cause is None else cause, has_failed)
@@ -238,7 +249,7 @@ class Failures:
         """Let every use that trains raise `error` until it is resolved."""
         with self._lock:
             if self.stop is None:
-                put_on_record(error)
+                put_on_record(error, self._number)
                 self.stop, self.stop_was_raised = error, False
 
     def resolve(self) -> None:
@@ -255,13 +266,15 @@ class Failures:
     def whole(self, what: str) -> AbstractContextManager[None]:
         """A block that changes the engine's state as a whole: an interruption makes the engine unusable.
 
-        Errors of this package are no interruption: they are raised before a change has begun, or are on record.
+        Errors of this package are no interruption: they are raised before a change has begun, or are on record. One on
+        another engine's record is: a signal handler that uses that engine raises it anywhere.
         """
         return _Whole(self, what)
 
     def leave_half_done(self, what: str, error: BaseException) -> None:
         """Note that `error` leaves a change of state, as `whole` describes it, before its end."""
-        if (isinstance(error, OffloadError) and not is_interrupt(error)) or self.first is not None:
+        is_own = isinstance(error, OffloadError) and not is_interrupt(error)
+        if (is_own and not is_kept_by_another(error, self._number)) or self.first is not None:
             return
         why = str(error) or type(error).__name__
         lost = StateError(f"{what} was interrupted half-way ({why}): the engine cannot go on")

@@ -1,0 +1,109 @@
+"""What holding signal handlers back leaves as it was: a script's flags, a forked child's handlers, engines' errors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from offloadzero import interrupts
+from offloadzero.errors import StateError
+from offloadzero.interrupts import uninterrupted
+from offloadzero.memory.tickets import Failures
+
+
+@pytest.fixture(autouse=True)
+def held_back() -> Iterator[None]:
+    """As while an engine lives."""
+    interrupts.install()
+    yield
+    interrupts.uninstall()
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_signal_breaks_system_calls_off_as_the_script_has_set_it(restarts: bool) -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        signal.siginterrupt(signal.SIGUSR1, not restarts)
+        assert interrupts._restarts_calls(signal.SIGUSR1) is restarts
+        interrupts.install()
+        assert interrupts._restarts_calls(signal.SIGUSR1) is restarts
+        interrupts.uninstall()
+        assert interrupts._restarts_calls(signal.SIGUSR1) is restarts
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_fork_beside_another_threads_section_holds_nothing_back() -> None:
+    inside, over = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with uninterrupted:
+            inside.set()
+            over.wait()
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    inside.wait()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            with uninterrupted:
+                pass
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            status = 0
+        finally:
+            os._exit(status)
+    over.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_section_in_which_its_thread_forks_ends_in_the_child() -> None:
+    child = 1
+    status = 1
+    with uninterrupted:
+        child = os.fork()
+    if child == 0:
+        try:
+            with uninterrupted:
+                signal.raise_signal(signal.SIGINT)
+                status = 2
+        except KeyboardInterrupt:
+            status = 0 if status == 2 else 3
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_an_engines_own_failure_is_no_interrupt_where_a_handler_raises_it() -> None:
+    failures = Failures()
+    failures.record(own := StateError("the drive is gone"))
+    before = signal.signal(signal.SIGUSR1, lambda *_: failures.check())
+    try:
+        interrupts.install()
+        with pytest.raises(StateError) as caught:
+            signal.raise_signal(signal.SIGUSR1)
+        assert caught.value is own
+        assert not interrupts.is_interrupt(own)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_another_engines_failure_interrupts_a_change_where_a_handler_raises_it() -> None:
+    others, own = Failures(), Failures()
+    others.record(StateError("the drive is gone"))
+    before = signal.signal(signal.SIGUSR1, lambda *_: others.check())
+    try:
+        interrupts.install()
+        with pytest.raises(StateError, match="the drive is gone"), own.whole("a change"):
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    with pytest.raises(StateError, match=r"a change was interrupted half-way \(the drive is gone\)"):
+        own.check()
