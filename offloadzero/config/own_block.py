@@ -154,21 +154,19 @@ def _read_activations(own: Block, reading: Reading) -> ActivationConfig | None:
         return None
     block = _part(own, "activation_checkpoints", reading)
     absent = TierName.HOST if reading.inputs_on_host else TierName.DEVICE
-    tier = block.read("tier", read_enum, absent.value, allowed=_TIERS)
-    if reading.inputs_on_host and tier == TierName.DEVICE.value:
+    tier = TierName(block.read("tier", read_enum, absent.value, allowed=_TIERS))
+    if reading.inputs_on_host and tier.is_device:
         raise ConfigError(
-            block.dotted("tier"), tier, f"host or nvme, or no {on_host}: they contradict each other"
+            block.dotted("tier"), tier.value, f"host or nvme, or no {on_host}: they contradict each other"
         )
     input_bytes = block.read("input_bytes", read_num_bytes, None, minimum=1)
-    if input_bytes is not None and tier == TierName.DEVICE.value:
+    if input_bytes is not None and tier.is_device:
         raise ConfigError(
             block.dotted("input_bytes"),
             input_bytes,
             'left out where "tier" is device: inputs stay where they are',
         )
-    return ActivationConfig(
-        units=block.read("units", read_str_list, ()), tier=TierName(tier), input_bytes=input_bytes
-    )
+    return ActivationConfig(units=block.read("units", read_str_list, ()), tier=tier, input_bytes=input_bytes)
 
 
 def _read_update(block: Block, base: UpdateConfig, *, state_layout: str) -> UpdateConfig:

@@ -31,6 +31,10 @@ TRIED_BY: Mapping[str, str] = {
         "test_ranks_checkpoints.py::test_a_checkpoint_of_two_ranks_is_one_of_any_number"
     ),
     "an optimizer passed in is used or refused by its type": "test_bad_input.py::test_an_optimizer_that_is_not_built",
+    'offloadzero.activation_checkpoints.tier, where that is absent: true is host. Refused without "offloadzero": '
+    '{"activation_checkpoints": {}}: calls of deepspeed.checkpointing.checkpoint are not read here': (
+        "test_config_values.py::test_deepspeeds_key_puts_inputs_on_the_host"
+    ),
     "there is no sequence parallelism": "test_deepspeed_initialize.py::test_parallelism_is_refused",
     "there is no expert parallelism": "test_deepspeed_initialize.py::test_parallelism_is_refused",
     "there is no pipeline parallelism": "test_deepspeed_initialize.py::test_parallelism_is_refused",

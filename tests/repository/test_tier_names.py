@@ -14,7 +14,7 @@ from offloadzero.segments import TierName
 PACKAGE = Path(__file__).parents[2] / "offloadzero"
 OWN_FILE = PACKAGE / "segments.py"
 # The configuration's own words, before they are a tier.
-STRINGS = {"config/own_block.py": 1, "zero.py": 1}
+STRINGS = {"zero.py": 1}
 
 
 def comparisons(text: str) -> list[str]:
