@@ -1,0 +1,36 @@
+"""Plans of the tests here ask for the same few models again and again: each shape is traced once in a process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+from torch import nn
+
+from offloadzero.cli.plan_model import ModelSource
+from offloadzero.planning.activation_trace import MicroBatchTrace
+from offloadzero.planning.repeated_trace import trace_blocks
+from offloadzero.planning.shapes import ModelShape
+
+
+@functools.cache
+def _trace_of_shape(shape: ModelShape, checkpointed: frozenset[str], **keys: Any) -> MicroBatchTrace:
+    source = ModelSource(str(shape), shape.build, shape)
+    return trace_blocks(source.on_meta, source.num_blocks, checkpointed=checkpointed, **keys)
+
+
+def _trace_once(
+    build: Callable[[int], nn.Module], num_blocks: int, *, checkpointed: Collection[str], **keys: Any
+) -> MicroBatchTrace:
+    source = getattr(build, "__self__", None)
+    if isinstance(source, ModelSource) and source.shape is not None and num_blocks:
+        return _trace_of_shape(source.shape, frozenset(checkpointed), **keys)
+    return trace_blocks(build, num_blocks, checkpointed=checkpointed, **keys)
+
+
+@pytest.fixture(autouse=True)
+def shapes_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace is the same for the same shape."""
+    monkeypatch.setattr("offloadzero.cli.plan_answer.trace_blocks", _trace_once)
