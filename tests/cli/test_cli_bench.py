@@ -93,7 +93,7 @@ def test_two_paths_alone_and_together(
     for path in paths:
         path.mkdir()
     file, image = tmp_path / "result.json", tmp_path / "plot.png"
-    arguments = [*map(str, paths), "--size", "16MiB", "--time", "15s", "--json", str(file)]
+    arguments = [*map(str, paths), "--size", "16MiB", "--time", "6s", "--json", str(file)]
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     if has_matplotlib:
         arguments += ["--plot", str(image)]
