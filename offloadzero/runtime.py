@@ -503,11 +503,13 @@ def _close_at_exit_of_child(process: int) -> None:  # noqa: ARG001 - once in eac
 
 def _refuse_second(model: nn.Module) -> None:
     """Raise StateError for a model that is offloaded already, or whose weights went with its engine."""
+    # Once, and not for each engine that was closed before.
+    named = [(name, id(param)) for name, param in model.named_parameters()]
     for runtime in (*_live, *_closed):
         if runtime.state is EngineState.RESTORED:
             continue
-        for name, param in model.named_parameters():
-            if id(param) not in runtime.slots:
+        for name, number in named:
+            if number not in runtime.slots:
                 continue
             if runtime.state is EngineState.CLOSED:
                 raise StateError(
