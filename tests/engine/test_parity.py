@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import offloadzero
 from tests.support import parity
@@ -15,22 +17,25 @@ from tests.support.training import (
     PLACEMENTS,
     Outcome,
     assert_same,
-    merge,
     run_engine,
     run_plain,
+    snapshot,
     worst_relative_difference,
 )
 
-# As many as in docs/parity.md, which `python -m tests.support.parity` makes, or fewer of the same.
+# As many as in docs/parity.md, which `python -m tests.support.parity` makes, or fewer of the same: nearer to plain
+# PyTorch, as the distance grows from step to step. A learning rate of nine tenths is 0.2 % away after five.
 IN_FULL = "OFFLOADZERO_TEST_EXHAUSTIVE" in os.environ
-STEPS = {} if IN_FULL else {"num_steps": 5, "num_plain_steps": 12}
+STEPS = {} if IN_FULL else {"num_steps": 3, "num_plain_steps": 5}
+PLAIN_TOLERANCE = parity.PLAIN_TOLERANCE if IN_FULL else 5e-4
+VARIATION_STEPS = 4 if IN_FULL else 3
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matrix(case: Case, tmp_path: Path) -> None:
     row = run_row(case, tmp_path, **STEPS)
     assert row.differences == {placement: [] for placement in PLACEMENTS}
-    assert row.worst_plain <= parity.PLAIN_TOLERANCE
+    assert row.worst_plain <= PLAIN_TOLERANCE
 
 
 def test_the_model_of_the_matrix_learns_and_uses_every_tier(tmp_path: Path) -> None:
@@ -44,6 +49,27 @@ def test_the_model_of_the_matrix_learns_and_uses_every_tier(tmp_path: Path) -> N
     for kind in ("param", "master", "exp_avg", "exp_avg_sq"):
         assert table.count(f"home: {kind} ") == 3, table
     assert "home: grad" in table.split("nvme")[1], table
+
+
+@pytest.mark.parametrize("dtype", ["bf16", None])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_is_compared_is_what_the_state_dicts_say(
+    placement: str, dtype: str | None, tmp_path: Path
+) -> None:
+    """An outcome's values come from segments read as wholes."""
+    case = Case(accumulation=1, clipping=0.0, checkpointing=False)
+    engine, *_ = offloadzero.initialize(
+        model=make_model(case), config=case_config(case, placement, tmp_path, dtype=dtype)
+    )
+    train(engine, case, 2)
+    outcome, named, numbered = snapshot(engine, []), engine.module.state_dict(), engine.optimizer.state_dict()
+    engine.close()
+    assert outcome.weights.keys() == named.keys()
+    assert all(torch.equal(value, named[name]) for name, value in outcome.weights.items())
+    assert outcome.states.keys() == numbered["state"].keys()
+    for number, states in numbered["state"].items():
+        assert outcome.states[number].keys() == states.keys()
+        assert all(torch.equal(value, outcome.states[number][key]) for key, value in states.items())
 
 
 def own(**block: Any) -> dict[str, Any]:
@@ -91,8 +117,9 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 def resident(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
     """The run with everything on the device, once for each kind of step."""
     directory = tmp_path_factory.mktemp("resident")
-    cases = (Case(1, 0.0, False), Case(3, 0.0, False), Case(3, 1.0, False))
-    return {case: run_case(case, "resident", directory, num_steps=4) for case in cases}
+    accumulation = 3 if IN_FULL else 2
+    cases = (Case(1, 0.0, False), Case(accumulation, 0.0, False), Case(accumulation, 1.0, False))
+    return {case: run_case(case, "resident", directory, num_steps=VARIATION_STEPS) for case in cases}
 
 
 @pytest.mark.parametrize("name", VARIATIONS)
@@ -101,7 +128,7 @@ def test_how_states_are_moved_changes_nothing(
 ) -> None:
     placement, over = VARIATIONS[name]
     for case, reference in resident.items():
-        assert_same(run_case(case, placement, tmp_path, num_steps=4, **over), reference)
+        assert_same(run_case(case, placement, tmp_path, num_steps=VARIATION_STEPS, **over), reference)
 
 
 def test_striping_over_two_directories_changes_nothing(resident: dict[Case, Outcome], tmp_path: Path) -> None:
@@ -110,7 +137,7 @@ def test_striping_over_two_directories_changes_nothing(resident: dict[Case, Outc
         path.mkdir()
     for case, reference in resident.items():
         over = own(nvme_path=[str(path) for path in paths])
-        assert_same(run_case(case, "nvme", tmp_path, num_steps=4, **over), reference)
+        assert_same(run_case(case, "nvme", tmp_path, num_steps=VARIATION_STEPS, **over), reference)
 
 
 @pytest.mark.parametrize(
@@ -127,38 +154,39 @@ def test_how_units_are_cut_changes_nothing_without_clipping(
     units: dict[str, Any], resident: dict[Case, Outcome], tmp_path: Path
 ) -> None:
     """With clipping the norm is a sum over units, whose rounding depends on the cut."""
-    case = Case(3, 0.0, False)
-    outcome = run_case(case, "nvme", tmp_path, num_steps=4, **own(units=units))
+    case = next(case for case in resident if case.accumulation > 1 and not case.clipping)
+    outcome = run_case(case, "nvme", tmp_path, num_steps=VARIATION_STEPS, **own(units=units))
     outcome.norm = resident[case].norm
     assert_same(outcome, resident[case])
 
 
-DYNAMIC = {"loss_scale": 0, "initial_scale_power": 7, "loss_scale_window": 4, "hysteresis": 1}
+DYNAMIC = {"loss_scale": 0, "initial_scale_power": 7, "loss_scale_window": 2, "hysteresis": 1}
 DTYPES: dict[str, tuple[str | None, dict[str, Any], float]] = {
-    "fp32": (None, {}, 5e-5),
+    "fp32": (None, {}, 5e-5 if IN_FULL else 1e-5),
     "fp16, fixed scale": ("fp16", {}, 1e-3),
     "fp16, dynamic scale": ("fp16", {"fp16": DYNAMIC}, 1e-3),
 }
+DTYPE_STEPS = 10 if IN_FULL else 4
+
+
+@functools.cache
+def plain_losses(case: Case, dtype: str | None) -> list[float]:
+    config = case_config(case, "resident", "", dtype=dtype)
+    return run_plain(lambda: make_model(case), lambda engine: train(engine, case, DTYPE_STEPS), config).losses
 
 
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("case", [Case(1, 0.0, False), Case(3, 1.0, True)], ids=str)
+@pytest.mark.parametrize("case", [Case(1, 0.0, False), Case(2, 1.0, True)], ids=str)
 def test_dtypes(name: str, case: Case, tmp_path: Path) -> None:
     dtype, over, tolerance = DTYPES[name]
-    num_steps = 10
 
     def run(placement: str) -> Outcome:
-        return run_case(case, placement, tmp_path, num_steps=num_steps, dtype=dtype, **over)
+        return run_case(case, placement, tmp_path, num_steps=DTYPE_STEPS, dtype=dtype, **over)
 
     reference = run("resident")
     for placement in ("host", "nvme", "mixed"):
         assert_same(run(placement), reference)
-    plain = run_plain(
-        lambda: make_model(case),
-        lambda engine: train(engine, case, num_steps),
-        merge(case_config(case, "resident", tmp_path, dtype=dtype), {}),
-    )
-    assert worst_relative_difference(reference.losses, plain.losses) < tolerance
+    assert worst_relative_difference(reference.losses, plain_losses(case, dtype)) < tolerance
 
 
 def test_the_dynamic_scale_moved_in_the_test_above(tmp_path: Path) -> None:
@@ -168,7 +196,7 @@ def test_the_dynamic_scale_moved_in_the_test_above(tmp_path: Path) -> None:
 
     def loop(engine: Any) -> list[float]:
         losses = []
-        for tokens, targets in batches(10):
+        for tokens, targets in batches(4):
             loss = engine(tokens, targets)
             engine.backward(loss)
             engine.step()
@@ -177,13 +205,13 @@ def test_the_dynamic_scale_moved_in_the_test_above(tmp_path: Path) -> None:
         return losses
 
     run_engine(lambda: make_model(case), loop, config)
-    assert scales == [128.0] * 3 + [256.0] * 4 + [512.0] * 3
+    assert scales == [128.0, 256.0, 256.0, 512.0]
 
 
 def test_gradients_accumulated_in_fp32(tmp_path: Path) -> None:
     """`data_types.grad_accum_dtype`: the same bits everywhere, and nearer to plain fp32 accumulation."""
     case = Case(3, 1.0, False)
     over = {"data_types": {"grad_accum_dtype": "fp32"}}
-    reference = run_case(case, "resident", tmp_path, num_steps=4, **over)
+    reference = run_case(case, "resident", tmp_path, num_steps=VARIATION_STEPS, **over)
     for placement in ("host", "nvme", "mixed"):
-        assert_same(run_case(case, placement, tmp_path, num_steps=4, **over), reference)
+        assert_same(run_case(case, placement, tmp_path, num_steps=VARIATION_STEPS, **over), reference)

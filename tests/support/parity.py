@@ -111,6 +111,15 @@ def run_case(
     return run_engine(lambda: make_model(case), lambda engine: train(engine, case, num_steps), config)
 
 
+@functools.cache
+def _plain_losses(accumulation: int, clipping: float, num_steps: int) -> tuple[float, ...]:
+    """Plain PyTorch's, with which the engine's are compared whether it checkpoints activations or not."""
+    case = Case(accumulation, clipping, checkpointing=False)
+    config = case_config(case, "resident", "")
+    build = functools.partial(make_model, case)
+    return tuple(run_plain(build, lambda engine: train(engine, case, num_steps), config).losses)
+
+
 def run_row(
     case: Case,
     directory: Path | str,
@@ -124,12 +133,12 @@ def run_row(
     config = case_config(case, "resident", directory)
     build = functools.partial(make_model, case)
     resident = run_engine(build, lambda engine: train(engine, case, num_plain_steps, at_steps), config)
-    plain = run_plain(build, lambda engine: train(engine, case, num_plain_steps), config)
+    plain = _plain_losses(case.accumulation, case.clipping, num_plain_steps)
     found = {
         placement: differences(run_case(case, placement, directory, num_steps=num_steps), at_steps[num_steps])
         for placement in PLACEMENTS
     }
-    return Row(case, found, worst_relative_difference(resident.losses, plain.losses))
+    return Row(case, found, worst_relative_difference(resident.losses, plain))
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
+from offloadzero.memory.store import Segment
+from offloadzero.streaming.weights import WeightAccess
+from offloadzero.update.flat_layout import ParamSlot
+from offloadzero.update.kept import kept_place
+from offloadzero.update.records import Record
 from tests.support.lion import ExactLion
 
 Config = dict[str, Any]
@@ -98,7 +104,8 @@ class Outcome:
 
 def snapshot(engine: offloadzero.Engine, losses: Sequence[float]) -> Outcome:
     """The present state of a run, copied."""
-    named, numbered = engine.module.state_dict(), engine.optimizer.state_dict()["state"]
+    with _segments_read_once(engine.optimizer.runtime.weights):
+        named, numbered = engine.module.state_dict(), engine.optimizer.state_dict()["state"]
     # Plain tensors: each operation on those that write through takes several times as long.
     with torch._C.DisableTorchFunctionSubclass():
         weights = {name: value.as_subclass(Tensor).clone() for name, value in named.items()}
@@ -108,6 +115,28 @@ def snapshot(engine: offloadzero.Engine, losses: Sequence[float]) -> Outcome:
         }
     norm = engine.get_global_grad_norm() if engine.global_steps else None
     return Outcome(list(losses), weights, states, norm)
+
+
+@contextmanager
+def _segments_read_once(weights: WeightAccess) -> Iterator[None]:
+    """In one process a segment is read once and not for each of its parameters: that takes as long as two steps."""
+    if type(weights) is not WeightAccess:
+        yield
+        return
+    copies: dict[int, Tensor] = {}
+
+    def read(record: Record, slot: ParamSlot, segment: Segment, target: Tensor) -> None:
+        if id(segment) not in copies:
+            copies[id(segment)] = torch.empty(segment.num_elements, dtype=segment.dtype)
+            weights._store.read(segment, copies[id(segment)]).wait()
+        place = kept_place(record, slot, segment.kind)
+        target.copy_(copies[id(segment)][place.start : place.start + place.num_elements])
+
+    weights._read_home = read  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del weights._read_home
 
 
 def differences(one: Outcome, other: Outcome) -> list[str]:
