@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.cases import IN_FULL
 from tests.support.plain_form import (
     ALL_PLACEMENTS,
     TOLERANCE,
@@ -27,7 +28,7 @@ from tests.support.schedules import Slowness
 from tests.support.tiny import tokens
 from tests.support.training import worst_relative_difference
 
-NUM_STEPS = 8
+NUM_STEPS = 8 if IN_FULL else 4
 
 Script = Callable[[nn.Module, torch.optim.Optimizer], list[float]]
 
@@ -178,16 +179,17 @@ def sharpness_aware(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
 
 
 def scaled_loss(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """torch.amp.GradScaler; the gradients of one step overflow."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    """torch.amp.GradScaler, whose scale grows; then the gradients of one step overflow."""
+    overflowing = NUM_STEPS // 2
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     seen = []
     for step in range(NUM_STEPS):
         loss = model(tokens(step))
-        factor = float("inf") if step == 4 else 1.0
+        factor = float("inf") if step == overflowing else 1.0
         scaler.scale(loss * factor).backward()
         scaler.unscale_(optimizer)
         norm = clip(model)
-        seen += [loss.item(), scaler.get_scale()] + ([norm.item()] if step != 4 else [])
+        seen += [loss.item(), scaler.get_scale()] + ([norm.item()] if step != overflowing else [])
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -274,7 +276,7 @@ def freezing(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     losses = []
     for step in range(NUM_STEPS):
         for p in model.blocks[1].parameters():
-            p.requires_grad_(not 2 <= step < 5)
+            p.requires_grad_(not NUM_STEPS // 4 <= step <= NUM_STEPS // 2)
         loss = model(tokens(step))
         loss.backward()
         clip(model)
