@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 import offloadzero
+from tests.support.cases import IN_FULL, each_pair
 from tests.support.models import Block, Stack, features
 from tests.support.training import make_config
 
-NUM_STEPS = 4
+NUM_STEPS = 4 if IN_FULL else 3
 
 
 def zero_some(weight: Tensor) -> None:
@@ -72,22 +74,20 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", WRITES)
-def test_masters_follow_in_every_placement(name: str, form: str, tmp_path: Path) -> None:
-    outcomes = []
-    for placement in ("host", "resident", "mixed", "nvme"):
-        over = {key: value for key, value in FORMS[form].items() if key != "offloadzero"}
-        extra = FORMS[form].get("offloadzero")
-        outcomes.append(
-            run(name, placement, tmp_path, **over, **({} if extra is None else {"offloadzero": extra}))
-        )
-    losses, masters = outcomes[0]
+@functools.cache
+def on_the_device(name: str, form: str) -> tuple[list[float], dict[str, Tensor]]:
+    losses, masters = run(name, "resident", Path(), **FORMS[form])
     assert all(value.isfinite().all() for value in masters.values())
-    for others, found in outcomes[1:]:
-        assert others == losses
-        for key, value in masters.items():
-            assert torch.equal(found[key], value), key
+    return losses, masters
+
+
+@pytest.mark.parametrize(("name", "form", "placement"), each_pair(WRITES, FORMS, ["host", "mixed", "nvme"]))
+def test_masters_follow_in_every_placement(name: str, form: str, placement: str, tmp_path: Path) -> None:
+    losses, masters = on_the_device(name, form)
+    others, found = run(name, placement, tmp_path, **FORMS[form])
+    assert others == losses
+    for key, value in masters.items():
+        assert torch.equal(found[key], value), key
 
 
 def test_what_a_forward_clamps_goes_on_learning(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 import offloadzero
 from tests.streaming.loops import NUM_STEPS, check_everywhere, take_inputs
 from tests.support import models
+from tests.support.cases import each_pair
 from tests.support.faults import delays
 from tests.support.models import Stack, features
-from tests.support.training import Config, assert_same, make_config, run_engine, snapshot
+from tests.support.training import Outcome, assert_same, make_config, run_engine, snapshot
 
 pytestmark = pytest.mark.usefixtures("no_files_left")
 
@@ -53,35 +55,40 @@ def test_running_statistics_are_those_of_torch(clipping: float, tmp_path: Path) 
     assert not any(name.endswith("offsets") for name in outcome.weights)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", None])
-@pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
+@functools.cache
+def taken_at_once(dtype: str | None, clipping: float) -> Outcome:
+    config = make_config("resident", Path(), dtype=dtype, clipping=clipping)
+    return run_engine(Stack, take_inputs(features, num_steps=4), config)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "clipping", "places"),
+    each_pair(
+        ["bf16", "fp16", None],
+        [0.0, 0.5],
+        [("nvme", "resident"), ("resident", "mixed"), ("mixed", "host"), ("host", "nvme")],
+    ),
+    ids=str,
+)
 def test_training_goes_on_from_state_dicts_under_another_placement(
-    dtype: str | None, clipping: float, tmp_path: Path
+    dtype: str | None, clipping: float, places: tuple[str, str], tmp_path: Path
 ) -> None:
-    def config(placement: str) -> Config:
-        return make_config(placement, tmp_path, dtype=dtype, clipping=clipping)
-
-    def make_input(seed: int) -> Tensor:
-        return features(seed)
-
-    whole = run_engine(Stack, take_inputs(make_input, num_steps=6), config("resident"))
-    chain = ["nvme", "resident", "mixed", "host"]
-    for first, second in zip(chain, chain[1:] + chain[:1], strict=True):
-        torch.manual_seed(0)
-        engine, *_ = offloadzero.initialize(model=Stack(), config=config(first))
-        losses = take_inputs(make_input, num_steps=3)(engine)
-        # Right after the step, which has not waited for the updates.
-        optimizer_state, model_state = engine.optimizer.state_dict(), engine.module.state_dict()
-        engine.close()
-        torch.manual_seed(99)
-        engine, *_ = offloadzero.initialize(model=Stack(), config=config(second))
-        engine.backward(engine(features(77)))  # leaves other weights, moments and leases behind
-        engine.step()
-        engine.module.load_state_dict(model_state)
-        engine.optimizer.load_state_dict(optimizer_state)
-        losses += take_inputs(lambda seed: make_input(seed + 3), num_steps=3)(engine)
-        assert_same(snapshot(engine, losses), whole)
-        engine.close()
+    first, second = (make_config(place, tmp_path, dtype=dtype, clipping=clipping) for place in places)
+    torch.manual_seed(0)
+    engine, *_ = offloadzero.initialize(model=Stack(), config=first)
+    losses = take_inputs(features, num_steps=2)(engine)
+    # Right after the step, which has not waited for the updates.
+    optimizer_state, model_state = engine.optimizer.state_dict(), engine.module.state_dict()
+    engine.close()
+    torch.manual_seed(99)
+    engine, *_ = offloadzero.initialize(model=Stack(), config=second)
+    engine.backward(engine(features(77)))  # leaves other weights, moments and leases behind
+    engine.step()
+    engine.module.load_state_dict(model_state)
+    engine.optimizer.load_state_dict(optimizer_state)
+    losses += take_inputs(lambda seed: features(seed + 2), num_steps=2)(engine)
+    assert_same(snapshot(engine, losses), taken_at_once(dtype, clipping))
+    engine.close()
 
 
 def test_optimizer_state_dict_is_torchs(tmp_path: Path) -> None:

@@ -27,10 +27,13 @@ from tests.support.training import assert_same, make_config, run_engine, worst_r
 pytestmark = pytest.mark.usefixtures("no_files_left")
 
 
-@pytest.mark.parametrize(("name", "clipping", "dtype"), each_pair(MODELS, [0.0, 0.5], ["bf16", None]))
-def test_model(name: str, clipping: float, dtype: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "clipping", "dtype", "placement"),
+    each_pair(MODELS, [0.0, 0.5], ["bf16", None], ["host", "nvme"]),
+)
+def test_model(name: str, clipping: float, dtype: str | None, placement: str, tmp_path: Path) -> None:
     make_model, make_input, over = MODELS[name]
-    keys = {"clipping": clipping, "dtypes": (dtype,), **over}
+    keys = {"clipping": clipping, "dtypes": (dtype,), "placements": (placement,), **over}
     check_everywhere(make_model, take_inputs(make_input), tmp_path, **keys)
 
 
@@ -259,9 +262,10 @@ def test_checkpointing_frees_activations(form: str, placement: str, tmp_path: Pa
     engine.close()
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("form", ["block", "two blocks", "inside"])
-def test_reentrant_checkpointing(form: str, accumulation: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "accumulation", "clipping"), each_pair(["block", "two blocks", "inside"], [1, 2], [0.0, 0.5])
+)
+def test_reentrant_checkpointing(form: str, accumulation: int, clipping: float, tmp_path: Path) -> None:
     """torch's older form: the forward saves nothing, a backward inside the backward runs it again."""
 
     def pair(first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:
@@ -286,14 +290,13 @@ def test_reentrant_checkpointing(form: str, accumulation: int, tmp_path: Path) -
         def mlp(self, x: Tensor) -> Tensor:
             return self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
-    for clipping in (0.0, 0.5):
-        check_everywhere(
-            lambda: Reentrant(Inside),
-            take_inputs(features, num_steps=4),
-            tmp_path,
-            accumulation=accumulation,
-            clipping=clipping,
-        )
+    check_everywhere(
+        lambda: Reentrant(Inside),
+        take_inputs(features, num_steps=4),
+        tmp_path,
+        accumulation=accumulation,
+        clipping=clipping,
+    )
 
 
 def test_save_on_cpu_around_the_model(tmp_path: Path) -> None:
