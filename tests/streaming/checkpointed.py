@@ -13,11 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import offloadzero
 from tests.support import models
+from tests.support.cases import IN_FULL
 from tests.support.models import Stack
 from tests.support.training import Config, make_config, merge
 
 ROWS = 97  # 4656 bytes in bf16: an input that moves
-NUM_STEPS = 4
+NUM_STEPS = 4 if IN_FULL else 3
 TIERS = ("device", "host", "nvme")
 AWAY = ("host", "nvme")
 
