@@ -16,7 +16,7 @@ Any other error of the package on the way means that the engine refuses: then th
 closes and ends.
 
 Run as a program it plays one case after another, each in a forked child, and prints what became of them as JSON:
-`python -m tests.engine.interrupts '{"directory": ..., "cases": [...]}'`.
+`python -m tests.engine.interrupts KIND SIGNAL[,SIGNAL] NUMBER SEED [FILE]`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tests.support.tiny import TinyModel, settings, tokens
 
 PACKAGE = str(Path(offloadzero.__file__).parent) + os.sep
 STARTED, PLAYED = "started\n", "played"
-NUM_STEPS = 5
+NUM_STEPS = int(os.environ.get("OFFLOADZERO_TEST_INTERRUPTED_STEPS", "3"))
 ACCUMULATION = 2
 PATIENCE_S = float(os.environ.get("OFFLOADZERO_TEST_INTERRUPT_PATIENCE_S", "30"))
 
@@ -447,22 +447,34 @@ def scratch() -> Iterator[str]:
         shutil.rmtree(folder)
 
 
-def play_all(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """Reports of all cases. The process has loaded torch already, which makes a child cheap."""
-    with scratch() as folder:
-        references: dict[str, str] = {}
-        for number, case in enumerate(cases):
-            if case.configuration not in references:
-                references[case.configuration] = make_reference(case, folder, len(references))
-            yield play_in_child(case, folder, number, references[case.configuration])
+class Player:
+    """Plays cases beside the run without an interrupt. It has loaded torch already, which makes a child cheap."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._references: dict[str, str] = {}
+        self._num_played = 0
+
+    def play(self, case: Case) -> dict[str, Any]:
+        """The report of a case."""
+        if case.configuration not in self._references:
+            reference = make_reference(case, f"{self._folder}/reference{len(self._references)}")
+            self._references[case.configuration] = reference
+        self._num_played += 1
+        return play_in_child(case, self._folder, self._num_played, self._references[case.configuration])
+
+    def count_places(self, configuration: tuple[str, float, str]) -> int:
+        """Places inside the package in a whole run."""
+        report = self.play(Case(*configuration, kind="injected", at=-1))
+        assert report["verdict"] == "never came", report
+        return int(report["num_places"])
 
 
-def make_reference(case: Case, folder: str, number: int) -> str:
+def make_reference(case: Case, path: str) -> str:
     """The file of the result of the run without an interrupt."""
-    path = f"{folder}/reference{number}"
     if (pid := os.fork()) == 0:
         torch.set_num_threads(1)
-        directory = f"{folder}/reference{number}.nvme"
+        directory = f"{path}.nvme"
         os.mkdir(directory)
         run = Run(case, directory)
         started_s = time.monotonic()
@@ -476,28 +488,19 @@ def make_reference(case: Case, folder: str, number: int) -> str:
     return path
 
 
-def count_places(configuration: tuple[str, float, str]) -> int:
-    """Places inside the package in a whole run."""
-    case = Case(*configuration, kind="injected", at=-1)
-    with scratch() as folder:
-        reference = make_reference(case, folder, 0)
-        report = play_in_child(case, folder, 0, reference)
-        assert report["verdict"] == "never came", report
-        return int(report["num_places"])
-
-
-def choose(kind: str, number: int, *, seed: int, of_signal: int) -> list[Case]:
-    """`number` cases at random places, spread over the configurations."""
-    draw = random.Random(seed)
+def choose(player: Player, kind: str, number: int, *, seed: int, of_signals: Sequence[int]) -> list[Case]:
+    """`number` cases of each signal at random places, spread over the configurations."""
     if kind == "injected":
         ends: dict[tuple[str, float, str], float] = {}
         for configuration in CONFIGURATIONS[: max(1, min(number, len(CONFIGURATIONS)))]:
-            ends[configuration] = count_places(configuration)
+            ends[configuration] = player.count_places(configuration)
     cases = []
-    for index in range(number):
-        configuration = CONFIGURATIONS[index % len(CONFIGURATIONS)]
-        at = 1 + draw.randrange(int(ends[configuration])) if kind == "injected" else draw.random()
-        cases.append(Case(*configuration, kind=kind, at=at, signal=of_signal))
+    for of_signal in of_signals:
+        draw = random.Random(seed)
+        for index in range(number):
+            configuration = CONFIGURATIONS[index % len(CONFIGURATIONS)]
+            at = 1 + draw.randrange(int(ends[configuration])) if kind == "injected" else draw.random()
+            cases.append(Case(*configuration, kind=kind, at=at, signal=of_signal))
     return cases
 
 
@@ -525,18 +528,18 @@ def last_place(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    kind, of_signal, number, seed = (
-        sys.argv[1],
-        signal.Signals[sys.argv[2]],
-        int(sys.argv[3]),
-        int(sys.argv[4]),
-    )
+    """KIND SIGNAL[,SIGNAL] NUMBER SEED [FILE]: what became of NUMBER cases of each signal, and the reports as JSON."""
+    kind, names, number, seed = sys.argv[1:5]
+    of_signals = [signal.Signals[name] for name in names.split(",")]
     reports = []
-    for report in play_all(choose(kind, number, seed=seed, of_signal=of_signal)):
-        reports.append(report)
-        if len(sys.argv) > 5:
-            with open(sys.argv[5], "a") as file:
-                file.write(json.dumps(report) + "\n")
+    with scratch() as folder:
+        player = Player(folder)
+        for case in choose(player, kind, int(number), seed=int(seed), of_signals=of_signals):
+            report = player.play(case)
+            reports.append(report)
+            if len(sys.argv) > 5:
+                with open(sys.argv[5], "a") as file:
+                    file.write(json.dumps(report) + "\n")
     print(summary(reports))
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
-import textwrap
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,9 +21,8 @@ from offloadzero.streaming import activations
 from tests.streaming.checkpointed import TIERS, config_with, features, loop, make_engine
 from tests.support import models
 from tests.support.models import CheckpointedStack, Stack
+from tests.support.tiny import run_script
 from tests.support.training import assert_same, run_engine
-
-ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
@@ -82,7 +78,7 @@ def test_what_is_on_the_device_between_forward_and_backward(tier: str, tmp_path:
 
 def test_what_the_first_call_of_a_process_keeps() -> None:
     """Nothing: the compiler, which torch's checkpoint imports, leaves cycles that hold the frames it is imported in."""
-    code = """
+    script = """
         import sys, tempfile
         from pathlib import Path
         from tests.streaming import test_activation_lifetimes as tests
@@ -90,7 +86,8 @@ def test_what_the_first_call_of_a_process_keeps() -> None:
         with tempfile.TemporaryDirectory() as directory:
             tests.test_what_is_on_the_device_between_forward_and_backward("device", Path(directory))
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=ROOT)
+    done = run_script(script, timeout_s=60)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("make_model", [Stack, CheckpointedStack], ids=["plain", "by the user"])
