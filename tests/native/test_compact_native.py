@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from offloadzero.native.kernels import Isa, isa_supported
+
 ROOT = Path(__file__).resolve().parents[2]
 CORE = sorted(path for path in ROOT.glob("csrc/cpu_adam/*.cpp") if path.name != "binding.cpp")
 SOURCES = [*CORE, ROOT / "tests/native/kernels/kernels_test.cpp"]
@@ -19,12 +21,17 @@ FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-pth
 pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="needs a C++ compiler")
 
 
+# Kernels that this CPU has not got are linked and do not run: sanitizers would see nothing in them.
+NOT_RUN = {f"kernels_{isa.value}.cpp" for isa in Isa if not isa_supported(isa)}
+
+
 def build(folder: Path, *flags: str) -> Path:
     """The program; its sources are compiled at once."""
 
     def compile_one(source: Path) -> Path:
         target = folder / f"{source.stem}.o"
-        command = [COMPILER, *FLAGS, *flags, "-c", str(source), "-o", str(target)]
+        own = [flag for flag in flags if source.name not in NOT_RUN or "sanitize" not in flag]
+        command = [COMPILER, *FLAGS, *own, "-c", str(source), "-o", str(target)]
         subprocess.run(command, check=True, timeout=300)
         return target
 
