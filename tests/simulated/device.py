@@ -30,7 +30,7 @@ from tests.simulated.collectives import Communicator, run_on_streams
 from tests.simulated.dispatch import Dispatch
 from tests.simulated.graph_streams import NotedStreams
 from tests.simulated.machine import Machine, SimulatedEvent
-from tests.simulated.memory import DeviceMemory, is_own_work, own_work, results_on_the_host
+from tests.simulated.memory import DeviceMemory, is_own_work, no_modes, results_on_the_host
 from tests.simulated.order import DEVICE_THREAD
 from tests.simulated.placing import make_there
 
@@ -115,7 +115,7 @@ class SimulatedDevice:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """In two halves, between which other streams run: a transfer takes its time."""
         self.memory.expect_no_other((target, source))
-        with own_work():
+        with no_modes():
             target, source = (
                 (self.memory.unowned(t) if self.memory.holds(t) else t.detach()).view(-1).view(torch.uint8)
                 for t in (target, source)
