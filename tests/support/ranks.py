@@ -31,22 +31,25 @@ def run_ranks(
     directory: Path,
     *given: Any,
     timeout_s: float = 60.0,
-    own_interpreters: bool = False,
+    own_interpreter: bool = False,
     forks: bool = False,
 ) -> list[Any]:
     """What `work(rank, *given)` gives on each of so many ranks. Raises RanksError.
 
-    `own_interpreters`: each rank starts Python itself, as under torchrun, so that sets of strings have another order on
-    each. `forks`: they are forks of this process, which has made no process group, and have what it has imported.
-    Otherwise the ranks are forked from a process that has imported what ranks use, and has done nothing else.
+    `own_interpreter`: the last rank starts Python itself, as all do under torchrun, so that sets of strings have
+    another order there. `forks`: they are forks of this process, which has made no process group, and have what it
+    has imported. Otherwise the ranks are forked from a process that has imported what ranks use, and nothing else.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    method = "fork" if forks else "spawn" if own_interpreters else "forkserver"
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload(["tests.support.rank_server"])
-    arguments = [(work, rank, world_size, directory, timeout_s, given) for rank in range(world_size)]
-    processes = [context.Process(target=_run, args=each, daemon=True) for each in arguments]
+    contexts = [multiprocessing.get_context("fork" if forks else "forkserver")] * world_size
+    if not forks:
+        contexts[0].set_forkserver_preload(["tests.support.rank_server"])
+    if own_interpreter:
+        contexts[-1] = multiprocessing.get_context("spawn")
+    processes: list[Any] = [
+        context.Process(target=_run, args=(work, rank, world_size, directory, timeout_s, given), daemon=True)
+        for rank, context in enumerate(contexts)
+    ]
     for process in processes:
         process.start()
     for process in processes:
