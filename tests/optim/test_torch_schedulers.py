@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,9 +16,11 @@ from torch.optim import lr_scheduler
 
 import offloadzero
 from offloadzero import ConfigError, StateError
+from tests.support.cases import IN_FULL
 from tests.support.tiny import TinyModel, settings, tokens
 
-NUM_STEPS = 50
+NUM_STEPS = 50 if IN_FULL else 25
+SAVED_AT = 20 if IN_FULL else 10
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 SCHEDULERS: dict[str, MakeScheduler] = {
@@ -32,9 +35,9 @@ SCHEDULERS: dict[str, MakeScheduler] = {
         opt, base_lr=1e-4, max_lr=1e-2, step_size_up=7, cycle_momentum=False
     ),
     "StepLR": lambda opt: lr_scheduler.StepLR(opt, step_size=8, gamma=0.5),
-    "MultiStepLR": lambda opt: lr_scheduler.MultiStepLR(opt, milestones=[5, 30], gamma=0.1),
+    "MultiStepLR": lambda opt: lr_scheduler.MultiStepLR(opt, milestones=[5, NUM_STEPS // 2 + 5], gamma=0.1),
     "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, [lambda n: 0.9**n, lambda n: 1 / (1 + n)]),
-    "CosineAnnealingLR": lambda opt: lr_scheduler.CosineAnnealingLR(opt, T_max=20),
+    "CosineAnnealingLR": lambda opt: lr_scheduler.CosineAnnealingLR(opt, T_max=NUM_STEPS // 2),
     "CosineAnnealingWarmRestarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, T_0=6, T_mult=2),
     "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
         opt,
@@ -42,7 +45,7 @@ SCHEDULERS: dict[str, MakeScheduler] = {
         milestones=[6],
     ),
     "ChainedScheduler": lambda opt: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(opt, 0.5, total_iters=9), lr_scheduler.PolynomialLR(opt, 40)]
+        [lr_scheduler.ConstantLR(opt, 0.5, total_iters=9), lr_scheduler.PolynomialLR(opt, NUM_STEPS - 10)]
     ),
 }
 
@@ -99,6 +102,7 @@ def train(
     return losses, seen
 
 
+@functools.cache
 def plain_run(make_scheduler: MakeScheduler) -> tuple[list[float], list[tuple[Any, Any]]]:
     model = make_model()
     optimizer = make_adamw(model)
@@ -136,11 +140,11 @@ def test_a_cycled_beta_changes_the_losses() -> None:
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.usefixtures("no_warnings")
 def test_a_saved_scheduler_goes_on(name: str) -> None:
-    """Scheduler and optimizer saved at step 20, loaded into new ones: the rest is that of the undisturbed torch run."""
+    """Scheduler and optimizer saved midway, loaded into new ones: the rest is that of the undisturbed torch run."""
     losses, seen = plain_run(SCHEDULERS[name])
     model, optimizer = offloadzero.offload(first := make_model(), make_adamw(first), config())
     scheduler = SCHEDULERS[name](optimizer)
-    train(model, optimizer, scheduler, 0, 20)
+    train(model, optimizer, scheduler, 0, SAVED_AT)
     # A scheduler's state may be the scheduler's own lists and dicts.
     saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), scheduler.state_dict()])
     optimizer.close()
@@ -151,9 +155,9 @@ def test_a_saved_scheduler_goes_on(name: str) -> None:
     scheduler = SCHEDULERS[name](optimizer)
     optimizer.load_state_dict(saved[1])
     scheduler.load_state_dict(saved[2])
-    got_losses, got_seen = train(model, optimizer, scheduler, 20, NUM_STEPS)
-    assert got_seen == seen[20:]
-    assert got_losses == pytest.approx(losses[20:], rel=1e-5)
+    got_losses, got_seen = train(model, optimizer, scheduler, SAVED_AT, NUM_STEPS)
+    assert got_seen == seen[SAVED_AT:]
+    assert got_losses == pytest.approx(losses[SAVED_AT:], rel=1e-5)
     optimizer.close()
 
 
@@ -168,11 +172,11 @@ def test_schedulers_of_the_config(tmp_path: Path) -> None:
     plain = make_model()
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.1)
     plain_scheduler = lr_scheduler.OneCycleLR(plain_optimizer, **params)
-    losses, seen = train(plain, plain_optimizer, plain_scheduler, 0, 30)
+    losses, seen = train(plain, plain_optimizer, plain_scheduler, 0, 20)
 
     got_losses: list[float] = []
     got_seen: list[tuple[Any, Any]] = []
-    for first, last in ((0, 15), (15, 30)):
+    for first, last in ((0, 10), (10, 20)):
         engine, optimizer, _, _ = offloadzero.initialize(model=make_model(), config=str(path))
         assert optimizer is not None
         if first:
