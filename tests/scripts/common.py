@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import offloadzero
 from tests.support.training import Config, merge
 
-NUM_STEPS = int(os.environ.get("OFFLOADZERO_TEST_STEPS", "8"))
+NUM_STEPS = int(os.environ.get("OFFLOADZERO_TEST_STEPS", "5"))
 MAX_NORM = 0.1  # bites in every step of every script here
 LR = 3e-3
 # Larger than usual, so that a gradient of another size is another update: Adam alone hardly sees its scale.

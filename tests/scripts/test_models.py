@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import offloadzero
-from tests.support.cases import each_pair
+from tests.support.cases import IN_FULL, each_pair
 from tests.support.training import (
     Config,
     Outcome,
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(NEEDED is None, reason="needs transformers")
 
 VOCABULARY = 96
 LENGTH = 12
-NUM_STEPS = 5
+NUM_STEPS = 5 if IN_FULL else 3
 
 
 def llama() -> nn.Module:
