@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,17 +161,23 @@ def windows(data: Tensor, starts: list[int], seq_len: int) -> tuple[Tensor, Tens
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def stdlib_sources() -> list[Path]:
-    """Return the standard library's own sources in sorted order, without installed packages."""
-    found: list[Path] = []
-    for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
-        # Not even looked at: there are several times as many files in them.
-        subfolders[:] = [name for name in subfolders if name not in ("site-packages", "dist-packages")]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(found)
+def stdlib_sources() -> Iterator[Path]:
+    """Yield the standard library's own sources in sorted order, without installed packages."""
+    yield from _sources(Path(sysconfig.get_path("stdlib")))
 
 
-def read_files(paths: list[Path], *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+def _sources(folder: Path) -> Iterator[Path]:
+    """Yield what is in a folder as it is asked for: the first megabyte needs few of the folders."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            # Not even looked at: there are several times as many files in them.
+            if path.name not in ("site-packages", "dist-packages"):
+                yield from _sources(path)
+        elif path.suffix == ".py":
+            yield path
+
+
+def read_files(paths: Iterable[Path], *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """Return the files one after another, up to `max_bytes`."""
     data = bytearray()
     for path in paths:

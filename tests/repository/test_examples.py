@@ -139,7 +139,7 @@ def test_too_little_text_is_an_error() -> None:
 
 
 def test_the_default_text_is_python_source_without_installed_packages() -> None:
-    sources = gpt_model.stdlib_sources()
+    sources = list(gpt_model.stdlib_sources())
     assert sources == sorted(sources)
     assert any(path.name == "argparse.py" for path in sources)
     assert not any(path.match("site-packages/**/*.py") or "site-packages" in path.parts for path in sources)

@@ -67,11 +67,12 @@ def train_text(rank: int, world_size: int, cases: dict[str, Any], directory: str
                 num_bytes[channel] = num_bytes.get(channel, 0) + count.num_bytes
         param = model.blocks[0].up.weight
         master = offloadzero.zero.safe_get_full_fp32_param(param).flatten()
-        weight = engine.module.state_dict()["blocks.0.up.weight"].float().flatten()
+        weights = dict(engine.module.state_dict())
+        weight = weights["blocks.0.up.weight"].float().flatten()
         found[name] = {
             "losses": losses,
             "steps": num_steps,
-            "weights": digest(dict(engine.module.state_dict())),
+            "weights": digest(weights),
             "bytes": num_bytes,
             "whole elements": sum(one.num_elements for one in engine._runtime.records if one.resident),
             "gathered elements": sum(one.num_elements for one in engine._runtime.records if one.is_gathered),
