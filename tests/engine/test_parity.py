@@ -24,9 +24,10 @@ from tests.support.training import (
 )
 
 # As many as in docs/parity.md, which `python -m tests.support.parity` makes, or fewer of the same: nearer to plain
-# PyTorch, as the distance grows from step to step. A learning rate of nine tenths is 0.2 % away after five.
+# PyTorch, as the distance grows from step to step. A learning rate of nine tenths is 0.2 % away after five, a run
+# without clipping 0.07 % after six.
 IN_FULL = "OFFLOADZERO_TEST_EXHAUSTIVE" in os.environ
-STEPS = {} if IN_FULL else {"num_steps": 3, "num_plain_steps": 5}
+STEPS = {} if IN_FULL else {"num_steps": 3, "num_plain_steps": 6}
 PLAIN_TOLERANCE = parity.PLAIN_TOLERANCE if IN_FULL else 5e-4
 VARIATION_STEPS = 4 if IN_FULL else 3
 
