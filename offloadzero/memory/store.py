@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -150,11 +151,15 @@ class TieredStore:
         return home.backing.write(home, source, start=start, priority=priority)
 
     def close(self) -> None:
-        """Drain the lanes, end the file transfers, remove the files, unpin."""
+        """Drain the lanes, end the file transfers, remove the files, unpin: each of it, whatever fails before it."""
         self.is_closed = True
-        self.on_device.close()
-        if self.nvme is not None:
-            self.nvme.close()
+        with ExitStack() as ends:  # from the last to the first
+            ends.callback(self._unpin)
+            if self.nvme is not None:
+                ends.callback(self.nvme.close)
+            ends.callback(self.on_device.close)
+
+    def _unpin(self) -> None:
         if self._pinned:
             self.accelerator.unpin(self.host.buffer)
             self._pinned = False
