@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from offloadzero.config import OffloadConfig
-from offloadzero.observe.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from offloadzero.observe.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, comparison
 from offloadzero.planning.memory_plan import MemoryPlan
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES
@@ -25,14 +25,13 @@ WEIGHTS, NEAR_WEIGHTS, UPDATES, ORDERS = "weights", "near_weights", "updates", "
 GRADIENTS, NEAR_GRADIENTS, FAR_GRADIENTS = "gradients", "near_gradients", "far_gradients"
 # Their bytes are those of parameters and gradients; others are some bytes in host memory.
 OF_TENSORS = (WEIGHTS, NEAR_WEIGHTS, UPDATES, GRADIENTS, NEAR_GRADIENTS, FAR_GRADIENTS)
-_ORDER_BYTES = 32  # of a comparison
 
 Collective = tuple[str, str, int]  # purpose, kind, bytes
 
 
 def of_fetch(record: Record, config: OffloadConfig, *, is_near: bool) -> Iterator[Collective]:
     """Yield the collectives of a fetch of a divided record. `is_near`: from the copies that near ranks keep."""
-    yield ORDERS, ALL_REDUCE, _ORDER_BYTES
+    yield ORDERS, *comparison(record.shard.world_size, num_values=2)
     coded = {} if is_near else wire_regions(record, config.zero_plus_plus)
     for start, stop in ((0, record.num_trainable), (record.num_trainable, record.num_elements)):
         if start == stop:

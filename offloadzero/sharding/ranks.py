@@ -36,6 +36,7 @@ from offloadzero.observe.collectives import (
     ALL_REDUCE,
     ALL_TO_ALL,
     BROADCAST,
+    MOST_TELLING_EACH,
     REDUCE_SCATTER,
     SCATTER,
     CollectiveCount,
@@ -162,8 +163,11 @@ class Channel:
     def by_rank_unless_same(self, own: Sequence[int], label: str) -> list[list[int]] | None:
         """The numbers of each rank, by rank; None where all ranks have the same.
 
-        The comparison takes a few bytes, however many ranks there are. Only where some differ do they tell which.
+        Many ranks compare them in a few bytes, however many there are. Only where some differ do they tell which.
         """
+        if self.spec.world_size <= MOST_TELLING_EACH:
+            by_rank = self.by_rank(own, label)
+            return None if all(values == by_rank[0] for values in by_rank) else by_rank
         values = torch.tensor(own, dtype=torch.int64, device="cpu")
         largest = torch.stack([values, -values])
         self.all_reduce(largest, label, largest=True)
@@ -173,9 +177,15 @@ class Channel:
 
     def by_rank(self, own: Sequence[int], label: str) -> list[list[int]]:
         """The numbers of each rank, by rank."""
-        said = torch.zeros(self.spec.world_size, len(own), dtype=torch.int64, device="cpu")
-        said[self.spec.rank] = torch.tensor(own, dtype=torch.int64, device="cpu")
-        self.all_reduce(said, label)
+        values, num_ranks = torch.tensor(own, dtype=torch.int64, device="cpu"), self.spec.world_size
+        if num_ranks <= MOST_TELLING_EACH:
+            sent = values.repeat(num_ranks, 1)
+            said = sent.clone()  # what a fake group leaves: all ranks are as this one
+            self.all_to_all(said.view(torch.uint8), sent.view(torch.uint8), label)
+        else:
+            said = torch.zeros(num_ranks, len(own), dtype=torch.int64, device="cpu")
+            said[self.spec.rank] = values
+            self.all_reduce(said, label)
         by_rank: list[list[int]] = said.tolist()
         return by_rank
 

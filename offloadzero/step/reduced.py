@@ -263,14 +263,9 @@ def _told(
     channel: Channel, total: float, number: int, more: Sequence[int]
 ) -> tuple[list[float], list[int], list[list[int]]]:
     """Return the sums of all ranks and the numbers of their steps, both by rank, and `more` of them, each by rank."""
-    spec = channel.spec
-    said = torch.zeros(spec.world_size, 2 + len(more), dtype=torch.int64, device="cpu")
-    said[spec.rank, 0] = torch.tensor(total, dtype=torch.float64, device="cpu").view(torch.int64)
-    said[spec.rank, 1:] = torch.tensor([number, *more], device="cpu")
-    channel.all_reduce(said, f"step {number}")
-    totals: list[float] = said[:, 0].contiguous().view(torch.float64).tolist()
-    steps, *others = said[:, 1:].t().tolist()
-    return totals, steps, others
+    bits = int(torch.tensor(total, dtype=torch.float64, device="cpu").view(torch.int64))
+    totals, steps, *others = zip(*channel.by_rank([bits, number, *more], f"step {number}"), strict=True)
+    return torch.tensor(totals, device="cpu").view(torch.float64).tolist(), [*steps], [*map(list, others)]
 
 
 class ReducingCoordinator(StepCoordinator):

@@ -30,7 +30,7 @@ from offloadzero.step.record_gradient import RecordGradient
 from offloadzero.streaming.gathered import GatheredWeights
 from offloadzero.torch_private import current_graph_task_id
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.kept import kept_place
+from offloadzero.update.kept import kept_parts
 
 
 class ReducedAccess(GradientAccess):
@@ -71,19 +71,20 @@ class ReducedAccess(GradientAccess):
         record = state.record
         if record.shard.world_size == 1:
             return super()._read_home(state, slot, home)
-        place = kept_place(record, slot, SegmentKind.GRAD)
         # The others wait for this rank until the block ends.
         with self._store.failures.whole(f"the read of {slot.name}.grad over the ranks"):
             self._weights.announce_gradient(record, slot)
-            flat = torch.zeros(slot.num_elements, dtype=home.dtype, device="cpu")
-            kept = flat[place.skipped : place.skipped + place.num_elements]
+            flat = torch.empty(slot.num_elements, dtype=home.dtype, device="cpu")
+            parts = kept_parts(record, slot, SegmentKind.GRAD, flat)
             with self._clock.waiting("gradient access"), self._store.failures.handed_over():
-                if home.is_in_memory:
-                    kept.copy_(home.memory[place.start : place.start + place.num_elements])
-                elif place.num_elements:
-                    self._store.read(home, kept, start=place.start).wait()
-                # Each byte comes from one rank, and is zero on the others.
-                self._ranks.states.all_reduce(flat.view(torch.uint8), f"{slot.name}.grad")
+                if record.shard.rank in parts:
+                    start, own = parts[record.shard.rank]
+                    if home.is_in_memory:
+                        own.copy_(home.memory[start : start + own.numel()])
+                    else:
+                        self._store.read(home, own, start=start).wait()
+                for rank, (_, part) in parts.items():
+                    self._ranks.states.broadcast(part, f"{slot.name}.grad", source=rank)
         return flat
 
     def _sq_norm_at_home(self, state: RecordGradient, slot: ParamSlot) -> float:

@@ -40,7 +40,7 @@ from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.torch_private import active_ddp_module
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.kept import gathered_regions, kept_place, kept_regions
+from offloadzero.update.kept import gathered_regions, kept_parts, kept_regions
 from offloadzero.update.records import Record
 
 # The next act of a rank: a read, by the record's number, of its own or one that leads the others, a BlockAct, or one of
@@ -242,10 +242,9 @@ class GatheredWeights(WeightAccess):
     """Reads the shards of a parameter or a state on all ranks, which read the same ones in the same order.
 
     [Note: ranks say what they read]
-    A read adds up the shards of all ranks, so a rank that reads something else would get a mixture, or, with another
-    size, end the process inside of gloo. Before each read every rank tells the others what it is about to do, in
-    numbers of a fixed
-    size: a departure is an error on all of them, before any value is touched.
+    In a read each rank sends the others the part that it keeps, so one that reads something else would get a mixture,
+    or, with another size, end the process inside of gloo. Before each read every rank tells the others what it is about
+    to do, in numbers of a fixed size: a departure is an error on all of them, before any value is touched.
 
     [Note: the first rank reads, the others follow]
     Some work with all values is done by one rank alone, the writing of a checkpoint say. The first rank does it in
@@ -453,12 +452,8 @@ class GatheredWeights(WeightAccess):
         label: str | None = None,
     ) -> list[int]:
         """Tell the others the next act: [Note: ranks say what they read]. Returns that of the first rank."""
-        spec = self._ranks.spec
-        said = torch.zeros(spec.world_size, 5, dtype=torch.int64, device="cpu")
-        said[spec.rank] = torch.tensor([what, place, kind, num_said, self._leads], device="cpu")
-        act = label or f"what the ranks do ({self._text(what, place, kind, num_said, self._leads)})"
-        self._ranks.states.all_reduce(said, act)
-        by_rank: list[list[int]] = said.tolist()
+        own = [what, place, kind, num_said, int(self._leads)]
+        by_rank = self._ranks.states.by_rank(own, label or f"what the ranks do ({self._text(*own)})")
         first, *others = by_rank
         fitting = [_FOLLOWS, 0, 0, 0, 0] if first[-1] else first
         if first[0] == _FOLLOWS or any(other != fitting for other in others):
@@ -502,7 +497,6 @@ class GatheredWeights(WeightAccess):
         super().write_step(record, slot, step)
 
     def _read_home(self, record: Record, slot: ParamSlot, segment: Segment, target: torch.Tensor) -> None:
-        place = kept_place(record, slot, segment.kind)
         if record.shard.world_size == 1 or segment is record.whole_param:
             super()._read_home(record, slot, segment, target)
             return
@@ -510,9 +504,9 @@ class GatheredWeights(WeightAccess):
         with self._store.failures.whole(f"the read of {slot.name} over the ranks"):
             if not self._follows:
                 self._say(record.index, slot.index, record.spec.kinds.index(segment.kind))
-            data = target.view(torch.uint8).zero_()
-            if place.num_elements:
-                kept = target[place.skipped : place.skipped + place.num_elements]
-                self._store.read(segment, kept, start=place.start).wait()
-            # Each byte comes from one rank, and is zero on the others.
-            self._ranks.states.all_reduce(data, f"{slot.name}.{segment.kind.value}")
+            parts = kept_parts(record, slot, segment.kind, target)
+            if record.shard.rank in parts:
+                start, own = parts[record.shard.rank]
+                self._store.read(segment, own, start=start).wait()
+            for rank, (_, part) in parts.items():
+                self._ranks.states.broadcast(part, f"{slot.name}.{segment.kind.value}", source=rank)

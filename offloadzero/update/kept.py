@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from offloadzero.segments import SegmentKind
+from offloadzero.sharding.shard_spec import ShardSpec
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.record_state import segment_slice
 from offloadzero.update.records import Record
@@ -23,14 +24,34 @@ class KeptPlace(NamedTuple):
 
 def kept_place(record: Record, slot: ParamSlot, kind: SegmentKind) -> KeptPlace:
     """The place of the part that this rank keeps of a parameter in one of its segments."""
+    return _place_of(record, slot, kind, record.shard)
+
+
+def kept_parts(
+    record: Record, slot: ParamSlot, kind: SegmentKind, whole: torch.Tensor
+) -> dict[int, tuple[int, torch.Tensor]]:
+    """The parts of a parameter's segment, shape (n,), each with its start in the home of the rank that keeps it.
+
+    They are by rank, without the ranks that keep none.
+    """
+    num_ranks = record.shard.world_size
+    places = [_place_of(record, slot, kind, ShardSpec(rank, num_ranks)) for rank in range(num_ranks)]
+    return {
+        rank: (start, whole[skipped : skipped + num_elements])
+        for rank, (start, num_elements, skipped) in enumerate(places)
+        if num_elements
+    }
+
+
+def _place_of(record: Record, slot: ParamSlot, kind: SegmentKind, shard: ShardSpec) -> KeptPlace:
     start, stop = slot.offset, slot.offset + slot.num_elements
     whole = segment_slice(kind, start, stop)
-    if record.shard.world_size == 1 or (kind is SegmentKind.PARAM and not record.is_gathered):
+    if shard.world_size == 1 or (kind is SegmentKind.PARAM and not record.is_gathered):
         return KeptPlace(whole.start, whole.stop - whole.start, 0)
     base = 0 if slot.trainable else record.num_trainable
     total = record.num_trainable if slot.trainable else record.num_elements - record.num_trainable
-    first, _ = record.shard.kept_range(total)
-    start, stop = record.shard.clipped(start - base, stop - base, total)
+    first, _ = shard.kept_range(total)
+    start, stop = shard.clipped(start - base, stop - base, total)
     if start == stop:
         return KeptPlace(0, 0, 0)
     part = segment_slice(kind, start, stop)

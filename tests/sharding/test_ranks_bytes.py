@@ -334,9 +334,9 @@ def test_ranks_send_what_the_papers_say(
         spared = num_micro * ends if stage == 3 else 0
         assert volume_bytes(large) + spared == pytest.approx(papers, rel=TOLERANCE)
         assert volume_bytes(sent) - volume_bytes(large) < psi / 1000, "what the ranks agree on is little"
-        if stage == 3:  # by each fetch 32 bytes, however many ranks there are
+        if stage == 3:  # by each fetch 16 bytes to each rank
             num_fetches = sent["weights all-gather"].num_calls
-            assert sent["orders all-reduce"] == (num_fetches, 32 * num_fetches)
+            assert sent["orders all-to-all"] == (num_fetches, 16 * num_ranks * num_fetches)
 
 
 def test_a_step_s_record_tells_its_collectives(

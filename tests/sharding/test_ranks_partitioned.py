@@ -179,7 +179,7 @@ def test_what_is_gathered_is_counted(found: Found) -> None:
             assert of_rank[f"3 {tier} False"][2] == {}
             sent = of_rank[f"3 {tier} True"][2]
             assert sent["activations all-gather"] == [num_gathers, num_gathers * INPUT_BYTES]
-            assert sent["activation_orders all-reduce"][0] == num_gathers
+            assert sent["activation_orders all-to-all"][0] == num_gathers
 
 
 def train_planned(_: int, directory: str) -> dict[str, Any]:
