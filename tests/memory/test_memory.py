@@ -26,7 +26,7 @@ def measure(*options: str) -> dict[str, Any]:
         "--steps",
         "2",
         "--seq-len",
-        "8",  # without AVX-512 torch multiplies bf16 at less than 1 GFLOPS
+        "2",  # without AVX-512 torch multiplies bf16 at less than 1 GFLOPS
         *options,
     ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)

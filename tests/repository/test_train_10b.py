@@ -368,7 +368,7 @@ def test_the_check_names_all_that_a_run_did_not_show() -> None:
 
 
 def test_the_check_reads_what_the_script_writes(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--directory", ".", "--parameters", "2M", "--no-rehearsal", "--max-rss", "1MiB"]
+    options = ["--directory=.", "--parameters=2M", "--no-rehearsal", "--max-rss=1MiB", "--seq-len=32"]
     *_, problem = ten_billion.check_size(ten_billion.parse_arguments(options), Path.cwd())
     assert problem.endswith("bytes, 1,048,576 are allowed")
     output = capsys.readouterr().out
