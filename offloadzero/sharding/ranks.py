@@ -177,14 +177,12 @@ class Channel:
 
     def by_rank(self, own: Sequence[int], label: str) -> list[list[int]]:
         """The numbers of each rank, by rank."""
-        values, num_ranks = torch.tensor(own, dtype=torch.int64, device="cpu"), self.spec.world_size
+        rank, num_ranks = self.spec.rank, self.spec.world_size
+        said = torch.tensor([own] * num_ranks, dtype=torch.int64, device="cpu")
         if num_ranks <= MOST_TELLING_EACH:
-            sent = values.repeat(num_ranks, 1)
-            said = sent.clone()  # what a fake group leaves: all ranks are as this one
-            self.all_to_all(said.view(torch.uint8), sent.view(torch.uint8), label)
-        else:
-            said = torch.zeros(num_ranks, len(own), dtype=torch.int64, device="cpu")
-            said[self.spec.rank] = values
+            self.all_to_all(said.view(torch.uint8), said.clone().view(torch.uint8), label)
+        elif not is_fake():  # there nobody says anything, and all ranks are as this one
+            said[:rank] = said[rank + 1 :] = 0
             self.all_reduce(said, label)
         by_rank: list[list[int]] = said.tolist()
         return by_rank

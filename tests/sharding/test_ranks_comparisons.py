@@ -9,6 +9,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 
 from offloadzero.observe.collectives import ALL_REDUCE, ALL_TO_ALL, MOST_TELLING_EACH, comparison
 from offloadzero.sharding import ranks
@@ -57,3 +59,14 @@ def test_each_rank_knows_the_numbers_of_all(tmp_path: Path, most: int, kind: str
 def test_what_is_planned_of_a_comparison_is_what_is_sent() -> None:
     assert comparison(MOST_TELLING_EACH, 2) == (ALL_TO_ALL, 16 * MOST_TELLING_EACH)
     assert comparison(MOST_TELLING_EACH + 1, 2) == (ALL_REDUCE, torch.zeros(2, 2, dtype=torch.int64).nbytes)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 64])
+def test_where_nobody_else_is_there_all_ranks_are_as_this_one(num_ranks: int) -> None:
+    dist.init_process_group("fake", rank=1, world_size=num_ranks)
+    try:
+        several = ranks.make_ranks(torch.device("cpu"))
+        assert several.control.by_rank_unless_same([5, -6], "numbers") is None
+        assert several.control.by_rank([5, -6], "numbers") == [[5, -6]] * num_ranks
+    finally:
+        dist.destroy_process_group()
