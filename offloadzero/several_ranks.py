@@ -86,8 +86,9 @@ class SeveralRanks:
 
     def least(self, values: Sequence[int]) -> list[int]:
         """Return the least of each value on any rank."""
-        by_rank = self.ranks.agreements.by_rank(values, "the least of all ranks")
-        return [min(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+        negative = -torch.tensor(values, dtype=torch.int64, device="cpu")
+        self.ranks.agreements.all_reduce(negative, "the least of all ranks", largest=True)
+        return [-value for value in negative.tolist()]
 
     def agreed_number(self) -> int:
         """A number that all ranks have in common, and that no other call gives again."""
@@ -193,21 +194,25 @@ class SeveralRanks:
 
     def is_on_some(self, flag: bool) -> bool:
         """Whether `flag` holds on any rank."""
-        return any(on_rank for (on_rank,) in self.ranks.agreements.by_rank([flag], "a question to all ranks"))
+        flags = torch.tensor([flag], dtype=torch.uint8, device="cpu")
+        self.ranks.agreements.all_reduce(flags, "a question to all ranks", largest=True)
+        return bool(flags)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Raise RankError at the end of the block where another rank has failed in it. All ranks have such a block."""
         channel = self.ranks.agreements
-        has_failed = True
+        spec = channel.spec
+        failed = torch.zeros(spec.world_size, dtype=torch.uint8, device="cpu")
+        failed[spec.rank] = 1
         try:
             yield
-            has_failed = False
+            failed[spec.rank] = 0
         finally:
-            by_rank = channel.by_rank([has_failed], what)
-        ranks = [rank for rank, (failed,) in zip(channel.members, by_rank, strict=True) if failed]
+            channel.all_reduce(failed, what)
+        ranks = failed.nonzero().view(-1).tolist()
         if ranks:
-            raise RankError(f"{what} has failed on ranks {ranks}, and not on rank {channel.rank}")
+            raise RankError(f"{what} has failed on ranks {ranks}, and not on rank {spec.rank}")
 
     @staticmethod
     def read_by_first(weights: WeightAccess, work: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -48,7 +48,7 @@ from offloadzero.sharding.aborting import abort_groups
 from offloadzero.sharding.board import LOOK_UP_S, Board, first_line, is_fake, named
 from offloadzero.sharding.comparing import OrderSum
 from offloadzero.sharding.mesh import MeshGroups, mesh_groups, numbers_of
-from offloadzero.sharding.shard_spec import ShardSpec
+from offloadzero.sharding.shard_spec import ShardSpec, consecutive_groups, groups_of_equal_place
 from offloadzero.sharding.standstill import WAITED_S, Standstill, Watch
 from offloadzero.torch_private import timeout_of_process_group
 
@@ -165,7 +165,7 @@ class Channel:
 
         Many ranks compare them in a few bytes, however many there are. Only where some differ do they tell which.
         """
-        if self.spec.world_size <= MOST_TELLING_EACH:
+        if self._tells_each:
             by_rank = self.by_rank(own, label)
             return None if all(values == by_rank[0] for values in by_rank) else by_rank
         values = torch.tensor(own, dtype=torch.int64, device="cpu")
@@ -175,23 +175,32 @@ class Channel:
             return None
         return self.by_rank(own, label)
 
+    @property
+    def _tells_each(self) -> bool:
+        return self.spec.world_size <= MOST_TELLING_EACH and not is_fake()
+
     def by_rank(self, own: Sequence[int], label: str) -> list[list[int]]:
-        """The numbers of each rank, by rank."""
-        rank, num_ranks = self.spec.rank, self.spec.world_size
-        said = torch.tensor([own] * num_ranks, dtype=torch.int64, device="cpu")
-        if num_ranks <= MOST_TELLING_EACH:
-            self.all_to_all(said.view(torch.uint8), said.clone().view(torch.uint8), label)
-        elif not is_fake():  # there nobody says anything, and all ranks are as this one
-            said[:rank] = said[rank + 1 :] = 0
+        """The numbers of each rank, by rank; in a fake group, where nobody says anything, the others' are zero."""
+        values, num_ranks = torch.tensor(own, dtype=torch.int64, device="cpu"), self.spec.world_size
+        said = torch.zeros(num_ranks, len(own), dtype=torch.int64, device="cpu")
+        said[self.spec.rank] = values
+        if self._tells_each:
+            sent = values.repeat(num_ranks, 1)
+            self.all_to_all(said.view(torch.uint8), sent.view(torch.uint8), label)
+        else:
             self.all_reduce(said, label)
         by_rank: list[list[int]] = said.tolist()
         return by_rank
 
-    def broadcast(self, values: Tensor, label: str, *, source: int = 0) -> None:
-        """Replace `values` by those of the group's first rank, or of the one at place `source`."""
-        data = values.view(-1).view(torch.uint8)
+    def broadcast(self, values: Tensor, label: str, *, source: int = 0, is_agreed: bool = False) -> None:
+        """Replace `values` by those of the group's first rank, or of the one at place `source`.
+
+        `is_agreed`: all ranks have said that this is next, so one whose engine is closed is through with it.
+        """
+        data, ends = values.view(-1).view(torch.uint8), () if is_agreed else self.members
         if data.numel():
-            self._run(BROADCAST, label, data, lambda: dist.broadcast(data, group_src=source, **self._options))
+            start = lambda: dist.broadcast(data, group_src=source, **self._options)  # noqa: E731
+            self._run(BROADCAST, label, data, start, ends)
 
     def scatter(self, part: Tensor, whole: Tensor, label: str, *, source: int = 0) -> None:
         """Fill `part` with this rank's part of `whole` on the rank at place `source`: uint8, shapes (n,), (n N,)."""
@@ -230,12 +239,20 @@ class Channel:
     def _options(self) -> dict[str, Any]:
         return {"group": self._group, "async_op": True}
 
-    def _run(self, kind: str, label: str, data: Tensor, start: Callable[[], Any]) -> None:
-        """Issue the collective that `start` begins over `data`, and wait for it."""
+    def _run(
+        self,
+        kind: str,
+        label: str,
+        data: Tensor,
+        start: Callable[[], Any],
+        ends: Iterable[int] | None = None,
+    ) -> None:
+        """Issue the collective that `start` begins over `data`, and wait for it, or for the end of a rank of `ends`."""
+        ends = self.members if ends is None else ends
         if self._is_closed:
             raise StateError(f"{label}: the {kind}: the engine of this model is closed")
         what = f"{label}: the {kind} ({self._who})"
-        self._look_before(what)
+        self._look_before(what, ends)
         try:
             self._is_in_collective = True
             watch = None if self.watch is None or kind in (BROADCAST, SCATTER) else self.watch
@@ -248,7 +265,7 @@ class Channel:
                     raise AssertionError("the process is in no process group")
                 self.counter.add(kind, data.nbytes)
                 if self._is_on_host:
-                    self._wait(work, what, watch)
+                    self._wait(work, what, watch, ends)
                 else:
                     work.wait()  # makes the stream wait, not the host
             self._is_in_collective = False
@@ -267,15 +284,15 @@ class Channel:
             because = f": {text}" if text is not None else ""
             raise RankError(f"{what} has failed{because} ({first_line(error)})") from error
 
-    def _look_before(self, what: str) -> None:
+    def _look_before(self, what: str, ends: Iterable[int]) -> None:
         """Look for failed ranks, now and then; a wait looks each time, and so does what follows this rank's own end."""
         now_s = time.monotonic()
         if self._board.has_ended or now_s - self._looked_s >= LOOK_AGAIN_S:
-            self._board.look(what, self.members)
+            self._board.look(what, ends)
             self._looked_s = now_s
 
     @interruptible
-    def _wait(self, work: Any, what: str, watch: Watch | None) -> None:
+    def _wait(self, work: Any, what: str, watch: Watch | None, ends: Iterable[int]) -> None:
         look_up = timedelta(seconds=LOOK_UP_S)
         first_s = time.monotonic()
         while True:
@@ -292,7 +309,7 @@ class Channel:
                 if work.is_completed():  # since then, perhaps: the error is that of the wait, or its own
                     work.wait()
                     return
-            self._board.look(what, self.members)
+            self._board.look(what, ends)
             if watch is not None and time.monotonic() - first_s > WAITED_S:
                 watch.look(what)
 
@@ -425,7 +442,7 @@ def make_ranks(
         tensor = groups.tensor if groups is not None and divides_inputs else []
         if reduces_codes:
             size = node_ranks if node_ranks > 1 else _agreed_node_size(everyone, local_world_size)
-            near, far = _consecutive(world, size), _of_equal_place(world, size)
+            near, far = consecutive_groups(world, size), groups_of_equal_place(world, size)
     except ConfigError:  # on all ranks
         everyone.close()
         raise
@@ -442,7 +459,7 @@ def make_ranks(
         control=control,
         states=of_data("gloo"),
         board=channels.board,
-        near_weights=channels.of_part(on_device, _consecutive(world, node_ranks)),
+        near_weights=channels.of_part(on_device, consecutive_groups(world, node_ranks)),
         near_gradients=channels.of_part(on_device, near),
         far_gradients=channels.of_part(on_device, far),
         everyone=None if groups is None else everyone,
@@ -535,20 +552,6 @@ def _begin_one_by_one(ranks: Ranks, device: torch.device) -> None:
     for each in (*on_devices, *of_parts):
         if each is not None:
             each.all_reduce(torch.zeros(1, device=device), "the first collective")
-
-
-def _consecutive(spec: ShardSpec, num_ranks: int) -> list[list[int]]:
-    """Return the groups of so many consecutive ranks; none where each has one rank."""
-    if num_ranks == 1:
-        return []
-    return [[*range(first, first + num_ranks)] for first in range(0, spec.world_size, num_ranks)]
-
-
-def _of_equal_place(spec: ShardSpec, num_ranks: int) -> list[list[int]]:
-    """Return the groups of ranks that have one place among so many consecutive ones; none where each has one rank."""
-    if num_ranks == spec.world_size:
-        return []
-    return [[*range(place, spec.world_size, num_ranks)] for place in range(num_ranks)]
 
 
 def _expect_same_groups(everyone: Channel, mesh: MeshConfig | None, own: Mapping[str, int]) -> None:

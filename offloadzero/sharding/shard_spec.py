@@ -66,3 +66,17 @@ def divides_params(stage: int) -> bool:
 def keeps_params_on_device(stage: int) -> bool:
     """Whether all parameters stay on each rank's device: where states are divided, but not the parameters."""
     return divides_states(stage) and not divides_params(stage)
+
+
+def consecutive_groups(spec: ShardSpec, num_ranks: int) -> list[list[int]]:
+    """Return the groups of so many consecutive ranks; none where each has one rank."""
+    if num_ranks == 1:
+        return []
+    return [[*range(first, first + num_ranks)] for first in range(0, spec.world_size, num_ranks)]
+
+
+def groups_of_equal_place(spec: ShardSpec, num_ranks: int) -> list[list[int]]:
+    """Return the groups of ranks that have one place among so many consecutive ones; none where each has one rank."""
+    if num_ranks == spec.world_size:
+        return []
+    return [[*range(place, spec.world_size, num_ranks)] for place in range(num_ranks)]

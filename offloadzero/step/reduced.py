@@ -263,6 +263,7 @@ def _told(
     channel: Channel, total: float, number: int, more: Sequence[int]
 ) -> tuple[list[float], list[int], list[list[int]]]:
     """Return the sums of all ranks and the numbers of their steps, both by rank, and `more` of them, each by rank."""
+    # The bits, which arrive as they are, NaN too.
     bits = int(torch.tensor(total, dtype=torch.float64, device="cpu").view(torch.int64))
     totals, steps, *others = zip(*channel.by_rank([bits, number, *more], f"step {number}"), strict=True)
     return torch.tensor(totals, device="cpu").view(torch.float64).tolist(), [*steps], [*map(list, others)]

@@ -24,6 +24,7 @@ from offloadzero.memory.checksums import crc32c_blocks
 from offloadzero.memory.store import Segment
 from offloadzero.memory.tickets import Ticket
 from offloadzero.segments import SegmentKind
+from offloadzero.sharding.parts import gather_parts
 from offloadzero.sharding.ranks import Ranks
 from offloadzero.step.param_grad import GradientAccess, ParamGradient
 from offloadzero.step.record_gradient import RecordGradient
@@ -83,8 +84,8 @@ class ReducedAccess(GradientAccess):
                         own.copy_(home.memory[start : start + own.numel()])
                     else:
                         self._store.read(home, own, start=start).wait()
-                for rank, (_, part) in parts.items():
-                    self._ranks.states.broadcast(part, f"{slot.name}.grad", source=rank)
+                views = {rank: part for rank, (_, part) in parts.items()}
+                gather_parts(self._ranks.states, flat, views, f"{slot.name}.grad")
         return flat
 
     def _sq_norm_at_home(self, state: RecordGradient, slot: ParamSlot) -> float:

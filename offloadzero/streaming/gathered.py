@@ -29,6 +29,8 @@ from offloadzero.memory.store import Segment, TieredStore
 from offloadzero.memory.tickets import FINISHED, Ticket
 from offloadzero.observe.clock import StepClock
 from offloadzero.segments import SegmentKind
+from offloadzero.sharding.board import is_fake
+from offloadzero.sharding.parts import gather_parts
 from offloadzero.sharding.ranks import Ranks
 from offloadzero.streaming.block_acts import Block, BlockAct
 from offloadzero.streaming.coded_gather import CodedGather
@@ -244,7 +246,8 @@ class GatheredWeights(WeightAccess):
     [Note: ranks say what they read]
     In a read each rank sends the others the part that it keeps, so one that reads something else would get a mixture,
     or, with another size, end the process inside of gloo. Before each read every rank tells the others what it is about
-    to do, in numbers of a fixed size: a departure is an error on all of them, before any value is touched.
+    to do, in numbers of a fixed size: a departure is an error on all of them, before any value is touched. A rank that
+    has all parts goes on, and hears at its next collective of another one that failed in the read.
 
     [Note: the first rank reads, the others follow]
     Some work with all values is done by one rank alone, the writing of a checkpoint say. The first rank does it in
@@ -453,7 +456,10 @@ class GatheredWeights(WeightAccess):
     ) -> list[int]:
         """Tell the others the next act: [Note: ranks say what they read]. Returns that of the first rank."""
         own = [what, place, kind, num_said, int(self._leads)]
-        by_rank = self._ranks.states.by_rank(own, label or f"what the ranks do ({self._text(*own)})")
+        act = label or f"what the ranks do ({self._text(*own)})"
+        if is_fake():
+            raise StateError(f"{act}: the other ranks' parts are not there in torch's fake process group")
+        by_rank = self._ranks.states.by_rank(own, act)
         first, *others = by_rank
         fitting = [_FOLLOWS, 0, 0, 0, 0] if first[-1] else first
         if first[0] == _FOLLOWS or any(other != fitting for other in others):
@@ -508,5 +514,5 @@ class GatheredWeights(WeightAccess):
             if record.shard.rank in parts:
                 start, own = parts[record.shard.rank]
                 self._store.read(segment, own, start=start).wait()
-            for rank, (_, part) in parts.items():
-                self._ranks.states.broadcast(part, f"{slot.name}.{segment.kind.value}", source=rank)
+            views = {rank: part for rank, (_, part) in parts.items()}
+            gather_parts(self._ranks.states, target, views, f"{slot.name}.{segment.kind.value}")

@@ -34,13 +34,22 @@ def kept_parts(
 
     They are by rank, without the ranks that keep none.
     """
-    num_ranks = record.shard.world_size
-    places = [_place_of(record, slot, kind, ShardSpec(rank, num_ranks)) for rank in range(num_ranks)]
-    return {
-        rank: (start, whole[skipped : skipped + num_elements])
-        for rank, (start, num_elements, skipped) in enumerate(places)
-        if num_elements
-    }
+    base, total = _region_of(record, slot)
+    begin, num_ranks = slot.offset - base, record.shard.world_size
+    first, last = (element * num_ranks // total for element in (begin, begin + slot.num_elements - 1))
+    parts = {}
+    for rank in range(first, last + 1):
+        start, num_elements, skipped = _place_of(record, slot, kind, ShardSpec(rank, num_ranks))
+        if num_elements:
+            parts[rank] = (start, whole[skipped : skipped + num_elements])
+    return parts
+
+
+def _region_of(record: Record, slot: ParamSlot) -> tuple[int, int]:
+    """The first element and the number of those of the record that are divided with a slot's: trainable ones or not."""
+    if slot.trainable:
+        return 0, record.num_trainable
+    return record.num_trainable, record.num_elements - record.num_trainable
 
 
 def _place_of(record: Record, slot: ParamSlot, kind: SegmentKind, shard: ShardSpec) -> KeptPlace:
@@ -48,8 +57,7 @@ def _place_of(record: Record, slot: ParamSlot, kind: SegmentKind, shard: ShardSp
     whole = segment_slice(kind, start, stop)
     if shard.world_size == 1 or (kind is SegmentKind.PARAM and not record.is_gathered):
         return KeptPlace(whole.start, whole.stop - whole.start, 0)
-    base = 0 if slot.trainable else record.num_trainable
-    total = record.num_trainable if slot.trainable else record.num_elements - record.num_trainable
+    base, total = _region_of(record, slot)
     first, _ = shard.kept_range(total)
     start, stop = shard.clipped(start - base, stop - base, total)
     if start == stop:

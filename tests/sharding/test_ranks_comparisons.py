@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,18 +13,25 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 
-from offloadzero.observe.collectives import ALL_REDUCE, ALL_TO_ALL, MOST_TELLING_EACH, comparison
-from offloadzero.sharding import ranks
+import offloadzero
+from offloadzero.observe.collectives import ALL_REDUCE, ALL_TO_ALL, BROADCAST, MOST_TELLING_EACH, comparison
+from offloadzero.sharding import parts, ranks
 from offloadzero.step.reduced import _told
+from offloadzero.streaming import gathered
+from offloadzero.zero import safe_get_full_fp32_param
 from tests.support.ranks import run_ranks
-from tests.support.sharded import config_of, engine_of, said_of, train
+from tests.support.sharded import config_of, digest, engine_of, micro_batch, said_of, train
 
 NUMBERS = [-(2**62), 7, 2**61 - 1]
 NORMS = [math.nan, 0.1, math.inf]
 
 
+def read(engine: offloadzero.Engine) -> dict[str, str]:
+    return digest({name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()})
+
+
 def tell(rank: int, directory: str, most: int) -> dict[str, Any]:
-    with patch.object(ranks, "MOST_TELLING_EACH", most):
+    with patch.object(ranks, "MOST_TELLING_EACH", most), patch.object(parts, "MOST_TELLING_EACH", most):
         engine = engine_of(config_of("host", 3, Path(directory), world_size=3))
         several = engine._runtime.several.ranks
         channel = several.control
@@ -33,6 +41,7 @@ def tell(rank: int, directory: str, most: int) -> dict[str, Any]:
             "each": channel.by_rank([NUMBERS[rank], rank], "each one's"),
             "none": channel.by_rank([], "none"),
             "told": repr(_told(several.decisions, NORMS[rank], 5, [rank])),
+            "read": read(engine),
             "trained": said_of(lambda: train(engine, rank, 3, num_steps=1)),
             "kinds": sorted(key for key in several.collectives() if key.startswith(("orders", "states"))),
         }
@@ -45,14 +54,19 @@ def tell(rank: int, directory: str, most: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("most", "kind"), [(2, ALL_REDUCE), (3, ALL_TO_ALL)])
 def test_each_rank_knows_the_numbers_of_all(tmp_path: Path, most: int, kind: str) -> None:
+    alone = engine_of(config_of("host", 3, tmp_path))
+    values = read(alone)
+    alone.close()
     for rank, found in enumerate(run_ranks(tell, 3, tmp_path / "ranks", str(tmp_path), most)):
         assert found["same"] is None
         assert found["one"] == [[*NUMBERS[:2], 0], [*NUMBERS[:2], 0], [*NUMBERS[:2], 1]]
         assert found["each"] == [[number, place] for place, number in enumerate(NUMBERS)]
         assert found["none"] == [[], [], []]
+        assert found["read"] == values
         assert found["told"] == "([nan, 0.1, inf], [5, 5, 5], [[0, 1, 2]])"
         assert found["trained"] == "nothing"
-        assert found["kinds"] == [f"orders {kind}"]
+        states = {ALL_REDUCE: [ALL_REDUCE], ALL_TO_ALL: [ALL_TO_ALL, BROADCAST]}[kind]
+        assert found["kinds"] == [f"orders {kind}", *(f"states {each}" for each in states)]
         assert "the ranks fetch weights in different orders: ranks [2]" in found["departed"], rank
 
 
@@ -62,11 +76,43 @@ def test_what_is_planned_of_a_comparison_is_what_is_sent() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 64])
-def test_where_nobody_else_is_there_all_ranks_are_as_this_one(num_ranks: int) -> None:
+def test_where_nobody_else_is_there_an_engine_starts_and_does_not_train(
+    num_ranks: int, tmp_path: Path
+) -> None:
     dist.init_process_group("fake", rank=1, world_size=num_ranks)
     try:
-        several = ranks.make_ranks(torch.device("cpu"))
-        assert several.control.by_rank_unless_same([5, -6], "numbers") is None
-        assert several.control.by_rank([5, -6], "numbers") == [[5, -6]] * num_ranks
+        engine = engine_of(config := config_of("host", 3, tmp_path, world_size=2))
+        several = engine._runtime.several
+        assert several.ranks.control.by_rank_unless_same([5, -6], "numbers") is None
+        assert several.least([5, -6]) == [5, -6]
+        assert several.is_on_some(True)
+        assert not several.is_on_some(False)
+        engine.backward(engine(micro_batch(1, 1, 2)))
+        engine.step()
+        assert "the ranks take different steps" in said_of(engine.synchronize)
+        engine.close()
+        other = engine_of(config)
+        assert "the other ranks' parts are not there" in said_of(lambda: read(other))
+        other.close()
     finally:
         dist.destroy_process_group()
+
+
+def read_and_close(rank: int, directory: str) -> str:
+    engine = engine_of(config_of("host", 3, Path(directory), world_size=3))
+    weight = engine.module.get_parameter("blocks.0.norm.weight")  # the first rank keeps all of it
+    gather = gathered.gather_parts
+
+    def late(*given: Any) -> None:
+        if rank == 2:
+            time.sleep(1.0)
+        gather(*given)
+
+    with patch.object(gathered, "gather_parts", late):
+        said = said_of(lambda: safe_get_full_fp32_param(weight))
+    engine.close()
+    return said
+
+
+def test_a_rank_that_closes_after_a_read_does_not_end_that_of_a_late_one(tmp_path: Path) -> None:
+    assert run_ranks(read_and_close, 3, tmp_path / "ranks", str(tmp_path)) == ["nothing"] * 3
