@@ -283,9 +283,9 @@ def build_parts(records: Sequence[Record], ground: Ground, loop: Loop, resources
     cores, num_threads = ground.update_threads()
     pipeline = _build_pipeline(ground, cores, num_threads)
     with uninterrupted:  # a file that is made is one that is closed
-        activations = _build_activation_store(ground) if config.activation_checkpoints else None
-        if activations is not None:
-            resources.add(activations.close)
+        activations = None
+        if config.activation_checkpoints:
+            activations = resources.make(lambda: _build_activation_store(ground))
     policy = StepPolicy(
         update_in_backward=plan.update_in_backward,
         keeps_gradients=plan.grads_have_homes,

@@ -17,10 +17,21 @@ import os
 import weakref
 from collections.abc import Callable
 from enum import Enum
+from typing import Protocol, TypeVar
 
 from offloadzero.errors import StateError
 from offloadzero.interrupts import is_interrupt
 from offloadzero.memory.tickets import Failures, Latch
+
+
+class Closable(Protocol):
+    """Holds something of the machine until it is closed."""
+
+    def close(self) -> None:
+        """Give it back."""
+
+
+Part = TypeVar("Part", bound=Closable)
 
 
 class EngineState(Enum):
@@ -49,6 +60,18 @@ class Resources:
     def add(self, close: Callable[[], None]) -> None:
         """Add a part and the call that closes it. The call may come twice, and uses only parts added before."""
         self._parts.append(close)
+
+    def make(self, make: Callable[[], Part]) -> Part:
+        """Return the part that `make` makes, which is added first: no error can come between the two."""
+        made: list[Part] = []
+
+        def close() -> None:
+            for part in made:
+                part.close()
+
+        self.add(close)
+        made.append(make())
+        return made[0]
 
     @property
     def is_open(self) -> bool:

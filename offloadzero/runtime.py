@@ -136,10 +136,11 @@ class Runtime:
     def _take_memory(self) -> None:
         make_directories(self.config, self.plan)
         with interrupts.uninterrupted:  # a file that is made is one that is closed
-            self.store = open_store(
-                self.records, self.config, self.plan, self.accelerator, failures=self.failures
+            self.store = self.resources.make(
+                lambda: open_store(
+                    self.records, self.config, self.plan, self.accelerator, failures=self.failures
+                )
             )
-            self.resources.add(self.store.close)
 
     def _build(
         self,
@@ -456,11 +457,10 @@ def _join_ranks(accelerator: Accelerator, config: OffloadConfig, resources: Reso
     # Registered again, to run before the end of torch's process group, which was registered earlier: closing takes
     # collectives.
     atexit.register(_close_at_exit)
-    several = join_ranks(accelerator.device, config, resources.failures)
+    several = resources.make(lambda: join_ranks(accelerator.device, config, resources.failures))
     several.ranks.record(accelerator.span)
     resources.others_wait = True
     resources.abort = several.abort
-    resources.add(several.close)
     return several
 
 

@@ -7,6 +7,7 @@ OFFLOADZERO_TEST_INJECTED and OFFLOADZERO_TEST_INTERRUPTS, the seed from OFFLOAD
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ import offloadzero
 from offloadzero import interrupts
 from offloadzero.errors import OffloadError, StateError
 from offloadzero.interrupts import UninterruptedThroughout, interruptible, uninterrupted
-from offloadzero.lifetime import EngineState
+from offloadzero.lifetime import EngineState, Resources
 from offloadzero.memory.arena import Arena, BufferPool
 from offloadzero.memory.lanes import Lane
 from offloadzero.memory.tickets import AllOf, Failures, Latch, Promise, unfinished
@@ -478,6 +479,36 @@ def test_an_error_at_any_place_of_the_start_leaves_the_model_as_it_was(tmp_path:
         else:
             made[-1].close()
     assert num_came >= 3
+
+
+def test_an_error_where_a_part_is_added_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory and files that were taken before they were known to be closed stayed, until the collector came."""
+    threads, add = threads_of_ours(), Resources.add
+    keys = {"activation_checkpoints": {"tier": "nvme"}}
+    num_added = 0
+    for failing in range(1, 10):
+        num_added = 0
+
+        def failing_add(self: Resources, close: Callable[[], None], failing: int = failing) -> None:
+            nonlocal num_added
+            num_added += 1
+            if num_added == failing:
+                raise InjectedError("no memory")
+            add(self, close)
+
+        monkeypatch.setattr(Resources, "add", failing_add)
+        gc.disable()
+        try:
+            with contextlib.suppress(InjectedError):
+                make_engine(settings(tmp_path, **keys)).close()
+            assert (os.listdir(tmp_path), threads_of_ours()) == ([], threads), failing
+        finally:
+            gc.enable()
+        if num_added < failing:
+            break
+    assert num_added == 3
 
 
 # --- whole runs ---
