@@ -29,6 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from offloadzero.observe import collectives  # noqa: E402
 from offloadzero.sharding import ranks  # noqa: E402
 
 NUM_COMPARISONS = 100
@@ -45,7 +46,7 @@ def compare(rank: int, num_ranks: int, num_rounds: int, folder: str) -> None:
     order = random.Random(0)
     for number in range(num_rounds + 1):
         for way in order.sample([*WAYS], len(WAYS)):
-            with patch.object(ranks, "MOST_TELLING_EACH", WAYS[way]):
+            with patch.object(collectives, "MOST_TELLING_EACH", WAYS[way]):
                 several.control.by_rank([number], "all begin together")
                 begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
                 for _ in range(NUM_COMPARISONS):
@@ -96,8 +97,8 @@ def main() -> None:
     lines = [
         "# Comparisons of a few numbers between ranks",
         "",
-        f"`MOST_TELLING_EACH` of offloadzero/observe/collectives.py is {ranks.MOST_TELLING_EACH}. Milliseconds for one "
-        "comparison, wall time and CPU time of a rank, and the median of the rounds' ratios.",
+        f"`MOST_TELLING_EACH` of offloadzero/observe/collectives.py is {collectives.MOST_TELLING_EACH}. Milliseconds for "
+        "one comparison, wall time and CPU time of a rank, and the median of the rounds' ratios.",
         "",
         f"- date: {datetime.date.today()}",
         f"- machine: {os.cpu_count()} cores, {platform.machine()}; kernel {platform.release()}",

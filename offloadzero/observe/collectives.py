@@ -27,9 +27,14 @@ MOST_TELLING_EACH = 8
 KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, SCATTER)
 
 
+def tells_each(num_ranks: int) -> bool:
+    """Whether so many ranks tell each other a few numbers each to each, else in a reduction."""
+    return num_ranks <= MOST_TELLING_EACH
+
+
 def comparison(num_ranks: int, num_values: int) -> tuple[str, int]:
     """The kind and the bytes of the collective in which ranks find whether each has the same int64 values."""
-    if num_ranks <= MOST_TELLING_EACH:
+    if tells_each(num_ranks):
         return ALL_TO_ALL, num_ranks * num_values * 8
     return ALL_REDUCE, 2 * num_values * 8
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from offloadzero.observe.collectives import MOST_TELLING_EACH
+from offloadzero.observe.collectives import tells_each
 from offloadzero.sharding.ranks import Channel
 
 
@@ -19,7 +19,7 @@ def gather_parts(channel: Channel, whole: Tensor, parts: Mapping[int, Tensor], l
     Args:
         parts: views of `whole` which together are all of it, by the rank that has the values; without those of none.
     """
-    if channel.spec.world_size <= MOST_TELLING_EACH:
+    if tells_each(channel.spec.world_size):
         for rank, part in parts.items():
             channel.broadcast(part, label, source=rank, is_agreed=True)
         return

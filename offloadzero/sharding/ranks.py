@@ -36,11 +36,11 @@ from offloadzero.observe.collectives import (
     ALL_REDUCE,
     ALL_TO_ALL,
     BROADCAST,
-    MOST_TELLING_EACH,
     REDUCE_SCATTER,
     SCATTER,
     CollectiveCount,
     CollectiveCounter,
+    tells_each,
     volume_bytes,
 )
 from offloadzero.observe.timeline import COLLECTIVES, OFF
@@ -177,7 +177,7 @@ class Channel:
 
     @property
     def _tells_each(self) -> bool:
-        return self.spec.world_size <= MOST_TELLING_EACH and not is_fake()
+        return tells_each(self.spec.world_size) and not is_fake()
 
     def by_rank(self, own: Sequence[int], label: str) -> list[list[int]]:
         """The numbers of each rank, by rank; in a fake group, where nobody says anything, the others' are zero."""
@@ -199,8 +199,9 @@ class Channel:
         """
         data, ends = values.view(-1).view(torch.uint8), () if is_agreed else self.members
         if data.numel():
-            start = lambda: dist.broadcast(data, group_src=source, **self._options)  # noqa: E731
-            self._run(BROADCAST, label, data, start, ends)
+            self._run(
+                BROADCAST, label, data, lambda: dist.broadcast(data, group_src=source, **self._options), ends
+            )
 
     def scatter(self, part: Tensor, whole: Tensor, label: str, *, source: int = 0) -> None:
         """Fill `part` with this rank's part of `whole` on the rank at place `source`: uint8, shapes (n,), (n N,)."""

@@ -31,7 +31,7 @@ from offloadzero.step.record_gradient import RecordGradient
 from offloadzero.streaming.gathered import GatheredWeights
 from offloadzero.torch_private import current_graph_task_id
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.kept import kept_parts
+from offloadzero.update.kept import kept_parts, kept_place
 
 
 class ReducedAccess(GradientAccess):
@@ -79,13 +79,12 @@ class ReducedAccess(GradientAccess):
             parts = kept_parts(record, slot, SegmentKind.GRAD, flat)
             with self._clock.waiting("gradient access"), self._store.failures.handed_over():
                 if record.shard.rank in parts:
-                    start, own = parts[record.shard.rank]
+                    own, start = parts[record.shard.rank], kept_place(record, slot, SegmentKind.GRAD).start
                     if home.is_in_memory:
                         own.copy_(home.memory[start : start + own.numel()])
                     else:
                         self._store.read(home, own, start=start).wait()
-                views = {rank: part for rank, (_, part) in parts.items()}
-                gather_parts(self._ranks.states, flat, views, f"{slot.name}.grad")
+                gather_parts(self._ranks.states, flat, parts, f"{slot.name}.grad")
         return flat
 
     def _sq_norm_at_home(self, state: RecordGradient, slot: ParamSlot) -> float:

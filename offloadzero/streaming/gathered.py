@@ -42,7 +42,7 @@ from offloadzero.streaming.unit_fetches import UnitFetches
 from offloadzero.streaming.weights import WeightAccess
 from offloadzero.torch_private import active_ddp_module
 from offloadzero.update.flat_layout import ParamSlot
-from offloadzero.update.kept import gathered_regions, kept_parts, kept_regions
+from offloadzero.update.kept import gathered_regions, kept_parts, kept_place, kept_regions
 from offloadzero.update.records import Record
 
 # The next act of a rank: a read, by the record's number, of its own or one that leads the others, a BlockAct, or one of
@@ -512,7 +512,6 @@ class GatheredWeights(WeightAccess):
                 self._say(record.index, slot.index, record.spec.kinds.index(segment.kind))
             parts = kept_parts(record, slot, segment.kind, target)
             if record.shard.rank in parts:
-                start, own = parts[record.shard.rank]
-                self._store.read(segment, own, start=start).wait()
-            views = {rank: part for rank, (_, part) in parts.items()}
-            gather_parts(self._ranks.states, target, views, f"{slot.name}.{segment.kind.value}")
+                start = kept_place(record, slot, segment.kind).start
+                self._store.read(segment, parts[record.shard.rank], start=start).wait()
+            gather_parts(self._ranks.states, target, parts, f"{slot.name}.{segment.kind.value}")

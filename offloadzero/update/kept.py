@@ -29,19 +29,16 @@ def kept_place(record: Record, slot: ParamSlot, kind: SegmentKind) -> KeptPlace:
 
 def kept_parts(
     record: Record, slot: ParamSlot, kind: SegmentKind, whole: torch.Tensor
-) -> dict[int, tuple[int, torch.Tensor]]:
-    """The parts of a parameter's segment, shape (n,), each with its start in the home of the rank that keeps it.
-
-    They are by rank, without the ranks that keep none.
-    """
+) -> dict[int, torch.Tensor]:
+    """The views of a parameter's `whole` segment, shape (n,), by the rank that keeps it; without ranks of none."""
     base, total = _region_of(record, slot)
     begin, num_ranks = slot.offset - base, record.shard.world_size
     first, last = (element * num_ranks // total for element in (begin, begin + slot.num_elements - 1))
     parts = {}
     for rank in range(first, last + 1):
-        start, num_elements, skipped = _place_of(record, slot, kind, ShardSpec(rank, num_ranks))
+        _, num_elements, skipped = _place_of(record, slot, kind, ShardSpec(rank, num_ranks))
         if num_elements:
-            parts[rank] = (start, whole[skipped : skipped + num_elements])
+            parts[rank] = whole[skipped : skipped + num_elements]
     return parts
 
 

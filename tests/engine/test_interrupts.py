@@ -487,7 +487,6 @@ def test_an_error_where_a_part_is_added_leaves_nothing(
     """Memory and files that were taken before they were known to be closed stayed, until the collector came."""
     threads, add = threads_of_ours(), Resources.add
     keys = {"activation_checkpoints": {"tier": "nvme"}}
-    num_added = 0
     for failing in range(1, 10):
         num_added = 0
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 
 import offloadzero
+from offloadzero.observe import collectives
 from offloadzero.observe.collectives import ALL_REDUCE, ALL_TO_ALL, BROADCAST, MOST_TELLING_EACH, comparison
-from offloadzero.sharding import parts, ranks
 from offloadzero.step.reduced import _told
 from offloadzero.streaming import gathered
 from offloadzero.zero import safe_get_full_fp32_param
@@ -31,7 +31,7 @@ def read(engine: offloadzero.Engine) -> dict[str, str]:
 
 
 def tell(rank: int, directory: str, most: int) -> dict[str, Any]:
-    with patch.object(ranks, "MOST_TELLING_EACH", most), patch.object(parts, "MOST_TELLING_EACH", most):
+    with patch.object(collectives, "MOST_TELLING_EACH", most):
         engine = engine_of(config_of("host", 3, Path(directory), world_size=3))
         several = engine._runtime.several.ranks
         channel = several.control
@@ -105,7 +105,7 @@ def read_and_close(rank: int, directory: str) -> str:
 
     def late(*given: Any) -> None:
         if rank == 2:
-            time.sleep(1.0)
+            time.sleep(1.0)  # the others close meanwhile, and it looks for ends again: LOOK_AGAIN_S
         gather(*given)
 
     with patch.object(gathered, "gather_parts", late):
