@@ -97,8 +97,8 @@ def main() -> None:
     lines = [
         "# Comparisons of a few numbers between ranks",
         "",
-        f"`MOST_TELLING_EACH` of offloadzero/observe/collectives.py is {collectives.MOST_TELLING_EACH}. Milliseconds for "
-        "one comparison, wall time and CPU time of a rank, and the median of the rounds' ratios.",
+        f"`MOST_TELLING_EACH` of offloadzero/observe/collectives.py is {collectives.MOST_TELLING_EACH}. Milliseconds "
+        "for one comparison, wall time and CPU time of a rank, and the median of the rounds' ratios.",
         "",
         f"- date: {datetime.date.today()}",
         f"- machine: {os.cpu_count()} cores, {platform.machine()}; kernel {platform.release()}",

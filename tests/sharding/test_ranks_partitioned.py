@@ -276,14 +276,17 @@ def _in_own_words(all_said: list[str]) -> list[str]:
     """What each rank says itself.
 
     One that comes to the line later may find a failed rank's text before it, where it adds up the gradients of the
-    block above: it says that text then. The first one to fail has found nothing.
+    block above, or fetches the inputs of the one below: it says that text then. The first to fail has found nothing.
     """
     own = [_FOUND_BESIDE.sub("", said) for said in all_said]
     assert any(map(str.__eq__, own, all_said)), all_said
     return own
 
 
-_FOUND_BESIDE = re.compile(r"^RankError: blocks\.\d\.grad: the [a-z-]+ \([^)]*\) is given up: rank \d: ")
+_FOUND_BESIDE = re.compile(
+    r"^RankError: blocks\.\d(\.grad|: the comparison of the ranks' inputs): "
+    r"the [a-z-]+ \([^)]*\) is given up: rank \d: (?!StateError: it has closed)"
+)
 
 
 def test_inputs_that_differ_are_an_error_on_all_ranks(found: Found) -> None:
