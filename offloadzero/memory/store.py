@@ -60,30 +60,28 @@ class TieredStore:
         self.poison = poison
         self._pinned = False
         self.is_closed = False
-        self.nvme = (
-            NvmeTier(
-                nvme_paths,
-                num_bytes=sizes.nvme,
-                aio=aio,
-                timeline=accelerator.timeline,
-                waiting=sizes.waiting,
-            )
-            if sizes.nvme
-            else None
-        )
-        to_close: list[NvmeTier | DeviceTier] = [] if self.nvme is None else [self.nvme]
-        try:
+        # A device may have less than it said: what is made is closed again where a later one fails.
+        with ExitStack() as made:
+            self.nvme = None
+            if sizes.nvme:
+                self.nvme = NvmeTier(
+                    nvme_paths,
+                    num_bytes=sizes.nvme,
+                    aio=aio,
+                    timeline=accelerator.timeline,
+                    waiting=sizes.waiting,
+                )
+                made.callback(self.nvme.close)
             host_bytes = sizes.host - (checksum_bytes(sizes.nvme) if aio.checksums else 0)
             self.host = Arena("host", allocate_host(align_up(host_bytes)), poison=poison)
             self.device = Arena("device", accelerator.allocate(align_up(sizes.device)), poison=poison)
             self.on_device = DeviceTier(self.device, accelerator, failures)
-            to_close.append(self.on_device)
-            tiers: list[Tier] = [*to_close, HostTier(self.host)]
+            made.callback(self.on_device.close)
+            tiers: list[Tier] = [self.on_device, HostTier(self.host)]
+            if self.nvme is not None:
+                tiers.insert(0, self.nvme)
             self.tiers = {tier.name: tier for tier in tiers}
-        except BaseException:  # a device may have less than it said
-            for made in to_close:
-                made.close()
-            raise
+            made.pop_all()
 
     @property
     def h2d(self) -> Lane:
