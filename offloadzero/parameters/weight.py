@@ -261,6 +261,16 @@ class _Offloaded(nn.Parameter):
             )
         return RemoteTensor(_Versioned(weight_of(self).alias()))
 
+    def data_ptr(self) -> int:
+        """The address of the value; to torch's recurrent layers the same one for all parameters.
+
+        With cuDNN `flatten_parameters()` gives their weights other memory, which no update would write. It leaves those
+        alone that share memory.
+        """
+        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.modules.rnn":
+            return 0
+        return super().data_ptr()
+
     # C++ takes the memory of the tensors of these methods without asking.
 
     def apply_(self, function: Callable[[Any], Any]) -> Tensor:

@@ -24,6 +24,8 @@ from offloadzero.streaming.activations import ActivationStore, Call, KeptInput
 from offloadzero.streaming.saved_weights import SavedShard, SavedWeight, SavedWeights
 from offloadzero.torch_private import skip_frame
 
+_data_ptr = Tensor.data_ptr  # without the look at the caller that the method of a parameter's class takes
+
 
 class SavedTensorHooks:
     """One pair of saved-tensor hooks; `outer` is a foreign pair for tensors that are no weights of the engine."""
@@ -75,7 +77,7 @@ class SavedTensorHooks:
                 return recorded(tensor)
             if kind is self._dtensor:
                 return self._pack_dtensor(tensor)
-        address = tensor.data_ptr()
+        address = _data_ptr(tensor)
         if self._low <= address < self._high:
             return self._save(tensor, address)
         if self._outer is not None:
