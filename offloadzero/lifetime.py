@@ -16,6 +16,7 @@ import _thread
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from enum import Enum
 from typing import Protocol, TypeVar
 
@@ -137,7 +138,10 @@ class Resources:
         if not self.others_wait:  # updates still under way would write weights that can no longer be read
             self.failures.record(collected, has_failed=False)
         try:
-            self.close()
+            with ExitStack() as ends:
+                ends.callback(self.close)
+                if self.failures.begin_thread is not None:  # the device's work is waited for here
+                    self.failures.begin_thread()
         finally:
             self.failures.record(collected, has_failed=False)
             _closing.discard(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from offloadzero import runtime
+from offloadzero.lifetime import Resources, wait_for_collected
 from offloadzero.memory.device import CudaDevice
 from tests.support.tiny import make_engine, settings, tokens
 
@@ -60,3 +62,31 @@ def test_each_background_thread_is_on_the_engines_device(
     engine.close()
     assert {"offloadzero-fetch", "offloadzero-stage", "offloadzero-landing", "offloadzero-update"} < names
     assert begun == dict.fromkeys(names, torch.device("cpu"))
+
+
+def test_the_thread_that_closes_a_collected_engine_is_on_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for events of the engine's device, and each such look would make a context on the first one."""
+    begun: set[int] = set()
+    closed_on: list[int] = []
+    close = Resources.close
+
+    def make_current(_: torch.device) -> None:
+        begun.add(threading.get_ident())
+
+    def closing(resources: Resources, *, has_failed: bool = False) -> None:
+        closed_on.append(threading.get_ident())
+        assert closed_on[-1] in begun
+        close(resources, has_failed=has_failed)
+
+    monkeypatch.setattr(runtime, "make_current", make_current)
+    engine = make_engine(settings(tmp_path, placement="host"))
+    engine.synchronize()
+    begun.clear()
+    monkeypatch.setattr(Resources, "close", closing)
+    del engine
+    gc.collect()
+    wait_for_collected()
+    assert len(closed_on) == 1
+    assert closed_on[0] in begun
