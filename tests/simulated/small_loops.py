@@ -119,19 +119,22 @@ def train_on_its_own_stream(engine: Any) -> list[float]:
 
 
 def train_beside_the_step(engine: Any) -> list[float]:
-    """The second loss of each step has nothing to do with the model, and no gradient that the step waits for."""
+    """The second loss of each step has nothing to do with the model, and no gradient that the step waits for.
+
+    The first is read, so that steps are over, and told, long before what was computed beside them.
+    """
     machine = Running.machine
     beside = machine.new_stream("beside")
     losses = []
     for seed in range(NUM_STEPS + 2):
         engine.backward(loss := engine(features(seed)))
         engine.step()
-        losses.append(loss.detach())
+        losses.append(loss.item())
         with machine.launching_on(beside):
             other = features(seed, rows=2).mul(2.0).requires_grad_().sum()
             engine.backward(other)
         engine.step()
-    return [float(loss) for loss in losses]
+    return losses
 
 
 def evaluate_before_the_step(engine: Any) -> list[float]:
