@@ -88,6 +88,10 @@ make_subclass: Callable[..., Any] = _look_up("Tensor._make_subclass")
 DisableTorchDispatch: Any = _look_up("_C._DisableTorchDispatch")
 is_any_autocast_enabled: Callable[[], bool] = _look_up("_C._is_any_autocast_enabled")
 prim_device: Any = _look_up("ops.prim.device.default")  # asks a tensor subclass for its device
+# What derivatives in forward mode ask of tensors' storages: whether they have the same number of elements, and zeros
+# that lie in their storage as another tensor does.
+has_same_storage_numel: Any = _look_up("ops.aten._has_same_storage_numel.default")
+new_zeros_with_same_feature_meta: Any = _look_up("ops.aten._new_zeros_with_same_feature_meta.default")
 
 
 @functools.cache

@@ -38,7 +38,9 @@ from offloadzero.torch_private import (
     autocast_key,
     disabled_torch_function_impl,
     end_graph,
+    has_same_storage_numel,
     make_wrapper_subclass,
+    new_zeros_with_same_feature_meta,
     prim_device,
     skip_methods,
 )
@@ -276,6 +278,8 @@ class RemoteTensor(torch.Tensor):
         _refuse_what_needs_memory(func, args)
         if func.is_view:
             return _view(func, args, keywords)
+        if func in _OF_LAYOUT:
+            return _compute_of_layouts(func, args, keywords)
         return _compute(func, args, keywords)
 
     # --- methods that need the value in memory ---
@@ -416,6 +420,29 @@ def _view(func: TorchOp, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any
         if isinstance(made, Tensor):
             return remote(view, made)
         return [remote(_OneOf(view, index), one) for index, one in enumerate(made)]
+
+
+# What derivatives in forward mode ask of a tensor's storage. A value that is read may lie in a unit's memory, whose
+# size and offsets are not those of the tensor.
+_OF_LAYOUT = (has_same_storage_numel, new_zeros_with_same_feature_meta)
+
+
+def _compute_of_layouts(func: TorchOp, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Run an operation that needs no values, but the places of tensors in their storages."""
+    made = func(*[_layout_of(argument) for argument in args], **keywords)
+    if not isinstance(made, Tensor) or made.device != META:
+        return made
+    device = next(argument.device for argument in args if isinstance(argument, RemoteTensor))
+    zeros = torch.zeros(made.untyped_storage().nbytes() // made.itemsize, dtype=made.dtype, device=device)
+    return zeros.as_strided(made.shape, made.stride(), made.storage_offset())
+
+
+def _layout_of(argument: Any) -> Any:
+    """Return a tensor without memory that lies in its storage as a remote tensor lies in its value."""
+    if not isinstance(argument, RemoteTensor):
+        return argument
+    source = argument._source
+    return argument._view_in(torch.empty(source.shape, dtype=source.dtype, device=META))
 
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)

@@ -128,6 +128,35 @@ def test_derivatives_in_forward_mode_train(name: str, pair: tuple[Any, Any]) -> 
         torch.testing.assert_close(ours, plain)
 
 
+TANGENTS: dict[str, Callable[[Any], dict[str, Tensor]]] = {
+    "dense": lambda model: {name: torch.ones(value.shape) for name, value in named(model).items()},
+    "expanded": lambda model: {name: torch.ones(()).expand(v.shape) for name, v in named(model).items()},
+    "the weights": named,
+}
+
+
+@pytest.mark.parametrize("kind", TANGENTS)
+def test_forward_gradients_of_the_weights_are_right(kind: str, pair: tuple[Any, Any]) -> None:
+    """Evolution strategies and forward gradients: a derivative along a direction of the weights, through the model."""
+    model, plain = pair
+    with pytest.raises(StateError, match=r"torch\.func.*p\.detach\(\)"):
+        jvp(lambda values: loss_of(model)(values, TOKENS), (dict(model.named_parameters()),), (named(plain),))
+    for recorded in (False, True):
+        with torch.set_grad_enabled(recorded):
+            ours, expected = (
+                jvp(
+                    lambda values, one=one: loss_of(one)(values, TOKENS),
+                    (named(one),),
+                    (TANGENTS[kind](one),),
+                )
+                for one in pair
+            )
+        torch.testing.assert_close(ours, expected)
+    model(TOKENS).backward()
+    plain(TOKENS).backward()
+    torch.testing.assert_close(weight(model).grad.clone(), weight(plain).grad)  # type: ignore[union-attr]
+
+
 def test_derivatives_through_checkpointed_units_are_refused(tmp_path: Path) -> None:
     with offloaded("host", tmp_path, activation_checkpoints={}) as (model, _):
         with pytest.raises(StateError, match=r"blocks\.0: .*torch\.func.*activation_checkpoints"):
