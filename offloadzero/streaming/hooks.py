@@ -39,13 +39,9 @@ that pair.
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
-import sys
-import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,6 +57,7 @@ from offloadzero.parameters.state import WrittenWeight, is_copy_of, state_tensor
 from offloadzero.parameters.weight import PresentParameter, weight_of
 from offloadzero.streaming.activations import ActivationStore, Call
 from offloadzero.streaming.executor import Executor
+from offloadzero.streaming.forwards import EncoderForward, Forward, refuse_export
 from offloadzero.streaming.saved_tensor_hooks import InputHooks, SavedTensorHooks
 from offloadzero.streaming.saved_weights import SavedWeights
 from offloadzero.streaming.units import Site, UnitCut
@@ -78,8 +75,6 @@ from offloadzero.torch_private import (
 )
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
-
-_EXPORTERS = ("torch.jit", "torch._jit_internal", "torch.export", "torch._export")
 
 
 class _WatchedParameters(dict[str, nn.Parameter | None]):
@@ -107,92 +102,7 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
         return dict, (dict(self),)
 
 
-def _refuse_export() -> NoReturn:
-    raise StateError(
-        "torch.jit and torch.export take weights as they lie in memory, and those of an offloaded model come and go: "
-        "export an ordinary copy, copy.deepcopy(model), or call restore_model() first"
-    )
-
-
-class _Forward:
-    """Stands for a module's `forward`; a copy of the module has its own forward again."""
-
-    def __init__(self, module: nn.Module) -> None:
-        functools.update_wrapper(self, module.forward)  # scripts look at the signature
-        self._module = module
-        self._own = module.__dict__.get("forward")  # set on the instance: a compiled one, say
-        self._of_class = type(module).forward
-        self._forward = module.forward
-        module.forward = self
-
-    def _bind_anew(self) -> None:
-        """Take the forward that the module's class has now: a script has set it there, or has changed the class."""
-        kind = type(self._module)
-        self._of_class = kind.forward
-        if self._own is None:
-            found = inspect.getattr_static(kind, "forward")
-            bind = getattr(type(found), "__get__", None)  # an object that is called need not have it
-            self._forward = found if bind is None else bind(found, self._module, kind)
-
-    def tell_calls(self, tell: Callable[[Any, Any], bool]) -> None:
-        """Show the arguments of calls that train, positional and by name, to `tell`, until it returns False."""
-        forward = self._forward
-
-        def telling(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled() and not tell(args, kwargs):
-                self._forward = forward
-            return forward(*args, **kwargs)
-
-        skip_frame(telling, with_calls=False)
-        self._forward = telling
-
-    def remove(self) -> None:
-        """Restore the module's forward; the last object put on comes first.
-
-        A forward that a script has put in the place of this object stays, and one that it has taken away stays away. It
-        may call this object, which then does what the module's forward did.
-        """
-        if self._module.__dict__.get("forward") is self:
-            if self._own is None:
-                del self._module.forward
-            else:
-                self._module.forward = self._own
-        self.__class__ = _RemovedForward
-        for name in ("_hooks", "_records", "_timeline"):
-            vars(self).pop(name, None)  # a script that keeps the object keeps no engine with it
-
-    def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError: the object has no code of its own. A compiler asks for the module's."""
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        if name in ("__code__", "__globals__") and caller.startswith(_EXPORTERS):
-            _refuse_export()
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self._own is not None:
-            return copy.deepcopy(self._own, memo)
-        module = copy.deepcopy(self._module, memo)
-        return types.MethodType(type(module).forward, module)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if self._own is not None:
-            return self._own.__reduce_ex__(protocol)
-        return getattr, (self._module, "forward")  # the class's forward: the copy has none of its own yet
-
-
-class _RemovedForward(_Forward):
-    """What a removed object is: a script's own forward may have kept it, to call it."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if type(self._module).forward is not self._of_class:
-            self._bind_anew()
-        return self._forward(*args, **kwargs)
-
-
-class _SiteForward(_Forward):
+class _SiteForward(Forward):
     """The forward of a site: [Note: hooks]."""
 
     def __init__(self, site: Site, hooks: ModelHooks) -> None:
@@ -220,7 +130,7 @@ class _SiteForward(_Forward):
         """Pin the units; return whether saved-tensor hooks were pushed. An error leaves everything as it was."""
         hooks = self._hooks
         if is_tracing():
-            _refuse_export()
+            refuse_export()
         if self.is_root:
             interrupts.install()  # the script may have set a handler since
         with held:
@@ -277,7 +187,7 @@ class _SiteForward(_Forward):
             self._hooks.executor.leave_forward(self._records)
 
 
-class _CheckpointedForward(_Forward):
+class _CheckpointedForward(Forward):
     """The forward of a unit whose activations are computed again in backward: [Note: checkpointed units]."""
 
     def __init__(self, name: str, module: nn.Module, hooks: ModelHooks) -> None:
@@ -336,7 +246,7 @@ class _CheckpointedForward(_Forward):
 # The compiler goes from a site's wrapper to the wrapped forward. Of this package it sees nothing but the dict that a
 # module's parameters come from: those of a present unit are then in the graph, and a read of another unit's ends it.
 skip_frame(_SiteForward.__call__, with_calls=False)
-for _function in (_Forward._bind_anew, _SiteForward._enter, _SiteForward._leave):
+for _function in (_SiteForward._enter, _SiteForward._leave):
     skip_frame(_function, with_calls=True)
 skip_frame(_WatchedParameters.__getitem__, with_calls=True, inlined=True)
 
@@ -405,7 +315,7 @@ class ModelHooks:
         )
         self._tied = {param_id for param_id, number in places.items() if number > 1}
         self._activations = activations
-        self._forwards: list[_Forward] = []
+        self._forwards: list[Forward] = []
         try:
             self._attach(model, cut, checkpointed)
         except BaseException:  # no one else could remove the hooks that are in place
@@ -423,6 +333,10 @@ class ModelHooks:
             self._forwards.append(_SiteForward(site, self))
         for name, module in checkpointed.items():
             self._forwards.append(_CheckpointedForward(name, module, self))
+        needed = {id(site.module): set(site.records) for site in sites}
+        for module in model.modules():
+            if EncoderForward.is_needed(module, needed, self.record_of):
+                self._forwards.append(EncoderForward(module))
         for module in cut.owners:
             module._parameters = _WatchedParameters(module._parameters, self)
             hooks: tuple[tuple[Callable[..., RemovableHandle], Callable[..., None]], ...] = (

@@ -5,6 +5,7 @@ Right means near plain torch in fp32. Released leases are full of NaN in all of 
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from pathlib import Path
@@ -201,6 +202,35 @@ def test_evaluation_of_torchs_transformer_takes_its_fast_path(tmp_path: Path) ->
     with torch.no_grad():
         assert engine(tokens(0)).item() == expected(tokens(0)).item()
     engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_evaluation_of_torchs_encoder_fills_the_padding_as_without_us(tmp_path: Path) -> None:
+    """A mean over all positions tells torch's nested tensors from what the layers make of padded positions."""
+    x, padding = torch.randn(2, 5, 16), torch.tensor([[False, False, True, True, True], [False] * 4 + [True]])
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(16))
+    expected = copy.deepcopy(encoder).eval()
+    model = nn.ModuleDict({"encoder": encoder, "head": nn.Linear(16, 4)})
+    for placement in ("resident", "host", "nvme"):
+        engine, *_ = offloadzero.initialize(
+            model=copy.deepcopy(model), config=make_config(placement, tmp_path, dtype=None)
+        )
+        for _ in range(2):
+            engine.module["encoder"].eval()
+            with torch.no_grad():
+                found = engine.module["encoder"](x, src_key_padding_mask=padding)
+                torch.testing.assert_close(found, expected(x, src_key_padding_mask=padding))
+                broken = torch.ones(2, 3, dtype=torch.bool)
+                with pytest.raises(RuntimeError, match=r"[Mm]ask"):  # no layer is called
+                    engine.module["encoder"](x, src_key_padding_mask=broken)
+            weight = engine.module["encoder"].layers[0].linear1.weight
+            assert torch.equal(weight.clone(), expected.layers[0].linear1.weight)
+            assert type(weight).__name__ == "AwayParameter"
+            engine.module["encoder"].train()
+            trained = engine.module["encoder"](x, src_key_padding_mask=padding)
+            assert not torch.equal(trained.detach()[padding], found[padding])
+        engine.close()
 
 
 # --- activation memory
