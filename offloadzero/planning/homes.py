@@ -27,7 +27,7 @@ def place(records: Sequence[Record], config: OffloadConfig) -> dict[tuple[int, S
         grad: TierName | None = None
         scales: TierName | None = None
         for rule in config.placement.rules:
-            if fnmatchcase(record.name, rule.units):
+            if _is_for(rule, record):
                 homes.update({kind: tier for kind, tier in rule_homes(rule, record).items() if kind in homes})
                 grad = rule.tiers.get(SegmentKind.GRAD, grad)
                 scales = rule.tiers.get(SegmentKind.SCALES, scales)
@@ -42,6 +42,11 @@ def place(records: Sequence[Record], config: OffloadConfig) -> dict[tuple[int, S
             placement[record.index, SegmentKind.GRAD] = grad if grad and not on_device else default
     _move_share_to_device(records, config.placement.host_update_ratio, placement)
     return placement
+
+
+def _is_for(rule: PlacementRule, record: Record) -> bool:
+    """Whether a rule names the record's unit, or this one of the records that a unit has for its dtypes."""
+    return any(fnmatchcase(name, rule.units) for name in (record.unit_name, record.name))
 
 
 def rule_homes(rule: PlacementRule, record: Record) -> dict[SegmentKind, TierName]:

@@ -108,6 +108,13 @@ def test_a_state_of_another_optimizer_has_no_home() -> None:
     place(records(5000, frozen=(0,)), config(rule(sum="host")))  # has no states
 
 
+def test_a_rule_for_a_unit_is_for_its_parameters_of_every_dtype() -> None:
+    units = records(64, 64, 64, names=["layers.0", "layers.0#float32", "layers.1"])
+    homes = place(units, config(rule("layers.0", param="host"), rule("layers.0#float32", exp_avg="nvme")))
+    assert [homes[i, PARAM] for i in range(3)] == [HOST, HOST, DEVICE]
+    assert [homes[i, M1] for i in range(3)] == [DEVICE, NVME, DEVICE]
+
+
 def test_without_rules_everything_stays_on_the_device() -> None:
     homes = place(records(5000, 7000), config())
     assert set(homes.values()) == {DEVICE}
