@@ -40,6 +40,7 @@ from offloadzero.observe.clock import StepClock
 from offloadzero.observe.collectives import CollectiveCount
 from offloadzero.observe.forecast import MakeForecast, PlannedStep
 from offloadzero.observe.monitor import StepMonitor
+from offloadzero.planning.homes import idle_rules
 from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.placement import describe_placement
 from offloadzero.planning.rank_bytes import rank_bytes
@@ -193,6 +194,9 @@ class Runtime:
             _close_at_exit_of_child(os.getpid())
         for notice in self.config.notices:
             log.info("%s", notice)
+        if self.several is None or self.several.is_first:
+            for line in idle_rules(self.records, self.config):
+                log.warning("%s", line)
         self.monitor.timeline.take(0)  # moving the weights home is no part of a step
         self.clock.restart()
 

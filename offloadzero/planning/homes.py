@@ -12,6 +12,7 @@ from offloadzero.update.records import Record
 
 # The home of each segment, by the index of its record. Records with trainable parameters have one for the gradient.
 Placement = Mapping[tuple[int, SegmentKind], TierName]
+_NUM_SHOWN = 8  # names of units in a message
 
 
 def place(records: Sequence[Record], config: OffloadConfig) -> dict[tuple[int, SegmentKind], TierName]:
@@ -42,6 +43,21 @@ def place(records: Sequence[Record], config: OffloadConfig) -> dict[tuple[int, S
             placement[record.index, SegmentKind.GRAD] = grad if grad and not on_device else default
     _move_share_to_device(records, config.placement.host_update_ratio, placement)
     return placement
+
+
+def idle_rules(records: Sequence[Record], config: OffloadConfig) -> list[str]:
+    """Say of each rule whose glob matches no unit that it places nothing: a misspelt one, as a rule.
+
+    It is no error: one file may be for several models of a script, and for the parts of a pipeline.
+    """
+    names = list(dict.fromkeys(record.unit_name for record in records))
+    shown = ", ".join(names[:_NUM_SHOWN]) + (", ..." if len(names) > _NUM_SHOWN else "")
+    return [
+        f"offloadzero.placement: a rule for the units {rule.units!r} places nothing: the model has no such unit, it "
+        f"has {shown}"
+        for rule in config.placement.rules
+        if not any(_is_for(rule, record) for record in records)
+    ]
 
 
 def _is_for(rule: PlacementRule, record: Record) -> bool:

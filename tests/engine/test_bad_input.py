@@ -445,3 +445,15 @@ def test_sparse_gradients_name_the_parameter() -> None:
     assert caught.value.key == "0.weight"
     assert "sparse=False" in str(caught.value)
     engine.close()
+
+
+def test_a_rule_for_units_that_are_not_there_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Else its states stay on the device, and nobody is told."""
+    rules = [{"units": "blocks.*", "exp_avg": "host"}, {"units": "layers.*", "param": "host"}]
+    engine, *_ = offloadzero.initialize(model=TinyModel(), config=settings(placement=rules))
+    engine.close()
+    (said,) = [
+        r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "placement" in r.getMessage()
+    ]
+    assert "'layers.*' places nothing" in said
+    assert "blocks.0" in said

@@ -19,7 +19,7 @@ from offloadzero.config import OffloadConfig, load_config
 from offloadzero.config.schema import BudgetConfig, PlacementConfig, PlacementRule, UpdateConfig
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.swap_file import MARK_BYTES
-from offloadzero.planning.homes import place
+from offloadzero.planning.homes import idle_rules, place
 from offloadzero.planning.memory_plan import (
     MemoryPlan,
     format_bytes,
@@ -113,6 +113,17 @@ def test_a_rule_for_a_unit_is_for_its_parameters_of_every_dtype() -> None:
     homes = place(units, config(rule("layers.0", param="host"), rule("layers.0#float32", exp_avg="nvme")))
     assert [homes[i, PARAM] for i in range(3)] == [HOST, HOST, DEVICE]
     assert [homes[i, M1] for i in range(3)] == [DEVICE, NVME, DEVICE]
+
+
+def test_a_rule_that_matches_no_unit_is_told() -> None:
+    units = records(64, 64, 64, names=["layers.0", "layers.0#float32", "layers.1"])
+    found = idle_rules(
+        units, config(rule(param="host"), rule("layer.*", param="nvme"), rule("layers.1", exp_avg="nvme"))
+    )
+    assert found == [
+        "offloadzero.placement: a rule for the units 'layer.*' places nothing: the model has no such unit, it has "
+        "layers.0, layers.1"
+    ]
 
 
 def test_without_rules_everything_stays_on_the_device() -> None:
