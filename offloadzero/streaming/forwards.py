@@ -147,9 +147,8 @@ class EncoderForward(Forward):
         try:
             for module in first.modules():
                 for name in module._parameters:
-                    param = module._parameters[
-                        name
-                    ]  # this read brings the unit, which is used next, to the device
+                    # This read brings the unit, which is used next, to the device.
+                    param = module._parameters[name]
                     if type(param) is AwayParameter:
                         asked.append(param)
             for param in asked:
