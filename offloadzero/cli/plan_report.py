@@ -18,6 +18,7 @@ from offloadzero.planned_model import uses_of
 from offloadzero.planning.cluster import Cluster, on_cluster
 from offloadzero.planning.fit import Change, Source, needed, with_keys
 from offloadzero.planning.hardware import Hardware, share_of
+from offloadzero.planning.homes import idle_rules
 from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.shapes import MAX_LAYERS, ModelShape
 from offloadzero.planning.simulated_step import SimulatedStep
@@ -178,6 +179,7 @@ class Report:
                 + (f", {format_bytes(lacking)} too few: so it cannot be built." if lacking > 0 else ".")
             )
         yield from answer.planned.plan.choice
+        yield from idle_rules(answer.planned.records, answer.planned.config)
         config, trace = answer.planned.config, answer.trace
         is_by_bytes = config.placement.auto and config.placement_tokens is None
         if is_by_bytes and trace is not None and self.num_ranks == 1:

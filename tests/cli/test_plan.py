@@ -147,6 +147,15 @@ def test_auto_by_time_says_what_it_chose_and_what_was_slower(
     assert "by the simulated step" in capsys.readouterr().out, "the rates of a file are known all the same"
 
 
+def test_a_rule_that_places_nothing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rules = [{"units": "blocks.0", "param": "host"}, {"units": "model.layers.0", "param": "host"}]
+    assert main(words(tmp_path, "--no-time", placement=rules)) == 0
+    named = [line for line in capsys.readouterr().out.splitlines() if "places nothing" in line]
+    assert len(named) == 1
+    assert "'blocks.0' places nothing: the model has no such unit, it has " in named[0]
+    assert "model.layers.0, model.layers.1" in named[0]
+
+
 def test_a_micro_batch_takes_the_place_of_the_configurations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
