@@ -56,6 +56,7 @@ REDUNDANT: dict[str, str] = {
     "order: who gets the place writes after the one that had it",
     "streaming/activation_homes.py fetch: after without self.sent.copied": "needed only by a backward on a stream on "
     "which nothing was computed for two steps, of a graph from before them: the fence of a fetch covers all others",
+    "streaming/gathered_inputs.py fetch: after without self.sent.copied": "as in activation_homes.py",
 }
 
 # What only the numbers show, by key: why the checker sees no race.
@@ -71,6 +72,8 @@ NUMBERS_ALONE: dict[str, str] = {
     "streaming/activation_homes.py release: as if entry.users.done()": "a home in use is not given back, and more "
     "memory is taken: no race",
     "streaming/activation_homes.py release: no entry.users.wait()": "as the line before it",
+    "streaming/executor.py is_updated: as if unit.updated.done()": "what comes of it is whether a script is told that "
+    "the last updates are given up",
     "streaming/gathered.py enter_forward: as if self._decided.done()": "what comes too early is a forward behind a "
     "step that is refused: how far a script gets before it is told",
     "streaming/gathered.py enter_forward: no self._decided.wait()": "as the line before it",
@@ -281,7 +284,7 @@ class _Runs:
     def __init__(self, of_one: Any, of_ranks: Any) -> None:
         self._of_one = of_one
         self._of_ranks = of_ranks
-        self.names = [*of_one.RUNS, *of_ranks.RUNS]
+        self.names = [*of_one.RUNS, *of_ranks.RUNS, *of_ranks.ENDING]
 
     def run(self, name: str, *, seed: int = 0) -> tuple[str, list[str]]:
         """The digest of all numbers of a run, or its error, and the races in it."""

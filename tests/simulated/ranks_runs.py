@@ -24,7 +24,7 @@ import offloadzero
 from offloadzero.segments import SegmentKind
 from offloadzero.step import collect
 from offloadzero.step.reduced import ReducingCollector
-from offloadzero.streaming import activations
+from offloadzero.streaming import activation_homes, activations
 from offloadzero.update.kept import kept_place
 from tests.simulated import reached
 from tests.simulated.backward import Backward
@@ -35,8 +35,10 @@ from tests.simulated.order import RaceError
 from tests.simulated.random_scripts import in_directory
 from tests.simulated.ranks_scripts import (
     Acts,
+    EndedError,
     Here,
     Script,
+    close_beside_one_that_failed,
     drop_gradients,
     edit_gradients,
     notice_a_refused_step,
@@ -143,6 +145,8 @@ def play_simulated(
                     races = [str(race) for race in order.races]
     except RaceError:
         pass
+    except EndedError as ended:
+        found = {"told": str(ended)}
     except Exception as error:
         found = f"{type(error).__name__}: {error}"[:300]
     return found, races
@@ -158,7 +162,7 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
     """
     with tempfile.TemporaryDirectory() as directory:
         try:
-            world_size = RUNS[name].world_size
+            world_size = (RUNS | ENDING)[name].world_size
             by_rank = run_ranks(
                 _run_one,
                 world_size,
@@ -182,7 +186,7 @@ def run(name: str, *, seed: int = 0) -> tuple[str, list[str]]:
 def _run_one(
     rank: int, name: str, seed: int, directory: str
 ) -> tuple[dict[str, Any] | str, list[str], list[Any]]:
-    found, races = play_simulated(RUNS[name], rank, Path(directory) / "files", seed)
+    found, races = play_simulated((RUNS | ENDING)[name], rank, Path(directory) / "files", seed)
     return found, races, sorted(reached.PLACES)
 
 
@@ -212,12 +216,33 @@ def _every_input(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(activations, "MIN_BYTES", 1)
 
 
+def _much_staging(patch: pytest.MonkeyPatch) -> None:
+    """No input waits for a buffer, and so for the write of an earlier one."""
+    patch.setattr(activation_homes, "NUM_INPUT_STAGING", 16)
+
+
 CODES = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 NEAR = {"zero_hpz_partition_size": 2}
 ACCUMULATE = {"accumulation": 2}
 ON_HOST = {"param": "host", "states": "host"}
 STATES_ON_HOST = {"states": "host"}
 ALL_ON_NVME = {"param": "nvme", "states": "nvme", "grad": "nvme"}
+
+
+def in_parts(tier: str, **more: Any) -> RanksRun:
+    """A run of ranks each of which keeps a part of the inputs of checkpointed units, on this tier."""
+    return of(
+        "host",
+        options=ACCUMULATE,
+        patches=(_every_input, _much_staging),
+        only_simulated={
+            "activation_checkpointing": {"partition_activations": True},
+            "offloadzero": {"activation_checkpoints": {"tier": tier}},
+        },
+        is_tensor_parallel=True,
+        **more,
+    )
+
 
 RUNS: dict[str, RanksRun] = {
     OF_RANKS + name: run
@@ -253,7 +278,14 @@ RUNS: dict[str, RanksRun] = {
         ),
         "states that are read": of("nvme", script=read_states),
         "a refused step": of("host", make_model=trained_at_the_end, script=notice_a_refused_step),
+        "inputs in parts": in_parts("host", slow=("default",)),
+        "inputs in parts, nvme": in_parts("nvme", slow=("activation-h2d",)),
     }.items()
+}
+
+# Those whose scripts end with what they are told, in place of numbers.
+ENDING: dict[str, RanksRun] = {
+    OF_RANKS + "one that failed": of("host", script=close_beside_one_that_failed),
 }
 
 
@@ -325,17 +357,7 @@ def odd(placement: dict[str, str], *, zero: dict[str, Any] | None = None, **more
 
 
 SCRIPTS: dict[str, RanksRun] = {
-    "inputs in parts": of(
-        "host",
-        options=ACCUMULATE,
-        slow=("activations",),
-        patches=(_every_input,),
-        only_simulated={
-            "activation_checkpointing": {"partition_activations": True},
-            "offloadzero": {"activation_checkpoints": {"tier": "host"}},
-        },
-        is_tensor_parallel=True,
-    ),
+    "inputs in parts": in_parts("host", slow=("activations",)),
     "inputs away": odd(
         {"param": "host", "states": "host"},
         accumulation=2,

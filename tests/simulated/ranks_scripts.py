@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from offloadzero.zero import (
 )
 from tests.support.faults import delays
 from tests.support.models import Stack, features
-from tests.support.sharded import micro_batch
+from tests.support.sharded import micro_batch, said_of
 
 NUM_STEPS = 2
 LATE_S = 0.3  # of what is known too late, where nothing waits
@@ -38,6 +39,10 @@ class Here(NamedTuple):
 
 
 Script = Callable[[Any, Here], list[float]]
+
+
+class EndedError(Exception):
+    """A script ends with this in place of numbers: what it was told."""
 
 
 def inputs(number: int, here: Here) -> Tensor:
@@ -150,6 +155,25 @@ def notice_a_refused_step(engine: Any, here: Here) -> list[float]:
     num_entered = len(entered)
     engine.optimizer.zero_grad()
     return [*losses, float(num_entered), *train(engine, here)]
+
+
+def close_beside_one_that_failed(engine: Any, here: Here) -> list[float]:
+    """The second rank fails, and the first one, whose updates still run, is told so where it closes its engine."""
+    train(engine, here)
+    is_applied = here.directory / "the first rank's last step is applied"
+    engine.backward(engine(inputs(9, here)))
+    with delays("update.compute", LATE_S if here.rank == 0 else 0.0):
+        engine.step()
+        engine.get_global_grad_norm()  # from here on this rank needs nothing of the other one
+        if here.rank == 0:
+            is_applied.touch()
+            while engine._runtime._lost_to_another() is None:
+                time.sleep(0.01)
+            raise EndedError(said_of(engine.close))
+        while not is_applied.exists():
+            time.sleep(0.01)
+        engine.synchronize()
+        raise EndedError("it has failed")
 
 
 # --- scripts that write, evaluate, save and load ---
