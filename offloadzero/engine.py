@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from offloadzero.optimizer import OffloadedOptimizer
 from offloadzero.runtime import Runtime
 from offloadzero.segments import TierName
 
+log = logging.getLogger("offloadzero")
+
 
 class LossScale(float):
     """The present loss scale as a number that can also be called, as DeepSpeed's `loss_scale()` is."""
@@ -32,6 +35,13 @@ class LossScale(float):
     def __call__(self) -> float:
         """Return the number."""
         return float(self)
+
+
+_DROPPED = (
+    "engine.zero_grad() has dropped the gradients of %d of the %d micro batches of a step, which begins anew: a loop "
+    "that calls it before each of them never takes a step. It is not needed, as step() drops the gradients that it has "
+    "used"
+)
 
 
 class Engine:
@@ -58,6 +68,7 @@ class Engine:
         self._runtime = runtime
         self._coordinator = runtime.coordinator
         self._accumulation = runtime.accumulation
+        self._has_dropped = False
         self._checkpoints = EngineCheckpoints(runtime, optimizer)
 
     # --- the loop ---
@@ -133,17 +144,22 @@ class Engine:
     def zero_grad(self) -> None:
         """Drop gradients that no step has used, also those of a backward that did not finish.
 
-        The count of micro batches returns to the begin of the step. After a NonFiniteError of which nothing was
-        applied training goes on: that step counts as skipped.
+        The count of micro batches returns to the begin of the step: called before each of several, as loops have it for
+        which DeepSpeed keeps the gradients, no step would ever be taken. The first such drop is a warning. After a
+        NonFiniteError of which nothing was applied training goes on: that step counts as skipped.
 
         Raises:
             StateError: a backward has updated weights, all or some, in the place of `step()`.
             NonFiniteError: the last step failed, and no call has raised its error yet.
         """
         if self.optimizer is not None:
+            num_dropped = self._accumulation.num_taken
             with uninterrupted:
                 self.optimizer.zero_grad()
                 self._accumulation.restart()
+            if num_dropped and not self._has_dropped:
+                self._has_dropped = True
+                log.warning(_DROPPED, num_dropped, self.gradient_accumulation_steps())
 
     def _expect_optimizer(self, call: str) -> OffloadedOptimizer:
         if self.optimizer is None:

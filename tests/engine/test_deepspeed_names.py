@@ -347,6 +347,23 @@ def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: list[i
     return losses
 
 
+def test_gradients_dropped_before_the_boundary_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A loop that drops them before each micro batch takes no step: with DeepSpeed it trains."""
+    engine = make_engine(config(gradient_accumulation_steps=2))
+    train(engine, num_steps=2)
+    engine.zero_grad()  # behind the boundary, as loops for torch have it
+    assert not [record for record in caplog.records if "zero_grad" in record.message]
+    for seed in range(3):
+        engine.zero_grad()
+        engine.backward(engine(tokens(seed)))
+        engine.step()
+    assert engine.global_steps == 1
+    (told,) = (record.message for record in caplog.records if "zero_grad" in record.message)
+    assert told.startswith(
+        "engine.zero_grad() has dropped the gradients of 1 of the 2 micro batches of a step"
+    )
+
+
 def test_setting_the_train_batch_size() -> None:
     """Windows of 2, then 3, then 1 micro batches: the losses of plain torch with the same windows."""
     model = make_model()
