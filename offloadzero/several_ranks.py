@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offloadzero import launch
 from offloadzero.checkpoint.buffers import write_buffer
 from offloadzero.config import OffloadConfig
 from offloadzero.config.schema import ObserveConfig
@@ -45,6 +48,11 @@ from offloadzero.streaming.weights import WeightAccess
 from offloadzero.update.flat_layout import ParamSlot
 from offloadzero.update.records import Record
 from offloadzero.update.spec import DTYPES
+
+log = logging.getLogger("offloadzero")
+
+_NUM_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"  # read by the driver when a process first uses the device
+MOST_QUEUES = 32
 
 
 class SeveralRanks:
@@ -330,6 +338,7 @@ def _of_all_ranks(config: OffloadConfig) -> OffloadConfig:
 def join_ranks(device: torch.device, config: OffloadConfig, failures: Failures) -> SeveralRanks:
     """Join the ranks of torch's default process group. Raises ConfigError for settings not built over several."""
     expect_built(config)
+    shared_queues = expect_own_queues(device, launch.group_size())
     make_current(device)
     wire = config.zero_plus_plus
     ranks = make_ranks(
@@ -339,7 +348,34 @@ def join_ranks(device: torch.device, config: OffloadConfig, failures: Failures) 
         reduces_codes=wire.quantized_gradients,
         divides_inputs=config.partition_activations,
     )
-    return SeveralRanks(ranks, config, failures)
+    several = SeveralRanks(ranks, config, failures)
+    if shared_queues and several.is_first:
+        log.warning("%s", shared_queues)
+    return several
+
+
+def expect_own_queues(device: torch.device, world_size: int) -> str:
+    """Refuse a single hardware queue for all of a GPU's streams; return a warning where streams may share one, or "".
+
+    Weights are gathered and gradients reduced by different threads, each in its own order, so one rank may launch them
+    in another order than the next. In one queue what waits for the first holds the second back: on one rank the gather
+    behind what waits for a reduction, on the next the other way round, and neither goes on.
+    """
+    if device.type != "cuda" or world_size == 1:
+        return ""
+    value = os.environ.get(_NUM_QUEUES)
+    if value == "1":
+        raise ConfigError(
+            _NUM_QUEUES,
+            1,
+            f"{MOST_QUEUES} where several ranks train: with one queue they could wait for each other",
+        )
+    if value == str(MOST_QUEUES):
+        return ""
+    return (
+        f"{_NUM_QUEUES} is {value or 'not set'}: streams of an engine share hardware queues, and ranks could wait for "
+        f"each other; set it to {MOST_QUEUES} before the script starts"
+    )
 
 
 def expect_built(config: OffloadConfig) -> None:

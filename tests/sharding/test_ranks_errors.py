@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 import offloadzero
-from offloadzero.errors import AioError
+from offloadzero.errors import AioError, ConfigError
+from offloadzero.several_ranks import expect_own_queues
 from tests.support.faults import fails
 from tests.support.ranks import RanksError, run_ranks
 from tests.support.sharded import OddModel, config_of, engine_of, make_odd_model, micro_batch, train
@@ -407,3 +408,27 @@ def test_a_collective_that_ends_after_a_wait_for_it_has_not_failed(found: dict[s
     first, second = found["look_as_a_collective_ends"]
     assert first == [3.0, 1]
     assert second == [3.0, 0]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("1", "CUDA_DEVICE_MAX_CONNECTIONS = 1: 32 where several ranks train"),
+        ("8", "CUDA_DEVICE_MAX_CONNECTIONS is 8: streams of an engine share hardware queues"),
+        (None, "CUDA_DEVICE_MAX_CONNECTIONS is not set: streams of an engine share"),
+        ("32", ""),
+    ],
+)
+def test_streams_that_share_a_queue_of_a_gpu_are_told(
+    value: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+    assert expect_own_queues(torch.device("cuda"), 1) == expect_own_queues(torch.device("cpu"), 2) == ""
+    if value == "1":
+        with pytest.raises(ConfigError, match=said):
+            expect_own_queues(torch.device("cuda"), 2)
+    else:
+        assert expect_own_queues(torch.device("cuda"), 2).startswith(said)
+        assert bool(said) == bool(expect_own_queues(torch.device("cuda"), 2))
