@@ -233,6 +233,11 @@ def abort_process_group(group: Any) -> None:
     _look_up("distributed.distributed_c10d._abort_process_group")(group)
 
 
+def end_traced_collective(result: torch.Tensor) -> None:
+    """Wait for the collective of a traced graph that gives `result`."""
+    torch.ops._c10d_functional.wait_tensor(result)
+
+
 def active_ddp_module() -> Any:
     """The DistributedDataParallel in whose forward the process is; None outside of any."""
     return _look_up("nn.parallel.distributed.DistributedDataParallel._get_active_ddp_module")()

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from offloadzero.errors import OffloadError, StateError
 from offloadzero.memory.heap import FreedMemory
+from offloadzero.parameters import collectives
 from offloadzero.parameters.processes import send_by_value
 from offloadzero.parameters.trees import leaves_of, map_leaves
 from offloadzero.torch_private import (
@@ -450,7 +451,7 @@ _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 def _written(func: TorchOp) -> Callable[[int, str], bool]:
     """Whether an argument of an operation, given by place and name, is written."""
-    places = {
+    places = collectives.written_places(func) | {
         i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
     }
     names = {func._schema.arguments[i].name for i in places}
@@ -463,13 +464,18 @@ def _compute(func: TorchOp, args: tuple[Any, ...], keywords: dict[str, Any]) -> 
         return _one_by_one(func, args, keywords)
     leaves = leaves_of((args, keywords))
     sources = {id(leaf._source) for leaf in leaves if isinstance(leaf, RemoteTensor)}
-    values = _Values(copy=len(sources) > 2)
+    between_ranks = collectives.is_collective(func)
+    values = _Values(copy=between_ranks or len(sources) > 2)
     is_written = _written(func)
     real_args = [values.of(argument, write=is_written(place, "")) for place, argument in enumerate(args)]
     real_keywords = {
         name: values.of(argument, write=is_written(-1, name)) for name, argument in keywords.items()
     }
+    if between_ranks:
+        values.expect_an_end(func)
     result = func(*real_args, **real_keywords)
+    if between_ranks and values.are_written:
+        collectives.wait_for(func, result)
     values.write_back()
     _freed.add(values.num_bytes)
     return map_leaves(values.given_for, result)
@@ -518,6 +524,16 @@ class _Values:
     def num_bytes(self) -> int:
         """The bytes of the values."""
         return sum(value.nbytes for value in self._read.values())
+
+    @property
+    def are_written(self) -> bool:
+        """Whether the operation writes any of them."""
+        return bool(self._written)
+
+    def expect_an_end(self, func: TorchOp) -> None:
+        """Raise StateError where the operation writes a value and its end cannot be waited for."""
+        for source, _ in self._written.values():
+            collectives.expect_an_end(func, source.name)
 
     def write_back(self) -> None:
         """Write back the values that the operation has changed."""

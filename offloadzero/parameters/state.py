@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from offloadzero.errors import StateError
 from offloadzero.interrupts import UninterruptedThroughout
+from offloadzero.parameters.collectives import OverCopies, is_function_of_ranks
 from offloadzero.parameters.processes import send_by_value
 from offloadzero.parameters.weight import Weight
 from offloadzero.torch_private import DisableTorchFunctionSubclass, has_storage
@@ -101,6 +102,7 @@ class StateTensor(torch.Tensor):
         with DisableTorchFunctionSubclass():
             tensors = [leaf for leaf in pytree.tree_leaves((args, keywords)) if isinstance(leaf, StateTensor)]
             versions = [tensor._version for tensor in tensors]
+            collective = OverCopies(func, tensors) if is_function_of_ranks(func) else None
         with UninterruptedThroughout():  # an interrupt must not leave the copy written and the weight not
             if len(types) == 1:
                 with DisableTorchFunctionSubclass():
@@ -108,6 +110,8 @@ class StateTensor(torch.Tensor):
             else:  # a weight that is away, say: it answers for its value itself
                 result = _beside_others(func, args, keywords)
             with DisableTorchFunctionSubclass():
+                if collective is not None:
+                    collective.end(result)
                 # Beside a weight that is away torch counts no version for the tensors of a list.
                 listed = args[0] if len(types) > 1 and _writes_list(func) else ()
                 for tensor, version in zip(tensors, versions, strict=True):

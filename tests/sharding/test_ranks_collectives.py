@@ -1,0 +1,136 @@
+"""Collectives of a script's own, on weights and gradients that are away: torch's numbers, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+
+import offloadzero
+from tests.support.ranks import run_ranks
+from tests.support.sharded import OddModel, config_of, make_odd_model, micro_batch, said_of
+
+CASES = ((0, "resident"), (0, "host"), (1, "host"), (3, "nvme"))
+
+
+def weight_itself(param: nn.Parameter, _: OddModel) -> Tensor:
+    return param
+
+
+def data(param: nn.Parameter, _: OddModel) -> Tensor:
+    return param.data
+
+
+def copied(param: nn.Parameter, model: OddModel) -> Tensor:
+    names = {id(one): name for name, one in model.named_parameters()}
+    value: Tensor = model.state_dict()[names[id(param)]]
+    return value
+
+
+def gradient(param: nn.Parameter, _: OddModel) -> Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
+def reduce(tensor: Tensor, _: int) -> None:
+    dist.all_reduce(tensor)
+
+
+def reduce_later(tensor: Tensor, _: int) -> None:
+    work: Any = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+
+
+def reduce_together(tensor: Tensor, _: int) -> None:
+    distributed_c10d.all_reduce_coalesced([tensor])
+
+
+def scatter(tensor: Tensor, rank: int) -> None:
+    wholes = [2.0 * tensor.detach().clone()] * 2
+    dist.scatter(tensor, wholes if rank == 1 else None, src=1)
+
+
+def gather_halves(tensor: Tensor, rank: int) -> None:
+    """Both halves of the tensor, as each rank has doubled its own."""
+    halves = tensor.detach().chunk(2)
+    dist.all_gather([*halves], 2.0 * halves[rank].clone())
+
+
+def traced(tensor: Tensor, _: int) -> None:
+    own = tensor.detach()
+    torch.ops._c10d_functional.all_reduce_(own, "sum", dist.group.WORLD.group_name)  # type: ignore[union-attr]
+
+
+DOUBLING: tuple[Callable[[Tensor, int], None], ...] = (
+    reduce,
+    reduce_later,
+    reduce_together,
+    scatter,
+    gather_halves,
+    traced,
+)
+OF_COPIES = DOUBLING[:4]  # views of copies, and operations below dist's functions, are not seen
+
+
+def offloaded(
+    rank: int, world_size: int, stage: int, placement: str, directory: str
+) -> tuple[Any, torch.optim.Optimizer]:
+    """A model, and its optimizer, with gradients."""
+    config = config_of(placement, stage, Path(directory), world_size=world_size)
+    del config["gradient_clipping"], config["optimizer"]
+    model: Any = make_odd_model()
+    model, optimizer = offloadzero.offload(model, torch.optim.SGD(model.parameters(), lr=0.01), config)
+    model(micro_batch(0, rank, world_size)).backward()
+    return model, optimizer
+
+
+def doubled(rank: int, world_size: int, stage: int, placement: str, directory: str) -> list[str]:
+    """What did not double what it should have, and the errors."""
+    model, optimizer = offloaded(rank, world_size, stage, placement, directory)
+    wrong = []
+    for find in (weight_itself, data, copied, gradient):
+        for double in OF_COPIES if find is copied else DOUBLING:
+            param = model.blocks[3].up.weight  # of an even number of rows
+            before = (param.grad if find is gradient else param).detach().clone()
+            with torch.no_grad():
+                double(find(param, model), rank)
+            after = (param.grad if find is gradient else param).detach().clone()
+            if not torch.equal(after, 2.0 * before):
+                wrong.append(f"{find.__name__} {double.__name__}")
+    optimizer.step()
+    optimizer.zero_grad()
+    if not model(micro_batch(1, rank, world_size)).isfinite():
+        wrong.append("the loss")
+    optimizer.close()  # type: ignore[attr-defined]
+    return wrong
+
+
+@pytest.mark.parametrize(("stage", "placement"), CASES)
+def test_what_collectives_write_arrives(tmp_path: Path, stage: int, placement: str) -> None:
+    directory = tmp_path / "nvme"
+    directory.mkdir()
+    assert run_ranks(doubled, 2, tmp_path / "ranks", 2, stage, placement, str(directory)) == [[], []]
+
+
+def received(rank: int, world_size: int, directory: str) -> list[str]:
+    """What is said of receives into what is away."""
+    model, optimizer = offloaded(rank, world_size, 0, "host", directory)
+    other = 1 - rank
+    said = [
+        said_of(lambda: dist.recv(model.wide.weight.data, other)),
+        said_of(lambda: dist.irecv(model.wide.weight.data, other)),
+        said_of(lambda: dist.irecv(model.state_dict()["wide.weight"], other)),
+    ]
+    optimizer.close()  # type: ignore[attr-defined]
+    return said
+
+
+def test_a_receive_into_what_is_away_is_an_error(tmp_path: Path) -> None:
+    for said in run_ranks(received, 2, tmp_path / "ranks", 2, str(tmp_path)):
+        assert all("receive into a tensor of its own" in text for text in said), said
