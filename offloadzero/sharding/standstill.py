@@ -13,6 +13,11 @@ will end.
 What is in the store may be old, and is true nevertheless: the n-th collective cannot be over before all ranks have
 begun it, this one among them. Only collectives that end with all ranks count, so no broadcast does. In a backward a
 rank leaves nothing: what its hooks read comes in the order of its own graph.
+
+A rank that decides over a step says so as well, though its script may go on: all scripts begin a backward, submit its
+gradients and take a step in one order. So where a rank waits in the end of a backward, or for a gradient, and has not
+come to a step that another one has taken before those, they do not take equally many micro batches. Fetches tell
+nothing here: whether they are submitted before or after a step need not be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -29,6 +34,8 @@ from offloadzero.torch_private import NO_GRAPH_TASK, current_graph_task_id
 WAITED_S = 2.0  # after which a rank says that it waits
 
 _OF_SCRIPT = ("states", "control")
+_STEPS = "decisions"
+_BESIDE_STEPS = ("control", "gradients")  # backwards, which come before or after a step on all ranks alike
 
 
 class Submitted(Protocol):
@@ -62,19 +69,30 @@ class Standstill:
     def look(self, channel: str, what: str) -> None:
         """Say that this rank waits in the latest collective. Raises StateError where it will not end."""
         number = self._begun[channel]
-        if channel in _OF_SCRIPT and current_graph_task_id() == NO_GRAPH_TASK:
+        if channel == _STEPS or (channel in _OF_SCRIPT and current_graph_task_id() == NO_GRAPH_TASK):
             before = {**self._begun, **{name: each.number for name, each in self._submitted.items()}}
             own = {"rank": self._rank, "what": what, "number": number, "before": before}
             self._board.put(self._key(channel), json.dumps(own))
-        for other in _OF_SCRIPT:
+        others = (*_OF_SCRIPT, _STEPS) if channel in _BESIDE_STEPS else _OF_SCRIPT
+        for other in others:
             text = None if other == channel else self._board.get(self._key(other))
             said: Any = None if text is None else json.loads(text)
-            if said is not None and self._begun[other] < said["number"] and said["before"][channel] < number:
+            if (
+                said is not None
+                and self._come_to(other) < said["number"]
+                and said["before"][channel] < number
+            ):
+                act = "take equally many micro batches" if other == _STEPS else "save and load together"
                 raise StateError(
                     f"rank {self._rank} waits in {what}, and rank {said['rank']} in {said['what']}, to which rank "
                     f"{self._rank} has not come: neither would end. All ranks must run the same forwards, evaluations "
-                    "too, read the same weights, states and gradients in the same order, and save and load together"
+                    f"too, read the same weights, states and gradients in the same order, and {act}"
                 )
+
+    def _come_to(self, channel: str) -> int:
+        """How far the script of this rank has come in a channel: another thread may begin later what it submits."""
+        submitted = self._submitted.get(channel)
+        return self._begun[channel] if submitted is None else submitted.number
 
     def _key(self, channel: str) -> str:
         return f"waits in {channel} of {self._group}"

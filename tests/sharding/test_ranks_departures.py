@@ -57,6 +57,7 @@ def depart(rank: int, directory: str) -> dict[str, Any]:
         use_first_what_was_made_last,
         take_branches,
         wait_for_each_other,
+        take_one_micro_batch_more,
     )
     return {work.__name__: work(rank, directory) for work in works}
 
@@ -150,6 +151,36 @@ def test_ranks_that_wait_for_each_other_get_an_error_long_before_the_timeout(fou
         for name, act in acts.items():
             assert f", and rank 0 in {act}" in said[name]
             assert ", to which rank 1 has not come: neither would end. All ranks must run" in said[name]
+
+
+def take_one_micro_batch_more(rank: int, directory: str) -> list[str]:
+    """One rank goes backward twice before a step that the other one has taken; by stage."""
+    said = []
+    with patch.object(ranks, "WAITED_S", 0.0):
+        for stage in (0, 1):
+            config = config_of("host", stage, Path(directory), world_size=2)
+            engine = engine_of(config | {"managed_gradient_accumulation": False})
+
+            def go(engine: offloadzero.Engine = engine) -> None:
+                for step in range(3):
+                    for micro in range(2 if rank == 0 and step == 1 else 1):
+                        engine.backward(engine(micro_batch(step + micro, rank, 2)))
+                    engine.step()
+                engine.optimizer.synchronize()
+
+            said.append(said_of(go))
+            said_of(engine.close)
+    return said
+
+
+def test_ranks_that_take_unequally_many_micro_batches_get_an_error_long_before_the_timeout(
+    found: Found,
+) -> None:
+    for said in found["take_one_micro_batch_more"]:
+        for text in said:
+            assert "and rank 1 in step 2: the all-to-all" in text
+            assert ", to which rank 0 has not come: neither would end. All ranks must run" in text
+            assert "take equally many micro batches" in text
 
 
 # --- the configuration ---
