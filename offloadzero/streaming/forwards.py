@@ -36,6 +36,16 @@ def refuse_export() -> NoReturn:
     )
 
 
+def expect_not_sharded(module: nn.Module) -> None:
+    """Raise StateError where FSDP has taken a module, and with it parameters that the engine does not know."""
+    if any(kind.__module__.startswith("torch.distributed.fsdp") for kind in type(module).__mro__):
+        raise StateError(
+            "fully_shard() has put other parameters in the place of an offloaded model's, which nothing here would "
+            "train: leave it out, as ranks divide the parameters themselves at zero_optimization.stage 3, or call "
+            "restore_model() before it"
+        )
+
+
 class Forward:
     """Stands for a module's `forward`; a copy of the module has its own forward again."""
 

@@ -57,7 +57,7 @@ from offloadzero.parameters.state import WrittenWeight, is_copy_of, state_tensor
 from offloadzero.parameters.weight import PresentParameter, weight_of
 from offloadzero.streaming.activations import ActivationStore, Call
 from offloadzero.streaming.executor import Executor
-from offloadzero.streaming.forwards import EncoderForward, Forward, refuse_export
+from offloadzero.streaming.forwards import EncoderForward, Forward, expect_not_sharded, refuse_export
 from offloadzero.streaming.saved_tensor_hooks import InputHooks, SavedTensorHooks
 from offloadzero.streaming.saved_weights import SavedWeights
 from offloadzero.streaming.units import Site, UnitCut
@@ -107,6 +107,7 @@ class _SiteForward(Forward):
 
     def __init__(self, site: Site, hooks: ModelHooks) -> None:
         super().__init__(site.module)
+        self._kind = type(site.module)
         self._records = site.records
         self.is_root = not site.name
         self._hooks = hooks
@@ -131,6 +132,8 @@ class _SiteForward(Forward):
         hooks = self._hooks
         if is_tracing():
             refuse_export()
+        if type(self._module) is not self._kind:
+            expect_not_sharded(self._module)
         if self.is_root:
             interrupts.install()  # the script may have set a handler since
         with held:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
@@ -177,6 +178,8 @@ def refusals(rank: int, directory: str) -> dict[str, str]:
         model, torch.optim.AdamW(model.parameters()), {"zero_optimization": {"stage": 3}}
     )
     note("wrapped later", lambda: DistributedDataParallel(late)(micro_batch(0, rank, 2)))
+    fully_shard(late, ignored_params={late.scale})  # which takes no scalars
+    note("sharded later", lambda: late(micro_batch(0, rank, 2)))
     optimizer.runtime.close()
     with offloadzero.zero.Init(config_dict_or_path=config_of("host", 3, path, world_size=2)):
         built = OddModel()
@@ -204,6 +207,7 @@ REFUSED = {
     "wrapped": "ConfigError: model = 'DistributedDataParallel': the module in it, model.module: its gradients are ",
     "buffers": "ConfigError: buffers = 'shift (17,) torch.float32 torch.strided, seen (",
     "wrapped later": "ConfigError: model = 'DistributedDataParallel': the module in it: its gradients are averaged ",
+    "sharded later": "StateError: fully_shard() has put other parameters in the place of an offloaded model's",
     "params at stage 2": "ConfigError: offloadzero.placement.param = 'nvme': over 2 ranks device, or ",
     "in backward": "ConfigError: offloadzero.update.in_backward = True: impossible with 2 ranks: all gradients ",
     "batch": "ConfigError: train_batch_size = 7: must equal train_micro_batch_size_per_gpu * "
