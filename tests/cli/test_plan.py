@@ -31,7 +31,7 @@ from offloadzero.update.spec import UpdateForm
 from offloadzero.update.specs.adam import ADAM
 from offloadzero.update.specs.lion import LION
 from tests.planning.test_time_model import KNOWN
-from tests.support.tiny import settings
+from tests.support.tiny import run_bare_script, settings
 
 MIB, GIB = 1 << 20, 1 << 30
 SHAPE = "llama:64/3/4/101"
@@ -362,9 +362,30 @@ def test_memory_is_what_a_process_finds_that_has_not_begun(monkeypatch: pytest.M
     """Python and torch are a part of what is needed: they were taken off what is available as well."""
     held = 300 * MIB
     monkeypatch.setattr(plan_probe, "host_bytes_before", lambda: 2 * GIB)
-    monkeypatch.setattr(plan_probe, "resident_bytes", lambda: held)
+    monkeypatch.setattr(plan_probe, "resident_bytes", lambda *_: held)
     machine = plan_probe.memory_only("cpu", [])
     assert (machine.memory.host, machine.process_bytes) == (2 * GIB, held)
+
+
+def test_what_a_process_has_is_what_it_has_in_its_first_step() -> None:
+    """torch loads its compiler with the first optimizer: 70 MB that a run within its limit was killed for."""
+    script = """
+import sys
+from offloadzero.cli.plan_probe import resident_bytes
+loaded = "torch._dynamo" in sys.modules
+found = resident_bytes()
+import torch
+weights = [torch.ones(300, 300, dtype=dtype, requires_grad=True) for dtype in (torch.bfloat16, torch.float32)]
+optimizer = torch.optim.AdamW(weights)
+sum((weight @ weight).float().sum() for weight in weights).backward()
+optimizer.step()
+print(loaded, resident_bytes() - found)
+"""
+    done = run_bare_script(script)
+    assert done.returncode == 0, done.stderr
+    loaded, more = done.stdout.split()
+    assert loaded == "False"
+    assert int(more) < 24 * MIB
 
 
 def test_drives_of_which_a_file_says_nothing_are_not_taken_for_none(
