@@ -93,6 +93,7 @@ class Channel:
         self.recorder: Recorder = OFF.span
         self.watch: Watch | None = None
         self._looked_s = -math.inf  # when nobody had failed
+        self._tells_each = tells_each(spec.world_size) and not is_fake()
         self._is_closed = False
         self._is_in_collective = False
         self._is_aborted = False
@@ -174,10 +175,6 @@ class Channel:
         if torch.equal(largest[0], -largest[1]):
             return None
         return self.by_rank(own, label)
-
-    @property
-    def _tells_each(self) -> bool:
-        return tells_each(self.spec.world_size) and not is_fake()
 
     def by_rank(self, own: Sequence[int], label: str) -> list[list[int]]:
         """The numbers of each rank, by rank; in a fake group, where nobody says anything, the others' are zero."""

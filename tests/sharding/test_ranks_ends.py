@@ -56,6 +56,7 @@ def end(rank: int, directory: str) -> dict[str, Any]:
         look_before_many_collectives,
         interrupt_a_save,
         start_with_another_call,
+        train_behind_the_default_group,
     )
     return {work.__name__: work(rank, directory) for work in works}
 
@@ -322,3 +323,22 @@ def test_what_is_wrong_before_the_configuration_is_told_to_the_others(found: Fou
     for name, text in second.items():
         assert text.startswith(f"ConfigError: {name} = ")
         assert f"the start of an engine (rank 0 of 2) is given up: rank 1: {text}" in first[name]
+
+
+def train_behind_the_default_group(rank: int, directory: str) -> str:
+    """What a step is told that runs while the script has ended torch's default group."""
+    engine = start(rank, directory)
+
+    def is_gone() -> str:
+        raise ValueError("Default process group has not been initialized")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", is_gone)
+        said = said_of(lambda: train(engine, rank, 2, num_steps=2))
+    engine.close()
+    return said
+
+
+def test_the_work_of_an_engine_does_not_ask_the_default_group(found: Found) -> None:
+    """Weights are fetched ahead when a script ends the group and then closes its engine: that was torch's error."""
+    assert found[train_behind_the_default_group.__name__] == ["nothing"] * 2
