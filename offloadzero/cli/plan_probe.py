@@ -4,6 +4,7 @@
 | rate | by |
 | --- | --- |
 | operations per second | forward and backward of a transformer block, each by itself; fp16 on devices |
+| share of the cores | the CPU time of both over their time on a clock |
 | update on the host | Adam over 2^24 parameters of each layout, as `bench adam` runs it |
 | update on the device | the same, in the form that the device has |
 | copies, landing | the native copy on one thread; the norm of a gradient on all |
@@ -28,7 +29,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -150,8 +151,9 @@ def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -
         progress.phase("computation")
         computed = {name: flops_per_s(device, dtype) for name, dtype in dtypes.items()}
         rates = Rates(
-            flops={name: forward for name, (forward, _) in computed.items()},
-            gradient_flops={name: backward for name, (_, backward) in computed.items()},
+            flops={name: block.forward for name, block in computed.items()},
+            gradient_flops={name: block.backward for name, block in computed.items()},
+            core_shares={name: block.core_share for name, block in computed.items() if is_cpu},
         )
         progress.phase("memory")
         rates = replace(rates, update=host_update_rates(), copy=copy_rate(), landing=landing_rate())
@@ -198,8 +200,16 @@ def _cores_s(num_threads: int | None = None) -> float:
     return time.process_time() / (num_cores if num_threads is None else min(num_threads, num_cores))
 
 
-def flops_per_s(device: Device, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the operations per second in a block's forward and in its backward: of a width of 4096, on the CPU 1024.
+class BlockRates(NamedTuple):
+    """The rates of a block's computation, in operations per second; on the CPU of its cores' time."""
+
+    forward: float
+    backward: float
+    core_share: float  # of the cores' time in both, that in which they compute
+
+
+def flops_per_s(device: Device, dtype: torch.dtype) -> BlockRates:
+    """Return the rates of a block's forward and of its backward: of a width of 4096, on the CPU 1024.
 
     Each has its own: the products of backward have other layouts, for which a library may lack the fast code. So have
     those in bf16 on a CPU without instructions for it: the product of a gradient with a weight takes the time of ten.
@@ -213,14 +223,24 @@ def flops_per_s(device: Device, dtype: torch.dtype) -> tuple[float, float]:
     model = shape.build().to(device.torch_device, dtype)
     ids = torch.zeros(1, num_tokens, dtype=torch.long, device=device.torch_device)
 
-    clock = partial(_cores_s, torch.get_num_threads()) if is_cpu else time.perf_counter
-    forward_s = _best_s(lambda: model(ids), device.synchronize, clock=clock)
     loss, params = model(ids), list(model.parameters())
     device.synchronize()
-    backward_s = _best_s(
-        lambda: torch.autograd.grad(loss, params, retain_graph=True), device.synchronize, clock=clock
+
+    def seconds(clock: Callable[[], float]) -> tuple[float, float]:
+        forward_s = _best_s(lambda: model(ids), device.synchronize, clock=clock)
+        backward_s = _best_s(
+            lambda: torch.autograd.grad(loss, params, retain_graph=True), device.synchronize, clock=clock
+        )
+        return forward_s, backward_s
+
+    forward_s, backward_s = on_a_clock = seconds(time.perf_counter)
+    if is_cpu:
+        forward_s, backward_s = seconds(partial(_cores_s, torch.get_num_threads()))
+    return BlockRates(
+        traced.forward_flops / forward_s,
+        traced.backward_flops / backward_s,
+        min(1.0, (forward_s + backward_s) / sum(on_a_clock)),
     )
-    return traced.forward_flops / forward_s, traced.backward_flops / backward_s
 
 
 def products_per_s(dtype: torch.dtype) -> float:

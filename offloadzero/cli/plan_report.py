@@ -305,7 +305,8 @@ class Report:
         """Return the lanes of the forecast in the columns of LANE_HEADER, the longest first."""
         moved = self.step.traffic.lanes if self.step is not None else {}
         lanes = sorted(
-            {*found.lanes_s, *moved} - found.parts_s.keys(), key=lambda name: -found.lanes_s.get(name, 0.0)
+            found.lanes_s.keys() | (moved.keys() - found.parts_s.keys()),
+            key=lambda name: -found.lanes_s.get(name, 0.0),
         )
         rows = []
         of_bytes = intensities(self.step, found) if self.step is not None else {}

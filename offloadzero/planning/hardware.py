@@ -14,7 +14,13 @@ from offloadzero.update.spec import UpdateForm
 
 FORMAT = "offloadzero.hardware"
 FORMAT_VERSION = 1
-_TABLES = ("flops", "gradient_flops", "update", "device_update")  # tables of Rates, by dtype or layout
+_TABLES = (
+    "flops",
+    "gradient_flops",
+    "core_shares",
+    "update",
+    "device_update",
+)  # tables of Rates, by dtype or layout
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,7 @@ def share_of(hardware: Hardware, num_local_ranks: int, *, num_threads: int | Non
         return hardware
     rates, num_cores = hardware.rates, hardware.num_cores
     flops, of_gradients = dict(rates.flops), dict(rates.gradient_flops)
+    core_shares = rates.core_shares
     if hardware.device_is_cpu:
         said = hardware.identity.get("torch_threads")
         measured_with = said if isinstance(said, int) and said > 0 else num_cores
@@ -110,11 +117,14 @@ def share_of(hardware: Hardware, num_local_ranks: int, *, num_threads: int | Non
             {dtype: rate * threads / measured_with for dtype, rate in table.items()}
             for table in (flops, of_gradients)
         )
+        core_shares = core_shares if threads > 1 else {}  # one thread waits for no other
     of_machine = ("landing", "nvme_read", "nvme_write", "nvme_mixed", "host_memory")
     shared = {name: getattr(rates, name) for name in of_machine}
     divided: dict[str, Any] = {
         name: None if rate is None else rate / num_local_ranks for name, rate in shared.items()
     }
     update = {layout: rate / num_local_ranks for layout, rate in rates.update.items()}
-    of_rank = replace(rates, flops=flops, gradient_flops=of_gradients, update=update, **divided)
+    of_rank = replace(
+        rates, flops=flops, gradient_flops=of_gradients, core_shares=core_shares, update=update, **divided
+    )
     return replace(hardware, rates=of_rank, num_cores=max(1, num_cores // num_local_ranks))

@@ -127,7 +127,7 @@ def _speeds(rates: LaneRates) -> Speeds | None:
         return None
     read, write = (rates.bytes_per_s.get(lane, 0.0) for lane in (NVME_READ, NVME_WRITE))
     drive = {NVME_READ: read, NVME_WRITE: write}
-    widths = {} if rates.num_cores is None else _widths(rates.num_cores)
+    widths = {} if rates.num_cores is None else _widths(rates.num_cores, rates.core_share)
 
     def speeds(lanes: Sequence[str]) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -157,9 +157,10 @@ def _through_memory(lanes: Sequence[str], found: Lanes, bytes_per_s: Lanes, most
     return {lane: speed * min(1.0, most / wanted) for lane, speed in speeds.items()} if wanted else {}
 
 
-def _widths(num_cores: int) -> dict[str, int]:
+def _widths(num_cores: int, core_share: float) -> dict[str, float]:
     """Return the cores that each lane keeps busy."""
     return {
-        **dict.fromkeys((COMPUTE, UPDATE, DEVICE_UPDATE, LANDING), num_cores),
+        **dict.fromkeys((UPDATE, DEVICE_UPDATE, LANDING), num_cores),
         **dict.fromkeys((H2D, D2H, PYTHON), 1),
+        COMPUTE: core_share * num_cores,
     }

@@ -81,6 +81,7 @@ class LaneRates:
         None  # of all that passes through the host's memory; None: no limit is known
     )
     num_cores: int | None = None  # shared by all lanes; None: the device computes beside the host
+    core_share: float = 1.0  # of the cores, which computation keeps busy
     drive_cores_s: float = 0.0  # seconds of one core for each byte of the drive, where cores are shared
 
     def seconds(self, lane: str, num_bytes: float) -> float:

@@ -13,7 +13,9 @@ of the forecast is work. It lies between the bound and the step in which nothing
 stands [Note: the simulated step], which sees leases and buffers: what too few of them cost, no sum of a phase does.
 
 With the CPU as the device all but the drive share the cores: computation, copies, landings, updates and the file
-engine's own work add up, as [Note: the bound] in observe/bound.py adds them up when it measures.
+engine's own work add up, as [Note: the bound] in observe/bound.py adds them up when it measures. Computation alone does
+not keep all cores busy: threads begin and end each operation together, and some operations have one thread. What it
+leaves idle others use, but it takes its own time on a clock, which is a lane of its own.
 
 [Note: lanes between ranks]
 Of several ranks it is the forecast of one, which has its share of what the ranks of a machine have in common. What they
@@ -77,6 +79,9 @@ class Rates:
     gradient_flops: Mapping[str, float] = field(
         default_factory=dict
     )  # in its backward, without what is computed again; where it is not known it is taken for that of `flops`
+    core_shares: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of the cores' time in a block's forward and backward, the part in which they compute; not known: all of it
     update: Mapping[str, float] = field(
         default_factory=dict
     )  # bytes moved by updates on the host, by state layout
@@ -189,7 +194,8 @@ def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -
     phases, shared = parts, {phase: dict[str, float]() for phase in parts}
     if device_is_cpu:
         shared = {phase: _share_of_cores(lanes, num_cores) for phase, lanes in parts.items()}
-        phases = {phase: _on_the_cores(parts[phase], lanes) for phase, lanes in shared.items()}
+        share = rates.core_shares.get(step.dtype)
+        phases = {phase: _on_the_cores(parts[phase], lanes, share) for phase, lanes in shared.items()}
     unknown = tuple(
         sorted({lane for lanes in phases.values() for lane, seconds in lanes.items() if seconds is None})
     )
@@ -219,7 +225,9 @@ def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -
         lane=lane,
         seconds=seconds,
         # Of few lanes the share that OVERLAP leaves may be more than all that could be hidden.
-        alone_s=max(seconds, sum(map(_one_after_the_other, in_turn))),
+        alone_s=max(
+            seconds, sum(_one_after_the_other(*lanes) for lanes in zip(in_turn, of_parts, strict=True))
+        ),
         phases=tuple(turn for turn in turns if turn.seconds),
     )
 
@@ -237,21 +245,28 @@ def simulated(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) 
     known = {lane: rate for lane, rate in by_lane.items() if rate is not None}
     if forward_s is None or backward_s is None or rates.unit_s is None or len(known) < len(by_lane):
         return None
+    core_share = rates.core_shares.get(step.dtype, 1.0) if device_is_cpu else 1.0
     lane_rates = LaneRates(
         bytes_per_s=known,
-        forward_s=forward_s / step.num_micro,
-        backward_s=backward_s / step.num_micro,
+        forward_s=forward_s / step.num_micro / core_share,
+        backward_s=backward_s / step.num_micro / core_share,
         launch_s=rates.unit_s,
         drive_bytes_per_s=rates.nvme_mixed,
         host_bytes_per_s=rates.host_memory,
         num_cores=num_cores if device_is_cpu else None,
+        core_share=core_share,
         drive_cores_s=rates.nvme_cpu_s_per_byte or 0.0,
     )
     return simulate_step(step.work, lane_rates)
 
 
-def _one_after_the_other(lanes: Lanes) -> float:
-    """Add up the lanes, those that are the same work as others once: both directions of the drive, host memory."""
+def _one_after_the_other(lanes: Lanes, of_cores: Lanes) -> float:
+    """Add up the lanes, those that are the same work as others once: both directions of the drive, host memory.
+
+    Of computation that is a part of the cores' work, `of_cores`, only the time is added in which it leaves them idle.
+    """
+    if CORES in lanes and COMPUTE in lanes:
+        lanes = {**lanes, COMPUTE: lanes[COMPUTE] - of_cores.get(COMPUTE, 0.0)}
     through_s = sum(lanes.get(lane, 0.0) for lane in THROUGH_HOST_MEMORY)
     elsewhere_s = sum(
         s for lane, s in lanes.items() if lane not in (*THROUGH_HOST_MEMORY, NVME_MIXED, HOST_MEMORY)
@@ -334,9 +349,13 @@ def _share_of_cores(lanes: Mapping[str, float | None], num_cores: int) -> dict[s
     }
 
 
-def _on_the_cores(lanes: Mapping[str, float | None], shared: Lanes) -> dict[str, float | None]:
-    """Return all lanes of the cores as one, and the lanes without a rate."""
+def _on_the_cores(
+    lanes: Mapping[str, float | None], shared: Lanes, core_share: float | None
+) -> dict[str, float | None]:
+    """Return all lanes of the cores as one, computation on a clock, and the lanes without a rate."""
     apart = {lane: seconds for lane, seconds in lanes.items() if lane in _BESIDE_THE_CORES or seconds is None}
+    if core_share is not None and COMPUTE in shared:
+        apart[COMPUTE] = shared[COMPUTE] / core_share
     return {CORES: sum(shared.values()), **apart}
 
 

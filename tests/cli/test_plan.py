@@ -514,12 +514,12 @@ def test_computation_on_fewer_threads_than_cores_is_no_faster(monkeypatch: pytes
     monkeypatch.setattr(plan_probe, "_best_s", best_s)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     plan_probe.flops_per_s(find_device("cpu"), torch.float32)
-    assert clocks == [6.0, 6.0]
+    assert clocks[2:] == [6.0, 6.0]
 
 
 def test_forward_and_backward_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where products of one layout are slow, those of backward say, one rate for both is that of neither."""
-    times = iter([0.25, 4.0])
+    times = iter([0.5, 8.0, 0.25, 4.0])  # on a clock, then of the cores
     measured: list[Any] = []
 
     def best_s(call: Any, *_: Any, **__: Any) -> float:
@@ -527,9 +527,10 @@ def test_forward_and_backward_are_measured_apart(monkeypatch: pytest.MonkeyPatch
         return next(times)
 
     monkeypatch.setattr(plan_probe, "_best_s", best_s)
-    forward, backward = plan_probe.flops_per_s(find_device("cpu"), torch.float32)
-    assert forward / backward == pytest.approx(8.0, rel=0.02)
-    loss, grads = measured
+    found = plan_probe.flops_per_s(find_device("cpu"), torch.float32)
+    assert found.forward / found.backward == pytest.approx(8.0, rel=0.02)
+    assert found.core_share == pytest.approx(0.5)
+    loss, grads = measured[:2]
     assert loss.dim() == 0
     assert {tuple(grad.shape) for grad in grads} >= {(1024, 1024), (2816, 1024), (1024, 2816)}
 
@@ -548,8 +549,8 @@ def test_a_device_is_measured_in_every_dtype_of_parameters_and_on_its_own_link(
         def free_bytes(self) -> int | None:
             return GIB
 
-    def rate_of(_: Any, dtype: torch.dtype) -> tuple[float, float]:
-        return float(dtype.itemsize), 3.0 * dtype.itemsize
+    def rate_of(_: Any, dtype: torch.dtype) -> plan_probe.BlockRates:
+        return plan_probe.BlockRates(float(dtype.itemsize), 3.0 * dtype.itemsize, 0.5)
 
     monkeypatch.setattr(plan_probe, "flops_per_s", rate_of)
     for name in ("host_update_rates", "copy_rate", "landing_rate", "device_update_rates", "python_per_use"):

@@ -80,6 +80,14 @@ def test_updates_after_the_norm_are_made_in_the_order_of_the_forward() -> None:
     assert seconds(work, forward_s=0.3, backward_s=6.0) == pytest.approx(9.1)  # all three are waited for
 
 
+def test_a_copy_takes_the_core_that_computation_leaves_idle() -> None:
+    """Two units, 1 s there and 2 s back; of the fetches of 1 s on one of two cores the second hides behind a unit."""
+    rates = replace(SECONDS, forward_s=2.0, backward_s=4.0, num_cores=2)
+    work = stack([on_host()] * 2, leases=2)
+    assert simulate_step(work, replace(rates, core_share=0.5)).seconds == pytest.approx(7)
+    assert simulate_step(work, rates).seconds > 7.2
+
+
 @pytest.mark.parametrize(("leases", "expected"), [(1, 9), (2, 7)])
 def test_leases_limit_how_far_ahead_a_fetch_goes(leases: int, expected: float) -> None:
     """Two units, a fetch of 1 s each, 1 s there, 2 s back. With one lease each way fetches in the computation's way.
