@@ -12,8 +12,6 @@ that lets a burst through after an idle moment helps both alike.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import resource
 import time
 from collections import deque
@@ -33,6 +31,7 @@ from offloadzero.cli.nvme_sweep import (
 from offloadzero.cli.scratch import ScratchFile
 from offloadzero.errors import ConfigError
 from offloadzero.io.engine import AioBackend, AioEngine, AioFile, AioTicket
+from offloadzero.memory.pages import map_pages
 
 _WAIT_SLICE_S = 0.2  # so that a signal is seen while a drive hangs
 
@@ -105,14 +104,14 @@ class WriteAllowance:
 
 
 class RandomMemory:
-    """Page-aligned memory with random bytes, so that no drive compresses them, cut into buffers."""
+    """Memory with random bytes, so that no drive compresses them, cut into buffers.
+
+    It is of the kind that transfers of training use, in huge pages: in small ones a drive may be half as fast, as each
+    page of 4 KiB is pinned, and a segment of the request, by itself.
+    """
 
     def __init__(self, num_bytes: int) -> None:
-        self._map = mmap.mmap(-1, num_bytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self.bytes = np.frombuffer(map_pages(num_bytes), dtype=np.uint8)
         generator = np.random.Generator(np.random.SFC64())
         words = self.bytes.view(np.uint64)
         for start in range(0, len(words), 2 * MIB):

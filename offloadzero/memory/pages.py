@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # the tool that measures drives loads no torch
+    import torch
+
 
 _MADV_POPULATE_WRITE = 23  # Python's mmap module lacks it
 _libc = ctypes.CDLL(None)  # its calls release the GIL
@@ -16,7 +20,8 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def map_pages(num_bytes: int) -> mmap.mmap:
     """Map `num_bytes` > 0 that read as zero, as huge pages where possible; a page has memory once it is touched."""
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapping.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import mmap
 import os
@@ -193,3 +194,12 @@ def test_an_engine_that_cannot_lock_its_memory_says_which(
     with simulated(monkeypatch), pytest.raises(OffloadError, match=f"{what}.*bytes could not be page-locked"):
         train()
     assert pinned[0] == "the host arena"
+
+
+def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mapping(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(pages.mmap, "mmap", Mapping)
+    assert bytes(pages.map_pages(2 * mmap.PAGESIZE)) == bytes(2 * mmap.PAGESIZE)
