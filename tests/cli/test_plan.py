@@ -1,4 +1,4 @@
-"""`offloadzero plan` as a command: what it prints, its status, the machine as a file, and what the probe measures."""
+"""`offloadzero plan` as a command: what it prints, its status, and the machine as a file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from offloadzero.cli import plan_probe
-from offloadzero.cli.bench_copy import Case
 from offloadzero.cli.main import FAILURE, USER_ERROR, main
 from offloadzero.cli.plan import FORMAT, read_count
 from offloadzero.cli.plan_answer import Planner
@@ -26,12 +24,11 @@ from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import Hardware, hardware_from_json
 from offloadzero.planning.kept_rates import cache_file, read_hardware
 from offloadzero.planning.shapes import read_shape
-from offloadzero.planning.time_model import Rates
 from offloadzero.update.spec import UpdateForm
 from offloadzero.update.specs.adam import ADAM
 from offloadzero.update.specs.lion import LION
 from tests.planning.test_time_model import KNOWN
-from tests.support.tiny import run_bare_script, settings
+from tests.support.tiny import settings
 
 MIB, GIB = 1 << 20, 1 << 30
 SHAPE = "llama:64/3/4/101"
@@ -367,27 +364,6 @@ def test_memory_is_what_a_process_finds_that_has_not_begun(monkeypatch: pytest.M
     assert (machine.memory.host, machine.process_bytes) == (2 * GIB, held)
 
 
-def test_what_a_process_has_is_what_it_has_in_its_first_step() -> None:
-    """torch loads its compiler with the first optimizer: 70 MB that a run within its limit was killed for."""
-    script = """
-import sys
-from offloadzero.cli.plan_probe import resident_bytes
-loaded = "torch._dynamo" in sys.modules
-found = resident_bytes()
-import torch
-weights = [torch.ones(300, 300, dtype=dtype, requires_grad=True) for dtype in (torch.bfloat16, torch.float32)]
-optimizer = torch.optim.AdamW(weights)
-sum((weight @ weight).float().sum() for weight in weights).backward()
-optimizer.step()
-print(loaded, resident_bytes() - found)
-"""
-    done = run_bare_script(script)
-    assert done.returncode == 0, done.stderr
-    loaded, more = done.stdout.split()
-    assert loaded == "False"
-    assert int(more) < 24 * MIB
-
-
 def test_drives_of_which_a_file_says_nothing_are_not_taken_for_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -497,123 +473,3 @@ def test_updates_are_launched_with_their_device_as_the_current_one(monkeypatch: 
     monkeypatch.setattr(plan_probe.ADAM.__class__, "step", lambda *_, **__: seen.extend(current or ["none"]))
     plan_probe.device_update_rates(Second(), num_params=1 << 10)
     assert seen == ["its stream", "its stream"]
-
-
-def test_computation_on_fewer_threads_than_cores_is_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second of one thread is a second, and of three threads a third, however many cores there are."""
-    monkeypatch.setattr(plan_probe, "usable_cores", lambda: 4.0)
-    monkeypatch.setattr(plan_probe.time, "process_time", lambda: 12.0)
-    assert [plan_probe._cores_s(num) for num in (1, 3, 8)] == [12.0, 4.0, 3.0]
-    assert plan_probe._cores_s() == 3.0
-    clocks: list[Any] = []
-
-    def best_s(*_: Any, clock: Any) -> float:
-        clocks.append(clock())
-        return 1.0
-
-    monkeypatch.setattr(plan_probe, "_best_s", best_s)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    plan_probe.flops_per_s(find_device("cpu"), torch.float32)
-    assert clocks[2:] == [6.0, 6.0]
-
-
-def test_forward_and_backward_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where products of one layout are slow, those of backward say, one rate for both is that of neither."""
-    times = iter([0.5, 8.0, 0.25, 4.0])  # on a clock, then of the cores
-    measured: list[Any] = []
-
-    def best_s(call: Any, *_: Any, **__: Any) -> float:
-        measured.append(call())
-        return next(times)
-
-    monkeypatch.setattr(plan_probe, "_best_s", best_s)
-    found = plan_probe.flops_per_s(find_device("cpu"), torch.float32)
-    assert found.forward / found.backward == pytest.approx(8.0, rel=0.02)
-    assert found.core_share == pytest.approx(0.5)
-    loss, grads = measured[:2]
-    assert loss.dim() == 0
-    assert {tuple(grad.shape) for grad in grads} >= {(1024, 1024), (2816, 1024), (1024, 2816)}
-
-
-def test_what_takes_long_is_not_repeated() -> None:
-    now = iter(range(0, 100, 3))
-    calls: list[int] = []
-    assert plan_probe._best_s(lambda: calls.append(1), clock=lambda: next(now)) == 3
-    assert len(calls) == 2
-
-
-def test_a_device_is_measured_in_every_dtype_of_parameters_and_on_its_own_link(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Card(CpuDevice):
-        def free_bytes(self) -> int | None:
-            return GIB
-
-    def rate_of(_: Any, dtype: torch.dtype) -> plan_probe.BlockRates:
-        return plan_probe.BlockRates(float(dtype.itemsize), 3.0 * dtype.itemsize, 0.5)
-
-    monkeypatch.setattr(plan_probe, "flops_per_s", rate_of)
-    for name in ("host_update_rates", "copy_rate", "landing_rate", "device_update_rates", "python_per_use"):
-        monkeypatch.setattr(plan_probe, name, lambda *_: None)
-    seen: list[Any] = []
-
-    def device_cases(device: Any = None) -> list[tuple[Case, Any]]:
-        seen.append(device)
-        return [(Case(kind, "pinned", 0, 8), lambda: None) for kind in ("h2d", "d2h", "both")]
-
-    monkeypatch.setattr(plan_probe.bench_copy, "device_cases", device_cases)
-    card = Card()
-    found = plan_probe.measure(card, [])
-    assert found.flops == {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
-    assert found.gradient_flops == {"bf16": 6.0, "fp16": 6.0, "fp32": 12.0}
-    assert (found.h2d or 0) > 0
-    assert (found.d2h or 0) > 0
-    assert seen == [card], "the link of the device that trains, not of the default one"
-
-
-def test_two_directories_of_one_drive_are_measured_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[list[str]] = []
-
-    def measure_paths(paths: list[str], **_: Any) -> dict[str, Any]:
-        measured.append(paths)
-        row = {"traffic": "read", "roles": ["default"], "gb_per_s": 2.0, "cpu_s_per_gb": 0.5}
-        return {"results": {"traffic": [row], "first_write": {"gb_per_s": 1.0}}}
-
-    monkeypatch.setattr(plan_probe.bench_nvme, "measure_paths", measure_paths)
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    rates = plan_probe.drive_rates([tmp_path / "a", tmp_path / "b", tmp_path / "c"], time_s=5.0)
-    # No row of writes, as where a fast drive has come to the write limit: the first write's rate is taken.
-    assert rates == {"nvme_read": 2e9, "nvme_cpu_s_per_byte": 0.5e-9, "nvme_write": 1e9}
-    drives = {str(tmp_path / "a"): 1, str(tmp_path / "b"): 2}
-    monkeypatch.setattr(plan_probe, "drive_of", lambda path: drives[str(path)])
-    plan_probe.drive_rates([tmp_path / "a", tmp_path / "b"], time_s=5.0)
-    assert measured == [[str(tmp_path / "a")], [str(tmp_path / "a"), str(tmp_path / "b")]]
-
-
-@pytest.mark.alone
-def test_the_probe_knows_every_rate_of_a_machine_without_a_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(plan_probe, "NUM_SAMPLES", 1)
-    drive = plan_probe.drive_rates
-
-    def small_drive(paths: Any, *, time_s: float) -> dict[str, Any]:
-        assert time_s > 10
-        return drive(paths, time_s=5.0, num_bytes=16 * MIB)
-
-    monkeypatch.setattr(plan_probe, "drive_rates", small_drive)
-    rates = plan_probe.measure(find_device("cpu"), [tmp_path / "made later"])
-    of_devices = ("h2d", "d2h", "device_update")
-    of_ranks = ("collectives", "links", "network", "host_memory", "collective_s")
-    for name, value in vars(rates).items():
-        assert bool(value) == (name not in (*of_devices, *of_ranks)), name
-    assert set(rates.flops) == {"bf16", "fp32"}
-    assert set(rates.update) == {"fp32", "compact"}
-    assert plan_probe.measure(find_device("cpu"), ()).nvme_read is None
-    assert isinstance(rates, Rates)
-    assert list(tmp_path.iterdir()) == []
-    assert torch.get_default_dtype() is torch.float32
-    capsys.readouterr()
