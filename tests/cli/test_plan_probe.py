@@ -15,7 +15,6 @@ from offloadzero.planning.time_model import Rates
 from tests.support.tiny import run_bare_script
 
 MIB, GIB = 1 << 20, 1 << 30
-SHAPE = "llama:64/3/4/101"
 
 
 def test_what_a_process_has_is_what_it_has_in_its_first_step() -> None:
