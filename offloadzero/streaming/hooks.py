@@ -1,4 +1,4 @@
-"""The only file that touches nn.Module and autograd hooks.
+"""The hooks of an offloaded model on its modules, its parameters and autograd: all that stay are set here.
 
 [Note: hooks]
 A *site* is a module whose forward needs units. Its `forward` is wrapped: before it the units are pinned on the device
