@@ -22,7 +22,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -487,9 +487,19 @@ def offload_parameter(param: nn.Parameter, weight: Weight) -> None:
 def restore_parameter(param: nn.Parameter) -> None:
     """Undo `offload_parameter`: an ordinary parameter, whose `data` is for the caller to set."""
     if isinstance(param, _Offloaded):
-        original: Any = next(cls for cls in type(param).__mro__ if not issubclass(cls, _Offloaded))
+        original: Any = _original_of(type(param))
         param.__class__ = original
         delattr(param, _ATTRIBUTE)
+
+
+def present_class_of(away: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return the class that a parameter of class `away` has in the forward of its module."""
+    return classes_of(_original_of(away))[0]
+
+
+def _original_of(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    original: Any = next(cls for cls in kind.__mro__ if not issubclass(cls, _Offloaded))
+    return cast(type[nn.Parameter], original)
 
 
 def _refuse_transform(param: Tensor) -> NoReturn:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from offloadzero.errors import StateError
-from offloadzero.parameters.weight import AwayParameter, PresentParameter
+from offloadzero.parameters.weight import AwayParameter, present_class_of
 from offloadzero.torch_private import skip_frame
 
 _EXPORTERS = ("torch.jit", "torch._jit_internal", "torch.export", "torch._export")
@@ -153,20 +153,20 @@ class EncoderForward(Forward):
         first: nn.Module = layers[0]
         if first.training:
             return self._forward(*args, **kwargs)
-        asked: list[nn.Parameter] = []
+        asked: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
         try:
             for module in first.modules():
                 for name in module._parameters:
                     # This read brings the unit, which is used next, to the device.
                     param = module._parameters[name]
-                    if type(param) is AwayParameter:
-                        asked.append(param)
-            for param in asked:
-                param.__class__ = PresentParameter
+                    if isinstance(param, AwayParameter):
+                        asked.append((param, type(param)))
+            for param, away in asked:
+                param.__class__ = present_class_of(away)
             return self._forward(*args, **kwargs)
         finally:
-            for param in asked:
-                param.__class__ = AwayParameter
+            for param, away in asked:
+                param.__class__ = away
 
 
 skip_frame(Forward._bind_anew, with_calls=True)

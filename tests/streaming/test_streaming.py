@@ -204,12 +204,22 @@ def test_evaluation_of_torchs_transformer_takes_its_fast_path(tmp_path: Path) ->
     engine.close()
 
 
+class OwnParameter(nn.Parameter):
+    """A parameter of a script's own class."""
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, OwnParameter])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_evaluation_of_torchs_encoder_fills_the_padding_as_without_us(tmp_path: Path) -> None:
+def test_evaluation_of_torchs_encoder_fills_the_padding_as_without_us(
+    tmp_path: Path, kind: type[nn.Parameter]
+) -> None:
     """A mean over all positions tells torch's nested tensors from what the layers make of padded positions."""
     x, padding = torch.randn(2, 5, 16), torch.tensor([[False, False, True, True, True], [False] * 4 + [True]])
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(16))
+    for module in encoder.modules():
+        for name, param in module._parameters.items():
+            module._parameters[name] = None if param is None else kind(param.detach())
     expected = copy.deepcopy(encoder).eval()
     model = nn.ModuleDict({"encoder": encoder, "head": nn.Linear(16, 4)})
     for placement in ("resident", "host", "nvme"):
