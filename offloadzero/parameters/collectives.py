@@ -7,12 +7,18 @@ only then is there a value to write back. What a collective reads is memory of i
 A receive from one rank may wait for what this rank sends after it, and is an error.
 
 A copy in a state dict has memory, which a collective writes without counting a version: `OverCopies` counts one.
+
+torch tells `__torch_function__` of one argument of each function, as a rule one that is read; older versions tell it of
+few functions at all. Then C++ takes the memory of a parameter, or a copy, that is only written; that of a parameter
+that is away has one element. But before that the functions ask for the dtype, all but a reduce-scatter of one tensor:
+this is an error here.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,6 +31,7 @@ from offloadzero.torch_private import end_traced_collective
 TorchOp = Any  # torch._ops.OpOverload: its class has no public name
 
 _EAGER, _TRACED = "c10d", "_c10d_functional"  # torch's namespaces of collectives
+_FUNCTIONS = "torch.distributed.distributed_c10d"  # and the module of its functions
 
 
 def is_collective(func: TorchOp) -> bool:
@@ -58,7 +65,23 @@ def wait_for(func: TorchOp, result: Any) -> None:
 
 def is_function_of_ranks(func: Callable[..., Any]) -> bool:
     """Whether a function, as `__torch_function__` gets it, sends or receives between ranks."""
-    return getattr(func, "__module__", "") == "torch.distributed.distributed_c10d"
+    return getattr(func, "__module__", "") == _FUNCTIONS
+
+
+_ASKED_BEFORE: frozenset[Any] = frozenset((Tensor.dtype.__get__, Tensor.is_complex))  # type: ignore[attr-defined]
+
+
+def is_taken_untold(func: Callable[..., Any]) -> bool:
+    """Whether the caller's caller is a function between ranks that will take the memory of what it asks for a dtype."""
+    return func in _ASKED_BEFORE and sys._getframe(2).f_globals.get("__name__") == _FUNCTIONS
+
+
+def refuse_untold(name: str, what: str) -> NoReturn:
+    """Raise StateError: torch does not tell of the collective."""
+    raise StateError(
+        f"{name}: {what} is an argument that a collective does not tell of, and would take for ordinary memory: "
+        "give it a tensor of its own, and copy_() the result"
+    )
 
 
 class OverCopies:

@@ -18,7 +18,12 @@ from torch.utils import _pytree as pytree
 
 from offloadzero.errors import StateError
 from offloadzero.interrupts import UninterruptedThroughout
-from offloadzero.parameters.collectives import OverCopies, is_function_of_ranks
+from offloadzero.parameters.collectives import (
+    OverCopies,
+    is_function_of_ranks,
+    is_taken_untold,
+    refuse_untold,
+)
 from offloadzero.parameters.processes import send_by_value
 from offloadzero.parameters.weight import Weight
 from offloadzero.torch_private import DisableTorchFunctionSubclass, has_storage
@@ -63,6 +68,7 @@ class _Copy:
 
     def __init__(self, value: Tensor, weight: Written) -> None:
         self.value = value
+        self.name = weight.name
         self._weight = weight
         self._history = weight.history
 
@@ -99,6 +105,8 @@ class StateTensor(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         keywords = dict(kwargs or {})
+        if is_taken_untold(func):
+            refuse_untold(args[0]._copy.name, "a copy of state_dict()")
         with DisableTorchFunctionSubclass():
             tensors = [leaf for leaf in pytree.tree_leaves((args, keywords)) if isinstance(leaf, StateTensor)]
             versions = [tensor._version for tensor in tensors]

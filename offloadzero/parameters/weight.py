@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from offloadzero.errors import ConfigError, StateError
+from offloadzero.parameters.collectives import is_taken_untold, refuse_untold
 from offloadzero.parameters.graph_inputs import run_backward
 from offloadzero.parameters.processes import send_by_value
 from offloadzero.parameters.remote import RemoteTensor, Source
@@ -365,6 +366,8 @@ class AwayParameter(_Offloaded):
                 and sys._getframe(1).f_globals.get("__name__") == "torch._functorch.vmap"
             ):
                 _refuse_transform(args[0])
+            if is_taken_untold(func):
+                refuse_untold(value_of(args[0]).source.name, "a parameter that is away")
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func in _BACKWARDS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch.distributed import distributed_c10d
 import offloadzero
 from tests.support.ranks import run_ranks
 from tests.support.sharded import OddModel, config_of, make_odd_model, micro_batch, said_of
+
+# Newer versions of torch have other names for these functions, and warn of the old ones.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 CASES = ((0, "resident"), (0, "host"), (1, "host"), (3, "nvme"))
 
@@ -134,3 +138,31 @@ def received(rank: int, world_size: int, directory: str) -> list[str]:
 def test_a_receive_into_what_is_away_is_an_error(tmp_path: Path) -> None:
     for said in run_ranks(received, 2, tmp_path / "ranks", 2, str(tmp_path)):
         assert all("receive into a tensor of its own" in text for text in said), said
+
+
+def taken_untold(rank: int, world_size: int, directory: str) -> list[str]:
+    """What is said of collectives that write what is away, and that torch tells of what they read alone."""
+    model, optimizer = offloaded(rank, world_size, 0, "host", directory)
+    said = []
+    with torch.no_grad():
+        param = model.blocks[3].up.weight
+        before = param.clone()
+        for away in (param, model.state_dict()["blocks.3.up.weight"]):
+            whole, half = before.clone(), before.chunk(2)[rank].clone()
+            calls: list[Callable[[], Any]] = [
+                partial(dist.all_gather, [away, whole.clone()], whole),
+                partial(_all_gather, away, half),
+                partial(dist.all_to_all_single, away, whole),
+                partial(dist.all_to_all, [away, whole.clone()], [whole] * 2),
+            ]
+            said += [said_of(call) for call in calls]
+        assert torch.equal(param, before)
+    optimizer.close()  # type: ignore[attr-defined]
+    return said
+
+
+def test_a_collective_that_torch_tells_nothing_of_is_an_error(tmp_path: Path) -> None:
+    """An all-to-all wrote behind the one element that a parameter that is away has; a copy's were lost."""
+    for said in run_ranks(taken_untold, 2, tmp_path / "ranks", 2, str(tmp_path)):
+        assert len(said) == 8
+        assert all("give it a tensor of its own, and copy_() the result" in text for text in said), said
