@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import time
 from collections.abc import Callable
@@ -320,12 +321,15 @@ def test_ranks_of_a_mesh_build_their_part_of_the_model(tmp_path: Path) -> None:
 
 
 NUM_LAYERS = 80
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def measure_peak(_rank: int, directory: str) -> dict[str, float]:
     """MiB over the start at the most, while a model of 4 MiB a layer is built, and taken over."""
     config = config_of("nvme", 3, Path(directory), world_size=2)
     config["offloadzero"].update(poison_released_leases=False, units={}, update={"chunk_elements": 1 << 18})
+    # Each large piece is mapped by itself: holes between pieces in the C library's heap are no part of the model.
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)
 
     def peak_mib() -> float:
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
@@ -351,7 +355,6 @@ def measure_peak(_rank: int, directory: str) -> dict[str, float]:
 def test_no_rank_holds_the_model(tmp_path: Path) -> None:
     model_mib = 4 * NUM_LAYERS
     for found in run_ranks(measure_peak, 2, tmp_path, str(tmp_path), timeout_s=100):
-        assert found["cpu"] < model_mib / 2 + 40, found
-        # What is freed goes back to the machine every 128 MiB; the engine's buffers are of some whole units.
-        assert found["nvme"] < 130, found
-        assert found["engine"] < 150, found
+        assert found["cpu"] < model_mib / 2 + 12, found  # one layer whole, and its part
+        assert found["nvme"] < 20, found
+        assert found["engine"] < 40, found  # its buffers are of some whole units
