@@ -109,9 +109,6 @@ def forecast_step(
     if config.mesh is not None:
         raise NoForecastError("in a mesh the model's own code sends between ranks, which is not counted")
     hardware = _measured(config, device, num_local_ranks)
-    rates = hardware.rates
-    if rates.collectives is None:
-        rates = replace(rates, collectives=shown_rates.get(COLLECTIVES))
     call = _call_of_micro_batch(first, config.batch.gradient_accumulation_steps)
     on_cpu = device.free_bytes() is None
     step = plan_step(
@@ -123,6 +120,9 @@ def forecast_step(
         products=first.autocast,
         num_local_ranks=num_local_ranks,
     )
+    rates = hardware.rates_of(step)
+    if rates.collectives is None:
+        rates = replace(rates, collectives=shown_rates.get(COLLECTIVES))
     found = forecast(
         step,
         rates,

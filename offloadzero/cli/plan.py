@@ -106,6 +106,9 @@ def run(args: argparse.Namespace) -> int:
     question, hardware = ask(args, config, cluster)
     if args.largest:
         question = replace(question, model=plan_report.largest(question, source))
+    if args.hardware == THIS_MACHINE and args.ranks == 1 and not args.no_time:
+        hardware = with_own_rates(hardware, question, config, fresh=args.fresh)
+        question = replace(question, hardware=hardware)
     report = plan_report.make_report(
         question,
         source,
@@ -196,6 +199,22 @@ def with_micro_batch(
         "gradient_accumulation_steps": num_micro,
         "train_batch_size": None,
     }
+
+
+def with_own_rates(hardware: Any, question: Any, config: OffloadConfig, *, fresh: bool) -> Any:
+    """Return this machine with the rates of the model in question."""
+    from offloadzero.cli import plan_probe
+    from offloadzero.update.spec import DTYPES
+
+    return plan_probe.with_model(
+        hardware,
+        config.device,
+        question.model,
+        dtype=DTYPES[config.precision.param_dtype],
+        micro_batch=config.batch.micro_batch_size or 1,
+        sequence=question.sequence,
+        fresh=fresh,
+    )
 
 
 def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None) -> tuple[Any, Any]:

@@ -4,6 +4,7 @@
 | rate | by |
 | --- | --- |
 | operations per second | forward and backward of a transformer block, each by itself; fp16 on devices |
+| the same of one model | its own micro batch: [Note: the micro batch is measured] in plan_computation.py |
 | share of the cores | the CPU time of both over their time on a clock |
 | update on the host | Adam over 2^24 parameters of each layout, as `bench adam` runs it |
 | update on the device | the same, in the form that the device has |
@@ -24,12 +25,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,15 +39,22 @@ from offloadzero.cli import bench_copy, bench_nvme
 from offloadzero.cli.bench_adam import Records
 from offloadzero.cli.output import save_json
 from offloadzero.cli.plan_answer import drive_bytes, drive_of
+from offloadzero.cli.plan_computation import (
+    NotMeasuredError,
+    best_s,
+    block_rates,
+    cores_s,
+    micro_batch_rates,
+)
+from offloadzero.cli.plan_model import ModelSource
 from offloadzero.cli.progress import Progress
 from offloadzero.errors import AioError, ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.memory.device import Device, find_device
 from offloadzero.native import kernels
 from offloadzero.observe.run_dir import STEPS_FILE
-from offloadzero.planning.activation_trace import trace_micro_batch
 from offloadzero.planning.fit import Memory
-from offloadzero.planning.hardware import Hardware
+from offloadzero.planning.hardware import Hardware, model_key
 from offloadzero.planning.kept_rates import cache_file, describe, kept_hardware
 from offloadzero.planning.probe import (
     host_bytes_before,
@@ -54,27 +62,76 @@ from offloadzero.planning.probe import (
     nearest_directory,
     usable_cores,
 )
-from offloadzero.planning.shapes import LLAMA, ModelShape
-from offloadzero.planning.time_model import COMPACT, FP32, Rates
+from offloadzero.planning.time_model import COMPACT, DTYPE_NAMES, FP32, Computation, Rates
 from offloadzero.segments import SegmentKind
 from offloadzero.update.spec import UpdateForm, device_form
 from offloadzero.update.specs.adam import ADAM
 
 PROBE_S = 45.0
+MODEL_S = 15.0
 _MIB = 1 << 20
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_OF_DEVICES = {"fp16": torch.float16}  # a CPU hardly trains in it, and may need minutes for this block
-NUM_SAMPLES = 6
-ENOUGH_S = 4.0  # of one measurement: what takes that long is not repeated
+_MEASURED = (torch.bfloat16, torch.float32)
+_OF_DEVICES = (torch.float16,)  # a CPU hardly trains in it, and may need minutes for this block
 
 
 def this_hardware(device_name: str | None, paths: Sequence[Path], *, fresh: bool) -> Hardware:
     """Describe this machine: its present memory, with rates that were kept or are measured. Raises OffloadError."""
     found = memory_only(device_name, paths)  # before measurements take memory
-    rates = _kept_rates(found.identity) if not fresh else None
-    if rates is not None:
-        return replace(found, rates=rates)
+    kept = _kept(found.identity) if not fresh else None
+    if kept is not None:
+        return replace(found, rates=kept.rates, of_models=kept.of_models)
     found = replace(found, rates=measure(find_device(device_name), paths))
+    _keep(cache_file(found.identity), found)
+    return found
+
+
+MOST_MODELS = 64  # whose rates are kept; the oldest are forgotten
+
+
+def with_model(
+    found: Hardware,
+    device_name: str | None,
+    source: ModelSource,
+    *,
+    dtype: torch.dtype | None,
+    micro_batch: int,
+    sequence: int,
+    fresh: bool,
+) -> Hardware:
+    """Return this machine with the rates of a model's micro batch, kept or measured: [Note: rates of one model].
+
+    `dtype` is that of its parameters; None: their own. Of a model that cannot be measured it has none, and standard
+    error says why.
+    """
+    params = list(source.on_meta().parameters())
+    if not params:
+        return found
+    dtype = dtype or max(params, key=torch.Tensor.numel).dtype
+    name = DTYPE_NAMES.get(dtype, "")
+    key = model_key(name, micro_batch * sequence, sum(map(torch.Tensor.numel, params)))
+    if name not in found.rates.flops or (key in found.of_models and not fresh):
+        return found
+    block = found.rates.flops[name]
+    device = find_device(device_name)
+    progress = Progress(MODEL_S)
+    try:
+        progress.phase("the model's computation")
+        computed = micro_batch_rates(
+            source,
+            device,
+            dtype,
+            micro_batch=micro_batch,
+            sequence=sequence,
+            room=found.memory.host if found.memory.device is None else found.memory.device,
+            block=Computation(block, found.rates.gradient_flops.get(name, block)),
+        )
+    except NotMeasuredError as error:
+        progress.say(f"The model's own computation is not measured, a standard block's is taken: {error}")
+        return found
+    finally:
+        progress.close()
+    others = [(other, rates) for other, rates in found.of_models.items() if other != key]
+    found = replace(found, of_models=dict([*others, (key, computed)][-MOST_MODELS:]))
     _keep(cache_file(found.identity), found)
     return found
 
@@ -125,13 +182,12 @@ def _keep(path: Path, found: Hardware) -> None:
         print(f"The measurement is not kept for the next time: {error}", file=sys.stderr, flush=True)
 
 
-def _kept_rates(identity: Mapping[str, Any]) -> Rates | None:
+def _kept(identity: Mapping[str, Any]) -> Hardware | None:
     try:
-        found = kept_hardware(identity)
+        return kept_hardware(identity)
     except ConfigError as error:  # cut short, or of another version
         print(f"What was measured before is not used: {error}", file=sys.stderr, flush=True)
         return None
-    return None if found is None else found.rates
 
 
 # --- measurements ---
@@ -146,10 +202,10 @@ def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -
             f"This machine is busy (load {load:.1f}): its drive and its link will seem slow. --fresh measures again."
         )
     is_cpu = device.free_bytes() is None
-    dtypes = _DTYPES if is_cpu else {**_DTYPES, **_OF_DEVICES}
+    dtypes = _MEASURED if is_cpu else (*_MEASURED, *_OF_DEVICES)
     try:
         progress.phase("computation")
-        computed = {name: flops_per_s(device, dtype) for name, dtype in dtypes.items()}
+        computed = {DTYPE_NAMES[dtype]: block_rates(device, dtype) for dtype in dtypes}
         rates = Rates(
             flops={name: block.forward for name, block in computed.items()},
             gradient_flops={name: block.backward for name, block in computed.items()},
@@ -170,79 +226,6 @@ def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -
     return rates
 
 
-def _best_s(
-    call: Callable[[], object],
-    finish: Callable[[], object] = lambda: None,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
-    """Return the shortest of some calls: other load only makes calls longer. `finish` waits for launched work.
-
-    The bound that a run is compared with takes the best rates, too: [Note: the bound] in observe/bound.py.
-    """
-    times = []
-    for _ in range(NUM_SAMPLES):
-        begun_s = clock()
-        call()
-        finish()
-        times.append(clock() - begun_s)
-        if sum(times) >= ENOUGH_S:
-            break
-    return min(times)
-
-
-def _cores_s(num_threads: int | None = None) -> float:
-    """Return the CPU time of this process over the cores that it computes on, whatever else runs there.
-
-    These are all of its cores; with fewer threads the idle cores do not make them faster.
-    """
-    num_cores = usable_cores()
-    return time.process_time() / (num_cores if num_threads is None else min(num_threads, num_cores))
-
-
-class BlockRates(NamedTuple):
-    """The rates of a block's computation, in operations per second; on the CPU of its cores' time."""
-
-    forward: float
-    backward: float
-    core_share: float  # of the cores' time in both, that in which they compute
-
-
-def flops_per_s(device: Device, dtype: torch.dtype) -> BlockRates:
-    """Return the rates of a block's forward and of its backward: of a width of 4096, on the CPU 1024.
-
-    Each has its own: the products of backward have other layouts, for which a library may lack the fast code. So have
-    those in bf16 on a CPU without instructions for it: the product of a gradient with a weight takes the time of ten.
-    """
-    is_cpu = device.free_bytes() is None
-    width, num_tokens = (1024, 256) if is_cpu else (4096, 4096)
-    shape = ModelShape(LLAMA, width, 1, width // 128, 128, 11 * width // 4, width // 128)
-    with torch.device("meta"):
-        empty = shape.build()
-    traced = trace_micro_batch(empty, dtype=dtype, micro_batch=1, sequence=num_tokens)
-    model = shape.build().to(device.torch_device, dtype)
-    ids = torch.zeros(1, num_tokens, dtype=torch.long, device=device.torch_device)
-
-    loss, params = model(ids), list(model.parameters())
-    device.synchronize()
-
-    def seconds(clock: Callable[[], float]) -> tuple[float, float]:
-        forward_s = _best_s(lambda: model(ids), device.synchronize, clock=clock)
-        backward_s = _best_s(
-            lambda: torch.autograd.grad(loss, params, retain_graph=True), device.synchronize, clock=clock
-        )
-        return forward_s, backward_s
-
-    forward_s, backward_s = on_a_clock = seconds(time.perf_counter)
-    if is_cpu:
-        forward_s, backward_s = seconds(partial(_cores_s, torch.get_num_threads()))
-    return BlockRates(
-        traced.forward_flops / forward_s,
-        traced.backward_flops / backward_s,
-        min(1.0, (forward_s + backward_s) / sum(on_a_clock)),
-    )
-
-
 def products_per_s(dtype: torch.dtype) -> float:
     """Return the operations per second of the CPU in the three products of a layer's forward and backward."""
     width, num_tokens = 512, 64
@@ -251,9 +234,9 @@ def products_per_s(dtype: torch.dtype) -> float:
     def products() -> None:
         _ = x @ weight.t(), grad @ weight, grad.t() @ x
 
-    clock = partial(_cores_s, torch.get_num_threads())
+    clock = partial(cores_s, torch.get_num_threads())
     products()  # the first one chooses the code
-    return 6.0 * num_tokens * width**2 / _best_s(products, clock=clock)
+    return 6.0 * num_tokens * width**2 / best_s(products, clock)
 
 
 def host_update_rates() -> dict[str, float]:
@@ -263,20 +246,20 @@ def host_update_rates() -> dict[str, float]:
     rates = {}
     for layout in (FP32, COMPACT):
         case, sample = records.adam(layout, kernels.active_isa(), num_threads)
-        rates[layout] = case.bytes_per_param * case.num_params / _best_s(sample, clock=_cores_s)
+        rates[layout] = case.bytes_per_param * case.num_params / best_s(sample, cores_s)
     return rates
 
 
 def copy_rate() -> float:
     """Return the bytes per second of a copy in host memory by one thread; a copy counts its bytes once."""
     source, target = torch.zeros(64 * _MIB, dtype=torch.uint8), torch.zeros(64 * _MIB, dtype=torch.uint8)
-    return source.nbytes / _best_s(lambda: kernels.copy(target, source), clock=time.process_time)
+    return source.nbytes / best_s(lambda: kernels.copy(target, source), time.process_time)
 
 
 def landing_rate() -> float:
     """Return the bytes per second of the norm of a gradient in bf16."""
     grad = torch.zeros(64 * _MIB, dtype=torch.bfloat16)
-    return grad.nbytes / _best_s(lambda: kernels.sq_norm(grad), clock=_cores_s)
+    return grad.nbytes / best_s(lambda: kernels.sq_norm(grad), cores_s)
 
 
 def link_rates(device: Device) -> dict[str, Any]:
@@ -285,7 +268,7 @@ def link_rates(device: Device) -> dict[str, Any]:
     cases = [(case, transfer) for case, transfer in all_cases if case.memory == "pinned"]
     largest = max(case.num_bytes for case, _ in cases if case.kind != "both")
     return {
-        case.kind: case.num_bytes / _best_s(transfer)
+        case.kind: case.num_bytes / best_s(transfer)
         for case, transfer in cases
         if case.kind in ("h2d", "d2h") and case.num_bytes == largest
     }
@@ -319,7 +302,7 @@ def device_update_rates(device: Device, *, num_params: int = 1 << 24) -> dict[st
             with nullcontext() if stream is None else device.launching_on(stream):
                 ADAM.step(buffers, hyper=hyper, step=10, grad_scale=1.0, form=form, scratch=scratch)
 
-        rates[layout] = moved / _best_s(step, device.synchronize)
+        rates[layout] = moved / best_s(step, finish=device.synchronize)
     return rates
 
 

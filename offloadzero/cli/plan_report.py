@@ -21,7 +21,6 @@ from offloadzero.planning.hardware import Hardware, share_of
 from offloadzero.planning.homes import idle_rules
 from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.shapes import MAX_LAYERS, ModelShape
-from offloadzero.planning.simulated_step import SimulatedStep
 from offloadzero.planning.time_model import (
     FASTER,
     Forecast,
@@ -31,7 +30,6 @@ from offloadzero.planning.time_model import (
     forecast,
     forecast_run,
     plan_step,
-    simulated,
 )
 from offloadzero.planning.zero_formulas import STAGES, efficiency, state_bytes
 from offloadzero.segments import TierName
@@ -80,7 +78,6 @@ class Report:
     num_ranks: int = 1
     num_local_ranks: int = 1
     stages: tuple[StageBytes, ...] = ()  # of several ranks
-    simulated: SimulatedStep | None = None  # None: not asked for, or something is not known
     cluster: Cluster | None = None  # whose ranks they are
 
     @property
@@ -268,7 +265,7 @@ class Report:
 
     def simulation_lines(self) -> Iterator[str]:
         """Yield a sentence about the simulated step, if there is one."""
-        found = self.simulated
+        found = self.forecast.simulated if self.forecast is not None else None
         if found is None:
             return
         chain = sorted(found.critical_s.items(), key=lambda part: -part[1])
@@ -323,6 +320,8 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Return the whole report as JSON."""
         answer = self.answer
+        found = asdict(self.forecast) if self.forecast is not None else {}
+        simulation = found.pop("simulated", None)
         return {
             "model": self.model,
             "fits": self.fits,
@@ -333,9 +332,8 @@ class Report:
                 "more_bytes": {t.value: b for t, b in self.change.more.items()},
             },
             **({} if answer is None else _answer_json(answer)),
-            "forecast": self.forecast
-            and {**asdict(self.forecast), "tokens_per_s": self.forecast.tokens_per_s},
-            "simulated": self.simulated and asdict(self.simulated),
+            "forecast": self.forecast and {**found, "tokens_per_s": self.forecast.tokens_per_s},
+            "simulated": simulation,
             "intensity": {
                 name: asdict(found) for name, found in intensities(self.step, self.forecast).items()
             }
@@ -482,13 +480,10 @@ def make_report(
         return report
     step = forecaster.step(answer)
     found = forecaster.forecast(step)
-    simulation = simulated(
-        step, of_rank.rates, num_cores=of_rank.num_cores, device_is_cpu=of_rank.device_is_cpu
-    )
     run = None
     if num_tokens is not None:
         run = forecast_run(found, step, num_tokens=num_tokens, endurance_bytes=endurance_bytes)
-    return replace(report, step=step, forecast=found, run=run, simulated=simulation)
+    return replace(report, step=step, forecast=found, run=run)
 
 
 @dataclass(frozen=True)
@@ -512,7 +507,9 @@ class Forecaster:
     def forecast(self, step: Step) -> Forecast:
         """Return the seconds of a step."""
         found = self.hardware
-        return forecast(step, found.rates, num_cores=found.num_cores, device_is_cpu=found.device_is_cpu)
+        return forecast(
+            step, found.rates_of(step), num_cores=found.num_cores, device_is_cpu=found.device_is_cpu
+        )
 
 
 def by_stage(

@@ -197,7 +197,7 @@ def log_micro_batch(
     """Return what `trace_micro_batch` counts, event by event."""
 
     def loss_of(model: nn.Module) -> Tensor:
-        return _loss(model, torch.zeros(micro_batch, sequence, dtype=torch.long))
+        return loss_of_ids(model, torch.zeros(micro_batch, sequence, dtype=torch.long))
 
     num_tokens = micro_batch * sequence
     return _log(model, loss_of, dtype=dtype, num_tokens=num_tokens, checkpointed=checkpointed, on_cpu=on_cpu)
@@ -391,8 +391,8 @@ def _checkpointed(forward: Callable[..., Any], inputs: _Inputs, *args: Any, **kw
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
-def _loss(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return the loss that a script would take from the model's output."""
+def loss_of_ids(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the loss that a script would take from the model's output. Raises TraceError."""
     names = inspect.signature(model.forward).parameters
     given: dict[str, Any] = {}
     if "labels" in names:

@@ -1,4 +1,11 @@
-"""The description of a machine, memory and rates, as a file that says which machine it describes."""
+"""The description of a machine, memory and rates, as a file that says which machine it describes.
+
+[Note: rates of one model]
+How fast a model computes depends on its width, its heads and the tokens of a micro batch: a standard block's rate is up
+to a third off. So the plan of a model measures that model's micro batch as well, and its rates are kept beside the
+machine's, by the dtype of its products, the tokens of a micro batch and the number of its parameters, which the plan,
+the search for "auto" and an engine know alike. A model that was not measured has the standard block's.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,7 @@ from typing import Any
 from offloadzero.errors import ConfigError
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.result_file import Reader
-from offloadzero.planning.time_model import Rates
+from offloadzero.planning.time_model import Computation, Rates, Step
 from offloadzero.update.spec import UpdateForm
 
 FORMAT = "offloadzero.hardware"
@@ -35,11 +42,22 @@ class Hardware:
     process_bytes: int = 0  # of Python and torch, before there is a model
     memlock_bytes: int | None = None  # RLIMIT_MEMLOCK; None: no limit
     identity: Mapping[str, Any] = field(default_factory=dict)  # facts that tell it from other machines
+    of_models: Mapping[str, Computation] = field(
+        default_factory=dict
+    )  # by `model_key`: [Note: rates of one model]
 
     @property
     def device_is_cpu(self) -> bool:
         """Whether the device's memory is the host's."""
         return self.memory.device is None
+
+    def rates_of(self, step: Step) -> Rates:
+        """Return the rates for a step, with its model's own computation if that was measured."""
+        num_tokens = step.trace.num_tokens if step.trace is not None else 0
+        found = self.of_models.get(model_key(step.dtype, num_tokens, step.num_params))
+        if found is None:
+            return self.rates
+        return self.rates.with_computation(step.dtype, found, shares_cores=self.device_is_cpu)
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `hardware_from_json` reads."""
@@ -48,6 +66,7 @@ class Hardware:
             "format_version": FORMAT_VERSION,
             **asdict(self),
             "adam_form": self.adam_form.value,
+            "of_models": {key: found._asdict() for key, found in self.of_models.items()},
         }
 
 
@@ -77,7 +96,22 @@ def hardware_from_json(key: str, value: Mapping[str, Any]) -> Hardware:
         process_bytes=reader.count("process_bytes") or 0,
         memlock_bytes=reader.count("memlock_bytes"),
         identity=reader.table("identity").value,
+        of_models=_computations(reader.table("of_models")),
     )
+
+
+def model_key(dtype: str, num_tokens: int, num_params: int) -> str:
+    """Return the key of a model's rates: [Note: rates of one model]. `dtype` is that of its products."""
+    return f"{num_params} parameters, {num_tokens} tokens, {dtype}"
+
+
+def _computations(reader: Reader) -> dict[str, Computation]:
+    found = {}
+    for key in reader.value:
+        table = reader.table(key)
+        table.expect(*Computation._fields)
+        found[key] = Computation(**{name: table.required(name) for name in Computation._fields})
+    return found
 
 
 def _memory(key: str, reader: Reader) -> Memory:
@@ -127,4 +161,5 @@ def share_of(hardware: Hardware, num_local_ranks: int, *, num_threads: int | Non
     of_rank = replace(
         rates, flops=flops, gradient_flops=of_gradients, core_shares=core_shares, update=update, **divided
     )
-    return replace(hardware, rates=of_rank, num_cores=max(1, num_cores // num_local_ranks))
+    # The whole model on all cores was measured, and a rank has a part of both.
+    return replace(hardware, rates=of_rank, num_cores=max(1, num_cores // num_local_ranks), of_models={})

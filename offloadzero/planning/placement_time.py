@@ -46,10 +46,10 @@ class StepTimer:
 
     def seconds(self, plan: MemoryPlan) -> float:
         """Return the seconds of a step with a plan; inf: a rate is not known."""
-        hardware = self._hardware
+        hardware, step = self._hardware, self._step(plan)
         found = simulated(
-            self._step(plan),
-            hardware.rates,
+            step,
+            hardware.rates_of(step),
             num_cores=hardware.num_cores,
             device_is_cpu=hardware.device_is_cpu,
         )
@@ -57,10 +57,10 @@ class StepTimer:
 
     def unknown(self, plan: MemoryPlan) -> tuple[str, ...]:
         """Return the lanes of a step with a plan whose rates are not known."""
-        hardware = self._hardware
+        hardware, step = self._hardware, self._step(plan)
         return forecast(
-            self._step(plan),
-            hardware.rates,
+            step,
+            hardware.rates_of(step),
             num_cores=hardware.num_cores,
             device_is_cpu=hardware.device_is_cpu,
         ).unknown

@@ -97,6 +97,13 @@ class Reader:
             raise ConfigError(f"{self._name}.{name}", found, "a whole number, or null")
         return found
 
+    def required(self, name: str) -> float:
+        """Return a positive number that must be there."""
+        found = self.number(name)
+        if found is None:
+            raise ConfigError(f"{self._name}.{name}", None, "a positive number")
+        return found
+
     def numbers(self, name: str) -> dict[str, float]:
         """Return positive numbers by name."""
         table = self.table(name)

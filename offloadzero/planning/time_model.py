@@ -9,13 +9,16 @@ the longest lane: no schedule is faster. The forecast is the bound phase by phas
 - Where updates run in backward, they share its phase; with several micro batches that of the last one.
 
 A phase is longer than its longest lane, due to the first unit's fetch and the last one's update: only the share OVERLAP
-of the forecast is work. It lies between the bound and the step in which nothing overlaps, and both are given. Beside it
-stands [Note: the simulated step], which sees leases and buffers: what too few of them cost, no sum of a phase does.
+of the forecast is work. [Note: the simulated step] sees what no sum of a phase does: leases and buffers, and lanes that
+have all their work in a few units. Each of the two leaves out something that makes a step longer, so the forecast is
+the longer one. It lies between the bound and the step in which nothing overlaps, and both are given.
 
 With the CPU as the device all but the drive share the cores: computation, copies, landings, updates and the file
 engine's own work add up, as [Note: the bound] in observe/bound.py adds them up when it measures. Computation alone does
-not keep all cores busy: threads begin and end each operation together, and some operations have one thread. What it
-leaves idle others use, but it takes its own time on a clock, which is a lane of its own.
+not keep all cores busy: threads begin and end each operation together, and some operations have one thread. So it takes
+its own time on a clock, which is a lane of its own. No schedule can be shorter than that; a real one is longer: a copy
+on one core holds up the thread of the computation there, and the others wait for it at the end of the operation. The
+forecast, unlike the bound, has the other work of the cores in the lane of computation, for as long as it takes alone.
 
 [Note: lanes between ranks]
 Of several ranks it is the forecast of one, which has its share of what the ranks of a machine have in common. What they
@@ -34,12 +37,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
 from offloadzero.config import OffloadConfig
 from offloadzero.observe.bound import CORES
-from offloadzero.observe.forecast import FILE_ENGINE, OF_ONE_CORE, PYTHON
+from offloadzero.observe.forecast import FILE_ENGINE, OF_ONE_CORE, PYTHON, parts_alone
 from offloadzero.observe.timeline import (
     COLLECTIVES,
     COMPUTE,
@@ -64,9 +68,17 @@ LINKS, NETWORK, HOST_MEMORY = "links", "network", "host memory"  # [Note: lanes 
 _BETWEEN_RANKS = (COLLECTIVES, LINKS, NETWORK)
 _BESIDE_THE_CORES = (NVME_READ, NVME_WRITE, NVME_MIXED, *_BETWEEN_RANKS)
 FP32, COMPACT = "fp32", "compact"
-_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 Lanes = Mapping[str, float]  # seconds
+
+
+class Computation(NamedTuple):
+    """The rates of a model's computation, in operations per second; on the CPU of its cores' time."""
+
+    forward: float
+    backward: float
+    core_share: float = 1.0  # of the cores' time in both, that in which they compute
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,15 @@ class Rates:
     host_memory: float | None = None
     collective_s: float | None = None  # seconds of a collective beside its bytes; None: they are left out
 
+    def with_computation(self, dtype: str, found: Computation, *, shares_cores: bool) -> Rates:
+        """Return these rates with the computation of one model's micro batch in the place of any block's."""
+        return replace(
+            self,
+            flops={**self.flops, dtype: found.forward},
+            gradient_flops={**self.gradient_flops, dtype: found.backward},
+            core_shares={**self.core_shares, dtype: found.core_share} if shares_cores else self.core_shares,
+        )
+
 
 @dataclass(frozen=True)
 class Step:
@@ -115,6 +136,7 @@ class Step:
     layout: str  # of the states
     num_ranks: int = 1
     work: StepWork | None = None  # the same unit by unit; None: not simulated, as with several ranks
+    num_params: int = 0  # of the model, or of a rank's part of it
 
 
 def plan_step(
@@ -143,12 +165,13 @@ def plan_step(
         trace=trace,
         num_micro=config.batch.gradient_accumulation_steps,
         update_in_backward=plan.update_in_backward,
-        dtype=_DTYPE_NAMES.get(dtype, str(dtype)),
+        dtype=DTYPE_NAMES.get(dtype, str(dtype)),
         layout=config.state_layout,
         num_ranks=config.world_size,
         work=work_of_step(records, plan, config, uses=uses, inputs=inputs)
         if config.world_size == 1
         else None,
+        num_params=sum(record.num_params for record in records),
     )
 
 
@@ -181,6 +204,9 @@ class Forecast:
     alone_s: float | None = None
     tokens: int | None = None  # of all ranks
     phases: tuple[Phase, ...] = ()  # in their order; together they take `seconds`
+    simulated: SimulatedStep | None = (
+        None  # None: not simulated, as with several ranks, or something is not known
+    )
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -211,24 +237,31 @@ def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -
     if unknown or not total:
         return found
     lane = max(total, key=lambda name: total[name])
-    in_turn = [_with_both_directions(lanes, rates) for lanes in _in_turn(known, step)]
     of_parts = _in_turn(shared, step)
+    undisturbed = [_with_both_directions(lanes, rates) for lanes in _in_turn(known, step)]
+    in_turn = [_held_up(*lanes, num_cores) for lanes in zip(undisturbed, of_parts, strict=True)]
     of_bytes = _in_turn(step.traffic.by_phase, step)
     turns = [
         Phase(name, max(lanes.values(), default=0.0) / OVERLAP, lanes, parts_s, num_bytes)
         for name, lanes, parts_s, num_bytes in zip(_turns(step), in_turn, of_parts, of_bytes, strict=True)
     ]
-    seconds = sum(turn.seconds for turn in turns)
+    by_phase_s = sum(turn.seconds for turn in turns)
+    simulation = simulated(step, rates, num_cores=num_cores, device_is_cpu=device_is_cpu)
+    seconds = by_phase_s if simulation is None else max(by_phase_s, simulation.seconds)
     return replace(
         found,
+        simulated=simulation,
         bound_s=total[lane],
         lane=lane,
         seconds=seconds,
         # Of few lanes the share that OVERLAP leaves may be more than all that could be hidden.
         alone_s=max(
-            seconds, sum(_one_after_the_other(*lanes) for lanes in zip(in_turn, of_parts, strict=True))
+            seconds,
+            sum(_one_after_the_other(*lanes) for lanes in zip(undisturbed, of_parts, strict=True)),
         ),
-        phases=tuple(turn for turn in turns if turn.seconds),
+        phases=tuple(
+            replace(turn, seconds=turn.seconds * seconds / by_phase_s) for turn in turns if turn.seconds
+        ),
     )
 
 
@@ -258,6 +291,14 @@ def simulated(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) 
         drive_cores_s=rates.nvme_cpu_s_per_byte or 0.0,
     )
     return simulate_step(step.work, lane_rates)
+
+
+def _held_up(lanes: Lanes, of_cores: Lanes, num_cores: int) -> Lanes:
+    """Return the lanes with computation on a clock as the other work of the cores holds it up: [Note: the forecast]."""
+    if CORES not in lanes or COMPUTE not in lanes:
+        return lanes
+    others_s = sum(s for lane, s in parts_alone(of_cores, num_cores).items() if lane != COMPUTE)
+    return {**lanes, COMPUTE: lanes[COMPUTE] + others_s}
 
 
 def _one_after_the_other(lanes: Lanes, of_cores: Lanes) -> float:

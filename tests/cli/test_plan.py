@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from offloadzero.cli import plan_probe
+from offloadzero.cli import plan_computation, plan_probe
 from offloadzero.cli.main import FAILURE, USER_ERROR, main
 from offloadzero.cli.plan import FORMAT, read_count
 from offloadzero.cli.plan_answer import Planner
@@ -448,7 +448,7 @@ def test_updates_on_a_device_are_measured_in_their_form(
     form: UpdateForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_probe, "device_form", lambda *_: form)
-    monkeypatch.setattr(plan_probe, "NUM_SAMPLES", 1)
+    monkeypatch.setattr(plan_computation, "NUM_SAMPLES", 1)
     rates = plan_probe.device_update_rates(find_device("cpu"), num_params=1 << 16)
     assert set(rates) == {"fp32", "compact"}
     assert min(rates.values()) > 0
@@ -469,7 +469,7 @@ def test_updates_are_launched_with_their_device_as_the_current_one(monkeypatch: 
             yield
             current.pop()
 
-    monkeypatch.setattr(plan_probe, "NUM_SAMPLES", 1)
+    monkeypatch.setattr(plan_computation, "NUM_SAMPLES", 1)
     monkeypatch.setattr(plan_probe.ADAM.__class__, "step", lambda *_, **__: seen.extend(current or ["none"]))
     plan_probe.device_update_rates(Second(), num_params=1 << 10)
     assert seen == ["its stream", "its stream"]

@@ -1,4 +1,4 @@
-"""What the probe of `offloadzero plan` measures: computation, links, drives, and what a process has resident."""
+"""What the probe of `offloadzero plan` measures: links, drives, and what a process has resident."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from offloadzero.cli import plan_probe
+from offloadzero.cli import plan_computation, plan_probe
 from offloadzero.cli.bench_copy import Case
 from offloadzero.memory.device import CpuDevice, find_device
-from offloadzero.planning.time_model import Rates
+from offloadzero.planning.time_model import Computation, Rates
 from tests.support.tiny import run_bare_script
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -38,49 +38,6 @@ print(loaded, resident_bytes() - found)
     assert int(more) < 24 * MIB
 
 
-def test_computation_on_fewer_threads_than_cores_is_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second of one thread is a second, and of three threads a third, however many cores there are."""
-    monkeypatch.setattr(plan_probe, "usable_cores", lambda: 4.0)
-    monkeypatch.setattr(plan_probe.time, "process_time", lambda: 12.0)
-    assert [plan_probe._cores_s(num) for num in (1, 3, 8)] == [12.0, 4.0, 3.0]
-    assert plan_probe._cores_s() == 3.0
-    clocks: list[Any] = []
-
-    def best_s(*_: Any, clock: Any) -> float:
-        clocks.append(clock())
-        return 1.0
-
-    monkeypatch.setattr(plan_probe, "_best_s", best_s)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    plan_probe.flops_per_s(find_device("cpu"), torch.float32)
-    assert clocks[2:] == [6.0, 6.0]
-
-
-def test_forward_and_backward_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where products of one layout are slow, those of backward say, one rate for both is that of neither."""
-    times = iter([0.5, 8.0, 0.25, 4.0])  # on a clock, then of the cores
-    measured: list[Any] = []
-
-    def best_s(call: Any, *_: Any, **__: Any) -> float:
-        measured.append(call())
-        return next(times)
-
-    monkeypatch.setattr(plan_probe, "_best_s", best_s)
-    found = plan_probe.flops_per_s(find_device("cpu"), torch.float32)
-    assert found.forward / found.backward == pytest.approx(8.0, rel=0.02)
-    assert found.core_share == pytest.approx(0.5)
-    loss, grads = measured[:2]
-    assert loss.dim() == 0
-    assert {tuple(grad.shape) for grad in grads} >= {(1024, 1024), (2816, 1024), (1024, 2816)}
-
-
-def test_what_takes_long_is_not_repeated() -> None:
-    now = iter(range(0, 100, 3))
-    calls: list[int] = []
-    assert plan_probe._best_s(lambda: calls.append(1), clock=lambda: next(now)) == 3
-    assert len(calls) == 2
-
-
 def test_a_device_is_measured_in_every_dtype_of_parameters_and_on_its_own_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -88,10 +45,10 @@ def test_a_device_is_measured_in_every_dtype_of_parameters_and_on_its_own_link(
         def free_bytes(self) -> int | None:
             return GIB
 
-    def rate_of(_: Any, dtype: torch.dtype) -> plan_probe.BlockRates:
-        return plan_probe.BlockRates(float(dtype.itemsize), 3.0 * dtype.itemsize, 0.5)
+    def rate_of(_: Any, dtype: torch.dtype) -> Computation:
+        return Computation(float(dtype.itemsize), 3.0 * dtype.itemsize, 0.5)
 
-    monkeypatch.setattr(plan_probe, "flops_per_s", rate_of)
+    monkeypatch.setattr(plan_probe, "block_rates", rate_of)
     for name in ("host_update_rates", "copy_rate", "landing_rate", "device_update_rates", "python_per_use"):
         monkeypatch.setattr(plan_probe, name, lambda *_: None)
     seen: list[Any] = []
@@ -136,7 +93,7 @@ def test_two_directories_of_one_drive_are_measured_once(
 def test_the_probe_knows_every_rate_of_a_machine_without_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan_probe, "NUM_SAMPLES", 1)
+    monkeypatch.setattr(plan_computation, "NUM_SAMPLES", 1)
     drive = plan_probe.drive_rates
 
     def small_drive(paths: Any, *, time_s: float) -> dict[str, Any]:

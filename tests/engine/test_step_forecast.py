@@ -10,6 +10,7 @@ import re
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from offloadzero.cli.main import main
 from offloadzero.cli.plan_model import read_model
 from offloadzero.memory.device import find_device
 from offloadzero.observe.forecast import MIN_STEPS, PlannedStep
-from offloadzero.planning.hardware import Hardware
+from offloadzero.planning.hardware import Hardware, model_key
 from offloadzero.planning.kept_rates import cache_file, describe
+from offloadzero.planning.time_model import Computation
 from tests.cli.test_plan import MACHINE, SHAPE, words
 from tests.observe.test_device_time import Case, timed_engine, train_step
 from tests.support.faults import delays
@@ -66,10 +68,21 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     ],
     ids=["clipped", "accumulated", "checkpointed", "updated in backward"],
 )
-@pytest.mark.usefixtures("machine")
-def test_it_is_the_plans(keys: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words(tmp_path, **keys), "--json", "-"]) == 0
+@pytest.mark.parametrize("is_measured", [False, True], ids=["by blocks", "by its own rates"])
+def test_it_is_the_plans(
+    keys: dict[str, Any],
+    is_measured: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    num_params = sum(param.numel() for param in read_model(SHAPE).on_meta().parameters())
+    of_models = {model_key("bf16", 32, num_params): Computation(1e6, 1e6)} if is_measured else {}
+    machine = replace(MACHINE, of_models=of_models)
+    monkeypatch.setattr(step_forecast, "kept_hardware", lambda _: machine)
+    assert main([*words(tmp_path, machine=machine, **keys), "--json", "-"]) == 0
     plan = json.loads(capsys.readouterr().out)
+    assert (plan["forecast"]["seconds"] > 1.0) == is_measured
     config = settings(tmp_path / "files", observe={"run_dir": str(tmp_path / "run")}, **keys)
     engine, *_ = offloadzero.initialize(model=read_model(SHAPE).build(), config=config)
     for _ in range(engine.gradient_accumulation_steps()):

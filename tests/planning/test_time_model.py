@@ -141,14 +141,14 @@ def test_on_the_cpu_everything_shares_the_cores() -> None:
 
 
 def test_computation_on_the_cpu_takes_its_time_though_it_leaves_cores_idle() -> None:
-    """40 s of all cores' work in 50 s on a clock; an update of 20 s of theirs hides in half of the time left."""
+    """40 s of all cores' work in 50 s on a clock; an update of 5 s of theirs and 0.03 s of Python hold it up."""
     half_idle = replace(KNOWN, core_shares={"bf16": 0.8})
     found = forecast(step_of({AFTER: {UPDATE: int(5 * 200e9)}}), half_idle, num_cores=2, device_is_cpu=True)
-    python = 100 * 3e-4 / 2
-    assert found.lanes_s == {CORES: pytest.approx(40 + python + 5), COMPUTE: pytest.approx(50)}
-    assert (found.bound_s, found.lane) == (pytest.approx(50), COMPUTE)
-    # The forward, of 10 s of the cores' and 12.5 on the clock, is shorter than with its update; backward is not.
-    assert found.seconds == pytest.approx((10 + python / 2 + 5 + 37.5) / OVERLAP)
+    python = 100 * 3e-4
+    assert found.lanes_s == {CORES: pytest.approx(40 + python / 2 + 5), COMPUTE: pytest.approx(50)}
+    assert (found.bound_s, found.lane) == (pytest.approx(50), COMPUTE), "a schedule might have neither wait"
+    assert found.seconds == pytest.approx((50 + python + 5) / OVERLAP)
+    assert sum(phase.seconds for phase in found.phases) == pytest.approx(found.seconds)
     assert found.alone_s == pytest.approx(max(found.seconds, 40 + python + 5 + 10))
     known = forecast(step_of({}), replace(half_idle, core_shares={}), num_cores=2, device_is_cpu=True)
     assert set(known.lanes_s) == {CORES}, "rates that were kept before"

@@ -1,0 +1,292 @@
+"""How `offloadzero plan` measures computation: a standard block's, and that of the micro batch which is planned."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offloadzero.cli import plan_computation, plan_probe
+from offloadzero.cli.main import main
+from offloadzero.cli.plan_answer import Planner, Question
+from offloadzero.cli.plan_computation import Computation, NotMeasuredError, _Seconds, micro_batch_rates
+from offloadzero.cli.plan_model import ModelSource, read_model
+from offloadzero.cli.plan_report import step_of
+from offloadzero.errors import ConfigError
+from offloadzero.memory.device import CpuDevice, Device, find_device
+from offloadzero.planning.activation_trace import loss_of_ids, trace_micro_batch
+from offloadzero.planning.fit import Memory
+from offloadzero.planning.hardware import Hardware, hardware_from_json, model_key, share_of
+from offloadzero.planning.kept_rates import cache_file, read_hardware
+from offloadzero.planning.shapes import ModelShape
+from offloadzero.update.spec import UpdateForm
+from tests.planning.test_time_model import KNOWN
+from tests.support.tiny import settings
+
+GIB = 1 << 30
+SHAPE, DEEP = "llama:64/3/4/101", "llama:64/7/4/101"
+OWN = Computation(3e9, 5e9, 0.75)
+BLOCK = Computation(1e12, 1e12)
+CPU = find_device("cpu")
+
+
+class Card(CpuDevice):
+    def free_bytes(self) -> int | None:
+        return GIB
+
+
+def test_computation_on_fewer_threads_than_cores_is_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second of one thread is a second, and of three threads a third, however many cores there are."""
+    monkeypatch.setattr(plan_computation, "usable_cores", lambda: 4.0)
+    monkeypatch.setattr(plan_computation.time, "process_time", lambda: 12.0)
+    assert [plan_computation.cores_s(num) for num in (1, 3, 8)] == [12.0, 4.0, 3.0]
+    assert plan_computation.cores_s() == 3.0
+    clocks: list[Any] = []
+
+    def samples(calls: Any, of_calls: Any, _: Any) -> list[list[list[float]]]:
+        clocks.append(of_calls[1]())
+        return [[[1.0, 1.0] for _ in calls]]
+
+    monkeypatch.setattr(plan_computation, "_samples", samples)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    plan_computation.block_rates(CPU, torch.float32)
+    assert clocks == [6.0]
+
+
+@pytest.mark.parametrize("device", [CPU, Card()], ids=["cpu", "card"])
+def test_forward_and_backward_are_measured_apart(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where products of one layout are slow, those of backward say, one rate for both is that of neither."""
+    made: list[nn.Module] = []
+    ways: list[str] = []
+
+    def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        ways.append("forward")
+        made.append(model)
+        loss = loss_of_ids(model, ids)
+        loss.register_hook(lambda _: ways.append("backward"))
+        return loss
+
+    def samples(calls: Any, _: Any, __: Any) -> list[list[list[float]]]:
+        for call in calls:
+            call()
+        odd = [[9.0, 9.0], [9.0, 9.0]]
+        return [odd, [[1.0, 0.25], [8.0, 4.25]], [[1.0, 0.25], [8.0, 4.25]]]
+
+    monkeypatch.setattr(plan_computation, "loss_of_ids", loss_of)
+    monkeypatch.setattr(plan_computation, "_samples", samples)
+    monkeypatch.setattr(
+        plan_computation, "ModelShape", lambda kind, *_: ModelShape(kind, 64, 1, 2, 32, 128, 2)
+    )
+    found = plan_computation.block_rates(device, torch.float32)
+    assert ways == ["forward", "backward"] * 2, "the first micro batch is not measured"
+    assert all(param.grad is None for param in made[0].parameters())
+    num_tokens, ratio, share = (4096, 8.0, 1.0) if device.free_bytes() else (256, 17.0, 4.5 / 9.0)
+    trace = trace_micro_batch(made[0], dtype=None, micro_batch=1, sequence=num_tokens)
+    assert found.forward / found.backward == pytest.approx(ratio * trace.forward_flops / trace.backward_flops)
+    assert found.core_share == pytest.approx(share)
+
+
+def test_what_takes_long_is_not_repeated() -> None:
+    now = iter(range(0, 100, 3))
+    calls: list[int] = []
+    assert plan_computation.best_s(lambda: calls.append(1), lambda: next(now)) == 3
+    assert len(calls) == 2
+
+
+def rates(
+    source: ModelSource, *, device: Device = CPU, room: int = GIB, block: Computation = BLOCK, **shape: int
+) -> Computation:
+    shape = {"micro_batch": 2, "sequence": 16, **shape}
+    return micro_batch_rates(source, device, torch.bfloat16, room=room, block=block, **shape)
+
+
+def test_many_blocks_are_measured_by_what_two_of_them_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+
+    def measure(model: nn.Module, _: Device, micro_batch: int, sequence: int) -> _Seconds:
+        assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+        assert (micro_batch, sequence) == (2, 16)
+        number = len(model.get_submodule("model.layers"))  # type: ignore[arg-type]
+        measured.append(number)
+        return _Seconds(1.0 + 2.0 * number, 2.0 + 3.0 * number, 0.5 + number, 1.0 + 2.0 * number)
+
+    monkeypatch.setattr(plan_computation, "_time_micro_batches", measure)
+    monkeypatch.setattr(plan_computation, "MOST_WHOLE_BYTES", 1 << 10)
+    whole = trace_micro_batch(read_model(DEEP).on_meta(), dtype=torch.bfloat16, micro_batch=2, sequence=16)
+    found = rates(read_model(DEEP))
+    assert measured == [1, 3]
+    assert found.forward == pytest.approx(whole.forward_flops / 7.5)
+    assert found.backward == pytest.approx(whole.backward_flops / 15.0)
+    assert found.core_share == pytest.approx(22.5 / 38.0)
+    found = rates(read_model(DEEP), device=Card())
+    assert found.forward == pytest.approx(whole.forward_flops / 15.0)
+    assert found.backward == pytest.approx(whole.backward_flops / 23.0)
+    assert found.core_share == 1.0
+    measured.clear()
+    rates(read_model(SHAPE))
+    assert measured == [3], "few blocks are measured whole"
+    monkeypatch.setattr(plan_computation, "MOST_WHOLE_BYTES", 1 << 30)
+    rates(read_model(DEEP))
+    assert measured == [3, 7], "so are small ones: the weights of some of them might lie in a cache"
+
+
+def test_a_model_of_a_function_is_measured_whole_as_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ModelSource("a:function", lambda: read_model(SHAPE).build())
+    seen: list[nn.Module] = []
+
+    def measure(model: nn.Module, *_: Any) -> _Seconds:
+        seen.append(model)
+        return _Seconds(1.0, 1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(plan_computation, "_time_micro_batches", measure)
+    rates(made)
+    (model,) = seen
+    assert all(bool(param.isfinite().all()) for param in model.parameters())
+    assert len(list(model.parameters())) == len(list(read_model(SHAPE).build().parameters()))
+
+
+def test_a_micro_batch_that_would_take_long_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, int]] = []
+
+    def measure(_: nn.Module, __: Device, micro_batch: int, sequence: int) -> _Seconds:
+        shapes.append((micro_batch, sequence))
+        return _Seconds(1.0, 1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(plan_computation, "_time_micro_batches", measure)
+    trace = trace_micro_batch(read_model(SHAPE).on_meta(), dtype=torch.bfloat16, micro_batch=4, sequence=512)
+    whole_s = plan_computation.MOST_S * trace.flops
+    for share, expected in (
+        (2.0, (4, 512)),
+        (0.51, (2, 512)),
+        (0.26, (1, 512)),
+        (0.125, (1, 256)),
+        (0.001, (1, 128)),
+    ):
+        rate = whole_s * share / plan_computation.MOST_S**2
+        shapes.clear()
+        rates(read_model(SHAPE), micro_batch=4, sequence=512, block=Computation(rate, rate))
+        assert shapes[0] == pytest.approx(expected, abs=3)
+    shapes.clear()
+    rates(read_model(SHAPE), micro_batch=1, sequence=16, block=Computation(1.0, 1.0))
+    assert shapes == [(1, 16)], "a sample shorter than that stays as it is"
+
+
+def test_what_takes_too_much_memory_or_fails_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotMeasuredError, match="more than half of the memory"):
+        rates(read_model(SHAPE), room=1 << 20)
+
+    def fails(*_: Any) -> _Seconds:
+        raise ZeroDivisionError("of the model's\nown code")
+
+    monkeypatch.setattr(plan_computation, "_time_micro_batches", fails)
+    with pytest.raises(NotMeasuredError, match="ZeroDivisionError: of the model's own code"):
+        rates(read_model(SHAPE))
+    with pytest.raises(NotMeasuredError, match="nothing that is counted"):
+        rates(ModelSource("a:function", lambda: nn.Embedding(8, 8)))
+
+
+# --- beside the machine's rates ---
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hardware:
+    """Return a machine whose rates are kept below `tmp_path`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(plan_probe, "measure", lambda *_, **__: KNOWN)
+    return plan_probe.this_hardware("cpu", [], fresh=False)
+
+
+def with_model(machine: Hardware, *, model: str = SHAPE, fresh: bool = False, **keys: Any) -> Hardware:
+    source = read_model(model)
+    keys = {"dtype": torch.bfloat16, "micro_batch": 2, "sequence": 16, **keys}
+    return plan_probe.with_model(machine, "cpu", source, fresh=fresh, **keys)
+
+
+def test_a_model_is_measured_once_for_each_size_of_its_micro_batch(
+    machine: Hardware, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[Any] = []
+    monkeypatch.setattr(plan_probe, "micro_batch_rates", lambda *_, **keys: measured.append(keys) or OWN)
+    for fresh, times in ((False, 1), (False, 1), (True, 2)):
+        found = with_model(plan_probe.this_hardware("cpu", [], fresh=False), fresh=fresh)
+        assert list(found.of_models.values()) == [OWN]
+        assert len(measured) == times
+    with_model(plan_probe.this_hardware("cpu", [], fresh=False), sequence=32)
+    assert with_model(machine, dtype=None) == machine, "no rate of fp32 is known"
+    with_model(plan_probe.this_hardware("cpu", [], fresh=False), model=DEEP)
+    kept = read_hardware(str(cache_file(machine.identity)))
+    assert len(measured) == len(kept.of_models) + 1 == 4
+    assert measured[0]["room"] == pytest.approx(machine.memory.host, rel=0.1), "of that moment"
+    assert measured[0]["block"] == Computation(KNOWN.flops["bf16"], KNOWN.flops["bf16"]), (
+        "no rate of gradients is known"
+    )
+    monkeypatch.setattr(plan_probe, "MOST_MODELS", 2)
+    assert len(with_model(kept, sequence=8).of_models) == 2, "the oldest are forgotten"
+    capsys.readouterr()
+
+
+def test_a_model_that_cannot_be_measured_is_said(
+    machine: Hardware, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuses(*_: Any, **__: Any) -> Computation:
+        raise NotMeasuredError("for a reason")
+
+    monkeypatch.setattr(plan_probe, "micro_batch_rates", refuses)
+    assert with_model(machine) == machine
+    assert "a standard block's is taken: for a reason" in capsys.readouterr().err
+
+
+def test_the_rates_are_found_for_the_step_of_that_model_alone(tmp_path: Path) -> None:
+    source = settings(tmp_path, train_micro_batch_size_per_gpu=2)
+    machine = Hardware(Memory(host=8 * GIB, nvme=8 * GIB), KNOWN, num_cores=4)
+    question = Question(read_model(SHAPE), lambda _: machine.memory, lambda _: UpdateForm.NATIVE, sequence=16)
+    step = step_of(Planner(question).answer(source), num_local_ranks=1)
+    count = sum(param.numel() for param in read_model(SHAPE).build().parameters())
+    known = replace(machine, of_models={model_key(step.dtype, 32, count): OWN})
+    found = known.rates_of(step)
+    assert (found.flops[step.dtype], found.gradient_flops[step.dtype]) == OWN[:2]
+    assert found.core_shares[step.dtype] == OWN.core_share
+    assert known.rates_of(replace(step, num_params=count + 1)) == KNOWN
+    assert known.rates_of(replace(step, dtype="another")) == KNOWN
+    assert known.rates_of(replace(step, trace=None)) == KNOWN
+    on_card = replace(known, memory=replace(known.memory, device=GIB))
+    assert on_card.rates_of(step).core_shares == KNOWN.core_shares
+    assert share_of(known, 2).of_models == {}
+
+
+def test_a_file_of_the_machine_has_them() -> None:
+    machine = Hardware(Memory(host=8 * GIB), KNOWN, num_cores=4, of_models={"a model": OWN})
+    written = json.loads(json.dumps(machine.to_json()))
+    assert hardware_from_json("--hardware", written) == machine
+    for damage in ({"forward": None}, {"forward": -1.0}, {"more": 1.0}):
+        entry = {**written["of_models"]["a model"], **damage}
+        with pytest.raises(ConfigError, match=r"--hardware\.of_models\.a model\."):
+            hardware_from_json("--hardware", {**written, "of_models": {"a model": entry}})
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_command_forecasts_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(settings(tmp_path, placement="host")))
+    words = ["plan", "--model", SHAPE, "--config", str(config), "--sequence", "16", "--json", "-"]
+
+    def seconds(*more: str) -> float:
+        assert main([*words, *more]) == 0
+        found: float = json.loads(capsys.readouterr().out)["forecast"]["seconds"]
+        return found
+
+    saved = tmp_path / "machine.json"
+    own_s = seconds("--hardware-out", str(saved))
+    (key,) = read_hardware(str(saved)).of_models
+    assert key.startswith(f"{sum(p.numel() for p in read_model(SHAPE).build().parameters())} parameters, 32 ")
+    assert seconds() == own_s
+    assert seconds("--hardware", str(saved)) == own_s
+    machine_alone = json.loads(saved.read_text())
+    machine_alone["of_models"] = {}
+    saved.write_text(json.dumps(machine_alone))
+    assert seconds("--hardware", str(saved)) != own_s
