@@ -145,6 +145,8 @@ class Planner:
         trace, untraced = (None, found) if isinstance(found, str) else (found, "")
         _check_budgets(planned, trace)
         beside = _beside(planned, trace, self.question.process_bytes)
+        if trace is not None and memory.device is None:
+            beside = replace(beside, holes=trace.hole_bytes)
         verdict = judge(planned.plan, beside, memory)
         return Answer(planned, memory, beside, verdict, micro_batch, trace, untraced)
 

@@ -96,6 +96,7 @@ def tier_rows(answer: Answer, process_bytes: int) -> list[dict[str, Any]]:
         TierName.DEVICE: {"activations": beside.device - buffers, "buffers of the model": buffers},
         TierName.HOST: {
             "inputs of checkpointed units": beside.host - process_bytes,
+            "holes in the heap": beside.holes,
             "Python and torch": process_bytes,
         },
         TierName.NVME: {"inputs of checkpointed units": beside.nvme},

@@ -65,12 +65,13 @@ class Beside:
     """Bytes that a run takes beside the plan, by tier.
 
     On the device they are activations and the model's buffers; elsewhere inputs that leave it and whose size the
-    configuration does not give; on the host Python and torch themselves.
+    configuration does not give; on the host Python and torch themselves, and holes in the C library's heap.
     """
 
     device: int = 0
     host: int = 0
     nvme: int = 0
+    holes: int = 0  # on the host, where activations are in its memory
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Change:
 def needed(plan: MemoryPlan, beside: Beside, memory: Memory) -> dict[TierName, int]:
     """Return the bytes of the run by the machine's tiers: those of a CPU as the device are the host's."""
     device = plan.tier_bytes(TierName.DEVICE) + beside.device
-    host = plan.tier_bytes(TierName.HOST) + beside.host
+    host = plan.tier_bytes(TierName.HOST) + beside.host + beside.holes
     nvme = plan.tier_bytes(TierName.NVME) + beside.nvme
     if memory.device is None:
         return {TierName.HOST: host + device, TierName.NVME: nvme}

@@ -119,6 +119,10 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(result["needed"].values()) == planned + sum(beside.values())
     assert beside["host"] == 300 * MIB
     assert beside["device"] == result["micro_batch_trace"]["peak_bytes"]
+    assert beside["holes"] == beside["device"] // 2, "all of them are small"
+    on_card = replace(MACHINE, device="a card", memory=replace(MACHINE.memory, device=8 * GIB))
+    assert main(words(tmp_path, "--json", "-", machine=on_card, device="cpu")) == 0
+    assert json.loads(capsys.readouterr().out)["beside"]["holes"] == 0
     assert result["forecast"]["seconds"] >= result["forecast"]["bound_s"]
     assert result["forecast"]["lane"] in (CORES, "nvme", "nvme read", "nvme write")
     simulated = result["simulated"]

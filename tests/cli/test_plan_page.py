@@ -80,12 +80,15 @@ def test_the_tiers_hold_what_is_needed(machine: Hardware, tmp_path: Path) -> Non
         lines = [line for line in answer["plan"] if line["tier"] == tier and line["bytes"]]
         found = sizes_of(rows[tier])
         assert [*found][: len(lines)] == [line["what"] for line in lines]
-        assert sum(found.values()) == sum(line["bytes"] for line in lines) + answer["beside"][tier]
+        holes = answer["beside"]["holes"] if tier == "host" else 0
+        assert found.get("holes in the heap", 0) == holes
+        assert sum(found.values()) == sum(line["bytes"] for line in lines) + answer["beside"][tier] + holes
     assert sizes_of(rows["host"])["Python and torch"] == 300 * MIB
     assert sizes_of(rows["host"])["inputs of checkpointed units"] > 0
     assert sizes_of(rows["device"])["activations"] == answer["beside"]["device"]
     assert (rows["host"]["budget"], rows["device"]["budget"]) == (2 * GIB, GIB)
     assert (rows["nvme"]["available"], rows["nvme"]["budget"]) == (8 * GIB, None)
+    assert bool(answer["beside"]["holes"]) == (machine is not WITH_DEVICE)
     if machine is WITH_DEVICE:
         assert list(rows) == ["device", "host", "nvme"]
         assert (rows["device"]["available"], rows["host"]["available"]) == (4 * GIB, 8 * GIB)

@@ -13,10 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from offloadzero.planning.activation_trace import (
     CallForm,
+    Event,
     MicroBatchTrace,
     TraceError,
+    TraceLog,
     trace_call,
     trace_micro_batch,
+    trace_of,
 )
 from offloadzero.planning.shapes import ModelShape, read_shape
 from tests.support.models import Stack
@@ -282,3 +285,13 @@ def test_a_call_that_cannot_be_made_again_is_named() -> None:
         trace_of_call(Named, (x, [torch.nested.nested_tensor([x, x[1:]])]), what="nothing", factor=2.0)
     with pytest.raises(TraceError, match="TypeError"):
         trace_of_call(Named, (x, [x]))
+
+
+def test_holes_lie_between_what_comes_from_the_heap() -> None:
+    """glibc maps blocks of 32 MiB by themselves, and gives them back whole."""
+    mib = 1 << 20
+    made = [(Event.MADE, size * mib) for size in (8, 40, 16)]
+    gone = [(Event.GONE, -size * mib) for size in (16, 40, 8)]
+    log = TraceLog(8, [*made, *gone, (Event.MADE, 20 * mib), (Event.FORWARD_ENDS, 0)], [], frozenset())
+    found = trace_of(log)
+    assert (found.peak_bytes, found.heap_bytes, found.hole_bytes) == (64 * mib, 24 * mib, 12 * mib)
