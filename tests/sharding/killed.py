@@ -11,13 +11,14 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,9 @@ class Case:
     num_calls: int
     delay_s: float
     stage: int
-    port: int  # of the store that rank 0 holds; 0: a file is the store
+    has_port: bool  # rank 0 holds the store, else a file is it
     timeout_s: float  # of the process groups
+    port: int = 0  # of that store, chosen right before the start: others take ports meanwhile
 
     def rank_file(self, rank: int) -> Path:
         """Where a rank's output goes."""
@@ -152,6 +154,14 @@ def become(case: Case, rank: int) -> None:
         raise
 
 
+def free_port() -> int:
+    """One that nobody has just now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
 @dataclass(frozen=True)
 class End:
     """Of one rank."""
@@ -193,6 +203,8 @@ def main() -> None:
     played = []
     for values in json.loads(Path(sys.argv[1]).read_text()):
         case = Case(**values)
+        if case.has_port:
+            case = replace(case, port=free_port())
         (Path(case.directory) / "swap").mkdir(parents=True)
         pids = []
         for rank in range(WORLD_SIZE):
