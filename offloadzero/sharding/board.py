@@ -9,12 +9,15 @@ notes the reason.
 
 An engine that is closed where nothing has failed ends that of the ranks that train the same part of the model, but
 other parts may be at the work of their last step still, which needs no rank of it. So a rank leaves that text under its
-own name: it stops the collectives that the rank would take part in, and no others.
+own name: it stops the collectives that the rank would take part in, and no others. Nor those in which it has done its
+part before it closed: a rank may be through with a collective while others still pass on what they have from it. So
+with the text it says how many it has begun in each channel.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import threading
 import time
@@ -46,6 +49,7 @@ class Board:
         self._key = f"offloadzero/{next(_numbers)}/error"
         self._lock = threading.Lock()
         self.has_ended = False  # the engine of this rank
+        self.begun: list[int] = []  # collectives of this rank, by channel: all ranks make these in one order
         Board.latest = weakref.ref(self)
 
     latest: ClassVar[Callable[[], Board | None]] = lambda: None
@@ -92,7 +96,12 @@ class Board:
         """Tell the others, unless one of them was first. Without `has_failed`, those that wait for this rank alone."""
         self.has_ended = True
         text = f"rank {self._rank}: {type(error).__name__}: {error}"
-        key = self._key if has_failed else self._key_of_end(self._rank)
+        key = self._key
+        if not has_failed:
+            key, text = (
+                self._key_of_end(self._rank),
+                f"{json.dumps(self.begun, separators=(',', ':'))} {text}",
+            )
         try:
             with self._lock:
                 self._store.compare_set(key, "", text)
@@ -108,23 +117,30 @@ class Board:
         """The key of the note that some key has a text: while nobody has ended a look asks for one key alone."""
         return f"{self._key}/any"
 
-    def look(self, what: str, members: Iterable[int] = ()) -> None:
-        """Raise RankError where the engine of some rank has failed, or that of one of `members` is closed."""
-        text = self.text(members)
+    def look(self, what: str, members: Iterable[int] = (), collective: tuple[int, int] | None = None) -> None:
+        """Raise RankError where the engine of some rank has failed, or that of one of `members` is closed.
+
+        `collective`: a channel's place in `begun` and a number there: a closed one that has begun so many is no error.
+        """
+        text = self.text(members, collective)
         if text is not None:
             raise RankError(f"{what} is given up: {text}")
         if self.has_ended:
             raise RankError(f"{what} is given up: the engine of rank {self._rank} has failed")
 
-    def text(self, members: Iterable[int] = ()) -> str | None:
-        """The text of the first rank that has failed, or else of the first of `members` that has ended."""
+    def text(self, members: Iterable[int] = (), collective: tuple[int, int] | None = None) -> str | None:
+        """The text of the first rank that has failed, or else of the first of `members` that has ended before."""
         try:
             with self._lock:
                 if not self._store.check([self._key_of_any]):
                     return None
-                for key in (self._key, *map(self._key_of_end, members)):
+                if self._store.check([self._key]):
+                    return bytes(self._store.get(self._key)).decode(errors="replace")
+                for key in map(self._key_of_end, members):
                     if self._store.check([key]):
-                        return bytes(self._store.get(key)).decode(errors="replace")
+                        begun, _, text = bytes(self._store.get(key)).decode(errors="replace").partition(" ")
+                        if collective is None or json.loads(begun)[collective[0]] < collective[1]:
+                            return text
         except RuntimeError:  # the rank that holds the store is gone: the collective itself raises
             pass
         return None

@@ -21,7 +21,7 @@ def gather_parts(channel: Channel, whole: Tensor, parts: Mapping[int, Tensor], l
     """
     if tells_each(channel.spec.world_size):
         for rank, part in parts.items():
-            channel.broadcast(part, label, source=rank, is_agreed=True)
+            channel.broadcast(part, label, source=rank)
         return
     for rank, part in parts.items():
         if rank != channel.spec.rank:

@@ -17,7 +17,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -88,6 +88,8 @@ class Channel:
         if len(members) < dist.get_world_size():
             self._who = f"rank {members[spec.rank]}, with ranks {[*members]}"
         self._board = board
+        self._place = len(board.begun)
+        board.begun.append(0)
         self._is_on_host = is_on_host
         self.counter = CollectiveCounter()
         self.recorder: Recorder = OFF.span
@@ -189,16 +191,11 @@ class Channel:
         by_rank: list[list[int]] = said.tolist()
         return by_rank
 
-    def broadcast(self, values: Tensor, label: str, *, source: int = 0, is_agreed: bool = False) -> None:
-        """Replace `values` by those of the group's first rank, or of the one at place `source`.
-
-        `is_agreed`: all ranks have said that this is next, so one whose engine is closed is through with it.
-        """
-        data, ends = values.view(-1).view(torch.uint8), () if is_agreed else self.members
+    def broadcast(self, values: Tensor, label: str, *, source: int = 0) -> None:
+        """Replace `values` by those of the group's first rank, or of the one at place `source`."""
+        data = values.view(-1).view(torch.uint8)
         if data.numel():
-            self._run(
-                BROADCAST, label, data, lambda: dist.broadcast(data, group_src=source, **self._options), ends
-            )
+            self._run(BROADCAST, label, data, lambda: dist.broadcast(data, group_src=source, **self._options))
 
     def scatter(self, part: Tensor, whole: Tensor, label: str, *, source: int = 0) -> None:
         """Fill `part` with this rank's part of `whole` on the rank at place `source`: uint8, shapes (n,), (n N,)."""
@@ -237,20 +234,12 @@ class Channel:
     def _options(self) -> dict[str, Any]:
         return {"group": self._group, "async_op": True}
 
-    def _run(
-        self,
-        kind: str,
-        label: str,
-        data: Tensor,
-        start: Callable[[], Any],
-        ends: Iterable[int] | None = None,
-    ) -> None:
-        """Issue the collective that `start` begins over `data`, and wait for it, or for the end of a rank of `ends`."""
-        ends = self.members if ends is None else ends
+    def _run(self, kind: str, label: str, data: Tensor, start: Callable[[], Any]) -> None:
+        """Issue the collective that `start` begins over `data`, and wait for it, or for the end of a rank before it."""
         if self._is_closed:
             raise StateError(f"{label}: the {kind}: the engine of this model is closed")
         what = f"{label}: the {kind} ({self._who})"
-        self._look_before(what, ends)
+        self._look_before(what)
         try:
             self._is_in_collective = True
             watch = None if self.watch is None or kind in (BROADCAST, SCATTER) else self.watch
@@ -258,12 +247,13 @@ class Channel:
                 watch.begin()
             volume = volume_bytes({kind: CollectiveCount(1, data.nbytes)})
             with self.recorder(COLLECTIVES, label, volume):
+                self._board.begun[self._place] += 1
                 work = start()
                 if work is None:
                     raise AssertionError("the process is in no process group")
                 self.counter.add(kind, data.nbytes)
                 if self._is_on_host:
-                    self._wait(work, what, watch, ends)
+                    self._wait(work, what, watch)
                 else:
                     work.wait()  # makes the stream wait, not the host
             self._is_in_collective = False
@@ -282,15 +272,19 @@ class Channel:
             because = f": {text}" if text is not None else ""
             raise RankError(f"{what} has failed{because} ({first_line(error)})") from error
 
-    def _look_before(self, what: str, ends: Iterable[int]) -> None:
+    def _look_before(self, what: str) -> None:
         """Look for failed ranks, now and then; a wait looks each time, and so does what follows this rank's own end."""
         now_s = time.monotonic()
         if self._board.has_ended or now_s - self._looked_s >= LOOK_AGAIN_S:
-            self._board.look(what, ends)
+            self._look(what, self._board.begun[self._place] + 1)
             self._looked_s = now_s
 
+    def _look(self, what: str, number: int) -> None:
+        """Look for ranks that have failed, or have closed without the collective of that number."""
+        self._board.look(what, self.members, (self._place, number))
+
     @interruptible
-    def _wait(self, work: Any, what: str, watch: Watch | None, ends: Iterable[int]) -> None:
+    def _wait(self, work: Any, what: str, watch: Watch | None) -> None:
         look_up = timedelta(seconds=LOOK_UP_S)
         first_s = time.monotonic()
         while True:
@@ -307,7 +301,7 @@ class Channel:
                 if work.is_completed():  # since then, perhaps: the error is that of the wait, or its own
                     work.wait()
                     return
-            self._board.look(what, ends)
+            self._look(what, self._board.begun[self._place])
             if watch is not None and time.monotonic() - first_s > WAITED_S:
                 watch.look(what)
 

@@ -20,12 +20,14 @@ import torch.distributed as dist
 
 import offloadzero
 from offloadzero import engine_checkpoints, runtime
-from offloadzero.errors import RankError
+from offloadzero.errors import RankError, StateError
 from offloadzero.lifetime import wait_for_collected
 from offloadzero.memory.store import TieredStore
 from offloadzero.sharding import board as boards
+from offloadzero.sharding import ranks as channels
 from offloadzero.sharding.board import Board
-from offloadzero.sharding.ranks import LOOK_AGAIN_S
+from offloadzero.sharding.ranks import LOOK_AGAIN_S, Channel
+from offloadzero.sharding.shard_spec import ShardSpec
 from offloadzero.streaming.gathered import GatheredWeights
 from tests.support.ranks import run_ranks
 from tests.support.sharded import config_of, engine_of, make_odd_model, said_of, train
@@ -223,6 +225,43 @@ def test_a_look_is_of_its_own_members(monkeypatch: pytest.MonkeyPatch) -> None:
     here.look("one wait", [0])
     with pytest.raises(RankError, match="another wait is given up: rank 1: RuntimeError: closed"):
         here.look("another wait", [1])
+
+
+def test_a_closed_rank_that_has_done_its_part_ends_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may still pass on what they have from it: that ended a script's last read or save on a slow rank."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(boards, "is_fake", lambda: False)
+    monkeypatch.setattr(boards, "default_process_group_store", lambda: store)
+    monkeypatch.setattr(boards, "_numbers", iter((0, 0)))
+    monkeypatch.setattr(channels, "tells_each", lambda _: False)
+    monkeypatch.setattr(channels, "is_fake", lambda: False)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    here, there = Board(0), Board(1)
+    there.begun = [7, 1]
+    there.report(StateError("it has closed its engine"), has_failed=False)
+    other, channel = (Channel(object(), ShardSpec(0, 2), here, is_on_host=True) for _ in range(2))
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: SlowWork())
+    channel.all_reduce(torch.ones(1), "the last read")
+    with pytest.raises(
+        RankError, match=r"one more: .* is given up: rank 1: StateError: it has closed its engine"
+    ):
+        channel.all_reduce(torch.ones(1), "one more")
+    other.all_reduce(torch.ones(1), "a read of another channel")
+
+
+class SlowWork:
+    """A collective that is over behind a look at the other ranks."""
+
+    waits = 0
+
+    def wait(self, timeout: Any = None) -> None:
+        if not self.waits and timeout is not None:
+            self.waits += 1
+            time.sleep(timeout.total_seconds())
+            raise RuntimeError("timed out")
+
+    def is_completed(self) -> bool:
+        return False
 
 
 def test_engines_end_in_the_order_of_their_making(monkeypatch: pytest.MonkeyPatch) -> None:

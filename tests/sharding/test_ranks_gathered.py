@@ -16,6 +16,7 @@ from torch import nn
 
 import offloadzero
 from offloadzero.sharding import ranks
+from offloadzero.streaming.gathered import GatheredWeights
 from offloadzero.streaming.gathered_block import GatheredBlock
 from offloadzero.zero import GatheredParameters, safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.support.ranks import RanksError, run_ranks
@@ -534,3 +535,27 @@ def test_a_script_that_ends_inside_stops_the_others(tmp_path: Path) -> None:
     assert second == 'KeyError: "the script\'s own"'
     assert first.startswith("offloadzero.errors.RankError: ")
     assert 'rank 1: KeyError: "the script\'s own"' in first
+
+
+def edit_and_close(rank: int, directory: str) -> str:
+    """A block whose parameters each rank has whole, so that its end sends nothing more."""
+    engine = engine_of(config_of("host", 1, Path(directory), world_size=4))
+    value_by = GatheredWeights.value_by
+
+    def late(*given: Any) -> torch.Tensor:
+        if rank == 3:
+            time.sleep(1.0)  # the others close meanwhile, and it looks for ends again: LOOK_AGAIN_S
+        return value_by(*given)
+
+    def edit_one() -> None:
+        with GatheredParameters([model_of(engine).blocks[0].norm.bias], modifier_rank=0):
+            pass
+
+    with patch.object(GatheredWeights, "value_by", late):
+        said = said_of(edit_one)
+    engine.close()
+    return said
+
+
+def test_a_rank_that_closes_after_a_block_does_not_end_that_of_a_late_one(tmp_path: Path) -> None:
+    assert run_ranks(edit_and_close, 4, tmp_path / "ranks", str(tmp_path)) == ["nothing"] * 4
