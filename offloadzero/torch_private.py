@@ -225,6 +225,11 @@ def timeout_of_process_group() -> timedelta:
     return timeout
 
 
+def is_process_group(group: Any) -> bool:
+    """Whether torch still has a group: all end with the default one, also where the script has made that anew."""
+    return group in _look_up("distributed.distributed_c10d._world").pg_map
+
+
 def abort_process_group(group: Any) -> None:
     """End a group with the collectives that it has begun, which leave anything in their memory; NCCL's groups alone.
 

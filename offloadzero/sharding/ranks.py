@@ -50,7 +50,7 @@ from offloadzero.sharding.comparing import OrderSum
 from offloadzero.sharding.mesh import MeshGroups, mesh_groups, numbers_of
 from offloadzero.sharding.shard_spec import ShardSpec, consecutive_groups, groups_of_equal_place
 from offloadzero.sharding.standstill import WAITED_S, Standstill, Watch
-from offloadzero.torch_private import timeout_of_process_group
+from offloadzero.torch_private import is_process_group, timeout_of_process_group
 
 # Between two looks of a channel before collectives. The store is one thread of one rank: if all of a thousand ranks
 # asked it before each of some hundred collectives of a step, they would wait for it.
@@ -220,7 +220,7 @@ class Channel:
         if self._group is None or self._is_in_collective:
             return
         group, self._group = self._group, None  # its threads end with the last reference
-        if dist.is_initialized() and not self._is_aborted:  # else the group ended with torch's
+        if is_process_group(group) and not self._is_aborted:  # else it ended with torch's default group
             dist.destroy_process_group(group)
 
     def begin_abort(self) -> Any:
@@ -228,7 +228,7 @@ class Channel:
         if self._is_on_host or self._is_closed:
             return None
         self._is_closed = self._is_aborted = True
-        return self._group if dist.is_initialized() else None
+        return self._group if is_process_group(self._group) else None
 
     @property
     def _options(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +60,7 @@ def end(rank: int, directory: str) -> dict[str, Any]:
         interrupt_a_save,
         start_with_another_call,
         train_behind_the_default_group,
+        close_behind_another_default_group,
     )
     return {work.__name__: work(rank, directory) for work in works}
 
@@ -381,3 +383,26 @@ def train_behind_the_default_group(rank: int, directory: str) -> str:
 def test_the_work_of_an_engine_does_not_ask_the_default_group(found: Found) -> None:
     """Weights are fetched ahead when a script ends the group and then closes its engine: that was torch's error."""
     assert found[train_behind_the_default_group.__name__] == ["nothing"] * 2
+
+
+def close_behind_another_default_group(rank: int, directory: str) -> dict[str, Any]:
+    """What engines say that end when the script has made torch's default group anew, and one of the new group."""
+    engine, collected = start(rank, directory), start(rank, directory)
+    dist.destroy_process_group()
+    store = f"file://{Path(directory).absolute()}/another store"
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    unraisable: list[str] = []
+    hook, sys.unraisablehook = sys.unraisablehook, lambda it: unraisable.append(str(it.exc_value))
+    del collected
+    gc.collect()
+    wait_for_collected()
+    sys.unraisablehook = hook
+    said = [said_of(engine.close), said_of(lambda: start(rank, directory).close())]
+    return {"said": said, "unraisable": unraisable}
+
+
+def test_an_engine_ends_behind_a_default_group_that_is_made_anew(found: Found) -> None:
+    for ended in found[close_behind_another_default_group.__name__]:
+        assert ended == {"said": ["nothing"] * 2, "unraisable": []}
