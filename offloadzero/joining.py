@@ -61,5 +61,5 @@ def config_of_rank(
     expect_partitionable(config)
     if not config.is_of_several:
         return config
-    config = replace(config, device=device_of_rank(config.device, launch.local_rank()))
+    config = replace(config, device=device_of_rank(config.device, launch.launched_local_rank()))
     return config if rank == 0 else replace(config, observe=ObserveConfig(), steps_per_print=None)

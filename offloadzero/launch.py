@@ -24,6 +24,11 @@ def local_rank() -> int:
     return _environment_number("LOCAL_RANK", default=0)
 
 
+def launched_local_rank() -> int | None:
+    """The same; None where no launcher has set it."""
+    return local_rank() if os.environ.get("LOCAL_RANK", "").strip() else None
+
+
 def join_group() -> tuple[int, int]:
     """Return this rank and the number of ranks; make torch's process group where a launcher asks for several.
 

@@ -329,11 +329,16 @@ def is_host_memory(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def device_of_rank(name: str | None, local_rank: int) -> str | None:
-    """The device's name for one of several ranks of a machine, where `name` does not say which device it is."""
+def device_of_rank(name: str | None, local_rank: int | None) -> str | None:
+    """The device's name for one of several ranks of a machine, where `name` does not say which device it is.
+
+    Without a `local_rank` that is the one that the script has made current: ranks that it has spawned have no launcher.
+    """
     there = torch.accelerator.current_accelerator(check_available=True)
     if there is None or name not in (None, there.type):
         return name
+    if local_rank is None:
+        return f"{there.type}:{torch.accelerator.current_device_index()}"
     return f"{there.type}:{local_rank % torch.accelerator.device_count()}"
 
 

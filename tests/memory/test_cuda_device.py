@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from offloadzero import runtime
+from offloadzero.config import load_config
+from offloadzero.joining import config_of_rank
 from offloadzero.lifetime import Resources, wait_for_collected
 from offloadzero.memory.device import CudaDevice
 from tests.support.tiny import make_engine, settings, tokens
@@ -42,6 +45,28 @@ def test_memory_that_the_allocator_keeps_unused_is_free(monkeypatch: pytest.Monk
         "inactive_split_bytes.all.current": 3 * GIB,  # beside tensors that live: nobody gets these
     }
     assert device.free_bytes() == 130 * GIB
+
+
+@pytest.mark.parametrize(("local_rank", "index"), [("2", 2), ("5", 1), ("", 3), (None, 3)])
+def test_a_rank_without_a_launcher_computes_where_its_script_does(
+    local_rank: str | None, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that a script has spawned were all on the first device, whatever each had made current."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    if local_rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    for name, found in {
+        None: f"cuda:{index}",
+        "cuda": f"cuda:{index}",
+        "cuda:1": "cuda:1",
+        "cpu": "cpu",
+    }.items():
+        config = replace(load_config({"train_batch_size": 4}, world_size=4), device=name)
+        assert config_of_rank(config, 3, 4).device == found
 
 
 def test_each_background_thread_is_on_the_engines_device(
