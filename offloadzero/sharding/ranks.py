@@ -47,6 +47,7 @@ from offloadzero.observe.timeline import COLLECTIVES, OFF
 from offloadzero.sharding.aborting import abort_groups
 from offloadzero.sharding.board import LOOK_UP_S, Board, first_line, is_fake, named
 from offloadzero.sharding.comparing import OrderSum
+from offloadzero.sharding.descriptors import make_room_for_groups
 from offloadzero.sharding.mesh import MeshGroups, mesh_groups, numbers_of
 from offloadzero.sharding.shard_spec import ShardSpec, consecutive_groups, groups_of_equal_place
 from offloadzero.sharding.standstill import WAITED_S, Standstill, Watch
@@ -502,6 +503,7 @@ class _Channels:
         self._timeout = None if self._is_fake else timeout_of_process_group()
         self.board = Board(spec.rank)
         if self._timeout is not None:
+            make_room_for_groups(spec.world_size)
             self.board.join(spec.world_size, self._timeout, what=what)
 
     def of_all(self, backend: str) -> Channel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import resource
 import signal
 import sys
 import threading
@@ -21,12 +22,13 @@ import torch.distributed as dist
 
 import offloadzero
 from offloadzero import engine_checkpoints, runtime
-from offloadzero.errors import RankError, StateError
+from offloadzero.errors import ConfigError, RankError, StateError
 from offloadzero.lifetime import wait_for_collected
 from offloadzero.memory.store import TieredStore
 from offloadzero.sharding import board as boards
 from offloadzero.sharding import ranks as channels
 from offloadzero.sharding.board import Board
+from offloadzero.sharding.descriptors import make_room_for_groups
 from offloadzero.sharding.ranks import LOOK_AGAIN_S, Channel
 from offloadzero.sharding.shard_spec import ShardSpec
 from offloadzero.streaming.gathered import GatheredWeights
@@ -60,6 +62,7 @@ def end(rank: int, directory: str) -> dict[str, Any]:
         interrupt_a_save,
         start_with_another_call,
         train_behind_the_default_group,
+        start_with_few_descriptors,
         close_behind_another_default_group,
     )
     return {work.__name__: work(rank, directory) for work in works}
@@ -364,6 +367,36 @@ def test_what_is_wrong_before_the_configuration_is_told_to_the_others(found: Fou
     for name, text in second.items():
         assert text.startswith(f"ConfigError: {name} = ")
         assert f"the start of an engine (rank 0 of 2) is given up: rank 1: {text}" in first[name]
+
+
+def start_with_few_descriptors(rank: int, directory: str) -> list[Any]:
+    """What a start says for whose groups the process has no descriptors, as with some hundred ranks; and the limits."""
+    limits = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = resources()[1] + 10
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        said = said_of(lambda: start(rank, directory).close())
+        raised, kept = resource.getrlimit(resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return [said, few < raised <= soft, kept == hard]
+
+
+def test_a_start_makes_room_for_the_descriptors_of_its_groups(found: Found) -> None:
+    assert found[start_with_few_descriptors.__name__] == [["nothing", True, True]] * 2
+
+
+def test_ranks_without_descriptors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo would end the process."""
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    make_room_for_groups(8)
+    assert raised == []
+    make_room_for_groups(900)
+    assert raised == [(4096, 4096)]
+    with pytest.raises(ConfigError, match=r"ulimit -Hn = 4096: .* for 1024 ranks"):
+        make_room_for_groups(1024)
 
 
 def train_behind_the_default_group(rank: int, directory: str) -> str:
