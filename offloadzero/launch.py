@@ -29,6 +29,12 @@ def launched_local_rank() -> int | None:
     return local_rank() if os.environ.get("LOCAL_RANK", "").strip() else None
 
 
+def launched_local_size() -> int | None:
+    """The number of ranks on this machine, as the launcher set it; None where none has. Raises ConfigError."""
+    size = _environment_number("LOCAL_WORLD_SIZE", default=0)
+    return size if size > 0 else None
+
+
 def join_group() -> tuple[int, int]:
     """Return this rank and the number of ranks; make torch's process group where a launcher asks for several.
 

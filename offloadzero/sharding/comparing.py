@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from pathlib import Path
 
 
 class OrderSum:
@@ -23,3 +25,11 @@ class OrderSum:
 def digest(text: str) -> int:
     """A number of 56 bits that ranks compare in the place of `text`."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def machine() -> str:
+    """A text that processes have in common which share a machine's memory and cores, also in other containers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -31,6 +30,7 @@ from offloadzero.config import PARTITION_KEY
 from offloadzero.config.schema import MeshConfig
 from offloadzero.errors import ConfigError, RankError, StateError
 from offloadzero.interrupts import interruptible, is_interrupt, uninterrupted
+from offloadzero.launch import launched_local_size
 from offloadzero.observe.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -46,7 +46,7 @@ from offloadzero.observe.collectives import (
 from offloadzero.observe.timeline import COLLECTIVES, OFF
 from offloadzero.sharding.aborting import abort_groups
 from offloadzero.sharding.board import LOOK_UP_S, Board, first_line, is_fake, named
-from offloadzero.sharding.comparing import OrderSum
+from offloadzero.sharding.comparing import OrderSum, digest, machine
 from offloadzero.sharding.descriptors import make_room_for_groups
 from offloadzero.sharding.mesh import MeshGroups, mesh_groups, numbers_of
 from offloadzero.sharding.shard_spec import ShardSpec, consecutive_groups, groups_of_equal_place
@@ -419,10 +419,8 @@ def make_ranks(
     world = ShardSpec(dist.get_rank(), dist.get_world_size())
     channels = _Channels(world)
     on_device = "gloo" if device.type == "cpu" else "nccl"
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or world.world_size)
     everyone = channels.of_all("gloo")
-    near: list[list[int]] = []
-    far: list[list[int]] = []
+    near, far = list[list[int]](), list[list[int]]()
     try:
         keys = {
             "zero_optimization.zero_hpz_partition_size": node_ranks,
@@ -431,6 +429,7 @@ def make_ranks(
             "mpu": mesh is not None,
         }
         _expect_same_groups(everyone, mesh, keys)
+        local_world_size = _local_world_size(everyone)
         groups = _agreed_groups(everyone, mesh)
         tensor = groups.tensor if groups is not None and divides_inputs else []
         if reduces_codes:
@@ -579,6 +578,13 @@ def _agreed_groups(everyone: Channel, mesh: MeshConfig | None) -> MeshGroups | N
         said = f"{mesh.tensor_size} tensor-parallel ranks in {type(mesh.source).__name__}"
         raise ConfigError("mpu", said, f"those that say another place along that axis: {size}")
     return groups
+
+
+def _local_world_size(everyone: Channel) -> int:
+    """Return the number of ranks on this machine: as the launcher says, else those with the same kernel."""
+    own, spec = digest(machine()), everyone.spec
+    by_rank = None if is_fake() else everyone.by_rank_unless_same([own], "which ranks are on a machine")
+    return launched_local_size() or (spec.world_size if by_rank is None else by_rank.count([own]))
 
 
 def _agreed_node_size(control: Channel, local_world_size: int) -> int:

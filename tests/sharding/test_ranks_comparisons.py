@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 
 import offloadzero
+from offloadzero.errors import ConfigError
+from offloadzero.launch import launched_local_size
 from offloadzero.observe import collectives
 from offloadzero.observe.collectives import ALL_REDUCE, ALL_TO_ALL, BROADCAST, MOST_TELLING_EACH, comparison
+from offloadzero.sharding import ranks
 from offloadzero.step.reduced import _told
 from offloadzero.streaming import gathered
 from offloadzero.zero import safe_get_full_fp32_param
@@ -116,3 +120,28 @@ def read_and_close(rank: int, directory: str) -> str:
 
 def test_a_rank_that_closes_after_a_read_does_not_end_that_of_a_late_one(tmp_path: Path) -> None:
     assert run_ranks(read_and_close, 3, tmp_path / "ranks", str(tmp_path)) == ["nothing"] * 3
+
+
+def count_together(rank: int, directory: str) -> list[int]:
+    """The ranks on a machine: on one, on two without a launcher, and as a launcher says it to some."""
+    found, machines = [], {"one": ["a"] * 3, "two": ["a", "b", "b"], "launched": ["a", "b", "b"]}
+    for name, of_ranks in machines.items():
+        if name == "launched" and rank < 2:
+            os.environ["LOCAL_WORLD_SIZE"] = "7"
+        with patch.object(ranks, "machine", lambda: of_ranks[rank]):  # noqa: B023
+            engine = engine_of(config_of("host", 3, Path(directory), world_size=3))
+        found.append(engine._runtime.several.ranks.local_world_size)
+        engine.close()
+    return found
+
+
+def test_ranks_without_a_launcher_find_those_on_their_machine(tmp_path: Path) -> None:
+    """On many machines each had a share of its cores and memory as if all ranks were on it."""
+    found = run_ranks(count_together, 3, tmp_path / "ranks", str(tmp_path))
+    assert found == [[3, 1, 7], [3, 2, 7], [3, 2, 2]]
+
+
+def test_a_wrong_number_of_ranks_on_a_machine_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE = 'two'"):
+        launched_local_size()
