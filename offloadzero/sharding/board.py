@@ -36,6 +36,8 @@ log = logging.getLogger("offloadzero")
 
 LOOK_UP_S = 0.5  # between two looks of a wait at the store
 
+_NCCL_REASON = "Last error:"  # the line before the one that says what is wrong, two ranks on one GPU say
+
 _numbers = itertools.count()  # numbers of the models of this process, which all ranks make in one order
 
 
@@ -192,5 +194,8 @@ def is_fake() -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its kind where it has none."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    """The first line of an error's text, or its kind where it has none; of NCCL's also the reason, which comes last."""
+    first, *more = str(error).strip().splitlines() or [type(error).__name__]
+    if _NCCL_REASON in more[:-1]:
+        return f"{first}: {more[more.index(_NCCL_REASON) + 1].strip()}"
+    return first

@@ -269,6 +269,25 @@ class SlowWork:
         return False
 
 
+NCCL_TEXT = """NCCL error in: /pytorch/NCCLUtils.cpp:77, invalid usage, NCCL version 2.27.3
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"""
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "RuntimeError"),
+        ("one\ntwo", "one"),
+        ("one\nLast error:", "one"),
+        (NCCL_TEXT, f"{NCCL_TEXT.splitlines()[0]}: {NCCL_TEXT.splitlines()[-1]}"),
+    ],
+)
+def test_what_is_told_of_an_error_has_the_reason_of_nccl(text: str, line: str) -> None:
+    assert boards.first_line(RuntimeError(text)) == line
+
+
 def test_engines_end_in_the_order_of_their_making(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set of them has another order on each rank."""
     closed: list[int] = []
