@@ -8,26 +8,31 @@ A model of a shape with many bytes is measured with one block and with three: wh
 blocks, and the rest once, head and loss, is the micro batch. The weights of few small blocks would lie in the caches of
 a CPU, so a smaller model is measured whole, and so is one that is no shape. Both only where that takes no more than
 half of the free memory; where a call would take longer than MOST_S, with fewer samples, then with shorter ones, which
-changes a rate little. The weights of a shape are drawn for speed alone.
+changes a rate little. One that would take longer than LONGEST_S even so is not measured: blocks of a hundred billion
+parameters on a CPU, or any in bf16 on a CPU that is slow in it. Weights are the same few numbers again and again, since
+drawing them takes seconds for each billion; what products take does not depend on them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from offloadzero.cli.plan_model import ModelSource
 from offloadzero.errors import OffloadError
 from offloadzero.memory.device import Device
+from offloadzero.observe.texts import duration_text
 from offloadzero.planning.activation_trace import (
     MicroBatchTrace,
     TraceError,
+    give_storages,
     loss_of_ids,
     trace_micro_batch,
 )
@@ -38,9 +43,17 @@ from offloadzero.planning.time_model import Computation
 NUM_SAMPLES = 6
 ENOUGH_S = 4.0  # of one measurement: what takes that long is not repeated
 MOST_S = 2.0  # of a micro batch, by the rate of a standard block
+LONGEST_S = 10.0  # of one that is shortened as far as it may be; it runs twice at least
 FEW, MORE = 1, 3  # blocks of a model of a shape
 MOST_WHOLE_BYTES = 1 << 30  # of its weights
 LEAST_TOKENS = 128  # of a shortened sample
+_NUM_DRAWN = 1 << 20  # numbers that are drawn for weights
+_DRAWS = (
+    "normal_",
+    "uniform_",
+    "trunc_normal_",
+    "kaiming_uniform_",
+)  # transformers puts functions of its own there
 
 
 class NotMeasuredError(OffloadError, RuntimeError):
@@ -54,11 +67,6 @@ class _Seconds(NamedTuple):
     backward: float
     forward_cores: float
     backward_cores: float
-
-
-class _Measured(NamedTuple):
-    trace: MicroBatchTrace
-    seconds: _Seconds
 
 
 def best_s(
@@ -128,35 +136,68 @@ def micro_batch_rates(
     sequence: int,
     room: int,
     block: Computation,
+    host_room: int | None = None,
 ) -> Computation:
     """[Note: the micro batch is measured].
 
     Args:
         room: bytes that are free on the device.
+        host_room: bytes that are free on the host; None: it is the device.
         block: the rates of a standard block, from which follows how long it would take.
 
     Raises:
-        NotMeasuredError: it takes too much memory, or its own code fails.
+        NotMeasuredError: it takes too much memory or too long, or its own code fails.
     """
     weight_bytes = sum(param.numel() for param in source.on_meta().parameters()) * dtype.itemsize
     numbers: tuple[int, ...] = (source.num_blocks,)
     if source.num_blocks > MORE and weight_bytes > MOST_WHOLE_BYTES:
         numbers = (FEW, MORE)
+    # What cannot be measured is refused before it takes time: a trace of many blocks takes seconds.
+    num_params = sum(param.numel() for param in source.on_meta(numbers[-1]).parameters())
+    expect_room = partial(_expect_room, source, num_params, dtype, room=room, host_room=host_room)
+    expect_room(0)
     largest = _trace(source, numbers[-1], device, dtype, micro_batch, sequence)
-    expected_s = largest.forward_flops / block.forward + largest.backward_flops / block.backward
-    micro_batch, sequence = _shortened(micro_batch, sequence, MOST_S / expected_s)
-    measured = [_measured(source, number, device, dtype, micro_batch, sequence, room) for number in numbers]
-    if len(measured) == 1:
-        trace, seconds = measured[0]
-        return _rates(trace.forward_flops, trace.backward_flops, seconds, device)
+    shape = _shortened(micro_batch, sequence, MOST_S / _expected_s(largest, block))
+    if shape != (micro_batch, sequence):
+        largest = _trace(source, numbers[-1], device, dtype, *shape)
+    expected_s = _expected_s(largest, block)
+    if expected_s > LONGEST_S:
+        raise NotMeasuredError(f"{largest.num_tokens} tokens alone would take {duration_text(expected_s)}")
+    expect_room(largest.peak_bytes)
+    traces = [*(_trace(source, number, device, dtype, *shape) for number in numbers[:-1]), largest]
+    seconds = [_measured(source, number, device, dtype, *shape) for number in numbers]
+    if len(numbers) == 1:
+        return _rates(largest.forward_flops, largest.backward_flops, seconds[0], device)
     times = (source.num_blocks - FEW) / (MORE - FEW)
-    few, more = measured
+    (few, more), (few_s, more_s) = traces, seconds
     return _rates(
-        _grown(few.trace.forward_flops, more.trace.forward_flops, times),
-        _grown(few.trace.backward_flops, more.trace.backward_flops, times),
-        _Seconds(*(_grown(*both, times) for both in zip(few.seconds, more.seconds, strict=True))),
+        _grown(few.forward_flops, more.forward_flops, times),
+        _grown(few.backward_flops, more.backward_flops, times),
+        _Seconds(*(_grown(*both, times) for both in zip(few_s, more_s, strict=True))),
         device,
     )
+
+
+def _expected_s(trace: MicroBatchTrace, block: Computation) -> float:
+    return trace.forward_flops / block.forward + trace.backward_flops / block.backward
+
+
+def _expect_room(
+    source: ModelSource,
+    num_params: int,
+    dtype: torch.dtype,
+    activation_bytes: int,
+    *,
+    room: int,
+    host_room: int | None,
+) -> None:
+    """Raise NotMeasuredError where weights, gradients and activations would take more than half of what is free."""
+    weights = dtype.itemsize * num_params
+    # A model that is no shape is made on the host in fp32, and goes to its dtype one parameter after the other.
+    made = 0 if source.num_blocks else 4 * num_params
+    on_device = 2 * weights if host_room is not None else max(2 * weights, made + weights)
+    if on_device + activation_bytes > room / 2 or (host_room is not None and made > host_room / 2):
+        raise NotMeasuredError("it takes more than half of the memory")
 
 
 def _shortened(micro_batch: int, sequence: int, share: float) -> tuple[int, int]:
@@ -194,27 +235,16 @@ def _trace(
 
 
 def _measured(
-    source: ModelSource,
-    number: int,
-    device: Device,
-    dtype: torch.dtype,
-    micro_batch: int,
-    sequence: int,
-    room: int,
-) -> _Measured:
-    trace = _trace(source, number, device, dtype, micro_batch, sequence)
-    empty = source.on_meta(number)
-    num_params = sum(param.numel() for param in empty.parameters())
-    # A model that is no shape draws its weights in fp32. Gradients are as large as the weights.
-    per_param = 2 * dtype.itemsize if source.num_blocks else max(4 + dtype.itemsize, 2 * dtype.itemsize)
-    if num_params * per_param + trace.peak_bytes > room / 2:
-        raise NotMeasuredError("it takes more than half of the memory")
+    source: ModelSource, number: int, device: Device, dtype: torch.dtype, micro_batch: int, sequence: int
+) -> _Seconds:
     try:
         if source.num_blocks:
-            model = _filled(empty, device, dtype)
+            model = _filled(source.on_meta(number), device, dtype)
         else:
-            model = source.build().to(device.torch_device, dtype)
-        return _Measured(trace, _time_micro_batches(model, device, micro_batch, sequence))
+            with _DrawnOnce():
+                model = source.build()
+            model = model.to(device.torch_device, dtype)
+        return _time_micro_batches(model, device, micro_batch, sequence)
     except OffloadError:
         raise
     except Exception as error:  # any error of the model's code
@@ -223,11 +253,39 @@ def _measured(
 
 def _filled(empty: nn.Module, device: Device, dtype: torch.dtype) -> nn.Module:
     """Return a model of a shape with weights for which products take as long as for any others."""
-    model = empty.to(dtype).to_empty(device=device.torch_device)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.uniform_(-0.02, 0.02)
+    model = empty.to(dtype)
+    with device.torch_device:
+        give_storages(model)  # a tied head stays one, as it does not with to_empty()
+    for param in model.parameters():
+        _fill(param)
     return model
+
+
+class _DrawnOnce(TorchFunctionMode):
+    """Fills the parameters of a model that is being made as `_fill` does, in the place of drawing all of them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation."""
+        kwargs = dict(kwargs or {})
+        drawn = (
+            args[0] if args else kwargs.get("tensor")
+        )  # of torch.nn.init all arguments have their names here
+        is_draw = getattr(func, "__name__", "") in _DRAWS
+        if is_draw and isinstance(drawn, nn.Parameter) and drawn.is_contiguous():
+            _fill(drawn)
+            return drawn
+        return func(*args, **kwargs)
+
+
+def _fill(param: nn.Parameter) -> None:
+    """Draw a few numbers and copy them to all places: a copy runs on all cores, drawing on one."""
+    with torch.no_grad():
+        drawn, *others = param.view(-1).split(_NUM_DRAWN)
+        drawn.uniform_(-0.02, 0.02)
+        for part in others:
+            part.copy_(drawn[: part.numel()])
 
 
 def _time_micro_batches(model: nn.Module, device: Device, micro_batch: int, sequence: int) -> _Seconds:

@@ -57,6 +57,7 @@ from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import Hardware, model_key
 from offloadzero.planning.kept_rates import cache_file, describe, kept_hardware
 from offloadzero.planning.probe import (
+    available_host_bytes,
     host_bytes_before,
     memlock_bytes,
     nearest_directory,
@@ -113,6 +114,8 @@ def with_model(
         return found
     block = found.rates.flops[name]
     device = find_device(device_name)
+    # What this process holds by now is not free to it, as it is to the training that is planned.
+    on_device, on_host = device.free_bytes(), available_host_bytes()
     progress = Progress(MODEL_S)
     try:
         progress.phase("the model's computation")
@@ -122,7 +125,8 @@ def with_model(
             dtype,
             micro_batch=micro_batch,
             sequence=sequence,
-            room=found.memory.host if found.memory.device is None else found.memory.device,
+            room=on_host if on_device is None else on_device,
+            host_room=None if on_device is None else on_host,
             block=Computation(block, found.rates.gradient_flops.get(name, block)),
         )
     except NotMeasuredError as error:

@@ -311,7 +311,7 @@ def _log(
             module = model.get_submodule(name)
             setattr(module, "forward", partial(_checkpointed, module.forward, inputs))  # noqa: B010
         with fake_tensor_mode():
-            _give_storages(model)
+            give_storages(model)
             counter.ignore(model)
             with counter, nullcontext() if on_cpu else _DropoutInKernel():
                 loss = loss_of(model)
@@ -426,7 +426,7 @@ def loss_of_ids(model: nn.Module, ids: Tensor) -> Tensor:
     )
 
 
-def _give_storages(model: nn.Module) -> None:
+def give_storages(model: nn.Module) -> None:
     """Remake parameters and buffers in the running mode; a tied parameter stays one."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():

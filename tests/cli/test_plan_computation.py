@@ -165,15 +165,82 @@ def test_a_micro_batch_that_would_take_long_is_shortened(monkeypatch: pytest.Mon
         (0.51, (2, 512)),
         (0.26, (1, 512)),
         (0.125, (1, 256)),
-        (0.001, (1, 128)),
+        (0.02, (1, 128)),
     ):
         rate = whole_s * share / plan_computation.MOST_S**2
         shapes.clear()
         rates(read_model(SHAPE), micro_batch=4, sequence=512, block=Computation(rate, rate))
         assert shapes[0] == pytest.approx(expected, abs=3)
     shapes.clear()
-    rates(read_model(SHAPE), micro_batch=1, sequence=16, block=Computation(1.0, 1.0))
+    short = trace_micro_batch(read_model(SHAPE).on_meta(), dtype=torch.bfloat16, micro_batch=1, sequence=16)
+    rate = short.flops / (2 * plan_computation.MOST_S)
+    rates(read_model(SHAPE), micro_batch=1, sequence=16, block=Computation(rate, rate))
     assert shapes == [(1, 16)], "a sample shorter than that stays as it is"
+
+
+@pytest.mark.parametrize("shape", [{"micro_batch": 4, "sequence": 512}, {"micro_batch": 1, "sequence": 16}])
+def test_what_takes_long_however_short_is_not_measured(shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three blocks of a llama of 405 billion parameters take minutes for 128 tokens on a CPU."""
+    monkeypatch.setattr(plan_computation, "_time_micro_batches", None)
+    num_tokens = min(128, shape["sequence"])
+    short = trace_micro_batch(
+        read_model(SHAPE).on_meta(), dtype=torch.bfloat16, micro_batch=1, sequence=num_tokens
+    )
+    rate = short.flops / 500.0
+    with pytest.raises(NotMeasuredError, match=f"^{num_tokens} tokens alone would take 500 s"):
+        rates(read_model(SHAPE), block=Computation(rate, rate), **shape)
+
+
+def test_a_model_without_room_is_refused_before_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_computation, "_trace", None)
+    with pytest.raises(NotMeasuredError, match="more than half of the memory"):
+        rates(read_model(SHAPE), room=1 << 10)
+
+
+def test_a_model_for_a_device_needs_room_on_the_host_where_it_is_made() -> None:
+    """A shape is made on the device itself; what a function makes is made in fp32 beside it."""
+    made = ModelSource("a:function", lambda: read_model(SHAPE).build())
+    count = sum(param.numel() for param in made.build().parameters())
+    rates(made, device=Card(), host_room=8 * count)
+    with pytest.raises(NotMeasuredError, match="more than half of the memory"):
+        rates(made, device=Card(), host_room=8 * count - 2)
+    rates(read_model(SHAPE), device=Card(), host_room=0)
+
+
+def test_a_tied_head_is_measured_tied(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[nn.Module] = []
+
+    def measure(model: nn.Module, *_: Any) -> _Seconds:
+        seen.append(model)
+        return _Seconds(1.0, 1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(plan_computation, "_time_micro_batches", measure)
+    source = read_model("gpt:64/3/4/101")
+    rates(source)
+    (model,) = seen
+    assert model.get_parameter("lm_head.weight") is model.get_parameter("transformer.wte.weight")
+    assert sum(map(torch.Tensor.numel, model.parameters())) == sum(
+        map(torch.Tensor.numel, source.on_meta().parameters())
+    )
+
+
+@pytest.mark.parametrize("is_shape", [True, False], ids=["shape", "function"])
+def test_few_weights_are_drawn_and_copied(is_shape: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To draw the weights of a large model would take longer than all the rest."""
+    seen: list[nn.Module] = []
+
+    def measure(model: nn.Module, *_: Any) -> _Seconds:
+        seen.append(model)
+        return _Seconds(1.0, 1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(plan_computation, "_time_micro_batches", measure)
+    monkeypatch.setattr(plan_computation, "_NUM_DRAWN", 1 << 10)
+    rates(read_model(SHAPE) if is_shape else ModelSource("a:function", lambda: read_model(SHAPE).build()))
+    (model,) = seen
+    weight = model.get_parameter("model.layers.1.mlp.up_proj.weight").detach().flatten()
+    assert torch.equal(weight[:1024], weight[1024:2048])
+    assert weight[:1024].unique().numel() > 100
+    assert all(bool(param.isfinite().all()) for param in model.parameters())
 
 
 def test_what_takes_too_much_memory_or_fails_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +294,32 @@ def test_a_model_is_measured_once_for_each_size_of_its_micro_batch(
     )
     monkeypatch.setattr(plan_probe, "MOST_MODELS", 2)
     assert len(with_model(kept, sequence=8).of_models) == 2, "the oldest are forgotten"
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("of_card", [None, 5 * GIB], ids=["cpu", "card"])
+def test_a_model_gets_half_of_what_is_free_beside_this_process(
+    machine: Hardware,
+    of_card: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In a control group of 1 GiB the half of all would not be free beside Python, torch and the probe."""
+    rooms: list[tuple[int, int | None]] = []
+
+    class Free(CpuDevice):
+        def free_bytes(self) -> int | None:
+            return of_card
+
+    def measured(*_: Any, room: int, host_room: int | None, **__: Any) -> Computation:
+        rooms.append((room, host_room))
+        return OWN
+
+    monkeypatch.setattr(plan_probe, "find_device", lambda _: Free())
+    monkeypatch.setattr(plan_probe, "available_host_bytes", lambda: 3 * GIB)
+    monkeypatch.setattr(plan_probe, "micro_batch_rates", measured)
+    with_model(machine)
+    assert rooms == [(3 * GIB, None) if of_card is None else (of_card, 3 * GIB)]
     capsys.readouterr()
 
 
