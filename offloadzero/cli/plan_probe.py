@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -37,7 +37,6 @@ from torch import nn
 
 from offloadzero.cli import bench_copy, bench_nvme
 from offloadzero.cli.bench_adam import Records
-from offloadzero.cli.output import save_json
 from offloadzero.cli.plan_answer import drive_bytes, drive_of
 from offloadzero.cli.plan_computation import (
     NotMeasuredError,
@@ -48,14 +47,14 @@ from offloadzero.cli.plan_computation import (
 )
 from offloadzero.cli.plan_model import ModelSource
 from offloadzero.cli.progress import Progress
-from offloadzero.errors import AioError, ConfigError
+from offloadzero.errors import ConfigError
 from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.memory.device import Device, find_device
 from offloadzero.native import kernels
 from offloadzero.observe.run_dir import STEPS_FILE
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import Hardware, model_key
-from offloadzero.planning.kept_rates import cache_file, describe, kept_hardware
+from offloadzero.planning.kept_rates import describe, keep, keep_model, kept_hardware, with_rates_of
 from offloadzero.planning.probe import (
     available_host_bytes,
     host_bytes_before,
@@ -82,11 +81,8 @@ def this_hardware(device_name: str | None, paths: Sequence[Path], *, fresh: bool
     if kept is not None:
         return replace(found, rates=kept.rates, of_models=kept.of_models)
     found = replace(found, rates=measure(find_device(device_name), paths))
-    _keep(cache_file(found.identity), found)
+    _keep(partial(keep, found))
     return found
-
-
-MOST_MODELS = 64  # whose rates are kept; the oldest are forgotten
 
 
 def with_model(
@@ -134,10 +130,8 @@ def with_model(
         return found
     finally:
         progress.close()
-    others = [(other, rates) for other, rates in found.of_models.items() if other != key]
-    found = replace(found, of_models=dict([*others, (key, computed)][-MOST_MODELS:]))
-    _keep(cache_file(found.identity), found)
-    return found
+    _keep(partial(keep_model, found, key, computed))
+    return with_rates_of(found, key, computed)
 
 
 def memory_only(device_name: str | None, paths: Sequence[Path]) -> Hardware:
@@ -177,19 +171,18 @@ def _take_a_step(device: torch.device) -> None:
 # --- kept rates ---
 
 
-def _keep(path: Path, found: Hardware) -> None:
-    """Keep the rates for the next time, which measures again where there is no place for them."""
+def _keep(keep_it: Callable[[], None]) -> None:
+    """Keep what was measured for the next time, which measures again where there is no place for it."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_json(str(path), found.to_json())
-    except (OSError, AioError) as error:
+        keep_it()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         print(f"The measurement is not kept for the next time: {error}", file=sys.stderr, flush=True)
 
 
 def _kept(identity: Mapping[str, Any]) -> Hardware | None:
     try:
         return kept_hardware(identity)
-    except ConfigError as error:  # cut short, or of another version
+    except (ConfigError, OSError, RuntimeError) as error:  # cut short, of another version, or out of reach
         print(f"What was measured before is not used: {error}", file=sys.stderr, flush=True)
         return None
 

@@ -2,14 +2,20 @@
 
 Rates are kept by facts that tell one machine from another: its processor, its device, the drives of a configuration,
 and the versions of the software. What was measured elsewhere, or before one of them changed, is not found.
+
+The file is replaced as a whole: an engine that starts while a plan keeps something reads the old one or the new one.
+Plans that add a model at the same time do so one after the other, each to what is there by then.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +27,10 @@ from offloadzero.planning.hardware import FORMAT, FORMAT_VERSION, Hardware, hard
 from offloadzero.planning.machine import describe_machine, describe_path, describe_versions
 from offloadzero.planning.probe import nearest_directory, usable_cores
 from offloadzero.planning.result_file import load_json
+from offloadzero.planning.time_model import Computation
 
 KEY = "--hardware"
+MOST_MODELS = 64  # whose rates are kept; the oldest are forgotten
 
 
 def read_hardware(path: str) -> Hardware:
@@ -67,6 +75,48 @@ def kept_hardware(identity: Mapping[str, Any]) -> Hardware | None:
         return None
     found = read_hardware(str(path))
     return found if found.identity == identity else None
+
+
+def keep(found: Hardware) -> None:
+    """Keep a machine for the next time. Raises OSError, or RuntimeError where there is no home."""
+    with _file_alone(found) as path:
+        _replace(path, found)
+
+
+def keep_model(found: Hardware, key: str, computed: Computation) -> None:
+    """Keep the rates of a model of a machine beside those of others. Raises what `keep` does."""
+    with _file_alone(found) as path:
+        with suppress(ConfigError):  # damaged: it is written anew
+            found = kept_hardware(found.identity) or found
+        _replace(path, with_rates_of(found, key, computed))
+
+
+def with_rates_of(found: Hardware, key: str, computed: Computation) -> Hardware:
+    """Return a machine with the rates of one more model, the latest at the end."""
+    others = [(other, rates) for other, rates in found.of_models.items() if other != key]
+    return replace(found, of_models=dict([*others, (key, computed)][-MOST_MODELS:]))
+
+
+@contextmanager
+def _file_alone(found: Hardware) -> Iterator[Path]:
+    path = cache_file(found.identity)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system that does not lock directories
+            fcntl.flock(directory, fcntl.LOCK_EX)
+        yield path
+    finally:
+        os.close(directory)
+
+
+def _replace(path: Path, found: Hardware) -> None:
+    written = path.with_suffix(f".{os.getpid()}")
+    try:
+        written.write_text(json.dumps(found.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        written.replace(path)
+    finally:
+        written.unlink(missing_ok=True)
 
 
 def kept_share(identity: Mapping[str, Any], num_local_ranks: int) -> Hardware | None:

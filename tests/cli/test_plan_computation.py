@@ -19,6 +19,7 @@ from offloadzero.cli.plan_model import ModelSource, read_model
 from offloadzero.cli.plan_report import step_of
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import CpuDevice, Device, find_device
+from offloadzero.planning import kept_rates
 from offloadzero.planning.activation_trace import loss_of_ids, trace_micro_batch
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import Hardware, hardware_from_json, model_key, share_of
@@ -292,7 +293,7 @@ def test_a_model_is_measured_once_for_each_size_of_its_micro_batch(
     assert measured[0]["block"] == Computation(KNOWN.flops["bf16"], KNOWN.flops["bf16"]), (
         "no rate of gradients is known"
     )
-    monkeypatch.setattr(plan_probe, "MOST_MODELS", 2)
+    monkeypatch.setattr(kept_rates, "MOST_MODELS", 2)
     assert len(with_model(kept, sequence=8).of_models) == 2, "the oldest are forgotten"
     capsys.readouterr()
 
@@ -321,6 +322,66 @@ def test_a_model_gets_half_of_what_is_free_beside_this_process(
     with_model(machine)
     assert rooms == [(3 * GIB, None) if of_card is None else (of_card, 3 * GIB)]
     capsys.readouterr()
+
+
+def test_plans_that_measure_at_the_same_time_keep_all_models(
+    machine: Hardware, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each has read the file before the other one writes it; what another has measured anew stays new."""
+    monkeypatch.setattr(plan_probe, "micro_batch_rates", lambda *_, **__: OWN)
+    newer = replace(machine, rates=replace(KNOWN, copy=123.0))
+    kept_rates.keep(newer)
+    found = [with_model(machine, sequence=sequence) for sequence in (16, 32)]
+    assert [len(one.of_models) for one in found] == [1, 1]
+    kept = kept_rates.kept_hardware(machine.identity)
+    assert kept is not None
+    assert kept.of_models == found[0].of_models | found[1].of_models  # type: ignore[operator]
+    assert kept.rates == newer.rates
+    capsys.readouterr()
+
+
+def test_an_engine_never_reads_a_half_of_what_is_kept(
+    machine: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    write = Path.write_text
+
+    def write_in_halves(path: Path, text: str, **keys: Any) -> int:
+        write(path, text[: len(text) // 2], **keys)
+        seen.append(kept_rates.kept_hardware(machine.identity))
+        return write(path, text, **keys)
+
+    monkeypatch.setattr(Path, "write_text", write_in_halves)
+    newer = replace(machine, of_models={"a model": OWN})
+    kept_rates.keep(newer)
+    assert [one.of_models for one in seen] == [{}]
+    assert kept_rates.kept_hardware(machine.identity) == newer
+    directory = cache_file(machine.identity).parent
+    assert len(list(directory.iterdir())) == 1
+
+    def no_room(*_: Any, **__: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", no_room)
+    with pytest.raises(OSError, match="No space"):
+        kept_rates.keep(machine)
+    assert kept_rates.kept_hardware(machine.identity) == newer, "as it was"
+
+
+def test_a_user_without_a_home_has_a_plan(
+    machine: Hardware, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(plan_probe, "micro_batch_rates", lambda *_, **__: OWN)
+    found = with_model(plan_probe.this_hardware("cpu", [], fresh=False))
+    assert (found.rates, [*found.of_models.values()]) == (machine.rates, [OWN])
+    said = capsys.readouterr().err
+    assert said.count("is not kept for the next time: Could not determine home directory.") == 2
+    assert "What was measured before is not used: " in said
 
 
 def test_a_model_that_cannot_be_measured_is_said(
