@@ -246,3 +246,19 @@ def end_traced_collective(result: torch.Tensor) -> None:
 def active_ddp_module() -> Any:
     """The DistributedDataParallel in whose forward the process is; None outside of any."""
     return _look_up("nn.parallel.distributed.DistributedDataParallel._get_active_ddp_module")()
+
+
+def sharder_of(module: torch.nn.Module) -> str | None:
+    """What of torch's FSDP has put parameters of its own in the place of a module's; None where nothing has."""
+    kinds = [
+        kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.distributed.fsdp")
+    ]
+    if "FSDPModule" in kinds:
+        return "fully_shard()"
+    # The older FSDP leaves the class of the modules inside of it as it was, and marks them for the compiler.
+    return "FullyShardedDataParallel" if kinds or is_marked_by_fsdp(module) else None
+
+
+def is_marked_by_fsdp(module: torch.nn.Module) -> bool:
+    """Whether FSDP has marked a module as one whose parameters it holds."""
+    return "_is_fsdp_managed_module" in vars(module)

@@ -24,7 +24,7 @@ from torch import nn
 
 from offloadzero.errors import StateError
 from offloadzero.parameters.weight import AwayParameter, present_class_of
-from offloadzero.torch_private import skip_frame
+from offloadzero.torch_private import sharder_of, skip_frame
 
 _EXPORTERS = ("torch.jit", "torch._jit_internal", "torch.export", "torch._export")
 
@@ -38,9 +38,10 @@ def refuse_export() -> NoReturn:
 
 def expect_not_sharded(module: nn.Module) -> None:
     """Raise StateError where FSDP has taken a module, and with it parameters that the engine does not know."""
-    if any(kind.__module__.startswith("torch.distributed.fsdp") for kind in type(module).__mro__):
+    sharder = sharder_of(module)
+    if sharder is not None:
         raise StateError(
-            "fully_shard() has put other parameters in the place of an offloaded model's, which nothing here would "
+            f"{sharder} has put other parameters in the place of an offloaded model's, which nothing here would "
             "train: leave it out, as ranks divide the parameters themselves at zero_optimization.stage 3, or call "
             "restore_model() before it"
         )

@@ -65,6 +65,7 @@ from offloadzero.streaming.weights import WeightAccess
 from offloadzero.torch_private import (
     import_compiler,
     is_any_autocast_enabled,
+    is_marked_by_fsdp,
     is_tracing,
     outside_of_transforms,
     pop_saved_tensors_default_hooks,
@@ -132,7 +133,7 @@ class _SiteForward(Forward):
         hooks = self._hooks
         if is_tracing():
             refuse_export()
-        if type(self._module) is not self._kind:
+        if type(self._module) is not self._kind or is_marked_by_fsdp(self._module):
             expect_not_sharded(self._module)
         if self.is_root:
             interrupts.install()  # the script may have set a handler since

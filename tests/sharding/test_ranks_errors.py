@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
@@ -181,6 +181,11 @@ def refusals(rank: int, directory: str) -> dict[str, str]:
     fully_shard(late, ignored_params={late.scale})  # which takes no scalars
     note("sharded later", lambda: late(micro_batch(0, rank, 2)))
     optimizer.runtime.close()
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    _, optimizer = offloadzero.offload(layers, torch.optim.AdamW(layers.parameters()), {})
+    around = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
+    note("FSDP later", lambda: around(torch.ones(2, 6)))
+    optimizer.runtime.close()
     with offloadzero.zero.Init(config_dict_or_path=config_of("host", 3, path, world_size=2)):
         built = OddModel()
 
@@ -204,6 +209,7 @@ def refusals(rank: int, directory: str) -> dict[str, str]:
 
 
 REFUSED = {
+    "FSDP later": "StateError: FullyShardedDataParallel has put other parameters in the place of an offloaded model's",
     "wrapped": "ConfigError: model = 'DistributedDataParallel': the module in it, model.module: its gradients are ",
     "buffers": "ConfigError: buffers = 'shift (17,) torch.float32 torch.strided, seen (",
     "wrapped later": "ConfigError: model = 'DistributedDataParallel': the module in it: its gradients are averaged ",
