@@ -12,6 +12,7 @@ from offloadzero.config import OffloadConfig, expect_partitionable
 from offloadzero.config.schema import MeshConfig, ObserveConfig
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import device_of_rank
+from offloadzero.torch_private import sharder_of
 
 # What is imported inside of functions loads torch.distributed.
 
@@ -29,21 +30,34 @@ def join_group(model: object) -> tuple[int, int]:
     """Return this rank and the number of ranks, which all start an engine with `model` now.
 
     Raises:
-        ConfigError: a launcher says that there are several ranks, and not which this is; DistributedDataParallel is
-            around the model.
+        ConfigError: a launcher says that there are several ranks, and not which this is; DistributedDataParallel or
+            FSDP is around the model or a module of it.
         StateError: the ranks have built the model together, and another is about to do something else with it.
     """
     with telling_others():  # where there is a group already
         rank, world_size = launch.join_group()
-    if isinstance(model, nn.parallel.DistributedDataParallel):
+    if isinstance(model, nn.Module):
         with telling_others():
-            allowed = "the module in it, model.module: its gradients are averaged over the ranks here"
-            raise ConfigError("model", type(model).__name__, allowed)
+            _expect_unwrapped(model, world_size)
     if world_size > 1 and isinstance(model, nn.Module):
         from offloadzero.streaming.divided import announce_start
 
         announce_start(model.parameters())
     return rank, world_size
+
+
+def _expect_unwrapped(model: nn.Module, world_size: int) -> None:
+    for name, module in model.named_modules():
+        path = f"model.{name}" if name else "model"
+        if isinstance(module, nn.parallel.DistributedDataParallel) and (world_size > 1 or not name):
+            allowed = f"the module in it, {path}.module: its gradients are averaged over the ranks here"
+            raise ConfigError(path, type(module).__name__, allowed)
+        sharder = sharder_of(module)
+        if sharder is not None:
+            allowed = (
+                "the model without it: ranks divide the parameters themselves at zero_optimization.stage 3"
+            )
+            raise ConfigError(path, sharder, allowed)
 
 
 def config_of_rank(

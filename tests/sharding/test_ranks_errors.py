@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,15 @@ def refusals(rank: int, directory: str) -> dict[str, str]:
     around = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
     note("FSDP later", lambda: around(torch.ones(2, 6)))
     optimizer.runtime.close()
+    for name, wrap in {
+        "wrapped inside": DistributedDataParallel,
+        "sharded inside": fully_shard,
+        "FSDP inside": partial(FullyShardedDataParallel, device_id=torch.device("cpu")),
+    }.items():
+        layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        layers[1] = wrap(layers[1])
+        for call in ("offload", "initialize"):
+            note(f"{name}, {call}", partial(start_in, call, layers))
     with offloadzero.zero.Init(config_dict_or_path=config_of("host", 3, path, world_size=2)):
         built = OddModel()
 
@@ -208,8 +218,30 @@ def refusals(rank: int, directory: str) -> dict[str, str]:
     return found
 
 
+def start_in(call: str, model: nn.Module) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    if call == "offload":
+        offloadzero.offload(model, optimizer, {"zero_optimization": {"stage": 3}})
+    else:
+        offloadzero.initialize(
+            model=model,
+            optimizer=optimizer,
+            config={"zero_optimization": {"stage": 3}, "gradient_clipping": 0},
+        )
+
+
+_WITHOUT = "the model without it: ranks divide the parameters themselves at zero_optimization.stage 3"
 REFUSED = {
     "FSDP later": "StateError: FullyShardedDataParallel has put other parameters in the place of an offloaded model's",
+    **{
+        f"{name} inside, {call}": f"ConfigError: model.1 = '{text}"
+        for name, text in {
+            "wrapped": "DistributedDataParallel': the module in it, model.1.module: its gradients are averaged",
+            "sharded": f"fully_shard()': {_WITHOUT}",
+            "FSDP": f"FullyShardedDataParallel': {_WITHOUT}",
+        }.items()
+        for call in ("offload", "initialize")
+    },
     "wrapped": "ConfigError: model = 'DistributedDataParallel': the module in it, model.module: its gradients are ",
     "buffers": "ConfigError: buffers = 'shift (17,) torch.float32 torch.strided, seen (",
     "wrapped later": "ConfigError: model = 'DistributedDataParallel': the module in it: its gradients are averaged ",
