@@ -24,6 +24,7 @@ from offloadzero.observe.step_report import StepReport
 from offloadzero.optimizer_loading import plan_optimizer_load
 from offloadzero.optimizer_states import StateDict, States, read_states, refuse_states
 from offloadzero.param_groups import GroupMembers, expect_rates, group_defaults
+from offloadzero.parameters.dtensors import expect_no_dtensors
 from offloadzero.planning.memory_plan import format_bytes, with_kept_gradients
 from offloadzero.runtime import Runtime
 from offloadzero.segments import TierName
@@ -71,6 +72,7 @@ def _offload(
         warnings.warn(warning, stacklevel=3)
     if isinstance(optimizer, OffloadedOptimizer):
         raise ConfigError("optimizer", type(optimizer).__name__, "is offloaded already")
+    expect_no_dtensors(model)
     check_optimizer(optimizer, settings)
     kept = with_kept_gradients(settings)
     could_update_in_backward = kept is not settings

@@ -51,6 +51,17 @@ class Form:
         return around
 
 
+def expect_no_dtensors(model: nn.Module) -> None:
+    """Raise ConfigError where a parameter is a DTensor."""
+    kind = dtensor_type()
+    for name, param in model.named_parameters():
+        if kind is not None and isinstance(param, kind):
+            allowed = (
+                "an ordinary tensor: initialize(mpu=...) takes a model that ranks divide, offload() does not"
+            )
+            raise ConfigError(name, "a DTensor", allowed)
+
+
 def local_tensor(tensor: Any) -> Tensor:
     """What this rank has of a DTensor."""
     with torch.no_grad():

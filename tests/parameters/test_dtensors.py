@@ -222,6 +222,14 @@ def test_what_is_refused(mesh: DeviceMesh, tmp_path: Path, placement: Any) -> No
     assert isinstance(model[0].weight, DTensor)
 
 
+def test_offload_refuses_a_model_that_ranks_divide(mesh: DeviceMesh) -> None:
+    model = make_model(mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match=r"0\.weight = 'a DTensor': an ordinary tensor: initialize\(mpu"):
+        offloadzero.offload(model, optimizer, {})
+    assert isinstance(model[0].weight, DTensor)
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_that_would_not_be_called_are_refused(mesh: DeviceMesh, tmp_path: Path, register: str) -> None:
     model = make_model(mesh)
