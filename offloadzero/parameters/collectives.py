@@ -11,7 +11,8 @@ A copy in a state dict has memory, which a collective writes without counting a 
 torch tells `__torch_function__` of one argument of each function, as a rule one that is read; older versions tell it of
 few functions at all. Then C++ takes the memory of a parameter, or a copy, that is only written; that of a parameter
 that is away has one element. But before that the functions ask for the dtype, all but a reduce-scatter of one tensor:
-this is an error here.
+this is an error here. Lists of tensors are copied into one by C++, so what they hold is read and written as ever, but
+for those of a scatter, whose memory is taken. Before that it asks each of them whether it is complex: an error, too.
 """
 
 from __future__ import annotations
@@ -82,6 +83,22 @@ def refuse_untold(name: str, what: str) -> NoReturn:
         f"{name}: {what} is an argument that a collective does not tell of, and would take for ordinary memory: "
         "give it a tensor of its own, and copy_() the result"
     )
+
+
+def expect_not_scattered(tensor: Tensor, name: str) -> None:
+    """Raise StateError where the caller's caller is a scatter, of which the tensor of that name is a source."""
+    frame = sys._getframe(2)
+    if frame.f_globals.get("__name__") != _FUNCTIONS:
+        return
+    while (
+        frame.f_code.co_name.startswith("<") and frame.f_back is not None
+    ):  # a comprehension, before Python 3.12
+        frame = frame.f_back
+    if frame.f_code.co_name == "scatter" and frame.f_locals.get("tensor") is not tensor:
+        raise StateError(
+            f"{name}: a scatter would take the memory of its sources, which a value that lives elsewhere has not: give "
+            "it clones"
+        )
 
 
 class OverCopies:

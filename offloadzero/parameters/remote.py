@@ -205,6 +205,11 @@ class RemoteTensor(torch.Tensor):
     def _detached_type(self) -> type[RemoteTensor]:
         return type(self)
 
+    def is_complex(self) -> bool:
+        """Whether the dtype is complex. Raises StateError for the source of a scatter, which asks before it begins."""
+        collectives.expect_not_scattered(self, self._source.name)
+        return super().is_complex()
+
     @property
     def data(self) -> Tensor:
         """The same value, without a graph."""

@@ -166,3 +166,29 @@ def test_a_collective_that_torch_tells_nothing_of_is_an_error(tmp_path: Path) ->
     for said in run_ranks(taken_untold, 2, tmp_path / "ranks", 2, str(tmp_path)):
         assert len(said) == 8
         assert all("give it a tensor of its own, and copy_() the result" in text for text in said), said
+
+
+def scattered(rank: int, world_size: int, directory: str) -> list[str]:
+    """What is said of scatters whose sources are away, and whether clones of them arrive."""
+    model, optimizer = offloaded(rank, world_size, 3, "host", directory)
+    said = []
+    with torch.no_grad():
+        for away in (model.blocks[3].up.weight.data, model.blocks[3].up.weight.data[:4]):
+            out = torch.zeros(away.shape)
+            if rank == 0:  # the error comes before anything is sent
+                said += [said_of(partial(dist.scatter, out, [away] * 2)) for _ in range(2)]
+            whole = away.clone()
+            dist.scatter(out, [whole, whole] if rank == 0 else None)
+            assert torch.equal(out, whole)
+            dist.scatter(away, [2.0 * whole] * 2 if rank == 0 else None)
+            assert torch.equal(away.clone(), 2.0 * whole)
+    optimizer.close()  # type: ignore[attr-defined]
+    return said
+
+
+def test_a_scatter_of_what_is_away_is_an_error(tmp_path: Path) -> None:
+    """It took the wrapper's memory, which there is none of, and ended the process."""
+    said, of_other = run_ranks(scattered, 2, tmp_path / "ranks", 2, str(tmp_path))
+    assert len(said) == 4
+    assert of_other == []
+    assert all("a scatter would take the memory of its sources" in text for text in said), said
