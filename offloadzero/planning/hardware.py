@@ -87,6 +87,8 @@ def hardware_from_json(key: str, value: Mapping[str, Any]) -> Hardware:
     rates.expect(*_names(Rates))
     found: dict[str, Any] = {name: rates.numbers(name) for name in _TABLES}
     found |= {one.name: rates.number(one.name) for one in fields(Rates) if one.name not in _TABLES}
+    for dtype, share in found["core_shares"].items():
+        _expect_share(f"{key}.rates.core_shares.{dtype}", share)
     return Hardware(
         memory=memory,
         rates=Rates(**found),
@@ -111,7 +113,14 @@ def _computations(reader: Reader) -> dict[str, Computation]:
         table = reader.table(key)
         table.expect(*Computation._fields)
         found[key] = Computation(**{name: table.required(name) for name in Computation._fields})
+        _expect_share(f"{reader.name}.{key}.core_share", found[key].core_share)
     return found
+
+
+def _expect_share(key: str, share: float) -> None:
+    """Raise ConfigError for computation that would take less time on a clock than of the cores."""
+    if share > 1:
+        raise ConfigError(key, share, "a part of the cores' time, at most 1")
 
 
 def _memory(key: str, reader: Reader) -> Memory:

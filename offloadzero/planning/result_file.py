@@ -58,14 +58,14 @@ class Reader:
     """Reads the numbers of an object in JSON; its errors have dotted names."""
 
     def __init__(self, name: str, value: Mapping[str, Any]) -> None:
-        self._name = name
+        self.name = name
         self.value = value
 
     def expect(self, *known: str) -> None:
         """Raise ConfigError for another name than these."""
         for name in self.value:
             if name not in known:
-                raise ConfigError(f"{self._name}.{name}", self.value[name], "no such entry", known_keys=known)
+                raise ConfigError(f"{self.name}.{name}", self.value[name], "no such entry", known_keys=known)
 
     def table(self, name: str) -> Reader:
         """Return an object; an empty one where it is absent."""
@@ -73,8 +73,8 @@ class Reader:
         if found is None:
             found = {}
         if not isinstance(found, Mapping):
-            raise ConfigError(f"{self._name}.{name}", found, "an object")
-        return Reader(f"{self._name}.{name}", found)
+            raise ConfigError(f"{self.name}.{name}", found, "an object")
+        return Reader(f"{self.name}.{name}", found)
 
     def number(self, name: str) -> float | None:
         """Return a positive number, or None: not known."""
@@ -84,7 +84,7 @@ class Reader:
         is_number = isinstance(found, int | float) and not isinstance(found, bool)
         if not is_number or not math.isfinite(found) or not 0 < found < _MAX:
             raise ConfigError(
-                f"{self._name}.{name}", found, "a positive number, or null for one that is not known"
+                f"{self.name}.{name}", found, "a positive number, or null for one that is not known"
             )
         return float(found)
 
@@ -94,14 +94,14 @@ class Reader:
         if found is None:
             return None
         if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < _MAX:
-            raise ConfigError(f"{self._name}.{name}", found, "a whole number, or null")
+            raise ConfigError(f"{self.name}.{name}", found, "a whole number, or null")
         return found
 
     def required(self, name: str) -> float:
         """Return a positive number that must be there."""
         found = self.number(name)
         if found is None:
-            raise ConfigError(f"{self._name}.{name}", None, "a positive number")
+            raise ConfigError(f"{self.name}.{name}", None, "a positive number")
         return found
 
     def numbers(self, name: str) -> dict[str, float]:

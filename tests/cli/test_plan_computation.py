@@ -417,10 +417,13 @@ def test_a_file_of_the_machine_has_them() -> None:
     machine = Hardware(Memory(host=8 * GIB), KNOWN, num_cores=4, of_models={"a model": OWN})
     written = json.loads(json.dumps(machine.to_json()))
     assert hardware_from_json("--hardware", written) == machine
-    for damage in ({"forward": None}, {"forward": -1.0}, {"more": 1.0}):
+    for damage in ({"forward": None}, {"forward": -1.0}, {"more": 1.0}, {"core_share": 1.5}):
         entry = {**written["of_models"]["a model"], **damage}
         with pytest.raises(ConfigError, match=r"--hardware\.of_models\.a model\."):
             hardware_from_json("--hardware", {**written, "of_models": {"a model": entry}})
+    beyond = {**written, "rates": {**written["rates"], "core_shares": {"bf16": 1.5}}}
+    with pytest.raises(ConfigError, match=r"--hardware\.rates\.core_shares\.bf16 = 1\.5: .*at most 1"):
+        hardware_from_json("--hardware", beyond)
 
 
 @pytest.mark.usefixtures("machine")
