@@ -114,6 +114,7 @@ def with_model(
     on_device, on_host = device.free_bytes(), available_host_bytes()
     progress = Progress(MODEL_S)
     try:
+        _say_if_busy(progress, "the model's computation")  # its time on a clock is kept, too
         progress.phase("the model's computation")
         computed = micro_batch_rates(
             source,
@@ -193,11 +194,7 @@ def _kept(identity: Mapping[str, Any]) -> Hardware | None:
 def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -> Rates:
     """[Note: what the probe measures]. `paths`: directories of drives; without any none is measured."""
     progress = Progress(time_s)
-    load, num_cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load > num_cores / 2:
-        progress.say(
-            f"This machine is busy (load {load:.1f}): its drive and its link will seem slow. --fresh measures again."
-        )
+    _say_if_busy(progress, "its drive and its link")
     is_cpu = device.free_bytes() is None
     dtypes = _MEASURED if is_cpu else (*_MEASURED, *_OF_DEVICES)
     try:
@@ -221,6 +218,14 @@ def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -
     finally:
         progress.close()
     return rates
+
+
+def _say_if_busy(progress: Progress, what: str) -> None:
+    load, num_cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > num_cores / 2:
+        progress.say(
+            f"This machine is busy (load {load:.1f}): {what} will seem slow. --fresh measures again."
+        )
 
 
 def products_per_s(dtype: torch.dtype) -> float:

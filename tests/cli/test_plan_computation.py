@@ -324,6 +324,21 @@ def test_a_model_gets_half_of_what_is_free_beside_this_process(
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("load", [0.0, 100.0])
+def test_a_busy_machine_is_said_where_a_model_is_measured(
+    machine: Hardware, load: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The share of the cores comes of the time on a clock, which other work makes longer."""
+    monkeypatch.setattr(plan_probe, "micro_batch_rates", lambda *_, **__: OWN)
+    monkeypatch.setattr(plan_probe.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    with_model(machine)
+    said = (
+        "This machine is busy (load 100.0): the model's computation will seem slow."
+        in capsys.readouterr().err
+    )
+    assert said == (load > 0)
+
+
 def test_plans_that_measure_at_the_same_time_keep_all_models(
     machine: Hardware, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
