@@ -88,15 +88,19 @@ def _samples(
     clocks: Sequence[Callable[[], float]],
     finish: Callable[[], object],
 ) -> list[list[list[float]]]:
-    """Make some calls in turn a few times. Returns the seconds by turn, call and clock; the first clock ends it."""
+    """Make some calls in turn a few times. Returns the seconds by turn, call and clock; the first clock ends it.
+
+    A clock of the processor's time may tick in hundredths of a second: where it has not, it is the time on a clock.
+    """
     turns = list[list[list[float]]]()
     while len(turns) < NUM_SAMPLES and sum(of_call[0] for turn in turns for of_call in turn) < ENOUGH_S:
         turn = []
         for call in calls:
-            begun_s = [clock() for clock in clocks]
+            begun_s, now_s = [clock() for clock in clocks], time.perf_counter()
             call()
             finish()
-            turn.append([clock() - begun for clock, begun in zip(clocks, begun_s, strict=True)])
+            took_s = time.perf_counter() - now_s
+            turn.append([clock() - begun or took_s for clock, begun in zip(clocks, begun_s, strict=True)])
         turns.append(turn)
     return turns
 
@@ -170,6 +174,8 @@ def micro_batch_rates(
         return _rates(largest.forward_flops, largest.backward_flops, seconds[0], device)
     times = (source.num_blocks - FEW) / (MORE - FEW)
     (few, more), (few_s, more_s) = traces, seconds
+    if any(of_more <= of_few for of_few, of_more in zip(few_s, more_s, strict=True)):
+        raise NotMeasuredError(f"{MORE} blocks took no longer than {FEW}: something else ran meanwhile")
     return _rates(
         _grown(few.forward_flops, more.forward_flops, times),
         _grown(few.backward_flops, more.backward_flops, times),
@@ -210,8 +216,8 @@ def _shortened(micro_batch: int, sequence: int, share: float) -> tuple[int, int]
 
 
 def _grown(few: float, more: float, times: float) -> float:
-    """Return what grows by `more - few` that many times. A disturbed measurement of few blocks adds nothing."""
-    return few + max(0.0, more - few) * times
+    """Return what grows by `more - few` that many times."""
+    return few + (more - few) * times
 
 
 def _trace(

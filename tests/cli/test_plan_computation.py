@@ -99,6 +99,11 @@ def test_what_takes_long_is_not_repeated() -> None:
     assert len(calls) == 2
 
 
+def test_a_clock_that_has_not_ticked_is_none() -> None:
+    """The processor's time may come in hundredths of a second: a rate was a division by zero."""
+    assert 0 < plan_computation.best_s(lambda: sum(range(1000)), lambda: 12.0) < 1.0
+
+
 def rates(
     source: ModelSource, *, device: Device = CPU, room: int = GIB, block: Computation = BLOCK, **shape: int
 ) -> Computation:
@@ -128,6 +133,10 @@ def test_many_blocks_are_measured_by_what_two_of_them_add(monkeypatch: pytest.Mo
     assert found.forward == pytest.approx(whole.forward_flops / 15.0)
     assert found.backward == pytest.approx(whole.backward_flops / 23.0)
     assert found.core_share == 1.0
+    monkeypatch.setattr(plan_computation, "_time_micro_batches", lambda *_: _Seconds(1.0, 2.0, 1.0, 2.0))
+    with pytest.raises(NotMeasuredError, match="3 blocks took no longer than 1"):
+        rates(read_model(DEEP))
+    monkeypatch.setattr(plan_computation, "_time_micro_batches", measure)
     measured.clear()
     rates(read_model(SHAPE))
     assert measured == [3], "few blocks are measured whole"
