@@ -52,6 +52,7 @@ class PlannedModel:
     plan: MemoryPlan
     checkpointed: tuple[str, ...]  # units that keep only their inputs for backward
     buffer_bytes: int  # of the model's buffers, which lie on the device beside what is reserved
+    built_bytes: int  # of the parameters in the dtypes in which the script makes them
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -102,6 +103,7 @@ class ModelPlanner:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+        self._built_bytes = sum(param.numel() * param.itemsize for param in model.parameters())
         self._cuts: dict[Hashable, UnitCut] = {}
 
     def plan(
@@ -145,6 +147,7 @@ class ModelPlanner:
             plan=plan,
             checkpointed=tuple(checkpointed),
             buffer_bytes=self._buffer_bytes,
+            built_bytes=self._built_bytes,
         )
 
     def _cut(self, config: OffloadConfig, spec: AnySpec) -> UnitCut:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -30,6 +30,7 @@ from offloadzero.planning.fit import (
     Verdict,
     judge,
     memory_with,
+    needed,
     smallest_change,
 )
 from offloadzero.planning.hardware import Hardware
@@ -79,6 +80,7 @@ class Answer:
     micro_batch: int
     trace: MicroBatchTrace | None
     untraced: str
+    process_bytes: int  # of Python and torch
 
     @property
     def waiting_bytes(self) -> int:
@@ -86,6 +88,11 @@ class Answer:
         if not waits_on_nvme(self.planned.config):
             return 0
         return nvme_bytes_with_waiting(self.planned.records, self.planned.plan, self.planned.config)
+
+    @property
+    def whole_bytes(self) -> int:
+        """The bytes of host memory while the script builds the model without zero.Init: it is whole there."""
+        return self.planned.built_bytes + self.process_bytes
 
     @property
     def unknown(self) -> str:
@@ -148,7 +155,9 @@ class Planner:
         if trace is not None and memory.device is None:
             beside = replace(beside, holes=trace.hole_bytes)
         verdict = judge(planned.plan, beside, memory)
-        return Answer(planned, memory, beside, verdict, micro_batch, trace, untraced)
+        return Answer(
+            planned, memory, beside, verdict, micro_batch, trace, untraced, self.question.process_bytes
+        )
 
     def verdict(self, source: Source, more: More = NOTHING) -> Verdict:
         """Judge whether a JSON fits a machine that has so many more bytes."""
@@ -217,6 +226,28 @@ class Planner:
             except TraceError as error:
                 self._traces[key] = str(error)
         return self._traces[key]
+
+
+def building_notes(answer: Answer) -> Iterator[str]:
+    """Yield sentences about what is taken before training, where that is more, or elsewhere."""
+    memory, waiting, whole = answer.memory, answer.waiting_bytes, answer.whole_bytes
+    if waiting:
+        yield (
+            "Built under zero.Init its parameters wait on the drives before that: "
+            f"{format_bytes(waiting)} of nvme at the most, {_beside_has(waiting, memory.nvme or 0)}"
+        )
+    if whole > needed(answer.planned.plan, answer.beside, memory)[TierName.HOST]:
+        yield (
+            "Built without zero.Init the whole model is in host memory before that: "
+            f"{format_bytes(whole)} with Python and torch, {_beside_has(whole, memory.host)}"
+        )
+
+
+def _beside_has(num_bytes: int, has: int) -> str:
+    """Return the end of a sentence: what there is, and what that is too few."""
+    lacking = num_bytes - has
+    too_few = f", {format_bytes(lacking)} too few: so it cannot be built" if lacking > 0 else ""
+    return f"{format_bytes(has)} are available{too_few}."
 
 
 def spec_in(config: OffloadConfig) -> AnySpec:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from offloadzero.cli.output import text_table
-from offloadzero.cli.plan_answer import Answer, Planner, Question
+from offloadzero.cli.plan_answer import Answer, Planner, Question, building_notes
 from offloadzero.cli.plan_model import ModelSource
 from offloadzero.cli.units import size_text
 from offloadzero.errors import BudgetError, ConfigError
@@ -169,14 +169,7 @@ class Report:
                 f"The configuration has offloadzero.device = {wanted}; this is the plan for the device of --hardware, "
                 f"{self.hardware.device or 'the CPU'}."
             )
-        if answer.waiting_bytes:
-            has = answer.memory.nvme or 0
-            lacking = answer.waiting_bytes - has
-            yield (
-                "Built under zero.Init its parameters wait on the drives before that: "
-                f"{format_bytes(answer.waiting_bytes)} of nvme at the most, {format_bytes(has)} are available"
-                + (f", {format_bytes(lacking)} too few: so it cannot be built." if lacking > 0 else ".")
-            )
+        yield from building_notes(answer)
         yield from answer.planned.plan.choice
         yield from idle_rules(answer.planned.records, answer.planned.config)
         config, trace = answer.planned.config, answer.trace
@@ -425,6 +418,7 @@ def _answer_json(answer: Answer) -> dict[str, Any]:
         ],
         "beside": asdict(answer.beside),
         "nvme_with_zero_init": answer.waiting_bytes or None,
+        "host_without_zero_init": answer.whole_bytes,
         "needed": {tier.value: num_bytes for tier, num_bytes in tiers.items()},
         "short": {tier.value: num_bytes for tier, num_bytes in answer.verdict.short.items()},
         "micro_batch": answer.micro_batch,

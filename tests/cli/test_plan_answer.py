@@ -16,13 +16,14 @@ from torch import nn
 
 import offloadzero
 from offloadzero import planned_model
-from offloadzero.cli.plan_answer import Planner, Question, drive_bytes
+from offloadzero.cli.plan_answer import Planner, Question, building_notes, drive_bytes
 from offloadzero.cli.plan_model import ModelSource, read_model
 from offloadzero.config import load_config
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.memory.nvme import STRIPE_BYTES
 from offloadzero.memory.swap_file import MARK_BYTES, SwapFile, remove_stale_files
 from offloadzero.planning.fit import MAX_BUDGET, Memory, memory_with, needed, with_keys
+from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.segments import TierName
 from offloadzero.streaming.spill import file_bytes
 from offloadzero.update.spec import UpdateForm
@@ -300,6 +301,26 @@ def test_parameters_that_wait_on_the_drive_are_counted_there(placement: Any, tmp
     engine.close()
     unasked = planner(PLENTY, model=SHAPES[0]).answer(settings(directory, placement="host"))
     assert unasked.waiting_bytes == 0
+
+
+@pytest.mark.parametrize("placement", ["nvme", "host"])
+@pytest.mark.parametrize("has", [1 << 40, 40 * MIB])
+def test_a_whole_model_that_takes_more_than_training_is_said(
+    placement: str, has: int, tmp_path: Path
+) -> None:
+    """A training that was found to fit was killed while its script built the model without zero.Init."""
+    source = settings(tmp_path, placement=placement, gradient_clipping=0.0, update={"chunk_elements": 4096})
+    question = planner(replace(PLENTY, host=has), model="llama:256/24/4/1000").question
+    found = Planner(replace(question, process_bytes=MIB)).answer(source)
+    whole = MIB + 4 * found.planned.num_parameters
+    said = [line for line in building_notes(found) if "without zero.Init" in line]
+    if placement == "host":  # whose states are more than the model is
+        assert not said
+        return
+    assert found.verdict.fits
+    text = f"before that: {format_bytes(whole)} with Python and torch, {format_bytes(has)} are available"
+    too_few = f", {format_bytes(whole - has)} too few: so it cannot be built" if has < whole else ""
+    assert said == [f"Built without zero.Init the whole model is in host memory {text}{too_few}."]
 
 
 def test_auto_leaves_room_for_python_on_a_small_machine(tmp_path: Path) -> None:
