@@ -25,6 +25,9 @@ from offloadzero.errors import ConfigError
 LLAMA, GPT = "llama", "gpt"
 MAX_HIDDEN, MAX_LAYERS, MAX_VOCABULARY = 1 << 17, 10_000, 1 << 22
 MIN_SIZE, MAX_SIZE = 1e6, 1e13
+_NEAR = (
+    0.2  # a shape that is further from a size is none of it: the embedding alone is larger than small sizes
+)
 _HEAD = 128
 _SIZE = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)([mbt])", re.ASCII)
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
@@ -116,7 +119,15 @@ def read_shape(key: str, text: str) -> ModelShape | None:
     size = float(match[1]) * _UNITS[match[2]]
     if not MIN_SIZE <= size <= MAX_SIZE:
         raise ConfigError(key, text, "a size from 1m to 10t")
-    return shape_of_size(kind, size)
+    shape = shape_of_size(kind, size)
+    if not abs(shape.count() - size) <= _NEAR * size:
+        raise ConfigError(
+            key,
+            text,
+            f"hidden/layers/heads/vocabulary: with {shape.vocabulary:,} tokens and heads of {_HEAD} a size gives "
+            f"{shape} here, of {shape.count():,} parameters",
+        )
+    return shape
 
 
 def shape_of_size(kind: str, num_parameters: float) -> ModelShape:

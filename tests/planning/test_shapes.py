@@ -129,6 +129,8 @@ def test_what_is_no_shape(text: str) -> None:
         ("bert:64/3/4/101", "a kind that is known: llama, gpt"),
         ("999999990/3/9/101", "at most 131072/10000"),
         ("llama:99t", "a size from 1m to 10t"),
+        ("llama:1m", "a size gives llama:256/1/2/32000/768/2 here, of 17,236,736 parameters"),
+        ("gpt:30m", "a size gives gpt:640/1/5/50257 here, of 38,400,000 parameters"),
         ("9999999999/1/1/1", "hidden/layers/heads/vocabulary"),
     ],
 )
