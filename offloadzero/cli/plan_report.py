@@ -9,7 +9,7 @@ from typing import Any
 from offloadzero.cli.output import text_table
 from offloadzero.cli.plan_answer import Answer, Planner, Question, building_notes
 from offloadzero.cli.plan_model import ModelSource
-from offloadzero.cli.units import size_text
+from offloadzero.cli.units import size_text, years_text
 from offloadzero.errors import BudgetError, ConfigError
 from offloadzero.observe.bound import CORES
 from offloadzero.observe.texts import duration_text
@@ -283,7 +283,7 @@ class Report:
             years = (
                 ""
                 if self.run.drive_years is None
-                else f"; the drives last {self.run.drive_years:,.1f} years of it"
+                else f"; the drives last {years_text(self.run.drive_years)} of it"
             )
             yield (
                 f"{self.num_tokens:,} tokens: {self.run.num_steps:,} steps,{days} "

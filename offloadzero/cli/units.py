@@ -21,6 +21,11 @@ def read_seconds(key: str, text: str, *, minimum: float) -> float:
     return seconds
 
 
+def years_text(years: float) -> str:
+    """Return years, or the days of less than one: 2.5 years, 12.0 days."""
+    return f"{years:,.1f} years" if years >= 1 else f"{years * 365.25:,.1f} days"
+
+
 def size_text(num_bytes: float) -> str:
     """Return a size in the largest binary unit that leaves at least 1: 4 GiB, 1.5 MiB, 512 B."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):

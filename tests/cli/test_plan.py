@@ -69,6 +69,10 @@ def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         "the drives last ",
     ):
         assert part in text, part
+    assert main(words(tmp_path, "--tokens", "1m", "--drive-tbw", "1GB")) == 0
+    days = re.search(r"the drives last ([0-9.]+) days of it", capsys.readouterr().out)
+    assert days is not None
+    assert float(days[1]) < 300  # it said 0.0 years
 
 
 def test_what_does_not_fit_is_said_with_what_would(
