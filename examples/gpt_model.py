@@ -122,6 +122,8 @@ class Text:
     """Bytes to train on, and a held-out tail (a tenth, at most 512 KiB) for validation."""
 
     def __init__(self, data: bytes) -> None:
+        if not data:
+            raise ValueError("there is no text")
         num_held_out = min(len(data) // 10, MAX_HELD_OUT_BYTES)
         everything = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self.train, self.held_out = everything.split([len(data) - num_held_out, num_held_out])
@@ -131,6 +133,8 @@ class Text:
         """Load a file, or all files of a directory, or by default the .py files of Python's standard library."""
         if path is None:
             return cls(read_files(stdlib_sources()))
+        if not path.exists():
+            raise FileNotFoundError("it does not exist")
         return cls(read_files(sorted(path.rglob("*")) if path.is_dir() else [path]))
 
     def batch(self, *, batch_size: int, seq_len: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

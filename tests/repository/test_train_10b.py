@@ -202,8 +202,8 @@ def test_a_text_that_is_too_short_is_refused_before_the_model_is_built(
     monkeypatch.setattr(train_10b, "build", lambda *_: pytest.fail("it builds"))
     Path("empty").mkdir()
     for options, message in (
-        (("--data", "nowhere"), "--data = 'nowhere': a file, or a directory with files"),
-        (("--data", "empty"), "--data = 'empty': a file, or a directory with files"),
+        (("--data", "nowhere"), "--data = 'nowhere': a file, or a directory with files: it does not exist"),
+        (("--data", "empty"), "--data = 'empty': a file, or a directory with files: there is no text"),
         (("--seq-len", "5000"), "--seq-len = 5000: less than the 2,052 bytes of text"),
     ):
         assert run(*options) == 1
