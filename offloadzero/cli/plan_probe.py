@@ -194,7 +194,7 @@ def _kept(identity: Mapping[str, Any]) -> Hardware | None:
 def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -> Rates:
     """[Note: what the probe measures]. `paths`: directories of drives; without any none is measured."""
     progress = Progress(time_s)
-    _say_if_busy(progress, "its drive and its link")
+    _say_if_busy(progress, "its computation, its drive and its link")
     is_cpu = device.free_bytes() is None
     dtypes = _MEASURED if is_cpu else (*_MEASURED, *_OF_DEVICES)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,20 @@ def test_the_probe_knows_every_rate_of_a_machine_without_a_device(
     assert list(tmp_path.iterdir()) == []
     assert torch.get_default_dtype() is torch.float32
     capsys.readouterr()
+
+
+def test_a_busy_machine_is_said_to_seem_slow_at_computing_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The computation's share of the cores' time is taken by a clock: a step of 0.9 s was forecast as one of 12."""
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
+    monkeypatch.setattr(plan_probe, "block_rates", end)
+    with pytest.raises(KeyboardInterrupt):
+        plan_probe.measure(find_device("cpu"), [])
+    assert "its computation, its drive and its link will seem slow. --fresh measures again." in (
+        capsys.readouterr().err
+    )
