@@ -74,7 +74,7 @@ class FoundPlacement:
             shown = "; ".join(one.text() for one in others[:NUM_SHOWN])
             more = len(others) - NUM_SHOWN
             yield f"{'slower' if is_shortest else 'others'}: {shown}" + (
-                f"; {more} others, up to {duration_text(others[-1].seconds)}." if more > 0 else "."
+                f"; {more} more, up to {duration_text(others[-1].seconds)}." if more > 0 else "."
             )
 
 
