@@ -17,6 +17,7 @@ from offloadzero.cli.plan_answer import Planner, Question
 from offloadzero.cli.plan_model import read_model
 from offloadzero.config import BudgetConfig, OffloadConfig
 from offloadzero.memory.device import find_device
+from offloadzero.planning import fastest_placement as module
 from offloadzero.planning.fastest_placement import FoundPlacement, fastest_placement, filling_text
 from offloadzero.planning.fit import Memory, memory_with, with_keys
 from offloadzero.planning.hardware import Hardware
@@ -85,18 +86,24 @@ def test_what_costs_time_moves_up_first(kinds: tuple[SegmentKind, ...]) -> None:
     assert [one.seconds for one in found.tried] == sorted(one.seconds for one in found.tried)
 
 
+@pytest.fixture
+def told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulation that tells smaller differences apart: those of small models."""
+    monkeypatch.setattr(module, "WORTH", 0.005)
+
+
 def test_of_equally_fast_placements_the_order_by_bytes_is_taken() -> None:
     units = list(records(*[COUNT] * NUM))
     config = room_for_some(units)
     found = fastest_placement(units, config, PLENTY, seconds_of=lambda _: 1.0)
     assert found.placement == choose_placement(units, config, PLENTY)
     barely = fastest_placement(
-        units, config, PLENTY, seconds_of=lambda plan: 1.0 + away(plan, *STATE_KINDS) * 1e-5
+        units, config, PLENTY, seconds_of=lambda plan: 1.0 + away(plan, *STATE_KINDS) * 1e-4
     )
     assert barely.placement == found.placement, "no simulation tells so little apart"
     chosen, others = barely.lines(4096)
     assert barely.tried[0].seconds > barely.tried[1].seconds, "another one is faster, by less than that"
-    assert chosen.endswith(f"no more than 0.5% above the shortest of {len(barely.tried)} placements.")
+    assert chosen.endswith(f"no more than 5.0% above the shortest of {len(barely.tried)} placements.")
     assert others.startswith("others: ")
 
 
@@ -115,6 +122,7 @@ def timed(units: list[Record], config: OffloadConfig, rates: Rates, num_tokens: 
     return fastest_placement(units, config, PLENTY, seconds_of=timer.seconds)
 
 
+@pytest.mark.usefixtures("told_apart")
 def test_states_come_before_gradients_where_backward_hides_those() -> None:
     """With clipping a forward has all states to hide, and backward only the gradients' writes: it is long enough."""
     units = list(records(*[64 * COUNT] * NUM))
@@ -222,6 +230,7 @@ def fuller_by_time(*, has_inputs: bool = False) -> tuple[dict[str, Any], Rates, 
     raise AssertionError("no budget that both fill differently")
 
 
+@pytest.mark.usefixtures("told_apart")
 def test_of_a_machine_that_has_less_than_the_budgets_no_more_is_taken() -> None:
     """The budget has room for the faster placement, and the machine for the other one: the engine would refuse it."""
     config, rates, by_bytes, by_time = fuller_by_time()
@@ -250,6 +259,7 @@ def test_a_change_is_judged_by_the_placement_that_the_engine_takes() -> None:
     assert by_bytes < by_time
 
 
+@pytest.mark.usefixtures("told_apart")
 def test_python_is_there_before_auto_looks_at_what_is_free() -> None:
     """With room for the faster placement and for Python it is taken, with a byte less another one that fits."""
     config, rates, _, by_time = fuller_by_time()
