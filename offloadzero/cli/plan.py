@@ -240,7 +240,7 @@ def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None
             allowed = f"the bytes of the drives under {paths}, which the configuration names; 0 where there are none"
             raise ConfigError("--hardware.memory.nvme", None, allowed)
     elif args.no_time:
-        hardware = plan_probe.memory_only(config.device, config.nvme_paths)
+        hardware = plan_probe.without_measuring(config.device, config.nvme_paths)
     else:
         hardware = plan_probe.this_hardware(config.device, config.nvme_paths, fresh=args.fresh)
 

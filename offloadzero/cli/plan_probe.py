@@ -76,13 +76,24 @@ _OF_DEVICES = (torch.float16,)  # a CPU hardly trains in it, and may need minute
 
 def this_hardware(device_name: str | None, paths: Sequence[Path], *, fresh: bool) -> Hardware:
     """Describe this machine: its present memory, with rates that were kept or are measured. Raises OffloadError."""
-    found = memory_only(device_name, paths)  # before measurements take memory
-    kept = _kept(found.identity) if not fresh else None
-    if kept is not None:
-        return replace(found, rates=kept.rates, of_models=kept.of_models)
-    found = replace(found, rates=measure(find_device(device_name), paths))
+    found = memory_only(device_name, paths) if fresh else without_measuring(device_name, paths)
+    if found.rates != Rates():
+        return found
+    found = replace(
+        found, rates=measure(find_device(device_name), paths)
+    )  # takes memory, which is looked at before
     _keep(partial(keep, found))
     return found
+
+
+def without_measuring(device_name: str | None, paths: Sequence[Path]) -> Hardware:
+    """Describe this machine: its present memory, and rates if some were kept, by which "auto" goes.
+
+    Raises ConfigError.
+    """
+    found = memory_only(device_name, paths)
+    kept = _kept(found.identity)
+    return found if kept is None else replace(found, rates=kept.rates, of_models=kept.of_models)
 
 
 def with_model(

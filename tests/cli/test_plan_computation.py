@@ -471,3 +471,24 @@ def test_the_command_forecasts_with_them(tmp_path: Path, capsys: pytest.CaptureF
     machine_alone["of_models"] = {}
     saved.write_text(json.dumps(machine_alone))
     assert seconds("--hardware", str(saved)) != own_s
+
+
+@pytest.mark.usefixtures("machine")
+def test_auto_goes_by_kept_rates_where_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine goes by them: with --no-time the plan was another one, and said that no rate is known."""
+    monkeypatch.setattr(plan_probe, "micro_batch_rates", lambda *_, **__: OWN)
+    config = tmp_path / "config.json"
+    keys = {"placement": "auto", "placement_tokens": 32, "budgets": {"host": "1GiB", "device": "1GiB"}}
+    config.write_text(json.dumps(settings(tmp_path, **keys)))
+    words = ["plan", "--model", SHAPE, "--config", str(config), "--sequence", "16"]
+
+    def said(*more: str) -> str:
+        assert main([*words, *more]) == 0
+        return capsys.readouterr().out
+
+    by_bytes = '"auto" goes by bytes: no rate of '
+    assert by_bytes in said("--no-time")
+    assert "auto, by the simulated step with 32 tokens" in said()
+    assert "auto, by the simulated step with 32 tokens" in said("--no-time")
