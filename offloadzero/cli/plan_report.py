@@ -272,8 +272,8 @@ class Report:
         found = self.forecast
         if found is None:
             return
-        if found.lane is not None:
-            yield f"What would make it faster: {FASTER[found.lane]}."
+        if found.waits_for is not None:
+            yield f"What would make it faster: {FASTER[found.waits_for]}."
             if self.step is not None and self.hardware.device_is_cpu:
                 yield from faster_in_fp32(self.step, self.hardware.rates)
             if self.left_out():

@@ -213,6 +213,13 @@ class Forecast:
         """The tokens per second of the forecast step."""
         return self.tokens / self.seconds if self.tokens and self.seconds else None
 
+    @property
+    def waits_for(self) -> str | None:
+        """The lane that the step waits for most: the bound's, or the simulated step's where that is the forecast."""
+        if self.simulated is not None and self.simulated.seconds == self.seconds:
+            return self.simulated.lane or self.lane
+        return self.lane
+
 
 def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -> Forecast:
     """Forecast a step, or give the reason why that is not possible."""

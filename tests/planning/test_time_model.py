@@ -26,10 +26,12 @@ from offloadzero.observe.timeline import (
 )
 from offloadzero.planned_model import plan_model, uses_of
 from offloadzero.planning.activation_trace import MicroBatchTrace
+from offloadzero.planning.simulated_step import SimulatedStep
 from offloadzero.planning.time_model import (
     FASTER,
     OVERLAP,
     PYTHON,
+    Forecast,
     Rates,
     Step,
     compute_seconds,
@@ -277,3 +279,12 @@ def test_the_configurations_of_a_plan_have_a_forecast(tmp_path: Path) -> None:
         step = Step(moved, TRACE, 1, True, "bf16", "fp32")
         for on_cpu in (True, False):
             assert seconds(step, device_is_cpu=on_cpu) > 0
+
+
+def test_a_step_that_is_simulated_longer_waits_for_the_lane_of_its_chain() -> None:
+    """The advice went by the bound, and said that nothing which moves bytes would help where reads were waited for."""
+    chain = SimulatedStep(5.0, {}, {NVME_READ: 3.0, COMPUTE: 2.0}, ())
+    found = Forecast({CORES: 4.0}, (), bound_s=4.0, lane=CORES, seconds=5.0, simulated=chain)
+    assert found.waits_for == NVME_READ
+    assert replace(found, seconds=6.0).waits_for == CORES
+    assert replace(found, simulated=None).waits_for == CORES
