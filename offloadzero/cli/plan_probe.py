@@ -79,9 +79,8 @@ def this_hardware(device_name: str | None, paths: Sequence[Path], *, fresh: bool
     found = memory_only(device_name, paths) if fresh else without_measuring(device_name, paths)
     if found.rates != Rates():
         return found
-    found = replace(
-        found, rates=measure(find_device(device_name), paths)
-    )  # takes memory, which is looked at before
+    # Measuring takes memory, which was looked at before.
+    found = replace(found, rates=measure(find_device(device_name), paths))
     _keep(partial(keep, found))
     return found
 
@@ -232,8 +231,9 @@ def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -
 
 
 def _say_if_busy(progress: Progress, what: str) -> None:
+    """Say it of other load alone: the average is over a minute, in which this process may have measured before."""
     load, num_cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load > num_cores / 2:
+    if load - time.process_time() / 60.0 > num_cores / 2:
         progress.say(
             f"This machine is busy (load {load:.1f}): {what} will seem slow. --fresh measures again."
         )

@@ -90,9 +90,8 @@ def expect_not_scattered(tensor: Tensor, name: str) -> None:
     frame = sys._getframe(2)
     if frame.f_globals.get("__name__") != _FUNCTIONS:
         return
-    while (
-        frame.f_code.co_name.startswith("<") and frame.f_back is not None
-    ):  # a comprehension, before Python 3.12
+    # Before Python 3.12 a comprehension has a frame of its own.
+    while frame.f_code.co_name.startswith("<") and frame.f_back is not None:
         frame = frame.f_back
     if frame.f_code.co_name == "scatter" and frame.f_locals.get("tensor") is not tensor:
         raise StateError(

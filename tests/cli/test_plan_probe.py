@@ -11,6 +11,7 @@ import torch
 
 from offloadzero.cli import plan_computation, plan_probe
 from offloadzero.cli.bench_copy import Case
+from offloadzero.cli.progress import Progress
 from offloadzero.memory.device import CpuDevice, find_device
 from offloadzero.planning.time_model import Computation, Rates
 from tests.support.tiny import run_bare_script
@@ -131,3 +132,15 @@ def test_a_busy_machine_is_said_to_seem_slow_at_computing_too(
     assert "its computation, its drive and its link will seem slow. --fresh measures again." in (
         capsys.readouterr().err
     )
+
+
+def test_what_the_probe_itself_has_computed_makes_no_machine_busy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first plan of a quiet machine measures it, then the model: that load was its own."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.2, 0.0, 0.0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    for own_s, is_said in ((60.0, False), (1.0, True)):
+        monkeypatch.setattr(plan_probe.time, "process_time", lambda own_s=own_s: own_s)
+        plan_probe._say_if_busy(Progress(1.0), "it")
+        assert ("This machine is busy" in capsys.readouterr().err) == is_said
