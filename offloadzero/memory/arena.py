@@ -100,7 +100,7 @@ class Lease:
 
 
 class Holes:
-    """The free ranges of an address space: best fit first, neighbours merge. Not thread-safe."""
+    """The free ranges of an address space: best fit first, or from the end; neighbours merge. Not thread-safe."""
 
     def __init__(self, num_bytes: int = 0) -> None:
         self.num_bytes = num_bytes  # the free bytes, perhaps not in one piece
@@ -111,8 +111,13 @@ class Holes:
         """The free bytes in one piece."""
         return max((size for _, size in self._ranges), default=0)
 
-    def take(self, num_bytes: int) -> int | None:
-        """Take a free range of `num_bytes` and return its offset; None when no range is large enough."""
+    def take(self, num_bytes: int, *, from_end: bool = False) -> int | None:
+        """Take a free range of `num_bytes` and return its offset; None when no range is large enough.
+
+        `from_end`: it is the last part of the last range that is large enough.
+        """
+        if from_end:
+            return self._take_from_end(num_bytes)
         best: tuple[int, int] | None = None
         for offset, size in self._ranges:
             if size >= num_bytes and (best is None or (size, offset) < best):
@@ -125,6 +130,17 @@ class Holes:
             self._ranges.append((offset + num_bytes, size - num_bytes))
         self.num_bytes -= num_bytes
         return offset
+
+    def _take_from_end(self, num_bytes: int) -> int | None:
+        found = max((hole for hole in self._ranges if hole[1] >= num_bytes), default=None)
+        if found is None:
+            return None
+        offset, size = found
+        self._ranges.remove(found)
+        if size > num_bytes:
+            self._ranges.append((offset, size - num_bytes))
+        self.num_bytes -= num_bytes
+        return offset + size - num_bytes
 
     def give(self, offset: int, num_bytes: int) -> None:
         """Add a range to the free ones."""
@@ -142,7 +158,7 @@ class Holes:
 
 
 class Arena:
-    """One buffer from which leases are cut, best fit first; thread-safe."""
+    """One buffer from which leases are cut, as from `Holes`; thread-safe."""
 
     def __init__(self, name: str, buffer: torch.Tensor, *, poison: bool = False) -> None:
         self.name = name
@@ -165,11 +181,17 @@ class Arena:
         """The bytes in no lease (perhaps not in one piece)."""
         return self._holes.num_bytes
 
-    def try_lease(self, num_bytes: int, label: str) -> Lease | None:
+    @property
+    def largest_free_bytes(self) -> int:
+        """The bytes in no lease in one piece."""
+        with self._lock:
+            return self._holes.largest_bytes
+
+    def try_lease(self, num_bytes: int, label: str, *, from_end: bool = False) -> Lease | None:
         """Lease `num_bytes` (rounded up to the alignment); None when no hole is large enough. No bytes always fit."""
         size = align_up(num_bytes)
         with self._lock:
-            offset = self._holes.take(size) if size else 0
+            offset = self._holes.take(size, from_end=from_end) if size else 0
         return None if offset is None else Lease(self, offset, size, label)
 
     def lease(self, num_bytes: int, label: str) -> Lease:

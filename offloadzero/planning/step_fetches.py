@@ -2,7 +2,8 @@
 
 They are those of `plan_prefetch` at the places where the engine asks for them (streaming/executor.py): when a use
 begins, when backward has all gradients of a unit, and at the end of a step, when updates have made leases stale. What
-is still on its way counts as there, so that the result does not depend on time.
+is still on its way counts as there, so that the result does not depend on time. Leases lie where they do in a run:
+[Note: leases of several sizes] in streaming/unit_leases.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from offloadzero.schedule.prefetch import Evict, choose_victims, next_uses, plan_prefetch
+from offloadzero.memory.arena import Holes
+from offloadzero.schedule.prefetch import (
+    Evict,
+    Move,
+    choose_victims,
+    eviction_order,
+    next_uses,
+    plan_prefetch,
+)
 
 
 class UseOfUnit(NamedTuple):
@@ -64,23 +73,22 @@ class _Schedule:
         self._uses = uses
         self._order = [use.unit for use in uses]
         self._num_bytes = num_bytes
-        self._arena_bytes = arena_bytes
+        self._largest = max(num_bytes.values(), default=0)
+        self._holes = Holes(arena_bytes)
+        self._offsets: dict[int, int] = {}  # of the leases, by unit
         self._kept = frozenset(kept)
         self._after = [*(unit for unit in self._order if unit in self._kept), *self._order]
-        self._present: set[int] = set()
         self.fetches: list[StartedFetch] = []
 
     def run(self) -> None:
         """Run a step."""
         self.fetches = []
-        self._present &= self._kept
+        self._leave(self._offsets.keys() - self._kept)
         self._plan(0, following=0, current=None)
         planned = -1  # the place of a use that has been planned for when the one before it ended
         for place, use in enumerate(self._uses):
-            if use.unit not in self._present:
-                self._make_room(place)
-                self._present.add(use.unit)
-                self.fetches.append(StartedFetch(place, use.unit))
+            if use.unit not in self._offsets:
+                self._enter_on_demand(place)
                 planned = -1
             if place != planned:
                 self._plan(place, following=place + 1, current=use.unit)
@@ -88,38 +96,56 @@ class _Schedule:
                 self._plan(place + 1, following=place + 1, current=None)
                 planned = place + 1
             if use.makes_stale:
-                self._present.discard(use.unit)
+                self._leave({use.unit})
                 planned = -1
 
-    @property
-    def _free_bytes(self) -> int:
-        return self._arena_bytes - sum(self._num_bytes[unit] for unit in self._present)
+    def _enter(self, place: int, unit: int) -> bool:
+        size = self._num_bytes[unit]
+        offset = self._holes.take(size, from_end=size < self._largest)
+        if offset is None:
+            return False
+        self._offsets[unit] = offset
+        self.fetches.append(StartedFetch(place, unit))
+        return True
+
+    def _leave(self, units: Collection[int]) -> None:
+        for unit in sorted(units):
+            offset = self._offsets.pop(unit, None)
+            if offset is not None:
+                self._holes.give(offset, self._num_bytes[unit])
 
     def _plan(self, start: int, *, following: int, current: int | None) -> None:
-        if len(self._present) == len(self._num_bytes):
+        if len(self._offsets) == len(self._num_bytes):
             return
-        moves = plan_prefetch(
+        if not self._start(start, self._moves(following, current, self._holes.num_bytes)):
+            self._start(start, self._moves(following, current, self._holes.largest_bytes))
+
+    def _moves(self, following: int, current: int | None, free_bytes: int) -> Sequence[Move]:
+        return plan_prefetch(
             self._order[following:],
             later=self._after,
             num_bytes=self._num_bytes,
-            present=self._present,
+            present=self._offsets.keys(),
             protected=() if current is None else (current,),
             in_use=current,
-            free_bytes=self._free_bytes,
+            free_bytes=free_bytes,
         )
+
+    def _start(self, start: int, moves: Sequence[Move]) -> bool:
         for move in moves:
             if isinstance(move, Evict):
-                self._present.discard(move.unit)
-            else:
-                self._present.add(move.unit)
-                self.fetches.append(StartedFetch(start, move.unit))
+                self._leave({move.unit})
+            elif not self._enter(start, move.unit):
+                return False
+        return True
 
-    def _make_room(self, place: int) -> None:
+    def _enter_on_demand(self, place: int) -> None:
         unit = self._order[place]
-        wanted = self._num_bytes[unit] - self._free_bytes
-        if wanted <= 0:
-            return
         upcoming = (*self._order[place + 1 :], *self._after)
-        distances = next_uses(upcoming, among=self._present)
-        victims = choose_victims(self._present, distances, num_bytes=self._num_bytes, wanted=wanted)
-        self._present.difference_update(victims)
+        while not self._enter(place, unit):
+            wanted = self._num_bytes[unit] - self._holes.num_bytes
+            distances = next_uses(upcoming, among=self._offsets.keys())
+            victims = choose_victims(
+                self._offsets.keys(), distances, num_bytes=self._num_bytes, wanted=max(0, wanted)
+            )
+            self._leave(victims or eviction_order(self._offsets.keys(), distances)[:1])

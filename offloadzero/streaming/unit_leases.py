@@ -1,12 +1,18 @@
 """The leases of units: fetched into, arrived, released.
 
+[Note: leases of several sizes]
+Leases do not move, so free bytes may lie in several holes, none of which is large enough. Most units of a model are
+blocks of the same, largest size: their leases are cut from the begin of the arena, all others (embedding, head) from
+its end, so that what one block leaves fits the next. Where the holes are too small even so, the next fetch is planned
+as if the largest one were all that is free: the units that leave for it are those that leave next anyway.
+
 Fences cover the work launched on a stream: a fetch into a lease waits, on its stream, for the work that had been
 launched on the [Note: streams that compute] when the lease was given up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from offloadzero.errors import BudgetError, StateError
 from offloadzero.memory.arena import Arena, Lease, align_up
@@ -14,7 +20,7 @@ from offloadzero.memory.device import Stream
 from offloadzero.memory.store import TieredStore
 from offloadzero.observe.clock import StepClock
 from offloadzero.observe.stream_clock import Mark
-from offloadzero.schedule.prefetch import Evict
+from offloadzero.schedule.prefetch import Evict, Move
 from offloadzero.streaming.leased_unit import FETCHING, HOME, LeasedUnit
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_fetches import UnitFetches
@@ -40,19 +46,29 @@ class UnitLeases:
         self._residency = residency
         self._fetches = fetches
         self._clock = clock
+        self._largest = max((unit.num_bytes for unit in units if unit.residency is not HOME), default=0)
 
     def prefetch(self) -> None:
-        """Start the moves that are next."""
-        for move in self._residency.plan(self.arena.free_bytes):
+        """Start the moves that are next: [Note: leases of several sizes]."""
+        if not self._start(self._residency.plan(self.arena.free_bytes)):
+            self._start(self._residency.plan(self.arena.largest_free_bytes))  # the next use tries again
+
+    def _start(self, moves: Iterable[Move]) -> bool:
+        """Start moves in their order; False: up to the first that finds no hole."""
+        for move in moves:
             unit = self._units[move.unit]
             if type(move) is Evict:
                 unit.expect_no_late_write()
                 self.release(unit)
                 continue
-            lease = self.arena.try_lease(unit.num_bytes, unit.record.name)
+            lease = self._try_lease(unit)
             if lease is None:
-                return  # the free bytes lie in several holes; the next use tries again
+                return False
             self.start_fetch(unit, lease)
+        return True
+
+    def _try_lease(self, unit: LeasedUnit) -> Lease | None:
+        return self.arena.try_lease(unit.num_bytes, unit.record.name, from_end=unit.num_bytes < self._largest)
 
     def lease_on_demand(self, unit: LeasedUnit, *, ends_guards: bool) -> Lease:
         """Return a lease for a unit that is used now.
@@ -60,7 +76,7 @@ class UnitLeases:
         `ends_guards`: a forward begins, so parameters read outside of forwards have been used.
         """
         name, size = unit.record.name, unit.num_bytes
-        while (lease := self.arena.try_lease(size, name)) is None:
+        while (lease := self._try_lease(unit)) is None:
             victims = self._residency.victims(align_up(size) - self.arena.free_bytes)
             if victims:
                 for victim in victims:

@@ -134,20 +134,26 @@ def test_a_view_stays_inside_its_lease() -> None:
         lease.view(torch.float32, PAGE // 4 + 1)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 5 * PAGE), st.integers(0, 10)), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.integers(1, 5 * PAGE), st.integers(0, 10), st.booleans()), max_size=40
+    )
+)
 @settings(max_examples=150, deadline=None)
-def test_leases_never_overlap_and_nothing_is_lost(operations: list[tuple[bool, int, int]]) -> None:
+def test_leases_never_overlap_and_nothing_is_lost(operations: list[tuple[bool, int, int, bool]]) -> None:
     space = arena(16)
     owner = [None] * 16
     held = {}
-    for number, (taking, size, pick) in enumerate(operations):
+    for number, (taking, size, pick, from_end) in enumerate(operations):
         if taking:
-            lease = space.try_lease(size, str(number))
+            lease = space.try_lease(size, str(number), from_end=from_end)
             pages = -(-size // PAGE)
             free_runs = "".join("x" if page is not None else "." for page in owner)
             assert (lease is None) == ("." * pages not in free_runs)
             if lease is not None:
                 first = lease.offset // PAGE
+                if from_end:
+                    assert "." * pages not in free_runs[first + 1 :]
                 assert owner[first : first + pages] == [None] * pages
                 owner[first : first + pages] = [number] * pages
                 held[number] = lease

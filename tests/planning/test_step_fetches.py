@@ -32,6 +32,24 @@ def test_leases_are_filled_at_the_end_of_a_step_and_then_as_units_are_done() -> 
     assert fetches_in_order([], {}, arena_bytes=0) == []
 
 
+def test_a_lease_of_another_size_does_not_cut_the_room_of_blocks() -> None:
+    """An embedding of 4, five blocks of 10: three of these fit, or two and the embedding.
+
+    A block that is used gives its lease to the next one that is not there: none is fetched when it is used.
+    """
+    found = fetches_in_order(there_and_back(6), {0: 4, **dict.fromkeys(range(1, 6), 10)}, arena_bytes=30)
+    starts = [fetch for fetch in found if fetch.start < 6]
+    assert starts == [(0, 0), (0, 1), (0, 2), (1, 3), (2, 4), (3, 5)]
+
+
+def test_blocks_of_two_sizes_are_fetched_ahead_though_holes_are_too_small() -> None:
+    """Blocks of 6 lie at the end, one beside the other, and leave holes that are no room for one of 10."""
+    sizes = {0: 6, 1: 10, 2: 6, 3: 10, 4: 6, 5: 10}
+    found = fetches_in_order(there_and_back(6), sizes, arena_bytes=26)
+    on_demand = [fetch for fetch in found if fetch.start < 6 and fetch.unit == fetch.start]
+    assert on_demand == [(0, 0)]
+
+
 @given(
     st.integers(1, 8),
     st.integers(1, 4),

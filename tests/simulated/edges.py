@@ -165,8 +165,10 @@ def _leases(order: Order, patch: pytest.MonkeyPatch) -> None:
     given: dict[int, list[tuple[int, int, Clock]]] = {}  # by arena: begin, end
     try_lease, free = arena.Arena.try_lease, arena.Arena._free
 
-    def leasing(self: arena.Arena, num_bytes: int, label: str) -> arena.Lease | None:
-        lease = try_lease(self, num_bytes, label)
+    def leasing(
+        self: arena.Arena, num_bytes: int, label: str, *, from_end: bool = False
+    ) -> arena.Lease | None:
+        lease = try_lease(self, num_bytes, label, from_end=from_end)
         for begin, end, clock in given.get(id(self), ()) if lease is not None else ():
             if begin < lease.offset + lease.num_bytes and lease.offset < end:
                 order.acquire(clock)

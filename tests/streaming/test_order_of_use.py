@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offloadzero
-from offloadzero.memory.arena import Lease
+from offloadzero.memory.arena import Lease, align_up
 from offloadzero.schedule.prefetch import Fetch, Move, plan_prefetch
 from offloadzero.streaming import residency
-from offloadzero.streaming.leased_unit import RELEASED
+from offloadzero.streaming.leased_unit import HOME, RELEASED
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_leases import UnitLeases
 from tests.streaming.test_schedule import fewest_fetches_without_misses, there_and_back
@@ -219,6 +219,43 @@ def test_plans_that_are_kept_are_what_planning_gives(
                 engine(features(1000), (0, 1, 2, 3, 4))
     engine.close()
     assert num_kept > 50
+
+
+class Wide(nn.Module):
+    """A residual layer of some hidden width, of BLOCK_BYTES or of the half with padding."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(models.WIDTH, hidden), nn.Linear(hidden, models.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def small_first() -> Stack:
+    """A first unit of half the bytes, like an embedding, before blocks of the same size."""
+    widths = iter([40, *[70] * (NUM_BLOCKS - 1)])
+    return Stack(lambda: Wide(next(widths)), NUM_BLOCKS)
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5], ids=["in_backward", "at_step"])
+def test_no_use_waits_since_free_bytes_lie_in_two_holes(
+    clipping: float, counter: Counter, tmp_path: Path
+) -> None:
+    """The small unit and two blocks leave the room of half a block; with that of the small one a block fits."""
+    engine = start(small_first, config_with_room(3, tmp_path, clipping=clipping))
+    executor = engine.optimizer.runtime.executor
+    sizes = [align_up(unit.num_bytes) for unit in executor.units if unit.residency is not HOME]
+    assert sizes == [BLOCK_BYTES // 2, *[BLOCK_BYTES] * (NUM_BLOCKS - 1)]
+    assert executor.leases.arena.num_bytes == 3 * BLOCK_BYTES
+    for seed in range(5):
+        train_step(engine, seed)
+        fetched, stalled = counter.take()
+        assert len(fetched) >= NUM_BLOCKS
+        assert seed < 2 or stalled == []
+    offsets = [unit.lease.offset if unit.lease else None for unit in executor.units]
+    assert offsets[:3] == [5 * BLOCK_BYTES // 2, 0, BLOCK_BYTES], "blocks from the begin, others from the end"
+    engine.close()
 
 
 def plans_made_by_step(
