@@ -121,7 +121,7 @@ def block_rates(device: Device, dtype: torch.dtype) -> Computation:
     those in bf16 on a CPU without instructions for it: the product of a gradient with a weight takes the time of ten.
     """
     width, num_tokens = (1024, 256) if device.free_bytes() is None else (4096, 4096)
-    shape = ModelShape(LLAMA, width, 1, width // 128, 128, 11 * width // 4, width // 128)
+    shape = _block_shape(width)
     with torch.device("meta"):
         empty = shape.build()
     trace = trace_micro_batch(empty, dtype=dtype, micro_batch=1, sequence=num_tokens)
@@ -129,6 +129,17 @@ def block_rates(device: Device, dtype: torch.dtype) -> Computation:
     return _rates(
         trace.forward_flops, trace.backward_flops, _time_micro_batches(model, device, 1, num_tokens), device
     )
+
+
+def block_micro_batch(dtype: torch.dtype) -> Callable[[], object]:
+    """Return a call that computes a micro batch of two standard blocks on the CPU, forward and backward."""
+    model = _block_shape(1024, num_blocks=2).build().to(dtype)
+    ids = _ids(model, 1, 256, torch.device("cpu"))
+    return lambda: loss_of_ids(model, ids).backward()
+
+
+def _block_shape(width: int, *, num_blocks: int = 1) -> ModelShape:
+    return ModelShape(LLAMA, width, num_blocks, width // 128, 128, 11 * width // 4, width // 128)
 
 
 def micro_batch_rates(
@@ -296,12 +307,7 @@ def _fill(param: nn.Parameter) -> None:
 
 def _time_micro_batches(model: nn.Module, device: Device, micro_batch: int, sequence: int) -> _Seconds:
     """Return the medians of some micro batches: a forecast is of a step like most of them."""
-    tables = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
-    ids = torch.arange(micro_batch * sequence, device=device.torch_device).view(micro_batch, sequence)
-    ids %= min(tables, default=1)
-    for param in model.parameters():
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(_drop_gradient)
+    ids = _ids(model, micro_batch, sequence, device.torch_device)
     losses = list[torch.Tensor]()
     clocks = (time.perf_counter, partial(cores_s, torch.get_num_threads()))
     halves = (lambda: losses.append(loss_of_ids(model, ids)), lambda: losses.pop().backward())
@@ -314,6 +320,17 @@ def _time_micro_batches(model: nn.Module, device: Device, micro_batch: int, sequ
         for of_half in zip(*samples, strict=True)
     )
     return _Seconds(forward, backward, forward_cores, backward_cores)
+
+
+def _ids(model: nn.Module, micro_batch: int, sequence: int, device: torch.device) -> torch.Tensor:
+    """Return ids for a micro batch of a model, whose gradients are dropped from now on."""
+    for param in model.parameters():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(_drop_gradient)
+    tables = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
+    return torch.arange(micro_batch * sequence, device=device).view(micro_batch, sequence) % min(
+        tables, default=1
+    )
 
 
 def _drop_gradient(param: torch.Tensor) -> None:

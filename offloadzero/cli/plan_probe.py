@@ -11,6 +11,7 @@
 | copies, landing | the native copy on one thread; the norm of a gradient on all |
 | link | pinned copies of 256 MiB each way, as `bench copy` runs them |
 | drive | `bench nvme` for a third of the time: its row of the engine's default setting |
+| what copies, updates and the drive cost a CPU that computes | [Note: work beside the computation] in plan_beside.py |
 | Python per unit | a tiny model of many units in the engine: what its own clock of hooks says |
 
 The work of the host's cores is measured in their time, as [Note: the bound] in observe/bound.py measures a run.
@@ -38,9 +39,11 @@ from torch import nn
 from offloadzero.cli import bench_copy, bench_nvme
 from offloadzero.cli.bench_adam import Records
 from offloadzero.cli.plan_answer import drive_bytes, drive_of
+from offloadzero.cli.plan_beside import copies_beside, drive_beside, updates_beside
 from offloadzero.cli.plan_computation import (
     NotMeasuredError,
     best_s,
+    block_micro_batch,
     block_rates,
     cores_s,
     micro_batch_rates,
@@ -62,7 +65,7 @@ from offloadzero.planning.probe import (
     nearest_directory,
     usable_cores,
 )
-from offloadzero.planning.time_model import COMPACT, DTYPE_NAMES, FP32, Computation, Rates
+from offloadzero.planning.time_model import COMPACT, COPY, DRIVE, DTYPE_NAMES, FP32, Computation, Rates
 from offloadzero.segments import SegmentKind
 from offloadzero.update.spec import UpdateForm, device_form
 from offloadzero.update.specs.adam import ADAM
@@ -225,6 +228,9 @@ def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -
         if paths:
             progress.phase("drive")
             rates = replace(rates, **drive_rates(paths, time_s=time_s / 3))
+        if is_cpu:
+            progress.phase("work beside the computation")
+            rates = rates_beside(rates, paths)
     finally:
         progress.close()
     return rates
@@ -384,6 +390,20 @@ def drive_rates(paths: Sequence[Path], *, time_s: float, num_bytes: int = 512 * 
         # A fast drive has come to the write limit: its first write was at the default setting, too.
         rates["nvme_write"] = result["results"]["first_write"]["gb_per_s"] * 1e9
     return rates
+
+
+def rates_beside(rates: Rates, paths: Sequence[Path]) -> Rates:
+    """Add what other work, that of the first of the drives included, costs computation.
+
+    [Note: work beside the computation].
+    """
+    fastest = max(_MEASURED, key=lambda dtype: rates.flops[DTYPE_NAMES[dtype]])
+    compute = block_micro_batch(fastest)
+    rates = replace(rates, holds={COPY: copies_beside(compute), **updates_beside(compute)})
+    drive = drive_beside(compute, nearest_directory(paths[0])) if paths else None
+    if drive is None:
+        return rates
+    return replace(rates, holds={**rates.holds, DRIVE: drive.hold_s_per_byte}, nvme_beside=drive.share)
 
 
 def form_on(hardware: Hardware, spec: Any) -> UpdateForm:

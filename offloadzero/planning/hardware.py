@@ -27,7 +27,8 @@ _TABLES = (
     "core_shares",
     "update",
     "device_update",
-)  # tables of Rates, by dtype or layout
+    "holds",
+)  # tables of Rates, by dtype, layout or kind of work
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ def hardware_from_json(key: str, value: Mapping[str, Any]) -> Hardware:
     found |= {one.name: rates.number(one.name) for one in fields(Rates) if one.name not in _TABLES}
     for dtype, share in found["core_shares"].items():
         _expect_share(f"{key}.rates.core_shares.{dtype}", share)
+    if found["nvme_beside"] is not None:
+        _expect_share(f"{key}.rates.nvme_beside", found["nvme_beside"])
     return Hardware(
         memory=memory,
         rates=Rates(**found),
@@ -160,7 +163,8 @@ def share_of(hardware: Hardware, num_local_ranks: int, *, num_threads: int | Non
             {dtype: rate * threads / measured_with for dtype, rate in table.items()}
             for table in (flops, of_gradients)
         )
-        core_shares = core_shares if threads > 1 else {}  # one thread waits for no other
+        if threads <= 1:  # one thread waits for no other
+            core_shares, rates = {}, replace(rates, holds={})
     of_machine = ("landing", "nvme_read", "nvme_write", "nvme_mixed", "host_memory")
     shared = {name: getattr(rates, name) for name in of_machine}
     divided: dict[str, Any] = {

@@ -41,6 +41,8 @@ from offloadzero.planning.step_work import THROUGH_HOST_MEMORY, LaneRates, Lanes
 NUM_STEPS, MAX_STEPS = 3, 24  # that are simulated at first, and at most
 ALIKE = 0.002  # the share by which two steps in turn may differ
 MAX_MICRO = 3  # micro batches that are simulated
+MOST_LOST = 0.5  # of the cores' speed beside a drive; one that would take more is slower
+_OF_ALL_CORES = frozenset((COMPUTE, UPDATE, DEVICE_UPDATE, LANDING))
 
 
 class LaneSpan(NamedTuple):
@@ -119,15 +121,11 @@ def _last_step(outcome: Outcome, last: int, start_s: float, end_s: float) -> Sim
 
 
 def _speeds(rates: LaneRates) -> Speeds | None:
-    """Return the speeds of lanes that run at once: they share a drive, and with the CPU as the device its cores.
-
-    What the file engine needs of the cores it gets first, as threads that hardly work do; the others share the rest.
-    """
+    """Return the speeds of lanes that run at once: they share a drive, and with the CPU as the device its cores."""
     if rates.num_cores is None and rates.drive_bytes_per_s is None and rates.host_bytes_per_s is None:
         return None
     read, write = (rates.bytes_per_s.get(lane, 0.0) for lane in (NVME_READ, NVME_WRITE))
     drive = {NVME_READ: read, NVME_WRITE: write}
-    widths = {} if rates.num_cores is None else _widths(rates.num_cores, rates.core_share)
 
     def speeds(lanes: Sequence[str]) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -138,16 +136,37 @@ def _speeds(rates: LaneRates) -> Speeds | None:
             found |= _through_memory(lanes, found, rates.bytes_per_s, rates.host_bytes_per_s)
         if rates.num_cores is None:
             return found
-        taken = rates.drive_cores_s * sum(found.get(lane, 1.0) * drive[lane] for lane in of_drive)
-        if taken > rates.num_cores / 2:
-            slower = rates.num_cores / 2 / taken
-            found |= {lane: slower * found.get(lane, 1.0) for lane in of_drive}
-            taken = rates.num_cores / 2
-        wanted = sum(widths[lane] for lane in lanes if lane in widths)
-        share = min(1.0, (rates.num_cores - taken) / wanted) if wanted else 1.0
-        return found | {lane: share for lane in lanes if lane in widths}
+        of_drive_s = {lane: found.get(lane, 1.0) for lane in of_drive}
+        if not _OF_ALL_CORES.isdisjoint(lanes):
+            of_drive_s = {lane: rates.drive_beside * speed for lane, speed in of_drive_s.items()}
+        lost = rates.drive_hold_s * sum(speed * drive[lane] for lane, speed in of_drive_s.items())
+        if lost > MOST_LOST:
+            of_drive_s = {lane: MOST_LOST / lost * speed for lane, speed in of_drive_s.items()}
+            lost = MOST_LOST
+        return found | of_drive_s | _of_cores(lanes, rates, rates.num_cores, 1.0 - lost)
 
     return speeds
+
+
+def _of_cores(lanes: Sequence[str], rates: LaneRates, num_cores: int, left: float) -> dict[str, float]:
+    """Return the speeds of lanes that share the cores, of which the part `left` is theirs.
+
+    What runs beside computation has the width with which, as long as it lasts, computation loses what it was measured
+    to lose, and without a measurement the time of the other work: lost = (1 - speed) / speed for each of its seconds.
+    """
+    widths = dict.fromkeys(_OF_ALL_CORES, float(num_cores))
+    others = dict.fromkeys((H2D, D2H, PYTHON), 1.0 if _OF_ALL_CORES.isdisjoint(lanes) else float(num_cores))
+    if COMPUTE in lanes:
+        idle = 1.0 - rates.core_share
+        widths[COMPUTE] = rates.core_share * num_cores
+        for lane in lanes:
+            if lane != COMPUTE and (lane in widths or lane in others):
+                lost = rates.holds[lane] * rates.bytes_per_s[lane] if lane in rates.holds else 1.0
+                others[lane] = num_cores * (lost + idle)
+    widths |= others
+    shared = [lane for lane in lanes if lane in widths]
+    wanted = sum(widths[lane] for lane in shared)
+    return dict.fromkeys(shared, left * min(1.0, num_cores / wanted)) if wanted else {}
 
 
 def _through_memory(lanes: Sequence[str], found: Lanes, bytes_per_s: Lanes, most: float) -> dict[str, float]:
@@ -155,12 +174,3 @@ def _through_memory(lanes: Sequence[str], found: Lanes, bytes_per_s: Lanes, most
     speeds = {lane: found.get(lane, 1.0) for lane in lanes if lane in THROUGH_HOST_MEMORY}
     wanted = sum(speed * bytes_per_s.get(lane, 0.0) for lane, speed in speeds.items())
     return {lane: speed * min(1.0, most / wanted) for lane, speed in speeds.items()} if wanted else {}
-
-
-def _widths(num_cores: int, core_share: float) -> dict[str, float]:
-    """Return the cores that each lane keeps busy."""
-    return {
-        **dict.fromkeys((UPDATE, DEVICE_UPDATE, LANDING), num_cores),
-        **dict.fromkeys((H2D, D2H, PYTHON), 1),
-        COMPUTE: core_share * num_cores,
-    }

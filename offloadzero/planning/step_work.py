@@ -82,7 +82,10 @@ class LaneRates:
     )
     num_cores: int | None = None  # shared by all lanes; None: the device computes beside the host
     core_share: float = 1.0  # of the cores, which computation keeps busy
-    drive_cores_s: float = 0.0  # seconds of one core for each byte of the drive, where cores are shared
+    # Where cores are shared:
+    holds: Lanes = field(default_factory=dict)  # seconds that computation loses for each byte of a lane
+    drive_hold_s: float = 0.0  # that it loses for each byte of the drive
+    drive_beside: float = 1.0  # the part of its rate that the drive has beside work of all cores
 
     def seconds(self, lane: str, num_bytes: float) -> float:
         """Return the seconds of `num_bytes` on a lane of its own. KeyError: its rate is not known."""

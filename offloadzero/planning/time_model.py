@@ -18,7 +18,9 @@ engine's own work add up, as [Note: the bound] in observe/bound.py adds them up 
 not keep all cores busy: threads begin and end each operation together, and some operations have one thread. So it takes
 its own time on a clock, which is a lane of its own. No schedule can be shorter than that; a real one is longer: a copy
 on one core holds up the thread of the computation there, and the others wait for it at the end of the operation. The
-forecast, unlike the bound, has the other work of the cores in the lane of computation, for as long as it takes alone.
+forecast, unlike the bound, has the other work of the cores in the lane of computation: for as long as it takes alone,
+copies, updates and the drive for as long as they were measured to hold it up. As long as the cores work the drive has
+the part of its rate that it was measured to have then.
 
 [Note: lanes between ranks]
 Of several ranks it is the forecast of one, which has its share of what the ranks of a machine have in common. What they
@@ -68,6 +70,7 @@ LINKS, NETWORK, HOST_MEMORY = "links", "network", "host memory"  # [Note: lanes 
 _BETWEEN_RANKS = (COLLECTIVES, LINKS, NETWORK)
 _BESIDE_THE_CORES = (NVME_READ, NVME_WRITE, NVME_MIXED, *_BETWEEN_RANKS)
 FP32, COMPACT = "fp32", "compact"
+COPY, DRIVE = "copy", "drive"
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 Lanes = Mapping[str, float]  # seconds
@@ -106,6 +109,11 @@ class Rates:
     nvme_write: float | None = None
     nvme_mixed: float | None = None
     nvme_cpu_s_per_byte: float | None = None
+    # Where the CPU is the device: [Note: work beside the computation] in cli/plan_beside.py.
+    holds: Mapping[str, float] = field(
+        default_factory=dict
+    )  # seconds that computation loses for each byte of a "copy", of the "drive" or of updates, by state layout
+    nvme_beside: float | None = None  # part of its rate that the drive has beside it; not known: all
     unit_s: float | None = None  # seconds of Python for each use of a unit
     # Of several ranks, each one's: [Note: lanes between ranks].
     collectives: float | None = None
@@ -246,8 +254,11 @@ def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -
     lane = max(total, key=lambda name: total[name])
     of_parts = _in_turn(shared, step)
     undisturbed = [_with_both_directions(lanes, rates) for lanes in _in_turn(known, step)]
-    in_turn = [_held_up(*lanes, num_cores) for lanes in zip(undisturbed, of_parts, strict=True)]
     of_bytes = _in_turn(step.traffic.by_phase, step)
+    in_turn = [
+        _beside_each_other(*lanes, step, rates, num_cores)
+        for lanes in zip(undisturbed, of_parts, of_bytes, strict=True)
+    ]
     turns = [
         Phase(name, max(lanes.values(), default=0.0) / OVERLAP, lanes, parts_s, num_bytes)
         for name, lanes, parts_s, num_bytes in zip(_turns(step), in_turn, of_parts, of_bytes, strict=True)
@@ -295,17 +306,39 @@ def simulated(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) 
         host_bytes_per_s=rates.host_memory,
         num_cores=num_cores if device_is_cpu else None,
         core_share=core_share,
-        drive_cores_s=rates.nvme_cpu_s_per_byte or 0.0,
+        holds={lane: rates.holds[kind] for lane, kind in _kinds(step).items() if kind in rates.holds},
+        drive_hold_s=rates.holds.get(DRIVE, rates.nvme_cpu_s_per_byte or 0.0),
+        drive_beside=1.0 if rates.nvme_beside is None else rates.nvme_beside,
     )
     return simulate_step(step.work, lane_rates)
 
 
-def _held_up(lanes: Lanes, of_cores: Lanes, num_cores: int) -> Lanes:
-    """Return the lanes with computation on a clock as the other work of the cores holds it up: [Note: the forecast]."""
-    if CORES not in lanes or COMPUTE not in lanes:
-        return lanes
-    others_s = sum(s for lane, s in parts_alone(of_cores, num_cores).items() if lane != COMPUTE)
-    return {**lanes, COMPUTE: lanes[COMPUTE] + others_s}
+def _beside_each_other(
+    lanes: Lanes, of_cores: Lanes, num_bytes: Lanes, step: Step, rates: Rates, num_cores: int
+) -> dict[str, float]:
+    """Return the lanes of a phase as the cores' work and the drive hold each other up: [Note: the forecast]."""
+    found = dict(lanes)
+    if CORES not in lanes:
+        return found
+    if COMPUTE in lanes:
+        others_s = parts_alone(of_cores, num_cores)
+        others_s.pop(COMPUTE, None)
+        for lane, kind in _kinds(step).items():
+            if kind in rates.holds and num_bytes.get(lane):
+                others_s[lane] = num_bytes[lane] * rates.holds[kind]
+        if DRIVE in rates.holds:
+            moved = num_bytes.get(NVME_READ, 0.0) + num_bytes.get(NVME_WRITE, 0.0)
+            others_s[FILE_ENGINE] = moved * rates.holds[DRIVE]
+        found[COMPUTE] += sum(others_s.values())
+    share = 1.0 if rates.nvme_beside is None else rates.nvme_beside
+    for lane in {NVME_READ, NVME_WRITE, NVME_MIXED} & lanes.keys():
+        found[lane] += (1.0 - share) * min(lanes[CORES], lanes[lane] / share)
+    return found
+
+
+def _kinds(step: Step) -> dict[str, str]:
+    """Return the kind of work of lanes that hold computation up: a key of `Rates.holds`."""
+    return {H2D: COPY, D2H: COPY, UPDATE: step.layout, DEVICE_UPDATE: step.layout}
 
 
 def _one_after_the_other(lanes: Lanes, of_cores: Lanes) -> float:

@@ -449,8 +449,8 @@ NOMINAL = PlannedStep(
         (Case(fetch=40), "h2d: 360 ms, 12 ms"),
         (Case(d2h=60), "d2h: 360 ms, 6 ms"),
         (Case(update=60), "update: 360 ms, 0 us"),
-        # 60 ms for each read, 42 to 45 of them in a step: a fetch that begins before its unit's update needs none, which
-        # its thread may just miss, and a median lies between two steps that differ.
+        # 60 ms for each read, 42 to 45 of them in a step: a fetch that begins before its unit's update needs none,
+        # which its thread may just miss, and a median lies between two steps that differ.
         (Case(read=60, placement="nvme"), r"nvme read: 2\.(49|5[0-9]|6[0-9]|70) s, 0 us"),
     ],
     ids=["as forecast", "computation", "fast computation", "link", "gradients", "update", "drive"],

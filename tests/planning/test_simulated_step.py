@@ -80,12 +80,26 @@ def test_updates_after_the_norm_are_made_in_the_order_of_the_forward() -> None:
     assert seconds(work, forward_s=0.3, backward_s=6.0) == pytest.approx(9.1)  # all three are waited for
 
 
-def test_a_copy_takes_the_core_that_computation_leaves_idle() -> None:
-    """Two units, 1 s there and 2 s back; of the fetches of 1 s on one of two cores the second hides behind a unit."""
-    rates = replace(SECONDS, forward_s=2.0, backward_s=4.0, num_cores=2)
-    work = stack([on_host()] * 2, leases=2)
-    assert simulate_step(work, replace(rates, core_share=0.5)).seconds == pytest.approx(7)
-    assert simulate_step(work, rates).seconds > 7.2
+@pytest.mark.parametrize("core_share", [1.0, 0.5])
+@pytest.mark.parametrize(("hold", "expected"), [(0.0, 7), (1.0, 8), (2.0, 9)])
+def test_a_copy_holds_computation_up(hold: float, expected: float, core_share: float) -> None:
+    """Two units, 1 s there and 2 s back. The first fetch of 1 s has the cores to itself; beside the other is a unit."""
+    rates = replace(
+        SECONDS, forward_s=2.0, backward_s=4.0, num_cores=2, holds={H2D: hold}, core_share=core_share
+    )
+    assert simulate_step(stack([on_host()] * 2, leases=2), rates).seconds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"), [({}, 6), ({"drive_beside": 0.5}, 6.5), ({"drive_hold_s": 0.25}, 6.25)]
+)
+def test_the_drive_and_computation_hold_each_other_up(keys: dict[str, float], expected: float) -> None:
+    """A read of 1 s begins beside a unit's forward of 1 s, and the other's update delivers. It has half of its rate as
+    long as that lasts, and 0.5 s of it are left; or the forward takes 1.25 s.
+    """
+    unit = UnitWork("unit", lease_bytes=1, fetch={NVME_READ: 1.0})
+    rates = replace(SECONDS, forward_s=2.0, backward_s=4.0, num_cores=2, **keys)
+    assert simulate_step(stack([unit] * 2, leases=2), rates).seconds == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("leases", "expected"), [(1, 9), (2, 7)])

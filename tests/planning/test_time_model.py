@@ -156,6 +156,29 @@ def test_computation_on_the_cpu_takes_its_time_though_it_leaves_cores_idle() -> 
     assert set(known.lanes_s) == {CORES}, "rates that were kept before"
 
 
+def test_work_beside_the_computation_costs_what_was_measured() -> None:
+    """A forward of 10 s with 1 s of copies, each of which costs 2 s, and 60 GB of the drive at 0.02 s for each GB."""
+    holds = {"copy": 2e-10, "drive": 2e-11, "fp32": 1e-11}
+    measured = replace(KNOWN, core_shares={"bf16": 1.0}, holds=holds, nvme_beside=0.75)
+    moved = {FORWARD: {H2D: int(10e9), NVME_READ: int(60e9)}, BACKWARD: {UPDATE: int(200e9)}}
+    found = forecast(step_of(moved), measured, num_cores=2, device_is_cpu=True)
+    python, file_engine = 100 * 3e-4, 60 * 0.05
+    forward, backward = found.phases
+    assert backward.lanes_s[COMPUTE] == pytest.approx(30 + python / 2 + 200 * 0.01), "1 s of updates alone"
+    assert forward.lanes_s[COMPUTE] == pytest.approx(10 + python / 2 + 2 + 60 * 0.02)
+    # 10 s at 6 GB/s, of which it has three quarters as long as the cores work: 7.5 s of its work in 10 s.
+    cores_s = 10 + (python / 2 + 1 + file_engine) / 2
+    assert cores_s < 10 / 0.75
+    assert forward.lanes_s[NVME_READ] == pytest.approx(10 + 0.25 * cores_s)
+    assert found.bound_s == pytest.approx(41 + (python + 1 + file_engine) / 2), (
+        "a schedule might keep them apart"
+    )
+    short = forecast(
+        step_of({FORWARD: {NVME_READ: int(6e9)}}), measured, num_cores=2, device_is_cpu=True
+    ).phases[0]
+    assert short.lanes_s[NVME_READ] == pytest.approx(1 / 0.75), "the whole of it beside the computation"
+
+
 def test_gradients_on_a_device_do_not_land_on_the_host() -> None:
     _, moved = traffic_of("llama:64/3/4/101", placement="device")
     step = Step(moved, TRACE, 1, True, "bf16", "fp32")
