@@ -23,12 +23,6 @@
 // approximations, and flush-to-zero modes (the control register is set to its default around every block).
 // NaN payloads are the one thing not defined.
 //
-// [Note: bf16 split]
-// A bf16 parameter `hi` and a signed 16-bit remainder `lo` hold an fp32 master weight exactly:
-//     hi = (bits + 0x8000) >> 16,  lo = int16(bits & 0xFFFF),  bits = (hi << 16) + lo   (all modulo 2^32)
-// `hi` is the master rounded to the nearest bf16, ties away from zero. The join is exact for all 2^32
-// patterns.
-//
 // [Note: compact state]
 // 5 bytes per parameter and two fp32 scales per COMPACT_BLOCK elements (after FlashOptim, arXiv 2602.23349).
 // The format is what decoding says:
@@ -40,10 +34,11 @@
 //              Y(k) = 2 * ((1 + (k % 128) / 128) * 2^(k / 128) - 1)     0 to 5.96875
 //
 // master: the fp32 weight rounded to the upper 24 bits of its pattern (nearest, ties away from zero), then
-// split like [Note: bf16 split]. Writing: b = bits + 0x80, r = int8(b >> 8), hi = (b + 0x8000) >> 16. The
-// rounded weight lies at most 2^7 spacings of fp32 from the exact one, which is ulp_bf16(master) / 512;
-// docs/compact.md has the proof. Zero and every bf16 value are kept exactly; finite weights within 2^7
-// spacings of the largest round to infinity; writing the values that were read gives the same bytes.
+// split like [Note: bf16 split] in remainders.h. Writing: b = bits + 0x80, r = int8(b >> 8), hi = (b +
+// 0x8000) >> 16. The rounded weight lies at most 2^7 spacings of fp32 from the exact one, which is
+// ulp_bf16(master) / 512; docs/compact.md has the proof. Zero and every bf16 value are kept exactly; finite
+// weights within 2^7 spacings of the largest round to infinity; writing the values that were read gives the
+// same bytes.
 //
 // m: companded by segments of straight line, as telephony's 8 bits are (ITU-T G.711, mu-law): with
 // x = |m| / (largest |m| of the block) in [0, 1], y = 1 + 14.75 x in [1, 15.75] is rounded to 5 bits of
@@ -159,7 +154,7 @@ enum class DType : int { BF16 = 0, FP16 = 1, FP32 = 2 };
 constexpr int NUM_DTYPES = 3;
 
 enum class Layout : int {
-    BF16_SPLIT = 0,   // bf16 parameter, int16 remainder: see [Note: bf16 split]
+    BF16_SPLIT = 0,   // bf16 parameter, int16 remainder: see [Note: bf16 split] in remainders.h
     FP32 = 1,         // fp32 parameter, no master
     FP16_MASTER = 2,  // fp16 parameter (round to nearest even), fp32 master
     BF16_MASTER = 3,  // bf16 parameter (round to nearest even), fp32 master

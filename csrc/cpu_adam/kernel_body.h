@@ -60,12 +60,12 @@ struct SplitWeight {
 
     template <class V>
     OFFLOADZERO_INLINE typename V::F load(const void* param, const void* master, size_t i) {
-        return V::load_split(static_cast<const uint16_t*>(param) + i,
-                             static_cast<const int16_t*>(master) + i);
+        return Remainders<V>::load_split(static_cast<const uint16_t*>(param) + i,
+                                         static_cast<const int16_t*>(master) + i);
     }
     template <class V>
     OFFLOADZERO_INLINE void store(void* param, void* master, size_t i, typename V::F x) {
-        V::store_split(static_cast<uint16_t*>(param) + i, static_cast<int16_t*>(master) + i, x);
+        Remainders<V>::store_split(static_cast<uint16_t*>(param) + i, static_cast<int16_t*>(master) + i, x);
     }
 };
 
@@ -206,8 +206,8 @@ template <class V>
 static void split_range(const float* master, uint16_t* param, int16_t* remainder, size_t begin, size_t end) {
     size_t i = begin;
     for (; i + V::WIDTH <= end; i += V::WIDTH)
-        V::store_split(param + i, remainder + i, V::load_fp32(master + i));
-    for (; i < end; ++i) Scalar::store_split(param + i, remainder + i, master[i]);
+        Remainders<V>::store_split(param + i, remainder + i, V::load_fp32(master + i));
+    for (; i < end; ++i) Remainders<Scalar>::store_split(param + i, remainder + i, master[i]);
 }
 
 template <class V>
@@ -215,6 +215,6 @@ static void join_range(const uint16_t* param, const int16_t* remainder, float* m
                        size_t end) {
     size_t i = begin;
     for (; i + V::WIDTH <= end; i += V::WIDTH)
-        V::store_fp32(master + i, V::load_split(param + i, remainder + i));
-    for (; i < end; ++i) master[i] = Scalar::load_split(param + i, remainder + i);
+        V::store_fp32(master + i, Remainders<V>::load_split(param + i, remainder + i));
+    for (; i < end; ++i) master[i] = Remainders<Scalar>::load_split(param + i, remainder + i);
 }

@@ -98,7 +98,8 @@ static __attribute__((noinline, cold)) void encode_extremes(const BlockMoments<V
     for (size_t slot = 0; slot < COMPACT_BLOCK; ++slot) {
         const size_t at = i + V::element(slot);
         const bool is_lost = Scalar::bits_of(Scalar::abs(m[slot])) >= INFINITY_BITS;
-        if (is_lost) Scalar::store_compact(buffers.param + at, buffers.remainder + at, &NOT_A_NUMBER);
+        if (is_lost)
+            Remainders<Scalar>::store_compact(buffers.param + at, buffers.remainder + at, &NOT_A_NUMBER);
         const float kept_m = m_is_finite ? m[slot] : 0.0f;
         const float kept_s = s_is_nan ? 0.0f : s[slot] > LARGEST_FLOAT ? LARGEST_FLOAT : s[slot];
         encode_m<Scalar>(buffers.exp_avg + at, &kept_m, m_is_finite ? inverse_m : 0.0f,
@@ -148,7 +149,7 @@ OFFLOADZERO_INLINE void update_moments(const CompactBuffers& buffers, const Comp
         Grad::template load_group<V>(grad + at, g);
         V::load_signed_codes(buffers.exp_avg + at, f);
         V::load_codes(buffers.exp_avg_sq + at, y);
-        if (L2) V::load_compact(buffers.param + at, buffers.remainder + at, p);
+        if (L2) Remainders<V>::load_compact(buffers.param + at, buffers.remainder + at, p);
         for (size_t j = 0; j < V::PACK; ++j) {
             if (L2) g[j] = V::fma(weight_decay, p[j], V::mul(g[j], grad_scale));
             const F m = V::fma(f[j], scale_m, V::fms(g[j], grad_m, V::copysign(twice_scale_m, f[j])));
@@ -172,12 +173,12 @@ OFFLOADZERO_INLINE void update_weights(const CompactBuffers& buffers, const Comp
     for (size_t k = 0; k < BlockMoments<V>::NUM_VECTORS; k += V::PACK) {
         const size_t at = i + k * V::WIDTH;
         F p[V::PACK];
-        V::load_compact(buffers.param + at, buffers.remainder + at, p);
+        Remainders<V>::load_compact(buffers.param + at, buffers.remainder + at, p);
         for (size_t j = 0; j < V::PACK; ++j) {
             const F denom = V::fma(moments.s[k + j], root, floor);
             p[j] = V::fms(p[j], decay, V::div(moments.m[k + j], denom));
         }
-        V::store_compact(buffers.param + at, buffers.remainder + at, p);
+        Remainders<V>::store_compact(buffers.param + at, buffers.remainder + at, p);
     }
 }
 
@@ -266,13 +267,14 @@ OFFLOADZERO_INLINE void compact_encode_block(const Fp32State& state, const Compa
             largest_m = V::max_bits(largest_m, V::abs(moments.m[j]));
             largest_s = V::max_bits(largest_s, moments.s[j]);
         }
-        V::store_compact(buffers.param + at, buffers.remainder + at, p);
+        Remainders<V>::store_compact(buffers.param + at, buffers.remainder + at, p);
     }
     set_scales<V>(moments, largest_m, largest_s, buffers.scales + i / COMPACT_BLOCK * 2);
     encode_moments<V>(moments, buffers, NO_DITHER, i);
     for (size_t k = i; k < i + COMPACT_BLOCK; ++k) {  // rounding a NaN of full payload up would make it zero
         const bool is_nan = state.master[k] != state.master[k];
-        if (is_nan) Scalar::store_compact(buffers.param + k, buffers.remainder + k, &NOT_A_NUMBER);
+        if (is_nan)
+            Remainders<Scalar>::store_compact(buffers.param + k, buffers.remainder + k, &NOT_A_NUMBER);
     }
 }
 
@@ -310,7 +312,7 @@ OFFLOADZERO_INLINE void compact_decode_block(const CompactBuffers& buffers, cons
     for (size_t k = 0; k < BlockMoments<V>::NUM_VECTORS; k += V::PACK) {
         const size_t at = i + k * V::WIDTH;
         F p[V::PACK], m[V::PACK], v[V::PACK];
-        V::load_compact(buffers.param + at, buffers.remainder + at, p);
+        Remainders<V>::load_compact(buffers.param + at, buffers.remainder + at, p);
         V::load_signed_codes(buffers.exp_avg + at, m);
         V::load_codes(buffers.exp_avg_sq + at, v);
         for (size_t j = 0; j < V::PACK; ++j) {

@@ -17,6 +17,7 @@ namespace avx2 {
 // clang-format off
 #include "vec_scalar.h"
 #include "vec_avx2.h"
+#include "remainders.h"
 #include "kernel_body.h"
 #include "kernel_compact.h"
 #include "kernel_lion_adagrad.h"

@@ -23,6 +23,7 @@ namespace avx512 {
 // clang-format off
 #include "vec_scalar.h"
 #include "vec_avx512.h"
+#include "remainders.h"
 #include "kernel_body.h"
 #include "kernel_compact.h"
 #include "kernel_lion_adagrad.h"

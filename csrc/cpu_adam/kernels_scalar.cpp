@@ -10,6 +10,7 @@ namespace scalar {
 // The body needs the vector types: keep this order.
 // clang-format off
 #include "vec_scalar.h"
+#include "remainders.h"
 #include "kernel_body.h"
 #include "kernel_compact.h"
 #include "kernel_lion_adagrad.h"

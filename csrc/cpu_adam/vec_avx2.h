@@ -1,5 +1,7 @@
 // Eight elements at a time with AVX2 and F16C. Included inside the AVX2 target region; see vec_scalar.h.
 
+#define OFFLOADZERO_AVX2 1  // for remainders.h
+
 struct Avx2 {
     using F = __m256;
     using D = __m256d;
@@ -51,16 +53,6 @@ struct Avx2 {
     OFFLOADZERO_INLINE void store_fp16(uint16_t* p, F x) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                          _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    }
-
-    OFFLOADZERO_INLINE F load_split(const uint16_t* hi, const int16_t* lo) {
-        const __m256i high = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16bit(hi)), 16);
-        return _mm256_castsi256_ps(_mm256_add_epi32(high, _mm256_cvtepi16_epi32(load_16bit(lo))));
-    }
-    OFFLOADZERO_INLINE void store_split(uint16_t* hi, int16_t* lo, F x) {
-        const __m256i bits = _mm256_castps_si256(x);
-        store_16bit(hi, _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x8000)), 16));
-        store_16bit(lo, _mm256_and_si256(bits, _mm256_set1_epi32(0xFFFF)));
     }
 
     OFFLOADZERO_INLINE F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
@@ -133,30 +125,6 @@ struct Avx2 {
     }
 
     // [Note: compact state]
-    OFFLOADZERO_INLINE void load_compact(const uint16_t* hi, const int8_t* lo, F* x) {
-        const __m256i zero = _mm256_setzero_si256(), bytes = swap_middle(load_vector(lo));
-        const __m256i low0 = _mm256_unpacklo_epi8(zero, bytes), low1 = _mm256_unpackhi_epi8(zero, bytes);
-        join_words(low0, _mm256_add_epi16(load_vector(hi), _mm256_srai_epi16(low0, 15)), x);
-        join_words(low1, _mm256_add_epi16(load_vector(hi + 16), _mm256_srai_epi16(low1, 15)), x + 2);
-    }
-    OFFLOADZERO_INLINE __m256i second_bytes(__m256i a, __m256i b) {
-        const __m256i byte = _mm256_set1_epi32(0xFF);
-        return _mm256_packus_epi32(_mm256_and_si256(_mm256_srli_epi32(a, 8), byte),
-                                   _mm256_and_si256(_mm256_srli_epi32(b, 8), byte));
-    }
-    // Adding 0x8000 to b has turned the highest bit of its second byte.
-    OFFLOADZERO_INLINE void store_compact(uint16_t* hi, int8_t* lo, const F* x) {
-        const __m256i rounding = _mm256_set1_epi32(0x8080);
-        __m256i bits[PACK];
-        for (size_t j = 0; j < PACK; ++j) {
-            bits[j] = _mm256_add_epi32(_mm256_castps_si256(x[j]), rounding);
-        }
-        store_vector(hi, high_words(bits[0], bits[1]));
-        store_vector(hi + 16, high_words(bits[2], bits[3]));
-        const __m256i packed =
-            _mm256_packus_epi16(second_bytes(bits[0], bits[1]), second_bytes(bits[2], bits[3]));
-        store_bytes(lo, _mm256_xor_si256(packed, _mm256_set1_epi8(INT8_MIN)));
-    }
     OFFLOADZERO_INLINE __m256i expand(__m256i codes) {  // codes in the upper bytes of words: patterns of bf16
         const __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(0x81FC));
         return _mm256_or_si256(_mm256_and_si256(_mm256_srai_epi16(codes, 6), mask),

@@ -1,6 +1,8 @@
 // Sixteen elements at a time with AVX-512 F, BW, VL and DQ. Included inside the AVX-512 target region; see
 // vec_scalar.h. The bf16 conversion instruction is not used: it flushes subnormals to zero.
 
+#define OFFLOADZERO_AVX512 1  // for remainders.h
+
 struct Avx512 {
     using F = __m512;
     using D = __m512d;
@@ -51,16 +53,6 @@ struct Avx512 {
     OFFLOADZERO_INLINE void store_fp16(uint16_t* p, F x) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                             _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    }
-
-    OFFLOADZERO_INLINE F load_split(const uint16_t* hi, const int16_t* lo) {
-        const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(load_16bit(hi)), 16);
-        return _mm512_castsi512_ps(_mm512_add_epi32(high, _mm512_cvtepi16_epi32(load_16bit(lo))));
-    }
-    OFFLOADZERO_INLINE void store_split(uint16_t* hi, int16_t* lo, F x) {
-        const __m512i bits = _mm512_castps_si512(x);
-        store_16bit(hi, _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x8000)), 16));
-        store_16bit(lo, bits);
     }
 
     OFFLOADZERO_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
@@ -148,25 +140,6 @@ struct Avx512 {
     }
 
     // [Note: compact state]
-    OFFLOADZERO_INLINE void load_compact(const uint16_t* hi, const int8_t* lo, F* x) {
-        const __m512i zero = _mm512_setzero_si512(), bytes = load_bytes(lo);
-        const __m512i low0 = _mm512_unpacklo_epi8(zero, bytes), low1 = _mm512_unpackhi_epi8(zero, bytes);
-        join_words(low0, _mm512_add_epi16(load_vector(hi), _mm512_srai_epi16(low0, 15)), x);
-        join_words(low1, _mm512_add_epi16(load_vector(hi + 32), _mm512_srai_epi16(low1, 15)), x + 2);
-    }
-    // Adding 0x8000 to b has turned the highest bit of its second byte.
-    OFFLOADZERO_INLINE void store_compact(uint16_t* hi, int8_t* lo, const F* x) {
-        const __m512i rounding = _mm512_set1_epi32(0x8080);
-        __m512i bits[PACK];
-        for (size_t j = 0; j < PACK; ++j) {
-            bits[j] = _mm512_add_epi32(_mm512_castps_si512(x[j]), rounding);
-        }
-        _mm512_storeu_si512(hi, high_words(bits[0], bits[1]));
-        _mm512_storeu_si512(hi + 32, high_words(bits[2], bits[3]));
-        const __m512i packed = _mm512_packus_epi16(_mm512_srli_epi16(low_words(bits[0], bits[1]), 8),
-                                                   _mm512_srli_epi16(low_words(bits[2], bits[3]), 8));
-        store_bytes(lo, _mm512_xor_si512(packed, _mm512_set1_epi8(INT8_MIN)));
-    }
     OFFLOADZERO_INLINE __m512i expand(__m512i codes) {  // codes in the upper bytes of words: patterns of bf16
         return _mm512_ternarylogic_epi32(_mm512_srai_epi16(codes, 6),
                                          _mm512_set1_epi16(static_cast<int16_t>(0x81FC)),

@@ -78,16 +78,6 @@ struct Scalar {
         *p = static_cast<uint16_t>(sign | half);
     }
 
-    OFFLOADZERO_INLINE F load_split(const uint16_t* hi, const int16_t* lo) {
-        return from_bits((static_cast<uint32_t>(*hi) << 16) +
-                         static_cast<uint32_t>(static_cast<int32_t>(*lo)));
-    }
-    OFFLOADZERO_INLINE void store_split(uint16_t* hi, int16_t* lo, F x) {
-        const uint32_t bits = bits_of(x);
-        *hi = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-        *lo = static_cast<int16_t>(bits & 0xFFFFu);
-    }
-
     OFFLOADZERO_INLINE F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
     OFFLOADZERO_INLINE F fms(F a, F b, F c) { return __builtin_fmaf(a, b, -c); }
     OFFLOADZERO_INLINE F abs(F x) { return from_bits(bits_of(x) & 0x7FFFFFFFu); }
@@ -113,15 +103,6 @@ struct Scalar {
     OFFLOADZERO_INLINE void store_group_fp32(float* p, const F* x) { *p = *x; }
 
     // [Note: compact state]
-    OFFLOADZERO_INLINE void load_compact(const uint16_t* hi, const int8_t* lo, F* x) {
-        *x = from_bits((static_cast<uint32_t>(*hi) << 16) +
-                       (static_cast<uint32_t>(static_cast<int32_t>(*lo)) << 8));
-    }
-    OFFLOADZERO_INLINE void store_compact(uint16_t* hi, int8_t* lo, const F* x) {
-        const uint32_t bits = bits_of(*x) + 0x80u;
-        *hi = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-        *lo = static_cast<int8_t>((bits >> 8) & 0xFFu);
-    }
     OFFLOADZERO_INLINE void load_signed_codes(const int8_t* p, F* x) {
         const auto code = static_cast<uint32_t>(static_cast<uint8_t>(*p));
         *x = from_bits((code & 0x80u) << 24 | 0x40000000u | (code & 0x7Fu) << 18);

@@ -1,7 +1,7 @@
 """The fp32 master weights of parameters in torch operations: joined of a parameter and its remainder, and split again.
 
-The formats are [Note: bf16 split] (int16) and [Note: compact state] (int8) in csrc/cpu_adam/cpu_adam.h; the kernels'
-own forms are its vec_*.h, and the fused kernel's is triton_adam.py.
+The formats are [Note: bf16 split] (int16) and [Note: compact state] (int8) in csrc/cpu_adam, whose remainders.h has the
+kernels' own forms; the fused kernel's is triton_adam.py.
 """
 
 from __future__ import annotations
