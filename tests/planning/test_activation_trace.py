@@ -290,8 +290,10 @@ def test_a_call_that_cannot_be_made_again_is_named() -> None:
 def test_holes_lie_between_what_comes_from_the_heap() -> None:
     """glibc maps blocks of 32 MiB by themselves, and gives them back whole."""
     mib = 1 << 20
-    made = [(Event.MADE, size * mib) for size in (8, 40, 16)]
-    gone = [(Event.GONE, -size * mib) for size in (16, 40, 8)]
-    log = TraceLog(8, [*made, *gone, (Event.MADE, 20 * mib), (Event.FORWARD_ENDS, 0)], [], frozenset())
-    found = trace_of(log)
+    made = [(Event.MADE, size * mib) for size in (*[1] * 24, 40)]
+    gone = [(event, -size) for event, size in reversed(made)]
+    ends = (Event.FORWARD_ENDS, 0)
+    found = trace_of(TraceLog(8, [*made, *gone, (Event.MADE, 2 * mib), ends], [], frozenset()))
     assert (found.peak_bytes, found.heap_bytes, found.hole_bytes) == (64 * mib, 24 * mib, 12 * mib)
+    found = trace_of(TraceLog(8, [*made, *gone, (Event.MADE, 20 * mib), ends], [], frozenset()))
+    assert found.hole_bytes == 5 * 20 * mib, "no hole is room for a large one"
