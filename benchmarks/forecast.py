@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 LIMIT_RSS, LIMIT_STEP = 0.05, 0.15
 SMALL, DEEP, WIDE = "llama:1024/8/8/4096", "llama:768/24/6/8192", "gpt:1536/8/12/8192"
-NUM_STEPS = 5
+NUM_STEPS = 12
 # The cases by name: shape, micro batch, sequence, keys of the configuration.
 CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "resident": (SMALL, 1, 256, {"placement": "device"}),

@@ -10,8 +10,9 @@ the longest lane: no schedule is faster. The forecast is the bound phase by phas
 
 A phase is longer than its longest lane, due to the first unit's fetch and the last one's update: only the share OVERLAP
 of the forecast is work. [Note: the simulated step] sees what no sum of a phase does: leases and buffers, and lanes that
-have all their work in a few units. Each of the two leaves out something that makes a step longer, so the forecast is
-the longer one. It lies between the bound and the step in which nothing overlaps, and both are given.
+have all their work in a few units. In turn it has no hand-over from one thread to the next, and nothing smaller than a
+unit: the same share of a step is taken for its work. Each of the two leaves out something that makes a step longer, so
+the forecast is the longer one. It lies between the bound and the step in which nothing overlaps, and both are given.
 
 With the CPU as the device all but the drive share the cores: computation, copies, landings, updates and the file
 engine's own work add up, as [Note: the bound] in observe/bound.py adds them up when it measures. Computation alone does
@@ -224,7 +225,7 @@ class Forecast:
     @property
     def waits_for(self) -> str | None:
         """The lane that the step waits for most: the bound's, or the simulated step's where that is the forecast."""
-        if self.simulated is not None and self.simulated.seconds == self.seconds:
+        if self.simulated is not None and self.seconds == self.simulated.seconds / OVERLAP:
             return self.simulated.lane or self.lane
         return self.lane
 
@@ -265,7 +266,7 @@ def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -
     ]
     by_phase_s = sum(turn.seconds for turn in turns)
     simulation = simulated(step, rates, num_cores=num_cores, device_is_cpu=device_is_cpu)
-    seconds = by_phase_s if simulation is None else max(by_phase_s, simulation.seconds)
+    seconds = by_phase_s if simulation is None else max(by_phase_s, simulation.seconds / OVERLAP)
     return replace(
         found,
         simulated=simulation,

@@ -224,7 +224,11 @@ def test_it_touches_nothing_of_the_training(
 
 
 @pytest.mark.usefixtures("machine")
-def test_a_run_that_is_not_observed_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_not_observed_makes_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, LOGGER)
+
     def refuse(*_: Any, **__: Any) -> PlannedStep:
         raise AssertionError("nobody would read it")
 

@@ -307,7 +307,7 @@ def test_the_configurations_of_a_plan_have_a_forecast(tmp_path: Path) -> None:
 def test_a_step_that_is_simulated_longer_waits_for_the_lane_of_its_chain() -> None:
     """The advice went by the bound, and said that nothing which moves bytes would help where reads were waited for."""
     chain = SimulatedStep(5.0, {}, {NVME_READ: 3.0, COMPUTE: 2.0}, ())
-    found = Forecast({CORES: 4.0}, (), bound_s=4.0, lane=CORES, seconds=5.0, simulated=chain)
+    found = Forecast({CORES: 4.0}, (), bound_s=4.0, lane=CORES, seconds=5.0 / OVERLAP, simulated=chain)
     assert found.waits_for == NVME_READ
     assert replace(found, seconds=6.0).waits_for == CORES
     assert replace(found, simulated=None).waits_for == CORES

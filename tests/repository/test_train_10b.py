@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,15 +38,21 @@ NUM_PARAMS = 2_312_256
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with the text, the shipped configuration at a rate for a small model, and the folder of the files."""
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with the text, the shipped configuration at a rate for a small model, and the folder of the files.
+
+    The example turns the log of steps on, for all that runs in this process.
+    """
+    steps = logging.getLogger("offloadzero.steps")
+    level = steps.level
     monkeypatch.chdir(tmp_path)
     Path("text").write_bytes(SENTENCE * 40)
     Path("offload-files").mkdir()
     config = json.loads(train_10b.CONFIG.read_text())
     config["scheduler"]["params"] |= {"warmup_min_lr": 2e-3, "warmup_max_lr": 2e-3}
     Path("config.json").write_text(json.dumps(config))
-    return tmp_path
+    yield tmp_path
+    steps.setLevel(level)
 
 
 def run(*options: str) -> int:
