@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import re
 import shlex
 import shutil
@@ -23,7 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, TypeVar
+
+T = TypeVar("T")
 
 Batches = list[tuple[Any, Any]]  # a step's micro batches of (tokens, targets)
 RUN_DIR = "run"  # of offloadzero, beside its files
@@ -244,7 +247,7 @@ def measure(args: argparse.Namespace, start: Start) -> dict[str, Result]:
             print(f"{name}: {args.warmup} warm-up steps done", flush=True)
             expect_memory(name)
         for round_number in range(1, args.rounds + 1):
-            for contender in contenders:
+            for contender in shuffled(contenders, round_number):
                 turn = contender.take_turn(args.steps)
                 results[contender.name].add(turn)
                 print(
@@ -259,11 +262,16 @@ def measure(args: argparse.Namespace, start: Start) -> dict[str, Result]:
     return results
 
 
+def shuffled(contenders: Sequence[T], round_number: int) -> list[T]:
+    """Return the contenders in another order in each round: a drive is slower after one that has written to it."""
+    return random.Random(round_number).sample(contenders, len(contenders))
+
+
 def measure_restarted(args: argparse.Namespace, start: Start) -> dict[str, Result]:
     """Measure with one contender alive at a time, started anew and warmed up in every round."""
     results: dict[str, Result] = {}
     for round_number in range(1, args.rounds + 1):
-        for name in args.contenders:
+        for name in shuffled(args.contenders, round_number):
             contender = start(name)
             try:
                 result = results.setdefault(name, Result(contender.version))
@@ -274,7 +282,7 @@ def measure_restarted(args: argparse.Namespace, start: Start) -> dict[str, Resul
             finally:
                 contender.close()
             print(f"round {round_number}/{args.rounds} {name}: {turn.step_s:.2f} s/step", flush=True)
-    return results
+    return {name: results[name] for name in args.contenders}
 
 
 def run(args: argparse.Namespace, start: Callable[[str, Path], Contender], report: Report) -> None:
