@@ -16,19 +16,17 @@ from typing import Any
 from offloadzero.errors import ConfigError
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.result_file import Reader
-from offloadzero.planning.time_model import Computation, Rates, Step
+from offloadzero.planning.time_model import COMPACT, COPY, DRIVE, DTYPE_NAMES, FP32, Computation, Rates, Step
 from offloadzero.update.spec import UpdateForm
 
 FORMAT = "offloadzero.hardware"
 FORMAT_VERSION = 1
-_TABLES = (
-    "flops",
-    "gradient_flops",
-    "core_shares",
-    "update",
-    "device_update",
-    "holds",
-)  # tables of Rates, by dtype, layout or kind of work
+_DTYPES, _LAYOUTS = tuple(DTYPE_NAMES.values()), (FP32, COMPACT)
+_TABLES = {  # tables of Rates, and the names in them: dtypes, layouts or kinds of work
+    **dict.fromkeys(("flops", "gradient_flops", "core_shares"), _DTYPES),
+    **dict.fromkeys(("update", "device_update"), _LAYOUTS),
+    "holds": (COPY, DRIVE, *_LAYOUTS),
+}
 
 
 @dataclass(frozen=True)
@@ -86,12 +84,14 @@ def hardware_from_json(key: str, value: Mapping[str, Any]) -> Hardware:
         raise ConfigError(f"{key}.device", device, "a name, or null where the CPU is the device")
     rates = reader.table("rates")
     rates.expect(*_names(Rates))
+    for name, known in _TABLES.items():
+        rates.table(name).expect(*known)
     found: dict[str, Any] = {name: rates.numbers(name) for name in _TABLES}
     found |= {one.name: rates.number(one.name) for one in fields(Rates) if one.name not in _TABLES}
     for dtype, share in found["core_shares"].items():
         _expect_share(f"{key}.rates.core_shares.{dtype}", share)
     if found["nvme_beside"] is not None:
-        _expect_share(f"{key}.rates.nvme_beside", found["nvme_beside"])
+        _expect_share(f"{key}.rates.nvme_beside", found["nvme_beside"], "the drive's rate")
     return Hardware(
         memory=memory,
         rates=Rates(**found),
@@ -120,10 +120,10 @@ def _computations(reader: Reader) -> dict[str, Computation]:
     return found
 
 
-def _expect_share(key: str, share: float) -> None:
-    """Raise ConfigError for computation that would take less time on a clock than of the cores."""
+def _expect_share(key: str, share: float, whole: str = "the cores' time") -> None:
+    """Raise ConfigError for a part that is more than the whole."""
     if share > 1:
-        raise ConfigError(key, share, "a part of the cores' time, at most 1")
+        raise ConfigError(key, share, f"a part of {whole}, at most 1")
 
 
 def _memory(key: str, reader: Reader) -> Memory:

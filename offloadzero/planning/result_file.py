@@ -84,7 +84,9 @@ class Reader:
         is_number = isinstance(found, int | float) and not isinstance(found, bool)
         if not is_number or not math.isfinite(found) or not 0 < found < _MAX:
             raise ConfigError(
-                f"{self.name}.{name}", found, "a positive number, or null for one that is not known"
+                f"{self.name}.{name}",
+                found,
+                f"a positive number below {_MAX:g}, or null for one that is not known",
             )
         return float(found)
 
