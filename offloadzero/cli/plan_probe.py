@@ -80,10 +80,13 @@ _OF_DEVICES = (torch.float16,)  # a CPU hardly trains in it, and may need minute
 def this_hardware(device_name: str | None, paths: Sequence[Path], *, fresh: bool) -> Hardware:
     """Describe this machine: its present memory, with rates that were kept or are measured. Raises OffloadError."""
     found = memory_only(device_name, paths) if fresh else without_measuring(device_name, paths)
-    if found.rates != Rates():
-        return found
     # Measuring takes memory, which was looked at before.
-    found = replace(found, rates=measure(find_device(device_name), paths))
+    if found.rates == Rates():
+        found = replace(found, rates=measure(find_device(device_name), paths))
+    elif found.device_is_cpu and not found.rates.holds:  # kept by a version that did not measure it
+        found = replace(found, rates=_completed(found.rates, paths))
+    else:
+        return found
     _keep(partial(keep, found))
     return found
 
@@ -234,6 +237,17 @@ def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -
     finally:
         progress.close()
     return rates
+
+
+def _completed(rates: Rates, paths: Sequence[Path]) -> Rates:
+    """Add what was not measured yet: [Note: work beside the computation]."""
+    progress = Progress(PROBE_S / 3)
+    try:
+        _say_if_busy(progress, "its computation and its drive")
+        progress.phase("work beside the computation")
+        return rates_beside(rates, paths)
+    finally:
+        progress.close()
 
 
 def _say_if_busy(progress: Progress, what: str) -> None:
@@ -397,7 +411,7 @@ def rates_beside(rates: Rates, paths: Sequence[Path]) -> Rates:
 
     [Note: work beside the computation].
     """
-    fastest = max(_MEASURED, key=lambda dtype: rates.flops[DTYPE_NAMES[dtype]])
+    fastest = max(_MEASURED, key=lambda dtype: rates.flops.get(DTYPE_NAMES[dtype], 0.0))
     compute = block_micro_batch(fastest)
     rates = replace(rates, holds={COPY: copies_beside(compute), **updates_beside(compute)})
     drive = drive_beside(compute, nearest_directory(paths[0])) if paths else None

@@ -16,14 +16,16 @@ from offloadzero.cli import plan_computation, plan_probe
 from offloadzero.cli.main import FAILURE, USER_ERROR, main
 from offloadzero.cli.plan import FORMAT, read_count
 from offloadzero.cli.plan_answer import Planner
+from offloadzero.cli.plan_beside import DriveBeside
 from offloadzero.cli.plan_model import read_model
 from offloadzero.errors import ConfigError
 from offloadzero.memory.device import CpuDevice, find_device
 from offloadzero.observe.bound import CORES
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import Hardware, hardware_from_json
-from offloadzero.planning.kept_rates import cache_file, read_hardware
+from offloadzero.planning.kept_rates import cache_file, keep, read_hardware
 from offloadzero.planning.shapes import read_shape
+from offloadzero.planning.time_model import Computation
 from offloadzero.update.spec import UpdateForm
 from offloadzero.update.specs.adam import ADAM
 from offloadzero.update.specs.lion import LION
@@ -33,6 +35,7 @@ from tests.support.tiny import settings
 MIB, GIB = 1 << 20, 1 << 30
 SHAPE = "llama:64/3/4/101"
 MACHINE = Hardware(Memory(host=8 * GIB, nvme=8 * GIB), KNOWN, num_cores=4, process_bytes=300 * MIB)
+MEASURED = replace(KNOWN, holds={"copy": 1e-10, "fp32": 2e-11, "compact": 3e-11})
 
 
 def write(path: Path, value: Any) -> str:
@@ -423,9 +426,9 @@ def test_a_device_without_a_name_is_none_the_less_one() -> None:
 def test_rates_are_kept_for_this_machine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     measured: list[Any] = []
-    monkeypatch.setattr(plan_probe, "measure", lambda *_, **__: measured.append(0) or KNOWN)
+    monkeypatch.setattr(plan_probe, "measure", lambda *_, **__: measured.append(0) or MEASURED)
     for fresh, times in ((False, 1), (False, 1), (True, 2)):
-        assert plan_probe.this_hardware("cpu", [tmp_path], fresh=fresh).rates == KNOWN
+        assert plan_probe.this_hardware("cpu", [tmp_path], fresh=fresh).rates == MEASURED
         assert len(measured) == times
     (kept,) = (tmp_path / "cache" / "offloadzero").iterdir()
     other = json.loads(kept.read_text())
@@ -442,20 +445,45 @@ def test_rates_are_kept_for_this_machine_alone(tmp_path: Path, monkeypatch: pyte
 def test_a_cache_that_cannot_be_written_or_read_loses_no_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan_probe, "measure", lambda *_, **__: KNOWN)
+    monkeypatch.setattr(plan_probe, "measure", lambda *_, **__: MEASURED)
     (tmp_path / "a file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
     found = plan_probe.this_hardware("cpu", [], fresh=False)
-    assert found.rates == KNOWN
+    assert found.rates == MEASURED
     assert "The measurement is not kept for the next time: " in capsys.readouterr().err
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kept = cache_file(found.identity)
     kept.parent.mkdir()
     for damage in (kept.mkdir, lambda: kept.rmdir() or kept.write_text("{")):
         damage()
-        assert plan_probe.this_hardware("cpu", [], fresh=False).rates == KNOWN
+        assert plan_probe.this_hardware("cpu", [], fresh=False).rates == MEASURED
     assert "What was measured before is not used: --hardware = " in capsys.readouterr().err
-    assert read_hardware(str(kept)).rates == KNOWN
+    assert read_hardware(str(kept)).rates == MEASURED
+
+
+@pytest.mark.parametrize("device", [None, GIB])
+def test_kept_rates_of_a_version_that_measured_less_are_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: int | None
+) -> None:
+    """They were taken as they were, and forecasts stayed those of work that costs a computation its own time."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    here = plan_probe.memory_only("cpu", [tmp_path])
+    here = replace(here, memory=replace(here.memory, device=device))
+    monkeypatch.setattr(plan_probe, "memory_only", lambda *_: here)
+    asked: list[Any] = []
+    monkeypatch.setattr(plan_probe, "block_micro_batch", lambda _: int)
+    monkeypatch.setattr(plan_probe, "copies_beside", lambda _: asked.append(0) or 1e-10)
+    monkeypatch.setattr(plan_probe, "updates_beside", lambda _: {"fp32": 2e-11, "compact": 3e-11})
+    monkeypatch.setattr(plan_probe, "drive_beside", lambda *_: DriveBeside(4e-11, 0.5))
+    keep(replace(here, rates=KNOWN, of_models={"a model": Computation(1.0, 2.0, 0.5)}))
+    complete = replace(KNOWN, holds={**MEASURED.holds, "drive": 4e-11}, nvme_beside=0.5)
+    for _ in range(2):
+        found = plan_probe.this_hardware("cpu", [tmp_path], fresh=False)
+        assert found.rates == (complete if device is None else KNOWN)
+        assert len(asked) == (1 if device is None else 0)
+    kept = read_hardware(str(cache_file(here.identity)))
+    assert kept.rates == found.rates
+    assert list(kept.of_models) == ["a model"]
 
 
 @pytest.mark.parametrize("form", [UpdateForm.NATIVE, UpdateForm.TORCH])
