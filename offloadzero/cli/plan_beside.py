@@ -6,14 +6,15 @@ takes by itself and longer, as it shares caches and memory with them, and thread
 The other way round a drive delivers less while all cores compute. Copies and updates are measured in parts of a unit's
 size with pauses, as in training, since work that goes on and on costs less by byte; the drive with the traffic of
 optimizer states. Each is measured in turn with the computation alone: a machine is not as fast from one minute to the
-next.
+next. Where a micro batch takes long there are fewer turns. By itself a drive moves so little that writes are left for
+the time beside the computation, however fast it is.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -29,8 +30,8 @@ from offloadzero.io.engine import AioEngine
 from offloadzero.native import kernels
 from offloadzero.planning.time_model import COMPACT, FP32
 
-NUM_TURNS = 5
-TURN_S = 0.4
+NUM_TURNS, MOST_S = 5, 8.0  # no turn begins later than that; there is one in any case
+TURN_S, MOST_TURN_S = 0.4, 2.0  # of four micro batches; at most, if not even one takes longer
 COPY_BYTES, COPY_PAUSE_S = 16 * MIB, 0.005
 UPDATED_PARAMS, UPDATE_PAUSE_S = 1 << 23, 0.02
 FILE_BYTES, MEMORY_BYTES = 512 * MIB, 64 * MIB
@@ -79,22 +80,24 @@ def drive_beside(compute: Compute, path: Path) -> DriveBeside | None:
             files[0].num_bytes = FILE_BYTES
             states = OptimizerStep(files, num_elements=STATE_ELEMENTS, memory=memory)
 
-            def moves(seconds: float) -> float:
-                limits = Limits(seconds, time.monotonic() + 2 * seconds)
+            def moves(seconds: float, max_bytes: int | None = None) -> float:
+                limits = Limits(seconds, time.monotonic() + 2 * seconds, max_bytes)
                 count = Pump(engine, [file], states, allowance).run(limits)
                 return (count.bytes_read + count.bytes_written) / count.seconds if count.seconds else 0.0
 
-            return _drive_beside(compute, moves)
+            return _drive_beside(
+                compute, moves, by_itself=lambda seconds: moves(seconds, WRITE_LIMIT_BYTES // NUM_TURNS)
+            )
         finally:
             engine.close(cancel=True)
 
 
-def _drive_beside(compute: Compute, moves: Work) -> DriveBeside | None:
+def _drive_beside(compute: Compute, moves: Work, *, by_itself: Work) -> DriveBeside | None:
     holds, shares = list[float](), list[float]()
     turn_s = _turn_s(compute)
     with ThreadPoolExecutor(1) as pool:
-        for _ in range(NUM_TURNS):
-            rate = pool.submit(moves, turn_s).result()
+        for _ in _turns():
+            rate = pool.submit(by_itself, turn_s).result()
             hold_s, beside = _turn(compute, moves, turn_s, pool)
             if not rate or not beside:
                 break  # as much is written as may be, or the drive hangs
@@ -106,12 +109,21 @@ def _drive_beside(compute: Compute, moves: Work) -> DriveBeside | None:
 def _hold_s_per_byte(compute: Compute, work: Work) -> float:
     turn_s = _turn_s(compute)
     with ThreadPoolExecutor(1) as pool:
-        return max(LEAST_S, median(_turn(compute, work, turn_s, pool)[0] for _ in range(NUM_TURNS)))
+        return max(LEAST_S, median(_turn(compute, work, turn_s, pool)[0] for _ in _turns()))
 
 
 def _turn_s(compute: Compute) -> float:
     compute()  # the first time chooses the code
-    return max(TURN_S, 4 * _micro_batch_s(compute, lambda: True))
+    one_s = _micro_batch_s(compute, lambda: True)
+    return max(TURN_S, one_s, min(4 * one_s, MOST_TURN_S))
+
+
+def _turns() -> Iterator[int]:
+    begun_s = time.monotonic()
+    for number in range(NUM_TURNS):
+        if number and time.monotonic() - begun_s > MOST_S:
+            return
+        yield number
 
 
 def _turn(compute: Compute, work: Work, turn_s: float, pool: ThreadPoolExecutor) -> tuple[float, float]:
