@@ -28,6 +28,8 @@ from offloadzero.planned_model import plan_model, uses_of
 from offloadzero.planning.activation_trace import MicroBatchTrace
 from offloadzero.planning.simulated_step import SimulatedStep
 from offloadzero.planning.time_model import (
+    COPY,
+    DRIVE,
     FASTER,
     OVERLAP,
     PYTHON,
@@ -261,6 +263,8 @@ sizes = st.dictionaries(st.sampled_from(LANES), st.integers(0, 10**13), max_size
     st.integers(1, 8),
     st.sampled_from(["copy", "landing", "h2d", "d2h", "nvme_read", "nvme_write", "nvme_mixed"]),
     st.tuples(*[st.floats(1e8, 1e11)] * 3),
+    st.dictionaries(st.sampled_from([COPY, DRIVE, "fp32"]), st.floats(1e-15, 1e-8)),
+    st.none() | st.floats(0.01, 1.0),
 )
 @hypothesis_settings(max_examples=200, deadline=None)
 def test_no_faster_than_the_bound_and_no_slower_than_without_overlap(
@@ -270,9 +274,12 @@ def test_no_faster_than_the_bound_and_no_slower_than_without_overlap(
     num_micro: int,
     faster: str,
     drive: tuple[float, float, float],
+    holds: dict[str, float],
+    beside: float | None,
 ) -> None:
     step = step_of(by_phase, update_in_backward=in_backward, num_micro=num_micro)
     rates = replace(KNOWN, nvme_read=drive[0], nvme_write=drive[1], nvme_mixed=drive[2])
+    rates = replace(rates, holds=holds, nvme_beside=beside)
     found = forecast(step, rates, num_cores=2, device_is_cpu=on_cpu)
     assert found.bound_s is not None
     assert found.seconds is not None
