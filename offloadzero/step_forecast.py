@@ -153,7 +153,7 @@ def _measured(config: OffloadConfig, device: Device, num_local_ranks: int) -> Ha
     if found is None:
         raise NoForecastError(
             "this machine has not been measured. `offloadzero plan --model SPEC --config FILE --hardware probe` does "
-            "that once, in less than a minute, and forecasts the step; later runs are then compared by themselves"
+            "that once, in a minute or two, and forecasts the step; later runs are then compared by themselves"
         )
     return found
 

@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
         "--hardware",
         default=THIS_MACHINE,
         metavar="probe|FILE",
-        help="this machine (measured once, in less than a minute), a file that --hardware-out has written, or one that "
+        help="this machine (measured once, in a minute or two), a file that --hardware-out has written, or one that "
         "describes a cluster (docs/plan.md)",
     )
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The measurements that `offloadzero plan` makes of a machine, in less than a minute, and keeps.
+"""The measurements that `offloadzero plan` makes of a machine, in a minute or two, and keeps.
 
 [Note: what the probe measures]
 | rate | by |
