@@ -3,8 +3,8 @@
 [Note: leases of several sizes]
 Leases do not move, so free bytes may lie in several holes, none of which is large enough. Most units of a model are
 blocks of the same, largest size: their leases are cut from the begin of the arena, all others (embedding, head) from
-its end, so that what one block leaves fits the next. Where the holes are too small even so, the next fetch is planned
-as if the largest one were all that is free: the units that leave for it are those that leave next anyway.
+its end, so that what one block leaves fits the next. Where the holes are too small even so, the next fetches are
+planned as if the largest hole were all that is free: the units that leave for them are those that leave next anyway.
 
 Fences cover the work launched on a stream: a fetch into a lease waits, on its stream, for the work that had been
 launched on the [Note: streams that compute] when the lease was given up.
@@ -46,7 +46,8 @@ class UnitLeases:
         self._residency = residency
         self._fetches = fetches
         self._clock = clock
-        self._largest = max((unit.num_bytes for unit in units if unit.residency is not HOME), default=0)
+        sizes = [align_up(unit.num_bytes) for unit in units if unit.residency is not HOME]
+        self._largest_bytes = max(sizes, default=0)
 
     def prefetch(self) -> None:
         """Start the moves that are next: [Note: leases of several sizes]."""
@@ -68,7 +69,8 @@ class UnitLeases:
         return True
 
     def _try_lease(self, unit: LeasedUnit) -> Lease | None:
-        return self.arena.try_lease(unit.num_bytes, unit.record.name, from_end=unit.num_bytes < self._largest)
+        from_end = align_up(unit.num_bytes) < self._largest_bytes
+        return self.arena.try_lease(unit.num_bytes, unit.record.name, from_end=from_end)
 
     def lease_on_demand(self, unit: LeasedUnit, *, ends_guards: bool) -> Lease:
         """Return a lease for a unit that is used now.

@@ -133,8 +133,9 @@ def test_the_phases_are_those_of_the_forecast(
     assert sum(phase["seconds"] for phase in phases) == pytest.approx(found["seconds"])
     # All are longer by one factor where the simulated step is.
     by_lanes_s = [max(phase["lanes"].values()) / OVERLAP for phase in phases]
-    factor = max(1.0, answer["simulated"]["seconds"] / sum(by_lanes_s))
-    assert found["seconds"] == pytest.approx(max(answer["simulated"]["seconds"], sum(by_lanes_s)))
+    simulated_s = answer["simulated"]["seconds"] / OVERLAP
+    factor = max(1.0, simulated_s / sum(by_lanes_s))
+    assert found["seconds"] == pytest.approx(max(simulated_s, sum(by_lanes_s)))
     for phase, seconds in zip(phases, by_lanes_s, strict=True):
         assert phase["seconds"] == pytest.approx(factor * seconds)
         assert set(phase["lanes"]) <= set(page.data["lanes"])
