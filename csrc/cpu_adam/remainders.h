@@ -7,8 +7,8 @@
 // `hi` is the master rounded to the nearest bf16, ties away from zero. The join is exact for all 2^32
 // patterns. Of the compact layout's 8 bits [Note: compact state] in cpu_adam.h says what is lost.
 //
-// The same in torch operations is offloadzero/arithmetic/remainders.py, in the fused kernel of devices
-// arithmetic/triton_adam.py; tests hold all of them to the same bits.
+// The same in torch operations, and in Triton's in the fused kernel of devices, is
+// offloadzero/arithmetic/remainders.py; tests hold all of them to the same bits.
 //
 // Included inside an ISA's namespace and target region, after its vec_*.h: it has no include guard and
 // includes nothing.

@@ -1,7 +1,13 @@
 """The fp32 master weights of parameters in torch operations: joined of a parameter and its remainder, and split again.
 
 The formats are [Note: bf16 split] (int16) and [Note: compact state] (int8) in csrc/cpu_adam, whose remainders.h has the
-kernels' own forms; the fused kernel's is triton_adam.py.
+host kernels' own forms.
+
+[Note: one source for torch and Triton]
+Four functions consist of operators alone, and `triton.jit` compiles them into the fused kernels (triton_adam.py) as
+they stand. Their augmented assignments write into the memory of a tensor; in Triton, where no value is changed, into a
+name of the function's own, so that only what they return counts. Triton evaluates annotations: their types are in
+comments.
 """
 
 from __future__ import annotations
@@ -25,7 +31,10 @@ MASTER_DTYPES: Mapping[torch.dtype, torch.dtype | None] = MappingProxyType(
 )
 
 # Lowest bits of the fp32 pattern that are lost, by the dtype of the remainder.
-_LOST_BITS = {REMAINDER_DTYPE: 0, COMPACT_REMAINDER_DTYPE: 8}
+LOST_BITS = {REMAINDER_DTYPE: 0, COMPACT_REMAINDER_DTYPE: 8}
+HALVES = {
+    dtype: 1 << lost_bits >> 1 for dtype, lost_bits in LOST_BITS.items()
+}  # to round to the bits that stay
 
 
 def join(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor) -> None:
@@ -34,7 +43,7 @@ def join(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor
         weights.copy_(param if master is None else master)
         return
     bits = weights.view(torch.int32).copy_(param.view(torch.int16))
-    join_bits(bits, spare.view(torch.int32).copy_(master), dtype=master.dtype)
+    join_bits(bits, spare.view(torch.int32).copy_(master), LOST_BITS[master.dtype])
 
 
 def split(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tensor) -> None:
@@ -47,31 +56,61 @@ def split(weights: Tensor, param: Tensor, master: Tensor | None, *, spare: Tenso
     set_where_nan(weights, spare)
     bits = weights.view(torch.int32)
     master.copy_(take_low_bits(bits, dtype=master.dtype, spare=spare.view(torch.int32)))
-    param.view(torch.int16).copy_(take_high_bits(bits))
+    param.view(torch.int16).copy_(round_high_bits(bits))
 
 
-def join_bits(high: Tensor, low: Tensor, *, dtype: torch.dtype) -> None:
-    """Make the patterns of master weights of those of bf16 parameters, in `high`, and of remainders of `dtype`.
+# --- [Note: one source for torch and Triton] ---
 
-    Both are int32; `low` is overwritten.
+
+def join_bits(high, low, lost_bits):
+    # type: (Tensor, Tensor, int) -> Tensor
+    """Return the patterns of master weights, of those of bf16 parameters and of remainders that have lost some bits.
+
+    All are int32. The patterns are made in `high`; `low` is overwritten.
     """
-    if _LOST_BITS[dtype]:
-        low.bitwise_left_shift_(_LOST_BITS[dtype])
-    high.bitwise_left_shift_(16).add_(low)
+    if lost_bits:
+        low <<= lost_bits
+    high <<= 16
+    high += low
+    return high
+
+
+def round_low_bits(bits, half):
+    # type: (Tensor, int) -> Tensor
+    """Return patterns of master weights rounded to the bits that remainders keep, in the memory of `bits`.
+
+    `half` is that of the lost bits, HALVES.
+    """
+    if half:
+        bits += half
+    return bits
+
+
+def low_bits(bits, lost_bits):
+    # type: (Tensor, int) -> Tensor
+    """Return int32 numbers whose low bits are the remainders of rounded patterns."""
+    return bits >> lost_bits if lost_bits else bits
+
+
+def round_high_bits(bits):
+    # type: (Tensor) -> Tensor
+    """Return the int32 patterns of bf16 parameters of rounded patterns, in the memory of `bits`."""
+    bits += 0x8000
+    bits >>= 16
+    return bits
+
+
+# --- in torch operations ---
 
 
 def take_low_bits(bits: Tensor, *, dtype: torch.dtype, spare: Tensor) -> Tensor:
     """Return int32 numbers whose low bits are the remainders of `dtype`; `bits`, patterns of weights, are rounded.
 
-    They are `bits` or in `spare`, to be stored before `take_high_bits`.
+    They are `bits` or in `spare`, to be stored before `round_high_bits`.
     """
-    lost = _LOST_BITS[dtype]
-    return torch.bitwise_right_shift(bits.add_(1 << (lost - 1)), lost, out=spare) if lost else bits
-
-
-def take_high_bits(bits: Tensor) -> Tensor:
-    """Return the int32 patterns of bf16 parameters, in the memory of `bits`, of which the low ones were taken."""
-    return bits.add_(0x8000).bitwise_right_shift_(16)
+    lost_bits = LOST_BITS[dtype]
+    round_low_bits(bits, HALVES[dtype])
+    return torch.bitwise_right_shift(bits, lost_bits, out=spare) if lost_bits else bits
 
 
 def shortened(remainder_i16: Tensor) -> Tensor:
@@ -80,13 +119,13 @@ def shortened(remainder_i16: Tensor) -> Tensor:
     So they are cut off at 127: the master weight is off by at most 2^7 spacings of fp32, or 2^8 in the 1 of 512 weights
     that lie that near to the next bf16 number.
     """
-    lost = _LOST_BITS[COMPACT_REMAINDER_DTYPE]
-    return ((remainder_i16.to(torch.int32) + (1 << (lost - 1))) >> lost).clamp(max=127)
+    rounded = remainder_i16.to(torch.int32) + HALVES[COMPACT_REMAINDER_DTYPE]
+    return (rounded >> LOST_BITS[COMPACT_REMAINDER_DTYPE]).clamp(max=127)
 
 
 def lengthened(remainder_i8: Tensor) -> Tensor:
     """Return the int16 remainders of int8 ones, exactly."""
-    return remainder_i8.to(torch.int16) << _LOST_BITS[COMPACT_REMAINDER_DTYPE]
+    return remainder_i8.to(torch.int16) << LOST_BITS[COMPACT_REMAINDER_DTYPE]
 
 
 def set_where_nan(weights: Tensor, spare: Tensor) -> None:

@@ -25,7 +25,14 @@ from offloadzero.arithmetic.compact_math import (
     load,
     sqrt_,
 )
-from offloadzero.arithmetic.remainders import join_bits, mask_in, set_where_nan, take_high_bits, take_low_bits
+from offloadzero.arithmetic.remainders import (
+    LOST_BITS,
+    join_bits,
+    mask_in,
+    round_high_bits,
+    set_where_nan,
+    take_low_bits,
+)
 from offloadzero.arithmetic.torch_pieces import cut, fp32_pieces, pieces
 from offloadzero.kernel_arguments.compact import COMPACT_BLOCK, SHIFT_M, SHIFT_S, num_scales
 from offloadzero.kernel_arguments.scalars import AdamScalars
@@ -141,7 +148,7 @@ def _step_piece(
     weights, g, m, s, t = spare[:5]
     scale_m, scale_s = (scale.unsqueeze(1) for scale in piece.scales.unbind(1))
     low = load(t.view(torch.int32), piece.remainder_i8)
-    join_bits(load(weights.view(torch.int32), piece.param_i16), low, dtype=piece.remainder_i8.dtype)
+    join_bits(load(weights.view(torch.int32), piece.param_i16), low, LOST_BITS[piece.remainder_i8.dtype])
     load(g, piece.grad)
     if scalars.with_l2:
         spare.fma(g, weights, scalars.weight_decay, torch.mul(g, scalars.grad_scale, out=t))
@@ -186,7 +193,7 @@ def _store_weights(piece: _CompactPiece, spare: Workspace) -> None:
     set_where_nan(spare.weights, spare.t)
     bits, low = spare.weights.view(torch.int32), spare.t.view(torch.int32)
     _store(take_low_bits(bits, dtype=piece.remainder_i8.dtype, spare=low), piece.remainder_i8)
-    _store(take_high_bits(bits), piece.param_i16)
+    _store(round_high_bits(bits), piece.param_i16)
 
 
 def _store(array: Tensor, target: Tensor) -> None:

@@ -17,6 +17,10 @@ memory of its own. The tensors' device is the calling thread's current one, as i
 
 # No `from __future__ import annotations`: Triton reads the annotations of its kernels.
 
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +34,16 @@ from offloadzero.arithmetic.compact_math import (
     SIGN,
     compact_factors,
     dither_phases,
+)
+from offloadzero.arithmetic.remainders import (
+    COMPACT_REMAINDER_DTYPE,
+    HALVES,
+    LOST_BITS,
+    REMAINDER_DTYPE,
+    join_bits,
+    low_bits,
+    round_high_bits,
+    round_low_bits,
 )
 from offloadzero.kernel_arguments.compact import (
     COMPACT_BLOCK,
@@ -46,6 +60,8 @@ ADAM_BLOCK = 1024
 COMPACT_ROWS = 16  # blocks of COMPACT_BLOCK elements
 
 _BLOCK = tl.constexpr(COMPACT_BLOCK)
+_LOST, _HALF = (tl.constexpr(of[REMAINDER_DTYPE]) for of in (LOST_BITS, HALVES))
+_LOST_COMPACT, _HALF_COMPACT = (tl.constexpr(of[COMPACT_REMAINDER_DTYPE]) for of in (LOST_BITS, HALVES))
 _NAN_BITS = tl.constexpr(0x7FC00000)
 _INFINITY_BITS = tl.constexpr(INFINITY_BITS)
 _MAGNITUDE = tl.constexpr(MAGNITUDE)
@@ -143,6 +159,18 @@ def compact_adam_step(
     )
 
 
+def _compiled(function: Callable[..., Tensor]) -> Any:
+    """Return a function of [Note: one source for torch and Triton], in remainders.py, for kernels.
+
+    Triton's interpreter looks for `tl` among its globals, which are this file's therefore.
+    """
+    return triton.jit(FunctionType(function.__code__, globals(), function.__name__))
+
+
+_join_bits, _low_bits = _compiled(join_bits), _compiled(low_bits)
+_round_low_bits, _round_high_bits = _compiled(round_low_bits), _compiled(round_high_bits)
+
+
 @triton.jit
 def _float_of(bits):
     return bits.to(tl.float32, bitcast=True)
@@ -210,7 +238,8 @@ def _adam(
     here = at < num_elements
     if IS_SPLIT:
         high = tl.load(param + at, mask=here, other=0).to(tl.int32)
-        p = _float_of((high << 16) + tl.load(master + at, mask=here, other=0).to(tl.int32))
+        low = tl.load(master + at, mask=here, other=0).to(tl.int32)
+        p = _float_of(_join_bits(high, low, _LOST))
     elif master is not None:
         p = tl.load(master + at, mask=here, other=0.0)
     else:
@@ -227,9 +256,9 @@ def _adam(
     tl.store(exp_avg + at, m, mask=here)
     tl.store(exp_avg_sq + at, v, mask=here)
     if IS_SPLIT:
-        bits = _bits_of_weight(p)
-        tl.store(param + at, ((bits + 0x8000) >> 16).to(tl.int16), mask=here)
-        tl.store(master + at, bits.to(tl.int16), mask=here)
+        bits = _round_low_bits(_bits_of_weight(p), _HALF)
+        tl.store(param + at, _round_high_bits(bits).to(tl.int16), mask=here)
+        tl.store(master + at, _low_bits(bits, _LOST).to(tl.int16), mask=here)
     else:
         if master is not None:
             tl.store(master + at, p, mask=here)
@@ -266,7 +295,8 @@ def _compact_adam(
     here = at < num_elements
     row_here = row * _BLOCK < num_elements
     high = tl.load(param + at, mask=here, other=0).to(tl.int32)
-    p = _float_of((high << 16) + (tl.load(remainder + at, mask=here, other=0).to(tl.int32) << 8))
+    low = tl.load(remainder + at, mask=here, other=0).to(tl.int32)
+    p = _float_of(_join_bits(high, low, _LOST_COMPACT))
     g = _load_grad(grad, at, here)
     if WITH_L2:
         g = _fma(weight_decay, p, g * grad_scale)
@@ -287,9 +317,9 @@ def _compact_adam(
     quotient = _bits_of(tl.div_rn(m, _fma(s, root, floor)))
     p = _fma(p, decay, _float_of(quotient ^ _SIGN))
     is_lost = (_bits_of(m) & _MAGNITUDE) >= _INFINITY_BITS
-    bits = tl.where(is_lost, _NAN_BITS, _bits_of_weight(p)) + 0x80
-    tl.store(param + at, ((bits + 0x8000) >> 16).to(tl.int16), mask=here)
-    tl.store(remainder + at, (bits >> 8).to(tl.int8), mask=here)
+    bits = _round_low_bits(tl.where(is_lost, _NAN_BITS, _bits_of_weight(p)), _HALF_COMPACT)
+    tl.store(param + at, _round_high_bits(bits).to(tl.int16), mask=here)
+    tl.store(remainder + at, _low_bits(bits, _LOST_COMPACT).to(tl.int8), mask=here)
 
     codes, scale = _codes_m(m, place, phase_m)
     tl.store(exp_avg + at, codes.to(tl.int8), mask=here)
