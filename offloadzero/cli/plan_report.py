@@ -274,6 +274,9 @@ class Report:
             return
         if found.waits_for is not None:
             yield f"What would make it faster: {FASTER[found.waits_for]}."
+            if found.waits_for_next is not None:
+                lane, share = found.waits_for_next
+                yield f"{share:.0%} of the simulated step waits for {lane}: {FASTER[lane].partition(': ')[2]}."
             if self.step is not None and self.hardware.device_is_cpu:
                 yield from faster_in_fp32(self.step, self.hardware.rates)
             if self.left_out():

@@ -66,7 +66,9 @@ from offloadzero.planning.traffic import AFTER, BACKWARD, FORWARD, StepTraffic, 
 from offloadzero.update.records import Record
 
 OVERLAP = 0.95  # overlap efficiency of a phase: the design's goal, which steady steps reach
+LEAST_OF_CHAIN = 0.1  # of the simulated step's: what it would be worth to shorten
 NVME_MIXED = "nvme"
+_OF_ONE_ADVICE = ((CORES, COMPUTE), (NVME_MIXED, NVME_READ, NVME_WRITE))
 LINKS, NETWORK, HOST_MEMORY = "links", "network", "host memory"  # [Note: lanes between ranks]
 _BETWEEN_RANKS = (COLLECTIVES, LINKS, NETWORK)
 _BESIDE_THE_CORES = (NVME_READ, NVME_WRITE, NVME_MIXED, *_BETWEEN_RANKS)
@@ -228,6 +230,18 @@ class Forecast:
         if self.simulated is not None and self.seconds == self.simulated.seconds / OVERLAP:
             return self.simulated.lane or self.lane
         return self.lane
+
+    @property
+    def waits_for_next(self) -> tuple[str, float] | None:
+        """The lane with most of the simulated step's chain after `waits_for`, and its share; None: it is little."""
+        if self.simulated is None:
+            return None
+        said = next((lanes for lanes in _OF_ONE_ADVICE if self.waits_for in lanes), (self.waits_for,))
+        others = {lane: s for lane, s in self.simulated.critical_s.items() if lane not in said}
+        lane = max(sorted(others), key=lambda lane: others[lane], default=None)
+        if lane is None or others[lane] < LEAST_OF_CHAIN * self.simulated.seconds:
+            return None
+        return lane, others[lane] / self.simulated.seconds
 
 
 def forecast(step: Step, rates: Rates, *, num_cores: int, device_is_cpu: bool) -> Forecast:
@@ -528,7 +542,7 @@ def forecast_run(
 
 
 FASTER: Mapping[str, str] = {
-    COMPUTE: "the computation is the bound: nothing that moves bytes would help",
+    COMPUTE: "the computation is the bound: a faster device, fewer recomputations, or a shorter sequence",
     CORES: "the cores are the bound: fewer recomputations, a shorter sequence, or a device that computes beside them",
     PYTHON: "Python per unit is the bound: larger units (offloadzero.units.patterns) or a larger micro batch",
     H2D: "the link to the device is the bound: a larger device budget keeps units there, a larger micro batch uses "

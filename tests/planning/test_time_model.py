@@ -31,6 +31,7 @@ from offloadzero.planning.time_model import (
     COPY,
     DRIVE,
     FASTER,
+    NVME_MIXED,
     OVERLAP,
     PYTHON,
     Forecast,
@@ -318,3 +319,24 @@ def test_a_step_that_is_simulated_longer_waits_for_the_lane_of_its_chain() -> No
     assert found.waits_for == NVME_READ
     assert replace(found, seconds=6.0).waits_for == CORES
     assert replace(found, simulated=None).waits_for == CORES
+
+
+@pytest.mark.parametrize(
+    ("lane", "critical_s", "expected"),
+    [
+        (CORES, {COMPUTE: 3.8, NVME_READ: 1.2}, (NVME_READ, 0.24)),
+        (CORES, {COMPUTE: 4.6, NVME_READ: 0.4}, None),  # too little
+        (COMPUTE, {COMPUTE: 5.0}, None),
+        (NVME_MIXED, {NVME_READ: 2.0, NVME_WRITE: 2.0, COMPUTE: 1.0}, (COMPUTE, 0.2)),
+        (H2D, {H2D: 2.0, UPDATE: 2.0, D2H: 1.0}, (UPDATE, 0.4)),
+    ],
+)
+def test_what_the_step_waits_for_next(
+    lane: str, critical_s: dict[str, float], expected: tuple[str, float] | None
+) -> None:
+    """The computation's advice was that nothing else would help, where reads had a quarter of the chain."""
+    chain = SimulatedStep(5.0, {}, critical_s, ())
+    found = Forecast({lane: 6.0}, (), bound_s=6.0, lane=lane, seconds=6.3, simulated=chain)
+    assert found.waits_for == lane
+    assert found.waits_for_next == expected
+    assert replace(found, simulated=None).waits_for_next is None
