@@ -25,7 +25,10 @@ NUM_VALIDATION_BATCHES = 16
 
 def main() -> None:
     args = parse_arguments()
-    text = Text.load(args.data)
+    try:
+        text = Text.load(args.data)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--data {args.data}: {error}")
     try:
         train(args, text)
     except offloadzero.OffloadError as error:

@@ -33,7 +33,7 @@ from offloadzero.errors import ConfigError
 from offloadzero.io.engine import AioBackend, AioEngine, AioFile, AioTicket
 from offloadzero.memory.pages import map_pages
 
-_WAIT_SLICE_S = 0.2  # so that a signal is seen while a drive hangs
+_WAIT_SLICE_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class _Batch:
 
     def wait(self) -> None:
         for ticket in self.tickets:
-            _wait(ticket)
+            wait_for(ticket)
             self.latencies_s.append(time.monotonic() - self.submitted_s)
 
 
@@ -357,7 +357,8 @@ class Pump:
         self._in_flight.append(_Batch(slot, submitted_s, tickets))
 
 
-def _wait(ticket: AioTicket) -> None:
+def wait_for(ticket: AioTicket) -> None:
+    """Wait for a transfer as `AioTicket.wait` does, and look up for signals meanwhile: a drive may hang."""
     while True:
         try:
             return ticket.wait(_WAIT_SLICE_S)

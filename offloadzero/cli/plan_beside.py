@@ -24,7 +24,7 @@ import torch
 
 from offloadzero.cli.bench_adam import Records
 from offloadzero.cli.nvme_sweep import MIB
-from offloadzero.cli.nvme_traffic import Limits, OptimizerStep, Pump, RandomMemory, WriteAllowance
+from offloadzero.cli.nvme_traffic import Limits, OptimizerStep, Pump, RandomMemory, WriteAllowance, wait_for
 from offloadzero.cli.scratch import ending_signals_raise, scratch_files
 from offloadzero.io.engine import AioEngine
 from offloadzero.native import kernels
@@ -76,7 +76,7 @@ def drive_beside(compute: Compute, path: Path) -> DriveBeside | None:
             engine.register_parts(memory.bytes)
             file = engine.open(files[0].path)
             for offset in range(0, FILE_BYTES, MEMORY_BYTES):
-                engine.write(file, memory.bytes, offset=offset).wait()
+                wait_for(engine.write(file, memory.bytes, offset=offset))
             files[0].num_bytes = FILE_BYTES
             states = OptimizerStep(files, num_elements=STATE_ELEMENTS, memory=memory)
 

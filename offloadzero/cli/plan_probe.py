@@ -255,7 +255,7 @@ def _say_if_busy(progress: Progress, what: str) -> None:
     load, num_cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load - time.process_time() / 60.0 > num_cores / 2:
         progress.say(
-            f"This machine is busy (load {load:.1f}): {what} will seem slow. --fresh measures again."
+            f"This machine is busy (load {load:.1f}): {what} will seem slow. Once it is idle, --fresh measures again."
         )
 
 
