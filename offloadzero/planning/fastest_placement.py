@@ -69,8 +69,8 @@ class FoundPlacement:
         is_shortest = not others or best.seconds <= others[0].seconds
         rank = "the shortest of" if is_shortest else f"no more than {WORTH:.1%} above the shortest of"
         yield (
-            f"auto, by the simulated step with {num_tokens:,} tokens in a micro batch: {best.text()}, {rank} "
-            f"{len(self.tried)} placements."
+            f"auto, by the simulated step with {num_tokens:,} tokens in a micro batch, without attention: "
+            f"{best.text()}, {rank} {len(self.tried)} placements."
         )
         if others:
             shown = "; ".join(one.text() for one in others[:NUM_SHOWN])

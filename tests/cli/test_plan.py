@@ -148,7 +148,10 @@ def test_auto_by_time_says_what_it_chose_and_what_was_slower(
     assert "auto, by the simulated step" not in text
     assert main(words(tmp_path, placement_tokens=4096, **keys)) == 0
     text = capsys.readouterr().out
-    assert "auto, by the simulated step with 4,096 tokens in a micro batch: to the host " in text
+    assert (
+        "auto, by the simulated step with 4,096 tokens in a micro batch, without attention: to the host "
+        in text
+    )
     assert "\nslower: to the host " in text
     assert "auto goes by bytes" not in text
     assert main(words(tmp_path, "--no-time", placement_tokens=4096, **keys)) == 0

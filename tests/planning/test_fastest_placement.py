@@ -171,7 +171,7 @@ def test_the_words_name_what_was_chosen_and_what_was_slower() -> None:
     found = fastest_placement(units, config, PLENTY, seconds_of=lambda plan: 1.0 + away(plan, *STATE_KINDS))
     chosen, slower = found.lines(4096)
     assert chosen.startswith(
-        "auto, by the simulated step with 4,096 tokens in a micro batch: to the host states"
+        "auto, by the simulated step with 4,096 tokens in a micro batch, without attention: to the host states"
     )
     assert filling_text(found.tried[0].filling) in chosen
     assert f", the shortest of {len(found.tried)} placements" in chosen
