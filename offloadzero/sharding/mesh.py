@@ -219,6 +219,14 @@ def mesh_groups(by_rank: Sequence[Sequence[int]]) -> MeshGroups:
     return MeshGroups(data, [sorted(ranks) for ranks in zip(*data, strict=True)], tensor)
 
 
+def any_groups(mesh: MeshConfig, rank: int, world_size: int) -> MeshGroups:
+    """Return groups of a mesh in which `rank` has its place, and any other ranks have theirs."""
+    others = [other for other in range(world_size) if other not in mesh.data_ranks]
+    across = [rank, *others[: world_size // len(mesh.data_ranks) - 1]]
+    tensor = [rank, *others[: (mesh.tensor_size or 1) - 1]]
+    return MeshGroups([[*mesh.data_ranks]], [sorted(across)], [sorted(tensor)])
+
+
 def _expect_places_of_their_own(data: Sequence[Sequence[int]], places: Sequence[tuple[int, ...]]) -> None:
     """Raise ConfigError where `mpu` has left an axis out: the norm, say, would count some parameters twice."""
     for (one, place), (other, next_place) in itertools.pairwise(zip(data, places, strict=True)):

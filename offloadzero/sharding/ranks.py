@@ -48,7 +48,7 @@ from offloadzero.sharding.aborting import abort_groups
 from offloadzero.sharding.board import LOOK_UP_S, Board, first_line, is_fake, named
 from offloadzero.sharding.comparing import OrderSum, digest, machine
 from offloadzero.sharding.descriptors import make_room_for_groups
-from offloadzero.sharding.mesh import MeshGroups, mesh_groups, numbers_of
+from offloadzero.sharding.mesh import MeshGroups, any_groups, mesh_groups, numbers_of
 from offloadzero.sharding.shard_spec import ShardSpec, consecutive_groups, groups_of_equal_place
 from offloadzero.sharding.standstill import WAITED_S, Standstill, Watch
 from offloadzero.torch_private import is_process_group, timeout_of_process_group
@@ -382,9 +382,8 @@ class Ranks:
     def record(self, recorder: Recorder) -> None:
         """Record the collectives of parameters, gradients and activations, on the threads that issue them."""
         channels = (self.weights, self.updates, self.gradients, self.activations)
-        for each in (*channels, self.near_weights, self.near_gradients, self.far_gradients):
-            if each is not None:
-                each.recorder = recorder
+        for each in filter(None, (*channels, self.near_weights, self.near_gradients, self.far_gradients)):
+            each.recorder = recorder
 
     def abort(self) -> None:
         """End the collectives of the device: [Note: collectives that never end]. Threads may use the channels still."""
@@ -535,16 +534,22 @@ class _Channels:
 
 
 def _begin_one_by_one(ranks: Ranks, device: torch.device) -> None:
-    """Do the first collective of each channel of devices.
+    """Do the first collective of each kind in each channel of devices. They are not counted.
 
-    NCCL makes a communicator at its first collective. On the threads of several channels these would come in any order,
-    beside kernels of another run, which may wait for each other. Here they come in one order, with no kernels.
+    NCCL makes a communicator at its first collective, and connects the ranks for a kind at the first one of that. On
+    the threads of several channels these would come in any order, beside kernels of another run, which may wait for
+    each other. Here they come in one order, with no kernels.
     """
-    on_devices = (ranks.weights, ranks.updates, ranks.gradients)
-    of_parts = (ranks.near_weights, ranks.near_gradients, ranks.far_gradients, ranks.activations)
-    for each in (*on_devices, *of_parts):
-        if each is not None:
-            each.all_reduce(torch.zeros(1, device=device), "the first collective")
+    gathering = (ranks.weights, ranks.updates, ranks.near_weights, ranks.activations)
+    reducing = ranks.gradients
+    firsts: list[tuple[Channel, Any]] = [(each, each.all_gather) for each in filter(None, gathering)]
+    firsts += [(reducing, reducing.reduce_scatter), (reducing, reducing.all_reduce)]
+    for each in filter(None, (ranks.near_gradients, ranks.far_gradients)):
+        received = torch.zeros(each.spec.world_size, device=device)
+        firsts.append((each, functools.partial(each.all_to_all, received)))
+    for each, begin in firsts:
+        begin(torch.zeros(each.spec.world_size, device=device), "the first collective")
+        each.counter = CollectiveCounter()
 
 
 def _expect_same_groups(everyone: Channel, mesh: MeshConfig | None, own: Mapping[str, int]) -> None:
@@ -567,11 +572,7 @@ def _agreed_groups(everyone: Channel, mesh: MeshConfig | None) -> MeshGroups | N
     if mesh is None:
         return None
     if is_fake():  # nobody says in which groups the others are: any will do
-        world_size = everyone.spec.world_size
-        others = [rank for rank in range(world_size) if rank not in mesh.data_ranks]
-        across = [everyone.rank, *others[: world_size // len(mesh.data_ranks) - 1]]
-        tensor = [everyone.rank, *others[: (mesh.tensor_size or 1) - 1]]
-        return MeshGroups([[*mesh.data_ranks]], [sorted(across)], [sorted(tensor)])
+        return any_groups(mesh, everyone.rank, everyone.spec.world_size)
     groups = mesh_groups(everyone.by_rank(numbers_of(mesh), "the groups of the mesh"))
     size = next(len(ranks) for ranks in groups.tensor if everyone.rank in ranks)
     if mesh.tensor_size not in (None, size):

@@ -1,0 +1,82 @@
+"""What ranks do together before they train."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offloadzero
+from offloadzero.sharding.ranks import Channel, Ranks
+from tests.simulated.collectives import ON_DEVICE
+from tests.support.ranks import run_ranks
+from tests.support.sharded import GLOBAL_BATCH, config_of
+from tests.support.text import text_batch, text_model
+
+NUM_RANKS, NUM_LOCAL, NUM_STEPS = 4, 2, 2
+ALL_CODES = {
+    "zero_quantized_weights": True,
+    "zero_quantized_gradients": True,
+    "zero_hpz_partition_size": NUM_LOCAL,
+}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "stage 0": (0, {}),
+    "stage 1": (1, {}),
+    "stage 3": (3, {}),
+    "ZeRO++": (3, {"zero_optimization": ALL_CODES}),
+}
+
+
+def kinds_of(ranks: Ranks, noted: set[tuple[int, str]]) -> set[str]:
+    """The kinds in channels of devices, by the channel's name."""
+    names = {id(getattr(ranks, name)): name for name in ON_DEVICE}
+    return {f"{names[channel]} {kind}" for channel, kind in noted if channel in names}
+
+
+def start_and_train(rank: int, directory: str) -> dict[str, Any]:
+    """By case: the kinds of collectives at the start, those of two steps, and what is counted before them."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(NUM_LOCAL)
+    noted: set[tuple[int, str]] = set()
+    run: Callable[..., None] = Channel._run
+
+    def note(channel: Channel, kind: str, *given: Any) -> None:
+        noted.add((id(channel), kind))
+        run(channel, kind, *given)
+
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "_run", note)
+        for case, (stage, over) in CASES.items():
+            noted.clear()
+            config = config_of("host", stage, Path(directory), world_size=GLOBAL_BATCH, **over)
+            engine, *_ = offloadzero.initialize(model=text_model(), config=config)
+            ranks = engine._runtime.several.ranks  # type: ignore[union-attr]
+            at_start, counted = kinds_of(ranks, noted), set(engine.collectives())
+            noted.clear()
+            for step in range(NUM_STEPS):
+                engine.backward(engine(*text_batch(NUM_RANKS * step + rank, 1)))
+                engine.step()
+            engine.synchronize()
+            kinds = {"start": at_start, "steps": kinds_of(ranks, noted), "counted": counted}
+            found[case] = {name: sorted(of_name) for name, of_name in kinds.items()}
+            engine.close()
+    return found
+
+
+def test_no_kind_of_collective_comes_first_while_ranks_train(tmp_path: Path) -> None:
+    """NCCL connects ranks at the first collective of a kind: on threads that run beside kernels they may wait."""
+    for found in run_ranks(start_and_train, NUM_RANKS, tmp_path, str(tmp_path), timeout_s=120):
+        sets = {case: {name: set(kinds[name]) for name in kinds} for case, kinds in found.items()}
+        for case, kinds in sets.items():
+            assert kinds["steps"] <= kinds["start"], case
+            assert not {key for key in kinds["counted"] if key.split()[0] in ON_DEVICE}, case
+        assert sets["stage 0"]["steps"] == {"gradients all-reduce"}
+        assert sets["stage 1"]["steps"] == {"gradients reduce-scatter", "updates all-gather"}
+        assert sets["ZeRO++"]["steps"] >= {
+            "near_weights all-gather",
+            "near_gradients all-to-all",
+            "far_gradients all-to-all",
+        }
