@@ -225,6 +225,25 @@ def timeout_of_process_group() -> timedelta:
     return timeout
 
 
+@contextlib.contextmanager
+def without_bound_device() -> Iterator[None]:
+    """Inside the block the default process group has no device: new groups are not split off its communicator.
+
+    Where a script has bound one, `init_process_group(device_id=...)`, a rank that is not in a new group takes part in a
+    split of NCCL's default communicator, and waits there for all ranks, also where the new group is not NCCL's.
+    """
+    group = _look_up("distributed.distributed_c10d._get_default_group")()
+    device = group.bound_device_id
+    if device is None:
+        yield
+        return
+    group.bound_device_id = None
+    try:
+        yield
+    finally:
+        group.bound_device_id = device
+
+
 def is_process_group(group: Any) -> bool:
     """Whether torch still has a group: all end with the default one, also where the script has made that anew."""
     return group in _look_up("distributed.distributed_c10d._world").pg_map

@@ -17,7 +17,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -51,7 +51,7 @@ from offloadzero.sharding.descriptors import make_room_for_groups
 from offloadzero.sharding.mesh import MeshGroups, any_groups, mesh_groups, numbers_of
 from offloadzero.sharding.shard_spec import ShardSpec, consecutive_groups, groups_of_equal_place
 from offloadzero.sharding.standstill import WAITED_S, Standstill, Watch
-from offloadzero.torch_private import is_process_group, timeout_of_process_group
+from offloadzero.torch_private import is_process_group, timeout_of_process_group, without_bound_device
 
 # Between two looks of a channel before collectives. The store is one thread of one rank: if all of a thousand ranks
 # asked it before each of some hundred collectives of a step, they would wait for it.
@@ -526,11 +526,10 @@ class _Channels:
         return own
 
     def _new_group(self, backend: str, members: list[int] | None = None) -> Any:
-        spec = self._spec
-        with named(f"the making of process groups (rank {spec.rank} of {spec.world_size})"):
-            return dist.new_group(
-                members, backend="fake" if self._is_fake else backend, timeout=self._timeout
-            )
+        spec, bound = self._spec, without_bound_device() if backend == "gloo" else nullcontext()
+        backend = "fake" if self._is_fake else backend
+        with named(f"the making of process groups (rank {spec.rank} of {spec.world_size})"), bound:
+            return dist.new_group(members, backend=backend, timeout=self._timeout)
 
 
 def _begin_one_by_one(ranks: Ranks, device: torch.device) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import distributed_c10d
 
 import offloadzero
-from offloadzero.sharding.ranks import Channel, Ranks
+from offloadzero.sharding.ranks import Channel, Ranks, make_building_channel
 from tests.simulated.collectives import ON_DEVICE
 from tests.support.ranks import run_ranks
 from tests.support.sharded import GLOBAL_BATCH, config_of
@@ -80,3 +82,33 @@ def test_no_kind_of_collective_comes_first_while_ranks_train(tmp_path: Path) -> 
             "near_gradients all-to-all",
             "far_gradients all-to-all",
         }
+
+
+class Communicator:
+    """Stands for that of NCCL's default group, of which torch splits off groups if a device is bound to that one."""
+
+    num_splits = 0
+
+    def perform_nocolor_split(self, _device: torch.device) -> None:
+        """Count what a rank does that is not in a new group. NCCL's waits for all ranks of the default one."""
+        self.num_splits += 1
+
+
+def make_groups_on_the_host(rank: int) -> dict[str, Any]:
+    """Make those of each rank alone, where the script has bound its device to the default group."""
+    default, communicator = distributed_c10d._get_default_group(), Communicator()
+    device = torch.device("cuda", rank)
+    default.bound_device_id = device
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_c10d, "_get_split_source", lambda _group: communicator)
+        channel = make_building_channel([rank])
+    bound, default.bound_device_id = default.bound_device_id, None
+    members = [*channel.members]
+    channel.close()
+    return {"splits": communicator.num_splits, "is bound": bound == device, "members": members}
+
+
+def test_groups_of_some_ranks_on_the_host_split_no_communicator(tmp_path: Path) -> None:
+    """init_process_group(device_id=...): ranks that were not in such a group waited in NCCL for those that were."""
+    for rank, found in enumerate(run_ranks(make_groups_on_the_host, 2, tmp_path)):
+        assert found == {"splits": 0, "is bound": True, "members": [rank]}
