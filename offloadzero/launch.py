@@ -66,8 +66,8 @@ def init_distributed(
     """Make torch's process group where a launcher or the caller asks for it.
 
     Without a launcher's RANK and WORLD_SIZE, and unless `dist_init_required`, `rank` or `init_method` asks, nothing
-    is initialised. A group that is up is kept. The backend is "nccl" where there are GPUs and several ranks, else
-    "gloo", as is "nccl" without a GPU.
+    is initialised. A group that is up is kept. The backend is torch's for the devices ("nccl" for CUDA) where there
+    are any, and several ranks, else "gloo", as is "nccl" without a GPU.
 
     Raises:
         ConfigError: a launcher says that there are several ranks, and not which this is.
@@ -147,10 +147,11 @@ def _group_is_up() -> bool:
 def _backend(asked: str | None, world_size: int) -> str:
     import torch
 
-    has_gpu = torch.accelerator.is_available()
+    device = torch.accelerator.current_accelerator(check_available=True)
     if asked is None:
-        return "nccl" if has_gpu and world_size > 1 else "gloo"
-    if asked == "nccl" and not has_gpu:
+        is_on_device = device is not None and world_size > 1
+        return str(_distributed().get_default_backend_for_device(device)) if is_on_device else "gloo"
+    if asked == "nccl" and device is None:
         log.info("init_distributed: gloo instead of %s, there is no GPU", asked)
         return "gloo"
     return asked

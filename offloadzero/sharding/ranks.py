@@ -417,7 +417,7 @@ def make_ranks(
     """
     world = ShardSpec(dist.get_rank(), dist.get_world_size())
     channels = _Channels(world)
-    on_device = "gloo" if device.type == "cpu" else "nccl"
+    on_device = dist.get_default_backend_for_device(device)  # NCCL for CUDA, gloo for the CPU
     everyone = channels.of_all("gloo")
     near, far = list[list[int]](), list[list[int]]()
     try:

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import offloadzero
-from offloadzero.sharding.ranks import Channel, Ranks, make_building_channel
+from offloadzero import launch
+from offloadzero.sharding import ranks as of_ranks
+from offloadzero.sharding.ranks import Channel, Ranks, make_building_channel, make_ranks
 from tests.simulated.collectives import ON_DEVICE
 from tests.support.ranks import run_ranks
 from tests.support.sharded import GLOBAL_BATCH, config_of
@@ -112,3 +115,37 @@ def test_groups_of_some_ranks_on_the_host_split_no_communicator(tmp_path: Path) 
     """init_process_group(device_id=...): ranks that were not in such a group waited in NCCL for those that were."""
     for rank, found in enumerate(run_ranks(make_groups_on_the_host, 2, tmp_path)):
         assert found == {"splits": 0, "is bound": True, "members": [rank]}
+
+
+def backends_by_device(_: int) -> dict[str, list[str]]:
+    """The backends of the groups that ranks make for a device, by its type. The groups themselves are gloo's."""
+    found: dict[str, list[str]] = {}
+    new_group, noted = dist.new_group, set[str]()
+
+    def note(members: Any, *, backend: str, timeout: Any) -> Any:
+        noted.add(backend)
+        return new_group(members, backend="gloo", timeout=timeout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", note)
+        patch.setattr(of_ranks, "_begin_one_by_one", lambda *_: None)
+        for kind in ("cpu", "cuda", "xpu"):
+            noted.clear()
+            make_ranks(torch.device(kind, 0)).close()
+            found[kind] = sorted(noted)
+    return found
+
+
+def test_groups_of_devices_have_the_backend_of_these(tmp_path: Path) -> None:
+    """Each device but the CPU got NCCL's, which knows CUDA alone."""
+    expected = {"cpu": ["gloo"], "cuda": ["gloo", "nccl"], "xpu": ["gloo", "xccl"]}
+    assert run_ranks(backends_by_device, 2, tmp_path) == [expected] * 2
+
+
+def test_the_default_group_has_the_backend_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, backend in ((None, "gloo"), ("cuda", "nccl"), ("xpu", "xccl")):
+        device = None if kind is None else torch.device(kind)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)  # noqa: B023
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: device is not None)  # noqa: B023
+        assert launch._backend(None, 2) == backend
+        assert launch._backend(None, 1) == "gloo"
