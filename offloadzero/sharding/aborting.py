@@ -3,9 +3,9 @@
 [Note: collectives that never end]
 On the host a wait for a collective looks up now and then, and ends when another rank has failed. On a device nobody
 waits for the collective itself: lanes wait for events behind it, and neither these nor the end of NCCL's group come
-before the timeout of the group, half an hour by default. So an engine that has failed aborts the groups of its device
-before it joins its threads. What their collectives were to write is anything then, and nobody reads it: each use of the
-engine raises its failure.
+before the timeout of the group, ten minutes by default with NCCL. So an engine that has failed aborts the groups of its
+device before it joins its threads. What their collectives were to write is anything then, and nobody reads it: each use
+of the engine raises its failure.
 """
 
 from __future__ import annotations

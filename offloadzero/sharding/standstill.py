@@ -5,10 +5,10 @@ The script of a rank issues collectives in several channels, one after the other
 loads over `states`, and ends a backward over `control`. It submits fetches, gradients and steps, which other threads
 compare, reduce and decide over `orders`, `gradients` and `decisions`. Where one rank alone reads a weight and the
 others begin a forward, each waits in a channel in which nothing is wrong, until the timeout of the groups, half an hour
-by default. But until its n-th collective of `states`, say, is over a script begins none of `control`, and submits
-nothing. So a rank that has waited for a while leaves in the store of the process group how far it has come. Another one
-that waits elsewhere, for what that rank had not begun, and has not come to what that rank waits for, knows that neither
-will end.
+by default (ten minutes with NCCL). But until its n-th collective of `states`, say, is over a script begins none of
+`control`, and submits nothing. So a rank that has waited for a while leaves in the store of the process group how far
+it has come. Another one that waits elsewhere, for what that rank had not begun, and has not come to what that rank
+waits for, knows that neither will end.
 
 What is in the store may be old, and is true nevertheless: the n-th collective cannot be over before all ranks have
 begun it, this one among them. Only collectives that end with all ranks count, so no broadcast does. In a backward a
