@@ -24,12 +24,13 @@ from offloadzero.memory.store import TieredStore
 from offloadzero.memory.tickets import Failures
 from offloadzero.planning.homes import Placement
 from offloadzero.segments import SegmentKind, TierName
-from offloadzero.sharding.comparing import digest
+from offloadzero.sharding.comparing import digest, machine
 from offloadzero.sharding.mesh import expect_whole_gradient
 from offloadzero.sharding.ranks import Channel, Ranks, make_ranks
 from offloadzero.sharding.shard_spec import (
     WHOLE,
     ShardSpec,
+    consecutive_groups,
     divides_params,
     divides_states,
     keeps_params_on_device,
@@ -349,9 +350,30 @@ def join_ranks(device: torch.device, config: OffloadConfig, failures: Failures) 
         divides_inputs=config.partition_activations,
     )
     several = SeveralRanks(ranks, config, failures)
-    if shared_queues and several.is_first:
-        log.warning("%s", shared_queues)
+    for warning in filter(None, (shared_queues, _apart(ranks))):
+        if several.is_first:
+            log.warning("%s", warning)
     return several
+
+
+def _apart(ranks: Ranks) -> str:
+    """Return a warning where ranks that count as a machine are on several ones, or "". All ranks call this."""
+    near = ranks.near_weights or ranks.near_gradients
+    if near is None:
+        return ""
+    by_rank = ranks.control.by_rank_unless_same([digest(machine())], "which ranks are on a machine")
+    if by_rank is None:
+        return ""
+    size = near.spec.world_size
+    groups = consecutive_groups(ranks.control.spec, size)
+    odd = next((members for members in groups if len({by_rank[rank][0] for rank in members}) > 1), None)
+    if odd is None:
+        return ""
+    return (
+        f"ZeRO++ takes {size} consecutive ranks for one machine, and ranks {odd} are on several: what was to stay "
+        "within a machine goes over the network. Start the ranks of a machine one after the other (torchrun does, "
+        "mpirun --map-by slot, srun --distribution=block)"
+    )
 
 
 def expect_own_queues(device: torch.device, world_size: int) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import offloadzero
-from offloadzero import launch
+from offloadzero import launch, several_ranks
 from offloadzero.sharding import ranks as of_ranks
 from offloadzero.sharding.ranks import Channel, Ranks, make_building_channel, make_ranks
 from tests.simulated.collectives import ON_DEVICE
@@ -149,3 +149,31 @@ def test_the_default_group_has_the_backend_of_the_device(monkeypatch: pytest.Mon
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: device is not None)  # noqa: B023
         assert launch._backend(None, 2) == backend
         assert launch._backend(None, 1) == "gloo"
+
+
+def warned(rank: int, directory: str) -> list[list[str]]:
+    """What the log warns of where ranks of two machines come one after the other, and where they alternate."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(NUM_LOCAL)
+    found = []
+    for machines in ((0, 0, 1, 1), (0, 1, 0, 1)):
+        records = list[str]()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                several_ranks, "machine", lambda number=machines[rank]: f"machine {number}", raising=False
+            )
+            patch.setattr(several_ranks.log, "warning", lambda text, *given: records.append(text % given))  # noqa: B023
+            config = config_of(
+                "host", 3, Path(directory), world_size=GLOBAL_BATCH, zero_optimization=ALL_CODES
+            )
+            offloadzero.initialize(model=text_model(), config=config)[0].close()
+        found.append([text for text in records if "ZeRO++" in text])
+    return found
+
+
+def test_ranks_that_count_as_a_machine_and_are_on_several_are_told(tmp_path: Path) -> None:
+    """The numbers are the same; what was to stay within a machine went over the network, and nothing said so."""
+    first, *others = run_ranks(warned, NUM_RANKS, tmp_path, str(tmp_path), timeout_s=120)
+    assert first[0] == []
+    (text,) = first[1]
+    assert "2 consecutive ranks for one machine, and ranks [0, 1] are on several" in text
+    assert others == [[[], []]] * 3
