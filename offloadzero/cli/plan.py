@@ -115,8 +115,8 @@ def run(args: argparse.Namespace) -> int:
         hardware,
         cluster=cluster,
         with_time=not args.no_time,
-        num_tokens=read_count("--tokens", args.tokens),
-        endurance_bytes=None if args.drive_tbw is None else read_num_bytes("--drive-tbw", args.drive_tbw),
+        num_tokens=args.tokens,
+        endurance_bytes=args.drive_tbw,
         show=None if args.json == "-" else print_lines,
     )
     result = {"format": FORMAT, "format_version": FORMAT_VERSION, **report.to_json()}
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, cluster: Cluster | None) -> None:
-    """Raise ConfigError for arguments that cannot be, and fill in the number of ranks."""
+    """Raise ConfigError for arguments that cannot be, fill in the number of ranks, and read the texts of numbers."""
     if args.ranks is None:
         args.ranks = 1 if cluster is None else cluster.num_gpus
     of_machine = 1
@@ -172,6 +172,9 @@ def _check(args: argparse.Namespace, cluster: Cluster | None) -> None:
         raise ConfigError("--tokens", args.tokens, "left out with --no-time, which counts no step")
     if args.drive_tbw and not args.tokens:
         raise ConfigError("--drive-tbw", args.drive_tbw, "together with --tokens: it is said of a run")
+    # The machine is measured for a minute after this: what is misspelled is said before.
+    args.tokens = read_count("--tokens", args.tokens)
+    args.drive_tbw = None if args.drive_tbw is None else read_num_bytes("--drive-tbw", args.drive_tbw)
 
 
 def read_count(key: str, text: str | None) -> int | None:

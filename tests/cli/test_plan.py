@@ -310,6 +310,16 @@ def test_mistakes(more: list[str], message: str, tmp_path: Path, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", [["--tokens", "many"], ["--tokens", "1b", "--drive-tbw", "600T"]])
+def test_numbers_are_read_before_the_machine_is_measured(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A misspelled --tokens was said after a minute."""
+    monkeypatch.setattr("offloadzero.cli.plan.ask", lambda *_: pytest.fail("measured first"))
+    assert main([*words(tmp_path), *more]) == USER_ERROR
+    assert f"{more[-2]} = " in capsys.readouterr().err
+
+
 def test_a_configuration_with_comments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What load_config takes is planned, and changed where it does not fit."""
     text = json.dumps(settings(tmp_path, placement="host", budgets={"host": "1KiB"}), indent=1)
