@@ -20,9 +20,9 @@ from offloadzero.planning.fit import Change, Source, needed, with_keys
 from offloadzero.planning.hardware import Hardware, share_of
 from offloadzero.planning.homes import idle_rules
 from offloadzero.planning.memory_plan import format_bytes
+from offloadzero.planning.remedies import faster
 from offloadzero.planning.shapes import MAX_LAYERS, ModelShape
 from offloadzero.planning.time_model import (
-    FASTER,
     Forecast,
     Run,
     Step,
@@ -272,12 +272,12 @@ class Report:
         found = self.forecast
         if found is None:
             return
-        if found.waits_for is not None:
-            yield f"What would make it faster: {FASTER[found.waits_for]}."
+        if found.waits_for is not None and self.step is not None:
+            yield f"What would make it faster: {': '.join(faster(found.waits_for, self.step))}."
             if found.waits_for_next is not None:
                 lane, share = found.waits_for_next
-                yield f"{share:.0%} of the simulated step waits for {lane}: {FASTER[lane].partition(': ')[2]}."
-            if self.step is not None and self.hardware.device_is_cpu:
+                yield f"{share:.0%} of the simulated step waits for {lane}: {faster(lane, self.step)[1]}."
+            if self.hardware.device_is_cpu:
                 yield from faster_in_fp32(self.step, self.hardware.rates)
             if self.left_out():
                 yield f"Not in it: {'; '.join(self.left_out())}."

@@ -148,6 +148,13 @@ class Step:
     num_ranks: int = 1
     work: StepWork | None = None  # the same unit by unit; None: not simulated, as with several ranks
     num_params: int = 0  # of the model, or of a rank's part of it
+    can_be_compact: bool = False  # whether some states would be smaller in the compact layout
+    homes_by_budget: bool = False  # whether a budget decides where states live
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward computes more than a tenth of the forward again."""
+        return self.trace is not None and 10 * self.trace.recomputed_flops > self.trace.forward_flops
 
 
 def plan_step(
@@ -183,6 +190,8 @@ def plan_step(
         if config.world_size == 1
         else None,
         num_params=sum(record.num_params for record in records),
+        can_be_compact=any(record.can_be_compact for record in records),
+        homes_by_budget=config.placement.auto,
     )
 
 
@@ -539,32 +548,3 @@ def forecast_run(
         years = endurance_bytes / per_step * found.seconds / (365.25 * 86_400)
     days = None if found.seconds is None else num_steps * found.seconds / 86_400
     return Run(num_steps, days, num_steps * per_step, years)
-
-
-FASTER: Mapping[str, str] = {
-    COMPUTE: "the computation is the bound: a faster device, fewer recomputations, or a shorter sequence",
-    CORES: "the cores are the bound: fewer recomputations, a shorter sequence, or a device that computes beside them",
-    PYTHON: "Python per unit is the bound: larger units (offloadzero.units.patterns) or a larger micro batch",
-    H2D: "the link to the device is the bound: a larger device budget keeps units there, a larger micro batch uses "
-    "each fetch for more tokens",
-    D2H: "gradients on the link are the bound: a larger micro batch sends them less often per token",
-    UPDATE: "updates on the host are the bound: records updated on the device (a larger device budget with "
-    'placement "auto"), more micro batches per step, or the compact layout, which moves half the bytes',
-    DEVICE_UPDATE: "updates on the device are the bound: more micro batches per step",
-    LANDING: "gradients that land on the host are the bound: a larger micro batch",
-    NVME_READ: "reads of the drive are the bound: a larger host budget, the compact layout, a second drive, or more "
-    "micro batches per step",
-    NVME_WRITE: "writes of the drive are the bound: a larger host budget, the compact layout, a second drive, or more "
-    "micro batches per step",
-    NVME_MIXED: "the drive is the bound: a larger host budget, the compact layout, a second drive, or more micro "
-    "batches per step",
-    COLLECTIVES: "what the ranks send is the bound: a larger micro batch, a larger device budget, or ZeRO++'s codes "
-    "and copies for near ranks (zero_optimization.zero_quantized_weights, zero_hpz_partition_size, "
-    "zero_quantized_gradients)",
-    LINKS: "the links between the devices of a machine are the bound: a larger micro batch, a larger device budget, or "
-    "weights and gradients as codes (zero_optimization.zero_quantized_weights, zero_quantized_gradients)",
-    NETWORK: "the network between machines is the bound: ZeRO++ (zero_optimization.zero_hpz_partition_size, "
-    "zero_quantized_weights, zero_quantized_gradients), a larger micro batch, or a larger device budget",
-    HOST_MEMORY: "the host's memory is the bound: records updated on the device, the compact layout, or more micro "
-    "batches per step",
-}

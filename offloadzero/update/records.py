@@ -138,6 +138,12 @@ class Record:
         return self.state.compact
 
     @property
+    def can_be_compact(self) -> bool:
+        """Whether the states are in the fp32 layout, and could be in the compact one."""
+        codes = self.state.spec.codes
+        return codes is not None and not self.state.compact and self.dtype == codes.param_dtype
+
+    @property
     def codes(self) -> StateCodes | None:
         """The codes of the states; None in the fp32 layout."""
         return self.state.codes

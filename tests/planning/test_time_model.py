@@ -26,11 +26,11 @@ from offloadzero.observe.timeline import (
 )
 from offloadzero.planned_model import plan_model, uses_of
 from offloadzero.planning.activation_trace import MicroBatchTrace
+from offloadzero.planning.remedies import FASTER
 from offloadzero.planning.simulated_step import SimulatedStep
 from offloadzero.planning.time_model import (
     COPY,
     DRIVE,
-    FASTER,
     NVME_MIXED,
     OVERLAP,
     PYTHON,
