@@ -215,7 +215,7 @@ class Report:
         """Yield sentences on whether it fits, and on what would."""
         answer = self.answer
         if answer is not None and answer.trace is None:
-            yield f"Activations are not counted: {answer.untraced}."
+            yield f"Activations are not counted: {answer.untraced.rstrip('.')}."
         if self.change is None:
             yield "It fits."
             return

@@ -203,6 +203,17 @@ def test_the_loop_decides_how_long_gradients_are_kept(
     assert ("home: grad" in kept) == (loop == "offload")
 
 
+def test_a_reason_that_ends_its_sentence_gets_no_second_full_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        Planner, "_trace", lambda *_, **__: "Model: RuntimeError: Expected inputs of BF16 type."
+    )
+    assert main(words(tmp_path, "--no-time")) == 0
+    text = capsys.readouterr().out
+    assert "Activations are not counted: Model: RuntimeError: Expected inputs of BF16 type.\n" in text
+
+
 def test_bytes_alone_need_no_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = words(tmp_path, "--no-time")
     arguments[arguments.index("--hardware") + 1] = "probe"
