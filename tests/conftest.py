@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib.util
+import itertools
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 # Where "it hangs" is certain; the slowest test takes a quarter of it on two busy cores.
 HANG_S = float(os.environ.get("OFFLOADZERO_TEST_HANG_S", "120"))
-
+_NUMBERS = itertools.count()  # of tests in this process
 
 SLOW_FACTOR = 6  # for tests marked slow
 
@@ -113,6 +114,15 @@ def same_seed() -> None:
     import torch  # not above: the process that hands out tests to workers runs none
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_measured_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """By rates that a plan has kept at home, or another test, engines would forecast their steps and place by time."""
+    own = tmp_path_factory.getbasetemp() / "caches" / str(next(_NUMBERS))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own))
 
 
 @pytest.fixture(autouse=True)
