@@ -129,8 +129,9 @@ def test_a_busy_machine_is_said_to_seem_slow_at_computing_too(
     monkeypatch.setattr(plan_probe, "block_rates", end)
     with pytest.raises(KeyboardInterrupt):
         plan_probe.measure(find_device("cpu"), [])
-    assert "its computation, its drive and its link will seem slow. --fresh measures again." in (
-        capsys.readouterr().err
+    assert (
+        "its computation, its drive and its link will seem slow. Once it is idle, --fresh measures again."
+        in (capsys.readouterr().err)
     )
 
 
