@@ -44,6 +44,8 @@ NUM_PASSING_GRADS = 2  # [Note: gradients in passing]
 NUM_GRAD_STAGING = 3  # one being copied to, one being added, one that backward takes without a wait
 NUM_STAGING_LEASES = 2  # one being read from a file, one being copied to the device
 NUM_INPUT_STAGING = 2  # buffers in each direction between device and file, for inputs of checkpointed units
+_HOME = "home: "  # the lines of what has a home, by kind
+SMALLER_UNITS = "smaller units (offloadzero.units.patterns)"
 INPUT_BYTES_KEY = "offloadzero.activation_checkpoints.input_bytes"
 # Calls whose inputs are fetched ahead, by their tier.
 INPUTS_AHEAD = {TierName.DEVICE: 1, TierName.HOST: 1, TierName.NVME: 2}
@@ -114,15 +116,19 @@ class MemoryPlan:
             kind is SegmentKind.GRAD and tier.is_file for (_, kind), tier in self.placement.items()
         )
 
+    def holds_homes(self, tier: TierName) -> bool:
+        """Whether anything has its home in `tier`."""
+        return any(line.tier is tier and line.what.startswith(_HOME) for line in self.lines)
+
     @property
     def home_bytes(self) -> int:
         """Everything that has a home, in all tiers: no buffer, no lease."""
-        return sum(line.num_bytes for line in self.lines if line.what.startswith("home: "))
+        return sum(line.num_bytes for line in self.lines if line.what.startswith(_HOME))
 
     @property
     def kept_grad_bytes(self) -> int:
         """The bytes for keeping gradients. Those whose update runs on the device have their home there in any case."""
-        kept = f"home: {SegmentKind.GRAD.value}"
+        kept = f"{_HOME}{SegmentKind.GRAD.value}"
         return sum(line.num_bytes for line in self.lines if line.what == kept and not line.tier.is_device)
 
     def table(self) -> str:
@@ -513,7 +519,7 @@ def _add_homes(
                 add(tier, SegmentKind.GRAD, grad_home_bytes(record))
     for kind in dict.fromkeys(kind for record in records for kind in record.spec.kinds):
         for tier in TierName:
-            sheet.add(tier, f"home: {kind.value}", totals.get((tier, kind), 0))
+            sheet.add(tier, f"{_HOME}{kind.value}", totals.get((tier, kind), 0))
 
 
 def _check_budgets(plan: MemoryPlan, config: OffloadConfig) -> None:
@@ -528,25 +534,40 @@ def _check_budgets(plan: MemoryPlan, config: OffloadConfig) -> None:
             raise BudgetError(
                 f"offloadzero.budgets.{tier.value}: {format_bytes(needed)} are needed, "
                 f"{format_bytes(budget)} are allowed ({format_bytes(needed - budget)} short).\n"
-                f"{plan.table()}\n{advice(plan, [tier], _ADVICE[tier])}",
+                f"{plan.table()}\n{advice(plan, config, [tier], [*_SMALLER[tier], 'a larger budget'])}",
                 needed={tier.value: needed},
             )
 
 
-_ADVICE = {
-    TierName.DEVICE: "parameters or states on host or nvme, smaller units (offloadzero.units.patterns), "
-    "or a larger budget",
-    TierName.HOST: "segments on nvme, a smaller offloadzero.update.chunk_elements, smaller units, "
-    "or a larger budget",
-    TierName.NVME: "segments on host, or a larger budget",
+_SMALLER = {
+    TierName.DEVICE: (SMALLER_UNITS,),
+    TierName.HOST: ("a smaller offloadzero.update.chunk_elements", SMALLER_UNITS),
+    TierName.NVME: (),
+}
+_OTHER_HOMES = {
+    TierName.DEVICE: "parameters or states on host or nvme",
+    TierName.HOST: "segments on nvme",
+    TierName.NVME: "segments on host",
 }
 
 
-def advice(plan: MemoryPlan, tiers: Iterable[TierName], others: str) -> str:
-    """Say which settings to change where `tiers` hold too much: the inputs of checkpointed units before `others`."""
+def advice(plan: MemoryPlan, config: OffloadConfig, tiers: Sequence[TierName], others: Sequence[str]) -> str:
+    """Say which settings to change where `tiers` hold too much: of homes and of checkpointed inputs, then `others`."""
     taken = sum(plan.inputs.tier_bytes(tier) for tier in tiers) if plan.inputs is not None else 0
-    of_inputs = (
-        f"a smaller {INPUT_BYTES_KEY} ({format_bytes(taken)} of this are for inputs), "
-        "another offloadzero.activation_checkpoints.tier, "
-    )
-    return f"What would make it fit: {of_inputs if taken else ''}{others}."
+    of_inputs = [
+        f"a smaller {INPUT_BYTES_KEY} ({format_bytes(taken)} of this are for inputs)",
+        "another offloadzero.activation_checkpoints.tier",
+    ]
+    *changes, last = [*(of_inputs if taken else []), *_other_homes(plan, config, tiers), *others]
+    return f"What would make it fit: {', '.join([*changes, f'or {last}' if changes else last])}."
+
+
+def _other_homes(plan: MemoryPlan, config: OffloadConfig, tiers: Sequence[TierName]) -> list[str]:
+    """Say where homes can go that `tiers`, of one memory, hold. "auto" needs a drive for more than it has moved."""
+    if not any(map(plan.holds_homes, tiers)):
+        return []
+    tier = TierName.HOST if TierName.HOST in tiers else tiers[0]
+    if not config.placement.auto:
+        return [_OTHER_HOMES[tier]]
+    has_moved_all = tier is not TierName.HOST or config.nvme_paths
+    return [] if has_moved_all else ["a drive for segments (offloadzero.nvme_path)"]

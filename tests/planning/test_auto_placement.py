@@ -132,8 +132,11 @@ def test_nvme_is_not_used_without_a_path() -> None:
     placement, plan = choose(units, auto(26 * COUNT, GIB, nvme_paths=()))
     assert NVME not in placement.values()
     assert plan.tier_bytes(NVME) == 0
-    with pytest.raises(BudgetError, match=r"budgets\.host(.|\n)*home: exp_avg "):
+    with pytest.raises(BudgetError, match=r"budgets\.host(.|\n)*home: exp_avg ") as caught:
         choose(units, auto(26 * COUNT, MIB // 4, nvme_paths=()))
+    assert "What would make it fit: a drive for segments (offloadzero.nvme_path), a smaller " in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize(("device", "host", "tier"), [(0, GIB, DEVICE), (GIB, 0, HOST), (0, 0, DEVICE)])
@@ -147,7 +150,9 @@ def test_what_cannot_fit_is_refused_with_the_table_of_the_smallest_placement(
     with pytest.raises(BudgetError, match=rf"budgets\.{tier.value}: (.|\n)*home: exp_avg_sq") as caught:
         choose(units, config)
     assert f"{tier.value}: {format_bytes(needed)} are needed, 0 B are allowed" in str(caught.value)
-    assert "What would make it fit" in str(caught.value)
+    fits = str(caught.value).partition("What would make it fit: ")[2]
+    assert fits.endswith("smaller units (offloadzero.units.patterns), or a larger budget.")
+    assert "nvme" not in fits  # "auto" has moved there what it can
 
 
 def test_a_budget_of_nvme_is_kept_by_refusing() -> None:

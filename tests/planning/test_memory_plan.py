@@ -370,6 +370,24 @@ def test_a_plan_is_within_its_budgets_or_refused(
     assert "home: param" in refusal
 
 
+@pytest.mark.parametrize(
+    ("home", "budget", "advised"),
+    [
+        ("host", "host", "segments on nvme, a smaller offloadzero.update.chunk_elements, "),
+        ("nvme", "host", "a smaller offloadzero.update.chunk_elements, "),
+        ("device", "device", "parameters or states on host or nvme, smaller units"),
+        ("nvme", "device", "smaller units"),
+        ("nvme", "nvme", "segments on host, or a larger budget."),
+    ],
+)
+def test_the_advice_names_homes_elsewhere_only_where_the_tier_holds_some(
+    home: str, budget: str, advised: str
+) -> None:
+    with pytest.raises(BudgetError) as caught:
+        plan_memory(records(4096), config(everything(home), budgets=BudgetConfig(**{budget: 4096})))
+    assert f"What would make it fit: {advised}" in str(caught.value)
+
+
 # --- when the update may run ---
 
 
