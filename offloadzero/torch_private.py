@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -201,10 +201,20 @@ cpu_lstm_backward: Any = torch.ops.aten.mkldnn_rnn_layer_backward
 grouped_matmul: Any = torch.ops.aten._grouped_mm
 
 
-def fake_tensor_mode() -> AbstractContextManager[Any]:
-    """Make a mode in which tensors have shapes, dtypes and sizes, but no memory. Imported late: it loads sympy."""
-    mode: Any = importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode
-    return mode()  # type: ignore[no-any-return]
+@contextlib.contextmanager
+def fake_tensor_mode() -> Iterator[None]:
+    """Inside the block tensors have shapes, dtypes and sizes, but no memory. Imported late: it loads sympy.
+
+    torch logs the traceback of an operation that fails there beside the error, which is enough.
+    """
+    fake_tensor: Any = importlib.import_module("torch._subclasses.fake_tensor")
+    level = fake_tensor.log.level
+    fake_tensor.log.setLevel(logging.CRITICAL)
+    try:
+        with fake_tensor.FakeTensorMode():
+            yield
+    finally:
+        fake_tensor.log.setLevel(level)
 
 
 def memory_of_dtensor(tensor: Any) -> torch.Tensor:

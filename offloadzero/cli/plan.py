@@ -226,10 +226,13 @@ def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None
     from offloadzero.cli.plan_answer import Question, drive_bytes
     from offloadzero.cli.plan_model import read_model
     from offloadzero.planned_model import Loop
+    from offloadzero.planning.cluster import FORMAT as CLUSTER_FORMAT
     from offloadzero.planning.fit import Memory
     from offloadzero.planning.kept_rates import read_hardware
 
     model = read_model(args.model)
+    if model.shape is None:
+        model.on_meta()  # a mistake in it is said before a minute of measurement
     most = model.num_positions
     sequence = args.sequence or (min(DEFAULT_SEQUENCE, most) if most else DEFAULT_SEQUENCE)
     if most and sequence > most and model.learns_positions:
@@ -237,7 +240,7 @@ def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None
     if cluster is not None:
         hardware = replace(cluster.rank(args.local_ranks), process_bytes=plan_probe.resident_bytes())
     elif args.hardware != THIS_MACHINE:
-        hardware = read_hardware(args.hardware)
+        hardware = read_hardware(args.hardware, other=f", nor a cluster (format {CLUSTER_FORMAT})")
         if config.nvme_paths and hardware.memory.nvme is None:
             paths = ", ".join(map(str, config.nvme_paths))
             allowed = f"the bytes of the drives under {paths}, which the configuration names; 0 where there are none"

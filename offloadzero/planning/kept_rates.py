@@ -33,9 +33,9 @@ KEY = "--hardware"
 MOST_MODELS = 64  # whose rates are kept; the oldest are forgotten
 
 
-def read_hardware(path: str) -> Hardware:
-    """Read a file that `--hardware-out` has written, or one by hand. Raises ConfigError."""
-    value = load_json(KEY, path, format_name=FORMAT, format_version=FORMAT_VERSION)
+def read_hardware(path: str, *, other: str = "") -> Hardware:
+    """Read a file that `--hardware-out` has written, or one by hand. Raises ConfigError, which names `other`."""
+    value = load_json(KEY, path, format_name=FORMAT, format_version=FORMAT_VERSION, other=other)
     return hardware_from_json(KEY, value)
 
 

@@ -566,8 +566,8 @@ def _other_homes(plan: MemoryPlan, config: OffloadConfig, tiers: Sequence[TierNa
     """Say where homes can go that `tiers`, of one memory, hold. "auto" needs a drive for more than it has moved."""
     if not any(map(plan.holds_homes, tiers)):
         return []
-    tier = TierName.HOST if TierName.HOST in tiers else tiers[0]
+    tier = next((tier for tier in tiers if tier.is_host_memory), tiers[0])
     if not config.placement.auto:
         return [_OTHER_HOMES[tier]]
-    has_moved_all = tier is not TierName.HOST or config.nvme_paths
+    has_moved_all = not tier.is_host_memory or config.nvme_paths
     return [] if has_moved_all else ["a drive for segments (offloadzero.nvme_path)"]

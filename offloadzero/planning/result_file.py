@@ -37,8 +37,13 @@ def _small_int(text: str) -> int:
     return int(text)
 
 
-def load_json(key: str, path: str, *, format_name: str, format_version: int) -> dict[str, Any]:
-    """Read a result of this package. Raises ConfigError when the file has none, or one of another version."""
+def load_json(
+    key: str, path: str, *, format_name: str, format_version: int, other: str = ""
+) -> dict[str, Any]:
+    """Read a result of this package. Raises ConfigError when the file has none, or one of another version.
+
+    `other` is what else the caller would have read.
+    """
     try:
         value = parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -46,7 +51,7 @@ def load_json(key: str, path: str, *, format_name: str, format_version: int) -> 
     except ValueError as error:
         raise ConfigError(key, path, f"is not JSON: {error}") from error
     if not isinstance(value, dict) or value.get("format") != format_name:
-        raise ConfigError(key, path, f"is not a result of this command (format {format_name})")
+        raise ConfigError(key, path, f"is not a result of this command (format {format_name}){other}")
     if value.get("format_version") != format_version:
         raise ConfigError(
             key, path, f"has format_version {value.get('format_version')!r:.40}, not {format_version}"

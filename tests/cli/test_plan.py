@@ -397,6 +397,32 @@ def test_what_is_wrong_with_a_machine_is_named(change: dict[str, Any], message: 
     assert message in str(caught.value)
 
 
+def test_a_file_of_another_kind_is_refused_with_both_that_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = words(tmp_path)
+    Path(arguments[arguments.index("--hardware") + 1]).write_text('{"format": "offloadzero.plan"}')
+    assert main(arguments) == USER_ERROR
+    said = capsys.readouterr().err
+    assert "(format offloadzero.hardware), nor a cluster (format offloadzero.cluster)" in said
+
+
+def test_a_function_that_gives_no_model_is_refused_before_the_machine_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a minute of measurement")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan_probe, "this_hardware", measure)
+    (tmp_path / "a_model_that_is_none.py").write_text("def make():\n    return 7\n")
+    arguments = words(tmp_path)
+    at = arguments.index("--hardware")
+    arguments[arguments.index("--model") + 1] = "a_model_that_is_none:make"
+    assert main(arguments[:at] + arguments[at + 2 :]) == USER_ERROR
+    assert "a function that returns an nn.Module, not int" in capsys.readouterr().err
+
+
 def test_memory_is_what_a_process_finds_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python and torch are a part of what is needed: they were taken off what is available as well."""
     held = 300 * MIB

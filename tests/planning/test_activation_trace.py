@@ -220,6 +220,20 @@ def test_what_takes_no_token_ids_is_an_error_with_its_reason() -> None:
         trace(TellsNothing)
 
 
+def test_an_operation_that_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """torch logs a traceback of many lines beside its error."""
+
+    class Mismatched(TinyModel):
+        def forward(self, ids: Tensor) -> Tensor:
+            del ids
+            weight = next(self.parameters())
+            return (weight.new_empty(4, 25) + weight.new_empty(1, 26)).sum()
+
+    with pytest.raises(TraceError, match=r"Mismatched: RuntimeError: .* broadcast"):
+        trace(Mismatched)
+    assert not caplog.records
+
+
 def test_a_model_that_refuses_its_dtype_is_an_error_with_its_reason() -> None:
     """As quantized ones of transformers do."""
 
