@@ -21,7 +21,8 @@ function draw(parent, name, attributes, text) {
   return node;
 }
 function variable(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
-function color(index) { return `var(--c${index % 7})`; }
+const NUM_COLORS = 11; // as many as a tier has parts
+function color(index) { return `var(--c${index % NUM_COLORS})`; }
 function seconds(value) {
   if (value === 0) return "0";
   const size = Math.abs(value);

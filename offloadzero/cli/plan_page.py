@@ -53,8 +53,15 @@ def plan_data(report: Report) -> dict[str, Any]:
         "stages": {"header": header, "rows": rows, "notes": list(report.stage_notes())}
         if report.stages
         else None,
-        "overlap": f"{OVERLAP:.0%}",
+        "stretch": _stretch(found),
     }
+
+
+def _stretch(found: Forecast | None) -> str:
+    """Say by what a phase is longer than its longest lane."""
+    text = f"over an overlap of {OVERLAP:.0%}"
+    more = 1.0 if found is None else found.over_phases
+    return text if more < 1.005 else f"{text}, times {more:.2f}: simulated unit by unit, the step is longer"
 
 
 def _facts(report: Report) -> Iterator[list[str]]:

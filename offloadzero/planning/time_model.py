@@ -234,6 +234,12 @@ class Forecast:
         return self.tokens / self.seconds if self.tokens and self.seconds else None
 
     @property
+    def over_phases(self) -> float:
+        """What the forecast is over the time of its phases by their longest lanes alone: 1 where they are longest."""
+        by_lanes_s = sum(max(phase.lanes_s.values()) / OVERLAP for phase in self.phases)
+        return (self.seconds or 0.0) / by_lanes_s if by_lanes_s else 1.0
+
+    @property
     def waits_for(self) -> str | None:
         """The lane that the step waits for most: the bound's, or the simulated step's where that is the forecast."""
         if self.simulated is not None and self.seconds == self.simulated.seconds / OVERLAP:

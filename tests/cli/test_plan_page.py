@@ -136,6 +136,8 @@ def test_the_phases_are_those_of_the_forecast(
     simulated_s = answer["simulated"]["seconds"] / OVERLAP
     factor = max(1.0, simulated_s / sum(by_lanes_s))
     assert found["seconds"] == pytest.approx(max(simulated_s, sum(by_lanes_s)))
+    longer = f", times {factor:.2f}: simulated unit by unit, the step is longer" if factor >= 1.005 else ""
+    assert page.data["stretch"] == f"over an overlap of 95%{longer}"
     for phase, seconds in zip(phases, by_lanes_s, strict=True):
         assert phase["seconds"] == pytest.approx(factor * seconds)
         assert set(phase["lanes"]) <= set(page.data["lanes"])
