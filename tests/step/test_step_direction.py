@@ -1,12 +1,13 @@
 """A step flows one way: no object of it calls, or writes into, one by which it is called.
 
 [Note: the direction of a step]
-Steps are traced on all threads. An object is an instance of a class of the rooms below. A function that was defined in
-a method, a callback say, is code of that method's object, whoever calls it. There is an edge from one class to another
-where a method of the first calls a method of the second, or sets an attribute of an instance; what it calls on the
-way, plain functions and other rooms, does not matter. Making an object is no edge, and what one thread has put into a
-queue for another begins there anew. So a job that is handed on is no circle, and one that is reported back is: a call
-of an object that, directly or not, has called who reports.
+Steps are traced on all threads. An object is an instance of a class of the rooms below, wherever its methods come from:
+a ticket's `wait()` is inherited. A function that was defined in a method, a callback say, is code of that method's
+object, whoever calls it. There is an edge from one class to another where a method of the first calls a method of the
+second, or sets an attribute of an instance; what it calls on the way, plain functions and other rooms, does not matter.
+Making an object is no edge, and what one thread has put into a queue for another begins there anew. So a job that is
+handed on is no circle, and one that is reported back is: a call of an object that, directly or not, has called who
+reports.
 
 Edges between instances of one class say nothing: the forward of a site runs inside another's.
 
@@ -15,6 +16,7 @@ Edges between instances of one class say nothing: the forward of a site runs ins
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 import sys
@@ -46,9 +48,9 @@ def in_rooms(name: object) -> bool:
 
 
 def owner(frame: FrameType) -> object | None:
-    """The object whose method, or whose callback, runs in `frame`."""
+    """The object whose method, one of its own or inherited, or whose callback, runs in `frame`."""
     code = frame.f_code
-    if not in_rooms(frame.f_globals.get("__name__")) or "self" not in code.co_varnames[:1] + code.co_freevars:
+    if "self" not in code.co_varnames[:1] + code.co_freevars:
         return None
     found: object = frame.f_locals.get("self")
     return found if in_rooms(type(found).__module__) else None
@@ -201,9 +203,15 @@ def traced(name: str, directory: Path) -> Trace:
     return trace
 
 
+@pytest.fixture(scope="module")
+def trace_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trace]:
+    """Each script is traced once."""
+    return functools.cache(lambda name: traced(name, tmp_path_factory.mktemp("traced")))
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_step_flows_one_way(name: str, tmp_path: Path) -> None:
-    trace = traced(name, tmp_path)
+def test_a_step_flows_one_way(name: str, trace_of: Callable[[str], Trace]) -> None:
+    trace = trace_of(name)
     assert trace.circle == [], trace.report
     assert len(trace.edges) > 30
     drawing = drawn()
@@ -224,6 +232,16 @@ def test_a_step_flows_one_way(name: str, tmp_path: Path) -> None:
         ("UpdateJob", "RecordGradient"),
     ):
         assert edge in trace.edges, trace.report
+
+
+def test_each_edge_that_is_drawn_is_traced(trace_of: Callable[[str], Trace]) -> None:
+    seen = {edge for name in SCRIPTS for edge in trace_of(name).edges}
+    assert [
+        (caller, called)
+        for caller, line in drawn().items()
+        for called in line
+        if (caller, called) not in seen
+    ] == []
 
 
 def test_each_calls_only_what_is_drawn_below_it() -> None:
