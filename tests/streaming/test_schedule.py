@@ -186,6 +186,13 @@ def test_who_is_used_after_the_step_stays_longer_than_who_is_not() -> None:
     assert plan_prefetch([], later=[4], **{**kwargs, "free_bytes": 9}) == []
 
 
+def test_of_units_without_a_next_use_those_needed_before_leave_last() -> None:
+    """Else the fetch would wait for 0 and 1, which are used before it, and would come late."""
+    sizes = dict.fromkeys(range(4), 1)
+    found = plan_prefetch([1, 3], num_bytes=sizes, present={0, 1, 2}, protected={0}, in_use=0, free_bytes=0)
+    assert found == [Evict(2), Fetch(3)]
+
+
 # --- the number of fetches ---
 
 
