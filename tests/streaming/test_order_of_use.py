@@ -258,6 +258,29 @@ def test_no_use_waits_since_free_bytes_lie_in_two_holes(
     engine.close()
 
 
+def test_of_reads_outside_of_backward_the_last_two_are_protected() -> None:
+    """An operation takes its first weight and its second, of another unit; whatever was read before may leave."""
+    policy = ResidencyPolicy(some_units(4), arena_bytes=4 * BLOCK_BYTES)
+    for index in range(4):
+        policy.entered(index)
+        policy.note_read(index, guard=True)
+    assert policy.protected() == {2, 3}
+    policy.note_read(2, guard=True)
+    policy.note_read(0, guard=True)
+    assert policy.protected() == {2, 0}
+
+
+def some_units(number: int) -> list[Any]:
+    return [
+        SimpleNamespace(
+            residency=RELEASED,
+            num_bytes=BLOCK_BYTES,
+            record=SimpleNamespace(index=index, num_trainable=1, unit_name=str(index)),
+        )
+        for index in range(number)
+    ]
+
+
 def plans_made_by_step(
     monkeypatch: pytest.MonkeyPatch, *, num_units: int, room: int, num_steps: int = 4
 ) -> list[int]:
@@ -270,15 +293,7 @@ def plans_made_by_step(
         return plan_prefetch(*arguments, **options)
 
     monkeypatch.setattr(residency, "plan_prefetch", counted)
-    units: list[Any] = [
-        SimpleNamespace(
-            residency=RELEASED,
-            num_bytes=BLOCK_BYTES,
-            record=SimpleNamespace(index=index, num_trainable=1, unit_name=str(index)),
-        )
-        for index in range(num_units)
-    ]
-    policy = ResidencyPolicy(units, arena_bytes=room * BLOCK_BYTES)
+    policy = ResidencyPolicy(some_units(num_units), arena_bytes=room * BLOCK_BYTES)
 
     def move() -> None:
         for one in policy.plan((room - len(policy.present)) * BLOCK_BYTES):
