@@ -38,8 +38,17 @@ class Isa(str, Enum):
 _ISA_CODE = {Isa.SCALAR: 0, Isa.AVX2: 1, Isa.AVX512: 2}
 
 
+def isa_supported(isa: Isa) -> bool:
+    """Whether this CPU, its operating system and this build have the instruction set."""
+    return _kernels.isa_supported(_ISA_CODE[isa])
+
+
 @functools.cache
-def _choose_isa() -> tuple[Isa, str]:
+def active_isa() -> Isa:
+    """Return the instruction set in use: the widest there is, or the one OFFLOADZERO_ISA names on first use.
+
+    Raises ConfigError if OFFLOADZERO_ISA names one that does not exist or that this CPU lacks.
+    """
     forced = os.environ.get(ISA_ENV)
     if forced:
         names = [isa.value for isa in Isa]
@@ -50,27 +59,8 @@ def _choose_isa() -> tuple[Isa, str]:
             raise ConfigError(
                 ISA_ENV, forced, "this CPU or this build does not have it", known_keys=[ISA_ENV]
             )
-        return isa, f"{ISA_ENV}={forced}"
-    best = next(isa for isa in (Isa.AVX512, Isa.AVX2, Isa.SCALAR) if isa_supported(isa))
-    return best, "the widest this CPU has"
-
-
-def isa_supported(isa: Isa) -> bool:
-    """Whether this CPU, its operating system and this build have the instruction set."""
-    return _kernels.isa_supported(_ISA_CODE[isa])
-
-
-def active_isa() -> Isa:
-    """Return the instruction set in use: the widest there is, or the one OFFLOADZERO_ISA names on first use.
-
-    Raises ConfigError if OFFLOADZERO_ISA names one that does not exist or that this CPU lacks.
-    """
-    return _choose_isa()[0]
-
-
-def isa_reason() -> str:
-    """Return the reason for the choice of `active_isa`, in words."""
-    return _choose_isa()[1]
+        return isa
+    return next(isa for isa in (Isa.AVX512, Isa.AVX2, Isa.SCALAR) if isa_supported(isa))
 
 
 _default_num_threads = min(len(os.sched_getaffinity(0)), MAX_UPDATE_THREADS)
@@ -114,7 +104,7 @@ def check_num_threads(num_threads: int | None) -> int:
 
 def isa_code(isa: Isa | None) -> int:
     """Return the kernels' number of an instruction set; None is the active one."""
-    return _ISA_CODE[_choose_isa()[0] if isa is None else isa]
+    return _ISA_CODE[active_isa() if isa is None else isa]
 
 
 class GradCheck(str, Enum):
