@@ -38,8 +38,3 @@ def efficiency(flops_per_byte: float, *, bytes_per_s: float, flops_per_s: float)
     """Return the share of the time in which a device of `flops_per_s` computes if nothing overlaps."""
     fed = flops_per_byte * bytes_per_s
     return fed / (fed + flops_per_s)
-
-
-def bandwidth_for(wanted: float, *, flops_per_byte: float, flops_per_s: float) -> float:
-    """Return the bytes per second at which `efficiency` is the `wanted` share, which is below 1."""
-    return wanted / (1.0 - wanted) * flops_per_s / flops_per_byte
