@@ -1,4 +1,4 @@
-"""What it takes ranks to compare a few numbers over gloo: each tells each, or they find the largest in a reduction.
+"""The time in which ranks compare a few numbers over gloo: each tells each, or they find the largest in a reduction.
 
     python benchmarks/host_collectives.py [--ranks 2 3 4 8 16] [--rounds 5] [--report FILE.md]
 

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Trainer(NamedTuple):
-    """What a contender's process trains with."""
+    """The calls by which a contender's process trains."""
 
     step: Callable[[Batches], Any]  # does one step; returns the loss of the last micro batch
     finish: Callable[[], None] = lambda: None  # waits for what steps have left in the background

@@ -24,7 +24,7 @@ from offloadzero.update.spec import DTYPES
 
 @dataclass(frozen=True)
 class OffloadDevice:
-    """Where parameters or optimizer states live, with the names of DeepSpeed's offload blocks."""
+    """The home of parameters or optimizer states, with the names of DeepSpeed's offload blocks."""
 
     device: str  # "cpu" | "nvme": the slowest tier that holds any
     nvme_path: Path | None

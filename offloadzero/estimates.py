@@ -60,7 +60,7 @@ class PlacementEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a model takes under one stage of ZeRO, placement by placement."""
+    """The memory that a model takes under one stage of ZeRO, placement by placement."""
 
     stage: int
     num_nodes: int

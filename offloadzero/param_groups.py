@@ -23,7 +23,7 @@ def expect_rates(param_groups: Iterable[Mapping[str, Any]]) -> None:
 
 
 class GroupMembers:
-    """Which parameters each group had when the model was offloaded.
+    """The parameters that each group had when the model was offloaded.
 
     A unit keeps the number of each parameter's group, so a group that takes, loses or trades parameters, or another
     order of the groups, would train with options that the script does not see there.

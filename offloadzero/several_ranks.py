@@ -308,7 +308,7 @@ def _built_by(slot: ParamSlot) -> list[int] | None:
 
 
 def _facts(slot: ParamSlot) -> tuple[object, ...]:
-    """What must be the same of a parameter on all ranks: those in parts are gathered in the dtype that they have."""
+    """The facts of a parameter that all ranks must share: those in parts are gathered in the dtype that they have."""
     in_parts = (slot.param.dtype,) if is_in_parts(slot.param) else ()
     return slot.name, slot.shape, slot.group_index, *in_parts
 

@@ -137,7 +137,7 @@ _tracing_context: Callable[[], Any] = _look_up("_guards.TracingContext.try_get")
 
 
 def end_graph(reason: str) -> None:
-    """Where the compiler traces, have it end the graph: it runs the operation as it is, and goes on after it."""
+    """Have the compiler end the graph where it traces: it runs the operation as it is, and goes on after it."""
     if _tracing_context() is not None:
         raise importlib.import_module("torch._dynamo.exc").Unsupported(reason)
 
@@ -278,7 +278,7 @@ def active_ddp_module() -> Any:
 
 
 def sharder_of(module: torch.nn.Module) -> str | None:
-    """What of torch's FSDP has put parameters of its own in the place of a module's; None where nothing has."""
+    """Return the name of torch's FSDP that has put parameters in the place of a module's; None where none has."""
     kinds = [
         kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.distributed.fsdp")
     ]

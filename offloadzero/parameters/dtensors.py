@@ -63,7 +63,7 @@ def expect_no_dtensors(model: nn.Module) -> None:
 
 
 def local_tensor(tensor: Any) -> Tensor:
-    """What this rank has of a DTensor."""
+    """Return the part of a DTensor that this rank has."""
     with torch.no_grad():
         local: Tensor = tensor.to_local()
     return local

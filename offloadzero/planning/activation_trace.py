@@ -146,7 +146,7 @@ class MicroBatchTrace:
 
 
 class Event(Enum):
-    """What happens to the counts; each event has an amount."""
+    """A change of the counts; each event has an amount."""
 
     FLOPS = "operations"
     MADE = "bytes of a new storage"

@@ -27,7 +27,7 @@ class Queue(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a task waits for in addition, by what has begun when the task `asked` has ended.
+    """A choice between two tasks to wait for in addition, by what has begun when the task `asked` has ended.
 
     If `begun` has not, the task waits for `early` and takes no time. Else it waits for `late`.
     """

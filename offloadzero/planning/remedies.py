@@ -1,4 +1,4 @@
-"""What would make a step faster: of the remedies of the lane it waits for, those that the step has left."""
+"""Changes that would make a step faster: of the remedies of the lane it waits for, those that the step has left."""
 
 from __future__ import annotations
 

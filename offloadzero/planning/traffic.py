@@ -290,7 +290,7 @@ def _add_gradient(sheet: _Sheet, record: Record, plan: MemoryPlan, num_micro: in
 
 
 def _num_measured(record: Record, num_micro: int) -> int:
-    """How often a gradient at home on the device is measured: once for the window, or after each reduction."""
+    """The times that a gradient at home on the device is measured: once for the window, or after each reduction."""
     return num_micro if record.is_reduced else 1
 
 

@@ -19,7 +19,7 @@ MAX_USES = 1 << 16  # recorded of one step: a loop that never calls step() must 
 
 
 class _Places:
-    """Where an order has each use: a step all of whose uses depart from it must not look through it at each."""
+    """The places of each use in an order: a step all of whose uses depart from it must not look through it at each."""
 
     def __init__(self, order: Sequence[int]) -> None:
         self.order = order

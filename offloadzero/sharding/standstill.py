@@ -39,7 +39,7 @@ _BESIDE_STEPS = ("control", "gradients")  # backwards, which come before or afte
 
 
 class Submitted(Protocol):
-    """What a script has submitted to a lane."""
+    """The work that a script has submitted to a lane."""
 
     number: int
 
@@ -90,7 +90,7 @@ class Standstill:
                 )
 
     def _come_to(self, channel: str) -> int:
-        """How far the script of this rank has come in a channel: another thread may begin later what it submits."""
+        """The last number of this rank's script in a channel: another thread may begin later what it submits."""
         submitted = self._submitted.get(channel)
         return self._begun[channel] if submitted is None else submitted.number
 

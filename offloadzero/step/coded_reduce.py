@@ -163,7 +163,7 @@ class _Hops:
     def _packets(
         self, memory: Tensor, num_ranks: int, num_parts: int
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """What goes to each of some ranks, or comes from them: codes and scales, a row for each part."""
+        """The packets to each of some ranks, or from them: codes and scales, a row for each part."""
         for place, packets in enumerate(memory.view(num_ranks, num_parts, self._packet_bytes)):
             codes, scales = packets.split([self._kept // 2, self._packet_bytes - self._kept // 2], dim=1)
             yield place, codes, scales.view(INT4_SCALE_DTYPE)

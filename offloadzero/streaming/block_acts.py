@@ -1,4 +1,4 @@
-"""What the ranks do together about parameters that a script has gathered."""
+"""Acts of all ranks together on parameters that a script has gathered."""
 
 from __future__ import annotations
 

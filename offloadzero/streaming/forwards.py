@@ -1,4 +1,4 @@
-"""What stands for a module's `forward`, and is put there by hooks.py.
+"""Callables that stand for a module's `forward`; hooks.py puts them there.
 
 [Note: torch's encoder]
 In evaluation torch's `nn.TransformerEncoder` packs padded sequences into nested tensors, and fills with zeros what was
@@ -117,7 +117,7 @@ class Forward:
 
 
 class _RemovedForward(Forward):
-    """What a removed object is: a script's own forward may have kept it, to call it."""
+    """An object that was removed: a script's own forward may have kept it, to call it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if type(self._module).forward is not self._of_class:

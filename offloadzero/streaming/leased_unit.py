@@ -199,7 +199,7 @@ class LeasedUnit:
         self.residency = FETCHING
 
     def arrive(self, stream: Stream | None) -> None:
-        """What is launched on `stream` from now on finds the parameters there."""
+        """Note that work launched on `stream` from now on finds the parameters there."""
         self.residency = READY
         self.arrived_for.append(stream)
 
