@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,11 +18,11 @@ from torch import nn
 import offloadzero
 from offloadzero.cli.plan_model import ModelSource
 from offloadzero.config import load_config
-from offloadzero.observe.timeline import COMPUTE, NVME_READ, WAIT
+from offloadzero.observe.timeline import COMPUTE, NVME_READ, NVME_WRITE, UPDATE, WAIT
 from offloadzero.planned_model import plan_model, uses_of
 from offloadzero.planning.step_tasks import StepTasks
 from offloadzero.planning.step_work import LaneRates, work_of_step
-from offloadzero.planning.traffic import StepTraffic, fetches_of_step, step_traffic
+from offloadzero.planning.traffic import AFTER, StepTraffic, fetches_of_step, step_traffic
 from offloadzero.streaming.residency import ResidencyPolicy
 from offloadzero.streaming.unit_fetches import UnitFetches
 from tests.cli.test_plan_model import CONFIGS, PLENTY
@@ -29,6 +30,7 @@ from tests.support import models
 from tests.support.tiny import TinyModel, tokens
 from tests.support.training import make_config, merge
 
+ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 NUM_STEPS = 4
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]] = {
     "tied": (TinyModel, tokens),
@@ -97,6 +99,25 @@ def test_lanes_move_what_is_forecast(model: str, name: str, tmp_path: Path) -> N
         most = expected.lane(NVME_READ)
         assert lanes == {lane: size for lane, size in expected.lanes.items() if lane != NVME_READ}
         assert most - expected.delivered_bytes <= reads <= most
+
+
+@pytest.mark.parametrize(("layout", "column"), [("fp32", 0), ("compact", 1)])
+def test_the_architecture_has_the_bytes_of_a_step(layout: str, column: int, tmp_path: Path) -> None:
+    """Its table of the bound: what an update reads, the parameter among it, what it writes, and its own traffic."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+
+    config = make_config("nvme", tmp_path, offloadzero={"state_layout": layout})
+    traffic = forecast(build, config)
+    for name, lane in (
+        ("NVMe read", NVME_READ),
+        ("NVMe write", NVME_WRITE),
+        ("update, traffic of the memory", UPDATE),
+    ):
+        (row,) = re.findall(rf"^\| {name} \| (.*) \|$", ARCHITECTURE.read_text(), re.MULTILINE)
+        said = float(row.split(" | ")[column].partition(" P")[0])
+        assert traffic.by_phase[AFTER][lane] / (4 * 512 * 512) == pytest.approx(said, rel=0.02), name
 
 
 # --- the schedule ---
