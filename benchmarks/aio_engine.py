@@ -43,7 +43,7 @@ from offloadzero.io.engine import AioEngine, AioFile, AioTicket  # noqa: E402
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 KINDS = ("read", "write", "mixed")
-READS, WRITES = 10, 12  # bytes per parameter in a step with 12-byte records
+READ_PERCENT = 50  # of mixed traffic: a step reads 12 bytes per parameter on the drive, and writes them
 OPERATION_SIZE = 16 * MIB  # of the engine: one segment of an update chunk (4M elements in fp32)
 BARS = {"read": 0.97, "write": 0.97, "mixed": 0.95}
 PAUSE_S = 0.2
@@ -73,8 +73,8 @@ Contender = Callable[[str], Sample]
 
 
 def is_read(kind: str, index: int) -> bool:
-    """Whether the index-th operation is a read: reads and writes are 10 : 12, spread evenly."""
-    return kind == "read" or (kind == "mixed" and index * READS % (READS + WRITES) < READS)
+    """Whether the index-th operation is a read: of mixed traffic, every second one."""
+    return kind == "read" or (kind == "mixed" and index % 2 == 0)
 
 
 @contextlib.contextmanager
@@ -122,10 +122,9 @@ class Fio:
         self._extra = extra
 
     def command(self, kind: str) -> list[str]:
-        mix = round(100 * READS / (READS + WRITES))
         return [
             *("fio", "--name=point", f"--filename={self._path}", "--ioengine=io_uring", "--direct=1"),
-            *([f"--rw={kind}"] if kind != "mixed" else ["--rw=rw", f"--rwmixread={mix}"]),
+            *([f"--rw={kind}"] if kind != "mixed" else ["--rw=rw", f"--rwmixread={READ_PERCENT}"]),
             *(f"--bs={self._point.block_size}", f"--iodepth={self._point.depth}"),
             *(f"--size={self._num_bytes}", f"--mem=mmapshared:{self._memory.link()}"),
             *("--output-format=json", *self._extra),

@@ -1,11 +1,11 @@
 """The decisions of `bench nvme`, on the next points and on the result: without files and clocks.
 
 [Note: step traffic]
-One optimizer step over P parameters in the `fp32` layout (bf16 parameter, 16-bit master remainder, two fp32
-moments) reads remainder and moments, 2 + 4 + 4 = 10 bytes per parameter, and writes those and the new
-parameter, 12 bytes. Mixed traffic has this ratio, so at a mixed rate of R bytes per second (both directions
-together) a step takes 22 P / R seconds. A drive whose write rate falls to W once its cache is full takes
-12 P / W at least. Forward and backward of parameters that live on the drive read 2 P bytes each, on top.
+One optimizer step over P parameters that are on the drive in the `fp32` layout (bf16 parameter, 16-bit master
+remainder, two fp32 moments) reads 2 + 2 + 4 + 4 = 12 bytes per parameter, and writes as many. Mixed traffic has
+this ratio, so at a mixed rate of R bytes per second (both directions together) a step takes 24 P / R seconds. A
+drive whose write rate falls to W once its cache is full takes 12 P / W at least. Forward and backward read 2 P bytes
+each, on top; of parameters in memory that is left out, and 2 P in each direction of the update.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from typing import Any
 KIB = 1 << 10
 MIB = 1 << 20
 
-READ_BYTES_PER_PARAM = 10
-WRITE_BYTES_PER_PARAM = 12
-STEP_BYTES_PER_PARAM = READ_BYTES_PER_PARAM + WRITE_BYTES_PER_PARAM
-STATE_BYTES_PER_PARAM = 12
+STATE_BYTES_PER_PARAM = 12  # read, and written
+STEP_BYTES_PER_PARAM = 2 * STATE_BYTES_PER_PARAM
 
 # Two medians that differ by less count as equal on a drive that other programs use as well.
 TOLERANCE = 0.03
@@ -225,16 +223,12 @@ class StepChunk:
     def num_bytes(self) -> int:
         return STATE_BYTES_PER_PARAM * self.num_elements
 
-    def written(self) -> Iterator[tuple[int, int]]:
+    def segments(self) -> Iterator[tuple[int, int]]:
         """The (offset, num_bytes) of parameter, remainder, first and second moment."""
         offset = 0
         for element_bytes in (2, 2, 4, 4):
             yield offset, element_bytes * self.num_elements
             offset += element_bytes * self.num_elements
-
-    def read(self) -> Iterator[tuple[int, int]]:
-        """The segments that the update reads: the parameter is in memory already."""
-        yield from list(self.written())[1:]
 
 
 NUM_CHUNKS_IN_FLIGHT = 4
@@ -257,7 +251,7 @@ def step_seconds(num_params: float, *, mixed_bps: float, sustained_write_bps: fl
     mixed_s = STEP_BYTES_PER_PARAM * num_params / mixed_bps
     if not sustained_write_bps:
         return mixed_s
-    return max(mixed_s, WRITE_BYTES_PER_PARAM * num_params / sustained_write_bps)
+    return max(mixed_s, STATE_BYTES_PER_PARAM * num_params / sustained_write_bps)
 
 
 def params_in(seconds: float, *, mixed_bps: float, sustained_write_bps: float | None) -> float:

@@ -176,7 +176,7 @@ class Sequential:
 
 
 class OptimizerStep:
-    """Reads a record's optimizer state and writes the record, with several records at once: [Note: step traffic]."""
+    """Reads a record's segments and writes them, with several records at once: [Note: step traffic]."""
 
     def __init__(self, files: Sequence[ScratchFile], *, num_elements: int, memory: RandomMemory) -> None:
         self._chunk = StepChunk(num_elements)
@@ -197,8 +197,7 @@ class OptimizerStep:
             where = index, advance(self._files[index], self._chunk.num_bytes)
             self._reading[slot] = where
         index, start = where
-        parts = self._chunk.written() if is_write else self._chunk.read()
-        buffer = self.buffers[slot]
+        buffer, parts = self.buffers[slot], self._chunk.segments()
         return [Transfer(is_write, index, start + at, buffer[at : at + size]) for at, size in parts]
 
 

@@ -134,7 +134,7 @@ def test_the_config_block_loads(run: dict[str, Any]) -> None:
 
 def test_the_meaning_follows_from_the_rates(run: dict[str, Any]) -> None:
     meaning = run["result"]["meaning"]
-    by_mixed = meaning["mixed_gb_per_s"] * 10.0 / 22
+    by_mixed = meaning["mixed_gb_per_s"] * 10.0 / 24
     by_write = (meaning["sustained_write_gb_per_s"] or float("inf")) * 10.0 / 12
     assert meaning["num_params"] / 1e9 == pytest.approx(min(by_mixed, by_write))
     assert "billion parameters at 10 seconds per step" in meaning["text"]
