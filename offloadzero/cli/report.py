@@ -11,10 +11,16 @@ from typing import Any
 
 from offloadzero.cli.output import check_output, print_lines, save_text
 from offloadzero.cli.page import make_page
-from offloadzero.cli.report_forecast import compare_run, compared_lines, read_own_forecast, read_planned_step
+from offloadzero.cli.report_forecast import (
+    compare_run,
+    compared_lines,
+    has_enough,
+    read_own_forecast,
+    read_planned_step,
+)
 from offloadzero.cli.units import size_text
 from offloadzero.errors import AioError, ConfigError
-from offloadzero.observe.forecast import MIN_STEPS, Comparison, compare
+from offloadzero.observe.forecast import Comparison, compare
 from offloadzero.observe.run_dir import FORMAT, FORMAT_VERSION, RUN_FILE, STEPS_FILE, TRACE_FILES
 from offloadzero.observe.texts import duration_text
 from offloadzero.planning.result_file import load_json, parse_json
@@ -69,7 +75,7 @@ def compared_with(directory: Path, plan: str | None) -> Comparison | None:
     if plan is not None:
         return compare_run(read_planned_step(plan), records)
     own = read_own_forecast(directory)
-    return None if own is None or len(records) < MIN_STEPS else compare(own, records)
+    return None if own is None or not has_enough(own, records) else compare(own, records)
 
 
 def _are_tiers(tiers: object) -> bool:

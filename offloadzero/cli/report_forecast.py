@@ -13,7 +13,16 @@ from offloadzero.cli.output import text_table
 from offloadzero.cli.plan import FORMAT, FORMAT_VERSION
 from offloadzero.cli.units import size_text
 from offloadzero.errors import ConfigError
-from offloadzero.observe.forecast import MIN_STEPS, Comparison, PlannedStep, Record, compare, parts_alone
+from offloadzero.observe.forecast import (
+    MIN_STEPS,
+    NUM_FIRST,
+    Comparison,
+    PlannedStep,
+    Record,
+    compare,
+    compared,
+    parts_alone,
+)
 from offloadzero.observe.run_dir import FORECAST_FILE, FORECAST_FORMAT
 from offloadzero.observe.run_dir import FORMAT_VERSION as RUN_FORMAT_VERSION
 from offloadzero.observe.texts import duration_text
@@ -26,7 +35,16 @@ def compare_run(planned: PlannedStep, records: Sequence[Record]) -> Comparison:
     """Compare a run with the plan that is named beside it. Raises ConfigError where its steps are too few."""
     if len(records) < MIN_STEPS:
         raise ConfigError("RUN_DIR", f"{len(records)} steps", f"at least {MIN_STEPS} beside {KEY}")
+    if not has_enough(planned, records):
+        num_alike = len(compared(planned, records))
+        allowed = f"at least {MIN_STEPS - NUM_FIRST} with updates after the first {NUM_FIRST} beside {KEY}"
+        raise ConfigError("RUN_DIR", f"{num_alike} of {len(records)} steps", allowed)
     return compare(planned, records)
+
+
+def has_enough(planned: PlannedStep, records: Sequence[Record]) -> bool:
+    """Whether so many steps are like the forecast one as a comparison takes."""
+    return len(compared(planned, records)) >= MIN_STEPS - NUM_FIRST
 
 
 def compared_lines(found: Comparison) -> list[str]:

@@ -1,13 +1,14 @@
 """A run beside its forecast: a step's time, bytes and seconds by lane, and the cause of a departure.
 
 [Note: what departs]
-The run's figures are medians of its steps without the first ones, which record the order of use. Bytes are those that
-the lanes counted. Seconds of a lane are those in which it moved anything; of `compute` and `cores`, which move
-nothing, those of the run's own bound. Where a step departs from its forecast by more than DEVIATION, the lane whose
-seconds depart most, and in the direction of the step, is the cause. With the CPU as the device several lanes of a run
-are parts of one lane of the forecast, the cores, which counts no time in which they sleep: a part is the cause where
-no lane has half of the departure. Where no part has it either, the lanes took the time that was forecast and
-overlapped otherwise, or other work had the cores: then the longest wait is named.
+The run's figures are medians of its steps without the first ones, which record the order of use, and without those in
+which nothing was updated where the forecast has updates: fp16 skips steps until it has found its loss scale, and they
+take no time for their updates. Bytes are those that the lanes counted. Seconds of a lane are those in which it moved
+anything; of `compute` and `cores`, which move nothing, those of the run's own bound. Where a step departs from its
+forecast by more than DEVIATION, the lane whose seconds depart most, and in the direction of the step, is the cause.
+With the CPU as the device several lanes of a run are parts of one lane of the forecast, the cores, which counts no time
+in which they sleep: a part is the cause where no lane has half of the departure. Where no part has it either, the lanes
+took the time that was forecast and overlapped otherwise, or other work had the cores: then the longest wait is named.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any
 from offloadzero.errors import OffloadError
 from offloadzero.observe.bound import NVME
 from offloadzero.observe.texts import duration_text
-from offloadzero.observe.timeline import COMPUTE, D2H, H2D, NVME_READ, NVME_WRITE
+from offloadzero.observe.timeline import COMPUTE, D2H, DEVICE_UPDATE, H2D, NVME_READ, NVME_WRITE, UPDATE
 
-MIN_STEPS = 10  # of a run that is compared
+MIN_STEPS = 10  # of a run that is compared, without those that `compared` leaves out later
 NUM_FIRST = 2  # of these, those that are left out
 DEVIATION = 0.2
 ENOUGH = 0.5  # of the step's departure: a lane with less is not all of the cause
@@ -111,9 +112,23 @@ def parts_alone(parts_s: Mapping[str, float], num_cores: int) -> dict[str, float
     return {lane: s * (num_cores if lane in OF_ONE_CORE else 1) for lane, s in parts_s.items()}
 
 
+def compared(planned: PlannedStep, records: Sequence[Record]) -> list[Record]:
+    """Return the steps of a run that are like the one that is forecast: [Note: what departs]."""
+    return [record for record in records[NUM_FIRST:] if _is_alike(planned, record)]
+
+
+def _is_alike(planned: PlannedStep, record: Record) -> bool:
+    """Whether a step has updates if the forecast one does: those of the step before, where they run in its forward."""
+    return _has_updates(record["bytes"]) or not _has_updates(planned.num_bytes)
+
+
+def _has_updates(num_bytes: Mapping[str, float]) -> bool:
+    return any(num_bytes.get(lane) for lane in (UPDATE, DEVICE_UPDATE))
+
+
 def compare(planned: PlannedStep, records: Sequence[Record]) -> Comparison:
-    """Compare the steps of a run, at least MIN_STEPS, with their forecast: [Note: what departs]."""
-    shown = records[NUM_FIRST:]
+    """Compare the steps of a run, of which `compared` has some, with their forecast: [Note: what departs]."""
+    shown = compared(planned, records)
     step_s = statistics.median(record["step_s"] for record in shown)
     seconds = _medians([_seconds_of(record) for record in shown])
     waits_s = _medians([record["waits_s"] for record in shown])
@@ -205,7 +220,8 @@ class ForecastCheck:
                 self.planned = self._make(rates)
             except NoForecastError as error:
                 self.unknown = str(error)
-        self._records.append(record)
+        if len(self._records) < NUM_FIRST or self.planned is None or _is_alike(self.planned, record):
+            self._records.append(record)
         if len(self._records) < MIN_STEPS:
             return False
         if self.planned is not None:

@@ -128,6 +128,10 @@ def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert main(["report", str(run), "--plan", plan_file(plan, seconds, lanes)]) == USER_ERROR  # type: ignore[arg-type]
         assert message in capsys.readouterr().err
         assert not (run / "report.html").exists()
+    plan_file(plan, 1.0, {}, update=5)
+    run = run_of(tmp_path / "skips", bytes={"d2h": 7})
+    assert main(["report", str(run), "--plan", str(plan)]) == USER_ERROR
+    assert "RUN_DIR = '0 of 12 steps': at least 8 with updates after the first 2" in capsys.readouterr().err
 
 
 def own_forecast(path: Path, **keys: Any) -> None:

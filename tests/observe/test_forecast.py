@@ -102,6 +102,27 @@ def test_the_forecast_is_made_with_the_first_step_and_checked_once() -> None:
     assert check.found.ratio == 1.0
 
 
+def test_steps_that_update_nothing_are_left_out() -> None:
+    """fp16 skips steps until it has found its loss scale: a forecast of half of the time was as measured by them."""
+    lanes_s = {"update": 0.5}
+    plan = PlannedStep(1.0, lanes_s, {"update": 100, "d2h": 10})
+    skipped = records(1.0, {"update": 0.0}, bytes={"d2h": 10})
+    taken = records(2.0, lanes_s, bytes={"update": 90, "d2h": 10})
+    found = compare(plan, [*skipped, *taken[NUM_FIRST:]])
+    assert (found.ratio, found.num_steps) == (2.0, MIN_STEPS - NUM_FIRST)
+    assert found.num_bytes["update"] == 90
+    on_device = compare(plan, [*skipped, {**taken[-1], "bytes": {"device update": 5}}])
+    assert (on_device.ratio, on_device.num_steps) == (2.0, 1)
+    frozen = compare(PlannedStep(1.0, {}, {"d2h": 10}), skipped)
+    assert (frozen.ratio, frozen.num_steps) == (1.0, MIN_STEPS - NUM_FIRST)
+
+    check = ForecastCheck(lambda _: plan)
+    assert not any(check.add(step, {}) for step in [*skipped, *skipped])
+    assert [check.add(step, {}) for step in taken[NUM_FIRST:]] == [False] * 7 + [True]
+    assert check.found is not None
+    assert check.found.ratio == 2.0
+
+
 def test_without_a_forecast_the_reason_is_kept() -> None:
     def make(_: object) -> PlannedStep:
         raise NoForecastError("no rates")
