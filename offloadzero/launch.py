@@ -6,6 +6,8 @@ import argparse
 import atexit
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +19,7 @@ DEFAULT_PORT = 29500  # the default of DeepSpeed and of torch
 
 # A launcher of several processes sets one of these variables.
 _WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def local_rank() -> int:
@@ -49,6 +52,16 @@ def join_group() -> tuple[int, int]:
 def group_size() -> int:
     """The number of ranks of torch's process group; 1 without one."""
     return int(_distributed().get_world_size()) if _group_is_up() else 1
+
+
+@contextmanager
+def not_launched() -> Iterator[None]:
+    """Hide a launcher's variables: an engine that is made in the block is this process's alone."""
+    hidden = {name: os.environ.pop(name) for name in (*_WORLD_SIZES, *_OF_A_RANK) if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def init_distributed(

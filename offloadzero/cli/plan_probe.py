@@ -355,8 +355,10 @@ class _ManyUnits(nn.Module):
 def python_per_use(device: Device, *, num_blocks: int = 48, num_steps: int = 8) -> float:
     """Return the seconds of Python in the hooks for each use of a unit, as a step's record has them."""
     import offloadzero
+    from offloadzero.launch import not_launched
 
-    with tempfile.TemporaryDirectory(prefix="offloadzero-plan-") as directory:
+    # A shell in a launcher's job, or a pod, has the variables of ranks, for which a single process would wait.
+    with not_launched(), tempfile.TemporaryDirectory(prefix="offloadzero-plan-") as directory:
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": 0.0,

@@ -117,6 +117,17 @@ def test_the_probe_knows_every_rate_of_a_machine_without_a_device(
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_the_probe_of_a_process_that_a_launcher_has_started_waits_for_no_ranks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod of a job of several has these variables in each shell: with RANK as well `plan` waited for half an hour."""
+    monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert plan_probe.python_per_use(find_device("cpu"), num_blocks=2, num_steps=3) > 0
+    assert (os.environ[name], os.environ["LOCAL_RANK"]) == ("2", "1")
+
+
 def test_a_busy_machine_is_said_to_seem_slow_at_computing_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
