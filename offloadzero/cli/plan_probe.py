@@ -335,6 +335,8 @@ def device_update_rates(device: Device, *, num_params: int = 1 << 24) -> dict[st
             with nullcontext() if stream is None else device.launching_on(stream):
                 ADAM.step(buffers, hyper=hyper, step=10, grad_scale=1.0, form=form, scratch=scratch)
 
+        step()  # the first one compiles the kernel, which may take longer than all samples together
+        device.synchronize()
         rates[layout] = moved / best_s(step, finish=device.synchronize)
     return rates
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,26 @@ def test_a_device_is_measured_in_every_dtype_of_parameters_and_on_its_own_link(
     assert (found.h2d or 0) > 0
     assert (found.d2h or 0) > 0
     assert seen == [card], "the link of the device that trains, not of the default one"
+
+
+def test_an_update_on_a_device_is_measured_once_its_kernel_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where that took longer than all samples together the first update was the only one, and its rate was kept."""
+    compiled: set[int] = set()
+
+    def update(_: Any, buffers: dict[Any, torch.Tensor], **__: Any) -> None:
+        is_first = len(buffers) not in compiled  # the layouts have kernels of their own
+        compiled.add(len(buffers))
+        time.sleep(0.4 if is_first else 0.001)
+
+    monkeypatch.setattr(plan_computation, "ENOUGH_S", 0.3)
+    monkeypatch.setattr(type(plan_probe.ADAM), "step", update)
+    num_params = 1 << 12
+    rates = plan_probe.device_update_rates(CpuDevice(), num_params=num_params)
+    assert len(compiled) == 2
+    for layout, bytes_per_param in (("fp32", 20), ("compact", 8)):
+        assert rates[layout] > bytes_per_param * num_params / 0.1, layout
 
 
 def test_two_directories_of_one_drive_are_measured_once(
