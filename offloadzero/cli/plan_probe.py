@@ -50,7 +50,7 @@ from offloadzero.cli.plan_computation import (
 )
 from offloadzero.cli.plan_model import ModelSource
 from offloadzero.cli.progress import Progress
-from offloadzero.errors import ConfigError
+from offloadzero.errors import ConfigError, OffloadError
 from offloadzero.kernel_arguments.adam import AdamHyper
 from offloadzero.memory.device import Device, find_device
 from offloadzero.native import kernels
@@ -58,6 +58,7 @@ from offloadzero.observe.run_dir import STEPS_FILE
 from offloadzero.planning.fit import Memory
 from offloadzero.planning.hardware import Hardware, model_key
 from offloadzero.planning.kept_rates import describe, keep, keep_model, kept_hardware, with_rates_of
+from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.probe import (
     available_host_bytes,
     host_bytes_before,
@@ -234,6 +235,11 @@ def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -
         if is_cpu:
             progress.phase("work beside the computation")
             rates = rates_beside(rates, paths)
+    except torch.OutOfMemoryError as error:  # of the device alone
+        raise OffloadError(
+            f"{device.name()} has too little free memory to be measured, {format_bytes(device.free_bytes() or 0)}: "
+            "another process may hold it. `--no-time` plans the bytes without measuring"
+        ) from error
     finally:
         progress.close()
     return rates

@@ -13,6 +13,7 @@ import torch
 from offloadzero.cli import plan_computation, plan_probe
 from offloadzero.cli.bench_copy import Case
 from offloadzero.cli.progress import Progress
+from offloadzero.errors import OffloadError
 from offloadzero.memory.device import CpuDevice, find_device
 from offloadzero.planning.time_model import Computation, Rates
 from tests.support.tiny import run_bare_script
@@ -68,6 +69,24 @@ def test_a_device_is_measured_in_every_dtype_of_parameters_and_on_its_own_link(
     assert (found.h2d or 0) > 0
     assert (found.d2h or 0) > 0
     assert seen == [card], "the link of the device that trains, not of the default one"
+
+
+def test_a_device_that_others_have_filled_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Card(CpuDevice):
+        def name(self) -> str | None:
+            return "H100"
+
+        def free_bytes(self) -> int | None:
+            return GIB
+
+    def block_rates(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128.00 MiB.")
+
+    monkeypatch.setattr(plan_probe, "block_rates", block_rates)
+    with pytest.raises(
+        OffloadError, match=r"H100 has too little free memory to be measured, 1.00 GiB: another"
+    ):
+        plan_probe.measure(Card(), [])
 
 
 def test_an_update_on_a_device_is_measured_once_its_kernel_is_compiled(
