@@ -20,6 +20,7 @@ from offloadzero.planning.fit import Change, Source, needed, with_keys
 from offloadzero.planning.hardware import Hardware, share_of
 from offloadzero.planning.homes import idle_rules
 from offloadzero.planning.memory_plan import format_bytes
+from offloadzero.planning.other_settings import other_settings
 from offloadzero.planning.remedies import faster
 from offloadzero.planning.shapes import MAX_LAYERS, ModelShape
 from offloadzero.planning.time_model import (
@@ -255,8 +256,12 @@ class Report:
         return step.num_micro * step.trace.flops / found.seconds / 1e12
 
     def left_out(self) -> list[str]:
-        """Return what the forecast of several ranks leaves out."""
-        return [] if self.cluster is None else [*self.cluster.left_out()]
+        """Return what the forecast leaves out."""
+        found = [] if self.cluster is None else [*self.cluster.left_out()]
+        if self.answer is not None and self.step is not None:
+            moved, config = self.step.traffic.lanes, self.answer.planned.config
+            found += other_settings(config, moved, device_is_cpu=self.hardware.device_is_cpu)
+        return found
 
     def simulation_lines(self) -> Iterator[str]:
         """Yield a sentence about the simulated step, if there is one."""

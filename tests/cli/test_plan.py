@@ -158,6 +158,37 @@ def test_auto_by_time_says_what_it_chose_and_what_was_slower(
     assert "by the simulated step" in capsys.readouterr().out, "the rates of a file are known all the same"
 
 
+def test_settings_that_are_not_in_the_rates_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a device whose copies are not pinned a step was forecast with those that are, and nothing was said."""
+    card = replace(MACHINE, memory=replace(MACHINE.memory, device=GIB), device="a card")
+    card = replace(card, rates=replace(card.rates, h2d=1e9, d2h=1e9, device_update={"fp32": 1e9}))
+    pinned = {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    keys: dict[str, Any] = {
+        "placement": {"states": "nvme"},
+        "update": {"num_threads": 1},
+        "aio": {"checksums": True},
+    }
+    said = (
+        "Not in it: pin_memory = false, with which copies are slower than the pinned ones of the rates; "
+        "offloadzero.update.num_threads: the rate of updates is that of all cores; aio.queue_depth: the drive's rates "
+        "are those of the default settings; offloadzero.aio.checksums, for which the cores pass once more over what "
+        "the drive moves."
+    )
+    arguments = words(tmp_path, machine=card, **keys)
+    config = Path(arguments[arguments.index("--config") + 1])
+    config.write_text(
+        json.dumps({**json.loads(config.read_text()), "zero_optimization": pinned, "aio": {"queue_depth": 4}})
+    )
+    assert main(arguments) == 0
+    assert said in capsys.readouterr().out.splitlines()
+    assert main([*arguments, "--json", "-"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["left_out"]) == 4
+    assert main(words(tmp_path, placement={"states": "nvme"})) == 0
+    assert "Not in it" not in capsys.readouterr().out
+
+
 def test_a_rule_that_places_nothing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rules = [{"units": "blocks.0", "param": "host"}, {"units": "model.layers.0", "param": "host"}]
     assert main(words(tmp_path, "--no-time", placement=rules)) == 0
