@@ -6,9 +6,9 @@
 | operations per second | forward and backward of a transformer block, each by itself; fp16 on devices |
 | the same of one model | its own micro batch: [Note: the micro batch is measured] in plan_computation.py |
 | share of the cores | the CPU time of both over their time on a clock |
-| update on the host | Adam over 2^24 parameters of each layout, as `bench adam` runs it |
+| update on the host | Adam over 2^24 parameters of each layout, as `bench adam` runs it, on the threads of an engine |
 | update on the device | the same, in the form that the device has |
-| copies, landing | the native copy on one thread; the norm of a gradient on all |
+| copies, landing | the native copy on one thread; the norm of a gradient on as many as an update |
 | link | pinned copies of 256 MiB each way, as `bench copy` runs them |
 | drive | `bench nvme` for a third of the time: its row of the engine's default setting |
 | what copies, updates and the drive cost a CPU that computes | [Note: work beside the computation] in plan_beside.py |
@@ -61,6 +61,7 @@ from offloadzero.planning.kept_rates import describe, keep, keep_model, kept_har
 from offloadzero.planning.memory_plan import format_bytes
 from offloadzero.planning.probe import (
     available_host_bytes,
+    cores_beside_launching,
     host_bytes_before,
     memlock_bytes,
     nearest_directory,
@@ -223,7 +224,13 @@ def measure(device: Device, paths: Sequence[Path], *, time_s: float = PROBE_S) -
             core_shares={name: block.core_share for name, block in computed.items() if is_cpu},
         )
         progress.phase("memory")
-        rates = replace(rates, update=host_update_rates(), copy=copy_rate(), landing=landing_rate())
+        num_threads = None if is_cpu else len(cores_beside_launching(sorted(os.sched_getaffinity(0)))) or None
+        rates = replace(
+            rates,
+            update=host_update_rates(num_threads),
+            copy=copy_rate(),
+            landing=landing_rate(num_threads),
+        )
         if not is_cpu:
             progress.phase("device")
             rates = replace(rates, **link_rates(device), device_update=device_update_rates(device))
@@ -278,14 +285,14 @@ def products_per_s(dtype: torch.dtype) -> float:
     return 6.0 * num_tokens * width**2 / best_s(products, clock)
 
 
-def host_update_rates() -> dict[str, float]:
-    """Return the bytes per second that Adam moves on all cores, by layout."""
-    records = Records(1 << 24)
-    num_threads = len(os.sched_getaffinity(0))
+def host_update_rates(num_threads: int | None = None) -> dict[str, float]:
+    """Return the bytes per second that Adam moves on so many threads (None: on all cores), by layout."""
+    records, clock = Records(1 << 24), partial(cores_s, num_threads)
+    num_threads = num_threads or len(os.sched_getaffinity(0))
     rates = {}
     for layout in (FP32, COMPACT):
         case, sample = records.adam(layout, kernels.active_isa(), num_threads)
-        rates[layout] = case.bytes_per_param * case.num_params / best_s(sample, cores_s)
+        rates[layout] = case.bytes_per_param * case.num_params / best_s(sample, clock)
     return rates
 
 
@@ -295,10 +302,12 @@ def copy_rate() -> float:
     return source.nbytes / best_s(lambda: kernels.copy(target, source), time.process_time)
 
 
-def landing_rate() -> float:
-    """Return the bytes per second of the norm of a gradient in bf16."""
+def landing_rate(num_threads: int | None = None) -> float:
+    """Return the bytes per second of the norm of a gradient in bf16, on so many threads (None: on all cores)."""
     grad = torch.zeros(64 * _MIB, dtype=torch.bfloat16)
-    return grad.nbytes / best_s(lambda: kernels.sq_norm(grad), cores_s)
+    return grad.nbytes / best_s(
+        lambda: kernels.sq_norm(grad, num_threads=num_threads), partial(cores_s, num_threads)
+    )
 
 
 def link_rates(device: Device) -> dict[str, Any]:

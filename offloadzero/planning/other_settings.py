@@ -28,7 +28,7 @@ def other_settings(config: OffloadConfig, lanes: Collection[str], *, device_is_c
     if (update.num_threads is not None or update.cores) and UPDATE in lanes:
         names = [name for name in ("num_threads", "cores") if getattr(update, name)]
         keys = " and ".join(f"offloadzero.update.{name}" for name in names)
-        yield f"{keys}: the rate of updates is that of all cores"
+        yield f"{keys}: the rate of updates is that of as many as an engine takes itself"
     if {NVME_READ, NVME_WRITE}.isdisjoint(lanes):
         return
     usual = AioConfig()

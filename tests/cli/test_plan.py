@@ -172,9 +172,9 @@ def test_settings_that_are_not_in_the_rates_are_named(
     }
     said = (
         "Not in it: pin_memory = false, with which copies are slower than the pinned ones of the rates; "
-        "offloadzero.update.num_threads: the rate of updates is that of all cores; aio.queue_depth: the drive's rates "
-        "are those of the default settings; offloadzero.aio.checksums, for which the cores pass once more over what "
-        "the drive moves."
+        "offloadzero.update.num_threads: the rate of updates is that of as many as an engine takes itself; "
+        "aio.queue_depth: the drive's rates are those of the default settings; offloadzero.aio.checksums, for which "
+        "the cores pass once more over what the drive moves."
     )
     arguments = words(tmp_path, machine=card, **keys)
     config = Path(arguments[arguments.index("--config") + 1])

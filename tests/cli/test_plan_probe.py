@@ -53,8 +53,12 @@ def test_a_device_is_measured_in_every_dtype_of_parameters_and_on_its_own_link(
         return Computation(float(dtype.itemsize), 3.0 * dtype.itemsize, 0.5)
 
     monkeypatch.setattr(plan_probe, "block_rates", rate_of)
-    for name in ("host_update_rates", "copy_rate", "landing_rate", "device_update_rates", "python_per_use"):
+    for name in ("copy_rate", "device_update_rates", "python_per_use"):
         monkeypatch.setattr(plan_probe, name, lambda *_: None)
+    threads: list[Any] = []
+    for name in ("host_update_rates", "landing_rate"):
+        monkeypatch.setattr(plan_probe, name, threads.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     seen: list[Any] = []
 
     def device_cases(device: Any = None) -> list[tuple[Case, Any]]:
@@ -68,6 +72,7 @@ def test_a_device_is_measured_in_every_dtype_of_parameters_and_on_its_own_link(
     assert found.gradient_flops == {"bf16": 6.0, "fp16": 6.0, "fp32": 12.0}
     assert (found.h2d or 0) > 0
     assert (found.d2h or 0) > 0
+    assert threads == [6, 6], "those of an engine, which leaves cores to the launching thread"
     assert seen == [card], "the link of the device that trains, not of the default one"
 
 
