@@ -223,7 +223,7 @@ def with_own_rates(hardware: Any, question: Any, config: OffloadConfig, *, fresh
 def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None) -> tuple[Any, Any]:
     """Return the question, and what a rank has of the machine that it is about; the memory is the machine's."""
     from offloadzero.cli import plan_probe
-    from offloadzero.cli.plan_answer import Question, drive_bytes
+    from offloadzero.cli.plan_answer import Question, drive_bytes, in_memory
     from offloadzero.cli.plan_model import read_model
     from offloadzero.planned_model import Loop
     from offloadzero.planning.cluster import FORMAT as CLUSTER_FORMAT
@@ -270,5 +270,6 @@ def ask(args: argparse.Namespace, config: OffloadConfig, cluster: Cluster | None
         num_local_ranks=args.local_ranks,
         hardware=hardware,
         elsewhere=args.hardware != THIS_MACHINE,
+        in_memory=in_memory if args.hardware == THIS_MACHINE else lambda _: (),
     )
     return question, hardware

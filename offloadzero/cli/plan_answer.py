@@ -34,6 +34,7 @@ from offloadzero.planning.fit import (
     smallest_change,
 )
 from offloadzero.planning.hardware import Hardware
+from offloadzero.planning.machine import MEMORY_FILESYSTEMS, describe_path
 from offloadzero.planning.memory_plan import (
     INPUTS_AHEAD,
     NUM_INPUT_STAGING,
@@ -67,6 +68,8 @@ class Question:
     num_local_ranks: int = 1  # of a machine
     hardware: Hardware | None = None  # for "auto" by time
     elsewhere: bool = False  # the machine is not this one: directories are not looked for here
+    # Those of some directories whose files are in the host's memory, with their filesystem.
+    in_memory: Callable[[Sequence[Path]], Sequence[str]] = lambda _: ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,9 @@ class Answer:
     trace: MicroBatchTrace | None
     untraced: str
     process_bytes: int  # of Python and torch
+    files_in_memory: tuple[
+        str, ...
+    ] = ()  # directories of this machine that are no drive's, and the filesystem
 
     @property
     def waiting_bytes(self) -> int:
@@ -154,9 +160,22 @@ class Planner:
         beside = _beside(planned, trace, self.question.process_bytes)
         if trace is not None and memory.device is None:
             beside = replace(beside, holes=trace.hole_bytes)
+        in_memory = self.question.in_memory(planned.config.nvme_paths)
+        if in_memory:  # each directory has as much
+            of_files = planned.plan.tier_bytes(TierName.NVME) + beside.nvme
+            of_files = of_files * len(in_memory) // len(planned.config.nvme_paths)
+            beside = replace(beside, host=beside.host + of_files)
         verdict = judge(planned.plan, beside, memory)
         return Answer(
-            planned, memory, beside, verdict, micro_batch, trace, untraced, self.question.process_bytes
+            planned,
+            memory,
+            beside,
+            verdict,
+            micro_batch,
+            trace,
+            untraced,
+            self.question.process_bytes,
+            tuple(in_memory),
         )
 
     def verdict(self, source: Source, more: More = NOTHING) -> Verdict:
@@ -228,9 +247,20 @@ class Planner:
         return self._traces[key]
 
 
+def in_memory(paths: Sequence[Path]) -> list[str]:
+    """Return those of this machine's directories whose files take the host's memory, with their filesystem."""
+    found = {path: describe_path(str(nearest_directory(path)))["filesystem"] for path in paths}
+    return [
+        f"{path} ({filesystem})" for path, filesystem in found.items() if filesystem in MEMORY_FILESYSTEMS
+    ]
+
+
 def building_notes(answer: Answer) -> Iterator[str]:
-    """Yield sentences about what is taken before training, where that is more, or elsewhere."""
+    """Yield sentences about memory that no line of the plan has, and what is taken before training."""
     memory, waiting, whole = answer.memory, answer.waiting_bytes, answer.whole_bytes
+    if answer.files_in_memory:
+        paths = ", ".join(answer.files_in_memory)
+        yield f"In memory, and on no drive: {paths}. The host's bytes have what lives there."
     if waiting:
         yield (
             "Built under zero.Init its parameters wait on the drives before that: "

@@ -16,6 +16,7 @@ from torch import nn
 
 import offloadzero
 from offloadzero import planned_model
+from offloadzero.cli import plan_answer
 from offloadzero.cli.plan_answer import Planner, Question, building_notes, drive_bytes
 from offloadzero.cli.plan_model import ModelSource, read_model
 from offloadzero.config import load_config
@@ -432,3 +433,29 @@ def test_several_ranks_are_told_that_auto_fits(
     assert change.keys == {"offloadzero.placement": "auto"}
     assert not change.more
     assert asked(memory).verdict(with_keys(source, change.keys)).fits
+
+
+def test_what_a_directory_in_memory_holds_is_the_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With files in /dev/shm a model of twice the memory fitted: half of it there, which is the same memory."""
+    source = settings(tmp_path, placement="nvme")
+    on_drive = planner(PLENTY).answer(source)
+    on_host, on_nvme = (
+        needed(on_drive.planned.plan, on_drive.beside, PLENTY)[tier]
+        for tier in (TierName.HOST, TierName.NVME)
+    )
+    memory = Memory(host=on_host + on_nvme - 1, nvme=on_nvme)
+    assert planner(memory).verdict(source).fits
+    filesystems = {str(tmp_path): "tmpfs"}
+    monkeypatch.setattr(plan_answer, "describe_path", lambda path: {"filesystem": filesystems[path]})
+    asked = Planner(replace(planner(memory).question, in_memory=plan_answer.in_memory))
+    answer = asked.answer(source)
+    assert answer.verdict.short == {TierName.HOST: 1}
+    said = f"In memory, and on no drive: {tmp_path} (tmpfs). The host's bytes have what lives there."
+    assert said in building_notes(answer)
+    planner(memory_with(memory, {TierName.HOST: 1}))
+    assert asked.verdict(source).fits
+    planner(memory)
+    filesystems[str(tmp_path)] = "ext4"
+    assert asked.verdict(source).fits
