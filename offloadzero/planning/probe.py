@@ -3,9 +3,8 @@
 [Note: memory that can be taken]
 MemAvailable is the kernel's estimate of the bytes that can be taken without swapping. A control group (a container, a
 systemd unit) may allow less, and a process beyond that is killed, or beyond memory.high held up until it hardly moves,
-so the smallest of all counts. A group's file cache
-is a part of its usage that the kernel gives back when memory is short, so it counts as free. Each group above limits as
-well.
+so the smallest of all counts. A group's file cache is a part of its usage that the kernel gives back when memory is
+short, so it counts as free. Each group above limits as well. So does RLIMIT_AS (`ulimit -v`), all that is mapped.
 
 All of this is less what this process holds itself. A plan is of a process that has not begun: to it what this one holds
 is free, but for the pages of files (torch's libraries), which count as free already.
@@ -39,9 +38,8 @@ def cores_beside_launching(usable: Sequence[int]) -> tuple[int, ...]:
 
 def available_host_bytes(*, root: Path = _ROOT) -> int:
     """The memory that can be taken now: [Note: memory that can be taken]. `root` is where /proc and /sys are."""
-    free = _mem_available(root)
-    allowed = cgroup_free_bytes(root=root)
-    return free if allowed is None else min(free, allowed)
+    limits = (cgroup_free_bytes(root=root), _free_addresses(root))
+    return min([_mem_available(root), *(limit for limit in limits if limit is not None)])
 
 
 def host_bytes_before(*, root: Path = _ROOT) -> int:
@@ -54,6 +52,16 @@ def _held_bytes(root: Path) -> int:
     lines = (root / "proc/self/status").read_text().splitlines()
     sizes = (line.split() for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
     return sum(int(size) * 1024 for _, size, _ in sizes)
+
+
+def _free_addresses(root: Path) -> int | None:
+    """The bytes that this process may still map (RLIMIT_AS); None: no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    lines = (root / "proc/self/status").read_text().splitlines()
+    mapped = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmSize:"))
+    return max(0, limit - mapped)
 
 
 def cgroup_free_bytes(*, root: Path = _ROOT) -> int | None:

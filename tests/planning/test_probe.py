@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,22 @@ def test_version_one_with_its_word_for_no_limit(tmp_path: Path) -> None:
     assert available_host_bytes(root=root) == 3 * GIB
     machine(tmp_path, available=20 * GIB, groups=groups, files=files(9223372036854771712))
     assert available_host_bytes(root=root) == 20 * GIB
+
+
+def test_what_a_process_may_map_is_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `ulimit -v` a model fitted of which the first large mapping was refused."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (6 * GIB, 8 * GIB))
+    root = machine(tmp_path, available=20 * GIB, groups="0::/\n", files={})
+    held = GIB // 2
+    status = f"VmSize:\t {2 * GIB // 1024} kB\nRssAnon:\t {held // 1024} kB\nRssShmem:\t 0 kB\n"
+    (root / "proc/self/status").write_text(status)
+    assert available_host_bytes(root=root) == 4 * GIB
+    assert host_bytes_before(root=root) == 4 * GIB + held
+    (root / "proc/self/status").write_text(status.replace(str(2 * GIB // 1024), str(7 * GIB // 1024)))
+    assert available_host_bytes(root=root) == 0
+    machine(tmp_path, available=3 * GIB, groups="0::/\n", files={})
+    (root / "proc/self/status").write_text(status)
+    assert available_host_bytes(root=root) == 3 * GIB
 
 
 def test_a_path_that_is_not_seen_from_a_namespace(tmp_path: Path) -> None:
