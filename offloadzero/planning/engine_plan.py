@@ -63,11 +63,11 @@ def plan_engine(
 ) -> MemoryPlan:
     """Plan the memory of an engine on this machine.
 
-    `movable_bytes` are those of parameters in host memory, which the arenas replace. With `others` "auto" chooses from
-    what the rank with the least memory has. Raises BudgetError: the budgets, or the machine, have too little.
+    `movable_bytes` are those of parameters in host memory, which the arenas replace. With `others` it has what the rank
+    with the least memory has. Raises BudgetError: the budgets, or the machine, have too little.
     """
     available = _available(device, movable_bytes=movable_bytes, num_local_ranks=num_local_ranks)
-    if others is not None and config.placement.auto:
+    if others is not None:  # it also waits for all: a rank that looks later would find what others have left
         available = dict(zip(available, others.least([*available.values()]), strict=True))
     hardware = _measured(config, device) if goes_by_time(config) else None
 

@@ -1,13 +1,16 @@
-"""`"placement": "auto"` over several ranks: one choice on all of them, from what each one has."""
+"""`"placement": "auto"` over several ranks: one choice on all of them, from what each one has at the same time."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from offloadzero import runtime
+from offloadzero.build import open_store
 from offloadzero.planning import engine_plan
 from offloadzero.segments import SegmentKind
 from offloadzero.several_ranks import SeveralRanks
@@ -35,10 +38,10 @@ def choose(rank: int, stage: int, directory: str) -> dict[str, Any]:
             engine = engine_of(config)
         losses = train(engine, rank, 2, num_steps=4)
         found[name] = losses, digest(engine.module_state_dict())
-        runtime = engine.optimizer.runtime
-        homes = ((i, kind.value, tier.value) for (i, kind), tier in runtime.plan.placement.items())
+        of_engine = engine.optimizer.runtime
+        homes = ((i, kind.value, tier.value) for (i, kind), tier in of_engine.plan.placement.items())
         found[f"homes of {name}"] = [[*home] for home in sorted(homes)]
-        found[f"table of {name}"] = runtime.memory_table()
+        found[f"table of {name}"] = of_engine.memory_table()
         engine.close()
     with (
         mock.patch.object(engine_plan, "available_host_bytes", return_value=free_bytes),
@@ -62,3 +65,29 @@ def test_all_ranks_choose_the_same_homes(stage: int, tmp_path: Path) -> None:
     assert {tier for _, _, tier in first} == {"device", "host", "nvme"}
     homes_of_params = {tier for _, kind, tier in first if kind == SegmentKind.PARAM.value}
     assert homes_of_params == ({"device"} if stage == 1 else {"device", "host", "nvme"})
+
+
+def look_late(rank: int, directory: str) -> bool:
+    """Start an engine; the second rank looks at the memory late. Whether another has taken some by then."""
+    taken, found = Path(directory, "taken"), list[bool]()
+
+    def look() -> int:
+        time.sleep(0.5 * rank)
+        found.append(taken.exists())
+        return 1 << 40
+
+    def take(*given: Any, **keys: Any) -> Any:
+        taken.touch()
+        return open_store(*given, **keys)
+
+    with (
+        mock.patch.object(engine_plan, "available_host_bytes", look),
+        mock.patch.object(runtime, "open_store", take),
+    ):
+        engine_of(config_of("resident", 1, Path(directory), world_size=2)).close()
+    return any(found)
+
+
+def test_all_ranks_look_at_the_memory_before_one_takes_some(tmp_path: Path) -> None:
+    """A rank that looked later took its share of what the others had left, and refused to start."""
+    assert run_ranks(look_late, 2, tmp_path, str(tmp_path)) == [False, False]
