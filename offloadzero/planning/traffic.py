@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from offloadzero.config import OffloadConfig
@@ -173,7 +174,7 @@ def _fetches_in(records: Sequence[Record], plan: MemoryPlan, uses: Uses, num_mic
     found: list[Fetch] = []
     copied = set(kept)  # near copies are those of the weights since the last update
     for is_forward, index in fetches_of_step(
-        order * num_micro, sizes, arena_bytes=plan.unit_lease_bytes, kept=kept
+        order, sizes, arena_bytes=plan.unit_lease_bytes, times=num_micro, kept=kept
     ):
         is_near = index in copied and index in plan.near_copies
         found.append(Fetch(FORWARD if is_forward else BACKWARD, streamed[index], is_near))
@@ -223,30 +224,53 @@ def fetches_of_step(
     num_bytes: Mapping[int, int],
     *,
     arena_bytes: int,
+    times: int = 1,
     kept: Collection[int] = (),
 ) -> list[tuple[bool, int]]:
-    """Return those of the `uses` of a step, (whether in forward, unit), that need a fetch.
+    """Return those of a step's uses, (whether in forward, unit), that need a fetch.
 
     The step is like the one before it. Units in `kept` are made stale by no update: their leases last into the next.
+
+    Args:
+        uses: of a micro batch.
+        times: micro batches of the step. Of many most are alike, and each kind is gone through once.
     """
-    present: set[int] = set()
+    horizon = HORIZON * len(num_bytes)
+    num_seen = -(-horizon // max(1, len(uses)))  # micro batches that one looks ahead at, at most
+    known: dict[tuple[frozenset[int], int], tuple[list[tuple[bool, int]], frozenset[int]]] = {}
+    present: frozenset[int] = frozenset()
     fetched: list[tuple[bool, int]] = []
     for _ in range(2):  # the second begins as every later one does
-        fetched = list(_fetches(uses, num_bytes, arena_bytes, present))
-        present &= set(kept)
+        fetched = []
+        for micro in range(times):
+            num_ahead = min(times - micro - 1, num_seen)
+            found = known.get((present, num_ahead))
+            if found is None:
+                after = set(present)
+                of_micro = list(_fetches(uses, list(uses) * num_ahead, num_bytes, arena_bytes, after))
+                found = known[present, num_ahead] = of_micro, frozenset(after)
+            of_micro, present = found
+            fetched += of_micro
+        present &= frozenset(kept)
     return fetched
 
 
 def _fetches(
-    uses: Sequence[tuple[bool, int]], num_bytes: Mapping[int, int], arena_bytes: int, present: set[int]
+    uses: Sequence[tuple[bool, int]],
+    later: Sequence[tuple[bool, int]],
+    num_bytes: Mapping[int, int],
+    arena_bytes: int,
+    present: set[int],
 ) -> Iterator[tuple[bool, int]]:
+    """Yield the fetches of some uses, which `later` ones follow."""
     horizon = HORIZON * len(num_bytes)
+    units = [unit for _, unit in (*uses, *later)]
     for place, (is_forward, unit) in enumerate(uses):
         if unit in present:
             continue
         wanted = num_bytes[unit] + sum(num_bytes[other] for other in present) - arena_bytes
         if wanted > 0:
-            following = (other for _, other in uses[place + 1 : place + 1 + horizon])
+            following = islice(units, place + 1, place + 1 + horizon)
             distances = next_uses(following, among=present)
             present.difference_update(choose_victims(present, distances, num_bytes=num_bytes, wanted=wanted))
         present.add(unit)
