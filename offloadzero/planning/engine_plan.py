@@ -17,7 +17,6 @@ from offloadzero.planning.fit import budgets_text, least_budgets
 from offloadzero.planning.hardware import Hardware
 from offloadzero.planning.kept_rates import describe, kept_hardware
 from offloadzero.planning.memory_plan import (
-    SMALLER_UNITS,
     MemoryPlan,
     advice,
     format_bytes,
@@ -91,7 +90,7 @@ def plan_engine(
     for line in plan.choice:
         if line.startswith(GOES_BY_BYTES) and (others is None or others.is_first):
             log.warning("%s", line)
-    expect_room(plan, config, available)
+    expect_room(plan, available, config)
     return plan
 
 
@@ -200,7 +199,7 @@ def _available(device: Device, *, movable_bytes: int, num_local_ranks: int) -> d
     return available
 
 
-def expect_room(plan: MemoryPlan, config: OffloadConfig, available: Mapping[TierName, int]) -> None:
+def expect_room(plan: MemoryPlan, available: Mapping[TierName, int], config: OffloadConfig) -> None:
     """Raise BudgetError when the machine has less than is planned; `available` is by tier."""
     for tiers, needs, free in _needs_by_memory(plan, available):
         needed = sum(needs.values())
@@ -209,7 +208,7 @@ def expect_room(plan: MemoryPlan, config: OffloadConfig, available: Mapping[Tier
             added = f" ({parts}: the memory of this device is the host's)" if len(needs) > 1 else ""
             raise BudgetError(
                 f"{tiers[0].value}: {format_bytes(needed)} are needed{added}, {format_bytes(free)} are available\n"
-                f"{plan.table()}\n{advice(plan, config, tiers, [SMALLER_UNITS])}"
+                f"{plan.table()}\n{advice(plan, tiers, config, of_machine=True)}"
             )
 
 

@@ -9,7 +9,7 @@ is read by its update: that takes two.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TypedDict
@@ -45,7 +45,6 @@ NUM_GRAD_STAGING = 3  # one being copied to, one being added, one that backward 
 NUM_STAGING_LEASES = 2  # one being read from a file, one being copied to the device
 NUM_INPUT_STAGING = 2  # buffers in each direction between device and file, for inputs of checkpointed units
 _HOME = "home: "  # the lines of what has a home, by kind
-SMALLER_UNITS = "smaller units (offloadzero.units.patterns)"
 INPUT_BYTES_KEY = "offloadzero.activation_checkpoints.input_bytes"
 # Calls whose inputs are fetched ahead, by their tier.
 INPUTS_AHEAD = {TierName.DEVICE: 1, TierName.HOST: 1, TierName.NVME: 2}
@@ -534,40 +533,50 @@ def _check_budgets(plan: MemoryPlan, config: OffloadConfig) -> None:
             raise BudgetError(
                 f"offloadzero.budgets.{tier.value}: {format_bytes(needed)} are needed, "
                 f"{format_bytes(budget)} are allowed ({format_bytes(needed - budget)} short).\n"
-                f"{plan.table()}\n{advice(plan, config, [tier], [*_SMALLER[tier], 'a larger budget'])}",
+                f"{plan.table()}\n{advice(plan, [tier], config)}",
                 needed={tier.value: needed},
             )
 
 
-_SMALLER = {
-    TierName.DEVICE: (SMALLER_UNITS,),
-    TierName.HOST: ("a smaller offloadzero.update.chunk_elements", SMALLER_UNITS),
-    TierName.NVME: (),
-}
-_OTHER_HOMES = {
+_MOVES = {
     TierName.DEVICE: "parameters or states on host or nvme",
     TierName.HOST: "segments on nvme",
     TierName.NVME: "segments on host",
 }
 
 
-def advice(plan: MemoryPlan, config: OffloadConfig, tiers: Sequence[TierName], others: Sequence[str]) -> str:
-    """Say which settings to change where `tiers` hold too much: of homes and of checkpointed inputs, then `others`."""
+def advice(
+    plan: MemoryPlan, tiers: Sequence[TierName], config: OffloadConfig, *, of_machine: bool = False
+) -> str:
+    """Say which settings to change where `tiers` hold too much for a budget, or for the machine."""
+    *others, last = _advice(plan, tiers, config, of_machine=of_machine)
+    return f"What would make it fit: {', '.join([*others, 'or ' + last]) if others else last}."
+
+
+def _advice(
+    plan: MemoryPlan, tiers: Sequence[TierName], config: OffloadConfig, *, of_machine: bool
+) -> Iterator[str]:
+    """Yield what is left to change. "auto" has moved all that it may: it is told of no segment."""
     taken = sum(plan.inputs.tier_bytes(tier) for tier in tiers) if plan.inputs is not None else 0
-    of_inputs = [
-        f"a smaller {INPUT_BYTES_KEY} ({format_bytes(taken)} of this are for inputs)",
-        "another offloadzero.activation_checkpoints.tier",
-    ]
-    *changes, last = [*(of_inputs if taken else []), *_other_homes(plan, config, tiers), *others]
-    return f"What would make it fit: {', '.join([*changes, f'or {last}' if changes else last])}."
-
-
-def _other_homes(plan: MemoryPlan, config: OffloadConfig, tiers: Sequence[TierName]) -> list[str]:
-    """Say where homes can go that `tiers`, of one memory, hold. "auto" needs a drive for more than it has moved."""
-    if not any(map(plan.holds_homes, tiers)):
-        return []
-    tier = next((tier for tier in tiers if tier.is_host_memory), tiers[0])
-    if not config.placement.auto:
-        return [_OTHER_HOMES[tier]]
-    has_moved_all = not tier.is_host_memory or config.nvme_paths
-    return [] if has_moved_all else ["a drive for segments (offloadzero.nvme_path)"]
+    if taken:
+        yield f"a smaller {INPUT_BYTES_KEY} ({format_bytes(taken)} of this are for inputs)"
+        yield "another offloadzero.activation_checkpoints.tier"
+    of_host = any(tier.is_host_memory for tier in tiers)
+    if config.placement.auto:
+        given = [
+            f"offloadzero.budgets.{tier.value}"
+            for tier in tiers
+            if getattr(config.budgets, tier.value) is not None
+        ]
+        if of_host and not config.nvme_paths:
+            yield "a directory on a drive (offloadzero.nvme_path), which auto then uses"
+        if of_machine and given:
+            yield f"less of what auto may fill ({', '.join(given)})"
+    elif any(map(plan.holds_homes, tiers)):
+        yield "segments on a slower tier" if of_machine else _MOVES[tiers[0]]
+    if of_host and plan.num_slots:
+        yield "a smaller offloadzero.update.chunk_elements"
+    if not all(tier.is_file for tier in tiers):
+        yield "smaller units (offloadzero.units.patterns)"
+    if not of_machine:
+        yield "a larger budget"

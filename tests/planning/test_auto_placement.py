@@ -26,6 +26,7 @@ from offloadzero.config.schema import (
     UpdateConfig,
 )
 from offloadzero.errors import BudgetError, ConfigError
+from offloadzero.planning.engine_plan import expect_room
 from offloadzero.planning.homes import Placement
 from offloadzero.planning.memory_plan import MemoryPlan, format_bytes, plan_memory
 from offloadzero.planning.placement import choose_placement, describe_placement
@@ -132,11 +133,8 @@ def test_nvme_is_not_used_without_a_path() -> None:
     placement, plan = choose(units, auto(26 * COUNT, GIB, nvme_paths=()))
     assert NVME not in placement.values()
     assert plan.tier_bytes(NVME) == 0
-    with pytest.raises(BudgetError, match=r"budgets\.host(.|\n)*home: exp_avg ") as caught:
+    with pytest.raises(BudgetError, match=r"budgets\.host(.|\n)*home: exp_avg "):
         choose(units, auto(26 * COUNT, MIB // 4, nvme_paths=()))
-    assert "What would make it fit: a drive for segments (offloadzero.nvme_path), a smaller " in str(
-        caught.value
-    )
 
 
 @pytest.mark.parametrize(("device", "host", "tier"), [(0, GIB, DEVICE), (GIB, 0, HOST), (0, 0, DEVICE)])
@@ -150,9 +148,55 @@ def test_what_cannot_fit_is_refused_with_the_table_of_the_smallest_placement(
     with pytest.raises(BudgetError, match=rf"budgets\.{tier.value}: (.|\n)*home: exp_avg_sq") as caught:
         choose(units, config)
     assert f"{tier.value}: {format_bytes(needed)} are needed, 0 B are allowed" in str(caught.value)
-    fits = str(caught.value).partition("What would make it fit: ")[2]
-    assert fits.endswith("smaller units (offloadzero.units.patterns), or a larger budget.")
-    assert "nvme" not in fits  # "auto" has moved there what it can
+    assert "What would make it fit" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "paths", "expected"),
+    [
+        (0, GIB, ("/nowhere",), "smaller units (offloadzero.units.patterns), or a larger budget"),
+        (
+            GIB // 1024,
+            0,
+            ("/nowhere",),
+            "a smaller offloadzero.update.chunk_elements, smaller units (offloadzero.units.patterns), "
+            "or a larger budget",
+        ),
+        (
+            GIB // 1024,
+            0,
+            (),
+            "a directory on a drive (offloadzero.nvme_path), which auto then uses, "
+            "smaller units (offloadzero.units.patterns), or a larger budget",
+        ),
+    ],
+)
+def test_a_refusal_advises_nothing_that_auto_has_done(
+    device: int, host: int, paths: tuple[str, ...], expected: str
+) -> None:
+    """It advised segments on nvme where all were there, and where there was no directory to put them into."""
+    with pytest.raises(BudgetError) as caught:
+        choose(records(*[COUNT] * 4), auto(device, host, nvme_paths=tuple(map(Path, paths))))
+    assert str(caught.value).endswith(f"What would make it fit: {expected}.")
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        (None, "What would make it fit: smaller units (offloadzero.units.patterns)."),
+        (
+            GIB,
+            "What would make it fit: less of what auto may fill (offloadzero.budgets.host), "
+            "or smaller units (offloadzero.units.patterns).",
+        ),
+    ],
+)
+def test_a_machine_with_too_little_is_told_what_auto_may_fill(budget: int | None, expected: str) -> None:
+    units = records(*[COUNT] * 4)
+    plan = choose(units, auto(10 * COUNT, GIB))[1]
+    with pytest.raises(BudgetError) as caught:
+        expect_room(plan, {HOST: 4096, DEVICE: GIB}, auto(10 * COUNT, budget))
+    assert str(caught.value).endswith(expected)
 
 
 def test_a_budget_of_nvme_is_kept_by_refusing() -> None:

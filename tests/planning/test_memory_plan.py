@@ -373,8 +373,8 @@ def test_a_plan_is_within_its_budgets_or_refused(
 @pytest.mark.parametrize(
     ("home", "budget", "advised"),
     [
-        ("host", "host", "segments on nvme, a smaller offloadzero.update.chunk_elements, "),
-        ("nvme", "host", "a smaller offloadzero.update.chunk_elements, "),
+        ("host", "host", "segments on nvme, smaller units"),
+        ("nvme", "host", "a smaller offloadzero.update.chunk_elements, smaller units"),
         ("device", "device", "parameters or states on host or nvme, smaller units"),
         ("nvme", "device", "smaller units"),
         ("nvme", "nvme", "segments on host, or a larger budget."),
