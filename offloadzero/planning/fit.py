@@ -339,10 +339,11 @@ def _steps(config: OffloadConfig, *, can_be_compact: bool, has_activations: bool
 
 
 def _auto(config: OffloadConfig) -> Iterator[Keys]:
-    if not config.placement.auto:
-        yield {"offloadzero.placement": "auto"}
+    auto: Keys = {} if config.placement.auto else {"offloadzero.placement": "auto"}
+    if auto:
+        yield auto
     if not config.nvme_paths:
-        yield {"offloadzero.placement": "auto", "offloadzero.nvme_path": NVME_PATH}
+        yield {**auto, "offloadzero.nvme_path": NVME_PATH}
 
 
 def _smaller(micro: int) -> Iterator[int]:

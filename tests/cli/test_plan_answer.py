@@ -203,6 +203,21 @@ def test_changes_by_what_is_short(tier: TierName, expected: dict[str, Any], tmp_
     assert asked.smallest_change(source).keys == expected
 
 
+def test_a_change_names_no_key_that_has_its_value(tmp_path: Path) -> None:
+    """It named `"placement": "auto"` beside the directory, where that was the placement."""
+    keys: dict[str, Any] = {
+        "placement": "auto",
+        "train_micro_batch_size_per_gpu": 1,
+        "activation_checkpoints": {},
+    }
+    source = settings(**keys, update={"chunk_elements": 4096})
+    with_drive = with_keys(source, {"offloadzero.nvme_path": str(tmp_path), "offloadzero.placement": "nvme"})
+    answer = planner(PLENTY, model=DEEP).answer(with_drive)
+    host = needed(answer.planned.plan, answer.beside, PLENTY)[TierName.HOST]
+    change = planner(replace(PLENTY, host=host + MIB), model=DEEP).smallest_change(source)
+    assert change.keys == {"offloadzero.nvme_path": "offload-files"}
+
+
 def test_fewer_leases_make_room_for_activations(tmp_path: Path) -> None:
     source = settings(
         tmp_path, placement="host", train_micro_batch_size_per_gpu=1, units={"prefetch_units": 6}
