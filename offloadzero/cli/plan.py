@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -160,10 +161,7 @@ def _check(args: argparse.Namespace, cluster: Cluster | None) -> None:
     ):
         if value is not None and not 1 <= value <= most:
             raise ConfigError(key, value, f"a whole number from 1 to {most:,}")
-    check_output("--hardware-out", args.hardware_out)
-    check_output("--html", args.html)
-    if args.json != "-":
-        check_output("--json", args.json)
+    _check_outputs(args)
     if args.no_time and args.hardware_out:
         raise ConfigError(
             "--hardware-out", args.hardware_out, "left out with --no-time, which measures nothing"
@@ -174,7 +172,28 @@ def _check(args: argparse.Namespace, cluster: Cluster | None) -> None:
         raise ConfigError("--drive-tbw", args.drive_tbw, "together with --tokens: it is said of a run")
     # The machine is measured for a minute after this: what is misspelled is said before.
     args.tokens = read_count("--tokens", args.tokens)
-    args.drive_tbw = None if args.drive_tbw is None else read_num_bytes("--drive-tbw", args.drive_tbw)
+    if args.drive_tbw is not None:
+        given, args.drive_tbw = args.drive_tbw, read_num_bytes("--drive-tbw", args.drive_tbw)
+        if args.drive_tbw == 0:
+            raise ConfigError("--drive-tbw", given, "more than nothing")
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Raise ConfigError when a result could not be written, or would replace what is read or another result.
+
+    `--hardware-out` may name the file of `--hardware`: what is read of a machine is written again.
+    """
+    outputs = {"--json": None if args.json == "-" else args.json, "--html": args.html}
+    taken = {"--config": args.config, "--model": args.model, "--hardware": args.hardware}
+    for key, path in ("--hardware-out", args.hardware_out), *outputs.items():
+        check_output(key, path)
+        if path is None or (os.path.exists(path) and not os.path.isfile(path)):  # /dev/null may take two
+            continue
+        for other, found in taken.items():
+            is_same = found is not None and os.path.realpath(found) == os.path.realpath(path)
+            if is_same and (other, key) != ("--hardware", "--hardware-out"):
+                raise ConfigError(key, path, f"another file than that of {other}")
+        taken[key] = path
 
 
 def read_count(key: str, text: str | None) -> int | None:

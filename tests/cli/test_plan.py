@@ -345,11 +345,30 @@ def test_the_largest_is_the_one_beyond_which_nothing_fits(
         (["--no-time", "--hardware-out", "x"], "left out with --no-time"),
         (["--no-time", "--tokens", "1b"], "--tokens = '1b': left out with --no-time"),
         (["--drive-tbw", "600TB"], "--drive-tbw = '600TB': together with --tokens"),
+        (["--tokens", "1b", "--drive-tbw", "0TB"], "--drive-tbw = '0TB': more than nothing"),
     ],
 )
 def test_mistakes(more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words(tmp_path), *more]) == USER_ERROR
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["--json", "--html", "--hardware-out"])
+def test_a_result_replaces_neither_the_configuration_nor_another_result(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The configuration was overwritten by the answer, and one answer by the other."""
+    given = [word for word in words(tmp_path) if word != "--no-time"]
+    config = Path(given[given.index("--config") + 1])
+    before = config.read_bytes()
+    assert main([*given, key, str(config.parent / "." / config.name)]) == USER_ERROR
+    assert f"{key} = " in (text := capsys.readouterr().err)
+    assert "another file than that of --config" in text
+    assert config.read_bytes() == before
+    other = "--html" if key == "--json" else "--json"
+    assert main([*given, key, str(tmp_path / "out"), other, str(tmp_path / "out")]) == USER_ERROR
+    assert "another file than that of --" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("more", [["--tokens", "many"], ["--tokens", "1b", "--drive-tbw", "600T"]])
