@@ -30,6 +30,7 @@ from offloadzero.update.spec import device_form
 from offloadzero.update.specs import spec_of_type
 
 INITIAL_DTYPE = torch.float32  # the dtype of values that wait under zero.Init
+SMALLER = {"3B": 3_000_000_000, "300M": 300_000_000, "20M": 20_000_000}  # what --parameters may be instead
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,17 @@ def check(needs: Needs, config: OffloadConfig, *, save: Path | None) -> None:
         )
     short += _short_disks(needs, config.nvme_paths, save)
     if short:
-        raise BudgetError("\n".join([*short, "a smaller model: --parameters 3B, say"]))
+        raise BudgetError("\n".join([*short, _smaller(needs.num_params)]))
+
+
+def _smaller(num_params: int) -> str:
+    """Say how to train less: the size that is named is less than half of the one that is refused."""
+    smaller = next((name for name, count in SMALLER.items() if 2 * count < num_params), None)
+    return (
+        "a smaller model, or a shorter --seq-len"
+        if smaller is None
+        else f"a smaller model: --parameters {smaller}, say"
+    )
 
 
 def _short_disks(needs: Needs, swap_paths: tuple[Path, ...], save: Path | None) -> list[str]:

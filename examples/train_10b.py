@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -346,13 +347,24 @@ def read_positive(text: str) -> int:
     return int(text)
 
 
+def read_seconds(text: str) -> float:
+    """Read a number from 0 on."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: seconds, from 0 on")
+    return seconds
+
+
 def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", type=Path, default=CONFIG, help="JSON configuration (DeepSpeed's keys)")
     parser.add_argument("--data", type=Path, help="file or directory (default: Python's standard library)")
-    parser.add_argument("--parameters", type=read_count, default="10B", help="at least so many: 10B, 3B, 20M")
+    parser.add_argument("--parameters", type=read_count, help="at least so many: 10B (the default), 3B, 20M")
     parser.add_argument("--layers", type=read_positive, help="instead of --parameters, with --width")
     parser.add_argument("--width", type=read_positive, help="a multiple of 128 (of 64 below 1024)")
     parser.add_argument(
@@ -364,7 +376,10 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, help="go on from the latest checkpoint here")
     parser.add_argument("--log", type=Path, help="append one JSON object per step to this file")
     parser.add_argument(
-        "--progress-s", type=float, default=15.0, help="seconds between lines within a step, off a terminal"
+        "--progress-s",
+        type=read_seconds,
+        default=15.0,
+        help="seconds between lines within a step, off a terminal",
     )
     parser.add_argument(
         "--rehearse",
@@ -377,6 +392,9 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(given)
     if (args.layers is None) != (args.width is None):
         parser.error("--layers and --width go together")
+    if args.layers is not None and args.parameters is not None:
+        parser.error("--parameters, or --layers and --width in its place")
+    args.parameters = read_count("10B") if args.parameters is None else args.parameters
     if args.width is not None and args.width % (128 if args.width >= 1024 else 64):
         parser.error(f"--width {args.width}: a multiple of 128, or of 64 below 1024")
     # What cannot be written is said now and not when the model is built, or trained.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from offloadzero.config import load_config, settle_for_initialize
+from offloadzero.errors import BudgetError
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -115,6 +116,13 @@ def test_a_shape_of_its_own_and_what_is_none(capsys: pytest.CaptureFixture[str])
         (["--parameters", "ten"], "'ten': a number, or one with K, M or B"),
         (["--layers", "0", "--width", "192"], "argument --layers: '0': a whole number from 1 on"),
         (["--layers", "3", "--width", "0"], "argument --width: '0': a whole number from 1 on"),
+        (
+            ["--layers", "3", "--width", "192", "--parameters", "2M"],
+            "--parameters, or --layers and --width in its",
+        ),
+        (["--progress-s", "-1"], "argument --progress-s: '-1': seconds, from 0 on"),
+        (["--progress-s", "nan"], "argument --progress-s: 'nan': seconds, from 0 on"),
+        (["--parameters", "0"], "no size has 0 parameters or a little more"),
         (["--seq-len", "-1"], "argument --seq-len"),
         (["--steps", "0"], "argument --steps: '0': a whole number from 1 on"),
         (["--log", "nowhere/log"], "--log nowhere/log: there is no directory nowhere"),
@@ -189,7 +197,20 @@ def test_a_disk_without_room_is_refused_with_the_figures(
         f"{both:,} bytes are needed ({found.swap_bytes:,} for the swap file, {found.checkpoint_bytes:,} for a "
         f"checkpoint), {free:,} are free, {both - free:,} short"
     ) in error
-    assert "--parameters 3B" in error
+    assert "a smaller model, or a shorter --seq-len" in error
+
+
+@pytest.mark.parametrize(("model", "smaller"), [("10B", "3B"), ("3B", "300M"), ("30M", None), ("2M", None)])
+def test_the_model_that_a_refusal_offers_is_smaller(
+    model: str, smaller: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It offered one of 3 billion parameters for each, also for one of 2 million."""
+    config = settle_for_initialize(load_config("config.json"))
+    monkeypatch.setattr(needs, "host_bytes_before", lambda: 1 << 20)
+    with pytest.raises(BudgetError) as caught:
+        needs.check(needs_of(model, config), config, save=None)
+    offered = re.findall(r"--parameters (\w+)", str(caught.value))
+    assert offered == ([] if smaller is None else [smaller])
 
 
 def test_host_memory_that_is_too_small_is_refused(
